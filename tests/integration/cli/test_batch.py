@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from services.cli import batch as cli_batch
 from services.cli.batch import Summary, run
@@ -25,6 +24,7 @@ from shared.settings import BatchSettings
 from tests.integration.conftest import KEY, TEXT
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import ROOT
+from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 Answer = tuple[int, dict[str, str], Any]
@@ -33,7 +33,7 @@ ENOUGH: Answer = (200, {}, {"choices": [], "usage": {"prompt_tokens": 2, "comple
 
 @dataclass
 class ScriptedServer:
-    """Answers with `answer(body, how often this line was seen)`; its lock can hold all answers back."""
+    """Answers with `answer(body, how often this line was seen)`; `gate` can hold all answers back."""
 
     answer: Callable[[dict[str, Any], int], Answer] = lambda body, seen: ENOUGH
     seen: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
@@ -109,14 +109,15 @@ def written(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def answers_in(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Return the answers, without a last line that was cut."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def go(tmp_path: Path, server: ScriptedServer, **settings: Any) -> Summary:
     return run(tmp_path / "in", tmp_path / "out", BatchSettings(url=server.url, **settings), show=False)
 
 
-def test_every_line_gets_one_answer_in_openais_form(tmp_path: Path, server: ScriptedServer) -> None:
+def test_every_line_gets_one_answer(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", lines_of(40))
     summary = go(tmp_path, server, concurrency=8)
     found = answers_in(tmp_path / "out")
@@ -128,7 +129,7 @@ def test_every_line_gets_one_answer_in_openais_form(tmp_path: Path, server: Scri
     assert summary.well
 
 
-def test_a_lines_class_is_low_unless_it_says_so(tmp_path: Path, server: ScriptedServer) -> None:
+def test_class_of_a_line_is_low_by_default(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", [*lines_of(1), *lines_of(2, priority="high")[1:]])
     go(tmp_path, server)
     assert {body["prompt"]: body["priority"] for _, body, _ in server.seen} == {"0": "low", "1": "high"}
@@ -138,7 +139,7 @@ def test_a_lines_class_is_low_unless_it_says_so(tmp_path: Path, server: Scripted
     assert ["priority" in body for _, body, _ in sorted(server.seen, key=lambda one: one[1]["prompt"])] == [False, True]
 
 
-def test_no_more_than_the_bound_are_under_way(tmp_path: Path, server: ScriptedServer) -> None:
+def test_requests_in_flight_are_bounded(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", lines_of(12))
     server.gate.clear()
     working = threading.Thread(target=go, args=(tmp_path, server), kwargs={"concurrency": 3}, daemon=True)
@@ -150,7 +151,7 @@ def test_no_more_than_the_bound_are_under_way(tmp_path: Path, server: ScriptedSe
     assert server.most == 3
 
 
-def test_a_killed_run_goes_on_with_no_line_twice_and_none_missing(tmp_path: Path, server: ScriptedServer) -> None:
+def test_killed_run_continues_with_each_line_once(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", lines_of(30))
     held = threading.Event()
 
@@ -170,7 +171,7 @@ def test_a_killed_run_goes_on_with_no_line_twice_and_none_missing(tmp_path: Path
     running.wait(30)
     with (tmp_path / "out").open("ab") as out:
         out.write(b'{"custom_id": "line-29", "respo')  # a kill within the write of a line
-    before = answers_in_whole_lines(tmp_path / "out")
+    before = answers_in(tmp_path / "out")
     first = {body["prompt"]: headers["idempotency-key"] for _, body, headers in server.seen}
     server.answer = lambda body, seen: ENOUGH
     server.gate.set()
@@ -186,11 +187,7 @@ def test_a_killed_run_goes_on_with_no_line_twice_and_none_missing(tmp_path: Path
     assert all(first[prompt] == again[prompt] for prompt in both)
 
 
-def answers_in_whole_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def test_a_busy_server_is_asked_again_when_it_said(
+def test_busy_server_is_retried_after_its_retry_time(
     tmp_path: Path, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -205,15 +202,13 @@ def test_a_busy_server_is_asked_again_when_it_said(
     busy = (429, {"Retry-After": "7"}, {"error": {"message": "full"}})
     server.answer = lambda body, seen: (busy, (503, {}, {}), (0, {}, None), ENOUGH)[seen]
     summary = go(tmp_path, server)
-    asked = [seconds for seconds in waits if seconds > 1]
-    assert len(asked) == 1
-    assert 5.25 <= asked[0] <= 8.75  # 7 s, spread so that not all come at once
+    (wait_s,) = [seconds for seconds in waits if seconds > 1]
+    assert 5.25 <= wait_s <= 8.75  # 7 s, spread so that not all come at once
     assert (summary.retries, summary.succeeded) == (3, 1)
-    keys = {headers["idempotency-key"] for _, _, headers in server.seen}
-    assert len(keys) == 1  # so the server may know that it is the same request
+    assert len({headers["idempotency-key"] for _, _, headers in server.seen}) == 1
 
 
-def test_an_answer_that_will_not_change_is_the_lines_answer(tmp_path: Path, server: ScriptedServer) -> None:
+def test_final_error_is_the_answer_of_its_line(tmp_path: Path, server: ScriptedServer) -> None:
     refusal = {"error": {"message": "no", "type": "invalid_request_error", "param": "model", "code": "x"}}
     fault = {"error": {"message": "it failed", "type": "server_error", "param": None, "code": "generation_failed"}}
     written(tmp_path / "in", lines_of(3))
@@ -227,7 +222,7 @@ def test_an_answer_that_will_not_change_is_the_lines_answer(tmp_path: Path, serv
     assert len(set(faults)) == len(faults) == cli_batch.FAULT_TRIES  # a fault is an answer, too
 
 
-def test_a_server_that_stays_away_stops_the_run_and_writes_nothing(tmp_path: Path, server: ScriptedServer) -> None:
+def test_unreachable_server_stops_the_run_and_writes_nothing(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", lines_of(3))
     server.answer = lambda body, seen: (0, {}, None)
     summary = go(tmp_path, server, patience_s=0.05)
@@ -236,7 +231,7 @@ def test_a_server_that_stays_away_stops_the_run_and_writes_nothing(tmp_path: Pat
     assert (tmp_path / "out").read_text() == ""
 
 
-def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path, server: ScriptedServer) -> None:
+def test_output_of_another_run_is_refused(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", lines_of(1))
     server.gate.clear()
     working = threading.Thread(target=go, args=(tmp_path, server), daemon=True)
@@ -263,9 +258,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
-def test_a_line_that_will_not_do_is_named_before_anything_is_sent(
-    tmp_path: Path, server: ScriptedServer, text: str
-) -> None:
+def test_bad_line_is_named_before_anything_is_sent(tmp_path: Path, server: ScriptedServer, text: str) -> None:
     last = text.count("\n") + 2
     (tmp_path / "in").write_text(json.dumps({**GOOD, "custom_id": "first"}) + "\n" + text + "\n")
     with pytest.raises(ConfigurationError, match=f"in:{last}: "):
@@ -273,9 +266,7 @@ def test_a_line_that_will_not_do_is_named_before_anything_is_sent(
     assert server.seen == []
 
 
-def test_a_real_gateway_answers_each_line_once(
-    tmp_path: Path, gateway: GatewayProcess, answers: None, tokenizer: Tokenizer
-) -> None:
+def test_gateway_answers_each_line_once(tmp_path: Path, gateway: GatewayProcess, answers: None) -> None:
     lines = lines_of(6, model=gateway.name, max_tokens=100)
     for line in lines[3:]:
         line["url"] = "/v1/chat/completions"
@@ -286,7 +277,7 @@ def test_a_real_gateway_answers_each_line_once(
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     summary = json.loads(done.stdout)
     assert (summary["succeeded"], summary["failed"], done.returncode) == (6, 1, 1)
-    assert summary["completion_tokens"] == 6 * len(tokenizer.encode(TEXT).ids)
+    assert summary["completion_tokens"] == 6 * len(token_ids(TEXT))
     found = {answer["custom_id"]: answer["response"] for answer in answers_in(tmp_path / "out")}
     assert found["line-0"]["body"]["choices"][0]["text"] == TEXT
     assert found["line-5"]["body"]["choices"][0]["message"]["content"] == TEXT

@@ -1,4 +1,4 @@
-"""`orcinus drain` against a real Redis: whom it means, what it writes, what it waits for."""
+"""`orcinus drain` against a real Redis: which service it drains, what it writes, what it waits for."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def shard(redis_server: RedisServer, settings: CommonSettings) -> ScriptedSchedu
     return scheduler
 
 
-def test_who_does_not_leave_in_time_is_named_with_what_it_still_has(
-    shard: ScriptedScheduler, settings: CommonSettings
-) -> None:
+def test_scheduler_that_stays_is_named_with_its_requests(shard: ScriptedScheduler, settings: CommonSettings) -> None:
     said: list[str] = []
     (end,) = drain("shard-0", settings, LauncherSettings(), 0.3, said.append)
     assert (end.role, end.id, end.drained) == ("scheduler", "shard-0", False)
@@ -42,13 +40,11 @@ def test_who_does_not_leave_in_time_is_named_with_what_it_still_has(
     assert [queue_pb2.Control.FromString(fields[b"c"]).WhichOneof("command") for _, fields in rows] == ["drain"]
 
 
-def test_a_worker_is_named_with_this_start_of_it_and_has_left_when_another_has_come(
-    shard: ScriptedScheduler, settings: CommonSettings
-) -> None:
+def test_worker_has_left_when_its_next_start_registers(shard: ScriptedScheduler, settings: CommonSettings) -> None:
     keys, client = settings.keys, shard.client
 
     def restart() -> None:
-        until("it is asked to", lambda: client.get(keys.drain("worker", "worker-0")) == b"x")
+        until("the drain is written", lambda: client.get(keys.drain("worker", "worker-0")) == b"x")
         client.hset(keys.worker("worker-0"), "identity", "the next start")
 
     other = threading.Thread(target=restart)
@@ -59,11 +55,11 @@ def test_a_worker_is_named_with_this_start_of_it_and_has_left_when_another_has_c
     assert 0 < client.pttl(keys.drain("worker", "worker-0")) <= 60_000
 
 
-def test_a_gateway_has_left_when_its_heartbeat_is_gone(shard: ScriptedScheduler, settings: CommonSettings) -> None:
+def test_gateway_has_left_when_its_heartbeat_ends(shard: ScriptedScheduler, settings: CommonSettings) -> None:
     client, key = shard.client, settings.keys.drain("gateway", "gateway-x")
 
     def leave() -> None:
-        until("it is asked to", lambda: client.exists(key))
+        until("the drain is written", lambda: client.exists(key))
         client.delete(settings.keys.alive("gateway", "gateway-x"))
 
     other = threading.Thread(target=leave)
@@ -75,12 +71,12 @@ def test_a_gateway_has_left_when_its_heartbeat_is_gone(shard: ScriptedScheduler,
 
 
 @pytest.mark.usefixtures("shard")
-def test_a_name_that_nobody_has_is_an_error_that_says_who_is_there(settings: CommonSettings) -> None:
+def test_unknown_name_is_an_error_with_the_running_services(settings: CommonSettings) -> None:
     with pytest.raises(ConfigurationError, match=r"worker-9: no such service .*; running: gateway-x, shard-0"):
         drain("worker-9", settings, LauncherSettings(), 1.0, lambda _: None)
 
 
-def test_a_wait_that_is_no_time_and_a_silent_redis_are_errors_of_the_command() -> None:
+def test_bad_timeout_and_silent_redis_are_errors() -> None:
     nowhere = CommonSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0")
     with pytest.raises(ConfigurationError, match="--timeout-s nan"):
         drain("worker", nowhere, LauncherSettings(), float("nan"), lambda _: None)

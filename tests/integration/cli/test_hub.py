@@ -1,8 +1,9 @@
-"""`orcinus pull`, `list` and `rm` against a stand-in for the Hub: what comes whole, goes on and is refused, and how."""
+"""`orcinus pull`, `list` and `rm` against a stand-in for the Hub: what is fetched, resumed and refused, and how."""
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ TOKEN = "hf_do-not-show"
 WEIGHTS_BYTES = 3 << 20
 
 
+@functools.cache
 def weights() -> bytes:
     """Return safetensors with one tensor of bytes that do not repeat."""
     size = WEIGHTS_BYTES
@@ -53,8 +55,7 @@ class Machine:
         self.directory = home / "hub" / "models--acme--tiny"
 
     def run(self, *args: str, code: int = 0, typed: str = "", token: str = "", **settings: Any) -> str:
-        """Run the command in this process and return all that it prints. settings: constants of huggingface_hub, which
-        reads them from the environment when it is imported."""
+        """Run the command in this process and return its output. settings: constants of huggingface_hub."""
         url = self.hub.url
         values = {
             "ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
@@ -70,7 +71,7 @@ class Machine:
         return self._checked(said, done.exit_code, code)
 
     def run_process(self, *args: str, code: int = 0, before: str = "true", **env: str) -> str:
-        """The same in a process of its own. before: a command of the shell that starts it."""
+        """Run it in a separate process. before: a command of the shell that starts it."""
         settings = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.hub.url, "HF_HUB_DISABLE_XET": "1", **env}
         command = ["bash", "-c", f'{before}; exec "$0" "$@"', sys.executable, "-m", "services.cli", *args]
         done = subprocess.run(command, cwd=ROOT, env=clean_env(**settings), capture_output=True, text=True, timeout=120)
@@ -93,11 +94,20 @@ def hub() -> Iterator[StandInHub]:
 
 @pytest.fixture
 def machine(tmp_path: Path, hub: StandInHub) -> Machine:
+    """Its Hub has NAME."""
+    hub.add(NAME, files())
     return Machine(tmp_path / "home", hub)
 
 
+@pytest.fixture
+def pulled(machine: Machine) -> Machine:
+    machine.run("pull", NAME)
+    machine.hub.seen.clear()
+    return machine
+
+
 def test_pull_fetches_what_is_served_and_no_pickles(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = machine.hub.add(NAME, files())
+    (there,) = machine.hub.repositories[NAME]
     said = machine.run_process("pull", NAME, HF_TOKEN=TOKEN, HF_DEBUG="1", HF_HUB_VERBOSITY="debug")
     snapshot = machine.snapshot()
     assert snapshot.name == there.commit and "3.0 MiB" in said
@@ -115,27 +125,22 @@ def test_pull_fetches_what_is_served_and_no_pickles(machine: Machine, monkeypatc
     assert (settings.model, settings.served_model_name) == (snapshot, NAME)
 
 
-def test_second_pull_asks_for_no_content(machine: Machine) -> None:
-    machine.hub.add(NAME, files())
-    machine.run("pull", NAME)
-    machine.hub.seen.clear()
-    assert "0 bytes of them fetched now" in machine.run("pull", NAME)
-    assert not machine.hub.fetched()
+def test_second_pull_fetches_no_content(pulled: Machine) -> None:
+    assert "0 bytes of them fetched now" in pulled.run("pull", NAME)
+    assert not pulled.hub.fetched()
 
 
-def test_a_cut_connection_goes_on_in_the_same_run(machine: Machine) -> None:
-    there = machine.hub.add(NAME, files())
+def test_cut_connection_is_resumed_in_the_same_run(machine: Machine) -> None:
     machine.hub.trouble.cut_after["model.safetensors"] = 1 << 20
     machine.run("pull", NAME)
-    assert (machine.snapshot() / "model.safetensors").read_bytes() == there.files["model.safetensors"]
+    assert (machine.snapshot() / "model.safetensors").read_bytes() == weights()
     ranges = [seen.range for seen in machine.hub.seen if seen.is_storage]
     assert ranges[0] is None and ranges[1] is not None and len(ranges) == 2
 
 
-def test_a_run_that_failed_is_continued_by_the_next(machine: Machine) -> None:
-    there = machine.hub.add(NAME, files())
+def test_failed_run_is_resumed_by_the_next(machine: Machine) -> None:
     done = 1 << 20
-    blob = machine.directory / "blobs" / hashlib.sha256(there.files["model.safetensors"]).hexdigest()
+    blob = machine.directory / "blobs" / hashlib.sha256(weights()).hexdigest()
     said = machine.run_process("pull", NAME, code=2, before="ulimit -f 1024")  # as on a full disk
     assert "cannot be written" in said and "goes on from there" in said
     assert not blob.exists() and not (machine.directory / "refs").exists()  # half a model has no name
@@ -143,13 +148,12 @@ def test_a_run_that_failed_is_continued_by_the_next(machine: Machine) -> None:
     machine.hub.seen.clear()
     assert f"going on at {done >> 20}.0 MiB" in machine.run("pull", NAME)
     assert [seen.range for seen in machine.hub.seen if seen.is_storage] == [f"bytes={done}-"]
-    assert blob.read_bytes() == there.files["model.safetensors"]
+    assert blob.read_bytes() == weights()
     assert machine.hub.fetched() == {"model.safetensors": 1}
 
 
 @pytest.mark.parametrize(("name", "kind"), [("model.safetensors", "SHA-256"), ("tokenizer.json", "Git SHA-1")])
 def test_content_with_another_digest_is_removed_and_refused(machine: Machine, name: str, kind: str) -> None:
-    machine.hub.add(NAME, files())
     machine.hub.trouble.wrong.add(name)
     said = machine.run("pull", NAME, code=2)
     assert f"{name}: {kind} is not" in said and "HF_ENDPOINT" in said
@@ -159,25 +163,23 @@ def test_content_with_another_digest_is_removed_and_refused(machine: Machine, na
     assert machine.snapshot().is_dir()
 
 
-def test_a_file_that_another_tool_left_damaged_is_fetched_again(machine: Machine) -> None:
-    there = machine.hub.add(NAME, files())
-    blob = machine.directory / "blobs" / hashlib.sha256(there.files["model.safetensors"]).hexdigest()
+def test_file_that_another_tool_damaged_is_fetched_again(machine: Machine) -> None:
+    blob = machine.directory / "blobs" / hashlib.sha256(weights()).hexdigest()
     blob.parent.mkdir(parents=True)
     blob.write_bytes(b"cut off")
     assert "damaged" in machine.run("pull", NAME)
-    assert blob.read_bytes() == there.files["model.safetensors"]
+    assert blob.read_bytes() == weights()
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(machine: Machine) -> None:
-    machine.hub.add(NAME, files())
+def test_too_small_disk_is_an_error_before_anything_is_fetched(machine: Machine) -> None:
     machine.hub.trouble.stated_size["model.safetensors"] = 1 << 60
     said = machine.run("pull", NAME, code=2)
     assert f"needs {1 << 30}.0 GiB of disk" in said and "HF_HOME" in said
     assert not machine.hub.fetched()
 
 
-def test_gated_model_says_what_to_accept_where(machine: Machine) -> None:
-    machine.hub.add(NAME, files(), gated=True)
+def test_gated_model_is_an_error_with_the_page_to_accept(machine: Machine) -> None:
+    machine.hub.repositories[NAME][0].gated = True
     machine.hub.token = TOKEN
     said = machine.run("pull", NAME, code=2)
     assert f"gated; accept its conditions at {machine.hub.url}/{NAME} and set HF_TOKEN" in said
@@ -194,14 +196,12 @@ def test_gated_model_says_what_to_accept_where(machine: Machine) -> None:
         ("acme/../tiny", "not a name of the Hub"),
     ],
 )
-def test_missing_model_is_said_plainly(machine: Machine, name: str, said: str) -> None:
-    machine.hub.add(NAME, files())
+def test_missing_model_is_an_error(machine: Machine, name: str, said: str) -> None:
     assert said in machine.run("pull", name, code=2)
 
 
 def test_revision_is_fetched_beside_main(machine: Machine) -> None:
     old = machine.hub.add(NAME, files(**{"tokenizer.json": b'{"old": 1}'}), refs=("v1",))
-    machine.hub.add(NAME, files())
     machine.run("pull", NAME)
     machine.run("pull", f"{NAME}@v1")
     machine.run("pull", f"{NAME}@{old.commit}")
@@ -211,17 +211,18 @@ def test_revision_is_fetched_beside_main(machine: Machine) -> None:
     assert (machine.snapshot() / "model.safetensors").read_bytes() == weights()
 
 
-def test_sharded_weights_come_as_the_index_names_them(machine: Machine) -> None:
+def test_sharded_weights_are_those_of_the_index(machine: Machine) -> None:
     parts = {f"model-0000{number}-of-00002.safetensors": weights() + bytes(number) for number in (1, 2)}
     index = {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", parts, strict=True))}).encode()}
     there = files(**parts, **index, **{"consolidated.safetensors": b"twice"})
     del there["model.safetensors"]
+    machine.hub.repositories[NAME] = []
     machine.hub.add(NAME, there)
     machine.run("pull", NAME)
     assert {path.name for path in machine.snapshot().glob("*.safetensors")} == set(parts)
 
 
-def test_repository_without_safetensors_is_refused_by_what_it_has(machine: Machine) -> None:
+def test_repository_without_safetensors_is_refused_with_its_formats(machine: Machine) -> None:
     pickled, gguf = files(), files(**{"tiny-q4.gguf": b"GGUF" + bytes(100)})
     for there in (pickled, gguf):
         del there["model.safetensors"]
@@ -236,16 +237,14 @@ def test_repository_without_safetensors_is_refused_by_what_it_has(machine: Machi
     assert machine.hub.fetched()["pytorch_model.bin"] == 0
 
 
-def test_too_many_requests_are_waited_for(machine: Machine) -> None:
-    machine.hub.add(NAME, files())
+def test_pull_waits_after_429_until_it_gives_up(machine: Machine) -> None:
     machine.hub.trouble.too_many = 2
     assert "the Hub answers 429 for its files; trying again in 0 s" in machine.run("pull", NAME)
     machine.hub.trouble.too_many = 99
     assert "refuses more requests for now (429)" in machine.run("pull", f"{NAME}@main", code=2)
 
 
-def test_offline_uses_what_is_here_and_asks_nobody(machine: Machine) -> None:
-    machine.hub.add(NAME, files())
+def test_offline_pull_uses_the_cache_without_a_request(machine: Machine) -> None:
     assert "HF_HUB_OFFLINE forbids" in machine.run("pull", NAME, code=2, HF_HUB_OFFLINE=True)
     machine.run("pull", NAME)
     machine.hub.seen.clear()
@@ -253,10 +252,9 @@ def test_offline_uses_what_is_here_and_asks_nobody(machine: Machine) -> None:
     assert not machine.hub.seen
 
 
-def test_hub_that_cannot_be_reached_is_named(machine: Machine) -> None:
+def test_unreachable_hub_is_named(machine: Machine) -> None:
     said = machine.run("pull", NAME, code=2, ENDPOINT="http://127.0.0.1:9")
     assert "the Hub at http://127.0.0.1:9 cannot be reached" in said
-    machine.hub.add(NAME, files())
     machine.run("pull", NAME)
     assert "what is on this machine stays in use" in machine.run("pull", NAME, ENDPOINT="http://127.0.0.1:9")
 
@@ -276,7 +274,6 @@ def test_up_refuses_before_the_weights_are_fetched(machine: Machine) -> None:
 
 def test_list_shows_size_revision_origin_and_state(machine: Machine) -> None:
     assert "no models in" in machine.run("list")
-    machine.hub.add(NAME, files())
     machine.run("pull", NAME)
     (row,) = json.loads(machine.run("list", "--json"))["models"]
     assert (row["name"], row["refs"], row["origin"], row["problem"]) == (NAME, ["main"], "orcinus", "")
@@ -284,34 +281,29 @@ def test_list_shows_size_revision_origin_and_state(machine: Machine) -> None:
     assert "can be served" in machine.run("list")
 
 
-def test_rm_asks_and_removes_all_of_it(machine: Machine) -> None:
-    machine.hub.add(NAME, files())
-    machine.run("pull", NAME)
-    assert "nothing was removed" in machine.run("rm", NAME, code=1, typed="n\n")
-    assert machine.snapshot().is_dir()
-    assert "removed 3 files" in machine.run("rm", NAME, typed="y\n")
-    assert not machine.directory.exists()
-    assert "no such model on this machine" in machine.run("rm", NAME, code=2, typed="y\n")
+def test_rm_confirms_and_removes_all_files(pulled: Machine) -> None:
+    assert "nothing was removed" in pulled.run("rm", NAME, code=1, typed="n\n")
+    assert pulled.snapshot().is_dir()
+    assert "removed 3 files" in pulled.run("rm", NAME, typed="y\n")
+    assert not pulled.directory.exists()
+    assert "no such model on this machine" in pulled.run("rm", NAME, code=2, typed="y\n")
 
 
-def test_rm_refuses_a_model_that_is_served(machine: Machine) -> None:
-    machine.hub.add(NAME, files())
-    machine.run("pull", NAME)
+def test_rm_refuses_a_model_that_is_served(pulled: Machine) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom services.hub.store import hold\n"
         "hold(Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", program, str(machine.snapshot())]
+    command = [sys.executable, "-c", program, str(pulled.snapshot())]
     serving = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert serving.stdin and serving.stdout and serving.stdout.readline() == "held\n"
-    assert "in use by a process that serves it" in machine.run("rm", "--yes", NAME, code=2)
-    assert "in use" in machine.run("list")
+    assert "in use by a process that serves it" in pulled.run("rm", "--yes", NAME, code=2)
+    assert "in use" in pulled.run("list")
     serving.communicate()
-    machine.run("rm", "--yes", NAME)
+    pulled.run("rm", "--yes", NAME)
 
 
-def test_rm_leaves_what_another_tool_fetched(machine: Machine) -> None:
-    there = machine.hub.add(NAME, files())
+def test_rm_keeps_files_that_another_tool_fetched(machine: Machine) -> None:
     program = (
         "import sys\nfrom huggingface_hub import snapshot_download\n"
         "snapshot_download('acme/tiny', allow_patterns=['model.safetensors', 'README.md'])\n"
@@ -324,13 +316,12 @@ def test_rm_leaves_what_another_tool_fetched(machine: Machine) -> None:
     said = machine.run("rm", "--yes", NAME)
     assert "2 files (3.0 MiB) were fetched by another tool and stay" in said and "removed 2 files" in said
     assert {path.name for path in machine.snapshot().iterdir()} == {"model.safetensors", "README.md"}
-    assert (machine.snapshot() / "model.safetensors").read_bytes() == there.files["model.safetensors"]
+    assert (machine.snapshot() / "model.safetensors").read_bytes() == weights()
     assert "also those that another tool fetched" in machine.run("rm", "--yes", "--others", NAME)
     assert not machine.directory.exists()
 
 
-def test_two_pulls_at_once_do_not_mix(machine: Machine) -> None:
-    machine.hub.add(NAME, files())
+def test_second_pull_is_refused_while_one_runs(machine: Machine) -> None:
     lock = machine.home / "hub" / ".locks" / "models--acme--tiny" / "orcinus-pull.lock"
     lock.parent.mkdir(parents=True)
     with lock.open("w") as held:
@@ -367,16 +358,15 @@ _BROKEN: dict[str, tuple[str, bytes | None, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", _BROKEN)
-def test_directory_is_recognised_for_what_is_wrong(tmp_path: Path, case: str) -> None:
-    name, content, said = _BROKEN[case]
+@pytest.mark.parametrize(("name", "content", "said"), _BROKEN.values(), ids=_BROKEN)
+def test_fault_of_a_model_directory_is_named(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
     assert said in model_problem(_broken(tmp_path / "model", name, content), "auto")
 
 
 @pytest.mark.parametrize(
     ("name", "said"), [("pytorch_model.bin", "pickled weights"), ("x.gguf", "GGUF files cannot be served yet")]
 )
-def test_other_weights_are_recognised(tmp_path: Path, name: str, said: str) -> None:
+def test_other_formats_of_weights_are_named(tmp_path: Path, name: str, said: str) -> None:
     model = _broken(tmp_path / "model", "model.safetensors", None)
     (model / name).write_bytes(b"x")
     assert said in model_problem(model, "auto")

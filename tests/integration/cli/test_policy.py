@@ -16,9 +16,7 @@ from tests.support.stack import RedisServer
 from tests.support.waiting import free_port
 
 
-def test_a_change_that_does_not_come_in_time_is_said_to_be_pending_with_the_way_back(
-    redis_server: RedisServer, model: Path
-) -> None:
+def test_late_switch_is_pending_and_can_be_undone(redis_server: RedisServer, model: Path) -> None:
     settings = CommonSettings(redis_url=redis_server.url, model=str(model))
     scheduler = ScriptedScheduler(redis_server.client, Keys(settings.keys.model)).lead(policy="orca", running=3)
     answer = switch("tgi:order=fair", settings, LauncherSettings(), 0.3)
@@ -30,7 +28,7 @@ def test_a_change_that_does_not_come_in_time_is_said_to_be_pending_with_the_way_
     assert [queue_pb2.Control.FromString(fields[b"c"]).policy.name for _, fields in rows] == ["tgi:order=fair"]
 
 
-def test_a_silent_redis_and_a_number_out_of_bounds_are_errors_of_the_command() -> None:
+def test_silent_redis_and_bad_number_are_errors() -> None:
     nowhere = CommonSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0")
     with pytest.raises(ConfigurationError, match="Redis"):
         switch("tgi", nowhere, LauncherSettings(), 0.3)

@@ -1,4 +1,4 @@
-"""`orcinus top` over a real Redis with known figures, its screen driven by textual's own pilot."""
+"""`orcinus top` over a real Redis with known stats; the pilot of textual drives its screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from services.cli.top import RedisSource, Top, bars, count, milliseconds, plain
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
-from shared.telemetry.stack_view import View
 from tests.support.launcher import ROOT, clean_env
 from tests.support.stack import RedisServer
 from tests.support.written_stack import REPLICA, STATS, WrittenStack
@@ -44,12 +43,12 @@ def settings(redis_server: RedisServer) -> CommonSettings:
 
 
 def words_of(app: Top) -> str:
-    """What stands on the screen."""
+    """Return the text on the screen."""
     return " ".join(unescape(part) for part in re.findall(r">([^<>]+)<", app.export_screenshot())).replace("\xa0", " ")
 
 
 async def shown(app: Top, pilot: object, text: str) -> str:
-    """Waits until the screen says `text`, letting the application run meanwhile."""
+    """Wait until the screen has `text`, letting the application run meanwhile."""
     for _ in range(600):
         if text in (words := words_of(app)):
             return words
@@ -57,23 +56,14 @@ async def shown(app: Top, pilot: object, text: str) -> str:
     raise TimeoutError(f"{text!r} is not on the screen: {words_of(app)}")
 
 
-async def test_the_screen_shows_what_redis_says_and_follows_it(
-    redis_server: RedisServer, written: WrittenStack
-) -> None:
+async def test_screen_shows_the_stats_and_follows_them(redis_server: RedisServer, written: WrittenStack) -> None:
     app = Top(RedisSource(settings(redis_server), LauncherSettings()))
     async with app.run_test(size=(130, 50)) as pilot:
         words = await shown(app, pilot, f"{count(STATS['tok_s'])} tok/s")
         for text in (
-            "policy sarathi",
-            "87.5 ms",
-            "p99 1.53 s",
-            "3 swapped",
-            "60 %",
-            "600 of 1,000",
-            "prefill worker of shard-0",
-            "██░░░░░░ 16 of 64",
-            "█████░░░ 60 %",
-        ):
+            "policy sarathi", "87.5 ms", "p99 1.53 s", "3 swapped", "60 %", "600 of 1,000",
+            "prefill worker of shard-0", "██░░░░░░ 16 of 64", "█████░░░ 60 %",
+        ):  # fmt: skip
             assert text in words, text
         assert "340" in words and "█" in words, "the last iterations"
         written.tell(tok_s=88, running=0, waiting=0)
@@ -84,39 +74,23 @@ async def test_the_screen_shows_what_redis_says_and_follows_it(
         await pilot.press("d", "s", "q")
 
 
-class Losing:
-    """A source whose Redis can go."""
-
-    def __init__(self, source: RedisSource) -> None:
-        self.model = source.model
-        self.past = source.past
-        self.close = source.close
-        self.at = source
-        self.nowhere = RedisSource(CommonSettings(redis_url="redis://127.0.0.1:1/0"), LauncherSettings())
-
-    async def look(self) -> View:
-        return await self.at.look()
-
-
-async def test_the_screen_fits_a_narrow_terminal_and_a_redis_that_is_gone_is_said(
-    redis_server: RedisServer, written: WrittenStack
+async def test_screen_fits_a_narrow_terminal_and_shows_a_lost_redis(
+    redis_server: RedisServer, written: WrittenStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Losing(RedisSource(settings(redis_server), LauncherSettings()))
+    source = RedisSource(settings(redis_server), LauncherSettings())
+    nowhere = RedisSource(CommonSettings(redis_url="redis://127.0.0.1:1/0"), LauncherSettings())
     app = Top(source)
     async with app.run_test(size=(60, 40)) as pilot:
         await shown(app, pilot, "sarathi")
         assert app.query_one("#totals").region.width <= 60
-        source.at = source.nowhere
+        monkeypatch.setattr(source, "look", nowhere.look)
         words = await shown(app, pilot, "does not answer")
-        assert re.search(r"running +17", words), "the last figures stay"
+        assert re.search(r"running +17", words), "the last stats stay"
 
 
-def test_text_from_outside_reaches_the_terminal_without_its_control_characters(
-    redis_server: RedisServer, written: WrittenStack
-) -> None:
+def test_control_characters_do_not_reach_the_terminal(redis_server: RedisServer, written: WrittenStack) -> None:
     done = orcinus_top(redis_server, "--once")
-    assert "\x1b]0" not in done.stdout
-    assert "\x07" not in done.stdout
+    assert "\x1b]0" not in done.stdout and "\x07" not in done.stdout
     assert "[bold]loud[/bold]" in done.stdout.replace("\n", "")
 
 
@@ -126,7 +100,7 @@ def orcinus_top(redis_server: RedisServer, *options: str, url: str = "") -> subp
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_a_program_gets_one_object_and_an_exit_code(redis_server: RedisServer, written: WrittenStack) -> None:
+def test_json_is_one_object_with_an_exit_code(redis_server: RedisServer, written: WrittenStack) -> None:
     done = orcinus_top(redis_server, "--json")
     view = json.loads(done.stdout)
     assert (done.returncode, view["model"], view["shards"]["shard-0"]["stats"]["running"]) == (0, MODEL, 17)
@@ -144,7 +118,7 @@ def test_counts_are_short(value: float, text: str) -> None:
     assert count(value) == text
 
 
-def test_bars_are_as_high_as_their_values_and_a_little_is_not_nothing() -> None:
+def test_bars_are_as_high_as_their_values() -> None:
     assert bars([0, 1, 4, 8], 6) == "   ▁▄█"
     assert bars([0.001, 8], 2) == "▁█"
     assert bars([1, 2, 3, 4], 2, scale=4) == "▆█"
@@ -153,9 +127,7 @@ def test_bars_are_as_high_as_their_values_and_a_little_is_not_nothing() -> None:
     assert plain("a\x1b[1m\nb") == "a·[1m·b"
 
 
-def test_the_example_of_the_redis_page_shows_a_stack(
-    redis_server: RedisServer, written: WrittenStack, tmp_path: Path
-) -> None:
+def test_example_of_the_redis_page_runs(redis_server: RedisServer, written: WrittenStack, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "redis.md").read_text().partition("### A board of your own")[2].partition("\n## ")[0]
     code = textwrap.dedent("\n".join(line for line in page.splitlines() if line.startswith("    ") or not line))
     (tmp_path / "board.py").write_text(code)
