@@ -33,6 +33,8 @@ from shared.supervisor import ServiceSpec
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder in it, which the workers check
+DEMO_PROMPT = "Read and return a line from the stream."
+"""The docstring of a function: the demo model was trained to answer with one."""
 CPU_KV_FRACTION = 0.2  # of free memory: what the workers of one machine take together, as one alone would
 
 
@@ -156,8 +158,12 @@ def _reachable(host: str) -> str:
 def greeting(gateway: GatewaySettings) -> list[str]:
     """Return the address, and one curl line that works as it stands."""
     url = api_url(gateway)
-    body = json.dumps({"model": gateway.served_model_name, "prompt": "def main():", "max_tokens": 32})
-    curl = f"curl {url}/v1/completions -H 'Content-Type: application/json'"
+    request: dict[str, Any] = {"model": gateway.served_model_name, "max_tokens": 64, "temperature": 0}
+    if gateway.model == DEMO_MODEL:
+        endpoint, request["messages"] = "chat/completions", [{"role": "user", "content": DEMO_PROMPT}]
+    else:
+        endpoint, request["prompt"] = "completions", "The capital of France is"  # not every model has a chat template
+    curl = f"curl {url}/v1/{endpoint} -H 'Content-Type: application/json'"
     if gateway.api_key is None and gateway.api_key_file is not None:
         curl += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(gateway.api_key_file))})"'
     elif gateway.api_key is not None or gateway.require_key:
@@ -168,7 +174,7 @@ def greeting(gateway: GatewaySettings) -> list[str]:
             "The demo model is a toy of 4 million parameters that shows the system; MODEL=ORG/NAME serves another"
         )
     lines.append(f"live page: {ops_url(gateway)}/dashboard   state: orcinus status")
-    return [*lines, f"{curl} -d {shlex.quote(body)}"]
+    return [*lines, f"{curl} -d {shlex.quote(json.dumps(request))}"]
 
 
 def _fetch_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:

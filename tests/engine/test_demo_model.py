@@ -1,5 +1,6 @@
 """The demo model in assets/demo-model: its training script, its figure, its tokenizer and its chat template."""
 
+import ast
 import gzip
 import json
 import random
@@ -11,6 +12,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
+from services.launcher.up import DEMO_PROMPT
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -123,3 +126,14 @@ def test_chat_template_marks_roles_and_invites_the_assistant(tokenizer) -> None:
 def test_chat_template_refuses_an_unknown_role(tokenizer) -> None:
     with pytest.raises(Exception, match="unknown role tool"):
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+
+
+def test_demo_prompt_is_answered_with_a_function(tokenizer) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": DEMO_PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    (function,) = ast.parse(tokenizer.decode(output, skip_special_tokens=True)).body
+    assert isinstance(function, ast.FunctionDef) and ast.get_docstring(function)
+    assert all(DEMO_PROMPT in (ROOT / page).read_text() for page in ("README.md", "docs/quickstart.md"))

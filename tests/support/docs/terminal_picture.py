@@ -20,7 +20,10 @@ from tests.support.waiting import free_port, until
 
 PICTURE = ROOT / "docs" / "img" / "terminal.svg"
 COLUMNS = 108
-BODY = '{"model": "demo-model", "prompt": "def main():", "max_tokens": 32, "temperature": 0}'
+BODY = (
+    '{"model": "demo-model", "temperature": 0, "max_tokens": 64, '
+    '"messages": [{"role": "user", "content": "Read and return a line from the stream."}]}'
+)
 FONTS = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)
 """Fonts from the network, which pages of ours do not load."""
 
@@ -35,7 +38,7 @@ def recorded() -> tuple[str, str]:
     lines: list[str] = []
     try:
         until("make run says how to ask", lambda: _next_says("max_tokens", run, lines), 180)
-        url = f"http://127.0.0.1:{port}/v1/completions"
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
         asked = ["curl", "-s", url, "-H", "Content-Type: application/json", "-d", BODY]
         answer = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
     finally:
@@ -59,7 +62,7 @@ def picture(run: str, answer: str) -> str:
         console.print(Text("$ make run", "bold"))
         console.print(Text(run.strip()))
         console.print(
-            Text("\n$ curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\", "bold")
+            Text("\n$ curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\", "bold")
         )
         console.print(Text(f"    -d '{BODY}'", "bold"))
         console.print_json(answer, indent=2)
