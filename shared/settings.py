@@ -148,6 +148,9 @@ class GatewaySettings(CommonSettings):
     template_timeout_s: float = Field(
         2.0, gt=0, description="time that the chat template may take for one conversation"
     )
+    request_log: bool = Field(
+        True, description="log a line for each request under /v1: ids, key, class, tokens, time, status; no text"
+    )
     max_body_bytes: int = Field(4 << 20, ge=1024, description="largest body of a request; a larger one gets 413")
     max_queued_tokens: int = Field(
         2_000_000,

@@ -60,7 +60,12 @@ def _include(app: FastAPI, router: APIRouter) -> None:
 def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middleware] = ()) -> FastAPI:
     middleware = [
         Middleware(CutSlow, seconds=gateway.settings.client_write_s, metrics=gateway.metrics),
-        Middleware(RequestContext, metrics=gateway.metrics, pages={*dashboard.FILES, dashboard.EVENTS}),
+        Middleware(
+            RequestContext,
+            metrics=gateway.metrics,
+            pages={*dashboard.FILES, dashboard.EVENTS},
+            request_log=gateway.settings.request_log,
+        ),
         *more,
         *(
             [Middleware(RequireKey, keyring=gateway.keyring, open_paths={*OPEN_PATHS, *dashboard.FILES})]

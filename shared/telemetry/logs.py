@@ -16,6 +16,7 @@ class _Json(logging.Formatter):
             "logger": record.name,
             "text": record.getMessage(),
         }
+        line |= getattr(record, "fields", {})  # of a line of the request log
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return orjson.dumps(line).decode()
@@ -31,6 +32,6 @@ def setup(service: str, level: str = "info", as_json: bool = False) -> logging.L
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("asyncio", "grpc", "uvicorn.access"):
+    for noisy in ("asyncio", "grpc", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     return logging.getLogger(f"orcinus.{service}")

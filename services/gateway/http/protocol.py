@@ -12,6 +12,7 @@ import http
 import logging
 import re
 import secrets
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from services.gateway.metrics import Metrics
 from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
+request_log = logging.getLogger("orcinus.request")
 
 MOST_HEADERS = 100
 OVER_THE_LIMIT = 256
@@ -213,12 +215,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class RequestContext:
-    """Set x-request-id in and out, count answers, answer errors that no handler caught."""
+    """Set x-request-id in and out, count and log answers, answer errors that no handler caught."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, pages: Collection[str] = ()) -> None:
-        """pages: paths of the live page, counted by name."""
+    def __init__(self, app: ASGIApp, metrics: Metrics, pages: Collection[str] = (), request_log: bool = False) -> None:
+        """pages: paths of the live page, counted by name. request_log: log a line for each answer under /v1."""
         self._app = app
         self._metrics = metrics
+        self._log = request_log
         self._counted = _COUNTED.union(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,6 +232,7 @@ class RequestContext:
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
+        started = time.monotonic()
 
         async def stamped(message: Message) -> None:
             nonlocal status
@@ -251,6 +255,27 @@ class RequestContext:
         finally:
             endpoint = self._endpoint(scope["path"])
             self._metrics.answers.labels(endpoint, str(status or 499)).inc()
+            if self._log and scope["path"].startswith("/v1/"):
+                self._write_line(scope, endpoint, status or 499, time.monotonic() - started)
+
+    @staticmethod
+    def _write_line(scope: Scope, endpoint: str, status: int, seconds: float) -> None:
+        """Log one answer. Only words of bounded variety: neither the path as it came, nor text of prompt or output."""
+        state = scope["state"]
+        fields: dict[str, str | int | float] = {
+            "request": state["request_id"],
+            "method": scope["method"],
+            "endpoint": endpoint,
+            "status": status,
+            "ms": round(1000 * seconds, 1),
+        }
+        if (caller := state.get("caller")) is not None:
+            fields["key"] = caller.bucket
+        if (spec := state.get("spec")) is not None:
+            fields |= {"id": spec.id, "model": spec.model, "class": spec.priority, "prompt_tokens": spec.prompt_tokens}
+        if (generation := state.get("generation")) is not None:
+            fields["output_tokens"] = generation.usage.completion_tokens
+        request_log.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra={"fields": fields})
 
     def _endpoint(self, path: str) -> str:
         """Return a label of bounded variety."""

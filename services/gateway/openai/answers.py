@@ -66,6 +66,7 @@ async def serve(gateway: Gateway, request: Request, spec: GenerationSpec, starte
 async def take_headers(request: Request, spec: GenerationSpec) -> None:
     """Set the trace of a request, and the id that its Idempotency-Key names. Raise ApiError(400)."""
     spec.traceparent = request.headers.get("traceparent", "")[:256]
+    request.state.spec = spec  # for the log
     key = request.headers.get("idempotency-key")
     if key is None:
         return
@@ -85,7 +86,7 @@ async def begin(
     closed.
     """
     caller: Caller = request.state.caller
-    generation = await gateway.admission.begin(spec, caller, started, last_event)
+    request.state.generation = generation = await gateway.admission.begin(spec, caller, started, last_event)
     return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.left)}
 
 
