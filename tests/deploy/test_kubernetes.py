@@ -21,6 +21,7 @@ from services.gateway.metrics import Metrics as GatewayMetrics
 from services.scheduler.metrics import Metrics as SchedulerMetrics
 from services.worker.metrics import Metrics as WorkerMetrics
 from shared.settings import ROOT, CommonSettings, GatewaySettings, SchedulerSettings, WorkerSettings
+from tests.deploy import kubernetes_files
 from tests.deploy.kubernetes_files import (
     MONITORING,
     NAMES,
@@ -35,12 +36,10 @@ from tests.deploy.kubernetes_files import (
     of_kind,
     pods,
     selects,
-    templates,
-    why_not,
 )
 from tests.deploy.test_observability import exported
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = pytest.mark.skipif(bool(kubernetes_files.why_not()), reason=kubernetes_files.why_not())
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 SETTINGS: dict[str, type[CommonSettings]] = {
@@ -65,7 +64,7 @@ def test_kubernetes_knows_every_field(version: str) -> None:
     for overlay in OVERLAYS:
         for one in built(overlay):
             if f"{one['apiVersion']} {one['kind']}" in CUSTOM["kinds"]:
-                wholes = [{**POD_TEMPLATE, "template": template} for template in templates(one)]
+                wholes = [{**POD_TEMPLATE, "template": template} for template in kubernetes_files.templates(one)]
             else:
                 wholes = [one]
             different |= {json.dumps(whole): whole for whole in wholes}
@@ -79,20 +78,20 @@ CUSTOM: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "deploy" / "custom_res
 
 
 @each_overlay
-def test_kinds_of_others_have_only_fields_that_these_know(overlay: str) -> None:
+def test_custom_resources_have_known_fields_only(overlay: str) -> None:
     for one in built(overlay):
         schema = CUSTOM["kinds"].get(f"{one['apiVersion']} {one['kind']}")
         if schema:
             jsonschema.Draft202012Validator({**schema, "$defs": CUSTOM["$defs"]}).validate(one)
 
 
-def test_each_kind_of_others_is_in_some_overlay() -> None:
+def test_each_custom_resource_is_in_an_overlay() -> None:
     used = {f"{one['apiVersion']} {one['kind']}" for overlay in OVERLAYS for one in built(overlay)}
     assert set(CUSTOM["kinds"]) <= used
 
 
 @each_overlay
-def test_images_are_targets_of_the_dockerfile_in_this_version_and_none_floats(overlay: str) -> None:
+def test_images_are_targets_of_the_dockerfile_with_versions(overlay: str) -> None:
     targets = re.findall(r"^FROM \S+ AS (\S+)", (ROOT / "deploy" / "Dockerfile").read_text(), re.MULTILINE)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for pod in pods(overlay):
@@ -106,7 +105,7 @@ def test_images_are_targets_of_the_dockerfile_in_this_version_and_none_floats(ov
 
 
 @each_overlay
-def test_every_variable_is_a_setting_of_the_service_that_gets_it(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_is_a_setting_of_its_service(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for pod, container in ours(overlay):
         settings = SETTINGS[pod.name]
         found = environment(overlay, container)
@@ -131,7 +130,7 @@ def test_every_variable_is_a_setting_of_the_service_that_gets_it(overlay: str, m
 
 
 @each_overlay
-def test_probes_ask_addresses_that_are_there_without_a_key(overlay: str) -> None:
+def test_probes_have_addresses_that_need_no_key(overlay: str) -> None:
     text = (ROOT / "services" / "gateway" / "openai" / "info.py").read_text()
     seen = set()
     for pod in pods(overlay):
@@ -155,7 +154,7 @@ def test_probes_ask_addresses_that_are_there_without_a_key(overlay: str) -> None
 
 
 @each_overlay
-def test_what_serves_is_asked_whether_it_is_ready_and_no_other_service_makes_it_start_again(overlay: str) -> None:
+def test_liveness_of_a_service_depends_on_no_other_service(overlay: str) -> None:
     for name in ("gateway", "scheduler", "worker", "redis"):
         probes = [pod.probes() for pod in pods(overlay) if pod.name == name and pod.probes()]
         assert len(probes) == 1, name
@@ -165,7 +164,7 @@ def test_what_serves_is_asked_whether_it_is_ready_and_no_other_service_makes_it_
 
 
 @each_overlay
-def test_a_pod_has_no_root_no_capability_no_writable_root_no_token_and_bounds(overlay: str) -> None:
+def test_pod_has_limits_and_no_root_capability_or_token(overlay: str) -> None:
     (namespace,) = of_kind(overlay, "Namespace")
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     for pod in pods(overlay):
@@ -184,7 +183,7 @@ def test_a_pod_has_no_root_no_capability_no_writable_root_no_token_and_bounds(ov
 
 
 @each_overlay
-def test_each_service_has_the_secrets_of_its_own_and_the_page_says_how_to_make_them(overlay: str) -> None:
+def test_each_service_has_its_secrets_as_documented(overlay: str) -> None:
     assert not of_kind(overlay, "Secret")
     for pod in pods(overlay):
         secrets = {each["secret"]["secretName"] for each in pod.spec["volumes"] if "secret" in each}
@@ -201,13 +200,13 @@ def test_each_service_has_the_secrets_of_its_own_and_the_page_says_how_to_make_t
 
 
 @each_overlay
-def test_only_the_gateway_is_reached_and_each_service_reaches_only_what_it_needs(overlay: str) -> None:
+def test_network_policies_allow_only_needed_connections(overlay: str) -> None:
     here = pods(overlay)
-    everybody = [*here, OUTSIDE, MONITORING]
+    sources = [*here, OUTSIDE, MONITORING]
     ports = sorted({port["containerPort"] for pod in here for port in pod.container.get("ports", [])} | {29500})
     found = {
         (source.name, target.name, port)
-        for source in everybody
+        for source in sources
         for target in [*here, OUTSIDE]
         for port in ports
         if source.labels or target.labels
@@ -226,18 +225,15 @@ def test_only_the_gateway_is_reached_and_each_service_reaches_only_what_it_needs
 
 
 @each_overlay
-def test_every_selector_selects_pods_and_every_port_is_theirs(overlay: str) -> None:
+def test_selectors_select_pods_and_ports_exist(overlay: str) -> None:
     here = pods(overlay)
     for one in of_kind(overlay, "Service"):
         chosen = [pod for pod in here if selects({"matchLabels": one["spec"]["selector"]}, pod.labels)]
         assert {pod.name for pod in chosen} == {one["metadata"]["name"]}
         assert all(chosen[0].port(port["targetPort"]) for port in one["spec"]["ports"])
         assert one["spec"].get("type", "ClusterIP") == "ClusterIP"
-    for kind, path in {
-        "PodDisruptionBudget": "selector",
-        "NetworkPolicy": "podSelector",
-        "PodMonitor": "selector",
-    }.items():
+    paths = {"PodDisruptionBudget": "selector", "NetworkPolicy": "podSelector", "PodMonitor": "selector"}
+    for kind, path in paths.items():
         for one in of_kind(overlay, kind):
             chosen = [pod for pod in here if selects(one["spec"][path], pod.labels)]
             assert chosen, (kind, one["metadata"]["name"])
@@ -251,7 +247,7 @@ def test_every_selector_selects_pods_and_every_port_is_theirs(overlay: str) -> N
 
 
 @each_overlay
-def test_all_is_in_one_namespace_and_names_refer_to_objects_in_it(overlay: str) -> None:
+def test_names_refer_to_objects_in_one_namespace(overlay: str) -> None:
     there = {(one["kind"], one["metadata"]["name"]) for one in built(overlay)}
     assert {one["metadata"].get("namespace") for one in built(overlay) if one["kind"] != "Namespace"} == {"orcinus"}
     for one in [*of_kind(overlay, "ScaledObject"), *of_kind(overlay, "HorizontalPodAutoscaler")]:
@@ -267,7 +263,7 @@ def test_all_is_in_one_namespace_and_names_refer_to_objects_in_it(overlay: str) 
         assert all(("PersistentVolumeClaim", claim["claimName"]) in there and claim["readOnly"] for claim in claims)
 
 
-def test_a_group_of_pods_has_a_process_for_each_rank() -> None:
+def test_group_of_pods_has_a_process_for_each_rank() -> None:
     (group,) = of_kind("multi-gpu", "LeaderWorkerSet")
     size = group["spec"]["leaderWorkerTemplate"]["size"]
     for pod in (pod for pod in pods("multi-gpu") if pod.name == "worker"):
@@ -279,22 +275,21 @@ def test_a_group_of_pods_has_a_process_for_each_rank() -> None:
 
 
 @each_overlay
-def test_streams_get_their_time_before_a_gateway_is_killed(overlay: str) -> None:
+def test_grace_period_covers_the_drain_of_a_gateway(overlay: str) -> None:
     (gateway,) = [pod for pod in pods(overlay) if pod.name == "gateway"]
     pause = int(gateway.container["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert gateway.spec["terminationGracePeriodSeconds"] >= pause + GatewaySettings.model_fields["drain_s"].default + 10
 
 
-def test_scalers_ask_for_metrics_that_are_exported() -> None:
-    known = set().union(
-        *(exported(metrics().registry) for metrics in (GatewayMetrics, SchedulerMetrics, WorkerMetrics))
-    )
+def test_scalers_query_exported_metrics() -> None:
+    registries = [metrics().registry for metrics in (GatewayMetrics, SchedulerMetrics, WorkerMetrics)]
+    known = set().union(*map(exported, registries))
     triggers = [each for one in of_kind("autoscaling", "ScaledObject") for each in one["spec"]["triggers"]]
     named = {name for each in triggers for name in re.findall(r"\borcinus_\w+", each["metadata"]["query"])}
     assert len(named) == 3 and named <= known
 
 
-def test_the_pod_that_fills_the_claim_is_confined_as_well() -> None:
+def test_pod_that_loads_the_model_is_confined() -> None:
     loader = yaml.safe_load((PLACE / "loader.yaml").read_text())
     pytest.importorskip("kubernetes_validate").validate(loader, NEWEST, strict=True)
     (ops,) = [pod for pod in pods("gpu") if pod.name == "ops"]
@@ -309,12 +304,12 @@ def test_the_pod_that_fills_the_claim_is_confined_as_well() -> None:
 
 
 @each_overlay
-def test_the_page_names_each_overlay(overlay: str) -> None:
+def test_page_names_each_overlay(overlay: str) -> None:
     assert f"`{overlay}`" in PAGE
 
 
 @pytest.mark.parametrize(("wrong", "kind"), [("paralellism", "Deployment"), ("imagPullPolicy", "Deployment")])
-def test_a_misspelt_field_is_an_error(wrong: str, kind: str) -> None:
+def test_misspelt_field_is_an_error(wrong: str, kind: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     one = of_kind("cpu-trial", kind)[0]
     container = {**one["spec"]["template"]["spec"]["containers"][0], wrong: "Always"}

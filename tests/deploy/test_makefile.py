@@ -1,4 +1,4 @@
-"""The Makefile on machines that lack something: what it says, and that it leaves no half-made environment."""
+"""The Makefile on machines that lack something: its errors, and that it leaves no broken environment; and `.ci/run`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import pytest
 
 from services.launcher.gpu_facts import NODES
 from tests.support.launcher import ROOT, clean_env
-
-TARGETS = ("run", "test", "lint", "format", "protos", "bench", "up", "down", "compose-test", "schemathesis", "doctor")
 
 
 def make(directory: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +47,7 @@ def python_that(checkout: Path, name: str, refuses: str) -> Path:
         ("--version", "not found: sudo apt-get install python3 python3-venv"),
     ],
 )
-def test_python_that_cannot_be_used_is_named_with_what_to_do(checkout: Path, refuses: str, said: str) -> None:
+def test_unusable_python_is_an_error_with_a_remedy(checkout: Path, refuses: str, said: str) -> None:
     done = make(checkout, "run", f"PYTHON={python_that(checkout, 'broken-python', refuses)}")
     assert done.returncode == 2
     assert said in done.stderr
@@ -66,7 +64,7 @@ def test_python_that_cannot_be_used_is_named_with_what_to_do(checkout: Path, ref
         (False, "", "redis://elsewhere:6379/0", ""),
     ],
 )
-def test_a_machine_without_redis_is_told_before_the_installation(
+def test_missing_redis_is_an_error_before_the_installation(
     checkout: Path, bundled: bool, on_path: str, url: str, said: str
 ) -> None:
     python = checkout / ".venv" / "bin" / "python"
@@ -91,10 +89,10 @@ def test_a_machine_without_redis_is_told_before_the_installation(
 
 def test_help_lists_every_target(checkout: Path) -> None:
     listed = {line.split()[0] for line in make(checkout).stdout.splitlines()}
-    assert listed >= set(TARGETS)
+    assert listed >= {"run", "format", "protos", "bench", "up", "down", "doctor", *TARGETS}
 
 
-def test_clean_removes_libraries_of_an_image_which_a_start_would_prefer(checkout: Path) -> None:
+def test_clean_removes_libraries_of_an_image(checkout: Path) -> None:
     kept = checkout / "kernels" / "cpu" / "build.py"
     gone = [checkout / "kernels" / "cpu" / "lib" / "avx2.so", checkout / "kernels" / "cuda" / "lib" / "rope.cubin"]
     for file in (kept, *gone):
@@ -114,13 +112,13 @@ def test_torch_is_installed_first_at_the_version_of_pyproject(checkout: Path) ->
     assert not any("dev" in step or "bench" in step for step in steps)
 
 
-def test_index_for_torch_is_used_for_torch_alone(checkout: Path) -> None:
+def test_index_for_torch_is_used_for_torch_only(checkout: Path) -> None:
     done = make(checkout, "-n", "run", "TORCH_INDEX=https://index.invalid/cpu")
     steps = [line for line in done.stdout.splitlines() if "pip install" in line]
     assert ["--index-url" in step for step in steps] == [True, *[False] * (len(steps) - 1)]
 
 
-def test_cuda_installs_torch_for_cuda_before_all_else_and_only_when_asked_for(checkout: Path) -> None:
+def test_cuda_installs_torch_for_cuda_first_when_requested(checkout: Path) -> None:
     plain, cuda = make(checkout, "-n", "run").stdout, make(checkout, "-n", "run", "DEVICE=cuda").stdout
     assert "gpu_checks" not in plain and "cupy" not in plain and "===" not in plain
     steps = [line for line in cuda.splitlines() if "gpu_checks" in line or "pip install" in line]
@@ -131,13 +129,13 @@ def test_cuda_installs_torch_for_cuda_before_all_else_and_only_when_asked_for(ch
     assert steps[4:] == [line for line in plain.splitlines() if "pip install" in line][1:]
 
 
-def test_an_index_of_torchs_builds_is_taken_for_cuda_too(checkout: Path) -> None:
+def test_index_for_torch_is_used_for_cuda(checkout: Path) -> None:
     cuda = make(checkout, "-n", "install", "DEVICE=cuda", "TORCH_INDEX=https://index.invalid/cu130").stdout
     (step,) = [line for line in cuda.splitlines() if "--force-reinstall" in line]
     assert "--index-url 'https://index.invalid/cu130' 'torch==" in step
 
 
-def test_cuda_on_a_machine_without_a_gpu_is_refused_before_anything_is_installed(checkout: Path) -> None:
+def test_cuda_without_a_gpu_is_an_error_before_the_installation(checkout: Path) -> None:
     if any(Path(node).exists() for node in NODES):
         pytest.skip("this machine has a GPU")
     for name in ("__init__", "launcher/__init__", "launcher/check", "launcher/gpu_checks", "launcher/gpu_facts"):
@@ -158,7 +156,7 @@ def test_cuda_on_a_machine_without_a_gpu_is_refused_before_anything_is_installed
     assert "pip" not in (checkout / "asked").read_text()
 
 
-def test_another_python_than_the_environments_is_refused(checkout: Path) -> None:
+def test_python_unlike_that_of_the_environment_is_refused(checkout: Path) -> None:
     other = checkout / "python-2"
     other.write_text("#!/bin/sh\necho '(2, 7)'\n")
     other.chmod(0o755)
@@ -170,12 +168,11 @@ def test_another_python_than_the_environments_is_refused(checkout: Path) -> None
     assert make(checkout, "help", f"PYTHON={other}").returncode == 0
 
 
-def test_settings_of_make_reach_the_launcher_as_one_word_each(checkout: Path) -> None:
+def test_settings_of_make_reach_the_launcher_as_single_words(checkout: Path) -> None:
     done = make(checkout, "-n", "run", "MODEL=a b/it's", "PORT=81", "DEVICE=cpu", "POLICY=orca", "ARGS=--threads 2")
     line = done.stdout.splitlines()[-1]
-    echoed = subprocess.run(
-        ["bash", "-c", line.replace("exec", "printf '%s\\n'", 1)], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    command = ["bash", "-c", line.replace("exec", "printf '%s\\n'", 1)]
+    echoed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     options = {"--model": "a b/it's", "--port": "81", "--device": "cpu", "--policy": "orca", "--threads": "2"}
     assert echoed[-10:] == [word for pair in options.items() for word in pair]
 
@@ -219,7 +216,7 @@ def run_pipeline(directory: Path, **commands: str) -> tuple[int, str, list[str]]
     return done.returncode, done.stdout, [line[4:] for line in done.stdout.splitlines() if line.startswith("did ")]
 
 
-def test_ci_runs_every_stage_in_order_and_says_how_long_each_took(pipeline: Path) -> None:
+def test_ci_runs_every_stage_in_order_with_its_time(pipeline: Path) -> None:
     code, said, did = run_pipeline(pipeline)
     assert code == 0
     assert did == MADE
@@ -227,27 +224,27 @@ def test_ci_runs_every_stage_in_order_and_says_how_long_each_took(pipeline: Path
         assert f"ok  {stage}  " in said.split("== summary")[1]
 
 
-def test_ci_stops_at_the_first_red_stage_and_names_it(pipeline: Path) -> None:
+def test_ci_stops_at_the_first_red_stage(pipeline: Path) -> None:
     code, said, did = run_pipeline(pipeline, test="exit 3")
     assert code == 2
     assert did == ["install-dev", "lint", "kernels-build", "test"]
     assert "RED: test" in said.split("== summary")[1]
 
 
-def test_ci_gives_no_stage_a_terminal_to_ask_at(pipeline: Path) -> None:
+def test_ci_stage_has_no_terminal(pipeline: Path) -> None:
     code, _, did = run_pipeline(pipeline, lint="! read answer")
     assert code == 0 and did == MADE
 
 
-def test_ci_ends_with_what_each_stage_of_tests_counted(pipeline: Path) -> None:
+def test_ci_ends_with_the_counts_of_tests(pipeline: Path) -> None:
     code, said, _ = run_pipeline(pipeline, test="echo 7 passed in 1 s", kernels_check="echo = 9 passed in 2 s =")
     assert code == 0
     assert said.splitlines()[-2:] == ["7 passed in 1 s", "= 9 passed in 2 s ="]
 
 
-def test_each_folder_of_tests_runs_in_one_of_the_stages(checkout: Path) -> None:
-    asked = make(checkout, "-n", *MADE).stdout
+def test_each_folder_of_tests_runs_in_a_stage(checkout: Path) -> None:
+    planned = make(checkout, "-n", *MADE).stdout
     folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py"))}
-    assert folders == {name for name in folders if re.search(rf"-m pytest .*\btests/{name}\b", asked)}
+    assert folders == {name for name in folders if re.search(rf"-m pytest .*\btests/{name}\b", planned)}
     everything = make(checkout, "-n", "test-all").stdout
     assert folders == {name for name in folders if re.search(rf"-m pytest .*\btests/{name}\b", everything)}

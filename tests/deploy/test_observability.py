@@ -1,4 +1,4 @@
-"""Boards, alerts and what Prometheus asks: only what the services export and write; promtool takes them."""
+"""Boards, alerts and scrape targets name only what the services export and write; promtool accepts them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def queries() -> list[str]:
     return found + [target["expr"] for panel in made["panels"] for target in panel["targets"]]
 
 
-def test_boards_and_alerts_name_only_metrics_that_are_exported() -> None:
+def test_boards_and_alerts_name_exported_metrics_only() -> None:
     registries = [metrics().registry for metrics in (GatewayMetrics, SchedulerMetrics, WorkerMetrics)]
     known = set().union(*map(exported, registries))
     named = {name for query in queries() for name in re.findall(r"\borcinus_\w+", query)}
@@ -44,14 +44,14 @@ def test_boards_and_alerts_name_only_metrics_that_are_exported() -> None:
     assert named <= known, named - known
 
 
-def test_the_committed_boards_are_those_of_the_tables() -> None:
+def test_committed_boards_are_generated() -> None:
     for name, made in boards.boards().items():
         committed = json.loads((boards.BOARDS / name).read_text())
         assert committed == made, "run `python -m deploy.observability.boards`"
 
 
 @pytest.mark.parametrize("name", ["orcinus.json", "orcinus-redis.json"])
-def test_panels_of_a_board_have_numbers_places_and_sources_of_their_own(name: str) -> None:
+def test_panels_of_a_board_have_distinct_ids_and_places(name: str) -> None:
     sources = yaml.safe_load((PLACE / "grafana" / "datasources" / "datasources.yml").read_text())["datasources"]
     known = {(source["type"], source["uid"]) for source in sources}
     panels = boards.boards()[name]["panels"]
@@ -68,22 +68,22 @@ def test_panels_of_a_board_have_numbers_places_and_sources_of_their_own(name: st
     assert len({panel["id"] for panel in panels}) == len(panels)
 
 
-def test_the_redis_board_reads_keys_that_exist_and_fields_that_are_written() -> None:
+def test_redis_board_reads_keys_and_fields_that_exist() -> None:
     board = boards.boards()["orcinus-redis.json"]
     model, shard = (variable["query"] for variable in board["templating"]["list"])
     keys = Keys(model)
     known = {keys.stats(shard), keys.stats_history(shard), keys.events, keys.queue}
-    asked = {
+    read = {
         target["keyName"].replace("${model}", model).replace("$shard", shard)
         for panel in board["panels"]
         for target in panel["targets"]
     }
-    assert asked == known
+    assert read == known
     written = set(Stats(0).snapshot(Scheduler("orcinus").stats(), 1, 1, 1, "orcinus", 0))
     assert {name for _, _, names in boards.OVER_TIME for name in names} <= written
 
 
-def test_prometheus_asks_the_ports_that_compose_opens() -> None:
+def test_prometheus_scrapes_the_ports_that_compose_opens() -> None:
     services: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     jobs = {job["job_name"]: job for job in yaml.safe_load((PLACE / "prometheus.yml").read_text())["scrape_configs"]}
     scheduler, worker = (services[name]["environment"] for name in ("scheduler", "worker"))
@@ -103,20 +103,23 @@ def test_prometheus_asks_the_ports_that_compose_opens() -> None:
             assert not source.startswith("./") or (ROOT / source).exists(), source
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+
+
+@needs_promtool
 @pytest.mark.parametrize(
     "command",
     [["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"],
      ["check", "config", "--syntax-only", "prometheus.yml"]],
     ids=lambda command: command[1],
 )  # fmt: skip
-def test_promtool_takes_the_rules_and_their_own_tests(command: list[str]) -> None:
+def test_promtool_accepts_the_rules_and_runs_their_tests(command: list[str]) -> None:
     done = subprocess.run(["promtool", *command], cwd=PLACE, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
-def test_promtool_finds_no_fault_with_names_and_types_of_our_metrics() -> None:
+@needs_promtool
+def test_promtool_accepts_names_and_types_of_the_metrics() -> None:
     from prometheus_client import generate_latest
 
     for metrics in (GatewayMetrics(), SchedulerMetrics(), WorkerMetrics()):

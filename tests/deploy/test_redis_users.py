@@ -1,4 +1,4 @@
-"""deploy/redis/users.acl allows every command that a service's code says, in Python or in a script."""
+"""deploy/redis/users.acl allows every command that the code of a service sends, in Python or in a script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_NAMES = {
 
 
 CONNECTING = {"ping", "hello", "client|setname", "client|id", "multi", "exec", "discard"}
-"""What the client library says by itself."""
+"""What the client library sends by itself."""
 
 
 def allowed(role: str) -> set[str]:
@@ -32,7 +32,7 @@ def allowed(role: str) -> set[str]:
     return {word[1:] for word in line.split() if word.startswith("+")}
 
 
-def said(role: str) -> set[str]:
+def sent(role: str) -> set[str]:
     commands: set[str] = set()
     for pattern in ROLES[role]:
         for path in ROOT.glob(pattern):
@@ -41,7 +41,7 @@ def said(role: str) -> set[str]:
             commands |= {OTHER_NAMES.get(name, name) for name in methods if hasattr(redis.Redis, name)}
             for script in re.findall(r"scripts\.([a-z_]+)\b", text):
                 commands |= {"evalsha", *in_script(script)}
-            if "self._lease.write(" in text or "lease.write(" in text:  # words that fenced.lua says
+            if "self._lease.write(" in text or "lease.write(" in text:  # words that fenced.lua sends
                 commands |= {word.lower() for word in re.findall(r'\["([A-Z]+)"', text)}
     return commands - {""}
 
@@ -52,15 +52,15 @@ def in_script(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_user_of_redis_may_say_what_its_service_says_and_no_more(role: str) -> None:
-    needed = said(role)
+def test_user_of_redis_may_send_the_commands_of_its_service(role: str) -> None:
+    needed = sent(role)
     assert len(needed) > 5
     assert needed <= allowed(role), sorted(needed - allowed(role))
     assert allowed(role) - CONNECTING <= needed, sorted(allowed(role) - CONNECTING - needed)
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_user_of_redis_may_say_nothing_dangerous(role: str) -> None:
+def test_user_of_redis_may_send_nothing_dangerous(role: str) -> None:
     dangerous = {
         "flushall", "flushdb", "keys", "config", "debug", "monitor", "shutdown", "acl", "eval", "script", "module",
         "migrate", "restore", "replicaof", "save", "bgsave", "client", "swapdb", "rename",

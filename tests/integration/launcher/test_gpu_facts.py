@@ -1,4 +1,4 @@
-"""How a machine's answers are gathered: by a driver's library and an nvidia-smi of our own, and by the real torch."""
+"""How facts about GPUs are gathered, with a stand-in for the driver's library and nvidia-smi, and the real torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @needs_compiler
-def test_the_driver_is_asked_for_its_cuda_its_devices_and_their_memory(
+def test_driver_reports_its_cuda_devices_and_memory(
     tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool(SMI)
@@ -75,13 +75,13 @@ def test_the_driver_is_asked_for_its_cuda_its_devices_and_their_memory(
 
 
 @needs_compiler
-def test_what_the_driver_refuses_is_kept(tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_driver_is_kept(tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(SMI)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries / "waiting"))
     assert gather_driver().driver == {"cuda": 13020, "init": 802}
 
 
-def test_a_library_that_is_missing_is_named(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tool("Failed to initialize NVML: Driver/library version mismatch", 18)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     facts = gather_driver()
@@ -92,7 +92,7 @@ def test_a_library_that_is_missing_is_named(tool: Any, monkeypatch: pytest.Monke
 
 
 @needs_compiler
-def test_doctor_names_the_cpu_build_of_torch_on_a_machine_with_a_gpu(
+def test_cpu_build_of_torch_is_a_fault_beside_a_gpu(
     tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -121,7 +121,7 @@ def test_doctor_names_the_cpu_build_of_torch_on_a_machine_with_a_gpu(
         ("raise OSError('the library is broken')", 60.0, "OSError: the library is broken"),
     ],
 )
-def test_a_probe_that_hangs_or_dies_takes_nothing_with_it(
+def test_probe_that_hangs_or_dies_is_a_fact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, timeout_s: float, said: str
 ) -> None:
     package = tmp_path / "services" / "launcher"
@@ -133,7 +133,7 @@ def test_a_probe_that_hangs_or_dies_takes_nothing_with_it(
     assert gpu_facts.probe("driver", timeout_s=timeout_s) == {"failed": said}
 
 
-def test_torch_that_crashes_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_that_crashes_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"driver": driver(), "python": {"failed": "exit code -11"}}
     monkeypatch.setattr(gpu_facts, "ask_nvidia_smi", lambda: (SMI, 0))
     monkeypatch.setattr(gpu_facts, "probe", lambda what, *_, timeout_s: answers[what])
@@ -143,7 +143,7 @@ def test_torch_that_crashes_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("exit code -11" in detail for detail in found.values())
 
 
-def test_the_version_of_the_kernels_driver_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_of_the_kernel_module_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "version"
     monkeypatch.setattr(gpu_facts, "DRIVER_VERSION", file)
     assert gather_driver().version == ""
@@ -155,26 +155,23 @@ def test_the_version_of_the_kernels_driver_is_read(tmp_path: Path, monkeypatch: 
     ("vendor", "kind", "found"),
     [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x1002", "0x030000", False)],
 )
-def test_a_card_is_found_on_the_bus(
+def test_card_is_found_on_the_bus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, kind: str, found: bool
 ) -> None:
     monkeypatch.setattr(gpu_facts, "PCI", tmp_path)
-    (tmp_path / "0000:17:00.0").mkdir()
-    (tmp_path / "0000:17:00.0" / "vendor").write_text(f"{vendor}\n")
-    (tmp_path / "0000:17:00.0" / "class").write_text(f"{kind}\n")
+    card = tmp_path / "0000:17:00.0"
+    card.mkdir()
+    (card / "vendor").write_text(f"{vendor}\n")
+    (card / "class").write_text(f"{kind}\n")
     (tmp_path / "0000:18:00.0").mkdir()  # gone in between
     assert gather_driver().card is found
 
 
 @pytest.mark.parametrize(
     ("line", "cuda"),
-    [
-        ("cuda: Optional[str] = '13.0'", "13.0"),
-        ("cuda = '12.8'", "12.8"),
-        ("cuda: Optional[str] = None", ""),
-    ],
+    [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8"), ("cuda: Optional[str] = None", "")],
 )
-def test_the_cuda_of_torch_is_known_without_importing_it(tmp_path: Path, line: str, cuda: str) -> None:
+def test_cuda_of_torch_is_known_without_importing_it(tmp_path: Path, line: str, cuda: str) -> None:
     package = tmp_path / "torch"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
@@ -185,7 +182,7 @@ def test_the_cuda_of_torch_is_known_without_importing_it(tmp_path: Path, line: s
     assert done.stdout == f"{cuda!r}\n"
 
 
-def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
+def test_cuda_of_the_installed_torch_is_right() -> None:
     import torch
 
     assert torch_cuda() == (torch.version.cuda or "")
@@ -201,7 +198,7 @@ def test_the_cuda_of_the_installed_torch_is_what_torch_says() -> None:
         (True, "13.0", {"cupy-cuda13x": "14.2.0"}, ""),
     ],
 )
-def test_a_stack_says_at_once_what_the_gpu_lacks(
+def test_stack_names_at_once_what_a_gpu_lacks(
     monkeypatch: pytest.MonkeyPatch, files: bool, torch: str | None, cupy: dict[str, str], said: str
 ) -> None:
     monkeypatch.setattr(up, "device_files", lambda: files)

@@ -34,7 +34,7 @@ def server(tmp_path: Path) -> Iterator[redis.Redis]:
         assert not probe.ready()
 
 
-def test_record_of_the_worker_before_does_not_count(server: redis.Redis) -> None:
+def test_record_of_the_former_worker_does_not_count(server: redis.Redis) -> None:
     probe = WorkerProbe(server, "worker:worker-0")
     probe.arm()
     assert not probe.ready()
@@ -46,7 +46,7 @@ def test_record_of_the_worker_before_does_not_count(server: redis.Redis) -> None
     assert probe.ready()
 
 
-def test_lease_of_the_scheduler_before_does_not_count(server: redis.Redis) -> None:
+def test_lease_of_the_former_scheduler_does_not_count(server: redis.Redis) -> None:
     probe = SchedulerProbe(server, "lease:shard-0")
     server.set("lease:shard-0", "7")
     probe.arm()
@@ -58,7 +58,7 @@ def test_lease_of_the_scheduler_before_does_not_count(server: redis.Redis) -> No
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_gateway_is_ready_when_its_health_address_says_so(tls: bool, tmp_path: Path) -> None:
+def test_gateway_is_ready_when_its_health_is(tls: bool, tmp_path: Path) -> None:
     status = 503
 
     class Health(http.server.BaseHTTPRequestHandler):
@@ -87,5 +87,5 @@ def test_gateway_is_ready_when_its_health_address_says_so(tls: bool, tmp_path: P
             thread.join()
 
 
-def test_nobody_listening_is_not_ready() -> None:
+def test_closed_port_is_not_ready() -> None:
     assert not GatewayProbe("127.0.0.1", free_port()).ready()
