@@ -1,4 +1,4 @@
-"""The live page in Chromium: its figures are Redis's, it says what is wrong, and text from outside stays text."""
+"""The live page in Chromium: it shows the stats of Redis and faults of the stack, and escapes text from outside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def full(written: WrittenStack) -> None:
     written.tell()
 
 
-def test_the_page_shows_what_redis_says_and_follows_it(open_page: OpenPage, written: WrittenStack) -> None:
+def test_page_shows_the_stats_and_follows_them(open_page: OpenPage, written: WrittenStack) -> None:
     full(written)
     visit = open_page()
     visit.says("#state", "live")
@@ -73,9 +73,7 @@ def test_the_page_shows_what_redis_says_and_follows_it(open_page: OpenPage, writ
     assert visit.complaints == []
 
 
-def test_the_chart_begins_with_the_minutes_before_the_page_was_opened(
-    open_page: OpenPage, written: WrittenStack
-) -> None:
+def test_chart_begins_with_the_history(open_page: OpenPage, written: WrittenStack) -> None:
     full(written)
     for number in range(5):
         written.tell(tok_s=500 + number)
@@ -90,7 +88,7 @@ def test_the_chart_begins_with_the_minutes_before_the_page_was_opened(
     assert drawn > 4, "more than one colour"
 
 
-def test_text_from_outside_is_never_run_nor_loaded(open_page: OpenPage, written: WrittenStack) -> None:
+def test_text_from_outside_is_not_run_or_loaded(open_page: OpenPage, written: WrittenStack) -> None:
     full(written)
     written.tell(policy=EVIL)
     written.worker("worker-evil", device=EVIL, backend=EVIL)
@@ -105,9 +103,7 @@ def test_text_from_outside_is_never_run_nor_loaded(open_page: OpenPage, written:
     assert not [url for url in visit.requests if "evil" in url]
 
 
-def test_the_page_asks_nobody_but_its_gateway(
-    open_page: OpenPage, written: WrittenStack, gateway: GatewayProcess
-) -> None:
+def test_page_loads_from_its_gateway_only(open_page: OpenPage, written: WrittenStack, gateway: GatewayProcess) -> None:
     full(written)
     visit = open_page()
     visit.says("#state", "live")
@@ -115,9 +111,7 @@ def test_the_page_asks_nobody_but_its_gateway(
     assert all(url.startswith(gateway.ops_url + "/dashboard") for url in visit.requests)
 
 
-def test_a_redis_or_a_gateway_that_is_gone_is_said_and_a_return_is_seen(
-    open_page: OpenPage, tmp_path: Path, model: Path
-) -> None:
+def test_lost_redis_and_gateway_are_shown_and_a_return(open_page: OpenPage, tmp_path: Path, model: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis, running_gateway(tmp_path, model, redis) as gateway:
         written = WrittenStack(redis.client, gateway.keys)
         full(written)
@@ -127,7 +121,7 @@ def test_a_redis_or_a_gateway_that_is_gone_is_said_and_a_return_is_seen(
         visit.says("#state", "no Redis")
         assert "Redis does not answer" in visit.text("#banner")
         assert "The figures are from" in visit.text("#banner")
-        assert visit.text("#tok-s") == "1,235", "the last figures stay, marked as old"
+        assert visit.text("#tok-s") == "1,235", "the last stats stay, marked as old"
         assert visit.page.locator("main.stale").count() == 1
         redis.start()
         full(written)
@@ -138,7 +132,7 @@ def test_a_redis_or_a_gateway_that_is_gone_is_said_and_a_return_is_seen(
         assert "trying again" in visit.text("#banner")
 
 
-def test_each_missing_part_of_a_stack_is_named(open_page: OpenPage, written: WrittenStack) -> None:
+def test_each_missing_service_is_named(open_page: OpenPage, written: WrittenStack) -> None:
     visit = open_page()
     visit.says("#banner", "No scheduler has reported on tiny")
     assert "No iteration has been answered yet" in visit.text("#iterations-sub")
@@ -157,9 +151,7 @@ def test_each_missing_part_of_a_stack_is_named(open_page: OpenPage, written: Wri
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_phone_shows_all_of_it_without_scrolling_sideways(
-    open_page: OpenPage, written: WrittenStack, dark: bool
-) -> None:
+def test_page_fits_the_width_of_a_phone(open_page: OpenPage, written: WrittenStack, dark: bool) -> None:
     full(written)
     written.worker("w" * 120, device="d" * 90)
     written.replica("w" * 120, state="draining", role="prefill", dock=1)
@@ -176,7 +168,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_can_be_told_from_its_background(open_page: OpenPage, written: WrittenStack, dark: bool) -> None:
+def test_text_has_enough_contrast(open_page: OpenPage, written: WrittenStack, dark: bool) -> None:
     """WCAG 2.2, 1.4.3: contrast of 4.5 or more; 1.4.11: 3 for lines and bars."""
     full(written)
     visit = open_page(dark=dark)
@@ -206,7 +198,7 @@ def contrast(first: str, second: str) -> float:
     return (bright + 0.05) / (dark + 0.05)
 
 
-def test_everything_on_the_page_has_a_name_for_those_who_hear_it(open_page: OpenPage, written: WrittenStack) -> None:
+def test_elements_have_accessible_names(open_page: OpenPage, written: WrittenStack) -> None:
     full(written)
     visit = open_page()
     visit.says("#state", "live")
@@ -221,7 +213,7 @@ def test_everything_on_the_page_has_a_name_for_those_who_hear_it(open_page: Open
     assert visit.page.locator("html[lang=en]").count() == 1
 
 
-def test_several_shards_are_added_up_and_can_be_looked_at_one_by_one(
+def test_several_shards_are_summed_and_can_be_selected(
     open_page: OpenPage, written: WrittenStack, gateway: GatewayProcess, redis_server: RedisServer
 ) -> None:
     full(written)
@@ -234,7 +226,7 @@ def test_several_shards_are_added_up_and_can_be_looked_at_one_by_one(
     visit.says("#policy", "orca")
 
 
-def test_a_page_beyond_loopback_asks_for_the_key_and_says_when_it_is_wrong(
+def test_page_beyond_loopback_needs_a_valid_key(
     open_page: OpenPage, tmp_path: Path, model: Path, redis_server: RedisServer
 ) -> None:
     redis_server.client.flushall()

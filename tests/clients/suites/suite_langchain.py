@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
 
@@ -30,10 +30,6 @@ def test_chat_and_usage(server: Any, chat: Any, said: str) -> None:
     assert answer.response_metadata["finish_reason"] == "length"
 
 
-def test_system_message(server: Any) -> None:
-    assert chat_model(server).invoke([SystemMessage("be brief"), HumanMessage("hi")]).content
-
-
 def test_stream_with_usage(server: Any, chat: Any, said: str) -> None:
     chunks = list(chat_model(server, stream_usage=True).stream(chat[0]["content"]))
     assert "".join(chunk.content for chunk in chunks) == said
@@ -54,21 +50,6 @@ def test_errors(server: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat_model(server, temperature=7).invoke("hi")
     assert refused.value.param == "temperature"
-
-
-def test_stop(server: Any, chat: Any, said: str) -> None:
-    stop = said[3:5]
-    answer = chat_model(server).invoke(chat[0]["content"], stop=[stop])
-    assert answer.content == said[: said.index(stop)]
-
-
-def test_seed_and_n(server: Any, chat: Any) -> None:
-    def texts(seed: int) -> list[str]:
-        model = chat_model(server, temperature=1, seed=seed, n=2)
-        return [choice.text for choice in model.generate([[HumanMessage(chat[0]["content"])]]).generations[0]]
-
-    assert texts(1) == texts(1)
-    assert texts(1) != texts(2)
 
 
 def test_logprobs(server: Any, chat: Any) -> None:

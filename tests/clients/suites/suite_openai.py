@@ -67,21 +67,18 @@ def test_many_at_once(server: Any, continued: str) -> None:
     assert asyncio.run(many()) == [continued] * 16
 
 
-def test_wrong_key(client: openai.OpenAI) -> None:
+def test_errors(client: openai.OpenAI, server: Any) -> None:
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-
-
-def test_unknown_model(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as refused:
+    with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-none", prompt="x")
-    assert refused.value.code == "model_not_found"
-
-
-def test_bad_field(client: openai.OpenAI, server: Any) -> None:
+    assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=server.model, prompt="x", temperature=7)
     assert refused.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=server.model, input="x", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"
 
 
 def test_stop(client: openai.OpenAI, server: Any, continued: str) -> None:
@@ -191,9 +188,3 @@ def test_response_in_the_background(client: openai.OpenAI, server: Any, said: st
     )
     server.ended(begun.id)
     assert client.responses.retrieve(begun.id).output_text == said
-
-
-def test_response_refused(client: openai.OpenAI, server: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model=server.model, input="x", previous_response_id="resp_1")
-    assert refused.value.param == "previous_response_id"

@@ -101,7 +101,7 @@ def test_class_above_the_ceiling_of_a_key_gets_403(gateway: GatewayProcess, made
     assert record.json()["priority"] == "low", "the ceiling, where no class is named"
 
 
-def test_limits_of_a_key_are_in_headers_and_end_in_429(gateway: GatewayProcess, made: dict[str, Any]) -> None:
+def test_limits_of_a_key_are_in_headers_and_429(gateway: GatewayProcess, made: dict[str, Any]) -> None:
     key = made["slow"]["key"]
     first, second, third = (complete(gateway, key) for _ in range(3))
     assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)

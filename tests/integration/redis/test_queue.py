@@ -12,7 +12,7 @@ from tests.integration.redis.script_calls import scripts as scripts
 from tests.integration.redis.script_calls import server as server
 
 
-async def test_queue_is_bounded_in_tokens_but_takes_one_of_any_length(client: Redis, scripts: Scripts) -> None:
+async def test_queue_is_bounded_in_tokens_beyond_one_long_request(client: Redis, scripts: Scripts) -> None:
     assert (await enqueue(scripts, "a", tokens=500))[0] == b"ok"
     assert await enqueue(scripts, "b", tokens=1) == [b"full", 500]
     assert await client.exists(KEYS.req("b")) == 0

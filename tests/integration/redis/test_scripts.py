@@ -262,7 +262,7 @@ async def test_worker_is_taken_by_one_live_shard_that_drops_another(client: Redi
     assert await client.hget(KEYS.worker("w"), "shard") == b"shard-1"  # the shard that has it meanwhile keeps it
 
 
-async def test_worker_taken_meanwhile_is_not_given_away_by_its_former_shard(client: Redis, scripts: Scripts) -> None:
+async def test_worker_taken_meanwhile_is_not_given_by_its_former_shard(client: Redis, scripts: Scripts) -> None:
     epoch = await lease(scripts, "acquire")
     other = f"{SHARD}-2"
     await client.set(KEYS.lease(other), 9)

@@ -42,7 +42,7 @@ class Process:
 
 
 class World:
-    """What happens is drawn from `chance`."""
+    """Draws each event from `chance`."""
 
     def __init__(self, redis: Redis, chance: random.Random) -> None:
         self.redis = redis
@@ -56,12 +56,12 @@ class World:
         return Lease(self.scripts, KEYS, shard, 600_000)
 
     async def begin(self, shard: str) -> None:
-        """A scheduler starts, and leads if nobody does."""
+        """A scheduler starts, and leads if no other does."""
         lease = self.lease_of(shard)
         if await lease.take():
             intake = Intake(self.redis, self.redis, self.scripts, KEYS, shard, lease, Clock())
-            nobody: Any = None
-            handover = RequestHandover(self.scripts, KEYS, shard, lease, nobody, nobody, {}, lambda _: None)
+            absent: Any = None
+            handover = RequestHandover(self.scripts, KEYS, shard, lease, absent, absent, {}, lambda _: None)
             process = Process(shard, lease, intake, handover)
             self.processes.append(process)
             await self.rebuild(process)
@@ -143,7 +143,7 @@ class World:
         await process.handover.take_from(orphan, self.lease_of(orphan), process.intake)
 
     async def run_out(self, process: Process) -> None:
-        """The process is paused for longer than its lease. It goes on as if nothing had been, or somebody leads."""
+        """The process is paused for longer than its lease. It continues unaware, or another process leads."""
         if await self.redis.get(process.lease.key) == str(process.lease.epoch).encode():
             await self.redis.delete(process.lease.key)
 
@@ -168,7 +168,7 @@ class World:
         return None
 
     async def leaders(self) -> dict[str, Process]:
-        """Of each shard the process that may write: the lease is its own, or nobody has had it since."""
+        """Return the process of each shard that may write: no other has had the lease since."""
         found = {}
         for process in self.processes:
             last = await self.redis.get(KEYS.shard_epoch(process.shard))
@@ -222,7 +222,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_each_request_has_one_owner_and_ends_once_whatever_shards_do(
+async def test_each_request_has_one_owner_and_ends_once(
     redis_server: RedisServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.scheduler.requests.intake.BLOCK_MS", 1)

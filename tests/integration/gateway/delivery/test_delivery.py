@@ -221,7 +221,7 @@ def test_request_is_cancelled_when_its_client_leaves_the_stream(
     until_idle(gateway)
 
 
-def test_pipelined_request_does_not_hide_that_a_client_leaves_its_stream(
+def test_stream_with_a_pipelined_request_is_cancelled_when_its_client_leaves(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     with raw_post(gateway, body_of(gateway, stream=True, max_tokens=400)) as connection:

@@ -201,7 +201,7 @@ async def test_echo_of_many_ids_is_decoded_beside_the_event_loop(monkeypatch: py
     assert threads and threading.main_thread() not in threads
 
 
-def test_a_million_ids_are_detokenized_and_no_more() -> None:
+def test_detokenize_takes_at_most_a_million_ids() -> None:
     assert len(parse_body(orjson.dumps({"tokens": [1] * 1_000_000}), DetokenizeBody).tokens) == 1_000_000
     with pytest.raises(ApiError, match="1000000") as caught:
         parse_body(orjson.dumps({"tokens": [1] * 1_000_001}), DetokenizeBody)

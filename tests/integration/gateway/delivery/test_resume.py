@@ -135,7 +135,7 @@ async def test_request_is_delivered_when_its_twin_was_refused(
     second.close()
 
 
-async def test_named_request_waits_for_its_client_when_enqueue_got_no_answer(
+async def test_named_request_survives_an_enqueue_without_answer(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enqueue = gateway.dispatcher.scripts.enqueue
@@ -197,7 +197,7 @@ async def test_answer_without_stream_is_complete_despite_last_event_id(
     assert again.content == first.content
 
 
-async def test_tokens_of_a_request_stay_in_redis_after_handing_it_over(
+async def test_tokens_of_a_handed_over_request_stay_in_redis(
     gateway: Gateway, scheduler: ScriptedScheduler, redis_server: RedisServer
 ) -> None:
     scheduler.lead()
