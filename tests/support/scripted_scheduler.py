@@ -1,7 +1,6 @@
-"""A scheduler that does what a test says: real lease, claim and publish scripts, tokens from the test.
+"""A scheduler that a test drives: real lease, claim and publish scripts, tokens from the test.
 
-It stands where the real scheduler and its worker would, so that duplicates, gaps, silence and restarts happen on
-purpose. `Answering` serves every request by itself, for tests about the front only.
+So duplicates, gaps, silence and restarts happen on purpose. `answering` serves every request by itself.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Line:
 
 @dataclass
 class ScriptedScheduler:
-    """Holds the lease of shard-0 and publishes what it is told."""
+    """Holds the lease of shard-0 and publishes what a test gives it."""
 
     client: redis.Redis
     keys: Keys
@@ -68,7 +67,7 @@ class ScriptedScheduler:
     _claimed: dict[str, Claimed] = field(default_factory=dict)
 
     def lead(self, **stats: Any) -> ScriptedScheduler:
-        """Takes the lease and shows a worker and stats, so that gateways call the stack ready."""
+        """Take the lease and write a worker and stats, so that gateways are ready."""
         self.client.delete(self.keys.lease(self.shard))
         keys = [self.keys.lease(self.shard), self.keys.epoch, self.keys.shard_epoch(self.shard)]
         self.epoch = self._run("lease", keys, ["acquire", LEASE_MS, 0, LIVE_TTL_MS])
@@ -80,25 +79,17 @@ class ScriptedScheduler:
         return self
 
     def stats(self, **fields: Any) -> None:
-        steps = {"iteration": self.step, "last_step": self.step}
-        now = {"time_ms": int(time.time() * 1000)}
         values = {
-            "workers": 1,
-            "running": 0,
-            "waiting": 0,
-            "queued_tokens": 0,
-            "in_flight": 0,
-            **now,
-            **steps,
-            **fields,
-        }
+            "workers": 1, "running": 0, "waiting": 0, "queued_tokens": 0, "in_flight": 0,
+            "time_ms": int(time.time() * 1000), "iteration": self.step, "last_step": self.step, **fields,
+        }  # fmt: skip
         self.client.hset(self.keys.stats(self.shard), mapping=values)
 
     def resign(self) -> None:
         self.client.delete(self.keys.lease(self.shard))
 
     def claim(self, seconds: float = 20.0) -> Claimed:
-        """The next request; waits for it."""
+        """Wait for the next request and return it."""
         return until("a request is in a stream", self.claim_one, seconds)
 
     def claim_one(self) -> Claimed | None:
@@ -123,7 +114,7 @@ class ScriptedScheduler:
         return None
 
     def claimed(self, request_id: str) -> Claimed:
-        """What was claimed under that id."""
+        """Return what was claimed under that id."""
         return self._claimed[request_id]
 
     def publish(
@@ -135,9 +126,9 @@ class ScriptedScheduler:
         to_stream: bool = True,
         gateway: str = "",
     ) -> None:
-        """One call of the publish script. `ended`: id, finish of each choice, tokens of each choice.
+        """Call the publish script once. `ended`: id, finish of each choice, tokens of each choice.
 
-        With to_stream false the lines stay unsaid, as if the gateway had slept while the stream was trimmed.
+        Without to_stream the lines are not sent, as if the gateway had slept while the stream was trimmed.
         """
         self.step += 1
         arguments: list[Any] = [self.epoch, self.keys.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
@@ -157,9 +148,9 @@ class ScriptedScheduler:
                 request_id, claimed.stream, claimed.entry, ",".join(map(str, finishes)), prompt,
                 ",".join(map(str, lengths)), "",
             ]  # fmt: skip
-        asked = [line for line in lines if line.logprobs]
-        arguments.append(len(asked))
-        for line in asked:
+        scored = [line for line in lines if line.logprobs]
+        arguments.append(len(scored))
+        for line in scored:
             place = line.first * len(line.logprobs[0])
             arguments += [line.request, line.choice, place, b"".join(line.logprobs)]
         self._run("publish", [self.keys.lease(self.shard), self.keys.queue], arguments)
@@ -180,7 +171,7 @@ class ScriptedScheduler:
         )
 
     def serve(self, claimed: Claimed, tokens: Sequence[int], finish: int = LENGTH, piece: int = 1) -> None:
-        """All of a one-choice request, `piece` tokens an iteration, then its end."""
+        """Publish all of a request with one choice, `piece` tokens an iteration, then its end."""
         self.publish(started=[claimed.id])
         for first in range(0, len(tokens), piece):
             part = tokens[first : first + piece]
@@ -189,14 +180,14 @@ class ScriptedScheduler:
         self.end(claimed, [tokens], [finish])
 
     def end(self, claimed: Claimed, outputs: Sequence[Sequence[int]], finishes: Sequence[int]) -> None:
-        """Writes the record of a request's end."""
+        """Write the record of the end of a request."""
         self.publish(
             checkpoints=[(claimed.id, choice, 0, tokens) for choice, tokens in enumerate(outputs)],
             ended=[(claimed.id, finishes, [len(tokens) for tokens in outputs])],
         )
 
     def controls(self) -> list[queue_pb2.Control]:
-        """Commands that came since the last call."""
+        """Return the commands that came since the last call."""
         found: Any = self.client.xread({self.keys.control(self.shard): self.controls_from})
         commands = []
         for _, rows in found:
@@ -206,7 +197,7 @@ class ScriptedScheduler:
         return commands
 
     def wait_control(self, kind: str, request_id: str) -> queue_pb2.Control:
-        """The first command of a kind about a request."""
+        """Wait for the first command of a kind about a request and return it."""
 
         def look() -> queue_pb2.Control | None:
             for command in self.controls():
@@ -224,7 +215,7 @@ class ScriptedScheduler:
 def answering(
     scheduler: ScriptedScheduler, tokens_of: Callable[[Claimed], list[int]], finish: int = LENGTH
 ) -> Iterator[None]:
-    """Serves every request with tokens_of(it), cut at its max_tokens, all choices alike, until the block ends."""
+    """Serve every request with tokens_of(it), up to its max_tokens, all choices alike, until the block ends."""
     ending = threading.Event()
 
     def work() -> None:

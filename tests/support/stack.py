@@ -97,16 +97,10 @@ class Stack:
     def environment(self, **settings: Any) -> dict[str, str]:
         """For any service; `settings` go before those of the stack."""
         values = {
-            "redis_url": self.redis.url,
-            "model": str(self.model),
-            "device": "cpu",
-            "port": self.port,
-            "ops_port": free_port(),
-            "threads": 2,
-            **({"api_key": self.key} if self.key else {}),
-            **self.settings,
-            **settings,
-        }
+            "redis_url": self.redis.url, "model": str(self.model), "device": "cpu", "port": self.port,
+            "ops_port": free_port(), "threads": 2, **({"api_key": self.key} if self.key else {}),
+            **self.settings, **settings,
+        }  # fmt: skip
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
         return {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
 
@@ -115,19 +109,16 @@ class Stack:
         settings. `by`: a program, with arguments, that starts it in turn."""
         name = name or service
         with (self.directory / f"{name}.log").open("ab") as log:
+            command = [*by, sys.executable, "-m", "services.cli", service]
             self._processes[name] = subprocess.Popen(
-                [*by, sys.executable, "-m", "services.cli", service],
-                stdout=log,
-                stderr=log,
-                env=self.environment(**settings),
-                cwd=ROOT,
+                command, stdout=log, stderr=log, env=self.environment(**settings), cwd=ROOT
             )
 
     def pid(self, service: str) -> int:
         return self._processes[service].pid
 
     def kill(self, service: str, how: int = signal.SIGKILL) -> int:
-        """Ends one service and returns its exit status."""
+        """End one service and return its exit status."""
         process = self._processes[service]
         process.send_signal(how)
         return process.wait(60)
@@ -136,7 +127,7 @@ class Stack:
         self._processes[service].send_signal(how)
 
     def wait(self, service: str, seconds: float = 60.0) -> int:
-        """The exit status of one that ends by itself."""
+        """Return the exit status of a service that ends by itself."""
         return self._processes[service].wait(seconds)
 
     def log(self, service: str) -> str:
@@ -159,7 +150,7 @@ class Stack:
         return httpx.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=120, verify=PLAIN, **options)
 
     def complete(self, prompt: list[int] | str, max_tokens: int, **fields: Any) -> list[int]:
-        """Greedy token ids of one non-streaming completion."""
+        """Return the greedy token ids of one completion."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **fields}
         answer = self.post("/v1/completions", body)
         answer.raise_for_status()
@@ -171,18 +162,13 @@ class Stack:
         return {name.decode(): value.decode() for name, value in raw.items()}
 
     def settled(self) -> dict[str, Any]:
-        """Waits until nothing is running and returns what must be the same each time it is so."""
+        """Wait until nothing is running and return what must be equal each time."""
 
         def quiet() -> bool:
-            stats = self.stats()
-            queue = self.redis.client.hgetall(self.keys.queue)
-            return (
-                all(stats.get(field) == "0" for field in ("running", "waiting", "in_flight"))
-                and all(value == b"0" for value in queue.values())  # type: ignore[union-attr]
-                and all(
-                    self.redis.client.xlen(stream) == 0 for stream in self.keys.request_streams()
-                )
-            )  # fmt: skip
+            stats, queue = self.stats(), self.redis.client.hgetall(self.keys.queue)
+            work = {stats.get(field) for field in ("running", "waiting", "in_flight")}
+            entries = [self.redis.client.xlen(stream) for stream in self.keys.request_streams()]
+            return work == {"0"} and set(queue.values()) <= {b"0"} and not any(entries)  # type: ignore[union-attr]
 
         until("the stack is quiet", quiet, 60)
         stats = self.stats()
@@ -197,6 +183,12 @@ class Stack:
             "pending": pending,
             "keys without a TTL": lasting,
         }
+
+    def settled_empty(self) -> None:
+        """Wait until nothing is running; all blocks must be free or cached, and no entry pending."""
+        after = self.settled()
+        assert after["blocks"] == after["total"]
+        assert after["pending"] == [0, 0, 0, 0]
 
     def __enter__(self) -> Stack:
         self.directory.mkdir(parents=True, exist_ok=True)

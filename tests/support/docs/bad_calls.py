@@ -77,10 +77,7 @@ CALLS = [
     Called("`background` true", _parameter("background", "bool_param", True)),
     Called("`logprobs` 2", _parameter("logprobs", "int64_param", 2)),
     Called("`max_token` 3", _parameter("max_token", "int64_param", 3)),
-    Called(
-        "`sampling_parameters` that are no JSON",
-        _all(_TEXT, _tensor("sampling_parameters", "BYTES", [1], b"{")),
-    ),
+    Called("`sampling_parameters` that are no JSON", _all(_TEXT, _tensor("sampling_parameters", "BYTES", [1], b"{"))),
     Called("`temperature` 3.0", _parameter("temperature", "double_param", 3.0), streams=True),
     Called("`sampling_parameters` `[]`", _all(_TEXT, _tensor("sampling_parameters", "BYTES", [1], b"[]"))),
     Called("an output `image`", _all(_TEXT, lambda request: request.outputs.add(name="image") and None)),
