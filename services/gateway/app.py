@@ -21,10 +21,12 @@ from services.gateway.auth import OPEN_PATHS, RequireKey
 from services.gateway.dashboard import routes as dashboard
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
+from services.gateway.http.pages import PAGE_HEADERS
 from services.gateway.http.protocol import BodyLimit, CutSlow, RequestContext
 from services.gateway.openai import chat, completions, document, info, requests, responses, tokenization
 from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from services.gateway.openai.responses import ResponsesBody
+from services.gateway.web import routes as web
 from shared.settings import is_loopback
 
 BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
@@ -32,10 +34,11 @@ BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
-    app = _app(gateway, "Orcinus", needs_key=True)
+    app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(web.Pages)])
     for endpoint in (completions, chat, requests, responses, tokenization, info):
         _include(app, endpoint.router(gateway))
     _include(app, info.ops_router(gateway, on_public_port=True))
+    _include(app, dashboard.router(gateway, on_public_port=True))
     document.install(app, BODIES, OPEN_PATHS)
     return app
 
@@ -48,7 +51,7 @@ def ops_app(gateway: Gateway) -> FastAPI:
     guards = [Middleware(PageHeaders), *([Middleware(HostNames, names=names)] if open_here else [])]
     app = _app(gateway, "Orcinus ops", not open_here, guards)
     _include(app, info.ops_router(gateway, on_public_port=False))
-    _include(app, dashboard.router(gateway))
+    _include(app, dashboard.router(gateway, on_public_port=False))
     return app
 
 
@@ -63,7 +66,7 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
         Middleware(
             RequestContext,
             metrics=gateway.metrics,
-            pages={*dashboard.FILES, dashboard.EVENTS},
+            pages={*web.FILES, *dashboard.FILES, dashboard.EVENTS},
             request_log=gateway.settings.request_log,
         ),
         *more,
@@ -116,17 +119,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
         found = ApiError(error.status_code, str(error.detail))
     found.headers.update(error.headers or {})
     return await _api_error(request, found)
-
-
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-}
 
 
 class PageHeaders:

@@ -63,7 +63,7 @@ def written(gateway: GatewayProcess, redis_server: RedisServer) -> WrittenStack:
 class Visit:
     """One tab on the page, and what it asked for and complained of."""
 
-    def __init__(self, page: Page, url: str) -> None:
+    def __init__(self, page: Page, address: str) -> None:
         self.page = page
         self.requests: list[str] = []
         self.complaints: list[str] = []
@@ -71,7 +71,7 @@ class Visit:
         page.on("request", lambda request: self.requests.append(request.url))
         page.on("console", lambda message: self.complaints.append(message.text))
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.goto(url + "/dashboard")
+        page.goto(address)
 
     def says(self, selector: str, words: str) -> None:
         """Waits until the text of an element contains `words`."""
@@ -86,15 +86,15 @@ class Visit:
 
 @pytest.fixture
 def open_page(browser: Browser, gateway: GatewayProcess) -> Iterator[type[Visit]]:
-    """`open_page(width=390, dark=True)`: a Visit in a context of its own."""
+    """`open_page(width=390, dark=True)`: a Visit in a context of its own; the live page without `address`."""
     contexts = []
 
-    def visit(url: str = "", width: int = 1280, dark: bool = False) -> Visit:
+    def visit(url: str = "", width: int = 1280, dark: bool = False, address: str = "") -> Visit:
         context = browser.new_context(
             viewport={"width": width, "height": 844}, color_scheme="dark" if dark else "light", locale="en-GB"
         )
         contexts.append(context)
-        return Visit(context.new_page(), url or gateway.ops_url)
+        return Visit(context.new_page(), address or (url or gateway.ops_url) + "/dashboard")
 
     yield visit  # type: ignore[misc]
     for context in contexts:

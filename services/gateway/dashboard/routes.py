@@ -1,6 +1,7 @@
-"""Serve the live page and its events, on the ops port alone.
+"""Serve the live page and its events: on the ops port, and where a key protects them on the API port as well.
 
-The files need no key, since they hold no figure; the events do.
+The files need no key, since they hold no figure; the events do. Without a key, `/dashboard` of the API port leads to
+the ops port: both listen on loopback then.
 """
 
 from __future__ import annotations
@@ -9,22 +10,18 @@ import asyncio
 from pathlib import Path
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.dashboard.feed import Feed, Viewer
-from services.gateway.errors import unavailable
+from services.gateway.errors import ApiError, unavailable
 from services.gateway.gateway import Gateway
+from services.gateway.http.pages import PAGE_HEADERS, page
 from services.gateway.openai.answers import until_disconnect
+from shared.settings import is_loopback
 from shared.tasks import end
 
 _HERE = Path(__file__).parent
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 FILES = {
     "/dashboard": "page.html",
     "/dashboard/page.css": "page.css",
@@ -37,36 +34,47 @@ FILES = {
     "/dashboard/uPlot.js": "vendor/uPlot.iife.min.js",
     "/dashboard/uPlot.css": "vendor/uPlot.min.css",
 }
-"""Path on the ops port -> file."""
+"""Path -> file."""
 
 EVENTS = "/dashboard/events"
 
 
-def page(path: str) -> Response:
-    """Return the file behind a path of FILES."""
-    file = _HERE / FILES[path]
-    return Response(file.read_bytes(), media_type=_TYPES[file.suffix])
-
-
-def router(gateway: Gateway) -> APIRouter:
+def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
     feed = Feed(gateway.settings)
 
     async def file(request: Request) -> Response:
-        return page(request.url.path)
+        if on_public_port and not gateway.keyring.needed:
+            return _to_ops_port(gateway, request)
+        return page(_HERE / FILES[request.url.path])
 
     for path in FILES:
-        routes.add_api_route(path, file, methods=["GET"], include_in_schema=path == "/dashboard")
+        shown = path == "/dashboard" and not on_public_port
+        routes.add_api_route(path, file, methods=["GET"], include_in_schema=shown)
 
-    @routes.get(EVENTS)
-    async def events() -> Response:
+    @routes.get(EVENTS, include_in_schema=not on_public_port)
+    async def events(request: Request) -> Response:
         """Send what the page shows, as server-sent events: `past` once, `now` each second."""
+        if on_public_port and not gateway.keyring.needed:
+            return _to_ops_port(gateway, request)
         if gateway.draining:
             raise unavailable("the gateway is shutting down", "shutting_down", 5)
         return _Events(gateway, feed, feed.enter())
 
     return routes
+
+
+def _to_ops_port(gateway: Gateway, request: Request) -> Response:
+    """Redirect a browser on this machine to the page of the ops port. Raise ApiError(404) for any other request."""
+    settings = gateway.settings
+    host = request.url.hostname or ""
+    if request.url.path == "/dashboard" and is_loopback(host) and is_loopback(settings.ops_host):
+        name = host if host == "localhost" else settings.ops_host
+        url = request.url.replace(hostname=name, port=settings.ops_port)
+        return RedirectResponse(str(url), 307, PAGE_HEADERS)
+    address = f"http://{settings.ops_host}:{settings.ops_port}"
+    raise ApiError(404, f"without a key this is only on the ops port, {address}", code="ops_port_only")
 
 
 class _Events(Response):

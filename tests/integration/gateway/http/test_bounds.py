@@ -162,7 +162,7 @@ def test_web_page_is_refused_across_origins_and_by_foreign_names(gateway: Gatewa
         answer = httpx.get(gateway.ops_url + "/metrics", headers={"Host": host}, timeout=10)
         assert answer.status_code == status, host
         assert answer.headers["x-frame-options"] == "DENY"
-        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 

@@ -1,0 +1,92 @@
+"""The pages of the API port over HTTP: for browsers alone, without a key, under headers that admit nothing foreign."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.gateway.http.pages import PAGE_HEADERS
+from services.gateway.web import routes as web
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.stack import RedisServer
+
+BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+KEY = "sk-of-the-settings"
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[GatewayProcess]:
+    with running_gateway(tmp_path_factory.mktemp("gateway"), model, redis_server) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[GatewayProcess]:
+    with running_gateway(tmp_path_factory.mktemp("guarded"), model, redis_server, api_key=KEY) as running:
+        yield running
+
+
+def test_every_file_of_the_pages_is_served_and_every_served_file_exists() -> None:
+    folder = Path(web.__file__).parent
+    here = {path.name for path in folder.iterdir() if path.suffix in {".html", ".css", ".js", ".svg"}}
+    assert set(web.FILES.values()) == here
+
+
+@pytest.mark.parametrize("path", web.FILES)
+def test_page_file_needs_no_key_and_admits_nothing_foreign(
+    gateway: GatewayProcess, guarded: GatewayProcess, path: str
+) -> None:
+    for server in (gateway, guarded):
+        for method in ("GET", "HEAD"):
+            answer = httpx.request(method, server.url + path, headers=BROWSER)
+            assert answer.status_code == 200
+            assert bool(answer.content) == (method == "GET")
+            assert PAGE_HEADERS.items() <= dict(answer.headers).items()
+            assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_policy_of_the_pages_admits_files_of_this_server_only() -> None:
+    rules = dict(rule.split(" ", 1) for rule in PAGE_HEADERS["content-security-policy"].split("; "))
+    assert rules.pop("default-src") == "'none'"
+    assert set(rules.values()) == {"'self'", "'none'"}
+    assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
+
+
+@pytest.mark.parametrize("accept", ["application/json", "*/*", ""])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+def test_root_answers_a_program_as_any_unknown_path(
+    gateway: GatewayProcess, guarded: GatewayProcess, method: str, accept: str
+) -> None:
+    for server, status, code in ((gateway, 404, "unknown_path"), (guarded, 401, "invalid_api_key")):
+        answer = httpx.request(method, server.url + "/", headers={"Accept": accept})
+        assert answer.status_code == status
+        assert answer.headers["content-type"] == "application/json"
+        assert method == "HEAD" or answer.json()["error"]["code"] == code
+    assert httpx.get(gateway.url + "/", headers=BROWSER).headers["vary"] == "Accept"
+
+
+def test_live_page_is_on_the_api_port_where_a_key_protects_its_events(guarded: GatewayProcess) -> None:
+    page = httpx.get(guarded.url + "/dashboard")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert PAGE_HEADERS.items() <= dict(page.headers).items()
+    assert httpx.get(guarded.url + "/dashboard/events").status_code == 401
+    with httpx.stream("GET", guarded.url + "/dashboard/events", headers={"Authorization": f"Bearer {KEY}"}) as events:
+        assert events.status_code == 200
+        assert next(events.iter_lines()).startswith("event: ")
+
+
+def test_live_page_without_a_key_is_a_redirect_to_the_ops_port_on_this_machine(gateway: GatewayProcess) -> None:
+    for host in ("127.0.0.1", "localhost"):
+        answer = httpx.get(gateway.url + "/dashboard", headers={"Host": f"{host}:{gateway.port}"})
+        assert (answer.status_code, answer.headers["location"]) == (307, f"http://{host}:{gateway.ops_port}/dashboard")
+    for path, host in (("/dashboard", "elsewhere.example"), ("/dashboard/events", "127.0.0.1")):
+        answer = httpx.get(gateway.url + path, headers={"Host": host})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "ops_port_only")
+        assert gateway.ops_url in answer.json()["error"]["message"]
