@@ -34,7 +34,8 @@ CUPY := $(shell sed -n 's/^cuda = \["\(.*\)"\]/\1/p' pyproject.toml)
 BACKEND := $(shell sed -n 's/^requires = \["\([^"]*\)"\]/\1/p' pyproject.toml)
 # Tests start hundreds of processes; each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(PY) -m pip install -q --disable-pip-version-check
+# pip, with a line about what it does every few seconds.
+PIP := $(PY) -m services.launcher.pip_progress
 
 quoted = '$(subst ','\'',$(1))'
 option = $(if $(2),--$(1) $(call quoted,$(2)))
@@ -215,7 +216,7 @@ $(CUDA_STAMP): | $(VENV)/.made gpu-at-hand
 
 # torch first, alone: pip then takes the build that its settings offer (a CPU build is a tenth of the size).
 $(RUN_STAMP): | $(VENV)/.made $(if $(GPU),$(CUDA_STAMP))
-	@echo "installing the pinned dependencies into $(VENV) (once; a few minutes)"
+	@echo "installing the pinned dependencies into $(VENV): about 1.4 GB on disk, once; one to four minutes"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(call quoted,$(TORCH_INDEX))) $(call quoted,$(TORCH))
 	@$(PIP) $(call quoted,$(BACKEND))
 	@$(PIP) --no-build-isolation -e '.[build,embedded]'

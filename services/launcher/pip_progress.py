@@ -1,0 +1,112 @@
+"""Run pip and say what it does, at least every four seconds: `python -m services.launcher.pip_progress ARGUMENTS`.
+
+Called by the Makefile before anything is installed, so it needs the standard library alone. On a terminal one line
+moves; elsewhere, as in a log, lines follow each other. When pip fails, the end of its output is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TextIO
+
+EVERY_S = 4.0
+ON_TERMINAL_S = 0.2
+KEPT_LINES = 40
+_WORK = re.compile(
+    r"\s*(Collecting|Downloading|Using cached|Processing|Building wheel for|Preparing metadata)\b\s*(\S*)(.*)"
+)
+_SIZE = re.compile(r"\(([\d.]+ [kMG]?B)\)")
+_NAME = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z][A-Za-z0-9]*)*")
+
+
+class Progress:
+    """What pip has done so far, read from its output."""
+
+    def __init__(self, packages: Path) -> None:
+        """packages: the site-packages folder into which pip installs."""
+        self._packages = packages
+        self._begun = time.monotonic()
+        self._names: set[str] = set()
+        self._doing = "starting"
+        self._to_install = 0
+        self._before = 0
+        self.last: deque[str] = deque(maxlen=KEPT_LINES)
+
+    def read(self, line: str) -> None:
+        """Take one line of pip's output."""
+        self.last.append(line.rstrip())
+        if line.startswith("Installing collected packages:"):
+            self._to_install, self._before = line.count(",") + 1, self._installed()
+        elif match := _WORK.match(line):
+            verb, word, rest = match.groups()
+            name = _NAME.match(Path(word).name)
+            if name is None:
+                return
+            if verb == "Collecting":
+                self._names.add(name[0].lower())
+            size = _SIZE.search(rest)
+            self._doing = f"{verb.lower()} {name[0]}{f' ({size[1]})' if size else ''}"
+
+    def text(self) -> str:
+        """Return the state in one line."""
+        seconds = time.monotonic() - self._begun
+        if self._to_install:
+            done = min(max(self._installed() - self._before, 0), self._to_install)
+            return f"installing: {done} of {self._to_install} packages written, {seconds:.0f} s"
+        return f"installing: {self._doing}, {len(self._names)} packages found, {seconds:.0f} s"
+
+    def _installed(self) -> int:
+        try:
+            return sum(name.endswith(".dist-info") for name in os.listdir(self._packages))
+        except OSError:
+            return 0
+
+
+def run(command: list[str], packages: Path, out: TextIO) -> int:
+    """Run pip's `command` and write its progress to `out`; return its exit code."""
+    progress = Progress(packages)
+    terminal = out.isatty()
+    pip = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    ended = threading.Event()
+
+    def show() -> None:
+        while not ended.wait(ON_TERMINAL_S if terminal else EVERY_S):
+            out.write(f"\r\x1b[K{progress.text()[:100]}" if terminal else f"{progress.text()}\n")
+            out.flush()
+
+    shower = threading.Thread(target=show, daemon=True)
+    shower.start()
+    try:
+        for line in pip.stdout or ():
+            progress.read(line)
+        code = pip.wait()
+    finally:
+        ended.set()
+        shower.join()
+        if terminal:
+            out.write("\r\x1b[K")
+    if code:
+        out.write("\n".join([*progress.last, f"error: pip ended with {code}; the lines above say why"]) + "\n")
+    out.flush()
+    return code
+
+
+def main() -> int:
+    """Run pip of this interpreter with the arguments of the command line."""
+    from sysconfig import get_path
+
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *sys.argv[1:]]
+    return run(command, Path(get_path("purelib")), sys.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
