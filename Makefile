@@ -216,7 +216,7 @@ $(CUDA_STAMP): | $(VENV)/.made gpu-at-hand
 
 # torch first, alone: pip then takes the build that its settings offer (a CPU build is a tenth of the size).
 $(RUN_STAMP): | $(VENV)/.made $(if $(GPU),$(CUDA_STAMP))
-	@echo "installing the pinned dependencies into $(VENV): about 1.4 GB on disk, once; one to four minutes"
+	@echo "installing the pinned dependencies into $(VENV): 1.1 GB, once; one to three minutes"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(call quoted,$(TORCH_INDEX))) $(call quoted,$(TORCH))
 	@$(PIP) $(call quoted,$(BACKEND))
 	@$(PIP) --no-build-isolation -e '.[build,embedded]'
