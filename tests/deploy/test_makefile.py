@@ -84,7 +84,7 @@ def test_missing_redis_is_an_error_before_the_installation(
     assert done.returncode == (2 if said else 0), done.stderr
     assert said in done.stderr
     order = make(checkout, "-n", "run").stdout
-    assert order.index("platform.machine()") < order.index("pip install")
+    assert order.index("platform.machine()") < order.index("pip_progress")
 
 
 def test_help_lists_every_target(checkout: Path) -> None:
@@ -107,26 +107,26 @@ def test_torch_is_installed_first_at_the_version_of_pyproject(checkout: Path) ->
     text = pins.read_text()
     version = next(line for line in text.splitlines() if '"torch==' in line).split("==")[1].rstrip('",')
     pins.write_text(text.replace(f"torch=={version}", "torch==9.9.9"))
-    steps = [line for line in make(checkout, "-n", "run").stdout.splitlines() if "pip install" in line]
+    steps = [line for line in make(checkout, "-n", "run").stdout.splitlines() if "pip_progress" in line]
     assert "torch==9.9.9" in steps[0]
     assert not any("dev" in step or "bench" in step for step in steps)
 
 
 def test_index_for_torch_is_used_for_torch_only(checkout: Path) -> None:
     done = make(checkout, "-n", "run", "TORCH_INDEX=https://index.invalid/cpu")
-    steps = [line for line in done.stdout.splitlines() if "pip install" in line]
+    steps = [line for line in done.stdout.splitlines() if "pip_progress" in line]
     assert ["--index-url" in step for step in steps] == [True, *[False] * (len(steps) - 1)]
 
 
 def test_cuda_installs_torch_for_cuda_first_when_requested(checkout: Path) -> None:
     plain, cuda = make(checkout, "-n", "run").stdout, make(checkout, "-n", "run", "DEVICE=cuda").stdout
     assert "gpu_checks" not in plain and "cupy" not in plain and "===" not in plain
-    steps = [line for line in cuda.splitlines() if "gpu_checks" in line or "pip install" in line]
+    steps = [line for line in cuda.splitlines() if "gpu_checks" in line or "pip_progress" in line]
     assert "services.launcher.gpu_checks" in steps[0]
-    assert re.search(r"version\.cuda.* != \"(\S+)\".*\|\| .*pip install.* 'torch===\1'$", steps[1])
+    assert re.search(r"version\.cuda.* != \"(\S+)\".*\|\| .*pip_progress.* 'torch===\1'$", steps[1])
     assert "cupy-cuda13x==" in steps[2]
-    assert re.search(r"pip install.* 'torch==\d", steps[3])
-    assert steps[4:] == [line for line in plain.splitlines() if "pip install" in line][1:]
+    assert re.search(r"pip_progress.* 'torch==\d", steps[3])
+    assert steps[4:] == [line for line in plain.splitlines() if "pip_progress" in line][1:]
 
 
 def test_index_for_torch_is_used_for_cuda(checkout: Path) -> None:
