@@ -1,4 +1,4 @@
-"""The whole stack as a client and Prometheus see it."""
+"""The stack as a client and Prometheus see it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EXTRA = {"ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.mark.smoke
-def test_the_official_client_gets_the_references_tokens(
+def test_official_client_gets_the_tokens_of_transformers(
     stack: Stack, client: openai.OpenAI, reference: Reference
 ) -> None:
     answer = client.completions.create(
@@ -52,20 +52,14 @@ def test_the_official_client_gets_the_references_tokens(
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(reference.prompts[0]), 24)
 
 
-# Structured output and tools, from a model that would not say such things by itself
-
+NAME, AGE = {"type": "string", "pattern": "^[a-z]{1,6}$"}, {"type": "integer", "minimum": 0, "maximum": 99}
 PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
+    "type": "object", "properties": {"name": NAME, "age": AGE}, "required": ["name", "age"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 
 
-def test_a_bound_output_is_the_same_whatever_runs_beside_it(stack: Stack) -> None:
+def test_structured_output_is_equal_in_any_batch(stack: Stack) -> None:
     body = {"model": stack.name, "prompt": "a", "max_tokens": 99, "seed": 9, "guided_json": PERSON}
 
     async def ask(client: httpx.AsyncClient, **fields: Any) -> str:
@@ -81,7 +75,7 @@ def test_a_bound_output_is_the_same_whatever_runs_beside_it(stack: Stack) -> Non
     asyncio.run(run())
 
 
-def test_every_service_exports_what_boards_ask_and_they_agree(stack: Stack) -> None:
+def test_services_export_the_metrics_of_the_boards(stack: Stack) -> None:
     scheduler, worker = (stack.settings[f"{name}_metrics_port"] for name in ("scheduler", "worker"))
     addresses = [f"{stack.url}/metrics", *(f"http://127.0.0.1:{port}/metrics" for port in (scheduler, worker))]
 
@@ -96,8 +90,8 @@ def test_every_service_exports_what_boards_ask_and_they_agree(stack: Stack) -> N
     until("the scheduler has reported", lambda: counted()[produced] >= before[produced] + tokens)
     found = counted()
     series = {name.partition("{")[0] for name in found}
-    asked = {name for query in observability.queries() for name in re.findall(r"\borcinus_\w+", query)}
-    assert asked <= series, asked - series
+    queried = {name for query in observability.queries() for name in re.findall(r"\borcinus_\w+", query)}
+    assert queried <= series, queried - series
     for name in ("orcinus_gateway_output_tokens_total", "orcinus_worker_sampled_tokens_total"):
         assert found[name] >= before[name] + tokens, name
     assert found["orcinus_scheduler_queue_seconds_count"] > before["orcinus_scheduler_queue_seconds_count"]

@@ -52,13 +52,11 @@ def run(command: list[str], stack: Stack, place: Path) -> str:
 
 def here(text: str, stack: Stack) -> str:
     """The addresses of the pages are those of this stack."""
-    return text.replace("127.0.0.1:8000", f"127.0.0.1:{stack.port}").replace(
-        "localhost:8000", f"127.0.0.1:{stack.port}"
-    )
+    return re.sub(r"(127\.0\.0\.1|localhost):8000", f"127.0.0.1:{stack.port}", text)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
-def test_a_block_runs_as_it_stands_in_its_page(block: Block, request: pytest.FixtureRequest) -> None:
+def test_code_block_runs_as_written(block: Block, request: pytest.FixtureRequest) -> None:
     if why := code_blocks.why_not(block):
         pytest.skip(f"{block.page}:{block.line}: {why}")
     if block.language == "json":
@@ -78,12 +76,12 @@ def test_a_block_runs_as_it_stands_in_its_page(block: Block, request: pytest.Fix
         assert printed.strip(), statement
 
 
-def test_every_block_has_a_tag_that_is_known() -> None:
+def test_every_code_block_has_a_known_tag() -> None:
     assert not [(block.page, block.line, block.tag) for block in BLOCKS if block.tag not in TAGS]
     assert len(BLOCKS) > 50
 
 
 @pytest.mark.parametrize("pattern", [*SHORT, *LEFT_OUT])
-def test_a_rule_about_statements_has_one(pattern: str) -> None:
+def test_rule_about_statements_has_a_statement(pattern: str) -> None:
     statements = [statement for block in BLOCKS if not code_blocks.why_not(block) for statement in block.statements()]
     assert any(re.search(pattern, statement) for statement in statements)

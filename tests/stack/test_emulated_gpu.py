@@ -19,7 +19,7 @@ TOKENS = 12
 
 
 @needs_compiler
-def test_concurrent_requests_on_an_emulated_gpu_get_transformers_tokens(tmp_path: Path) -> None:
+def test_emulated_gpu_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
     heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     reference = make_llama(tmp_path / "tiny", seed=9, requests=1, output_tokens=1, dtype="float16", **heads)
     prompts = random_prompts(60, (3, 40), 3)
@@ -36,5 +36,5 @@ def test_concurrent_requests_on_an_emulated_gpu_get_transformers_tokens(tmp_path
         settled = stack.settled()
         assert settled["blocks"] == settled["total"] == 9
         assert stack.stats()["backend"] == "emulator"
-        # Statistics are written once a second: those that settled() saw may be older than the load.
-        until("swaps are told", lambda: int(stack.stats().get("swapped_blocks", "0")) > 0)
+        # Stats are written once a second: those that settled() saw may be older than the load.
+        until("the stats have swaps", lambda: int(stack.stats().get("swapped_blocks", "0")) > 0)

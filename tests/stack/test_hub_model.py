@@ -28,7 +28,7 @@ def hub(tmp_path: Path) -> Iterator[StandInHub]:
         yield hub
 
 
-def test_model_is_fetched_by_its_name_and_served_under_it(hub: StandInHub, tmp_path: Path) -> None:
+def test_model_is_fetched_and_served_by_its_name(hub: StandInHub, tmp_path: Path) -> None:
     env = clean_env(HF_HOME=str(tmp_path / "home"), HF_ENDPOINT=hub.url, HF_HUB_DISABLE_XET="1")
     port, log = free_port(), tmp_path / "up.log"
     orcinus = [sys.executable, "-m", "services.cli"]

@@ -1,4 +1,4 @@
-"""Log-probabilities end to end: those of transformers, told the same by whoever delivers, whatever died meanwhile."""
+"""Log-probabilities end to end: those of transformers, and the same after services died."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def about(values: Any) -> Any:
     return pytest.approx(values, abs=1e-3)
 
 
-def test_a_completions_log_probabilities_are_those_of_transformers(
+def test_logprobs_of_completions_are_those_of_transformers(
     stack: Stack, client: openai.OpenAI, reference: Reference
 ) -> None:
     prompts = reference.prompts[:2]
@@ -69,7 +69,7 @@ def test_a_completions_log_probabilities_are_those_of_transformers(
         assert told.text_offset[0] == 0 and sorted(told.text_offset) == told.text_offset
 
 
-def test_a_chats_are_the_models_own_whatever_the_sampling_and_streamed_the_same(
+def test_logprobs_of_chats_ignore_sampling_and_are_equal_when_streamed(
     stack: Stack, client: openai.OpenAI, reference: Reference
 ) -> None:
     messages: Any = [{"role": "user", "content": "naïve 🐋?"}]
@@ -99,7 +99,7 @@ def test_a_chats_are_the_models_own_whatever_the_sampling_and_streamed_the_same(
         assert [part.logprob for part in parts] == about([one.logprob for one in choice.logprobs.content])
 
 
-def test_best_of_tells_the_most_likely_of_its_choices_also_when_it_is_asked_again(stack: Stack) -> None:
+def test_best_of_returns_the_most_likely_choices_also_when_repeated(stack: Stack) -> None:
     asked = {"prompt": "fn", "max_tokens": 8, "temperature": 1.4, "seed": 3, **EXTRA}
     every = stack.post("/v1/completions", {**asked, "n": 5, "logprobs": 0}).json()["choices"]
     means = [sum(choice["logprobs"]["token_logprobs"]) for choice in every]
@@ -123,7 +123,7 @@ def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield from ({**choice, "event": event.id} for choice in event.json["choices"])
 
 
-def told_by(choices: list[dict[str, Any]]) -> tuple[list[int], list[tuple[Any, ...]]]:
+def entries_of(choices: list[dict[str, Any]]) -> tuple[list[int], list[tuple[Any, ...]]]:
     """Token ids and an entry for each token."""
     ids = [token for choice in choices for token in choice["token_ids"]]
     columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -131,8 +131,8 @@ def told_by(choices: list[dict[str, Any]]) -> tuple[list[int], list[tuple[Any, .
     return ids, [entry for one in some for entry in zip(*(one[name] for name in columns), strict=True)]
 
 
-def test_scheduler_and_gateway_die_and_the_same_draws_go_on_with_the_same_log_probabilities(stack: Stack) -> None:
-    """The penalties' history is rebuilt; what was told once is told again, by another gateway and from the record."""
+def test_logprobs_continue_equal_after_scheduler_and_gateway_die(stack: Stack) -> None:
+    """The history of penalties is rebuilt; another gateway and the record have the same values."""
     body = {
         "model": stack.name, "prompt": "def orca(", "max_tokens": 200, "logprobs": 3, "stop": ["\u0001no\u0001"],
         "stream": True, **EXTRA, **OWN, **DRAWN,
@@ -152,17 +152,17 @@ def test_scheduler_and_gateway_die_and_the_same_draws_go_on_with_the_same_log_pr
     address = f"{stack.url}/v1/requests/{request}/stream"
     with httpx.stream("GET", address, headers={**stack.headers, "Last-Event-ID": seen[-1]["event"]}) as answer:
         seen += events(answer.iter_lines())
-    ids, entries = told_by(seen)
+    ids, entries = entries_of(seen)
     assert ids == undisturbed["token_ids"] and len(entries) == len(ids) == 200
-    _, expected = told_by([undisturbed])
+    _, expected = entries_of([undisturbed])
     assert [entry[0] for entry in entries] == [entry[0] for entry in expected]
     assert [entry[1] for entry in entries] == about([entry[1] for entry in expected])
     assert [entry[3] for entry in entries] == [entry[3] for entry in expected]
     with httpx.stream("GET", address, headers=stack.headers) as answer:
-        assert told_by(list(events(answer.iter_lines()))) == (ids, entries), "the record says what was told"
+        assert entries_of(list(events(answer.iter_lines()))) == (ids, entries), "the record has what was sent"
 
 
-def test_the_preempted_draw_the_same_with_the_same_log_probabilities(reference: Reference) -> None:
+def test_preempted_sequences_draw_equal_tokens_and_logprobs(reference: Reference) -> None:
     """Every field of the sampling, in a pool so small that sequences lose their slots: histories are rebuilt."""
     sampling: dict[str, float | bytes] = {
         "temperature": 1.2, "top_k": 80, "min_p": 0.001, "repetition_penalty": 1.2, "presence_penalty": 0.5,

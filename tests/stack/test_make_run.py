@@ -1,4 +1,4 @@
-"""`make run` as a user types it, and everything it promises: readiness, restarts, refusals, and leaving nothing."""
+"""`make run` as a user types it: readiness, restarts, errors, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MakeRun:
         return f"{self.url}/v1/completions" in self.text()
 
     def refused(self) -> str:
-        """Runs until it ends by itself, which must be an error. Returns what it said."""
+        """Run until it ends with an error. Return its output."""
         self.start()
         if self.process is None:
             raise AssertionError
@@ -119,14 +119,14 @@ def assert_nothing_is_left(run: MakeRun, pids: list[int]) -> None:
     assert sorted(path.name for path in run.run_dir.iterdir()) == ["logs", "redis"]
 
 
-def test_curl_line_that_is_printed_works_as_it_stands(shared_run: MakeRun) -> None:
+def test_printed_curl_line_works(shared_run: MakeRun) -> None:
     curl = next(line for line in shared_run.text().splitlines() if line.startswith("curl "))
     answer = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["choices"][0]["finish_reason"] in ("length", "stop")
 
 
-def test_no_secret_stands_on_a_command_line_or_in_the_open(shared_run: MakeRun) -> None:
+def test_password_is_on_no_command_line_and_in_no_log(shared_run: MakeRun) -> None:
     record = shared_run.run_dir / "socket-dir"
     private = Path(record.read_text().strip()) if record.exists() else shared_run.run_dir / "socket"
     password = re.search(r'requirepass "([^"]+)"', (private / "redis.conf").read_text())
@@ -139,7 +139,7 @@ def test_no_secret_stands_on_a_command_line_or_in_the_open(shared_run: MakeRun) 
 
 
 @pytest.mark.parametrize("name", ["worker-0", "scheduler-0", "gateway-0", "redis"])
-def test_killed_service_comes_back_and_work_goes_on(shared_run: MakeRun, name: str) -> None:
+def test_killed_service_is_restarted_and_requests_work(shared_run: MakeRun, name: str) -> None:
     before = shared_run.pids()
     said = shared_run.text().count(f"{name} is ready again")
     os.kill(before[name], signal.SIGKILL)
@@ -157,7 +157,7 @@ def test_killed_service_comes_back_and_work_goes_on(shared_run: MakeRun, name: s
     until("completions work again", completes, READY_S)
 
 
-def test_sigterm_to_make_alone_stops_everything_and_a_second_start_keeps_the_data(tmp_path: Path, model: Path) -> None:
+def test_sigterm_to_make_stops_everything_and_data_stays(tmp_path: Path, model: Path) -> None:
     run = MakeRun(tmp_path, model)
     for _ in range(2):
         run.start().ready()
@@ -182,7 +182,7 @@ def test_redis_and_key_of_the_operator_are_used(tmp_path: Path, model: Path) -> 
         assert server.client.ping()
 
 
-def test_port_in_use_is_named_with_the_way_to_choose_another(tmp_path: Path, model: Path) -> None:
+def test_port_in_use_is_an_error_with_a_remedy(tmp_path: Path, model: Path) -> None:
     run = MakeRun(tmp_path, model)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", run.port))
@@ -191,20 +191,9 @@ def test_port_in_use_is_named_with_the_way_to_choose_another(tmp_path: Path, mod
     assert f"port {run.port}" in said and "in use" in said and "PORT=" in said
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ("--max-output-tokens 1000000", "max_output_tokens|max-output-tokens|MAX_OUTPUT_TOKENS"),
-        ("--no-such-option", "No such option: --no-such-option"),
-        ("--device cuda", "DEVICE=cuda"),
-    ],
-)
-def test_setting_that_cannot_be_served_is_refused_with_its_name(
-    tmp_path: Path, model: Path, args: str, said: str
-) -> None:
-    if "cuda" in args and Path("/dev/nvidiactl").exists():
-        pytest.skip("this machine has a GPU")
-    assert re.search(said, MakeRun(tmp_path, model, args=args).refused())
+def test_setting_that_the_worker_refuses_is_named(tmp_path: Path, model: Path) -> None:
+    said = MakeRun(tmp_path, model, args="--max-output-tokens 1000000").refused()
+    assert re.search("max_output_tokens|max-output-tokens|MAX_OUTPUT_TOKENS", said)
 
 
 def test_misspelt_make_setting_is_an_error() -> None:

@@ -1,7 +1,6 @@
-"""Policies on the real stack: changed while requests run, given by parts.
+"""Policies on the real stack: all presets in turn, each switched to under load, and one of parts.
 
-One stack goes through all presets, each asked for in the middle of a load, so that no request may be lost by the switch
-and every token must be the reference's.
+No request may be lost by a switch and every token must be the reference's.
 """
 
 from __future__ import annotations
@@ -37,20 +36,11 @@ def load(reference: Reference) -> Load:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Iterator[Stack]:
     settings: dict[str, Any] = {
-        "dtype": "float32",
-        "block_size": 4,
-        "max_seqs": 16,
-        "kv_blocks": 26,
-        "host_blocks": 32,
-        "max_input_tokens": 48,
-        "max_output_tokens": 16,
-        "max_step_tokens": 512,
-        "policy": "static",
+        "dtype": "float32", "block_size": 4, "max_seqs": 16, "kv_blocks": 26, "host_blocks": 32,
+        "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512, "policy": "static",
         "max_wait_s": 600,  # how long requests wait depends on the machine
-        "prefix_cache": "on",
-        "stats_ms": 100,
-        "lease_ms": PATIENT_MS,
-    }
+        "prefix_cache": "on", "stats_ms": 100, "lease_ms": PATIENT_MS,
+    }  # fmt: skip
     with running_stack(tmp_path_factory.mktemp("stack"), reference.path, **settings) as running:
         yield running
 
@@ -60,7 +50,7 @@ def records(stack: Stack) -> set[bytes]:
 
 
 def serve(stack: Stack, load: Load, clients: ThreadPoolExecutor) -> list[Any]:
-    """Sends the load; every request of it lies in Redis when this returns, so that none can be turned away any more."""
+    """Send the load and wait until Redis has every request of it, so that none can be refused later."""
     known, bodies = records(stack), load.bodies()
     answers = [clients.submit(stack.post, "/v1/completions", body) for body in bodies]
     until("the load is accepted", lambda: len(records(stack) - known) >= len(bodies) or all_done(answers))
@@ -91,7 +81,7 @@ def policy_events(stack: Stack) -> list[dict[str, str]]:
     return [event for event in events if event["kind"].startswith("policy_")]
 
 
-def test_a_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Load) -> None:
+def test_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Load) -> None:
     with ThreadPoolExecutor(len(load.prompts)) as clients:
         for name in PRESETS:
             answers = serve(stack, load, clients)
@@ -99,12 +89,10 @@ def test_a_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Lo
             answer = switch(name, common(stack), LauncherSettings(), 60)
             assert answer.changed, answer.text
             check(answers, load)
-            until("the stats tell", lambda name=name: stack.stats()["policy"] == name)
+            until("the stats have the policy", lambda name=name: stack.stats()["policy"] == name)
     events = policy_events(stack)
     assert [(event["kind"], event["policy"]) for event in events] == [("policy_changed", name) for name in PRESETS]
-    after = stack.settled()
-    assert after["blocks"] == after["total"]
-    assert after["pending"] == [0, 0, 0, 0]
+    stack.settled_empty()
     stats = stack.stats()
     for counter in ("preemptions", "recomputed_tokens", "swapped_blocks", "prefix_hit_tokens"):
         assert int(stats[counter]) > 0, counter
@@ -114,7 +102,7 @@ def test_a_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Lo
     assert policy_events(stack)[-1]["policy"] == list(PRESETS)[-1] != stack.settings["policy"]
 
 
-def test_an_urgent_request_is_not_refused_for_the_patient_ones_that_wait(stack: Stack, load: Load) -> None:
+def test_urgent_request_is_served_before_a_waiting_crowd(stack: Stack, load: Load) -> None:
     assert switch("orcinus", common(stack), LauncherSettings(), 60).changed
     crowd = {"prompt": load.prompts[0], "max_tokens": 16, "n": 128, "ignore_eos": True, "deadline_ms": 15000}
     probe = {"prompt": load.prompts[1], "max_tokens": 1, "ttft_slo_ms": 1}
@@ -133,13 +121,13 @@ def test_an_urgent_request_is_not_refused_for_the_patient_ones_that_wait(stack: 
         assert all(each.result().status_code in (200, 429) for each in crowds)
     assert "start a second" in message and "prompt tokens" not in message
     assert urgent.status_code == 200, urgent.text
-    assert waited > 0, "the low ones waited when the urgent one had its token"
+    assert waited > 0, "low requests waited when the urgent one had its token"
     assert stack.settled()["pending"] == [0, 0, 0, 0]
     patient = {"prompt": load.prompts[1], "max_tokens": 1, "priority": "low"}
     until("the gateway forgets the wait", lambda: stack.post("/v1/completions", patient).status_code == 200)
 
 
-def test_a_restart_with_a_policy_made_of_parts_goes_on_with_it(stack: Stack, load: Load) -> None:
+def test_restart_with_a_policy_of_parts_continues_requests(stack: Stack, load: Load) -> None:
     with ThreadPoolExecutor(len(load.prompts)) as clients:
         answers = serve(stack, load, clients)
         until_it_runs(stack, answers)
@@ -147,10 +135,10 @@ def test_a_restart_with_a_policy_made_of_parts_goes_on_with_it(stack: Stack, loa
         stack.settings["policy"] = PARTS
         stack.start("scheduler")
         check(answers, load)
-        until("the stats tell", lambda: stack.stats()["policy"] == PARTS)
+        until("the stats have the policy", lambda: stack.stats()["policy"] == PARTS)
 
 
-def test_a_worker_that_dies_with_kv_in_its_host_tier_loses_no_token(stack: Stack, load: Load) -> None:
+def test_worker_that_dies_with_swapped_kv_loses_no_token(stack: Stack, load: Load) -> None:
     assert switch("ft-aimd", common(stack), LauncherSettings(), 60).changed
     until("the gateway has seen the scheduler that was restarted", stack.ready)
     with ThreadPoolExecutor(len(load.prompts)) as clients:
@@ -159,8 +147,7 @@ def test_a_worker_that_dies_with_kv_in_its_host_tier_loses_no_token(stack: Stack
         stack.kill("worker")
         stack.start("worker")
         check(answers, load)
-    after = stack.settled()
-    assert after["blocks"] == after["total"]
+    stack.settled_empty()
     assert stack.stats()["swapped"] == "0"
 
 

@@ -92,7 +92,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredStack]:
         yield running
 
 
-def test_requests_of_every_kind_are_served_and_no_service_asks_redis_for_more_than_it_may(stack: SecuredStack) -> None:
+def test_requests_of_every_kind_need_no_denied_command(stack: SecuredStack) -> None:
     assert len(stack.complete("The", 5, ignore_eos=True)) == 5
     assert stack.post("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 3, "logprobs": 2}).is_success
     assert stack.post("/v1/completions", {"prompt": "The", "max_tokens": 40, "stop": ["e", "a", "i"]}).is_success
@@ -106,7 +106,7 @@ def test_requests_of_every_kind_are_served_and_no_service_asks_redis_for_more_th
     made = json.loads(stack.operate("keys", "add", "a", "--json"))
     for command in (["keys", "list"], ["policy", "vllm"], ["policy", "orcinus"]):
         stack.operate(*command)
-    until("a key is asked for", lambda: stack.post("/v1/completions", {"prompt": "a"}).status_code == 401)
+    until("a key is needed", lambda: stack.post("/v1/completions", {"prompt": "a"}).status_code == 401)
     stack.key = made["key"]
     running = stack.post("/v1/completions", {"prompt": "The", "max_tokens": 2})
     where = f"{stack.url}/v1/requests/{running.headers['x-orcinus-request']}"
@@ -114,7 +114,7 @@ def test_requests_of_every_kind_are_served_and_no_service_asks_redis_for_more_th
     assert httpx.delete(where, headers=stack.headers, timeout=10).json()["cancelled"] is False
     until("the key's use is noted", lambda: stack.redis.client.hexists(stack.keys.keys_used, made["id"]))
     denied = [(e["username"], e["reason"], e["object"]) for e in stack.redis.client.acl_log()]  # type: ignore[union-attr]
-    assert not [entry for entry in denied if "setinfo" not in str(entry)]  # a Redis 7.0 cannot be told of that one
+    assert not [entry for entry in denied if "setinfo" not in str(entry)]  # a Redis 7.0 has no rule for that one
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_requests_of_every_kind_are_served_and_no_service_asks_redis_for_more_th
                  "GET {p}keys:salt", "XRANGE {p}tokens:g - +"]),
     ],
 )  # fmt: skip
-def test_a_user_may_do_nothing_that_its_service_does_not(stack: SecuredStack, role: str, commands: list[str]) -> None:
+def test_user_of_redis_may_do_nothing_else(stack: SecuredStack, role: str, commands: list[str]) -> None:
     with stack.redis.as_user(role, stack.password(role)) as client:
         for command in commands:
             with pytest.raises(redis.exceptions.NoPermissionError):
@@ -139,7 +139,7 @@ def test_a_user_may_do_nothing_that_its_service_does_not(stack: SecuredStack, ro
         client.ping()
 
 
-def test_a_worker_talks_to_nobody_without_a_certificate_of_its_ca(stack: SecuredStack, tmp_path: Path) -> None:
+def test_worker_refuses_peers_without_a_certificate_of_its_ca(stack: SecuredStack, tmp_path: Path) -> None:
     address = stack.redis.client.hget(stack.keys.worker("worker-0"), "address").decode()  # type: ignore[union-attr]
     certs.make(tmp_path, [])
     foreign, ours = tmp_path, stack.files

@@ -1,4 +1,4 @@
-"""Many clients at once on two cores: everything finishes, in order, once, and nothing is left behind."""
+"""Many streams at once on two cores: each ends, in order, once, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -31,18 +31,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 async def stream(session: aiohttp.ClientSession, stack: Stack, index: int) -> list[int]:
-    """Token ids of one streamed completion; raises where the stream is not well-formed."""
+    """Return the token ids of one streamed completion. Raise AssertionError where the stream is not well-formed."""
     body = {
-        "model": stack.name,
-        "prompt": f"def function_{index}(value):\n    ",
-        "max_tokens": TOKENS,
-        "temperature": 0.8,
-        "seed": index,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        "model": stack.name, "prompt": f"def function_{index}(value):\n    ", "max_tokens": TOKENS, "temperature": 0.8,
+        "seed": index, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         "return_token_ids": True,
-    }
+    }  # fmt: skip
     ids: list[int] = []
     usage: dict[str, Any] = {}
     last_index = -1
@@ -68,9 +62,7 @@ async def stream(session: aiohttp.ClientSession, stack: Stack, index: int) -> li
                     last_index += len(new)
                     beyond = int(event_id.rsplit(":", 1)[1].split(".")[0]) - last_index
                     if ended or beyond not in (0, 1, 2):
-                        raise AssertionError(
-                            f"event {event_id} brings {len(new)} tokens, the last of index {last_index}"
-                        )
+                        raise AssertionError(f"event {event_id} has {len(new)} tokens up to index {last_index}")
                     ended = beyond > 0  # it has the end of the choice, too
             usage = event.get("usage") or usage
     if not done or usage["completion_tokens"] != len(ids):
@@ -93,7 +85,7 @@ def footprint(stack: Stack) -> dict[str, dict[str, int]]:
     return found
 
 
-def test_200_streams_finish_four_times_alike_and_leave_nothing_behind(stack: Stack) -> None:
+def test_200_streams_repeat_their_tokens_and_leave_nothing(stack: Stack) -> None:
     answers, feet, rest = [], [], []
     for _ in range(ROUNDS):
         answers.append(asyncio.run(round_of(stack)))

@@ -1,7 +1,7 @@
 """Greedy tokens of the real stack equal transformers': HTTP, Redis, scheduler and worker as separate processes.
 
-A pairwise subset of the matrix that test_tokens_in_process runs whole: every pair of values of two settings occurs.
-The rows with a small pool run `sarathi`, which admits without a thought for what comes, and must preempt.
+A pairwise subset of the matrix of test_tokens_in_process: every pair of values of two settings occurs. The rows with a
+small pool run `sarathi`, which admits without regard to later growth, and must preempt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SUBSET = [
 VALUES = ((1, 7, 64, 0), (4, 16), (1, 2, 3), (0, 1, 2), (AMPLE, SMALL))
 
 
-def test_the_subset_covers_every_pair_of_values() -> None:
+def test_subset_covers_every_pair_of_values() -> None:
     missing = [
         (first, a, second, b)
         for first, second in itertools.combinations(range(len(VALUES)), 2)
@@ -53,39 +53,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return make_llama(directory, requests=REQUESTS, hidden_size=32, num_hidden_layers=2, seed=20261121)
 
 
-@pytest.mark.parametrize(("step_tokens", "block_size", "microbatches", "lookahead", "pool"), SUBSET)
-def test_32_concurrent_requests_get_the_references_tokens(
-    reference: Reference,
-    tmp_path: Path,
-    step_tokens: int,
-    block_size: int,
-    microbatches: int,
-    lookahead: int,
-    pool: int,
-) -> None:
+@pytest.mark.parametrize("row", SUBSET, ids=str)
+def test_stack_gives_the_tokens_of_transformers(reference: Reference, tmp_path: Path, row: tuple[int, ...]) -> None:
+    step_tokens, block_size, microbatches, lookahead, pool = row
     settings = {
-        "dtype": "float32",
-        "step_tokens": step_tokens,
-        "block_size": block_size,
-        "microbatches": microbatches,
-        "lookahead": lookahead,
-        "kv_blocks": pool // block_size,
-        "max_input_tokens": 64,
-        "max_output_tokens": 32,  # the longest sequence that could be asked for fits the small pool
-        "max_seqs": REQUESTS,
-        "policy": "sarathi" if pool == SMALL else "orcinus",
-        "lease_ms": PATIENT_MS,
-    }
+        "dtype": "float32", "step_tokens": step_tokens, "block_size": block_size, "microbatches": microbatches,
+        "lookahead": lookahead, "kv_blocks": pool // block_size, "max_seqs": REQUESTS,
+        "max_input_tokens": 64, "max_output_tokens": 32,  # so that the longest sequence fits the small pool
+        "policy": "sarathi" if pool == SMALL else "orcinus", "lease_ms": PATIENT_MS,
+    }  # fmt: skip
     with running_stack(tmp_path, reference.path, **settings) as stack, ThreadPoolExecutor(REQUESTS) as clients:
-        got = list(
-            clients.map(
-                lambda pair: stack.complete(pair[0], len(pair[1]), ignore_eos=True),
-                zip(reference.prompts, reference.outputs, strict=True),
-            )
-        )
-        assert got == reference.outputs
-        after = stack.settled()
-        assert after["blocks"] == after["total"]
-        assert after["pending"] == [0, 0, 0, 0]
+        lengths = map(len, reference.outputs)
+        got = clients.map(lambda *each: stack.complete(*each, ignore_eos=True), reference.prompts, lengths)
+        assert list(got) == reference.outputs
+        stack.settled_empty()
         if pool == SMALL:
             until("the pool was too small for all", lambda: int(stack.stats()["preemptions"]) > 0)
