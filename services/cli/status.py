@@ -43,6 +43,7 @@ def screen(view: View, target: Target) -> Group:
     if facts := target.facts:
         for name, where in (
             ("API", f"{facts.url}/v1"),
+            ("chat", f"{facts.url}/"),
             ("live page", f"{facts.ops_url}/dashboard"),
             ("logs", str(target.launcher.run_dir / "logs")),
         ):

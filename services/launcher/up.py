@@ -173,7 +173,7 @@ def greeting(gateway: GatewaySettings) -> list[str]:
         lines.append(
             "The demo model is a toy of 4 million parameters that shows the system; MODEL=ORG/NAME serves another"
         )
-    lines.append(f"live page: {ops_url(gateway)}/dashboard   state: orcinus status")
+    lines.append(f"chat: {url}/   live page: {ops_url(gateway)}/dashboard   state: orcinus status")
     return [*lines, f"{curl} -d {shlex.quote(json.dumps(request))}"]
 
 
