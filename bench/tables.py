@@ -23,6 +23,7 @@ from services.worker import metrics as worker_metrics
 from shared.settings import (
     ROOT,
     BatchSettings,
+    ChatSettings,
     CommonSettings,
     GatewaySettings,
     LauncherSettings,
@@ -37,6 +38,7 @@ CLASSES: dict[str, type[BaseSettings]] = {
     "worker": WorkerSettings,
     "up": LauncherSettings,
     "batch": BatchSettings,
+    "chat": ChatSettings,
 }
 
 PLAIN = {

@@ -410,3 +410,18 @@ class BatchSettings(BaseSettings):
     concurrency: int = Field(32, ge=1, le=1024, description="requests in flight at the same time")
     timeout_s: float = Field(3600.0, gt=0, description="time that one answer may take")
     patience_s: float = Field(600.0, gt=0, description="ends the run when no line was answered for this time")
+
+
+class ChatSettings(BaseSettings):
+    """Settings of `orcinus chat`, a client of a running server."""
+
+    model_config = SettingsConfigDict(env_prefix="ORCINUS_", extra="ignore")
+
+    url: str = Field(
+        "",
+        pattern=r"^($|https?://)",
+        description="address of the server, with or without /v1; empty means the stack that runs on this machine",
+    )
+    api_key: SecretStr | None = Field(None, description="key for the server")
+    timeout_s: float = Field(600.0, gt=0, description="time without a byte after which an answer is given up")
+    run_dir: Path = Field(ROOT / ".run", description="state of the local stack whose address is used")

@@ -25,6 +25,7 @@ from shared.hub import require_local
 from shared.options import Values, env_name, shown, source
 from shared.settings import (
     BatchSettings,
+    ChatSettings,
     CommonSettings,
     GatewaySettings,
     LauncherSettings,
@@ -247,6 +248,25 @@ def batch(
     else:
         print(summary.text(), file=sys.stdout if summary.well else sys.stderr)
     raise typer.Exit(0 if summary.well else 1)
+
+
+@settings_command(app, "chat", ChatSettings)
+def chat(
+    values: Values,
+    model: Annotated[str, typer.Argument(help="model id; empty means the first one of the server")] = "",
+    system: Annotated[str, typer.Option(help="system prompt")] = "",
+    temperature: Annotated[float | None, typer.Option(help="the model's if not given")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="the model's if not given")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="output tokens of each answer")] = None,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same answers")] = None,
+) -> None:
+    """Talk to a model in the terminal: the stack that runs here, or any server with OpenAI's API (--url)."""
+    settings = build(ChatSettings, values)
+    from services.cli.chat import Console, run
+
+    given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    raise typer.Exit(run(settings, model, system, sampling, Console()))
 
 
 @settings_command(app, "top", CommonSettings, LauncherSettings)

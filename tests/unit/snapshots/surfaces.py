@@ -36,6 +36,7 @@ from shared.settings import (
     DEMO_MODEL,
     ROOT,
     BatchSettings,
+    ChatSettings,
     CommonSettings,
     GatewaySettings,
     LauncherSettings,
@@ -134,6 +135,7 @@ SETTINGS: dict[str, type[BaseSettings]] = {
     "rank": RankSettings,
     "up": LauncherSettings,
     "batch": BatchSettings,
+    "chat": ChatSettings,
 }
 
 
