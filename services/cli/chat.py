@@ -11,7 +11,7 @@ import getpass
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -139,7 +139,7 @@ class Server:
             except (orjson.JSONDecodeError, KeyError, TypeError):
                 raise ChatError(f"{self._base}: no list of models; give the model's name: orcinus chat MODEL") from None
 
-    def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def chat(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of one answer. Raise ChatError."""
         with (
             self._reaching(),

@@ -160,6 +160,7 @@ def names_that_exist() -> set[str]:
         *map(str.upper, RankSettings.model_fields),
         HIDDEN_BY,
         "HF_HOME", "HF_HUB_OFFLINE",  # huggingface_hub's own
+        "SSL_CERT_FILE",  # OpenSSL's own
     }  # fmt: skip
 
 

@@ -1,0 +1,273 @@
+"""`orcinus chat` against a scripted server with OpenAI's API, through a pseudo-terminal, and against a real gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli import chat
+from services.launcher.rundir import RunDir, StackFacts
+from shared.errors import ConfigurationError
+from shared.settings import ChatSettings
+from tests.integration.conftest import KEY, TEXT
+from tests.support.gateway_process import GatewayProcess
+from tests.support.launcher import clean_env
+from tests.support.stack import ROOT
+from tests.support.waiting import until
+
+SECRET = "sk-never-shown"
+
+
+@dataclass
+class OpenAI:
+    """Streams `pieces` to each question. `hold`: waits behind the first piece until it is set or the client leaves."""
+
+    pieces: list[str] = field(default_factory=lambda: ["Hel", "lo"])
+    key: str = ""
+    refusal: tuple[int, str] | None = None
+    broken: bool = False
+    hold: threading.Event | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    left: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if outer.key and self.headers["Authorization"] != f"Bearer {outer.key}":
+                    self.refuse(401, f"the key {self.headers['Authorization']} is not valid")
+                else:
+                    self.whole(200, {"data": [{"id": "first"}, {"id": "second"}]})
+
+            def do_POST(self) -> None:
+                outer.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                refusal = outer.refusal if self.path == "/v1/chat/completions" else (404, f"unknown path {self.path}")
+                if refusal:
+                    self.refuse(*refusal)
+                    return
+                self.send_response(200)
+                self.end_headers()
+                try:
+                    self.stream()
+                except (BrokenPipeError, ConnectionResetError):
+                    outer.left.set()
+
+            def stream(self) -> None:
+                for piece in outer.pieces:
+                    self.event({"choices": [{"delta": {"content": piece}}]})
+                    while outer.hold and not outer.hold.wait(0.02):
+                        self.wfile.write(b": waiting\n\n")
+                if outer.broken:
+                    return
+                self.event({"choices": [{"delta": {}, "finish_reason": "length"}]})
+                self.event({"choices": [], "usage": {"completion_tokens": 7}})
+                self.wfile.write(b"data: [DONE]\n\n")
+
+            def event(self, value: Any) -> None:
+                text = json.dumps(value, ensure_ascii=False).encode()
+                for part in (b"data: ", text[:9], text[9:], b"\r", b"\n\r\n"):
+                    self.wfile.write(part)
+                    self.wfile.flush()
+
+            def refuse(self, status: int, message: str) -> None:
+                self.whole(status, {"error": {"message": message, "code": None}})
+
+            def whole(self, status: int, value: Any) -> None:
+                content = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def server() -> Iterator[OpenAI]:
+    running = OpenAI()
+    yield running
+    if running.hold:
+        running.hold.set()
+    running.server.shutdown()
+    running.server.server_close()
+
+
+@dataclass
+class Typed:
+    """A terminal at which `lines` are typed."""
+
+    lines: list[str]
+    keys: list[str] = field(default_factory=list)
+    is_interactive: bool = True
+    shown: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def read(self, prompt: str) -> str:
+        if not self.lines:
+            raise EOFError
+        return self.lines.pop(0)
+
+    def write(self, text: str) -> None:
+        self.shown += text
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def ask_key(self) -> str:
+        return self.keys.pop(0) if self.keys else ""
+
+
+def talk(server: OpenAI, *lines: str, model: str = "", system: str = "", **options: Any) -> Typed:
+    terminal = Typed(list(lines), **options)
+    assert chat.run(ChatSettings(url=server.url), model, system, {"temperature": 0.5}, terminal) == 0
+    return terminal
+
+
+def said(body: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in body["messages"]]
+
+
+def test_answer_is_streamed_and_the_history_is_sent(server: OpenAI) -> None:
+    terminal = talk(server, "Hi", "And?", system="Be brief.")
+    assert terminal.shown == "Hello\nHello\n\n"
+    first, second = server.bodies
+    assert (first["model"], first["temperature"], first["stream"]) == ("first", 0.5, True)
+    assert said(first) == [("system", "Be brief."), ("user", "Hi")]
+    assert said(second) == [*said(first), ("assistant", "Hello"), ("user", "And?")]
+    assert "7 tokens, first token" in terminal.notes[1]
+    assert "cut at the limit of tokens" in terminal.notes[1]
+
+
+def test_message_may_have_several_lines(server: OpenAI) -> None:
+    talk(server, "one\\", "two", '"""', "three", "", "four", '"""', '"""five"""', "  ", model="second")
+    asked = [said(body)[-1][1] for body in server.bodies]
+    assert asked == ["one\ntwo", "three\n\nfour", "five"]
+    assert {body["model"] for body in server.bodies} == {"second"}
+
+
+def test_commands_change_and_save_the_conversation(server: OpenAI, tmp_path: Path) -> None:
+    saved, again = tmp_path / "saved.json", tmp_path / "saved.md"
+    lines = ["Hi", f"/save {saved}", f"/save {again}", f"/save {again}", "/clear", "/system Be kind.", "Ho", "/system"]
+    terminal = talk(server, *lines, "Hu", "/help", "/nothing", "/save", "/quit", "unread")
+    assert json.loads(saved.read_text()) == {
+        "model": "first",
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+    }
+    assert again.read_text() == "## user\n\nHi\n\n## assistant\n\nHello\n\n"
+    assert [said(body) for body in server.bodies[1:]] == [
+        [("system", "Be kind."), ("user", "Ho")],
+        [("user", "Ho"), ("assistant", "Hello"), ("user", "Hu")],
+    ]
+    notes = "\n".join(terminal.notes)
+    assert f"error: {again}: cannot be written: File exists; name another file" in notes
+    assert "error: /nothing: unknown command; /help lists the commands" in notes
+    assert "error: /save: needs a FILE" in notes
+    for command in ("/help", "/system", "/clear", "/save", "/quit"):
+        assert f"\n{command}" in notes
+
+
+def test_refusals_are_told_in_the_words_of_the_server_and_forgotten(server: OpenAI) -> None:
+    server.refusal = (429, "queue full; retry later")
+    terminal = Typed(["Hi", "Ho"], is_interactive=False)
+    assert chat.run(ChatSettings(url=server.url + "/v1/"), "", "", {}, terminal) == 1
+    assert terminal.notes == ["error: queue full; retry later"] * 2
+    assert said(server.bodies[1]) == [("user", "Ho")]
+    server.refusal, server.broken = None, True
+    terminal = talk(server, "Hi")
+    assert "error: the connection ended before the answer did" in terminal.notes
+
+
+def test_key_is_asked_for_and_never_shown(server: OpenAI) -> None:
+    server.key = SECRET
+    terminal = talk(server, "Hi", keys=["sk-wrong-one", SECRET])
+    assert terminal.shown == "Hello\n\n"
+    wrong = ChatSettings(url=server.url, api_key="sk-wrong-one")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"the key Bearer \*\*\* is not valid; set ORCINUS_API_KEY") as error:
+        chat.run(wrong, "", "", {}, Typed([]))
+    assert "sk-wrong" not in str(error.value)
+
+
+def test_text_of_a_model_does_not_drive_the_terminal(server: OpenAI, tmp_path: Path) -> None:
+    server.pieces = ["a\x1b[2Jb\x07\x9b1m\tc\n", "line\u2028separator"]
+    terminal = talk(server, "Hi", f"/save {tmp_path / 'raw.json'}")
+    assert terminal.shown == "a\u241b[2Jb\u2407\ufffd1m\tc\nline\u2028separator\n\n"
+    assert "\x1b" in json.loads((tmp_path / "raw.json").read_text())["messages"][1]["content"]
+
+
+def test_address_is_that_of_the_stack_that_runs_here(server: OpenAI, tmp_path: Path) -> None:
+    settings = ChatSettings(run_dir=tmp_path / "run")
+    assert chat.find_server(settings) == "http://127.0.0.1:8000"
+    with RunDir(tmp_path / "run") as here:
+        here.write_facts(StackFacts("first", "shard-0", server.url, "http://127.0.0.1:1", ""))
+        assert chat.find_server(settings) == server.url
+        assert chat.find_server(ChatSettings(run_dir=tmp_path / "run", url="http://other:1/v1")) == "http://other:1/v1"
+    assert chat.find_server(settings) == "http://127.0.0.1:8000"
+
+
+def test_server_that_is_not_there_is_named_with_the_remedy(server: OpenAI) -> None:
+    server.server.shutdown()
+    server.server.server_close()
+    with pytest.raises(ConfigurationError, match=f"no server at {server.url}; start one with `make run`"):
+        chat.run(ChatSettings(url=server.url), "", "", {}, Typed([]))
+
+
+def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(server: OpenAI) -> None:
+    server.hold = threading.Event()
+    control, terminal = pty.openpty()
+    command = [sys.executable, "-m", "services.cli", "chat", "--url", server.url]
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, cwd=ROOT, start_new_session=True,
+        env=clean_env(TERM="dumb"),
+    )  # fmt: skip
+    os.close(terminal)
+    seen = bytearray()
+
+    def reads(words: bytes) -> bool:
+        seen.extend(os.read(control, 4096))
+        return words in seen
+
+    try:
+        until("the prompt", lambda: reads(b"> "), 60)
+        os.write(control, b"Hi\n")
+        until("the first piece", lambda: reads(b"Hel"), 60)
+        process.send_signal(signal.SIGINT)
+        until("the note", lambda: reads(b"stopped"), 60)
+        assert server.left.wait(60), "the server's connection is closed"
+        server.hold.set()
+        os.write(control, b"More\n")
+        until("the answer", lambda: reads(b"7 tokens"), 60)
+        assert said(server.bodies[1]) == [("user", "Hi"), ("assistant", "Hel"), ("user", "More")]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(control)
+
+
+def test_lines_of_a_pipe_are_answered_by_a_real_gateway(gateway: GatewayProcess, answers: None) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "chat", gateway.name, "--url", gateway.url, "--max-tokens", "60"],
+        input="Hello\nAgain\n", capture_output=True, text=True, cwd=ROOT, timeout=120,
+        env=clean_env(ORCINUS_API_KEY=KEY),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{TEXT}\n{TEXT}\n"
