@@ -51,12 +51,12 @@ def key_patterns() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "pattern"), key_patterns().items())
-def test_every_redis_key_has_a_row_in_the_redis_page(name: str, pattern: str) -> None:
+def test_redis_page_has_each_key(name: str, pattern: str) -> None:
     assert re.search(rf"^\| `{re.escape(pattern)}` \|", text("docs/redis.md"), re.MULTILINE), name
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "shared" / "lua").glob("*.lua")), ids=lambda path: path.stem)
-def test_every_redis_script_has_a_row_in_the_redis_page(script: Path) -> None:
+def test_redis_page_has_each_script(script: Path) -> None:
     assert f"| `{script.stem}` |" in text("docs/redis.md")
 
 
@@ -74,7 +74,7 @@ def fields_of_the_request_record() -> set[str]:
     return written - STATES
 
 
-def test_every_field_of_the_request_record_is_in_the_redis_page() -> None:
+def test_redis_page_has_each_field_of_the_record() -> None:
     written = fields_of_the_request_record()
     assert {"state", "finish", "shard", "cancelled", "bucket", "started_ms"} <= written
     page = text("docs/redis.md")
@@ -83,12 +83,12 @@ def test_every_field_of_the_request_record_is_in_the_redis_page() -> None:
 
 
 @pytest.mark.parametrize("settings", docs_tables.CLASSES.values(), ids=docs_tables.CLASSES)
-def test_every_setting_says_what_it_means(settings: Any) -> None:
+def test_each_setting_has_a_description(settings: Any) -> None:
     silent = [n for n, field in docs_tables.own_fields(settings).items() if docs_tables.meaning(n, field) == "None"]
     assert not silent
 
 
-def test_every_statistic_is_in_the_operations_page() -> None:
+def test_operations_page_has_each_statistic() -> None:
     fields = set(Stats(0).snapshot(Scheduler("orcinus").stats(), 1, 1, 1, "orcinus", 0))
     for path in (ROOT / "services" / "scheduler").rglob("*.py"):  # what is added to the snapshot
         fields |= set(re.findall(r'"([a-z_]+)": (?:info|max\(info|self\._reports|len)', path.read_text()))
@@ -103,7 +103,7 @@ def test_every_statistic_is_in_the_operations_page() -> None:
     assert not missing
 
 
-def test_every_word_of_a_policy_is_in_the_policies_page() -> None:
+def test_policies_page_has_each_word_of_a_policy() -> None:
     page = text("docs/policies.md")
     words = [*PRESETS, *WAYS, *(f"+{option}" for option in OPTIONS)]
     assert not [word for word in words if f"`{word}`" not in page]
@@ -141,7 +141,7 @@ def test_make_targets_and_commands_of_a_page_exist(page: Path) -> None:
         assert (f"bench {second}" if second else first) in names, first
 
 
-def test_the_readme_names_the_two_commands() -> None:
+def test_readme_names_the_two_commands() -> None:
     words = text("README.md")
     assert "    make run\n" in words
     assert "    make test\n" in words
@@ -165,7 +165,8 @@ def names_that_exist() -> set[str]:
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
-def test_a_page_holds_no_placeholder(page: Path) -> None:
+def test_page_holds_no_placeholder_and_no_path_of_a_machine(page: Path) -> None:
+    assert not re.search(r"/(?:root|home|work|Users)/", page.read_text())
     known = names_that_exist()
     assert {"TORCH_INDEX", "REDIS_IMAGE"} <= known
     words = set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", page.read_text()))
@@ -173,12 +174,7 @@ def test_a_page_holds_no_placeholder(page: Path) -> None:
     assert words <= known | settings, words - known - settings
 
 
-def test_pages_name_no_path_of_a_machine() -> None:
-    for page in DOCUMENTS:
-        assert not re.search(r"/(?:root|home|work|Users)/", page.read_text()), page.name
-
-
-def test_every_route_is_in_the_api_page_with_its_method() -> None:
+def test_api_page_has_each_route_with_its_method() -> None:
     gateway = Gateway(GatewaySettings(model=DEMO_MODEL, redis_url="redis://127.0.0.1:1/0"), ModelText(DEMO_MODEL))
     public, ops = public_app(gateway).openapi()["paths"], ops_app(gateway).openapi()["paths"]
     assert "/v1/completions" in public
@@ -203,20 +199,14 @@ def error_codes() -> set[str]:
     return codes
 
 
-def test_every_error_code_of_the_gateway_is_in_the_api_page() -> None:
+def test_api_page_has_each_error_code() -> None:
     codes = error_codes()
-    assert {
-        "slo_unreachable",
-        "deadline_unreachable",
-        "invalid_json",
-        "redis_unavailable",
-        "context_length_exceeded",
-    } <= codes
+    assert {"slo_unreachable", "invalid_json", "redis_unavailable", "context_length_exceeded"} <= codes
     page = text("docs/api.md")
     assert not [code for code in sorted(codes) if f"`{code}`" not in page]
 
 
-def test_every_field_that_clients_may_send_is_in_the_api_page() -> None:
+def test_api_page_has_each_field_of_a_body() -> None:
     page = text("docs/api.md")
     fields = {name for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody) for name in body.model_fields}
     assert not [name for name in sorted(fields) if f"`{name}`" not in page]

@@ -25,7 +25,7 @@ def drawn() -> list[int]:
     return numbers
 
 
-def test_a_constant_of_some_module_changes_no_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_constant_in_a_module_changes_no_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not settings.default.derandomize:
         pytest.skip("this run looks for new examples")
     before = drawn()

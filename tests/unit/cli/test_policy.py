@@ -1,4 +1,4 @@
-"""`orcinus policy`: what is wrong with the command is told before anything is sent."""
+"""`orcinus policy` refuses a wrong command before it talks to Redis."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from services.cli import policy as cli_policy
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, LauncherSettings
 
-NOBODY = "redis://127.0.0.1:1/0"
+UNREACHABLE = "redis://127.0.0.1:1/0"
 
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Redis is looked for and none is talked to."""
+    """Fail when the command looks for Redis."""
 
     def fail(*_: object, **__: object) -> None:
         pytest.fail("talked to Redis")
@@ -27,22 +27,31 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("silent")
 @pytest.mark.parametrize("wait", ["inf", "nan", "-3", "0"])
-def test_a_wait_that_is_no_time_is_refused(wait: str) -> None:
+def test_invalid_timeout_is_refused(wait: str) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"--timeout-s {wait}: out of range; give a finite number of seconds above 0"
     ):
-        cli_policy.switch("orca", CommonSettings(redis_url=NOBODY), LauncherSettings(), float(wait))
+        cli_policy.switch("orca", CommonSettings(redis_url=UNREACHABLE), LauncherSettings(), float(wait))
 
 
 @pytest.mark.usefixtures("silent")
-def test_a_policy_that_does_not_exist_is_refused() -> None:
+def test_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="fifo"):
-        cli_policy.switch("fifo", CommonSettings(redis_url=NOBODY), LauncherSettings(), 1.0)
+        cli_policy.switch("fifo", CommonSettings(redis_url=UNREACHABLE), LauncherSettings(), 1.0)
 
 
 @pytest.mark.parametrize("wait", ["inf", "nan", "-3"])
-def test_the_command_ends_with_2_and_one_line(wait: str) -> None:
-    command = [sys.executable, "-m", "services.cli", "policy", "orca", "--redis-url", NOBODY, f"--timeout-s={wait}"]
+def test_invalid_timeout_ends_with_exit_code_2(wait: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "services.cli",
+        "policy",
+        "orca",
+        "--redis-url",
+        UNREACHABLE,
+        f"--timeout-s={wait}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -43,7 +43,7 @@ def model(kind: str) -> ModelText:
 
 @given(MESSAGES, st.sampled_from(sorted(KINDS)))
 @settings(max_examples=60)
-def test_what_users_write_is_never_a_control_token(messages: list[dict[str, str]], kind: str) -> None:
+def test_messages_never_become_control_tokens(messages: list[dict[str, str]], kind: str) -> None:
     text = model(kind)
     try:
         ids = text.chat.encode(messages)
@@ -82,17 +82,9 @@ FORMATS = [
     "('{{0.{1}}}'|format({0}))",
     "('{{x.{1}}}').format_map({{'x': {0}}})",
 ]
-TOLD = (
-    "<class",
-    "<module",
-    "<function",
-    "<slot wrapper",
-    "<method-wrapper",
-    "<code",
-    "<frame",
-    "mappingproxy",
-    "built-in",
-)
+INTERNALS = (
+    "<class", "<module", "<function", "<slot wrapper", "<method-wrapper", "<code", "<frame", "mappingproxy", "built-in",
+)  # fmt: skip
 
 
 @st.composite
@@ -108,10 +100,10 @@ def escapes(draw: st.DrawFn) -> str:
 
 @given(escapes())
 @settings(max_examples=100)
-def test_no_expression_reaches_what_lies_behind_a_value(source: str) -> None:
+def test_no_template_expression_reaches_attributes_of_a_value(source: str) -> None:
     context: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
     try:
         said = environment().from_string(source).render(**context)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
         return
-    assert not any(word in said for word in TOLD), said
+    assert not any(word in said for word in INTERNALS), said

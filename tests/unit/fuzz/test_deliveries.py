@@ -4,59 +4,30 @@ all tokens at once, stop strings by brute force, a reader of events of its own."
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
-from services.gateway.delivery.stream import Generation, RequestStream, Row
-from services.gateway.metrics import Metrics
+from services.gateway.delivery.stream import Row
 from services.gateway.openai.answers import EventWriter, whole
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from tests.support import sse
-from tests.support.tokenizers import byte_fallback, byte_level, write_model
-from tests.unit.gateway.text.test_generation import Recorded
-from tests.unit.gateway.text.test_generation import spec as make_spec
+from tests.support.generations import generation, model
+from tests.support.generations import spec as make_spec
 from tests.unit.gateway.text.test_stops import brute_force
 
-MAKERS: dict[str, Callable[[], Tokenizer]] = {"byte_level": byte_level, "byte_fallback": byte_fallback}
 FINISHES = {1: "stop", 2: "length", 4: "deadline"}
 PIECES = [
-    "a",
-    "\n",
-    "\r",
-    "\r\n",
-    "\0",
-    "\u2028",
-    "\ufeff",
-    "data: ",
-    ": ",
-    '"',
-    "\\",
-    "é",
-    "逆",
-    "🐋",
-    "👩‍🚀",
-    "e\u0301",
+    "a", "\n", "\r", "\r\n", "\0", "\u2028", "\ufeff", "data: ", ": ", '"', "\\", "é", "逆", "🐋", "👩‍🚀", "e\u0301",
     " ",
-]
+]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=8).map("".join)
 STOPS = st.lists(
     st.sampled_from([piece for piece in PIECES if piece.strip()]) | st.text(min_size=1, max_size=3), max_size=3
 )
-
-
-@functools.cache
-def model(kind: str) -> ModelText:
-    with tempfile.TemporaryDirectory() as directory:
-        return ModelText(write_model(Path(directory) / "m", MAKERS[kind]()))
 
 
 def bytes_of(tokens: list[int], text: ModelText, skip_special: bool) -> bytes:
@@ -79,21 +50,21 @@ def readable(data: bytes, is_whole: bool) -> str:
 
 def expected(tokens: list[int], finish: int, request: GenerationSpec, text: ModelText) -> tuple[str, str, int]:
     """Text, reason and counted tokens of a choice, from the bytes of all that was said so far."""
+
+    def stopped(count: int, is_whole: bool) -> tuple[str, str | None]:
+        said = readable(bytes_of(tokens[:count], text, request.skip_special_tokens), is_whole)
+        return brute_force(said, request.stop, request.include_stop_str_in_output)
+
     for count in range(1, len(tokens) + 1):
-        said = readable(bytes_of(tokens[:count], text, request.skip_special_tokens), False)
-        shown, stop = (
-            brute_force(said, request.stop, request.include_stop_str_in_output) if request.stop else (said, None)
-        )
+        shown, stop = stopped(count, False)
         if stop is not None:
             return shown, "stop", count
-    said = readable(bytes_of(tokens, text, request.skip_special_tokens), True)
-    shown, stop = brute_force(said, request.stop, request.include_stop_str_in_output) if request.stop else (said, None)
+    shown, stop = stopped(len(tokens), True)
     return shown, "stop" if stop is not None else FINISHES[finish], len(tokens)
 
 
 async def streamed(request: GenerationSpec, text: ModelText, deliveries: list[list[tuple[Row, int]]]) -> bytes:
-    stream = RequestStream(request.id, request.choices)
-    running = Generation(request, text, stream, Recorded(), Metrics(), 0.0)
+    running, stream, _ = generation(request, text)
     writer = EventWriter(running, "fp")
     told = writer.echo()
     for rows in deliveries:
@@ -107,16 +78,16 @@ async def streamed(request: GenerationSpec, text: ModelText, deliveries: list[li
 
 
 async def in_one(request: GenerationSpec, text: ModelText, deliveries: list[list[tuple[Row, int]]]) -> dict[str, Any]:
-    stream = RequestStream(request.id, request.choices)
+    running, stream, _ = generation(request, text)
     for row, first in (one for rows in deliveries for one in rows):
         stream.offer(row, first)
-    return await whole(Generation(request, text, stream, Recorded(), Metrics(), 0.0), "fp")
+    return await whole(running, "fp")
 
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[str, GenerationSpec, list[list[int]], list[int]]:
     """Tokenizer, request, tokens and finish of each choice. The tokens are those of texts, or any at all."""
-    kind = draw(st.sampled_from(sorted(MAKERS)))
+    kind = draw(st.sampled_from(["byte_fallback", "byte_level"]))
     text, count = model(kind), draw(st.integers(1, 3))
     any_tokens = st.lists(st.integers(2, text.vocab_size - 1), max_size=16)
     made = st.one_of(TEXTS.map(lambda said: text.encode(said, add_special_tokens=False)), any_tokens)
@@ -156,7 +127,7 @@ def deliveries_of(draw: st.DrawFn, tokens: list[list[int]], finishes: list[int])
 
 @given(st.data())
 @settings(max_examples=60)
-def test_any_cutting_into_deliveries_gives_the_same_events_text_and_usage(data: st.DataObject) -> None:
+def test_events_text_and_usage_are_the_same_however_delivered(data: st.DataObject) -> None:
     kind, request, tokens, finishes = data.draw(conversations())
     text = model(kind)
     deliveries = deliveries_of(data.draw, tokens, finishes)
@@ -193,7 +164,7 @@ def test_any_cutting_into_deliveries_gives_the_same_events_text_and_usage(data: 
 
 @given(st.data())
 @settings(max_examples=50)
-def test_bytes_that_come_one_by_one_are_the_characters_that_they_are_together(data: st.DataObject) -> None:
+def test_single_bytes_become_the_characters_of_all_bytes(data: st.DataObject) -> None:
     text = model("byte_fallback")
     said = data.draw(st.binary(max_size=24) | TEXTS.map(str.encode))
     tokens = [text.tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in said]

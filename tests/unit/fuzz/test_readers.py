@@ -57,7 +57,7 @@ def brackets(document: bytes) -> int:
 
 @given(documents(), st.integers(1, 12))
 @settings(max_examples=150)
-def test_bodies_are_read_as_the_standard_library_reads_them_or_refused(document: bytes, most: int) -> None:
+def test_json_is_read_as_by_the_standard_library(document: bytes, most: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(bodies, "MAX_CONTAINERS", most)
         try:
@@ -73,7 +73,7 @@ def test_bodies_are_read_as_the_standard_library_reads_them_or_refused(document:
 
 @given(st.integers(0, 60), st.integers(0, 60), st.sampled_from([("[", "]"), ('{"a":', "}")]))
 @settings(max_examples=40)
-def test_depth_is_bounded_wherever_it_is(depth: int, width: int, pair: tuple[str, str]) -> None:
+def test_json_depth_is_bounded_at_any_place(depth: int, width: int, pair: tuple[str, str]) -> None:
     deep = pair[0] * depth + "1" + pair[1] * depth
     document = "[" + ",".join(["[1]"] * width + [deep]) + "]"
     try:
@@ -85,7 +85,7 @@ def test_depth_is_bounded_wherever_it_is(depth: int, width: int, pair: tuple[str
 
 @given(VALUES, st.sampled_from(["input", "tools", "tool_choice", "text", "stream_options", "metadata"]))
 @settings(max_examples=60)
-def test_any_value_in_a_field_of_responses_is_taken_or_refused_in_its_own_words(value: Any, name: str) -> None:
+def test_any_value_of_responses_is_accepted_or_refused(value: Any, name: str) -> None:
     try:
         chat_body(parse_body(json.dumps({"model": "m", "input": "x", name: value}).encode(), ResponsesBody))
     except ApiError as error:
@@ -117,7 +117,7 @@ def inference_requests(draw: st.DrawFn) -> bytes:
 
 @given(st.data())
 @settings(max_examples=60)
-def test_any_message_over_grpc_is_a_body_or_refused(data: st.DataObject) -> None:
+def test_any_grpc_message_is_a_body_or_refused(data: st.DataObject) -> None:
     try:
         request = ModelInferRequest.FromString(data.draw(inference_requests()))
     except (DecodeError, IndexError):
@@ -167,9 +167,7 @@ def read(pieces: list[str], use: ToolUse) -> tuple[str, list[tuple[str, str, str
 
 @given(st.data(), st.sampled_from(sorted(OPENINGS)), st.booleans())
 @settings(max_examples=60)
-def test_calls_are_those_that_were_written_wherever_they_are_cut(
-    data: st.DataObject, kind: str, parallel: bool
-) -> None:
+def test_calls_are_read_as_written_however_cut(data: st.DataObject, kind: str, parallel: bool) -> None:
     text, calls = data.draw(said(kind))
     use = ToolUse(kind, tuple({name for name, _ in calls}), parallel)
     found = read([text], use)
@@ -191,7 +189,7 @@ FRAGMENTS = [
 
 @given(st.data(), st.sampled_from(sorted(OPENINGS)), st.booleans(), st.booleans())
 @settings(max_examples=60)
-def test_pieces_of_calls_give_the_same_at_every_cut(
+def test_fragments_of_calls_are_read_the_same_at_every_cut(
     data: st.DataObject, kind: str, parallel: bool, forced: bool
 ) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=10)))

@@ -1,4 +1,4 @@
-"""Rows that are written as they are read from Redis: the writer's bytes, in order, whatever is in between."""
+"""Rows that are written as soon as they are read from Redis: the writer's bytes, in order."""
 
 from __future__ import annotations
 
@@ -12,25 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from services.gateway.delivery.stream import Generation, Offer, Position, RequestStream, Row
-from services.gateway.metrics import Metrics
+from services.gateway.delivery.stream import Offer, Row
 from services.gateway.openai import answers
 from services.gateway.openai.answers import KEEP_ALIVE, EventStream, EventWriter
-from tests.unit.gateway.text.test_generation import Recorded, model, spec
-
-KEEPALIVE_S = 1000.0
+from tests.support.generations import generation, model, spec
 
 
 class Client:
-    """One stream over a connection that has room when it is told to."""
+    """One stream over a connection; `room` says whether it takes bytes."""
 
-    def __init__(
-        self, at_once: bool, keepalive_s: float = KEEPALIVE_S, position: Position | None = None, **changes: Any
-    ) -> None:
-        request = spec(**changes)
-        self.stream = RequestStream(request.id, request.choices)
-        self.commands = Recorded()
-        self.generation = Generation(request, model(), self.stream, self.commands, Metrics(), 0.0, position)
+    def __init__(self, at_once: bool = True, keepalive_s: float = 1000.0, had: str = "", **changes: Any) -> None:
+        self.generation, self.stream, self.commands = generation(spec(**changes), had=had)
         self.writer = EventWriter(self.generation, "fp")
         self.events_response = EventStream(self.generation, self.writer, keepalive_s)
         self.body = b""
@@ -53,10 +45,15 @@ class Client:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def run(self, rows: list[tuple[Row, int, bool]]) -> None:
-        """All rows, each when the one before was served; the last ones have to end the request."""
-        serving = asyncio.create_task(self.events_response(self.scope, self.receive, self.send))
+    async def serve(self, send: Callable[[Message], Any] | None = None) -> asyncio.Task[None]:
+        """Begin to serve the stream."""
+        serving = asyncio.create_task(self.events_response(self.scope, self.receive, send or self.send))
         await self.settled()
+        return serving
+
+    async def run(self, rows: list[tuple[Row, int, bool]]) -> None:
+        """Serve all rows, one after another; the last ones have to end the request."""
+        serving = await self.serve()
         for row, first, room in rows:
             self.room = room
             assert self.stream.offer(row, first) in (Offer.TAKEN, Offer.LATE)
@@ -107,7 +104,7 @@ def rows_of(draw: st.DrawFn, choices: int) -> list[tuple[Row, int, bool]]:
 
 @given(st.data(), SPECS, st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_the_bytes_are_those_of_the_writer_without_any_short_cut(
+def test_rows_written_at_once_are_the_bytes_of_the_writer(
     data: st.DataObject, changes: dict[str, Any], away: bool
 ) -> None:
     rows = data.draw(rows_of(changes["n"]))
@@ -133,18 +130,17 @@ def plain_rows(count: int) -> Iterator[tuple[Row, int, bool]]:
     yield Row(0, [90], finish=2), count, True
 
 
-def test_with_room_only_the_end_is_left_to_the_writer() -> None:
-    client = Client(True)
+def test_all_rows_but_the_last_are_written_at_once() -> None:
+    client = Client()
     asyncio.run(client.run(list(plain_rows(20))))
     assert client.at_once == client.body.count(b"\nid: ") + client.body.startswith(b"id: ") - 2  # text and reason
 
 
-def test_the_end_by_a_stop_string_is_left_to_the_writer_and_nothing_overtakes_it() -> None:
+def test_nothing_overtakes_the_end_by_a_stop_string() -> None:
     async def scenario() -> Client:
-        client = Client(True, stop=["fox"], n=2)
+        client = Client(stop=["fox"], n=2)
         client.commands.away = True
-        serving = asyncio.create_task(client.events_response(client.scope, client.receive, client.send))
-        await client.settled()
+        serving = await client.serve()
         client.stream.offer(Row(0, model().encode("a fox")), 0)
         assert client.at_once == 1
         client.stream.offer(Row(1, model().encode("a")), 0)
@@ -162,23 +158,23 @@ def test_the_end_by_a_stop_string_is_left_to_the_writer_and_nothing_overtakes_it
     assert body.count(b'"finish_reason":"stop"') == 1
 
 
-def test_a_stream_that_is_gone_on_with_begins_behind_what_its_client_has() -> None:
-    client = Client(True, position=Position([3]))
+def test_resumed_stream_begins_after_the_last_event_id() -> None:
+    client = Client(had="cmpl-1:3")
     asyncio.run(client.run(list(plain_rows(8))))
     assert client.at_once == 4
     assert client.body.startswith(b"id: cmpl-1:4\n")
 
 
-def test_an_end_that_the_client_has_already_still_ends_the_stream() -> None:
+def test_stream_ends_when_the_client_has_the_finish() -> None:
     tokens = model().encode("a fox")
-    client = Client(True, stop=["fox"], position=Position([len(tokens) + 1]))
+    client = Client(stop=["fox"], had=f"cmpl-1:{len(tokens) + 1}")
     asyncio.run(client.run([(Row(0, tokens), 0, True)]))
     assert client.body == b"data: [DONE]\n\n"
 
 
-def test_while_the_writer_waits_for_room_nothing_overtakes_it() -> None:
+def test_nothing_overtakes_a_writer_that_waits_for_room() -> None:
     async def scenario() -> Client:
-        client = Client(True)
+        client = Client()
         room = asyncio.Event()
         send: Callable[[Message], Any] = client.send
 
@@ -187,8 +183,7 @@ def test_while_the_writer_waits_for_room_nothing_overtakes_it() -> None:
                 await room.wait()
             await send(message)
 
-        serving = asyncio.create_task(client.events_response(client.scope, client.receive, slow))
-        await client.settled()
+        serving = await client.serve(slow)
         client.room = False
         for row, first, _ in plain_rows(6):
             client.stream.offer(row, first)
@@ -204,12 +199,11 @@ def test_while_the_writer_waits_for_room_nothing_overtakes_it() -> None:
     assert places == sorted(places)
 
 
-def test_a_row_that_cannot_be_told_ends_its_own_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_cannot_be_written_fails_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> Client:
-        client = Client(True)
+        client = Client()
         monkeypatch.setattr(client.writer, "events", lambda _: 1 // 0)
-        serving = asyncio.create_task(client.events_response(client.scope, client.receive, client.send))
-        await client.settled()
+        serving = await client.serve()
         assert client.stream.offer(Row(0, [100]), 0) is Offer.TAKEN
         await asyncio.wait_for(serving, 30)
         return client
@@ -217,12 +211,12 @@ def test_a_row_that_cannot_be_told_ends_its_own_stream_with_an_error(monkeypatch
     assert b'"code":"internal_error"' in asyncio.run(scenario()).body
 
 
-def test_a_comment_comes_after_silence_and_not_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_alive_is_sent_after_silence_and_not_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     asked: list[float] = []
 
     async def scenario() -> Client:
-        client = Client(True, keepalive_s=10.0)
+        client = Client(keepalive_s=10.0)
         given: list[Callable[[], None]] = []
 
         async def next_(timeout_s: float, deliver: Callable[[Row], bool]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a bad body may cost: the checks give up early, as every fault found is work that the event loop waits for."""
+"""Bounds of bad bodies: checks give up early, as each fault found blocks the event loop."""
 
 from __future__ import annotations
 
@@ -25,34 +25,24 @@ MANY = 50_000
 MESSAGE = {"role": "user", "content": "x"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
-        (ChatBody, {"model": "m", "messages": [0] * MANY}),
-        (ChatBody, {"model": "m", "messages": [{**MESSAGE, "content": [{}] * MANY}]}),
-        (ChatBody, {"model": "m", "messages": [{**MESSAGE, "content": [{"type": "text", "text": ""}] * MANY}]}),
-        (ChatBody, {"model": "m", "messages": [MESSAGE], "tools": [0] * MANY}),
-        (CompletionBody, {"model": "m", "prompt": "x", "stop": [0] * MANY}),
-        (CompletionBody, {"model": "m", "prompt": "x", "stop_token_ids": ["x"] * MANY}),
-        (CompletionBody, {"model": "m", "prompt": "x", "guided_choice": [0] * MANY}),
-        (ResponsesBody, {"model": "m", "input": "x", "tools": [0] * MANY}),
-        (TokenizeBody, {"messages": [0] * MANY}),
-        (DetokenizeBody, {"tokens": ["x"] * MANY}),
-    ],
-    ids=[
-        "messages",
-        "parts",
-        "empty parts",
-        "tools",
-        "stops",
-        "stop ids",
-        "choices",
-        "of responses",
-        "to tokenize",
-        "to detokenize",
-    ],
-)
-def test_a_long_list_of_wrong_things_is_given_up_at_once(kind: type[BaseModel], body: dict[str, Any]) -> None:
+LONG = {
+    "messages": (ChatBody, {"model": "m", "messages": [0] * MANY}),
+    "parts": (ChatBody, {"model": "m", "messages": [{**MESSAGE, "content": [{}] * MANY}]}),
+    "empty parts": (
+        ChatBody, {"model": "m", "messages": [{**MESSAGE, "content": [{"type": "text", "text": ""}] * MANY}]},
+    ),
+    "tools": (ChatBody, {"model": "m", "messages": [MESSAGE], "tools": [0] * MANY}),
+    "stops": (CompletionBody, {"model": "m", "prompt": "x", "stop": [0] * MANY}),
+    "stop ids": (CompletionBody, {"model": "m", "prompt": "x", "stop_token_ids": ["x"] * MANY}),
+    "choices": (CompletionBody, {"model": "m", "prompt": "x", "guided_choice": [0] * MANY}),
+    "tools of responses": (ResponsesBody, {"model": "m", "input": "x", "tools": [0] * MANY}),
+    "to tokenize": (TokenizeBody, {"messages": [0] * MANY}),
+    "to detokenize": (DetokenizeBody, {"tokens": ["x"] * MANY}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "body"), LONG.values(), ids=LONG)
+def test_long_list_of_wrong_values_is_given_up_early(kind: type[BaseModel], body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() <= 200
@@ -74,15 +64,13 @@ CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
     ],
     ids=["fields", "bias", "options", "schema", "metadata", "message"],
 )
-def test_an_object_of_too_many_members_is_refused_before_they_are_checked(
-    kind: type[BaseModel], fields: dict[str, Any]
-) -> None:
+def test_object_with_too_many_members_is_refused_unchecked(kind: type[BaseModel], fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match=f"may have {MAX_MEMBERS} members; got 4[01]") as refused:
         parse_body(orjson.dumps({"model": "m", **fields}), kind)
     assert (refused.value.status, refused.value.code) == (400, "json_too_wide")
 
 
-def test_an_object_of_as_many_members_as_may_be_is_checked() -> None:
+def test_object_with_as_many_members_as_allowed_is_checked() -> None:
     fields = dict(list(WIDE.items())[: MAX_MEMBERS - 2])
     with pytest.raises(ApiError, match="Unrecognized request argument supplied: a0"):
         parse_body(orjson.dumps({"model": "m", "prompt": "x", **fields}), CompletionBody)
@@ -93,14 +81,14 @@ def test_an_object_of_as_many_members_as_may_be_is_checked() -> None:
     [{"tools": [WIDE] * 9}, {"messages": [{**MESSAGE, "role": "assistant", "tool_calls": [{**CALL, **WIDE}] * 9}]}],
     ids=["tools", "calls"],
 )
-def test_only_the_first_of_several_wide_objects_is_looked_at(fields: dict[str, Any]) -> None:
+def test_only_the_first_of_several_wide_objects_is_checked(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as refused:
         ChatBody.model_validate({"model": "m", "messages": [MESSAGE], **fields})
     assert refused.value.error_count() <= len(WIDE) + 2
 
 
 @pytest.mark.parametrize("piece", ["[],", "{},"])
-def test_lists_and_objects_are_counted_outside_of_strings_only(piece: str) -> None:
+def test_lists_and_objects_are_counted_outside_strings(piece: str) -> None:
     held = "[" + (piece * (MAX_CONTAINERS - 2))[:-1] + "]"
     assert len(parse_json(f'{{"a": {held}}}'.encode())["a"]) == MAX_CONTAINERS - 2
     with pytest.raises(ApiError, match=f"may have {MAX_CONTAINERS} JSON objects and lists; got {MAX_CONTAINERS + 1}"):
@@ -110,7 +98,7 @@ def test_lists_and_objects_are_counted_outside_of_strings_only(piece: str) -> No
 
 
 @pytest.mark.parametrize("end", ["", "\\", '"', '\\"'])
-def test_brackets_behind_a_quote_that_is_never_closed_are_not_looked_through_twice(end: str) -> None:
+def test_brackets_in_an_unclosed_string_are_scanned_once(end: str) -> None:
     body = ('{"a": "' + '\\"' * 500_000 + "{" * (MAX_CONTAINERS + 1) + end).encode()
     with pytest.raises(ApiError) as refused:
         parse_json(body)

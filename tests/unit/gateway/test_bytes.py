@@ -1,4 +1,4 @@
-"""Whatever bytes a client sends as a body, a grammar or an event's id, it is refused by name or taken: nothing else."""
+"""Any bytes that a client sends as a body, a grammar or an event id are accepted or refused by name."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def test_bytes_that_are_no_body_are_refused_with_a_code(body: bytes, kind: type[
 
 @given(st.data(), st.sampled_from(BODIES))
 @settings(max_examples=200)
-def test_any_json_value_in_any_field_is_taken_or_refused_with_a_code(
-    data: st.DataObject, kind: type[BaseModel]
-) -> None:
+def test_any_json_value_is_accepted_or_refused_with_a_code(data: st.DataObject, kind: type[BaseModel]) -> None:
     names = st.sampled_from(sorted(kind.model_fields)) | st.text(max_size=5)
     fields: dict[str, Any] = data.draw(st.dictionaries(names, VALUES, max_size=5))
     checked = taken(json.dumps({"model": "m", **fields}).encode("utf-8", "surrogatepass"), kind)
@@ -59,7 +57,7 @@ def test_any_json_value_in_any_field_is_taken_or_refused_with_a_code(
 
 
 @given(st.integers(1, 3 * MAX_JSON_DEPTH))
-def test_json_is_read_to_its_depth_and_no_further(depth: int) -> None:
+def test_json_is_read_to_its_maximum_depth(depth: int) -> None:
     body = b'{"a":' * depth + b"1" + b"}" * depth
     with pytest.raises(ApiError) as refused:
         parse_body(body, CompletionBody)
@@ -67,14 +65,14 @@ def test_json_is_read_to_its_depth_and_no_further(depth: int) -> None:
 
 
 @given(st.lists(st.integers(-2, 10**9 - 1), min_size=1, max_size=5), st.booleans())
-def test_an_event_id_says_what_was_written_into_it(last: list[int], usage: bool) -> None:
+def test_event_id_round_trips(last: list[int], usage: bool) -> None:
     given_id = "cmpl-1:" + ".".join(map(str, last)) + ("+" if usage else "")
     position = Position.parse(given_id, "cmpl-1", len(last))
     assert (position.last, position.usage) == (last, usage)
 
 
 @given(st.text(max_size=30) | st.from_regex(r"cmpl-1:[-+.0-9]{0,20}", fullmatch=True), st.integers(1, 4))
-def test_any_other_event_id_is_refused_by_name(given_id: str, choices: int) -> None:
+def test_invalid_event_id_is_refused_by_name(given_id: str, choices: int) -> None:
     try:
         position = Position.parse(given_id, "cmpl-1", choices)
     except ApiError as error:
@@ -95,7 +93,7 @@ def grammars() -> Grammars:
 
 @given(st.text(max_size=40) | st.text(alphabet='start: abx"/()[]{}|*+?\\\n%,0', max_size=40).map("start: ".__add__))
 @settings(deadline=None)
-def test_a_text_is_a_grammar_or_refused_as_none(text: str) -> None:
+def test_any_text_is_a_grammar_or_refused(text: str) -> None:
     try:
         matcher = grammars().matcher(text)
     except GrammarError as error:

@@ -1,4 +1,4 @@
-"""What the gateway believes of the shards' predictions: the best of those that lead, never one that has gone silent."""
+"""The gateway's forecast: the best prediction of the leading shards, none of a silent one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, renew
 from services.gateway.request import Limits
 from shared.settings import DEMO_MODEL, GatewaySettings
 
-BUSY = {
-    "queued_tokens_normal": "800",
-    "predicted_ttft_ms_normal": "4000.5",
-    "prefill_tok_s": "200.0",
-    "time_ms": "7",
-}
+BUSY = {"queued_tokens_normal": "800", "predicted_ttft_ms_normal": "4000.5", "prefill_tok_s": "200.0", "time_ms": "7"}
 
 
 def snapshot(stats: dict[str, dict[str, str]], leases: Any = ("a", "b"), silent_s: float = 0.0) -> Snapshot:
@@ -29,7 +24,7 @@ def forecast(stats: dict[str, dict[str, str]], priority: str = "normal", **more:
     return snapshot(stats, **more).forecasts.get(priority)
 
 
-def test_the_least_prediction_of_the_leading_shards_counts() -> None:
+def test_forecast_is_the_least_of_the_leading_shards() -> None:
     better = BUSY | {"predicted_ttft_ms_normal": "30", "queued_tokens_normal": "6"}
     assert forecast({"a": BUSY, "b": better}) == Forecast(30.0, 6, 200.0)
     assert forecast({"a": BUSY, "b": better}, leases=["a"]) == Forecast(4000.5, 800, 200.0)
@@ -40,11 +35,11 @@ def test_the_least_prediction_of_the_leading_shards_counts() -> None:
 @pytest.mark.parametrize(
     "change", [{"queued_tokens_normal": "0"}, {"prefill_tok_s": "0"}, {"queued_tokens_normal": "nan"}]
 )
-def test_a_shard_with_nothing_before_a_request_or_no_measured_rate_refuses_nobody(change: dict[str, str]) -> None:
+def test_forecast_is_none_without_a_queue_or_a_rate(change: dict[str, str]) -> None:
     assert forecast({"a": BUSY, "b": BUSY | change}) is None
 
 
-def test_a_request_is_told_what_its_own_class_waits_for() -> None:
+def test_forecast_names_the_reason_for_its_class() -> None:
     urgent = {"queued_tokens_realtime": "5", "predicted_ttft_ms_realtime": "30.0", "behind_realtime": "0"}
     crowded = BUSY | urgent | {"behind_normal": "12", "starts_s": "2.9996"}
     assert forecast({"a": crowded}, "realtime") == Forecast(30.0, 5, 200.0, 0, 2.9996)
@@ -55,7 +50,7 @@ def test_a_request_is_told_what_its_own_class_waits_for() -> None:
     assert forecast({"a": crowded}, "low") is None, "nothing is said of that class"
 
 
-def test_the_queue_drains_as_fast_as_the_slower_of_prompts_and_starts() -> None:
+def test_queue_drains_at_the_slower_of_prefill_and_starts() -> None:
     def after(excess: float, **queue: str) -> float:
         found = Cluster(GatewaySettings(model=DEMO_MODEL), "gateway-x", Limits(max_model_len=100))
         found.snapshot = snapshot({"a": BUSY, "b": BUSY | {"starts_s": "0.5"}, "c": BUSY})  # no scheduler leads c
@@ -71,12 +66,12 @@ def test_the_queue_drains_as_fast_as_the_slower_of_prompts_and_starts() -> None:
     assert unmeasured.retry_after_s(100) == 1
 
 
-def test_a_shard_whose_statistics_stopped_changing_predicts_nothing() -> None:
+def test_forecast_ignores_a_shard_with_stale_stats() -> None:
     assert forecast({"a": BUSY}, silent_s=STALE_S - 1) is not None
     assert forecast({"a": BUSY}, silent_s=STALE_S + 1) is None
 
 
-def test_statistics_are_renewed_when_their_time_changes_whatever_clock_that_is() -> None:
+def test_stats_are_renewed_when_their_time_changes() -> None:
     before = Snapshot(10.0, frozenset(), {}, {"a": BUSY, "b": BUSY}, renewed={"a": 3.0, "b": 4.0})
     now = {"a": BUSY, "b": BUSY | {"time_ms": "8"}, "c": BUSY}
     assert renewed_at(now, before, 11.0) == {"a": 3.0, "b": 11.0, "c": 11.0}

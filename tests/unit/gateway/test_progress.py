@@ -1,4 +1,4 @@
-"""/health/progress: an alarm when work stands still, whoever is to blame, and none otherwise."""
+"""/health/progress: an alarm when work stands still, and none otherwise."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def shown(stats: dict[str, float] | None = None, leases: frozenset[str] = LED, *
         (None, 1),
     ],
     ids=[
-        "a worker hangs", "nobody runs what waits", "a step is not answered", "a scheduler hangs",
+        "a worker hangs", "no worker runs a waiting request", "a step is not answered", "a scheduler hangs",
         "a scheduler hangs and its statistic says idle", "the same, for another gateway's request",
-        "nobody was ever there", "Redis is away",
+        "no scheduler ever led", "Redis is away",
     ],
 )  # fmt: skip
-def test_work_that_does_not_move_is_seen(seen: Seen | None, unfinished: int) -> None:
+def test_stalled_work_raises_an_alarm(seen: Seen | None, unfinished: int) -> None:
     assert stalled([(seen, unfinished)] * 41) >= 39
 
 
@@ -57,38 +57,37 @@ def test_work_that_does_not_move_is_seen(seen: Seen | None, unfinished: int) -> 
         (Seen(frozenset({"shard-1"}), {"shard-0": BUSY, "shard-1": IDLE}), 0),
     ],
     ids=[
-        "idle", "nothing known", "Redis is away", "parked until somebody asks", "a shard whose work others have taken"
+        "idle", "nothing known", "Redis is away", "parked until a client continues it",
+        "a shard whose work others have taken",
     ],
 )  # fmt: skip
-def test_without_work_there_is_no_alarm(seen: Seen | None, unfinished: int) -> None:
+def test_no_alarm_without_work(seen: Seen | None, unfinished: int) -> None:
     assert stalled([(seen, unfinished)] * 41) == 0
 
 
-def test_a_step_now_and_then_is_progress() -> None:
+def test_step_now_and_then_is_progress() -> None:
     steps = [(shown({**BUSY, "last_step": float(second // 20)}), 1) for second in range(100)]
     assert stalled(steps) == 19
 
 
-def test_a_heartbeat_with_another_step_is_progress_where_a_statistic_is_late() -> None:
+def test_heartbeat_with_another_step_is_progress() -> None:
     steps = [(shown(None, steps={"alive:worker:w": str(1 + second // 20)}), 1) for second in range(100)]
     assert stalled(steps) == 19
 
 
-def test_a_heartbeat_that_runs_out_or_begins_anew_is_none() -> None:
+def test_heartbeat_that_expires_or_restarts_is_no_progress() -> None:
     beats: list[dict[str, str]] = [{"w": "9"}, *[{}, {"w": "0"}] * 20]
     assert stalled([(shown(None, steps=beat), 1) for beat in beats]) >= 39
 
 
-def test_one_shard_that_hangs_is_seen_beside_one_that_works() -> None:
+def test_stalled_shard_is_named_beside_a_working_one() -> None:
     leases = frozenset({"shard-0", "shard-1"})
-    looks = [
-        (Seen(leases, {"shard-0": BUSY, "shard-1": {**BUSY, "last_step": float(second)}}), 1) for second in range(41)
-    ]
     progress = Progress(0.0)
-    for second, (seen, unfinished) in enumerate(looks):
-        progress.look(seen, unfinished, float(second))
+    for second in range(41):
+        stats = {"shard-0": BUSY, "shard-1": {**BUSY, "last_step": float(second)}}
+        progress.look(Seen(leases, stats), 1, float(second))
     assert progress.stalled(40.0) == (40.0, "shard shard-0")
 
 
-def test_work_that_comes_after_a_long_rest_has_its_time() -> None:
+def test_alarm_waits_when_work_comes_after_idle() -> None:
     assert stalled([(shown(IDLE), 0)] * 100 + [(shown({**IDLE, "running": 1.0}), 1)] * 3) <= 3

@@ -11,7 +11,7 @@ from shared.settings import GatewaySettings
 FULL = "OOM command not allowed when used memory > 'maxmemory'."
 
 
-async def test_where_redis_refuses_writes_that_is_the_reason_and_not_what_has_run_out_since() -> None:
+async def test_refused_writes_are_the_reason_when_not_ready() -> None:
     cluster = Cluster(GatewaySettings(api_keys=["k"]), "gateway-1", Limits(max_model_len=100, max_choices=8))
     cluster.redis_error = ""
     cluster.snapshot = Snapshot(time.monotonic(), frozenset(), {}, {})

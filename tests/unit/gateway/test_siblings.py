@@ -1,4 +1,4 @@
-"""The metrics of several processes as one text: Prometheus must be able to read it, and no figure may be lost."""
+"""The metrics of several processes as one text, read by Prometheus's own parser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def texts(*counts: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("counts", [(3,), (3, 4), (3, 0, 5)])
-def test_every_sample_of_every_process_is_there_once_under_its_number(counts: tuple[int, ...]) -> None:
+def test_merged_metrics_hold_each_sample_once_with_its_process(counts: tuple[int, ...]) -> None:
     parts = texts(*counts)
     whole = list(text_string_to_metric_families(merged(parts).decode()))
     assert len({family.name for family in whole}) == len(whole)
@@ -46,12 +46,12 @@ def test_every_sample_of_every_process_is_there_once_under_its_number(counts: tu
     assert tokens == {str(number): 10.0 * count for number, count in enumerate(counts)}
 
 
-def test_a_process_that_said_nothing_is_left_out() -> None:
+def test_process_without_an_answer_is_left_out() -> None:
     first, _ = texts(1, 2)
     assert merged([first]) == merged([first, b""])
 
 
-def test_an_answer_that_is_cut_by_a_kill_is_left_out() -> None:
+def test_answer_cut_by_a_kill_is_left_out() -> None:
     uvloop.run(asked_while_one_is_killed())  # as the gateway runs
 
 

@@ -1,4 +1,4 @@
-"""How many threads a step gets: the faster of two numbers for its size, found out by trying, seldom where it is bad."""
+"""How many threads a step gets: the faster of two numbers for its size, found by trying both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.cpu.threads import SELDOM, TRIED_EVERY, ThreadChoice
 
 
 def drive(choice: ThreadChoice, steps: int, cost: Callable[[int, int], int], rows: int = 8) -> Counter[int]:
-    """Runs steps whose time is cost(rows, threads); how often each number of threads was picked."""
+    """Run steps that take cost(rows, threads); return how often each number of threads was picked."""
     picked: Counter[int] = Counter()
     for _ in range(steps):
         threads = choice.pick(rows)
@@ -20,13 +20,13 @@ def drive(choice: ThreadChoice, steps: int, cost: Callable[[int, int], int], row
     return picked
 
 
-def test_one_thread_is_one_thread() -> None:
+def test_one_thread_is_always_picked_alone() -> None:
     assert drive(ThreadChoice(1), 50, lambda rows, threads: 1000) == {1: 50}
 
 
 @pytest.mark.parametrize("threads", [2, 3, 16])
 @pytest.mark.parametrize("fast", [-1, 0])
-def test_the_faster_number_is_found_and_the_other_still_tried(threads: int, fast: int) -> None:
+def test_faster_thread_count_is_found_and_the_other_retried(threads: int, fast: int) -> None:
     best = threads + fast
     choice = ThreadChoice(threads)
     drive(choice, 100, lambda rows, used: 1000 if used == best else 1200)
@@ -35,14 +35,14 @@ def test_the_faster_number_is_found_and_the_other_still_tried(threads: int, fast
     assert later.total() - later[best] == pytest.approx(3200 / TRIED_EVERY, abs=2)
 
 
-def test_a_number_that_is_much_worse_is_tried_seldom() -> None:
+def test_much_slower_thread_count_is_tried_seldom() -> None:
     choice = ThreadChoice(2)
     drive(choice, 100, lambda rows, used: 1000 if used == 2 else 2000)
     later = drive(choice, 10 * SELDOM, lambda rows, used: 1000 if used == 2 else 2000)
     assert later[1] == pytest.approx(10, abs=1)
 
 
-def test_sizes_are_judged_apart() -> None:
+def test_step_sizes_are_judged_apart() -> None:
     choice = ThreadChoice(2)
     for _ in range(300):
         drive(choice, 1, lambda rows, used: 900 if used == 1 else 1200, rows=1)
@@ -51,14 +51,14 @@ def test_sizes_are_judged_apart() -> None:
     assert drive(choice, 20, lambda rows, used: 1000, rows=32)[2] >= 19
 
 
-def test_a_machine_that_changes_is_followed() -> None:
+def test_thread_count_follows_a_machine_that_changes() -> None:
     choice = ThreadChoice(2)
     drive(choice, 200, lambda rows, used: 1000 if used == 2 else 1400)
     drive(choice, 40 * TRIED_EVERY, lambda rows, used: 1500 if used == 2 else 1400)
     assert drive(choice, 31, lambda rows, used: 1500 if used == 2 else 1400)[1] >= 30
 
 
-def test_a_lone_slow_step_changes_nothing() -> None:
+def test_single_slow_step_changes_no_thread_count() -> None:
     choice = ThreadChoice(2)
     drive(choice, 200, lambda rows, used: 1000 if used == 2 else 1100)
     choice.took(8, 2, 1_000_000)
@@ -66,5 +66,5 @@ def test_a_lone_slow_step_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("rows", [65, 512, 2048])
-def test_a_large_step_always_has_all_threads(rows: int) -> None:
+def test_large_step_always_has_all_threads(rows: int) -> None:
     assert drive(ThreadChoice(4), 400, lambda rows, used: 1000 if used == 3 else 2000, rows) == {4: 400}

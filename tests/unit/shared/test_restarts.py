@@ -15,17 +15,17 @@ def delays(backoff: Backoff, lives: list[tuple[float, float | None]]) -> list[fl
     return found
 
 
-def test_who_dies_soon_after_it_was_ready_waits_longer_each_time_until_one_life_was_long() -> None:
+def test_restart_delay_doubles_until_a_process_lives_long() -> None:
     backoff = Backoff(first_s=1, factor=2, cap_s=5, window_s=60, settled_s=30)
     short = [(1.0, 0.5)] * 5
     assert delays(backoff, [*short, (31.0, 29.9), (31.0, 30.0), (1.0, 0.5)]) == [1, 2, 4, 5, 5, 5, 1, 2]
 
 
-def test_where_nothing_is_asked_of_a_life_to_be_ready_clears_the_record() -> None:
+def test_restart_delay_resets_when_ready_without_settled_time() -> None:
     backoff = Backoff(first_s=1, factor=2, cap_s=5)
     assert delays(backoff, [(1.0, None), (1.0, None), (1.0, 0.0), (1.0, None)]) == [1, 2, 1, 2]
 
 
-def test_deaths_count_for_a_window() -> None:
+def test_restart_delay_counts_deaths_in_the_window() -> None:
     backoff = Backoff(first_s=1, factor=2, cap_s=100, window_s=60)
     assert delays(backoff, [(0.0, None), (30.0, None), (31.0, None), (59.0, None), (61.0, None)]) == [1, 2, 2, 2, 1]

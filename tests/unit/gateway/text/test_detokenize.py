@@ -34,14 +34,14 @@ def continuation(text: TokenText, prompt: list[int], output: list[int]) -> str:
 
 
 @pytest.mark.parametrize(("kind", "table"), [("byte_level", True), ("byte_fallback", True), ("metaspace", False)])
-def test_the_table_is_used_where_the_decoder_is_of_bytes(kind: str, table: bool) -> None:
+def test_table_is_used_when_the_decoder_is_of_bytes(kind: str, table: bool) -> None:
     assert loaded(kind)[1].has_table is table
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(prompt=TEXTS, output=TEXTS)
 @settings(max_examples=150, deadline=None)
-def test_pieces_make_the_text_of_the_whole(kind: str, prompt: str, output: str) -> None:
+def test_pieces_add_up_to_the_decoded_text(kind: str, prompt: str, output: str) -> None:
     tokenizer, text = loaded(kind)
     before = tokenizer.encode("ox " + prompt + "ox").ids
     after = tokenizer.encode(output, add_special_tokens=False).ids
@@ -53,7 +53,7 @@ def test_pieces_make_the_text_of_the_whole(kind: str, prompt: str, output: str) 
 
 @given(st.binary(min_size=1, max_size=40))
 @settings(max_examples=300, deadline=None)
-def test_any_bytes_of_a_byte_level_model_decode_as_a_whole_would(data: bytes) -> None:
+def test_any_bytes_decode_as_all_at_once(data: bytes) -> None:
     tokenizer, text = loaded("byte_level")
     id_of = {
         BYTE_OF[token]: id_ for token, id_ in tokenizer.get_vocab().items() if len(token) == 1 and token in BYTE_OF
@@ -67,7 +67,7 @@ def test_any_bytes_of_a_byte_level_model_decode_as_a_whole_would(data: bytes) ->
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_text_once_shown_never_depends_on_what_follows(kind: str, data: st.DataObject) -> None:
+def test_emitted_text_does_not_depend_on_later_tokens(kind: str, data: st.DataObject) -> None:
     tokenizer, text = loaded(kind)
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=30))
     cut = data.draw(st.integers(0, len(ids)))
@@ -75,21 +75,8 @@ def test_text_once_shown_never_depends_on_what_follows(kind: str, data: st.DataO
     assert [long.feed(token) for token in ids][:cut] == [short.feed(token) for token in ids[:cut]]
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-@pytest.mark.parametrize("char", ["ẽ", "€", "逆", "🐋", "👩‍🚀"])
-def test_half_a_code_point_is_never_shown(kind: str, char: str) -> None:
-    tokenizer, text = loaded(kind)
-    ids = tokenizer.encode(char, add_special_tokens=False).ids
-    assert len(ids) > 1
-    detokenizer = text.start(tokenizer.encode("ox").ids)
-    pieces = [detokenizer.feed(token) for token in ids]
-    assert all("\ufffd" not in piece for piece in pieces)
-    assert "".join(pieces).strip() == char
-    assert detokenizer.flush() == ""
-
-
 @pytest.mark.parametrize("first", range(0xC2, 0xF5))
-def test_only_what_may_still_become_a_code_point_is_held_back(first: int) -> None:
+def test_only_bytes_that_may_complete_a_character_are_held(first: int) -> None:
     """Two bytes may begin one if some third, or third and fourth, complete it: here they are tried."""
     rests = [b"", b"\x80", b"\xbf", b"\x80\x80", b"\xbf\xbf"]
     tokenizer, text = loaded("byte_fallback")
@@ -109,30 +96,14 @@ def test_only_what_may_still_become_a_code_point_is_held_back(first: int) -> Non
         assert (shown, detokenizer.flush()) == (("", told) if is_open else (told, "")), both
 
 
-def test_bytes_that_never_complete_become_one_replacement_at_the_end() -> None:
-    tokenizer, text = loaded("byte_level")
-    ids = tokenizer.encode("🐋").ids[:-1]
-    detokenizer = text.start([])
-    assert "".join(detokenizer.feed(token) for token in ids) == ""
-    assert detokenizer.flush() == "\ufffd"
-
-
-def test_the_space_before_a_continued_word_is_kept() -> None:
+def test_space_before_a_continued_word_is_kept() -> None:
     tokenizer, text = loaded("byte_fallback")
     prompt, word = tokenizer.encode("a quick").ids, tokenizer.token_to_id("▁the")
     assert text.start(prompt).feed(word) == " the"
     assert text.start([1]).feed(word) == "the"  # after nothing but <s> it is the first word
 
 
-def test_special_tokens_are_skipped_or_shown_as_asked() -> None:
-    tokenizer, text = loaded("byte_level")
-    ids = [tokenizer.token_to_id("<|im_end|>"), *tokenizer.encode("fox").ids]
-    skipping, showing = text.start([]), text.start([], skip_special=False)
-    assert "".join(skipping.feed(token) for token in ids) == "fox"
-    assert "".join(showing.feed(token) for token in ids) == "<|im_end|>fox"
-
-
-def test_the_window_method_agrees_with_the_table_on_bytes() -> None:
+def test_window_decoding_agrees_with_the_table() -> None:
     tokenizer, text = loaded("byte_level")
     ids = tokenizer.encode("Grüße 🐋 aus 逆戟鲸").ids
     window = WindowDetokenizer(tokenizer, tokenizer.encode("x").ids, frozenset())
@@ -140,7 +111,7 @@ def test_the_window_method_agrees_with_the_table_on_bytes() -> None:
     assert "".join(window.feed(t) for t in ids) == "".join(table.feed(t) for t in ids) == "Grüße 🐋 aus 逆戟鲸"
 
 
-def test_a_decoder_that_disagrees_with_the_table_falls_back_to_windows() -> None:
+def test_decoder_that_disagrees_with_the_table_uses_windows() -> None:
     tokenizer = Tokenizer(models.WordLevel({"Ġa": 0, "Ġb": 1}, unk_token="Ġa"))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("Ġ", "_"), decoders.Fuse()])
     text = TokenText(tokenizer)

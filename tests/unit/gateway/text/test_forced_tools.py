@@ -1,4 +1,4 @@
-"""Calls that have to come: which tools they may be of, and what a client gets of one that was cut."""
+"""Forced tool calls: the tools that they may name, and what a client gets when one is cut."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import ToolReader, merged
 from shared.grammars import NOT_FOLLOWED
+from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import write_model
-from tests.unit.gateway.text.test_generation import spec as make_spec
 from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, grammar_of, walk
 
 ARGUMENTS = '{"city": "K\\u00f6ln"}'
@@ -53,7 +53,7 @@ def read(text: str, use: ToolUse) -> tuple[str, list[tuple[str, str]], bool]:
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_a_named_call_that_was_cut_anywhere_is_a_call_with_the_arguments_so_far(kind: str) -> None:
+def test_cut_call_of_a_named_tool_keeps_its_arguments(kind: str) -> None:
     use, whole = ToolUse(kind, ("get_weather",), True, forced=True), WHOLE[kind]
     behind = whole.index(ARGUMENTS) + len(ARGUMENTS)
     for end in range(len(whole) + 1):
@@ -64,7 +64,7 @@ def test_a_named_call_that_was_cut_anywhere_is_a_call_with_the_arguments_so_far(
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_of_several_tools_a_call_that_was_cut_before_its_name_is_nothing_at_all(kind: str) -> None:
+def test_call_cut_before_its_name_is_dropped_among_several_tools(kind: str) -> None:
     use, whole = ToolUse(kind, ("get_weather", "ring"), True, forced=True), WHOLE[kind]
     for end in range(len(whole) + 1):
         content, calls, _ = read(whole[:end], use)
@@ -73,7 +73,7 @@ def test_of_several_tools_a_call_that_was_cut_before_its_name_is_nothing_at_all(
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_where_calls_are_free_what_was_cut_before_its_name_stays_text(kind: str) -> None:
+def test_free_call_cut_before_its_name_stays_text(kind: str) -> None:
     use, whole = ToolUse(kind, ("get_weather",), True), WHOLE[kind]
     for end in range(1, whole.index("weather")):
         assert read(whole[:end], use)[:2] == (whole[:end], []), whole[:end]
@@ -90,7 +90,7 @@ def test_where_calls_are_free_what_was_cut_before_its_name_stays_text(kind: str)
         (3, "length", [], "length"),
     ],
 )
-def test_the_finish_reason_says_whether_a_call_is_whole(
+def test_finish_reason_says_whether_a_call_is_complete(
     model: ModelText, end: int | None, reason: str, stop: list[str], told: str
 ) -> None:
     use = ToolUse("hermes", ("get_weather",), True, forced=True)
@@ -106,7 +106,7 @@ def test_the_finish_reason_says_whether_a_call_is_whole(
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_allowed_tools_are_all_that_is_shown_read_and_let_happen(directory: Path, model: ModelText, mode: str) -> None:
+def test_only_allowed_tools_are_rendered_read_and_sampled(directory: Path, model: ModelText, mode: str) -> None:
     body = chat(tools=THREE, tool_choice=allowed(mode, "knock", "ring"))
     asked = plan_tools(body, model)
     assert asked.use is not None
@@ -132,20 +132,20 @@ def test_allowed_tools_are_all_that_is_shown_read_and_let_happen(directory: Path
         ("maybe", "'none', 'auto' or 'required'"),
     ],
 )
-def test_a_choice_that_is_none_is_refused_by_what_is_wrong_with_it(model: ModelText, choice: Any, words: str) -> None:
+def test_invalid_tool_choice_is_refused_by_its_fault(model: ModelText, choice: Any, words: str) -> None:
     with pytest.raises(ApiError) as refused:
         plan_tools(chat(tools=TOOLS, tool_choice=choice), model)
     assert refused.value.status == 400 and (refused.value.param or "").startswith("tool_choice")
     assert words in refused.value.message
 
 
-def test_a_named_function_is_shown_among_the_others(model: ModelText) -> None:
+def test_template_renders_all_tools_when_one_is_named(model: ModelText) -> None:
     asked = plan_tools(chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "ring"}}), model)
     assert asked.use is not None and asked.use.names == ("ring",)
     assert len(asked.shown) == 2 and "ring" in json.dumps(asked.shown)
 
 
-def test_a_gateway_that_goes_on_with_a_request_names_the_field_of_its_grammar(model: ModelText) -> None:
+def test_delivery_record_keeps_the_grammar_field(model: ModelText) -> None:
     made = make_spec(grammar_field="tools")
     assert GenerationSpec.from_delivery(made.id, made.to_delivery(model.text.tail), "normal").grammar_field == "tools"
 
@@ -158,7 +158,7 @@ def test_a_gateway_that_goes_on_with_a_request_names_the_field_of_its_grammar(mo
         ("burnt", "tools", 500, None),
     ],
 )
-def test_only_a_grammar_that_cannot_be_followed_is_the_requests_fault(
+def test_failure_is_400_only_when_the_grammar_cannot_be_followed(
     why: str, field: str, status: int, param: str | None
 ) -> None:
     error = failed(why, field)

@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import itertools
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos import queue_pb2
 from services.gateway.delivery import stream as stream_module
-from services.gateway.delivery.stream import ChoiceText, Generation, Offer, Position, RequestStream, Row
-from services.gateway.errors import ApiError, handed_over, taken_over
-from services.gateway.metrics import Metrics
+from services.gateway.delivery.stream import ChoiceText, Generation, Offer, RequestStream, Row
+from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError, handed_over, taken_over
 from services.gateway.openai.answers import EventWriter
 from services.gateway.request import GenerationSpec
-from services.gateway.text.tokenizer import ModelText
-from tests.support.tokenizers import write_model
-
-EOS = 1
-
-
-@functools.cache
-def model() -> ModelText:
-    with tempfile.TemporaryDirectory() as directory:
-        return ModelText(write_model(Path(directory) / "m"))
-
-
-def spec(**changes: Any) -> GenerationSpec:
-    fields = {
-        "id": "cmpl-1", "endpoint": "completions", "model": "m", "created": 1, "prompts": [[50]], "prompt_texts": [],
-        "n": 1, "max_tokens": 100, "min_tokens": 0, "stop": [], "stop_ids": [EOS], "sampling": queue_pb2.Sampling(),
-        "priority": "normal", "stream": True, "include_usage": False, "echo": False, "return_token_ids": False,
-        "include_stop_str_in_output": False, "skip_special_tokens": True,
-    } | changes  # fmt: skip
-    return GenerationSpec(**fields)
-
+from tests.support.generations import CUTS, Recorded, generation, model, rows, spec
 
 TOKENS = st.lists(st.integers(4, 399), max_size=25)
 TEXTS = st.text(alphabet="the quickfox.🐋é", max_size=25)
-CUTS = st.lists(st.integers(0, 30), max_size=8)
-
-
-def rows(tokens: list[int], cuts: list[int]) -> list[list[int]]:
-    places = sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})
-    return [tokens[a:b] for a, b in itertools.pairwise(places)]
 
 
 def fed(pieces: list[list[int]], request: GenerationSpec) -> tuple[str, list[int], str | None, list[str]]:
@@ -68,7 +34,7 @@ def fed(pieces: list[list[int]], request: GenerationSpec) -> tuple[str, list[int
 
 @given(TEXTS, CUTS, st.lists(st.sampled_from([".", "fox", "qu", "k 🐋", "e"]), max_size=3), st.integers(0, 6))
 @settings(max_examples=300, deadline=None)
-def test_the_cutting_into_rows_changes_nothing(text: str, cuts: list[int], stop: list[str], least: int) -> None:
+def test_text_is_the_same_however_rows_are_cut(text: str, cuts: list[int], stop: list[str], least: int) -> None:
     tokens = model().encode(text)
     request = spec(stop=stop, min_tokens=least)
     singly = fed([[token] for token in tokens] or [[]], request)
@@ -86,7 +52,7 @@ def test_text_after_a_token_does_not_depend_on_later_tokens(tokens: list[int], o
 
 @given(TEXTS, st.sampled_from([".", "fox", "quick", "🐋", "the "]))
 @settings(max_examples=200, deadline=None)
-def test_a_stop_string_needs_the_fewest_tokens_that_hold_it(text: str, stop: str) -> None:
+def test_stop_string_counts_the_fewest_tokens_that_hold_it(text: str, stop: str) -> None:
     tokens = model().encode(text)
     shown, counted, reason, _ = fed([[token] for token in tokens] or [[]], spec(stop=[stop]))
     at = text.find(stop)
@@ -97,46 +63,16 @@ def test_a_stop_string_needs_the_fewest_tokens_that_hold_it(text: str, stop: str
     assert (shown, counted, reason) == (text[:at], tokens[:needed], "stop")
 
 
-def test_a_stop_string_before_min_tokens_ends_nothing() -> None:
+def test_stop_string_before_min_tokens_ends_nothing() -> None:
     tokens = model().encode("a.b.c")
     first_dot = next(n for n in range(1, 9) if "." in model().text.decode(tokens[:n]))
     shown, _, reason, _ = fed([[token] for token in tokens], spec(stop=["."], min_tokens=first_dot))
     assert (shown, reason) == ("a.b", "stop")
 
 
-def test_include_stop_str_in_output_keeps_it() -> None:
-    assert fed([model().encode("one. two")], spec(stop=["."], include_stop_str_in_output=True))[0] == "one."
-
-
-class Recorded:
-    """Commands that a generation gave."""
-
-    def __init__(self) -> None:
-        self.stops: list[tuple[int, int]] = []
-        self.closed: list[str] = []
-        self.away = False
-        self.unwritten: list[Callable[[], None]] = []
-
-    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
-        self.stops.append((choice, at_token))
-        if self.away:
-            self.unwritten.append(written)
-        else:
-            written()
-
-    def close(self, request_id: str, cancel_reason: str = "") -> None:
-        self.closed.append(cancel_reason)
-
-
-def generation(**changes: Any) -> tuple[Generation, RequestStream, Recorded]:
-    request = spec(**changes)
-    stream, commands = RequestStream(request.id, request.choices), Recorded()
-    return Generation(request, model(), stream, commands, Metrics(), 0.0), stream, commands
-
-
 @pytest.mark.parametrize(("finish", "told"), [(0, True), (1, False), (2, True), (4, True)])
-def test_a_stop_string_in_the_last_row_is_told_unless_it_ended_as_a_stop(finish: int, told: bool) -> None:
-    running, stream, commands = generation(stop=["fox"])
+def test_stop_string_in_the_last_row_is_sent_unless_stopped(finish: int, told: bool) -> None:
+    running, stream, commands = generation(spec(stop=["fox"]))
     tokens = model().encode("a fox")
     stream.offer(Row(0, tokens, finish=finish), 0)
     deltas = asyncio.run(running.next())
@@ -144,8 +80,8 @@ def test_a_stop_string_in_the_last_row_is_told_unless_it_ended_as_a_stop(finish:
     assert commands.stops == ([(0, len(tokens))] if told else [])
 
 
-def test_a_finished_request_is_closed_without_a_cancel_and_once() -> None:
-    running, stream, commands = generation()
+def test_finished_request_is_closed_once_without_a_cancel() -> None:
+    running, stream, commands = generation(spec())
     stream.offer(Row(0, [60], finish=2), 0)
     asyncio.run(running.next())
     running.close()
@@ -153,20 +89,8 @@ def test_a_finished_request_is_closed_without_a_cancel_and_once() -> None:
     assert commands.closed == [""]
 
 
-def test_an_unfinished_request_is_cancelled_with_the_reason() -> None:
-    left, _, commands = generation()
-    left.close()
-    assert commands.closed == ["the client left"]
-    failed, stream, commands = generation()
-    stream.fail(ApiError(503, "too slow"))
-    with pytest.raises(ApiError):
-        asyncio.run(failed.next())
-    failed.close()
-    assert commands.closed == ["too slow"]
-
-
-def test_rows_of_a_choice_after_its_stop_string_are_late() -> None:
-    running, stream, commands = generation(stop=["fox"], n=2)
+def test_rows_after_a_stop_string_are_late() -> None:
+    running, stream, commands = generation(spec(stop=["fox"], n=2))
     tokens = model().encode("a fox")
     stream.offer(Row(0, tokens), 0)
     asyncio.run(running.next())
@@ -179,13 +103,13 @@ def test_rows_of_a_choice_after_its_stop_string_are_late() -> None:
 
 
 def found_while_redis_is_away() -> tuple[Generation, Recorded]:
-    running, stream, commands = generation(stop=["fox"])
+    running, stream, commands = generation(spec(stop=["fox"]))
     commands.away = True
     stream.offer(Row(0, model().encode("a fox"), finish=2), 0)
     return running, commands
 
 
-def test_the_end_by_a_stop_string_is_told_once_redis_has_it_and_its_text_before() -> None:
+def test_stop_is_delivered_after_its_text_once_redis_has_it() -> None:
     async def scenario() -> None:
         running, commands = found_while_redis_is_away()
         (delta,) = await running.next()
@@ -198,7 +122,7 @@ def test_the_end_by_a_stop_string_is_told_once_redis_has_it_and_its_text_before(
     asyncio.run(scenario())
 
 
-def test_an_end_that_redis_does_not_take_is_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_is_delivered_late_when_redis_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "HELD_FINISH_S", 0.001)
 
     async def scenario() -> None:
@@ -210,7 +134,7 @@ def test_an_end_that_redis_does_not_take_is_told_in_the_end(monkeypatch: pytest.
     asyncio.run(scenario())
 
 
-def test_a_client_that_leaves_before_the_end_was_told_cancels() -> None:
+def test_client_that_leaves_before_a_held_finish_cancels() -> None:
     async def scenario() -> None:
         running, commands = found_while_redis_is_away()
         await running.next()
@@ -221,19 +145,16 @@ def test_a_client_that_leaves_before_the_end_was_told_cancels() -> None:
     asyncio.run(scenario())
 
 
-def test_an_end_that_the_client_has_is_not_told_again_when_its_stop_is_written() -> None:
-    request = spec(stop=["fox"])
+def test_finish_that_the_client_has_is_not_repeated() -> None:
     tokens = model().encode("a fox")
-    stream, commands = RequestStream(request.id, 1), Recorded()
-    had = Position([len(tokens) + 1])
-    running = Generation(request, model(), stream, commands, Metrics(), 0.0, had)
+    running, stream, commands = generation(spec(stop=["fox"]), had=f"cmpl-1:{len(tokens) + 1}")
     stream.offer(Row(0, tokens), 0)
     assert asyncio.run(running.next()) == []
     assert (commands.stops, running.done) == ([(0, len(tokens))], True)
 
 
-def test_an_error_row_ends_everything_as_an_error() -> None:
-    running, stream, _ = generation(n=2)
+def test_error_row_fails_the_request_after_its_tokens() -> None:
+    running, stream, _ = generation(spec(n=2))
     stream.offer(Row(0, [60]), 0)
     stream.offer(Row(1, [], finish=5, error="burnt"), 7)
     assert [delta.token_ids for delta in asyncio.run(running.next())] == [[60]], "what came before the error is told"
@@ -242,41 +163,39 @@ def test_an_error_row_ends_everything_as_an_error() -> None:
     assert running.failure is not None
 
 
-def failing(error: ApiError, **changes: Any) -> tuple[Generation, Recorded]:
-    running, stream, commands = generation(**changes)
+@pytest.mark.parametrize(
+    ("error", "is_stream", "message", "code", "is_cancelled"),
+    [
+        (ApiError(503, "too slow", code="overloaded"), True, "too slow", "overloaded", True),
+        (handed_over("cmpl-1"), True, "cmpl-1/stream", HANDED_OVER, False),
+        (handed_over("cmpl-1"), False, "is cancelled; send it again", "shutting_down", True),
+        (taken_over(), True, "another connection", TAKEN_OVER, False),
+    ],
+    ids=["failed", "handed over", "in one piece, not handed over", "taken over"],
+)
+def test_generation_cancels_its_request_unless_another_gateway_continues(
+    error: ApiError, is_stream: bool, message: str, code: str, is_cancelled: bool
+) -> None:
+    running, stream, commands = generation(spec(stream=is_stream))
     stream.fail(error, cut=True)
-    return running, commands
-
-
-def test_a_stream_that_is_handed_over_is_not_cancelled_even_if_its_client_leaves_in_that_moment() -> None:
-    told, commands = failing(handed_over("cmpl-1"))
-    with pytest.raises(ApiError, match="cmpl-1/stream"):
-        asyncio.run(told.next())
-    told.close()
-    left, others = failing(handed_over("cmpl-1"))
-    left.close()
-    assert commands.closed == others.closed == [""]
-
-
-def test_an_answer_in_one_piece_that_cannot_be_handed_over_says_that_it_is_cancelled() -> None:
-    running, commands = failing(handed_over("cmpl-1"), stream=False)
-    with pytest.raises(ApiError, match="is cancelled; send it again") as caught:
+    with pytest.raises(ApiError, match=message) as caught:
         asyncio.run(running.next())
     running.close()
-    assert caught.value.code == "shutting_down"
-    assert commands.closed == [caught.value.message]
+    assert caught.value.code == code
+    assert commands.closed == [caught.value.message if is_cancelled else ""]
 
 
-def test_a_connection_that_another_took_over_cancels_nothing() -> None:
-    running, commands = failing(taken_over())
-    with pytest.raises(ApiError):
-        asyncio.run(running.next())
+@pytest.mark.parametrize(("error", "cancel_reason"), [(None, "the client left"), (handed_over("cmpl-1"), "")])
+def test_client_that_leaves_cancels_its_request_unless_handed_over(error: ApiError | None, cancel_reason: str) -> None:
+    running, stream, commands = generation(spec())
+    if error is not None:
+        stream.fail(error, cut=True)
     running.close()
-    assert commands.closed == [""]
+    assert commands.closed == [cancel_reason]
 
 
-def test_an_events_id_says_what_is_had_with_it_and_nothing_of_the_events_behind_it() -> None:
-    running, stream, _ = generation(n=2, return_token_ids=True)
+def test_event_id_counts_the_tokens_up_to_that_event() -> None:
+    running, stream, _ = generation(spec(n=2, return_token_ids=True))
     writer = EventWriter(running, "fp")
     stream.offer(Row(0, [60, 61]), 0)
     stream.offer(Row(1, [62], finish=2), 0)
@@ -287,10 +206,7 @@ def test_an_events_id_says_what_is_had_with_it_and_nothing_of_the_events_behind_
     assert '"token_ids":[60,61]' in events[0]
 
 
-# The mailbox
-
-
-def test_a_mailbox_takes_each_token_once() -> None:
+def test_stream_takes_each_token_once() -> None:
     stream = RequestStream("r", 1)
     assert stream.offer(Row(0, [1, 2]), 0) is Offer.TAKEN
     assert stream.offer(Row(0, [1, 2]), 0) is Offer.DUPLICATE
@@ -304,7 +220,7 @@ def test_a_mailbox_takes_each_token_once() -> None:
     assert stream.done
 
 
-def test_a_bounded_mailbox_overflows_and_an_emptied_one_does_not() -> None:
+def test_bounded_stream_overflows_until_it_is_read() -> None:
     stream = RequestStream("r", 1, bound=2)
     outcomes = [stream.offer(Row(0, [index]), index) for index in range(3)]
     assert outcomes == [Offer.TAKEN, Offer.TAKEN, Offer.OVERFLOW]
@@ -314,7 +230,7 @@ def test_a_bounded_mailbox_overflows_and_an_emptied_one_does_not() -> None:
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
-def test_any_order_and_repetition_of_rows_gives_the_sequence(data: st.DataObject) -> None:
+def test_rows_in_any_order_give_the_sequence(data: st.DataObject) -> None:
     tokens = list(range(100, 100 + data.draw(st.integers(1, 20))))
     stream, got = RequestStream("r", 1), []
     for _ in range(40):
@@ -331,7 +247,7 @@ def test_any_order_and_repetition_of_rows_gives_the_sequence(data: st.DataObject
     assert stream.done
 
 
-def test_a_failed_mailbox_raises_and_takes_no_more() -> None:
+def test_failed_stream_raises_and_takes_no_more() -> None:
     stream = RequestStream("r", 1)
     stream.offer(Row(0, [1]), 0)
     stream.fail(ApiError(503, "why"))
@@ -341,7 +257,7 @@ def test_a_failed_mailbox_raises_and_takes_no_more() -> None:
     assert stream.offer(Row(0, [2]), 1) is Offer.LATE
 
 
-def test_a_stop_string_may_end_in_the_mark_of_half_a_character() -> None:
+def test_stop_string_may_end_in_half_a_character() -> None:
     """The first byte of one is all that came: what it is shows only at the end."""
     half = [next(token for token in range(400) if model().text.piece(token) == b"\xc3")]
     choice = ChoiceText(spec(stop=["a\ufffd"]), model(), [50])

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway.delivery.stream import Generation, Position, RequestStream, Row, rows_of
+from services.gateway.delivery.stream import RequestStream, Row, rows_of
 from services.gateway.errors import ApiError
-from services.gateway.metrics import Metrics
 from services.gateway.openai.answers import EventWriter, answer
 from services.gateway.openai.bodies import (
     ChatBody,
@@ -26,7 +25,7 @@ from services.gateway.request import GenerationSpec
 from shared.columns import pack
 from shared.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
 from tests.support import sse
-from tests.unit.gateway.text.test_generation import CUTS, Recorded, model, rows, spec
+from tests.support.generations import CUTS, generation, model, rows, spec
 
 TEXT = "a naïve 🐙, quick fox."  # the octopus is several tokens
 
@@ -54,9 +53,7 @@ def streamed(request: GenerationSpec, pieces: list[list[int]], had: str = "") ->
     """The choices of all events, one delivery a piece, and the events' ids; from the event `had` on."""
 
     async def go() -> list[bytes]:
-        stream = RequestStream(request.id, 1)
-        position = Position.parse(had, request.id, 1) if had else None
-        running = Generation(request, model(), stream, Recorded(), Metrics(), 0.0, position)
+        running, stream, _ = generation(request, had=had)
         writer = EventWriter(running, "fp")
         first, told = 0, []
         for at, piece in enumerate(pieces):
@@ -87,7 +84,7 @@ def text_of(choice: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
 
 
-def test_a_record_comes_back_as_it_was_and_says_where_a_vocabulary_ends() -> None:
+def test_logprob_record_round_trips_and_drops_padding_ids() -> None:
     made = pack_record(-0.5, np.array([7, -1, 3]), np.array([-2.0, -np.inf, -2.0], np.float32))
     assert len(made) == record_bytes(4) == 28
     assert unpack_records(made * 2, 4) == [TokenLogprobs(-0.5, [(3, -2.0), (7, -2.0)])] * 2
@@ -97,7 +94,7 @@ def test_a_record_comes_back_as_it_was_and_says_where_a_vocabulary_ends() -> Non
         split_records(b"12345", np.array([1, 4], np.int32), 3)
 
 
-def test_rows_of_a_batch_carry_the_records_of_those_who_asked() -> None:
+def test_rows_of_a_batch_carry_the_logprobs_requested() -> None:
     batch = queue_pb2.TokenBatch(
         requests=["a", "b", "c"], choices=pack([0, 1, 0]), first=pack([4, 5, 6]), counts=pack([2, 1, 0]),
         tokens=pack([11, 12, 13]), finish=bytes([0, 2, 3]), logprobs=b"aaaaAAAA", logprob_sizes=pack([8, 0, 0]),
@@ -106,7 +103,7 @@ def test_rows_of_a_batch_carry_the_records_of_those_who_asked() -> None:
     assert found == [("a", 4, [11, 12], b"aaaaAAAA"), ("b", 5, [13], b""), ("c", 6, [], b"")]
 
 
-def test_a_row_that_is_partly_known_keeps_the_records_of_what_is_new() -> None:
+def test_overlapping_row_keeps_the_logprobs_of_new_tokens() -> None:
     request = asking(2)
     stream = RequestStream(request.id, 1, record_bytes=request.record_bytes)
     stream.offer(row(request, 0, [9, 8]), 0)
@@ -118,7 +115,7 @@ def test_a_row_that_is_partly_known_keeps_the_records_of_what_is_new() -> None:
 
 @given(CUTS, st.lists(st.sampled_from([".", "fox", "e 🐙", ","]), max_size=2), st.sampled_from(["chat", "completions"]))
 @settings(max_examples=40, deadline=None)
-def test_events_tell_each_token_once_before_its_text_ends_and_go_on_behind_any_event(
+def test_events_carry_each_tokens_logprobs_once_and_resume_anywhere(
     cuts: list[int], stop: list[str], endpoint: str
 ) -> None:
     tokens = model().encode(TEXT)
@@ -139,7 +136,7 @@ def test_events_tell_each_token_once_before_its_text_ends_and_go_on_behind_any_e
         assert "".join(map(text_of, events[: at + 1] + rest)) == text
 
 
-def test_a_whole_chat_answer_has_openais_form_with_the_bytes_of_half_characters() -> None:
+def test_chat_logprobs_have_openais_form_with_bytes() -> None:
     tokens = model().encode(TEXT)
     request = asking(2, endpoint="chat")
     (choice,) = finished(request, [tokens])["choices"]
@@ -155,7 +152,7 @@ def test_a_whole_chat_answer_has_openais_form_with_the_bytes_of_half_characters(
     assert any("\ufffd" in one["token"] for one in told["content"]), "the octopus is several tokens"
 
 
-def test_a_whole_completion_has_openais_columns_and_offsets_into_its_text() -> None:
+def test_completion_logprobs_have_openais_columns_and_text_offsets() -> None:
     tokens = model().encode(TEXT)
     (choice,) = finished(asking(1), [tokens])["choices"]
     told = choice["logprobs"]
@@ -169,7 +166,7 @@ def test_a_whole_completion_has_openais_columns_and_offsets_into_its_text() -> N
         none["logprobs"]["tokens"], none["logprobs"]["token_logprobs"], strict=True)]  # fmt: skip
 
 
-def test_the_sampled_token_is_told_beside_the_best_and_what_cannot_be_has_a_number() -> None:
+def test_sampled_token_stands_beside_the_best_and_infinity_is_finite() -> None:
     request = asking(2)
     rounded = pack_record(-0.2500001, np.array([50, 60]), np.array([-0.25, -1.0], np.float32))
     (entry,) = finished(asking(2, endpoint="chat"), [[50]], rounded)["choices"][0]["logprobs"]["content"]
@@ -183,7 +180,7 @@ def test_the_sampled_token_is_told_beside_the_best_and_what_cannot_be_has_a_numb
     ]
 
 
-def test_best_of_tells_the_choices_with_the_highest_mean_and_counts_all() -> None:
+def test_best_of_returns_highest_means_and_counts_all_tokens() -> None:
     request = asking(None, n=4, keep=2, prompts=[[50], [51]], return_token_ids=True)
     outputs = [[9], [9, 8], [9, 8, 7], [9], [9, 8, 7, 6], [8], [7, 7], [6, 6, 6]]
     means = [-2.0, -1.0, -1.5, -1.0, -4.0, -3.0, -2.0, -2.5]
@@ -194,7 +191,7 @@ def test_best_of_tells_the_choices_with_the_highest_mean_and_counts_all() -> Non
     assert body["usage"]["completion_tokens"] == sum(map(len, outputs))
 
 
-def test_a_delivery_carries_all_that_another_gateway_needs_to_tell_the_same() -> None:
+def test_delivery_record_keeps_logprobs_and_best_of() -> None:
     request = asking(5, n=3, keep=2, continuous_usage=True)
     again = GenerationSpec.from_delivery(request.id, request.to_delivery(model().text.tail), "normal")
     assert (again.logprobs, again.keep, again.continuous_usage) == (5, 2, True)
@@ -205,10 +202,9 @@ def test_a_delivery_carries_all_that_another_gateway_needs_to_tell_the_same() ->
     assert GenerationSpec.from_delivery("x", spec().to_delivery(model().text.tail), "low").record_bytes == 0
 
 
-def test_continuous_usage_counts_the_tokens_so_far_in_every_event() -> None:
+def test_continuous_usage_counts_tokens_so_far_in_every_event() -> None:
     request = spec(include_usage=True, continuous_usage=True)
-    stream = RequestStream(request.id, 1)
-    running = Generation(request, model(), stream, Recorded(), Metrics(), 0.0)
+    running, stream, _ = generation(request)
     writer, seen = EventWriter(running, "fp"), []
 
     async def go() -> None:
@@ -221,33 +217,48 @@ def test_continuous_usage_counts_the_tokens_so_far_in_every_event() -> None:
     assert all(usage["total_tokens"] == usage["completion_tokens"] + 1 for usage in seen)
 
 
-def test_what_is_asked_is_checked_by_name() -> None:
-    def chat(**fields: Any) -> ChatBody:
-        return ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
+def chat(**fields: Any) -> ChatBody:
+    return ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
 
-    def completion(**fields: Any) -> CompletionBody:
-        return CompletionBody.model_validate({"model": "m", "prompt": "x", **fields})
 
-    assert [requested_logprobs(chat(logprobs=True)), requested_logprobs(chat(logprobs=True, top_logprobs=20))] == [
-        0,
-        20,
-    ]
-    assert [requested_logprobs(chat()), requested_logprobs(chat(top_logprobs=0)), requested_logprobs(completion())] == [
-        None
-    ] * 3
-    assert requested_logprobs(completion(logprobs=0)) == 0
+def completion(**fields: Any) -> CompletionBody:
+    return CompletionBody.model_validate({"model": "m", "prompt": "x", **fields})
+
+
+@pytest.mark.parametrize(
+    ("body", "logprobs"),
+    [
+        (chat(), None),
+        (chat(top_logprobs=0), None),
+        (chat(logprobs=True), 0),
+        (chat(logprobs=True, top_logprobs=20), 20),
+        (completion(), None),
+        (completion(logprobs=0), 0),
+    ],
+)
+def test_requested_logprobs_are_those_of_the_body(body: Any, logprobs: int | None) -> None:
+    assert requested_logprobs(body) == logprobs
+
+
+def test_best_of_becomes_choices_and_how_many_to_keep() -> None:
     assert [requested_choices(completion(n=2, best_of=n)) for n in (None, 2, 5)] == [(2, 0), (2, 0), (5, 2)]
-    for body, check in (
-        (chat(top_logprobs=3), requested_logprobs),
-        (completion(n=3, best_of=2), requested_choices),
-        (completion(best_of=2, stream=True), requested_choices),
-    ):
-        with pytest.raises(ApiError) as refused:
-            check(body)
-        assert refused.value.param in ("top_logprobs", "best_of") and refused.value.status == 400
 
 
-def test_records_that_could_take_too_much_of_redis_are_refused_with_the_figures() -> None:
+@pytest.mark.parametrize(
+    ("check", "body", "param"),
+    [
+        (requested_logprobs, chat(top_logprobs=3), "top_logprobs"),
+        (requested_choices, completion(n=3, best_of=2), "best_of"),
+        (requested_choices, completion(best_of=2, stream=True), "best_of"),
+    ],
+)
+def test_logprobs_and_best_of_that_cannot_be_are_refused(check: Any, body: Any, param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        check(body)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_logprobs_too_large_for_redis_are_refused_with_figures() -> None:
     check_records(100, 4000, 21)
     check_records(128, 32768, 1)
     with pytest.raises(ApiError) as refused:
@@ -259,8 +270,7 @@ def finished(
     request: GenerationSpec, outputs: list[list[int]], made: bytes = b"", means: list[float] | None = None
 ) -> dict[str, Any]:
     """The whole answer to outputs, one for each choice; `made`: the records instead of row()'s."""
-    stream = RequestStream(request.id, request.choices)
-    running = Generation(request, model(), stream, Recorded(), Metrics(), 0.0)
+    running, stream, _ = generation(request)
     for choice, tokens in enumerate(outputs):
         told = row(request, 0, tokens, 2, choice)
         told.logprobs = made or told.logprobs

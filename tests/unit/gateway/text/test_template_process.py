@@ -33,7 +33,7 @@ def renderer() -> Iterator[Make]:
         one.close()
 
 
-def test_a_template_that_runs_too_long_fails_alone_and_the_process_goes_on(renderer: Make) -> None:
+def test_slow_template_fails_and_its_process_continues(renderer: Make) -> None:
     busy = "{% for a in range(9999) %}{% if n %}{% for b in range(99999) %}{% endfor %}{% endif %}{% endfor %}ok"
     template = renderer(busy, timeout_s=0.2)
     assert template.render(n=0) == "ok"
@@ -44,7 +44,7 @@ def test_a_template_that_runs_too_long_fails_alone_and_the_process_goes_on(rende
 
 
 @pytest.mark.parametrize("source", ["{{ ('a' * (n or 1)) | length }}", "{{ ('a' * 3000000000) | length }}"])
-def test_a_template_that_takes_too_much_memory_fails_wherever_it_takes_it(renderer: Make, source: str) -> None:
+def test_template_that_takes_too_much_memory_fails(renderer: Make, source: str) -> None:
     template = renderer(source)
     with pytest.raises(RenderError, match="memory"):
         template.render(n=3_000_000_000)
@@ -53,20 +53,20 @@ def test_a_template_that_takes_too_much_memory_fails_wherever_it_takes_it(render
         assert template.render(n=0) == "1"
 
 
-def test_a_rendered_text_has_a_bound(renderer: Make) -> None:
+def test_rendered_text_has_a_bound(renderer: Make) -> None:
     template = renderer("{% for i in range(n) %}{{ 'a' * 1000000 }}{% endfor %}")
     with pytest.raises(RenderError, match="at most"):
         template.render(n=20)
     assert len(template.render(n=2)) == 2_000_000
 
 
-def test_templates_cannot_reach_what_lies_behind_values(renderer: Make) -> None:
+def test_template_cannot_reach_attributes_of_values(renderer: Make) -> None:
     for source in ("{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{{ messages.append(1) }}"):
         with pytest.raises(jinja2.TemplateError):
             renderer(source).render(messages=[])
 
 
-def test_what_a_template_says_and_asks_for_comes_through(renderer: Make) -> None:
+def test_template_errors_and_functions_pass_through(renderer: Make) -> None:
     with pytest.raises(jinja2.TemplateError, match=r"^only 🐋$"):
         renderer("{{ raise_exception('only 🐋') }}").render()
     year = renderer("{{ strftime_now('%Y') }}{{ 'a b' | wordwrap(1) }}{{ messages | tojson }}")
@@ -77,7 +77,7 @@ def test_what_a_template_says_and_asks_for_comes_through(renderer: Make) -> None
         renderer("{% for %}")
 
 
-def test_a_process_that_dies_or_hangs_is_replaced(renderer: Make) -> None:
+def test_template_process_is_replaced_when_it_dies_or_hangs(renderer: Make) -> None:
     template = renderer(ORDINARY, timeout_s=0.1)
     hello = [{"content": "hello"}]
     assert template.render(messages=hello) == "hello"
@@ -93,7 +93,7 @@ def test_a_process_that_dies_or_hangs_is_replaced(renderer: Make) -> None:
     assert len({before, stopped, template.pid}) == 3
 
 
-def test_the_process_has_no_secrets_can_open_nothing_and_ends_with_its_gateway(renderer: Make) -> None:
+def test_template_process_is_confined_and_ends_with_its_gateway(renderer: Make) -> None:
     template = renderer(ORDINARY)
     template.render(messages=[])
     process = psutil.Process(template.pid)
@@ -107,7 +107,7 @@ def test_the_process_has_no_secrets_can_open_nothing_and_ends_with_its_gateway(r
     until("the process has ended", lambda: process.status() == psutil.STATUS_ZOMBIE or not process.is_running())
 
 
-def test_nothing_of_a_template_runs_in_the_gateway(renderer: Make) -> None:
+def test_template_is_not_compiled_in_the_gateway(renderer: Make) -> None:
     template = renderer("{{ 1 | unknown }}")  # compiling it, which also folds constants, finds the filter missing
     assert template.pid is None
     with pytest.raises(jinja2.TemplateError, match="unknown"):

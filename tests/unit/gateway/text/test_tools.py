@@ -1,4 +1,4 @@
-"""Structured output and tools at the gateway: what is asked becomes a grammar, what comes back becomes calls.
+"""Structured output and tools at the gateway: bodies become grammars, output becomes calls.
 
 Oracles: random walks through the grammars are checked with json, jsonschema and re; templates with transformers.
 """
@@ -17,9 +17,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from services.gateway.delivery.stream import Generation, Position, RequestStream, Row
+from services.gateway.delivery.stream import Row
 from services.gateway.errors import ApiError
-from services.gateway.metrics import Metrics
 from services.gateway.openai.answers import EventWriter, answer
 from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
 from services.gateway.openai.chat import plain_messages
@@ -28,9 +27,9 @@ from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import ToolReader, merged
 from shared.grammars import CACHE_BYTES, Grammars
+from tests.support.generations import generation
+from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import byte_fallback, byte_level, metaspace, write_model
-from tests.unit.gateway.text.test_generation import Recorded
-from tests.unit.gateway.text.test_generation import spec as make_spec
 
 WEATHER = {
     "type": "object",
@@ -91,26 +90,31 @@ def walk(model: ModelText, directory: Path, grammar: str, seed: int) -> str | No
     return None
 
 
+def formatted(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def is_weather(text: str) -> bool:
+    return jsonschema.validate(json.loads(text), WEATHER) is None
+
+
 FORMATS = [
     ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER, "strict": True}}},
-        lambda text: jsonschema.validate(json.loads(text), WEATHER) is None,
-    ),
-    ({"guided_json": WEATHER}, lambda text: jsonschema.validate(json.loads(text), WEATHER) is None),
-    ({"guided_json": json.dumps(WEATHER)}, lambda text: jsonschema.validate(json.loads(text), WEATHER) is None),
+    ({"response_format": formatted({"name": "w", "schema": WEATHER, "strict": True})}, is_weather),
+    ({"guided_json": WEATHER}, is_weather),
+    ({"guided_json": json.dumps(WEATHER)}, is_weather),
     ({"guided_regex": r"[a-f]{2,4}(-\d+)?"}, lambda text: re.fullmatch(r"[a-f]{2,4}(-\d+)?", text)),
     ({"guided_choice": ["a b", "c|d", "ü\n", ".*"]}, lambda text: text in ["a b", "c|d", "ü\n", ".*"]),
     ({"guided_grammar": 'start: "x" y*\ny: "yz" | "w"'}, lambda text: re.fullmatch("x(yz|w)*", text)),
     ({"structured_outputs": {"regex": "a+"}}, lambda text: re.fullmatch("a+", text)),
-    ({"structured_outputs": {"json": WEATHER}}, lambda text: jsonschema.validate(json.loads(text), WEATHER) is None),
+    ({"structured_outputs": {"json": WEATHER}}, is_weather),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback])
 @pytest.mark.parametrize(("fields", "valid"), FORMATS, ids=[f"{next(iter(f))}-{i}" for i, (f, _) in enumerate(FORMATS)])
-def test_what_is_asked_becomes_a_grammar_of_it_on_both_endpoints(
+def test_structured_output_becomes_its_grammar_on_both_endpoints(
     tmp_path: Path, tokenizer: Any, fields: dict[str, Any], valid: Any
 ) -> None:
     directory = write_model(tmp_path / "m", tokenizer())
@@ -121,20 +125,24 @@ def test_what_is_asked_becomes_a_grammar_of_it_on_both_endpoints(
     assert found and all(map(valid, found))
 
 
-def test_nothing_is_bound_where_nothing_is_asked(model: ModelText) -> None:
+def test_free_text_and_free_tools_have_no_grammar(model: ModelText) -> None:
     assert grammar_of(completion(), model) == grammar_of(chat(response_format={"type": "text"}), model) == ""
     assert grammar_of(chat(tools=TOOLS), model) == grammar_of(chat(tools=TOOLS, tool_choice="none"), model) == ""
 
 
-def test_keywords_that_cannot_be_kept_are_refused_only_where_the_schema_is_strict(model: ModelText) -> None:
+def test_unsupported_keyword_is_refused_only_in_a_strict_schema(model: ModelText) -> None:
     def ask(**strict: bool) -> ChatBody:
         schema = {"name": "w", "schema": {"type": "object", "not": {"required": ["a"]}}, **strict}
-        return chat(response_format={"type": "json_schema", "json_schema": schema})
+        return chat(response_format=formatted(schema))
 
     assert grammar_of(ask(), model)
     with pytest.raises(ApiError, match="not") as refused:
         grammar_of(ask(strict=True), model)
     assert (refused.value.param, refused.value.code) == ("response_format", "invalid_grammar")
+
+
+def taking(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 LARGE = {"enum": ["x" * 100 + str(i) for i in range(700)]}
@@ -157,42 +165,24 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"what": 1}}, "structured_outputs.what", "Unrecognized"),
     ({"response_format": {"type": "xml"}}, "response_format", "xml"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-        "response_format.json_schema.name",
-        "name",
-    ),
+    ({"response_format": formatted({"schema": {}})}, "response_format.json_schema.name", "name"),
     ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", "structured"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured"),
-]
-BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "function"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
     ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "duplicate name"),
     ({"tools": [TOOLS[1]] * 129}, "tools", "128"),
     ({"tool_choice": "required"}, "tool_choice", "tools are given"),
     ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "required"),
-    (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}},
-        "tool_choice",
-        "not in tools",
-    ),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice", "not in tools"),
     ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools", "tool_choice none"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
-         "tool_choice": "required"},
-        "tools", "type object",
-    ),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": 3}}}}}],
-         "tool_choice": "required"},
-        "tools", "cannot be used",
-    ),
+    ({"tools": [taking({"type": "array"})], "tool_choice": "required"}, "tools", "type object"),
+    ({"tools": [taking({"properties": {"a": {"type": 3}}})], "tool_choice": "required"}, "tools", "cannot be used"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), BAD + BAD_TOOLS)
-def test_what_cannot_be_used_is_refused_by_name(
+@pytest.mark.parametrize(("fields", "param", "words"), BAD)
+def test_structured_output_that_cannot_be_used_is_refused_by_name(
     model: ModelText, fields: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
@@ -202,14 +192,14 @@ def test_what_cannot_be_used_is_refused_by_name(
     assert words in refused.value.message
 
 
-def test_a_tokenizer_that_llguidance_cannot_read_has_no_structured_output(tmp_path: Path) -> None:
+def test_structured_output_is_unavailable_when_llguidance_cannot_read_the_tokenizer(tmp_path: Path) -> None:
     text = ModelText(write_model(tmp_path / "m", metaspace(), eos_token="</s>"))
     with pytest.raises(ApiError, match="not available for this model") as refused:
         grammar_of(completion(guided_regex="a"), text)
     assert refused.value.code == "structured_output_unavailable"
 
 
-def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
+def test_tools_are_refused_when_the_template_has_none(tmp_path: Path) -> None:
     plain = ModelText(write_model(tmp_path / "plain"))
     assert plain.tool_format == "none"
     with pytest.raises(ApiError, match="has no tools"):
@@ -228,7 +218,7 @@ def test_a_template_that_knows_no_tools_refuses_them(tmp_path: Path) -> None:
         ("", "none"),
     ],
 )
-def test_the_form_of_calls_goes_by_the_template(tmp_path: Path, words: str, kind: str) -> None:
+def test_tool_format_follows_the_template(tmp_path: Path, words: str, kind: str) -> None:
     source = "{% if tools %}{{ '" + words + "' }}{% endif %}"
     assert ModelText(write_model(tmp_path / "m", chat_template=source)).tool_format == kind
 
@@ -237,7 +227,7 @@ def test_the_form_of_calls_goes_by_the_template(tmp_path: Path, words: str, kind
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("control", [False, True])
-def test_calls_that_have_to_be_are_valid_whatever_the_model_draws(
+def test_forced_calls_are_valid_whatever_the_model_samples(
     tmp_path: Path, kind: str, choice: Any, parallel: bool, control: bool
 ) -> None:
     tokenizer = byte_level()
@@ -264,22 +254,14 @@ def test_calls_that_have_to_be_are_valid_whatever_the_model_draws(
 
 CONVERSATION = [
     {"role": "user", "content": "weather <|im_end|>?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {
-                "id": "call_1",
-                "type": "function",
-                "function": {"name": "get_weather", "arguments": '{"city": "K<|eos|>"}'},
-            }
-        ],
-    },
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "K<|eos|>"}'}},
+    ]},
     {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "sunny"}]},
-]
+]  # fmt: skip
 
 
-def test_templates_are_shown_tools_calls_and_results_as_transformers_shows_them(model: ModelText) -> None:
+def test_template_renders_tools_and_results_as_transformers_does(model: ModelText) -> None:
     body = chat(messages=CONVERSATION, tools=TOOLS)
     shown = plan_tools(body, model).shown
     ids = model.chat.encode(plain_messages(body.messages), True, shown)
@@ -305,16 +287,16 @@ def test_templates_are_shown_tools_calls_and_results_as_transformers_shows_them(
         ),
     ],
 )  # fmt: skip
-def test_messages_with_tools_that_are_wrong_are_refused_by_name(message: dict[str, Any], param: str) -> None:
+def test_wrong_tool_messages_are_refused_by_name(message: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
         plain_messages(chat(messages=[message]).messages)
     assert refused.value.param == param
 
 
 SAID = (
-    'Well.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 🐋"}}\n</tool_call>\n<tool_call>{"name": '
+    'Well.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 🐋"}}\n</tool_call>\n'
+    '<tool_call>{"name": "ring"}</tool_call>'
 )
-SAID += '"ring"}</tool_call>'
 USE = ToolUse("hermes", ("get_weather", "ring"), True)
 
 
@@ -322,9 +304,7 @@ def events(model: ModelText, request: GenerationSpec, tokens: list[int], had: st
     """The events of a choice that is fed token by token, to a client that read as far as the event `had`."""
 
     async def run() -> list[str]:
-        stream = RequestStream(request.id, 1)
-        position = Position.parse(had, request.id, 1) if had else None
-        running = Generation(request, model, stream, Recorded(), Metrics(), 0.0, position)
+        running, stream, _ = generation(request, model, had)
         writer, found = EventWriter(running, "fp"), []
         for at, token in enumerate([*tokens, None]):
             stream.offer(Row(0, [] if token is None else [token], finish=1 if token is None else 0), at)
@@ -334,7 +314,7 @@ def events(model: ModelText, request: GenerationSpec, tokens: list[int], had: st
     return asyncio.run(run())
 
 
-def test_a_stream_of_calls_is_openais_and_goes_on_anywhere_with_the_same_events(model: ModelText) -> None:
+def test_stream_of_calls_resumes_anywhere_with_the_same_events(model: ModelText) -> None:
     made = make_spec(id="chatcmpl-1", endpoint="chat", tools=USE)
     request = GenerationSpec.from_delivery(made.id, made.to_delivery(model.text.tail), "normal")
     assert request.tools == USE
@@ -356,10 +336,9 @@ def test_a_stream_of_calls_is_openais_and_goes_on_anywhere_with_the_same_events(
         assert events(model, request, tokens, event.partition("\n")[0].removeprefix("id: ")) == told[at + 1 :]
 
 
-def test_a_whole_answer_has_the_calls_of_the_stream(model: ModelText) -> None:
+def test_answer_has_the_calls_of_the_stream(model: ModelText) -> None:
     request = make_spec(endpoint="chat", tools=USE)
-    stream = RequestStream(request.id, 1)
-    running = Generation(request, model, stream, Recorded(), Metrics(), 0.0)
+    running, stream, _ = generation(request, model)
     stream.offer(Row(0, model.encode(SAID.removeprefix("Well.")), finish=1), 0)
     (delta,) = asyncio.run(running.next())
     (choice,) = answer(
@@ -371,7 +350,7 @@ def test_a_whole_answer_has_the_calls_of_the_stream(model: ModelText) -> None:
     assert all(set(call) == {"id", "type", "function"} for call in choice["message"]["tool_calls"])
 
 
-def test_kept_grammars_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_cache_is_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shared import grammars as module
 
     monkeypatch.setattr(module, "CACHE_BYTES", 200_000)

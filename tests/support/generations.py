@@ -1,0 +1,72 @@
+"""Requests and their deliveries in process: a small model, and a generation with the commands that it gives."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from protos import queue_pb2
+from services.gateway.delivery.stream import Generation, Position, RequestStream
+from services.gateway.metrics import Metrics
+from services.gateway.request import GenerationSpec
+from services.gateway.text.tokenizer import ModelText
+from tests.support.tokenizers import byte_fallback, byte_level, write_model
+
+EOS = 1
+CUTS = st.lists(st.integers(0, 30), max_size=8)
+
+
+@functools.cache
+def model(kind: str = "byte_level") -> ModelText:
+    tokenizer = {"byte_level": byte_level, "byte_fallback": byte_fallback}[kind]()
+    with tempfile.TemporaryDirectory() as directory:
+        return ModelText(write_model(Path(directory) / "m", tokenizer))
+
+
+def spec(**changes: Any) -> GenerationSpec:
+    fields: dict[str, Any] = {
+        "id": "cmpl-1", "endpoint": "completions", "model": "m", "created": 1, "prompts": [[50]], "n": 1,
+        "max_tokens": 100, "stop_ids": [EOS], "sampling": queue_pb2.Sampling(), "priority": "normal", "stream": True,
+    }  # fmt: skip
+    return GenerationSpec(**fields | changes)
+
+
+def rows(tokens: list[int], cuts: list[int]) -> list[list[int]]:
+    """Cut tokens into rows."""
+    places = sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})
+    return [tokens[a:b] for a, b in itertools.pairwise(places)]
+
+
+class Recorded:
+    """Commands that a generation gave. away: Redis does not answer, so stops stay unwritten."""
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[int, int]] = []
+        self.closed: list[str] = []
+        self.away = False
+        self.unwritten: list[Callable[[], None]] = []
+
+    def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
+        self.stops.append((choice, at_token))
+        if self.away:
+            self.unwritten.append(written)
+        else:
+            written()
+
+    def close(self, request_id: str, cancel_reason: str = "") -> None:
+        self.closed.append(cancel_reason)
+
+
+def generation(
+    request: GenerationSpec, text: ModelText | None = None, had: str = ""
+) -> tuple[Generation, RequestStream, Recorded]:
+    """Return a generation under way, to a client that has read as far as the event `had`."""
+    stream, commands = RequestStream(request.id, request.choices), Recorded()
+    position = Position.parse(had, request.id, request.choices) if had else None
+    return Generation(request, text or model(), stream, commands, Metrics(), 0.0, position), stream, commands
