@@ -22,7 +22,7 @@ from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
 from shared.options import Values
 from shared.security import api_keys
-from shared.security.api_keys import MOST_KEYS, KeyRecord
+from shared.security.api_keys import MOST_KEYS, SCOPES, KeyRecord
 from shared.settings import CommonSettings, LauncherSettings
 
 app = typer.Typer(rich_markup_mode=None, help="Make, list and revoke API keys.", no_args_is_help=True)
@@ -47,9 +47,12 @@ def add(
     expires: Annotated[
         str, typer.Option(help="30m, 12h, 90d from now, or a date (2027-01-31); empty means never")
     ] = "",
+    scope: Annotated[str, typer.Option(help="ops also opens the live page; empty means requests only")] = "",
     json: Json = False,
 ) -> None:
     """Make a key and print it; it is not shown again."""
+    if scope and scope not in SCOPES:
+        raise ConfigurationError(f"--scope={scope}: unknown scope; give {' or '.join(SCOPES)}, or none")
     if max_priority not in CLASSES:
         raise ConfigurationError(f"--max-priority={max_priority}: unknown class; give one of {', '.join(CLASSES)}")
     if tenant and not _TENANT.fullmatch(tenant):
@@ -65,7 +68,7 @@ def add(
         key_id, text = api_keys.new_key()
         record = KeyRecord(
             key_id, api_keys.digest(text).hex(), name, tenant or key_id, max_priority, requests_per_minute,
-            tokens_per_minute, concurrent_requests, now_s, _moment(expires, now_s),
+            tokens_per_minute, concurrent_requests, now_s, _moment(expires, now_s), scope=scope,
         )  # fmt: skip
         _write(client, keys, record)
     if json:
@@ -92,14 +95,14 @@ def list_keys(values: Values, json: Json = False) -> None:
     if not rows:
         print(f"no keys for model {keys.model}; `orcinus keys add NAME` makes one")
         return
-    heads = ("id", "name", "tenant", "state", "max priority", "requests/min", "tokens/min", "at once", "created",
-             "expires", "last used")  # fmt: skip
+    heads = ("id", "name", "tenant", "state", "max priority", "scope", "requests/min", "tokens/min", "at once",
+             "created", "expires", "last used")  # fmt: skip
     table = Table(*heads, box=None)
     for record, row in zip(records, rows, strict=True):
         limits = (record.requests_per_minute, record.tokens_per_minute, record.concurrent_requests)
         times = (record.created_s, record.expires_s, row["last_used_s"])
         table.add_row(
-            record.id, record.name, record.tenant, row["state"], record.max_priority,
+            record.id, record.name, record.tenant, row["state"], record.max_priority, record.scope or "-",
             *(str(limit or "-") for limit in limits), *(_day(at) for at in times),
         )  # fmt: skip
     Console(markup=False, highlight=False, soft_wrap=True).print(table)

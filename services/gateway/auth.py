@@ -75,6 +75,7 @@ class Caller:
     rates: Rates = Rates()
     max_priority: str = CLASSES[0]
     has_others: bool = False  # there are keys of other tenants
+    is_operator: bool = True  # may see the live page; keys of `orcinus keys` need the scope ops
 
     def priority(self, requested: str) -> str:
         """Return the class of a request; requested: the class that it names, '' for none. Raise ApiError(403) above the
@@ -168,7 +169,8 @@ class Keyring:
             record.tokens_per_minute or self._rates.tokens_per_minute,
             record.concurrent_requests or self._rates.concurrent_requests,
         )
-        return Caller(record.tenant, self.salt(record.tenant), record.id, rates, record.max_priority, self._several)
+        salt, is_operator = self.salt(record.tenant), record.scope == "ops"
+        return Caller(record.tenant, salt, record.id, rates, record.max_priority, self._several, is_operator)
 
     def _of_settings(self, text: str) -> Caller | None:
         digest, matches = api_keys.digest(text), False

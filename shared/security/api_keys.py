@@ -15,6 +15,8 @@ import orjson
 
 from shared.keys import CLASSES
 
+SCOPES = ("ops",)
+"""What a key may beyond requests: `ops` sees the live page."""
 MOST_KEYS = 10_000
 """Bound on the keys of a model: every gateway holds all records in memory."""
 
@@ -36,10 +38,14 @@ class KeyRecord:
     created_s: int = 0
     expires_s: int = 0
     revoked_s: int = 0
+    scope: str = ""  # one of SCOPES, or empty
 
     def encode(self) -> bytes:
-        """Return the record as the hash `keys` stores it."""
-        return orjson.dumps(asdict(self))
+        """Return the record as the hash `keys` stores it; without an empty scope, which older gateways do not know."""
+        fields = asdict(self)
+        if not self.scope:
+            del fields["scope"]
+        return orjson.dumps(fields)
 
     @classmethod
     def decode(cls, stored: bytes) -> KeyRecord:
@@ -50,6 +56,8 @@ class KeyRecord:
             raise TypeError("key record: a field has the wrong type")
         if record.max_priority not in CLASSES:
             raise ValueError(f"key record: no class {record.max_priority!r}")
+        if record.scope not in ("", *SCOPES):
+            raise ValueError(f"key record: no scope {record.scope!r}")
         return record
 
     def state(self, now_s: float) -> str:

@@ -241,3 +241,12 @@ def test_page_beyond_loopback_needs_a_valid_key(
         visit.page.get_by_role("button", name="Show").click()
         visit.says("#state", "live")
         assert visit.text("#running") == "17"
+
+
+def test_page_asks_for_another_key_when_one_lacks_the_scope(open_page: OpenPage) -> None:
+    visit = open_page()
+    refusal = {"error": {"message": "live page: this key lacks the scope ops"}}
+    visit.page.route("**/dashboard/events", lambda route: route.fulfill(status=403, json=refusal))
+    visit.page.reload()
+    visit.says("#banner", "lacks the scope ops")
+    assert visit.page.locator("#key-form").is_visible()

@@ -40,6 +40,7 @@ async function read(address, on) {
     const headers = key ? { Authorization: `Bearer ${key}` } : {};
     const answer = await fetch(address, { headers, signal: gone.signal, cache: "no-store" });
     if (answer.status === 401) throw Object.assign(new Error(key ? "the key is not valid" : ""), { refused: true });
+    if (answer.status === 403) throw Object.assign(new Error(await reason(answer)), { refused: true });
     if (!answer.ok) throw new Error(await reason(answer));
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let held = ""; ; ) {

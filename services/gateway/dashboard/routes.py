@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.auth import Caller
 from services.gateway.dashboard.feed import Feed, Viewer
 from services.gateway.errors import ApiError, unavailable
 from services.gateway.gateway import Gateway
@@ -58,6 +59,10 @@ def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
         """Send what the page shows, as server-sent events: `past` once, `now` each second."""
         if on_public_port and not gateway.keyring.needed:
             return _to_ops_port(gateway, request)
+        caller: Caller | None = getattr(request.state, "caller", None)  # None: a port that needs no key
+        if caller is not None and not caller.is_operator:
+            text = "live page: this key lacks the scope ops; make one with `orcinus keys add NAME --scope ops`"
+            raise ApiError(403, text, code="scope_not_allowed")
         if gateway.draining:
             raise unavailable("the gateway is shutting down", "shutting_down", 5)
         return _Events(gateway, feed, feed.enter())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from services.cli.app import app
 from services.gateway.http.pages import PAGE_HEADERS
 from services.gateway.web import routes as web
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
+from tests.support.waiting import until
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 KEY = "sk-of-the-settings"
@@ -90,3 +94,25 @@ def test_live_page_without_a_key_is_a_redirect_to_the_ops_port_on_this_machine(g
         answer = httpx.get(gateway.url + path, headers={"Host": host})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "ops_port_only")
         assert gateway.ops_url in answer.json()["error"]["message"]
+
+
+def test_live_page_needs_a_key_with_the_scope_ops(guarded: GatewayProcess, redis_server: RedisServer) -> None:
+    where = ["--redis-url", redis_server.url, "--served-model-name", guarded.name, "--json"]
+
+    def headers_of(*options: str) -> dict[str, str]:
+        done = CliRunner().invoke(app, ["keys", "add", "a key", *options, *where], catch_exceptions=False)
+        return {"Authorization": f"Bearer {json.loads(done.stdout)['key']}"}
+
+    plain, ops = headers_of(), headers_of("--scope", "ops")
+    for headers in (plain, ops):
+        until(
+            "the key is known",
+            lambda headers=headers: httpx.get(guarded.url + "/v1/models", headers=headers).status_code == 200,
+        )
+    refused = httpx.get(guarded.url + "/dashboard/events", headers=plain)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "scope_not_allowed")
+    assert "orcinus keys add NAME --scope ops" in refused.json()["error"]["message"]
+    with httpx.stream("GET", guarded.url + "/dashboard/events", headers=ops) as events:
+        assert events.status_code == 200
+    wrong = CliRunner().invoke(app, ["keys", "add", "a key", "--scope", "all", *where])
+    assert "--scope=all: unknown scope; give ops, or none" in str(wrong.exception)
