@@ -348,6 +348,7 @@ def test_phone_shows_all_of_it_without_scrolling_sideways(
         if is_open:
             visit.page.get_by_role("button", name="Settings", exact=True).click()
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert visit.page.evaluate("document.querySelector('#main').scrollWidth") <= 390
         assert visit.page.evaluate(beyond) == []
         sizes = visit.page.evaluate(
             "[...document.querySelectorAll('header button, #send')].map((one) => one.getBoundingClientRect().height)"
