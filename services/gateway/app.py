@@ -22,7 +22,7 @@ from services.gateway.dashboard import routes as dashboard
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.http.pages import PAGE_HEADERS
-from services.gateway.http.protocol import BodyLimit, CutSlow, RequestContext
+from services.gateway.http.protocol import BodyLimit, CutSlow, Pages, RequestContext
 from services.gateway.openai import chat, completions, document, info, requests, responses, tokenization
 from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from services.gateway.openai.responses import ResponsesBody
@@ -34,7 +34,7 @@ BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
-    app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(web.Pages)])
+    app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(Pages, files=web.FILES)])
     for endpoint in (completions, chat, requests, responses, tokenization, info):
         _include(app, endpoint.router(gateway))
     _include(app, info.ops_router(gateway, on_public_port=True))

@@ -13,8 +13,9 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from services.gateway.auth import OPEN_PATHS
 from services.gateway.errors import ApiError, too_big
+from services.gateway.http.pages import page
 from services.gateway.metrics import Metrics
 from shared.settings import GatewaySettings
 
@@ -285,6 +287,31 @@ class RequestContext:
             if path.startswith(prefix):
                 return prefix + "{id}"
         return "other"
+
+
+class Pages:
+    """Answer GET and HEAD of the files of pages; pass everything else on.
+
+    `/` is a page for a client that accepts HTML, as browsers do. Any other client gets from `/` what an unknown path
+    answers.
+    """
+
+    def __init__(self, app: ASGIApp, files: Mapping[str, Path]) -> None:
+        """files: by path."""
+        self._app = app
+        self._files = files
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        file = (
+            self._files.get(scope["path"]) if scope["type"] == "http" and scope["method"] in ("GET", "HEAD") else None
+        )
+        if file is None or (scope["path"] == "/" and "text/html" not in Headers(scope=scope).get("accept", "")):
+            await self._app(scope, receive, send)
+            return
+        answer = page(file)
+        if scope["path"] == "/":
+            answer.headers["vary"] = "Accept"
+        await answer(scope, receive, send)
 
 
 class BodyLimit:

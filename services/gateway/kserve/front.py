@@ -261,6 +261,7 @@ class _Stream:
         self._call = call
         self._turn = asyncio.Lock()  # one write at a time
         self._room = asyncio.Semaphore(MOST_OF_A_STREAM)
+        self._writes: set[asyncio.Task[None]] = set()
 
     async def run(self, requests: AsyncIterator[kserve.ModelInferRequest]) -> None:
         """Serve until the client has sent all and read all. Raise ApiError when it does not read."""
@@ -334,8 +335,20 @@ class _Stream:
             raise error from None
 
     async def _write(self, made: kserve.ModelStreamInferResponse) -> None:
+        """Write one answer. A caller that is cancelled leaves its write to end: gRPC takes no second one beside it."""
+        writing = asyncio.create_task(self._write_in_turn(made))
+        self._writes.add(writing)
+        writing.add_done_callback(self._forget)
+        await asyncio.shield(writing)
+
+    async def _write_in_turn(self, made: kserve.ModelStreamInferResponse) -> None:
         async with self._turn:
             await self._context.write(made)
+
+    def _forget(self, writing: asyncio.Task[None]) -> None:
+        self._writes.discard(writing)
+        if not writing.cancelled():
+            writing.exception()  # the caller has it, or was cancelled
 
 
 async def whole_answer(request: kserve.ModelInferRequest, generation: Generation) -> kserve.ModelInferResponse:

@@ -40,7 +40,7 @@ def guarded(
 def test_every_file_of_the_pages_is_served_and_every_served_file_exists() -> None:
     folder = Path(web.__file__).parent
     here = {path.name for path in folder.iterdir() if path.suffix in {".html", ".css", ".js", ".svg"}}
-    assert set(web.FILES.values()) == here
+    assert {file.name for file in web.FILES.values()} == here
 
 
 @pytest.mark.parametrize("path", web.FILES)
