@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.scheduler.core.policy import presets
 from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, StepResult
 from services.simulator.device.clock import StepClock
 from services.simulator.device.device import Device
+from services.simulator.literature.parts import parse
 from services.simulator.metrics import Recorder, figures
 from services.simulator.routing import ROUTERS, SCHEDULER
 from services.simulator.workload.workload import Int64, Workload
@@ -166,8 +166,11 @@ def _limits(setup: Setup, workload: Workload, number: int) -> Limits:
 
 
 def named(policy: str) -> Policy:
-    """Return a fresh policy, by a preset's name or with parts replaced. Raises ValueError for an unknown name."""
-    return presets.parse(policy)
+    """Return a fresh policy, by a preset's name or with parts replaced; also those that only the simulator knows.
+
+    Raises ValueError for an unknown name.
+    """
+    return parse(policy)
 
 
 def simulate(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from services.simulator.workload.arrivals import Spec, build
 from services.simulator.workload.workload import Int64
 
 _POLL_S = 0.1
+LINE_S = 3.0
 _EVERY = 64  # requests between two reports of progress
 _done: Any = None  # in a worker process: finished requests of every job, shared with the parent
 
@@ -106,11 +108,32 @@ def _run_numbered(number: int, job: Job) -> Finished:
     return run_job(job, _Progress(report))
 
 
+class _Lines:
+    """Prints the progress as lines on stderr."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._begun = time.monotonic()
+        self._next = self._begun + LINE_S
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + LINE_S
+        share = done / max(1, self._total)
+        left = f", {(now - self._begun) * (1 - share) / share:.0f} s left" if share else ""
+        print(f"simulated {done:,} of {self._total:,} requests, {share:.0%}{left}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of requests on stderr if stderr is a terminal."""
+    """Show the progress in requests on stderr: a bar on a terminal, else a line every LINE_S seconds."""
+    if not sys.stderr.isatty():
+        yield _Lines(total)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("requests", total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -17,6 +17,7 @@ from services.simulator.workload.workload import Int64, Workload
 GOOD_TTFT_NS = 2_000_000_000  # the limits of goodput: docs/simulate.md#json
 GOOD_GAP_NS = 100_000_000
 PERCENTILES = (50, 90, 99)
+PASSED = "the deadline passed"
 TAIL_GAPS = 100  # up to this number of gaps the largest counts as a request's P99
 
 
@@ -147,8 +148,8 @@ class Recorder:
         self.ended += 1
         self.end_ns = max(self.end_ns, now_ns)
         self.finish[index], self.tokens[index] = done.finish[0], count
-        if done.error:
-            self.errors[done.error] = self.errors.get(done.error, 0) + 1
+        if error := done.error or (PASSED if done.finish[0] is Finish.DEADLINE else ""):
+            self.errors[error] = self.errors.get(error, 0) + 1
         if cell < 0:
             return
         self._free.append(cell // self._width)
@@ -240,7 +241,7 @@ def _of(
         "goodput_rps": round(good / seconds, 4),
         "ttft_ms": _milliseconds(ttft),
         "normalized_latency_ms": _milliseconds(e2e / np.maximum(tokens, 1)),
-        "e2e_ms": _milliseconds(e2e),
+        "e2e_ms": {"mean": round(float(e2e.mean()) / 1e6, 4) if e2e.size else None} | _milliseconds(e2e),
         "worst_gap_ms": _milliseconds(worst),
         "slo_violations": round(1 - int(np.count_nonzero(kept & chosen)) / max(count, 1), 5),
     }

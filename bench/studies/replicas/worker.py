@@ -15,6 +15,7 @@ import numpy as np
 from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
 from shared.columns import pack, unpack
+from shared.settings import SchedulerSettings
 
 LIMITS = Limits(slots=64, blocks=8192, block_size=16, max_model_len=4096, max_step_tokens=2048)
 
@@ -29,7 +30,8 @@ class SleepWorker(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.WorkerInfo:
         return worker_pb2.WorkerInfo(
-            id="sleep", identity="sleep", backend="sleep", stages=1, max_seqs=LIMITS.slots, gpu_blocks=LIMITS.blocks,
+            id="sleep", identity="sleep", model=SchedulerSettings().served_model_name, dtype="float32", vocab_size=512,
+            backend="sleep", stages=1, max_seqs=LIMITS.slots, gpu_blocks=LIMITS.blocks,
             block_size=LIMITS.block_size, max_model_len=LIMITS.max_model_len, max_step_tokens=LIMITS.max_step_tokens,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.placement.constraints import can_load
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.policy.base import Candidates, Pace
+from services.scheduler.core.policy.iteration_level import Pooled
 from services.scheduler.core.policy.queues import LOOKED_AT
 from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
@@ -82,6 +83,15 @@ class Admission:
         self._router = router
         self._preempter = preempter
 
+    def preempt_early(self, step: StepBuilder, out: OutcomeBuilder) -> None:
+        """Let the policy preempt before any row is scheduled; it learns of the head if that was refused."""
+        state, replica = self._state, step.replica
+        head = None if state.closed else self._head(replica, step.now_ns)
+        full = replica.table.count >= state.max_running(replica)
+        if head is not None and not full and not replica.memo.still_refused(head, replica, state.counters.iteration):
+            head = None
+        self._preempter.early(step, head, step.now_ns, out)
+
     def make_room(self, step: StepBuilder, out: OutcomeBuilder) -> None:
         """Preempt running sequences for an urgent head that was refused. Called before any row is scheduled."""
         replica, state = step.replica, self._state
@@ -145,7 +155,9 @@ class Admission:
             chosen = replica.beneficiary = None
         if state.closed and not placement.feeding:
             return None
-        if not len(waiting) or (step.preempted and chosen is None):
+        if not len(waiting) or step.lacks_blocks:
+            return None
+        if step.preempted and chosen is None and not isinstance(state.policy.batch, Pooled):
             return None
         if replica.table.count >= state.max_running(replica) and not (waiting.urgent and state.policy.relief.takes):
             return None
@@ -243,9 +255,22 @@ class Admission:
         """
         if depth or not step.budgeted:
             step.budgeted = True
-            replica = step.replica
-            budget = replica.tokens.budget(replica, step.decodes, step.now_ns, self._state.step_tokens, depth)
+            replica, placement = step.replica, self._router.placement
+            waiting = self._that_fit(replica) // max(len(placement.alive), 1)
+            budget = replica.tokens.budget(replica, step.decodes, step.now_ns, self._state.step_tokens, depth, waiting)
             step.tokens_left = min(step.tokens_left, budget - step.decodes.size - step.prefill_tokens)
+
+    def _that_fit(self, replica: Replica) -> int:
+        """Return how many waiting sequences find slots and free memory on `replica`, by their mean length.
+
+        0 after a refusal: the sequences behind the refused one would not be in memory sooner for a faster prompt.
+        """
+        count, tokens = len(self._state.waiting), self._state.waiting.tokens
+        if not count or replica.memo.refused >= 0:
+            return 0
+        room = replica.available * replica.limits.block_size
+        free = self._state.max_running(replica) - replica.table.count
+        return max(min(count, free, room * count // tokens if tokens else count), 0)
 
     def _refuse(self, replica: Replica, head: Sequence, cost: int) -> None:
         replica.memo.refuse(head, replica, cost, self._state.counters.iteration + LOOK_AGAIN)
@@ -345,7 +370,10 @@ class Admission:
     def _chunks(
         self, step: StepBuilder, candidates: list[Candidate], entrants: Candidates
     ) -> tuple[list[Candidate], Int64]:
-        """Return the first candidates for which tokens are left, and the chunk lengths of those without a load."""
+        """Return the first candidates for which tokens are left, and the chunk lengths of those without a load.
+
+        A pooled batch counts their tokens only: they get their chunks with all other prompts.
+        """
         if not candidates:
             return [], np.zeros(0, np.int64)
         before = entrants.cached[: len(candidates)]
@@ -353,12 +381,15 @@ class Admission:
         runs = np.array([not candidate.loads for candidate in candidates])
         if not runs.any():
             return candidates, np.zeros(0, np.int64)
-        lengths = self._state.policy.batch.chunks(
-            rest[runs], before[runs], step.tokens_left, not step.prefill_tokens, step.empty
-        )
+        batch = self._state.policy.batch
+        if isinstance(batch, Pooled):
+            lengths = batch.entering(rest[runs], step.tokens_left)
+            step.tokens_left -= int(lengths.sum())
+        else:
+            lengths = batch.chunks(rest[runs], before[runs], step.tokens_left, not step.prefill_tokens, step.empty)
         if lengths.size < int(runs.sum()):
             candidates = candidates[: int(np.flatnonzero(runs)[lengths.size])]
-        return candidates, lengths
+        return candidates, lengths[:0] if isinstance(batch, Pooled) else lengths
 
     def _enter_all(
         self, step: StepBuilder, entering: list[Candidate], found: Found, reserved: Int64, lengths: Int64,
@@ -393,7 +424,11 @@ class Admission:
         if replica.prefix_cache is not None:
             replica.prefix_cache.entered(slots, [c.sequence for c in entering], [c.hit for c in entering])
         if run:
-            step.schedule(slots if len(run) == slots.size else np.array(run), lengths)
+            rows = slots if len(run) == slots.size else np.array(run)
+            if isinstance(state.policy.batch, Pooled):
+                table.set_phase(rows)
+            else:
+                step.schedule(rows, lengths)
 
     @staticmethod
     def _load(replica: Replica, slot: int, candidate: Candidate) -> None:

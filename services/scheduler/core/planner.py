@@ -14,6 +14,7 @@ from services.scheduler.core.placement.base import Verdict
 from services.scheduler.core.placement.constraints import check
 from services.scheduler.core.placement.disaggregation import KVHandover
 from services.scheduler.core.placement.router import Router
+from services.scheduler.core.policy.iteration_level import Pooled
 from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.state import SchedulerState
@@ -57,6 +58,8 @@ class Planner:
         step = StepBuilder(replica, microbatch, max_seqs, max_tokens, now_ns)
         if table.limited:
             self._preempter.for_latency_limits(step, now_ns, out)
+        if state.policy.relief.early:
+            self._admission.preempt_early(step, out)
         if len(state.waiting):
             state.policy.order.keep_slots(table, state.max_running(replica), len(state.waiting))
             self._admission.make_room(step, out)
@@ -64,6 +67,9 @@ class Planner:
         if replica.limits.role == PREFILL:
             self._hand_over.plan(replica, now_ns, out)
         self._decodes(step, now_ns, out)
+        if isinstance(state.policy.batch, Pooled):
+            self._pool(step, state.policy.batch, now_ns, out)
+            return step
         urgent = self._admission.urgent_class(step)
         self._chunks(step, now_ns, Priority.REALTIME, urgent)
         self._admit(step, out)
@@ -75,7 +81,7 @@ class Planner:
         """Schedule one token for each decoding row, as far as sequences, tokens and blocks allow."""
         table = step.replica.table
         wants = self._wants(step)
-        decodes: Bool = wants & (table.phase[: table.high] == DECODING)
+        decodes: Bool = wants & self._decoding(step)
         rows = table.select(decodes, step.microbatch)
         step.has_prompts = rows.size < table.high and bool(np.count_nonzero(wants) > rows.size)
         limit = min(step.seqs_left, step.tokens_left)
@@ -91,12 +97,27 @@ class Planner:
             edge, reserved = step.missing_blocks(decodes)
         step.decode(decodes, rows, edge, reserved)
 
+    def _pool(self, step: StepBuilder, batch: Pooled, now_ns: int, out: OutcomeBuilder) -> None:
+        """Let sequences enter into what the running prompts leave of the budget; then give all prompts their chunks."""
+        table = step.replica.table
+        self._admission.budget(step)
+        left = step.tokens_left
+        rows = np.flatnonzero(self._wants(step) & self._prefilling(step))
+        if rows.size:
+            rows = self._state.policy.order.sort(table, rows, now_ns)
+            rest = (table.known[rows] - table.planned[rows]).astype(np.int64)
+            step.tokens_left -= int(batch.chunks(rest, rest, left, True).sum())
+        self._admit(step, out)
+        step.tokens_left = left
+        step.has_prompts |= bool(step.enters)
+        self._chunks(step, now_ns, Priority.REALTIME, Priority.LOW)
+
     def _chunks(self, step: StepBuilder, now_ns: int, first: int, last: int) -> None:
         """Schedule further chunks of the prompts of classes first..last that run already."""
         if not step.has_prompts or step.seqs_left <= 0 or step.tokens_left <= 0:
             return
         policy, table, high = self._state.policy, step.replica.table, step.replica.table.high
-        more = self._wants(step) & (table.phase[:high] == PREFILLING)
+        more = self._wants(step) & self._prefilling(step)
         more &= step.n[:high] == 0  # a sequence that entered in this step has its chunk
         if first > Priority.REALTIME or last < Priority.LOW:
             more &= (table.priority[:high] >= first) & (table.priority[:high] <= last)
@@ -153,6 +174,25 @@ class Planner:
             return [0] if inflight.get(0, 0) <= lookahead else []
         free = [m for m in range(replica.microbatches) if inflight.get(m, 0) <= lookahead]
         return sorted(free, key=lambda m: (inflight.get(m, 0), last.get(m, 0)))
+
+    def _decoding(self, step: StepBuilder) -> Bool:
+        """Return [high] bool: the row decodes.
+
+        The last token of a prompt, when it is left alone, is a decode too, except in a pooled batch.
+        """
+        table, high = step.replica.table, step.replica.table.high
+        decoding: Bool = table.phase[:high] == DECODING
+        if isinstance(self._state.policy.batch, Pooled):
+            decoding &= table.known[:high] > table.entered[:high]
+        return decoding
+
+    def _prefilling(self, step: StepBuilder) -> Bool:
+        """Return [high] bool: the row has a part of its prompt to compute, or of what it computes again."""
+        table, high = step.replica.table, step.replica.table.high
+        prefilling: Bool = table.phase[:high] == PREFILLING
+        if isinstance(self._state.policy.batch, Pooled):
+            prefilling |= (table.phase[:high] == DECODING) & (table.known[:high] == table.entered[:high])
+        return prefilling
 
     @staticmethod
     def _wants(step: StepBuilder) -> Bool:

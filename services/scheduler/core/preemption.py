@@ -12,6 +12,7 @@ import numpy as np
 from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.policy.base import Mode, Slo
+from services.scheduler.core.policy.iteration_level import AllYield
 from services.scheduler.core.replica import KV, Replica
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.state import SchedulerState
@@ -41,16 +42,27 @@ class Preempter:
         step.preempted += 1
         sequence = replica.release(row, KV.SWAP if mode is Mode.SWAP else KV.DROP)
         step.forget(row)
-        sequence.preemptions += 1
+        if not isinstance(state.policy.relief, AllYield):  # whose rule knows no last preemption
+            sequence.preemptions += 1
         state.waiting.requeue(sequence, now_ns, out)
+
+    def early(self, step: StepBuilder, head: Sequence | None, now_ns: int, out: OutcomeBuilder) -> None:
+        """Preempt the rows that the policy names before the step is planned. head: the first waiting one if refused."""
+        replica, relief = step.replica, self._state.policy.relief
+        rows = np.flatnonzero(self._may_be_preempted(replica))
+        for victim in relief.early_victims(replica, rows, head, now_ns):
+            self.preempt(step, victim, now_ns, out)
 
     def for_latency_limits(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
         """Preempt until every running sequence of class <= high has slack in its TBT limit again.
 
         Preempts nothing when that could not be reached even if all candidates were preempted.
         """
-        slo, table = self._state.policy.relief.slo, step.replica.table
+        relief, table = self._state.policy.relief, step.replica.table
+        slo = relief.slo
         model, high = step.replica.model, table.high
+        if isinstance(relief, AllYield):
+            return self._all_yield(step, relief, now_ns, out)
         if slo is None or not table.limited or not model.observed:
             return
         decodes = (table.phase[:high] == DECODING) & (table.known[:high] < table.limit[:high])
@@ -66,16 +78,26 @@ class Preempter:
             for victim in self._enough_for(step.replica, decodes, slack, running, context, slo):
                 self.preempt(step, victim, now_ns, out)
 
+    def _all_yield(self, step: StepBuilder, relief: AllYield, now_ns: int, out: OutcomeBuilder) -> None:
+        """Preempt all rows of lower classes while one of class <= high has too little left of its TBT limit."""
+        table, high = step.replica.table, step.replica.table.high
+        urgent = table.active[:high] & (table.priority[:high] <= Priority.HIGH) & (table.tbt_slo_ns[:high] > 0)
+        urgent &= table.applied[:high] > table.prompt[:high]
+        rows = np.flatnonzero(urgent)
+        if rows.size and int((table.last_token_ns[rows] + table.tbt_slo_ns[rows]).min()) - now_ns < relief.risk_ns:
+            for victim in self._victims(step.replica, Priority.NORMAL).tolist():
+                self.preempt(step, victim, now_ns, out)
+
     def _enough_for(
         self, replica: Replica, decodes: Bool, slack: int, running: int, context: int, slo: Slo
     ) -> list[int]:
         """Return the fewest victims after which a step leaves `slo.safe_ns`; none if no number of them does."""
         victims = self._victims(replica, Priority.NORMAL)
         victims = victims[decodes[victims]]
-        base, per_token, per_context, _ = replica.model.coefficients
         after = running - np.arange(1, victims.size + 1)
         contexts = context - np.cumsum(replica.table.planned[victims])
-        safe = slack - (base + per_token * after + per_context * contexts) > slo.safe_ns
+        pairs = zip(after.tolist(), contexts.tolist(), strict=True)
+        safe = slack - np.array([replica.model.predict(*pair) for pair in pairs]) > slo.safe_ns
         return victims[: int(safe.argmax()) + 1].tolist() if safe.any() else []
 
     def for_urgent(self, step: StepBuilder, sequence: Sequence, cost: int, now_ns: int, out: OutcomeBuilder) -> None:
@@ -111,7 +133,11 @@ class Preempter:
         needs = (table.planned[rows] == table.capacity[rows]) & (table.reserved[rows] <= table.held[rows])
         answered = table.unanswered[rows] == 0
         needy, rows = rows[needs & answered], rows[~needs | answered]
-        if relief.stalls and (rows.size > needy.size or replica.inflight):
+        some_run = rows.size > needy.size or replica.inflight
+        if relief.returns:
+            step.lacks_blocks = True
+            some_run = some_run or step.has_prompts or replica.available + replica.pool.draining > 0
+        if relief.stalls and some_run:
             return self._sit_out(replica, rows, needy, now_ns)
         while needy.size > replica.available + replica.pool.draining:
             candidates = np.flatnonzero(self._may_be_preempted(replica))

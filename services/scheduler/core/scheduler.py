@@ -30,6 +30,7 @@ from services.scheduler.core.types import (
     MAX_STOP_IDS,
     Finish,
     FinishedRequest,
+    Int32,
     Limits,
     NewRequest,
     Outcome,
@@ -202,6 +203,15 @@ class Scheduler:
         record.left = 0
         self._forget(record)
         return True
+
+    def outputs(self, request_id: str, choice: int) -> Int32 | None:
+        """Return the tokens that a choice of an unfinished request has; None if there is no such request."""
+        record = self.records.get(request_id)
+        for sequence in record.sequences if record else ():
+            if sequence.choice == choice:
+                running = sequence.slot >= 0
+                return self.replicas[sequence.replica].table.outputs(sequence.slot) if running else sequence.outputs
+        return None
 
     def checkpoint(self) -> Outcome:
         """Checkpoint all that the running sequences have and no checkpoint has carried: before a clean stop."""

@@ -52,6 +52,7 @@ class StepBuilder:
         self.prefill_tokens = 0
         self.preempted = 0  # sequences
         self.has_prompts = False  # some running rows have more than one token to go
+        self.lacks_blocks = False  # a decoding row had no block, and sequences that wait go behind it
         self.budgeted = False  # `tokens_left` is what the policy leaves for prompts
         self.aside = 0  # sequences set aside for a prefix that another one computes
         self.admitted: list[Sequence] = []  # by constraints and admission; memory may refuse some yet

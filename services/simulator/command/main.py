@@ -1,6 +1,7 @@
 """`orcinus simulate`: run the simulations that the options describe, and print a table or one JSON object.
 
-Exit codes: 0 success; 1 a request did not finish, or a search has no result; 2 wrong use, or too large a run.
+Exit codes: 0 success; 1 a request did not finish, a search has no result, or a case differs; 2 wrong use, or too large
+a run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from services.simulator.command.grid import run_grid
 from services.simulator.command.options import WrongUse, clock_of, notes_of, options_of, setup_of, spec_of
 from services.simulator.command.search import capacity, knee
 from services.simulator.command.search import show as show_search
@@ -26,6 +28,7 @@ from services.simulator.command.speed import measure_all
 from services.simulator.command.speed import show as show_speed
 from services.simulator.engine import Stuck
 from services.simulator.jobs import Finished, Job, run_all
+from services.simulator.literature.cases import check_steps, print_steps
 
 WIDTH = 165  # columns the table needs
 COLUMNS = (
@@ -60,8 +63,13 @@ def run(options: argparse.Namespace) -> int:
         from services.simulator.literature.main import reproduce
 
         return reproduce(options.json)
+    if options.cases is not None:
+        make = print_steps if options.steps else check_steps
+        return make(options.cases, options.program)
     if options.speed:
         return show_speed(measure_all(options.policy), options.json, console)
+    if options.grid is not None:
+        return run_grid(options.grid, options.page, options.json, lambda jobs: run_all(jobs, options.jobs))
     base = Job(options.policy[0], spec_of(options), setup_of(options), clock_of(options))
     notes = notes_of(options, base.setup, base.clock)
 

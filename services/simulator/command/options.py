@@ -21,13 +21,19 @@ from services.simulator.device.clock import (
 )
 from services.simulator.device.roofline import DEVICES, SHAPES, Roofline
 from services.simulator.engine import Setup
+from services.simulator.literature.cases import PROGRAMS
 from services.simulator.routing import ROUTERS, SCHEDULER
 from services.simulator.workload.arrivals import CHAT, MOST_RATE, MOST_REQUESTS, SLOWEST, Spec
 from services.simulator.workload.traffic import MOST_TOKENS
 
 MAX_BLOCKS = 10_000_000  # of a replica
 MAX_TOTAL = {"blocks": 100_000_000, "slots": 1_000_000}  # of all replicas together
-ALONE = {"--reproduce": {"--json"}, "--speed": {"--json", "--policy"}}  # the only options that these accept
+ALONE = {  # the only options that these accept
+    "--reproduce": {"--json"},
+    "--speed": {"--json", "--policy"},
+    "--cases": {"--steps", "--check", "--program"},
+    "--grid": {"--page", "--json", "--jobs"},
+}
 
 
 class WrongUse(Exception):  # noqa: N818 - the term of the exit codes
@@ -86,6 +92,7 @@ def parser() -> Parser:
     add("--classes", type=classes, default={}, metavar="NAME:SHARE,..", help="such as realtime:0.1,normal:0.9")
     add("--ttft-slo-ms", type=by_class, default={}, metavar="MS", help="limit of every request, or NAME:MS,.. by class")
     add("--tbt-slo-ms", type=by_class, default={}, metavar="MS", help="likewise")
+    add("--deadline-ms", type=by_class, default={}, metavar="MS", help="likewise; a request that is not done then ends")
     add(
         "--prefix-groups",
         type=integer(0, MOST_REQUESTS),
@@ -130,6 +137,12 @@ def parser() -> Parser:
         help="knee: best token budget; capacity: highest rate at which 99 %% of the requests are within their limits",
     )
     add("--reproduce", action="store_true", help="compare tables of the literature with simulated ones")
+    add("--grid", type=Path, metavar="FILE", help="compare policies over a grid of workloads, limits and loads (TOML)")
+    add("--page", type=Path, metavar="FILE", help="with --grid: write heat maps as one HTML page")
+    add("--cases", type=Path, metavar="FILE", help="run cases of the article's scheduler; needs --steps or --check")
+    add("--steps", action="store_true", help="print the cases with their step tables as JSON")
+    add("--check", action="store_true", help="compare with the step tables in the file; exit 1 if one differs")
+    add("--program", choices=sorted(PROGRAMS), default="article", help="what runs the cases (default: %(default)s)")
     add("--speed", action="store_true", help="measure simulated iterations a minute (default: of orca and orcinus)")
     add("--jobs", type=integer(1, 64), default=2, help="processes (default: %(default)s)")
     return build
@@ -161,6 +174,11 @@ def _ignored(options: argparse.Namespace, given: set[str]) -> str:
         and not options.prefix_groups,
         f"--routing {options.routing}: there is one replica; add --replicas 2 or more": "--routing" in given
         and options.replicas == 1,
+        "--steps, --check, --program: have no cases; add --cases FILE": options.cases is None
+        and {"--steps", "--check", "--program"} & given,
+        "--cases: needs --steps or --check, and one of them; give one": options.cases is not None
+        and options.steps == options.check,
+        f"--page {options.page}: there is no grid; add --grid FILE": options.page is not None and options.grid is None,
         "--step-time: excludes --fit; drop one": options.step_time and options.fit,
         f"--trace {options.trace}: other options set lengths, number and times; drop it": "--trace" in given
         and drawn
@@ -189,6 +207,7 @@ def spec_of(options: argparse.Namespace) -> Spec:
         classes=options.classes,
         ttft_slo_ms=options.ttft_slo_ms,
         tbt_slo_ms=options.tbt_slo_ms,
+        deadline_ms=options.deadline_ms,
         prefix_groups=options.prefix_groups,
         prefix_tokens=options.prefix_tokens,
         seed=options.seed,

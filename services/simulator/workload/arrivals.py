@@ -77,6 +77,7 @@ class Spec:
     classes: dict[str, float] = field(default_factory=dict)  # share of each class; empty means all normal
     ttft_slo_ms: dict[str, float] = field(default_factory=dict)  # by class; "" is the default
     tbt_slo_ms: dict[str, float] = field(default_factory=dict)
+    deadline_ms: dict[str, float] = field(default_factory=dict)
     prefix_groups: int = 0
     prefix_tokens: int = 0
     seed: int = 0
@@ -115,6 +116,7 @@ def build(spec: Spec) -> Workload:
         priority=priority,
         ttft_slo_ns=_limits(spec.ttft_slo_ms, priority),
         tbt_slo_ns=_limits(spec.tbt_slo_ms, priority),
+        deadline_ns=_limits(spec.deadline_ms, priority),
         group=group,
         prefix_tokens=spec.prefix_tokens if spec.prefix_groups else 0,
     )

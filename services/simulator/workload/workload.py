@@ -30,7 +30,7 @@ class Workload:
     """Columns [requests], in order of arrival. An empty optional column stands for its default.
 
     arrived_ns counts from the start of the run. `output` is the true length, which only the device knows; `max_tokens`
-    is the client's bound. ttft_slo_ns, tbt_slo_ns: 0 means no limit.
+    is the client's bound. ttft_slo_ns, tbt_slo_ns, deadline_ns (after the arrival): 0 means no limit.
     """
 
     arrived_ns: Int64
@@ -40,6 +40,7 @@ class Workload:
     priority: Int64 = field(default_factory=_none)  # default: 2, normal
     ttft_slo_ns: Int64 = field(default_factory=_none)
     tbt_slo_ns: Int64 = field(default_factory=_none)
+    deadline_ns: Int64 = field(default_factory=_none)
     group: Int64 = field(default_factory=_none)  # number of the shared prefix; -1 means none
     tenant: Int64 = field(default_factory=_none)  # default: one tenant
     prefix_tokens: int = 0  # of a shared prefix; counted in `prompt`
@@ -51,6 +52,7 @@ class Workload:
             "priority": 2,
             "ttft_slo_ns": 0,
             "tbt_slo_ns": 0,
+            "deadline_ns": 0,
             "group": -1,
             "tenant": 0,
         }
@@ -86,13 +88,15 @@ class Workload:
         if (group := int(self.group[i])) >= 0:
             shared = min(self.prefix_tokens, prompt.size - 1)
             prompt[:shared] = np.arange(shared, dtype=np.int32) + (_PROMPT_IDS + group * _SPREAD % _PROMPT_IDS // 2)
+        arrived, deadline = start_ns + int(self.arrived_ns[i]), int(self.deadline_ns[i])
         return NewRequest(
             id=str(i),
             prompts=[prompt],
             max_tokens=int(self.max_tokens[i]),
             stop_ids=_STOPS,
             priority=int(self.priority[i]),
-            arrived_ns=start_ns + int(self.arrived_ns[i]),
+            arrived_ns=arrived,
+            deadline_ns=arrived + deadline if deadline else 0,
             ttft_slo_ns=int(self.ttft_slo_ns[i]),
             tbt_slo_ns=int(self.tbt_slo_ns[i]),
             tenant=str(self.tenant[i]),

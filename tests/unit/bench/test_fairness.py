@@ -27,10 +27,13 @@ def test_a_tenant_that_floods_nobody_is_served_what_it_sends() -> None:
 @pytest.mark.slow
 def test_under_a_flood_the_others_get_their_first_token_long_before_the_one_who_floods() -> None:
     """Simulated time: the same on every machine."""
-    workload, seen = run("orcinus", 2.0, 30.0, 1)
-    others = workload.tenant > 0
-    assert np.percentile(seen.ttft_ns[others], 99) < 0.25 * np.percentile(seen.ttft_ns[~others], 50)
-    share = served(workload, seen, 30.0)
-    assert share > 0.45
-    held = p99(*run("orcinus", share, 30.0, 1))
-    assert p99(workload, seen)["ttft_ms"] < GOAL * held["ttft_ms"], "beside the same tenant held to what it was served"
+    ratios = []
+    for seed in (1, 2, 3):
+        workload, seen = run("orcinus", 2.0, 30.0, seed)
+        others = workload.tenant > 0
+        assert np.percentile(seen.ttft_ns[others], 99) < 0.25 * np.percentile(seen.ttft_ns[~others], 50)
+        share = served(workload, seen, 30.0)
+        assert share > 0.45
+        held = p99(*run("orcinus", share, 30.0, seed))
+        ratios.append(p99(workload, seen)["ttft_ms"] / held["ttft_ms"])
+    assert np.median(ratios) < GOAL, "beside the same tenant held to what it was served"

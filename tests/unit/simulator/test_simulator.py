@@ -222,7 +222,7 @@ def test_every_request_finishes_with_all_its_tokens_in_little_memory(policy: str
 
 @pytest.mark.parametrize("policy", ["orca", "sarathi", "orcinus"])
 @pytest.mark.parametrize(
-    ("microbatches", "lookahead"), [(1, 0), (1, 1), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)]
+    ("microbatches", "lookahead"), [(1, 1), (2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))]
 )
 def test_every_requests_times_are_those_that_the_core_told(
     policy: str, microbatches: int, lookahead: int, monkeypatch: pytest.MonkeyPatch

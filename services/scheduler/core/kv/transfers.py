@@ -201,6 +201,7 @@ class Transfers:
         Raise ValueError for a copy that is not in flight.
         """
         if out_gpu.size:
+            self._check_out(out_gpu)
             alone = self._pool.drains(out_gpu)
             self._pool.drained(out_gpu[alone])
             self._give(out_gpu[~alone])
@@ -222,6 +223,16 @@ class Transfers:
                 self._loads.popleft()
                 self._complete(load, done)
         return done
+
+    def _check_out(self, blocks: Int32) -> None:
+        """Raise ValueError for a block of which no copy to the host is under way."""
+        if blocks.min() < 0 or blocks.max() >= self._pool.total:
+            raise ValueError("acknowledged a block that does not exist")
+        alone = self._pool.drains(blocks)
+        counts = Counter(blocks.tolist())
+        under_way = dict.fromkeys(blocks[alone].tolist(), 1)
+        if any(count > under_way.get(block, self._kept[block]) for block, count in counts.items()):
+            raise ValueError("acknowledged a copy that is not under way")
 
     def _give(self, blocks: Int32) -> None:
         """Give back references of copies; `blocks` contains a block once for each copy that refers to it."""

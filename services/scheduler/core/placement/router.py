@@ -19,6 +19,7 @@ from services.scheduler.core.kv.prefix_index import Keys
 from services.scheduler.core.placement.base import MAX_PASSED, Constraint, Verdict
 from services.scheduler.core.placement.constraints import Placement, can_load
 from services.scheduler.core.placement.peers import can_read
+from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Record, Sequence, State
 from services.scheduler.core.state import SchedulerState
@@ -32,7 +33,8 @@ DECODE_STEPS = 64  # decode steps that a cost includes at most: the end of an ou
 TIMED = 8  # timed steps from which a replica's own step-time model is used
 GUARD = 1.3  # cached prefixes count only while the chosen replica has at most GUARD times the mean work of all replicas
 SLACK = 4  # sequences by which its work may exceed that bound
-UNSEEN = (1e6, 5e4, 0.0, 0.0)  # ns, ns a token, ...: coefficients while no step of any replica was timed
+UNSEEN = StepTime()  # while no step of any replica was timed
+UNSEEN.c0, UNSEEN.c1 = 1e6, 5e4
 STARTING = 1024  # prefixes remembered that a routed sequence is about to compute; the oldest are forgotten
 LEAST_KEYS = 2  # blocks that a prefix must share with one that is being computed, at least
 
@@ -282,34 +284,33 @@ class Router:
         known, planned = table.known[:high], table.planned[:high]
         owed = known - planned
         prompts = int(owed.sum(where=owed > 1))
-        base, per_token, per_context, per_pair = self._speed(replica)
+        model = self._model(replica)
         running, context = table.count, int(planned.sum())
-        step_ns = base + per_token * running + per_context * context
+        step_ns = model.predict(running, context)
         chunk = max(replica.tokens.max_tokens(replica, self._state.step_tokens) - running, 1)
-        token_ns = per_token + step_ns / chunk
+        token_ns = model.predict(running + chunk, context) / chunk
         flying = sum(
-            base + per_token * step.tokens + per_context * step.decode_context + per_pair * step.prefill_context
-            for step in replica.inflight.values()
+            model.predict(step.tokens, step.decode_context, step.prefill_context) for step in replica.inflight.values()
         )
         left = float(np.maximum(table.limit[:high] - known, 0).sum()) / max(running, 1)  # mean steps left of a sequence
+        row_ns = model.predict(running + 1, context + context // max(running, 1)) - step_ns
         load = ReplicaLoad(
-            made_of, running, max_running, flying + prompts * token_ns, step_ns, chunk, token_ns, per_pair,
-            step_ns * left / max(running, 1), per_token + per_context * context / max(running, 1),
-            per_token + base / max_running,
+            made_of, running, max_running, flying + prompts * token_ns, step_ns, chunk, token_ns, model.c3,
+            step_ns * left / max(running, 1), row_ns, model.predict(max_running) / max_running,
         )  # fmt: skip
         self._loads[replica.number] = load
         return load
 
-    def _speed(self, replica: Replica) -> tuple[float, float, float, float]:
-        """Return the coefficients of the replica's step-time model.
+    def _model(self, replica: Replica) -> StepTime:
+        """Return the replica's step-time model.
 
-        Until TIMED of its steps were timed, return those of the replica with the most timed steps: the first steps say
+        Until TIMED of its steps were timed, return that of the replica with the most timed steps: the first steps say
         little, and a replica that seems slow by them would get no further sequences.
         """
         known = (
             replica if replica.model.observed >= TIMED else max(self.placement.alive, key=lambda r: r.model.observed)
         )
-        return known.model.coefficients if known.model.observed else UNSEEN
+        return known.model if known.model.observed else UNSEEN
 
 
 class Price(Constraint[StepBuilder]):

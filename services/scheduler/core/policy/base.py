@@ -28,6 +28,9 @@ class Blocks(Protocol):
     @property
     def referenced(self) -> int: ...
 
+    @property
+    def draining(self) -> int: ...
+
 
 class ReplicaView(Protocol):
     """The part of a replica that a policy may read."""
@@ -154,11 +157,13 @@ class Budget(ABC):
         """
 
     @abstractmethod
-    def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+    def budget(
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
+    ) -> int:
         """Return the tokens of a step that decodes the rows `decodes` and has prompts to add; at most max_tokens().
 
         A step may have no tokens for prompts, but not for ever. depth: most cached tokens before the first chunk of an
-        entering prompt.
+        entering prompt. waiting: sequences in the queue that would find room.
         """
 
     def for_replica(self) -> Self:
@@ -224,8 +229,17 @@ class Preemption(ABC):
     """Which sequence is preempted, and how."""
 
     stalls: bool = False  # a row without its next block sits the step out; preempt only when no row can run
+    returns: bool = False  # with stalls: such a row goes before all waiting ones; preempt only when none gets a block
     takes: bool = False  # a waiting sequence of class <= high may take slot and blocks from rows of lower classes
     slo: Slo | None = None
+    early: bool = False  # early_victims() is called before each step
+
+    def early_victims(self, replica: ReplicaView, rows: Rows, head: Sequence | None, now_ns: int) -> list[int]:
+        """Return those of `rows` that are preempted before the step is planned, although none lacks a block yet.
+
+        head: the first waiting sequence if it lacks a slot or memory, else None.
+        """
+        return []
 
     @abstractmethod
     def choose(self, table: SlotTable, rows: Rows) -> int:

@@ -9,6 +9,7 @@ from services.scheduler.core.table import PREFILLING
 from services.scheduler.core.types import PREFILL, Rows
 
 TBT_NS = 100_000_000  # TBT target of a request that gives no limit
+TTFT_WEIGHT = 0.25  # of 0.1, 0.25 and 0.5 the best on the cells of the grid that tuning may see
 ALIGN = 64  # tokens; prompt parts of EmaBudget are multiples of it, and the least that a starved prompt gets
 
 
@@ -18,7 +19,9 @@ class Unlimited(Budget):
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
-    def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+    def budget(
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
+    ) -> int:
         return at_most(replica, step_tokens)
 
 
@@ -31,7 +34,9 @@ class Fixed(Budget):
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens or self._tokens)
 
-    def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+    def budget(
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
+    ) -> int:
         return at_most(replica, step_tokens or self._tokens)
 
 
@@ -50,7 +55,9 @@ class EmaBudget(Budget):
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
-    def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+    def budget(
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
+    ) -> int:
         most, count = at_most(replica, step_tokens), decodes.size
         if not count:
             return most
@@ -63,58 +70,78 @@ class EmaBudget(Budget):
 
 
 class ModelBudget(Budget):
-    """As many tokens as the step-time model allows under the tightest TBT limit of the decodes (N ms, or 100, for
-    decodes without one), times a safety factor.
+    """Prompts get at least the share of a step's time that they have of the requests; TBT limits bound it, and N ms.
 
-    Only limits that requests give can leave prompts fewer than 64 tokens; the default target cannot. The budget is 512
-    tokens until the model has seen 16 steps. A step without decodes takes as many tokens as the worker does.
+    Near that size one more prompt token costs the decodes as much time as it saves the prompts.
 
-    On a prefill replica a step without decodes takes at most half of the tightest limit: a sequence that is handed over
-    waits for the end of the step beside which its KV is copied out.
+    A step of time t(n) with n prompt tokens delays D decodes by t(n); each of W prompts that wait or are computed gets
+    through n tokens in that time, so a prompt of P tokens takes P * t(n) / n. The mean end-to-end time, with N steps of
+    decoding a request, is least where P * t(n) / n + N * t(n) is; with D / W = N * n / P (Little's law) that is where
+
+        n * t'(n) / t(n) = W / (W + D):
+
+    prompts get the share of a step's time that they have of the requests. Few waiting prompts fill a step as far as
+    tokens are nearly free, a long queue fills it whole. t is the step-time model.
+
+    The mean hardly changes near its least value, the time to first token does. So what is made small is the mean
+    end-to-end time times the time to first token to the power w (TTFT_WEIGHT). That multiplies W by
+    1 + w * (W + D) / W, as the two times are as W + D to W, and the share s becomes (s + w) / (1 + w).
+
+    TBT limits bound the step: those that requests declare, and `tbt_ns` (N ms; 0 means none) for decodes without one. A
+    bound is met with the 0.99 quantile of the model's error, and with 5 % to spare. Only declared limits can leave
+    prompts fewer than 64 tokens. The budget is 512 tokens until the model has seen 16 steps. A step without decodes
+    takes as many tokens as the worker does.
+
+    On a prefill replica a step without decodes takes at most half of the tightest limit (100 ms where none is
+    declared): a sequence that is handed over waits for the end of the step beside which its KV is copied out.
     """
 
-    def __init__(self, tbt_ns: int = TBT_NS, safety: float = 0.85) -> None:
-        self._tbt_ns, self._safety = tbt_ns, safety
+    def __init__(self, tbt_ns: int = 0, spare: float = 0.05) -> None:
+        self._tbt_ns, self._spare = tbt_ns, spare
         self._starved = Starved()
 
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
-    def budget(self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0) -> int:
+    def budget(
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
+    ) -> int:
         most, count, table = at_most(replica, step_tokens), decodes.size, replica.table
         if not count and replica.limits.role != PREFILL:
             return most
         if replica.model.observed < 16:
             return min(max(512, count), most)
-        if not count:
-            limits = table.tbt_slo_ns[: table.high]
-            target_ns = int(np.where(limits > 0, limits, self._tbt_ns).min(initial=self._tbt_ns)) // 2
-            prompts = self._fits(replica, target_ns, 0, 0, max(depth, deepest(replica)))
-            # When all steps were of one size the model cannot tell the time of one token, but the mean can.
-            prompts = min(prompts, replica.token_time.budget(int(target_ns * self._safety), most, 0, ALIGN))
-            return min(max(prompts, ALIGN), most)
-        rows, target_ns = table.rows(decodes), self._tbt_ns
-        context = int(table.planned[rows].sum())
-        if table.limited:
-            limits = table.tbt_slo_ns[rows]
-            target_ns = int(np.where(limits > 0, limits, self._tbt_ns).min())
         depth = max(depth, deepest(replica))
-        prompts = self._fits(replica, target_ns, count, context, depth)
-        if prompts < ALIGN:
-            strict_ns = tightest(replica, decodes)
-            prompts = min(self._fits(replica, strict_ns, count, context, depth), ALIGN) if strict_ns else ALIGN
-        return min(count + self._starved.feed(prompts), most)
+        if not count:
+            default_ns = self._tbt_ns or TBT_NS
+            limits = table.tbt_slo_ns[: table.high]
+            target_ns = int(np.where(limits > 0, limits, default_ns).min(initial=default_ns)) // 2
+            # When all steps were of one size the model cannot tell the time of one token, but the mean can.
+            by_mean = replica.token_time.budget(self._kept(replica, target_ns), most, 0, ALIGN)
+            return min(max(min(self._fits(replica, target_ns, 0, 0, depth), by_mean), ALIGN), most)
+        context = int(table.planned[table.rows(decodes)].sum())
+        prompts = waiting + int(np.count_nonzero(table.phase[: table.high] == PREFILLING))
+        share = (prompts / (prompts + count) + TTFT_WEIGHT) / (1.0 + TTFT_WEIGHT)
+        tokens = max(replica.model.balanced(share, count, context, depth), ALIGN)
+        if self._tbt_ns:
+            tokens = min(tokens, max(self._fits(replica, self._tbt_ns, count, context, depth), ALIGN))
+        if strict_ns := tightest(replica, decodes):
+            tokens = min(tokens, self._fits(replica, strict_ns, count, context, depth))
+        return min(count + self._starved.feed(tokens), most)
 
     def for_replica(self) -> ModelBudget:
-        return ModelBudget(self._tbt_ns, self._safety)
+        return ModelBudget(self._tbt_ns, self._spare)
+
+    def _kept(self, replica: ReplicaView, limit_ns: int) -> float:
+        """Return the predicted time (ns) of a step that takes at most `limit_ns` in 99 of 100 cases."""
+        return limit_ns * (1.0 - self._spare) / (1.0 + replica.model.error)
 
     def _fits(self, replica: ReplicaView, limit_ns: int, decodes: int, context: int, depth: int) -> int:
-        """Return the prompt tokens that fit beside the decodes within `limit_ns` times the safety factor.
+        """Return the prompt tokens that fit beside the decodes within `limit_ns`.
 
         decodes: how many. context: sum of their context lengths. depth: tokens before the prompt's chunk.
         """
-        largest = replica.model.largest(limit_ns * self._safety, decodes, context, depth)
-        return max(largest - decodes, 0)
+        return replica.model.largest(self._kept(replica, limit_ns), decodes, context, depth)
 
 
 class Starved:

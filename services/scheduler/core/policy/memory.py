@@ -350,51 +350,78 @@ def roomy(replica: ReplicaView, share: float) -> bool:
 
 Floats = npt.NDArray[np.floating[Any]]
 GOLDEN = 0.6180339887498949
-ENOUGH = 32  # finished requests of a group that a forecast needs
+ENOUGH = 32  # finished requests of a group that a forecast needs; else all groups count as one
+FEW = 8  # finished requests that a forecast needs at all
 KEPT = 256  # latest requests of a group that a forecast uses
 GROUPS = 4 * 32  # groups of requests, four for each doubling of max_tokens
 WIDE = 1 << 40  # more than any length; keeps the groups apart in one sorted column
+FAR_OFF = 0.25  # mean rank of the latest lengths among the earlier ones: beyond 0.5 +- FAR_OFF the group starts anew
 
 
 class Lengths:
     """Output lengths of finished requests, grouped by their max_tokens: four groups for each doubling.
 
-    Kept as one sorted column of group * WIDE + output. A group is sorted again at every 16th request of it, so learning
-    takes microseconds a request.
+    A last group, POOLED, has the requests of all groups; it serves the groups that have too few of their own. Kept as
+    one sorted column of group * WIDE + output. A group is sorted again at every 16th request of it, so learning takes
+    microseconds a request. Where the latest 16 lengths are much longer or much shorter than those before, the earlier
+    ones are dropped.
     """
+
+    POOLED = GROUPS
 
     def __init__(self) -> None:
         self._latest: dict[int, deque[int]] = {}  # group -> latest output lengths
         self._fresh: dict[int, int] = {}  # group -> requests since it was sorted
         self._sorted: dict[int, Int64] = {}  # group -> its part of the column
         self._column: Int64 = np.zeros(0, np.int64)
-        self._end: Int64 = np.zeros(GROUPS, np.int64)  # of each group in the column
+        self._end: Int64 = np.zeros(GROUPS + 1, np.int64)  # of each group in the column
 
     def learn(self, output: int, limit: int) -> None:
         """Add a finished request: `output` tokens of at most `limit`."""
-        group = min(quarter_octave(limit), GROUPS - 1)
-        self._latest.setdefault(group, deque(maxlen=KEPT)).append(output)
+        changed = [
+            group
+            for group, enough in ((min(quarter_octave(limit), GROUPS - 1), ENOUGH), (self.POOLED, FEW))
+            if self._add(group, output, enough)
+        ]
+        if changed:
+            groups = sorted(self._sorted)
+            self._column = np.concatenate([self._sorted[group] for group in groups])
+            self._end = np.searchsorted(self._column, (np.arange(GROUPS + 1) + 1) * WIDE)
+
+    def _add(self, group: int, output: int, enough: int) -> bool:
+        """Add a length to a group; return whether the group was sorted again."""
+        latest = self._latest.setdefault(group, deque(maxlen=KEPT))
+        latest.append(output)
         self._fresh[group] = self._fresh.get(group, 0) + 1
-        if self._fresh[group] < 16 or len(self._latest[group]) < ENOUGH:
-            return
-        self._fresh[group] = 0
-        self._sorted[group] = np.sort(np.array(self._latest[group], np.int64)) + group * WIDE
-        known = sorted(self._sorted)
-        self._column = np.concatenate([self._sorted[g] for g in known])
-        self._end = np.searchsorted(self._column, (np.arange(GROUPS) + 1) * WIDE)
+        if len(latest) < enough or (len(latest) != enough and self._fresh[group] < 16):
+            return False
+        fresh, self._fresh[group] = self._fresh[group], 0
+        lengths = np.array(latest, np.int64)
+        if (before := self._sorted.get(group)) is not None and fresh >= 16:
+            new, size = lengths[-fresh:], before.size
+            low, high = (np.searchsorted(before - group * WIDE, new, side=side) for side in ("left", "right"))
+            if abs(float((low + high).mean()) / (2 * size) - 0.5) > FAR_OFF:
+                lengths = new
+                self._latest[group] = deque(new.tolist(), maxlen=KEPT)
+        self._sorted[group] = np.sort(lengths) + group * WIDE
+        return True
 
     def expected(self, produced: Int64, limit: Int64, dice: Floats) -> Int64:
         """Return [n] forecast output lengths: the quantile dice [n] of the lengths seen that exceed `produced` [n].
 
-        dice is in [0, 1). The forecast is limit [n] where the group has too few requests or none that is longer.
+        dice is in [0, 1). A sequence longer than all that were seen is expected to become twice as long as it is. While
+        nothing is known the forecast is `produced` + 1: memory is then judged by what is used, as Watermark does.
         """
-        group = np.minimum(quarter_octaves(limit), GROUPS - 1)
+        if not self._end[self.POOLED]:
+            return np.minimum(produced + 1, limit)
+        own = np.minimum(quarter_octaves(limit), GROUPS - 1)
+        begin = np.searchsorted(self._column, own * WIDE)
+        group = np.where(self._end[own] > begin, own, self.POOLED)
         first = np.searchsorted(self._column, group * WIDE + produced, side="right")
         left = self._end[group] - first
-        if not left.any():
-            return limit
         at = np.minimum(first + (dice * left).astype(np.int64), self._column.size - 1)
-        return np.where(left > 0, np.minimum(self._column[at] - group * WIDE, limit), limit)
+        longer = np.where(left > 0, self._column[at] - group * WIDE, 2 * produced)
+        return np.minimum(longer, limit)
 
 
 class Expected(Memory):

@@ -49,23 +49,20 @@ class FirstCome(Order):
 class ClassThenArrival(Order):
     """By class, then arrival; each `age_ns` waited lifts a sequence by one class, so that `low` never starves.
 
-    With age_ns = 0 no sequence is lifted. With `slack` running sequences go by TTFT or TBT slack inside a class
-    (docs/policies.md, table T6).
+    With age_ns = 0 no sequence is lifted.
     """
 
     by_class = True
 
-    def __init__(self, age_ns: int = AGE_NS, slack: bool = False) -> None:
+    def __init__(self, age_ns: int = AGE_NS) -> None:
         self.age_ns = age_ns
-        self._slack = slack
 
     def queue(self) -> Queue:
         return ByClass([by_arrival() for _ in range(CLASS_COUNT)], self.age_ns)
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         lifted = _lifted(table, rows, now_ns, self.age_ns)
-        urgency = _due(table, rows, TTFT_NS, TBT_NS, 0) if self._slack else table.arrived[rows]
-        return rows[np.lexsort((table.number[rows], urgency, lifted))]
+        return rows[np.lexsort((table.number[rows], table.arrived[rows], lifted))]
 
 
 class ClassThenSlack(Order):

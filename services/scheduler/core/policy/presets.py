@@ -15,6 +15,7 @@ from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.batching import Chunked, Static, WholePrefill
 from services.scheduler.core.policy.budget import TBT_NS, EmaBudget, Fixed, ModelBudget, Unlimited
 from services.scheduler.core.policy.fairness import Fair
+from services.scheduler.core.policy.iteration_level import iteration_level
 from services.scheduler.core.policy.memory import (
     Aimd,
     Expected,
@@ -70,9 +71,7 @@ PRESETS: dict[str, Callable[[], Policy]] = {
     "trt-max-utilization": lambda: Policy(
         "trt-max-utilization", FirstCome(), Watermark(0.0), Fixed(8192), Chunked(64), LastStarted()),
     "lmdeploy": lambda: Policy("lmdeploy", FirstCome(), Watermark(0.0), Fixed(8192), WholePrefill(128), Newest()),
-    "iteration-level": lambda: Policy(
-        "iteration-level", ClassThenArrival(0, slack=True), Reserve(), Fixed(2048),
-        Chunked(64, most=256, slots=128), LeastLost(swap, slo=SLO)),
+    "iteration-level": iteration_level,
     "orcinus": lambda: Policy(
         "orcinus", ClassThenSlack(), Expected(), ModelBudget(), Chunked(),
         LeastLost(cheaper, takes=True, slo=SLO), **OVERLAPPED),
@@ -90,7 +89,7 @@ PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "tokens": {
         "unlimited": Unlimited, "fixed": Fixed, "ema": lambda ms=TBT_MS: EmaBudget(ms * MS_NS),
-        "model": lambda ms=TBT_MS: ModelBudget(ms * MS_NS),
+        "model": lambda ms=0: ModelBudget(ms * MS_NS),
     },
     "batch": {
         "static": Static, "request": lambda most=32: Static(most, DELAY_NS, False), "whole": WholePrefill,

@@ -18,19 +18,29 @@ _FIRST = 16  # the first observations, fitted together and from the start each t
 FOLD = 32  # observations that one fold takes in
 UNBOUNDED = 2**31 - 1  # tokens; returned by `largest` where time does not grow with tokens
 
-_SCALE = np.array([1.0, 512.0, 65_536.0, 131_072.0])  # features near 1 in an ordinary step: sums stay well-conditioned
-_PRIOR = 1e-3  # information in the first guess, in observations
+KNEES = (64, 128, 256, 512)  # tokens; from each on a token may cost more than before
+_KNEES = np.array(KNEES, np.float64)
+# Features near 1 in an ordinary step: sums stay well-conditioned.
+_SCALE = np.array([1.0, 512.0, 65_536.0, 131_072.0, *[512.0] * len(KNEES)])
+_FEATURES = len(_SCALE)
+# Information in the first guess, in observations: a line unless the steps say otherwise. A large chunk that takes
+# longer than the line says is held to be past a knee: held to be attention, it would keep long prompts waiting.
+_PRIOR = np.array([1e-3] * 3 + [0.1] + [0.01] * len(KNEES))
 _FORGET = 0.15  # share of the information in an excited direction that a fold forgets: a memory of about 400 steps
 _LOSE = 2.0  # no direction loses more than this times the information that the fold adds to it
-_SLIVER = 1e-9 * np.eye(4)  # keeps the information matrix regular
+_SLIVER = 1e-9 * np.eye(_FEATURES)  # keeps the information matrix regular
 _CLIP = 3.0  # standard deviations beyond which residuals are cut
 _CALM = 0.005  # least relative noise that is assumed
 _RING = 32  # latest residuals from which noise and shift are estimated
 _KNOWN = 8  # residuals of a kind below which nothing is cut
+_ERRORS = 128  # latest steps with prompts; the largest error but one of the model in use is the 0.99 quantile
 
 
 class StepTime:
-    """t = c0 + c1 * tokens + c2 * decode_context + c3 * prefill_context, in ns, by recursive least squares.
+    """t = c0 + f(tokens) + c2 * decode_context + c3 * prefill_context, in ns, by recursive least squares.
+
+    f is convex and piecewise linear: c1 * tokens, and from each of KNEES on the slope may grow. It fits a roofline, the
+    larger of the time to read the weights (flat) and of the time to compute (linear): max(a, b * tokens).
 
     tokens: of all sequences. decode_context: sum of the context lengths of the decodes. prefill_context: sum over
     prefill chunks of length * (start + (length + 1) / 2). Errors are relative to the step's time. Differences from a
@@ -53,6 +63,7 @@ class StepTime:
         "_covariance",
         "_information",
         "_pending",
+        "_prompts",
         "_recent",
         "_theta",
         "_used",
@@ -60,24 +71,24 @@ class StepTime:
         "c1",
         "c2",
         "c3",
+        "error",
+        "knees",
         "observed",
     )
 
     def __init__(self) -> None:
         self.observed = 0
+        self.error = 0.0  # 0.99 quantile of measured / predicted - 1 over the last 128 steps with prompts, 0 to 1
         self.c0 = self.c1 = self.c2 = self.c3 = 0.0
         self._pending: list[tuple[int, int, float, int]] = []
-        self._theta: Float64 = np.zeros(4)  # as fitted, for scaled features; may be negative
-        self._used: Float64 = np.zeros(4)  # in use, for scaled features; none negative
-        self._information: Float64 = np.zeros((4, 4))
-        self._covariance: Float64 = np.zeros((4, 4))  # its inverse
+        self.knees: list[tuple[int, float]] = []  # (tokens, ns that each token above costs more), where not 0
+        self._theta: Float64 = np.zeros(_FEATURES)  # as fitted, for scaled features; may be negative
+        self._used: Float64 = np.zeros(_FEATURES)  # in use, for scaled features; none negative
+        self._information: Float64 = np.zeros((_FEATURES, _FEATURES))
+        self._covariance: Float64 = np.zeros((_FEATURES, _FEATURES))  # its inverse
+        self._prompts: deque[tuple[Float64, float]] = deque(maxlen=_ERRORS)  # scaled features, ns: steps with prompts
         self._recent: deque[float] = deque(maxlen=_RING)  # relative residuals
         self._by_kind: tuple[deque[float], deque[float]] = (deque(maxlen=_RING), deque(maxlen=_RING))  # absolute ones
-
-    @property
-    def coefficients(self) -> tuple[float, float, float, float]:
-        """c0 to c3: ns, ns a token, ns a token of decode context, ns a (query, key) pair of prefill; none negative."""
-        return self.c0, self.c1, self.c2, self.c3
 
     def observe(self, tokens: int, decode_context: int, prefill_context: float, step_ns: int) -> None:
         """Add one measured step. A `step_ns` of 0 or less means not measured and is ignored."""
@@ -90,45 +101,70 @@ class StepTime:
 
     def predict(self, tokens: int, decode_context: int = 0, prefill_context: float = 0) -> float:
         """Return the predicted time of a step, in ns; 0.0 before the first observation."""
-        return self.c0 + self.c1 * tokens + self.c2 * decode_context + self.c3 * prefill_context
+        time = self.c0 + self.c1 * tokens + self.c2 * decode_context + self.c3 * prefill_context
+        for knee, more in self.knees:
+            if tokens > knee:
+                time += more * (tokens - knee)
+        return time
 
     def largest(self, limit_ns: float, decodes: int, decode_context: int, prefix: int = 0) -> int:
-        """Return the most tokens, decodes included, of a step that is predicted to take at most `limit_ns`.
+        """Return the most prompt tokens beside `decodes` in a step that is predicted to take at most `limit_ns`.
 
-        The tokens beside the decodes are one prefill chunk of n tokens after `prefix` tokens. Its time,
-        c1 * n + c3 * n * (prefix + (n + 1) / 2), is solved for n. The result is less than `decodes` where the decodes
-        alone take longer, and UNBOUNDED where no number of tokens reaches the limit.
+        They are one prefill chunk of n tokens after `prefix` tokens. Its time, f(decodes + n) - f(decodes) +
+        c3 * n * (prefix + (n + 1) / 2), is solved for n. The result is 0 where the decodes alone take longer, and
+        UNBOUNDED where no number of tokens reaches the limit.
         """
         room = limit_ns - self.predict(decodes, decode_context)
         if room < 0:
-            left = limit_ns - self.predict(0, decode_context)
-            return min(int(left / self.c1), decodes) if left > 0 and self.c1 > 0 else 0
-        half, line = self.c3 / 2, self.c1 + self.c3 * (prefix + 0.5)
-        bottom = line + (line * line + 4 * half * room) ** 0.5
-        if bottom <= 0 or (count := 2 * room / bottom) >= UNBOUNDED - decodes:
+            return 0
+        half, slope, taken = self.c3 / 2, self.c1 + self.c3 * (prefix + 0.5), 0
+        for knee, more in [*self.knees, (UNBOUNDED, 0.0)]:
+            length = knee - decodes - taken  # of the part up to this knee
+            if length > 0:
+                if (left := room - length * (slope + half * length)) < 0 or knee == UNBOUNDED:
+                    return taken + _root(half, slope, room)
+                room, taken, slope = left, taken + length, slope + self.c3 * length
+            slope += more
+        raise AssertionError
+
+    def balanced(self, share: float, decodes: int, decode_context: int, prefix: int = 0) -> int:
+        """Return the prompt tokens n beside `decodes` at which n * t'(n) / t(n) is `share`; UNBOUNDED for 1 and more.
+
+        t is the time of the step. The pairs of query and key within the chunk are left out, so t is linear between
+        knees. See ModelBudget for the meaning.
+        """
+        if share >= 1.0:
             return UNBOUNDED
-        chunk = int(count)
-        # The root is rounded, so its neighbour may be the exact answer.
-        if chunk and chunk * (line + half * chunk) > room:
-            chunk -= 1
-        elif (chunk + 1) * (line + half * (chunk + 1)) <= room:
-            chunk += 1
-        return decodes + chunk
+        time, slope, taken = self.predict(decodes, decode_context), self.c1 + self.c3 * prefix, 0
+        for knee, more in [*self.knees, (UNBOUNDED, 0.0)]:
+            length = knee - decodes - taken
+            if length > 0:
+                if slope > 0:
+                    best = share * (time - slope * taken) / (slope * (1.0 - share))  # n * slope = share * t(n)
+                    if best < taken + length:
+                        return max(int(best), taken)
+                time, taken = time + slope * length, taken + length
+            slope += more
+        return UNBOUNDED
 
     def fold(self) -> None:
         """Fit the pending observations, with array operations on all of them: tens of microseconds."""
         if not self._pending:
             return
         rows = np.array(self._pending, dtype=np.float64)
-        features, measured = rows[:, :4].copy(), rows[:, 3]
-        features[:, 1:] = rows[:, :3]
-        features[:, 0] = 1.0
+        measured = rows[:, 3]
+        features = np.ones((len(rows), _FEATURES))
+        features[:, 1:4] = rows[:, :3]
+        features[:, 4:] = np.maximum(rows[:, :1] - _KNEES, 0.0)
         features /= _SCALE
         all_pending = len(rows) == self.observed
         if all_pending:  # first guess: all steps take the same time
             self._start(_median(measured.tolist()))
         if not all_pending or self.observed >= _FIRST:
             self._pending.clear()
+        self._prompts.extend(
+            (row, ns) for row, ns in zip(features.copy(), measured.tolist(), strict=True) if row[3] > 0
+        )
         predicted = np.maximum(features @ self._used, 1.0)
         measured = self._cut(features, predicted, measured)
         # A step that took far longer than predicted is divided by its own time, so that an error weighs no more than a
@@ -145,9 +181,10 @@ class StepTime:
         self._publish()
 
     def _start(self, step_ns: float) -> None:
-        self._theta = np.array([step_ns, 0.0, 0.0, 0.0])
+        self._theta = np.zeros(_FEATURES)
+        self._theta[0] = step_ns
         self._used = self._theta
-        self._know(np.eye(4) * (_PRIOR / step_ns**2))
+        self._know(np.diag(_PRIOR / step_ns**2))
         self._drop_residuals()
 
     def _cut(self, features: Float64, predicted: Float64, measured: Float64) -> Float64:
@@ -175,7 +212,7 @@ class StepTime:
         self._drop_residuals()
 
     def _drop_residuals(self) -> None:
-        for ring in (self._recent, *self._by_kind):
+        for ring in (self._recent, self._prompts, *self._by_kind):
             ring.clear()
 
     def _know(self, information: Float64) -> None:
@@ -185,7 +222,18 @@ class StepTime:
 
     def _publish(self) -> None:
         self._used = _not_negative(self._theta, self._information)
-        self.c0, self.c1, self.c2, self.c3 = (self._used / _SCALE).tolist()
+        self.c0, self.c1, self.c2, self.c3, *more = (self._used / _SCALE).tolist()
+        self.error = self._quantile()
+        self.knees = [pair for pair in zip(KNEES, more, strict=True) if pair[1] > 0]
+
+    def _quantile(self) -> float:
+        """Return the error of the coefficients in use over the kept steps, 0 to 1: more is a pause of the machine."""
+        if len(self._prompts) < 2:
+            return 0.0
+        features = np.array([row for row, _ in self._prompts])
+        measured = np.array([ns for _, ns in self._prompts])
+        errors = measured / np.maximum(features @ self._used, 1.0) - 1.0
+        return min(max(float(np.partition(errors, -2)[-2]), 0.0), 1.0)
 
 
 class TokenTime:
@@ -245,19 +293,33 @@ class SwapTime:
         return blocks * self.block_ns
 
 
+def _root(half: float, slope: float, room: float) -> int:
+    """Return the largest whole n with n * (slope + half * n) <= room; UNBOUNDED where there is none."""
+    bottom = slope + (slope * slope + 4 * half * room) ** 0.5
+    if bottom <= 0 or (count := 2 * room / bottom) >= UNBOUNDED:
+        return UNBOUNDED
+    n = int(count)
+    # The root is rounded, so its neighbour may be the exact answer.
+    if n and n * (slope + half * n) > room:
+        n -= 1
+    elif (n + 1) * (slope + half * (n + 1)) <= room:
+        n += 1
+    return n
+
+
 def _median(values: Sequence[float] | deque[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
 def _not_negative(theta: Float64, information: Float64) -> Float64:
-    """Return a vector >= 0 near `theta`: while an entry is negative, fix the lowest at 0 and fit the rest again."""
-    free = np.ones(4, dtype=np.bool_)
+    """Return a vector >= 0 near `theta`: while entries are negative, fix them at 0 and fit the rest again."""
     result = theta
+    free = result > 0
     while (result < 0).any():
-        free &= np.arange(4) != int(np.argmin(result))
-        result = np.zeros(4)
+        result = np.zeros(_FEATURES)
         if not free.any():
             break
-        inside, across = information[np.ix_(free, free)], information[np.ix_(free, ~free)]
-        result[free] = theta[free] + np.linalg.solve(inside, across @ theta[~free])
+        rows = information[free]
+        result[free] = np.linalg.solve(rows[:, free], rows @ theta)
+        free &= result > 0
     return np.asarray(result, dtype=np.float64)

@@ -167,13 +167,13 @@ def test_first_come_ignores_classes() -> None:
     assert list(h.step()) == ["low"]
 
 
-def test_orcinus_admits_by_the_peak_and_never_preempts_here() -> None:
+def test_admission_by_the_peak_never_preempts_here() -> None:
     """12 blocks of 4. a and b end at 27 tokens each: 7 blocks each would be 14 > 12, one block is all they hold now.
 
     Reserving both would need 14. The peak counts b from its own prefill on: both end in the same step, so b waits;
     with 13 tokens (4 blocks at its end, 11 in all) c may enter at once.
     """
-    h = house("orcinus", blocks=12)
+    h = house("orcinus:memory=peak", blocks=12)
     h.add(request("a", 4, 24, seed=1))
     assert h.step() == {"a": (0, 4)}
     h.add(request("b", 4, 24, seed=2))

@@ -99,7 +99,7 @@ def test_who_waits_to_be_decoded_elsewhere_is_not_before_a_prompt(by_class: bool
     policy = "orcinus" if by_class else "sarathi"
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0, policy=policy)
     for i in range(30):
-        h.add(request(f"r{i}", 8, 30, seed=i, priority=3 * (i % 2)))
+        h.add(request(f"r{i}", 8, 8, seed=i, priority=3 * (i % 2)))
     until(h, lambda: counters(h).handed == 30, h.step_once)
     h.step_once()
     assert h.core.stats()["swapped"] >= 20

@@ -217,7 +217,7 @@ def test_what_a_decode_replica_preempts_it_swaps_to_its_own_tier() -> None:
 def test_many_that_wait_to_be_decoded_do_not_keep_prompts_from_being_computed() -> None:
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
     for i in range(40):
-        h.add(request(f"r{i}", 8, 30, seed=i))
+        h.add(request(f"r{i}", 8, 8, seed=i))
     for _ in range(40):
         h.step_once()
     assert counters(h).handed == 40, "the decode replica has one slot"

@@ -338,17 +338,18 @@ def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> 
     times = []
     known = max(h.core.replicas, key=lambda replica: replica.model.observed)
     for replica in h.core.replicas:
-        table, c = replica.table, (replica if replica.model.observed >= TIMED else known).model.coefficients
+        table, model = replica.table, (replica if replica.model.observed >= TIMED else known).model
         rows = [s for s in range(table.slots) if table.active[s]]
         context = sum(int(table.planned[s]) for s in rows)
-        step = c[0] + c[1] * len(rows) + c[2] * context
+        step = model.predict(len(rows), context)
         chunk = 64 - len(rows)
-        token = c[1] + step / chunk
+        token = model.predict(len(rows) + chunk, context) / chunk
         owed = sum(int(table.known[s] - table.planned[s]) for s in rows if table.known[s] - table.planned[s] > 1)
         hit = 4 * replica.pool.match_length(sequence.prefix.keys)
         rest = 45 - min(hit, 44)
-        time = owed * token + max(rest / chunk, 1) * step + 3 * rest * (token + c[3] * (45 - rest + rest / 2))
-        times.append(time + 8 * step * (1 + len(rows) / 8 / 8) + 8 * (len(rows) * c[1] + c[2] * context))
+        time = owed * token + max(rest / chunk, 1) * step + 3 * rest * (token + model.c3 * (45 - rest + rest / 2))
+        row = model.predict(len(rows) + 1, context + context // max(len(rows), 1)) - step
+        times.append(time + 8 * step * (1 + len(rows) / 8 / 8) + 8 * len(rows) * row)
     if any(replica.table.count == 8 for replica in h.core.replicas):
         return
     best = min(range(3), key=times.__getitem__)

@@ -23,11 +23,13 @@ class Rows:
         self.table = SlotTable(self.limits)
         self.model, self.token_time = StepTime(), TokenTime()
         self.swap_ns_per_block = 1000.0
+        self.draining = 0  # blocks that copies to the host tier free
         self.reserved = 0  # blocks, to rows that do not hold them yet
 
     @property
     def pool(self) -> SimpleNamespace:
-        return SimpleNamespace(total=self.limits.blocks, referenced=int(self.table.held.sum()))
+        held = int(self.table.held.sum())
+        return SimpleNamespace(total=self.limits.blocks, referenced=held, draining=self.draining)
 
     @property
     def available(self) -> int:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.scheduler.core.policy.base import Pace
 from services.scheduler.core.policy.memory import (
     ENOUGH,
+    FEW,
     Aimd,
     Expected,
     FtAimd,
@@ -248,16 +249,43 @@ def test_an_expected_length_is_a_quantile_of_those_that_are_still_possible(
     assert said == (possible[int(dice * len(possible))] if possible else 100)
 
 
-def test_without_enough_requests_the_limit_is_expected_and_other_limits_say_nothing() -> None:
+def test_lengths_are_pooled_until_a_group_has_enough() -> None:
     lengths = Lengths()
-    for _ in range(ENOUGH - 1):
+
+    def expected(produced: int, limit: int) -> int:
+        return int(lengths.expected(column(produced), column(limit), np.zeros(1))[0])
+
+    for _ in range(FEW - 1):
         lengths.learn(5, 100)
-    assert lengths.expected(column(0, 0), column(100, 3000), np.zeros(2)).tolist() == [100, 3000]
+    assert expected(0, 100) == 1 and expected(30, 3000) == 31, "nothing is known: what is used now counts"
     lengths.learn(5, 100)
-    assert lengths.expected(column(0, 0), column(100, 3000), np.zeros(2)).tolist() == [5, 3000]
+    assert expected(0, 100) == expected(0, 3000) == 5, "all groups are one"
+    assert expected(5, 100) == 10 and expected(60, 100) == 100, "longer than all: twice as long, up to the limit"
     for _ in range(ENOUGH):
         lengths.learn(70, 3000)
-    assert lengths.expected(column(0, 4, 5), column(100, 104, 3000), np.zeros(3)).tolist() == [5, 5, 70]
+    assert expected(0, 3000) == 70
+    for _ in range(ENOUGH):
+        lengths.learn(9, 104)
+    assert [expected(0, 3000), expected(0, 100), expected(0, 500)] == [70, 5, 9], "four groups to each doubling"
+
+
+def test_lengths_start_anew_when_they_become_other_ones() -> None:
+    """Outputs of 400 to 480 tokens follow on 2,000 of 20 to 40: half of the ranks would be above all that was seen."""
+    lengths, rng = Lengths(), np.random.default_rng(7)
+    dice = np.arange(0.05, 1, 0.1)
+
+    def median(produced: int = 0) -> float:
+        return float(np.median(lengths.expected(column(*[produced] * 10), column(*[1000] * 10), dice)))
+
+    for length in rng.integers(20, 40, 2000).tolist():
+        lengths.learn(length, 1000)
+    assert 20 <= median() < 40
+    for length in rng.integers(400, 480, 32).tolist():
+        lengths.learn(length, 1000)
+    assert 400 <= median() < 480
+    for length in rng.integers(350, 500, 320).tolist():  # like them: nothing is dropped
+        lengths.learn(length, 1000)
+    assert 400 < median() < 450 and median(460) > 470
 
 
 def test_expected_lengths_admit_what_max_tokens_would_keep_out_and_a_storm_is_damped() -> None:
@@ -266,7 +294,7 @@ def test_expected_lengths_admit_what_max_tokens_would_keep_out_and_a_storm_is_da
     for _ in range(10):
         replica.add(known=8, prompt=8, limit=1008)
     coming = entrants(*[(8, 1007)] * 20)
-    assert memory.admit(replica, coming, PACE).size == 0
+    assert memory.admit(replica, coming, PACE).size == 20, "nothing is known: only what is used counts, as in Watermark"
     for _ in range(ENOUGH):
         memory.finished(8, 12, 1000)
     taken = memory.admit(replica, coming, PACE)
