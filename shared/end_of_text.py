@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ModelError
+from shared.tokenizer import read_bounded
 
 MOST_END_IDS = 8
 """A worker bans and a scheduler checks at most 16 stop ids of a sequence; the request may give the other 8."""
@@ -51,8 +52,8 @@ def _read(directory: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        value = json.loads(read_bounded(path))
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: not a JSON object")

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.end_of_text import end_ids
-from shared.errors import OrcinusError
+from shared.errors import ModelError, OrcinusError
+from shared.tokenizer import no_panic, tokenizer_json
 
 if TYPE_CHECKING:  # an engine without grammars, as the GPU's bench runs it, does without llguidance
     from llguidance import LLMatcher, LLTokenizer
@@ -122,8 +123,10 @@ class Grammars:
     def _open(self) -> tuple[LLTokenizer | None, str]:
         path = self._model / "tokenizer.json"
         ends = end_ids(self._model)
-        if not path.is_file():
-            return None, "it has no tokenizer.json"
+        try:
+            source = tokenizer_json(path)
+        except ModelError as error:
+            return None, str(error).replace(str(path), "its tokenizer.json")
         if not ends:
             return None, "it names no end-of-text id, so nothing could end"
         try:
@@ -131,8 +134,9 @@ class Grammars:
         except ModuleNotFoundError:
             return None, "llguidance is not installed"
         try:
-            return LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=ends), ""
-        except Exception as error:  # the bindings raise what they like
+            with no_panic(NoGrammarsError):
+                return LLTokenizer(source, n_vocab=self._vocab_size, eos_token=ends), ""
+        except NoGrammarsError as error:
             return None, f"llguidance cannot use its tokenizer ({str(error)[:120]})"
 
 

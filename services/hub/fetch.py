@@ -37,11 +37,13 @@ from services.hub.progress import Report, size
 from services.hub.store import PARTIAL, Record, pulling
 from shared.errors import ConfigurationError
 from shared.hub import HubName, cache_directory, find_snapshot, repository_directory
+from shared.tokenizer import MOST_FILE_BYTES, tokenizer_json
 
 T = TypeVar("T")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-NEEDED = ("config.json", "tokenizer.json")
+TOKENIZER = "tokenizer.json"
+NEEDED = ("config.json", TOKENIZER)
 SMALL = (
     *NEEDED, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "LICENSE*", "NOTICE*",
@@ -145,10 +147,15 @@ class _Pull:
                 raise ConfigurationError(
                     f"{self.name}: has no {missing[0]}, so it cannot be served; choose another repository"
                 )
+            if (count := files[TOKENIZER].size) > MOST_FILE_BYTES:
+                raise ConfigurationError(
+                    f"{self.name}: {TOKENIZER} has {count} bytes, at most {MOST_FILE_BYTES}; choose another repository"
+                )
         self._check_disk([*small, *large])
         for one in small:
             self._fetch(one)
         if not self.file:
+            tokenizer_json(self.directory / "snapshots" / self.commit / TOKENIZER)
             large = self._weights(files)
         weights_bytes = sum(one.size for one in large)
         snapshot = self.directory / "snapshots" / self.commit

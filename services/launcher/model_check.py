@@ -21,12 +21,13 @@ from services.worker.models.registry import FAMILIES
 from shared.errors import ModelError
 from shared.hub import repository_of, require_local
 from shared.settings import WorkerSettings
+from shared.tokenizer import read_bounded
 
 GIB = 1 << 30
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 POINTER = b"version https://git-lfs.github.com/spec/"
-HEADER_BYTES = 100 << 20
+HEADER_BYTES = 16 << 20
 WORK_BYTES = GIB // 2
 """Beside the weights: processes, the smallest KV pool, the largest step."""
 
@@ -72,8 +73,7 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
     if load_format != "dummy":
         for file in _weight_files(model):
             tensors.update(_shapes(file))
-    if not (model / "tokenizer.json").is_file():
-        raise ModelError(f"{model / 'tokenizer.json'}: missing; save the fast tokenizer into the directory")
+    read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
     return ModelFacts(_dtype(config), tensors)
 

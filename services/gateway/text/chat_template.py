@@ -23,11 +23,11 @@ from typing import Any
 
 import jinja2
 import orjson
-from tokenizers import Tokenizer
 
-from services.gateway.errors import invalid
+from services.gateway.errors import invalid, untokenizable
 from services.gateway.text.template_process import FAILED, MOST_CHARS, REFUSED, environment
 from shared.settings import ROOT
+from shared.tokenizer import BoundedTokenizer, TokenizerError
 
 MEMORY_BYTES = 256 << 20
 """Of the process, all together. A conversation of 4 MiB takes some 50."""
@@ -128,13 +128,15 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """The template of a model, rendered by a process apart, and the twin tokenizer. `encode` blocks."""
 
-    def __init__(self, source: str | None, tokenizer: Tokenizer, names: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(
+        self, source: str | None, tokenizer: BoundedTokenizer, names: Mapping[str, str], timeout_s: float
+    ) -> None:
         """source: None for a model without a template. names: bos_token, eos_token, ... as the template may use them.
-        Raise jinja2.TemplateSyntaxError.
+        Raise jinja2.TemplateSyntaxError, ModelError.
         """
         self._template = None if source is None else Renderer(source, timeout_s)
         self._names = dict(names)
-        added = tokenizer.get_added_tokens_decoder()
+        added = tokenizer.library.get_added_tokens_decoder()
         self._specials = {token.content: id_ for id_, token in added.items() if token.special and token.content}
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -160,7 +162,10 @@ class ChatTemplate:
         written = 0
         if self._pattern is not None:
             text, written = self._pattern.subn(lambda match: self._renamed[match.group()], text)
-        ids = self._twin.encode(hidden.show(text), add_special_tokens=False).ids
+        try:
+            ids = self._twin.encode(hidden.show(text), add_special_tokens=False)
+        except TokenizerError as error:
+            raise untokenizable("messages", error) from error
         ids = [self._original_id.get(id_, id_) for id_ in ids]
         if hidden.used and sum(id_ in self._special_ids for id_ in ids) != written:
             raise invalid("messages", "a message contains the text of a control token that cannot be encoded as text")
@@ -228,16 +233,18 @@ class _Hidden:
         return f"\ue000{self._nonce}-{len(self._texts) - 1}\ue001"
 
 
-def _twin(tokenizer: Tokenizer, renamed: Mapping[str, str]) -> tuple[Tokenizer, dict[int, int]]:
+def _twin(tokenizer: BoundedTokenizer, renamed: Mapping[str, str]) -> tuple[BoundedTokenizer, dict[int, int]]:
     """Return a tokenizer that knows control tokens by their new names only, and the map from its ids to the model's."""
-    source = orjson.loads(tokenizer.to_str())
-    source["post_processor"] = None
     original = {}
-    for token in source["added_tokens"]:
-        name = token["content"]
-        if token["special"] and name in renamed:
-            token["content"] = renamed[name]
-        original[token["content"]] = token["id"]
-    twin = Tokenizer.from_str(orjson.dumps(source).decode())
-    ids = [(twin.token_to_id(content), id_) for content, id_ in original.items()]
+
+    def rename(source: dict[str, Any]) -> None:
+        source["post_processor"] = None
+        for token in source["added_tokens"]:
+            name = token["content"]
+            if token["special"] and name in renamed:
+                token["content"] = renamed[name]
+            original[token["content"]] = token["id"]
+
+    twin = tokenizer.changed(rename)
+    ids = [(twin.library.token_to_id(content), id_) for content, id_ in original.items()]
     return twin, {theirs: ours for theirs, ours in ids if theirs is not None and theirs != ours}

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import orjson
 from tokenizers import Tokenizer
 
+from services.gateway.errors import undecodable
+from shared.tokenizer import MOST_DECODED_BYTES, MOST_DECODER_GROWTH, TokenizerError, decode
+
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 8  # prompt tokens that the window method starts from; more while they decode to nothing
 _CONTEXT_MOST = 64
@@ -38,6 +41,10 @@ class TokenText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.special = frozenset(id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self.longest = (
+            max((len(token.encode()) for token in tokenizer.get_vocab(with_added_tokens=True)), default=0) or 1
+        )
+        """Bytes of the longest token."""
         self._strips_first_space = False
         self._pieces = self._table()
         self._texts: list[str | None] | None = None  # of pieces that are whole code points; made at the first use
@@ -68,12 +75,15 @@ class TokenText:
     def piece(self, token: int) -> bytes:
         """Return the bytes of one token, special or not; those that its text alone has where there is no table."""
         if self._pieces is None:
-            return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
+            return _answered(self._tokenizer, [token], skip_special=False).encode()
         return self._pieces[token] if token < len(self._pieces) else b""
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Return the text of whole sequences, from the decoder of the tokenizer."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+        """Return the text of whole sequences, from the decoder of the tokenizer. Raise TokenizerError."""
+        size = MOST_DECODER_GROWTH * self.longest * len(ids)
+        if size > MOST_DECODED_BYTES:
+            raise TokenizerError(f"{len(ids)} ids may be {size} bytes of text, at most {MOST_DECODED_BYTES} are made")
+        return decode(self._tokenizer, ids, skip_special)
 
     def _table(self) -> list[bytes] | None:
         """Return the bytes of every id, or None when the decoder is of another kind or disagrees with the table."""
@@ -106,7 +116,10 @@ class TokenText:
             text = pieces[id_].decode("utf-8", "replace")
             if self._strips_first_space and text.startswith(" "):
                 text = text[1:]
-            if text != self._tokenizer.decode([id_], skip_special_tokens=False):
+            try:
+                if text != decode(self._tokenizer, [id_], skip_special_tokens=False):
+                    return False
+            except TokenizerError:
                 return False
         return True
 
@@ -194,7 +207,15 @@ class WindowDetokenizer:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=bool(self._skip)))
+        return _answered(self._tokenizer, ids, skip_special=bool(self._skip))
+
+
+def _answered(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> str:
+    """Return the text of tokens of an answer. Raise ApiError."""
+    try:
+        return decode(tokenizer, ids, skip_special)
+    except TokenizerError as error:
+        raise undecodable(error) from error
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jinja2
 import orjson
-from tokenizers import Tokenizer
 
 from services.gateway.errors import ApiError
 from services.gateway.request import SamplingDefaults
@@ -23,6 +22,7 @@ from services.gateway.text.grammar import GrammarCheck
 from services.gateway.text.tools.formats import format_of
 from shared.end_of_text import end_ids
 from shared.errors import ModelError
+from shared.tokenizer import MOST_ID, load_tokenizer
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -46,12 +46,16 @@ class ModelText:
         if not directory.is_dir():
             raise ModelError(f"model directory {directory} does not exist")
         config = _read_json(directory, "config.json", "a Hugging Face model directory has one")
-        self.tokenizer = _read_tokenizer(directory)
+        self._bounded = load_tokenizer(directory / "tokenizer.json")
+        self.tokenizer = self._bounded.library
         tokenizer_config = _read_json(directory, "tokenizer_config.json")
         config = {**config, **(config.get("text_config") or {})}
 
         self.max_model_len = _context(directory, config)
         self.vocab_size = int(config.get("vocab_size") or self.tokenizer.get_vocab_size())
+        if not 0 < self.vocab_size <= MOST_ID:
+            path = directory / "config.json"
+            raise ModelError(f"{path}: vocab_size is {self.vocab_size}, not from 1 to {MOST_ID}; choose another model")
         self.text = TokenText(self.tokenizer)
         self.grammars = GrammarCheck(directory, self.vocab_size)
         names = {
@@ -62,16 +66,21 @@ class ModelText:
         self.defaults = _defaults(directory) if sampling_defaults == "model" else SamplingDefaults()
         self.tool_format = "none" if tool_parser == "auto" else tool_parser
         self.chat = self._template(directory, tokenizer_config, names, template_timeout_s, tool_parser)
-        self.longest = max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
+        self.longest = self.text.longest
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return ids of a raw prompt; control tokens written in it count.
+        """Return ids of a raw prompt; control tokens written in it count. Raise TokenizerError.
 
-        tokenizer.json alone decides what is added; transformers 5 ignores add_bos_token beside it, too.
+        tokenizer.json alone decides what is added; transformers 5 ignores add_bos_token beside it, too. Other threads
+        run on meanwhile; only where `is_quick` says so may it be called on the event loop.
         """
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self._bounded.encode(text, add_special_tokens)
+
+    def is_quick(self, chars: int) -> bool:
+        """Return whether texts of so many characters, all together, are encoded in less than a millisecond or two."""
+        return self._bounded.is_quick(chars)
 
     def try_template(self) -> str:
         """Return why the chat template does not render a plain conversation; empty when it does, or there is none."""
@@ -101,7 +110,7 @@ class ModelText:
         if source is not None and tool_parser == "auto":
             self.tool_format = format_of(source)
         try:
-            return ChatTemplate(source, self.tokenizer, names, timeout_s)
+            return ChatTemplate(source, self._bounded, names, timeout_s)
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template of {directory} does not compile: {error}") from error
 
@@ -152,19 +161,6 @@ def _read_json(directory: Path, name: str, required: str | None = None) -> dict[
     if not isinstance(value, dict):
         raise ModelError(f"{path} is no JSON object")
     return value
-
-
-def _read_tokenizer(directory: Path) -> Tokenizer:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{path} is missing; save the tokenizer with transformers' save_pretrained (fast tokenizer)")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the bindings raise plain Exception
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _token_text(token: Any) -> str | None:

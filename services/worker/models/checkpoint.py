@@ -27,6 +27,7 @@ from shared.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PIECE_BYTES = 64 << 20  # between two reports of progress: one tensor may be gigabytes
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = FLOATS | {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -39,7 +40,7 @@ DTYPES = FLOATS | {
     "I64": torch.int64,
 }
 """Types of safetensors -> torch's."""
-HEADER_BYTES = 100 << 20  # more than that is no header
+HEADER_BYTES = 16 << 20  # of one file: some 100,000 tensors; parsed JSON takes many times as much memory
 PIECE_BYTES = 2 << 20  # of a tensor at a time, in float32
 SAMPLE_BYTES = 4096
 """Of a tensor's begin, middle and end, for the fingerprint: all of it would be read twice."""
@@ -152,14 +153,14 @@ class Checkpoint(Source):
             file.seek(place.start + first * row_bytes)
             into = found.view(-1).view(torch.uint8).numpy().data
             while into.nbytes:
-                count = file.readinto(into)
+                count = file.readinto(into[:PIECE_BYTES])
                 if not count:
                     raise ModelError(f"{self.model / place.file}: cannot read tensor {name}: the file is cut off")
                 into = into[count:]
+                self._bytes_read += count
+                if self._progress:
+                    self._progress(self._bytes_read, self.bytes_total)
         self._read.add(name)
-        self._bytes_read += found.nbytes
-        if self._progress:
-            self._progress(self._bytes_read, self.bytes_total)
         return found
 
     def unread(self) -> list[str]:
@@ -263,8 +264,10 @@ def _header(path: Path) -> tuple[int, dict[str, _Place]]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER_BYTES):
+            if size < 8 or length > size - 8:
                 raise ValueError("the file may be cut off")
+            if length > HEADER_BYTES:
+                raise ValueError(f"its header has {length} bytes, more than {HEADER_BYTES}; split it into shards")
             entries = json.loads(file.read(length))
         if not isinstance(entries, dict):
             raise ValueError("its header is no JSON object")
@@ -273,9 +276,20 @@ def _header(path: Path) -> tuple[int, dict[str, _Place]]:
         for place in places.values():
             if place.start + place.size > size:
                 raise ValueError("the file may be cut off")
+        _check_apart(places)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     return size, places
+
+
+def _check_apart(places: dict[str, _Place]) -> None:
+    """Raise ValueError for two tensors that share bytes: the format has none."""
+    end, last = 0, ""
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].size)):
+        if place.size and place.start < end:
+            raise ValueError(f"its tensors {last[:100]} and {name[:100]} overlap; fetch or convert the file again")
+        if place.size:
+            end, last = place.start + place.size, name
 
 
 def _sample(file: int, place: _Place, take: Callable[[bytes], object]) -> None:

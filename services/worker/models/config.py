@@ -119,9 +119,17 @@ class Fields:
         return ModelError(f"{self.where}: {self.name(key)} is {said}, expected {wanted}")
 
 
+JSON_BYTES = 64 << 20
+"""Bound of a JSON file of a model directory; the index of the largest models has a few MB."""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of the model directory. Raise ModelError."""
     try:
+        if path.exists() and not path.is_file():
+            raise ModelError(f"{path}: no regular file; replace it with the file of the model")
+        if (size := path.stat().st_size) > JSON_BYTES:
+            raise ModelError(f"{path}: {size} bytes, more than {JSON_BYTES}; replace it with the file of the model")
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing: MODEL must name a Hugging Face model directory") from error

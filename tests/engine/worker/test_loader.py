@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
 from kernels.cpu.memory import large
+from services.worker import main
 from services.worker.kv.cache import room_for
+from services.worker.models import checkpoint
 from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
@@ -261,6 +263,36 @@ def test_a_header_that_is_not_what_the_format_allows_is_refused(entry: object, m
         Checkpoint(tmp_path)
 
 
+def test_a_header_with_overlapping_tensors_is_refused(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [4]}
+    header_of(
+        tmp_path / "model.safetensors",
+        {"a": {**entry, "data_offsets": [0, 16]}, "b": {**entry, "data_offsets": [12, 28]}},
+        bytes(28),
+    )
+    with pytest.raises(ModelError, match="tensors a and b overlap; fetch"):
+        Checkpoint(tmp_path)
+
+
+def test_a_header_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((90 << 20).to_bytes(8, "little"))
+        file.truncate(100 << 20)
+    with pytest.raises(ModelError, match="its header has 94371840 bytes, more than"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/full"])
+def test_a_file_of_the_model_that_is_a_device_is_refused_unread(device: str, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(device)
+    with pytest.raises(ModelError, match="no regular file"):
+        load_config(tmp_path)
+    with pytest.raises(ModelError, match=r"regular file|missing|no safetensors|no weights"):
+        Checkpoint(tmp_path)
+
+
 def test_a_file_that_is_no_safetensors_at_all_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"\x80\x02", b"<html>not found</html>" * 40, (2).to_bytes(8, "little") + b"[]"):
         (tmp_path / "model.safetensors").write_bytes(content)
@@ -281,3 +313,18 @@ def test_the_fingerprint_changes_with_the_config_and_with_numbers_of_any_tensor(
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         found.append(Checkpoint(path).fingerprint())
     assert len(set(found)) == len(found)
+
+
+def test_progress_of_one_large_tensor_is_reported_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(main, "PROGRESS_S", 0.0)
+    save_file({"embed": torch.ones(16, 1 << 17)}, tmp_path / "model.safetensors")  # 8 MiB
+    caplog.set_level("INFO")
+    found = Checkpoint(tmp_path, main._Progress("large")).read("embed", (16, 1 << 17), 0, 16)
+    assert bool((found == 1).all())
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("loading large: ")]
+    shares = [int(line.split(", ")[1].removesuffix(" %")) for line in lines]
+    assert shares == [12, 24, 37, 49, 62, 74, 87, 99]  # the file has a header as well
+    assert lines[3].startswith("loading large: 4 of 8 MiB, ") and lines[-1].endswith(" s left")

@@ -128,6 +128,7 @@ def test_a_smaller_epoch_is_refused_and_leaves_the_current_run_alone(
     run.send(2, **chunk(len(reference.prompts[0]), 1))
     assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][1:2]
     run.call.cancel()
+    assert Client(channel, epoch=1 << 62).ended_with() == grpc.StatusCode.INVALID_ARGUMENT
     # Also when nobody is there any more: a paused scheduler may not come back to a worker that had another.
     assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.FAILED_PRECONDITION
 
@@ -257,6 +258,8 @@ def test_describe_and_health_answer_while_a_run_lasts_and_tell_the_limits(
     run.send(1, **first_step(reference.prompts[0], 24))
     next(run.call)
     info = worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_S)
+    assert info.highest_epoch == 1
+    info.ClearField("highest_epoch")
     assert info == engine.info()
     assert (info.backend, info.dtype, info.device, info.block_size) == ("reference", "float32", "cpu", 4)
     assert info.max_model_len == 256 and info.vocab_size == reference.vocab

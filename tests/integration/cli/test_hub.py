@@ -321,6 +321,15 @@ def test_rm_keeps_files_that_another_tool_fetched(machine: Machine) -> None:
     assert not machine.directory.exists()
 
 
+def test_unbounded_tokenizer_is_refused_before_the_weights(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"type": "Prepend", "prepend": "x" * 5000}
+    machine.hub.add("acme/grows", files(**{"tokenizer.json": json.dumps({"normalizer": step}).encode()}))
+    assert "one byte of text can become 5001, at most 4096" in machine.run("pull", "acme/grows", code=2)
+    monkeypatch.setattr("services.hub.fetch.MOST_FILE_BYTES", 1)
+    assert "tokenizer.json has 2 bytes, at most 1; choose another" in machine.run("pull", NAME, code=2)
+    assert not [seen for seen in machine.hub.seen if "model.safetensors" in seen.path]
+
+
 def test_second_pull_is_refused_while_one_runs(machine: Machine) -> None:
     lock = machine.home / "hub" / ".locks" / "models--acme--tiny" / "orcinus-pull.lock"
     lock.parent.mkdir(parents=True)
@@ -361,6 +370,12 @@ _BROKEN: dict[str, tuple[str, bytes | None, str]] = {
 @pytest.mark.parametrize(("name", "content", "said"), _BROKEN.values(), ids=_BROKEN)
 def test_fault_of_a_model_directory_is_named(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
     assert said in model_problem(_broken(tmp_path / "model", name, content), "auto")
+
+
+def test_tokenizer_that_is_a_fifo_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    model = _broken(tmp_path / "model", "tokenizer.json", None)
+    os.mkfifo(model / "tokenizer.json")
+    assert "tokenizer.json: not a regular file" in model_problem(model, "auto")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import functools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models
 
+from services.gateway.errors import ApiError
 from services.gateway.text.detokenizer import BYTE_OF, TokenText, WindowDetokenizer
 from tests.support import tokenizers as made
 
@@ -118,3 +119,13 @@ def test_decoder_that_disagrees_with_the_table_uses_windows() -> None:
     assert not text.has_table
     detokenizer = text.start([0])
     assert detokenizer.feed(1) + detokenizer.flush() == "_b"
+
+
+def test_panic_of_the_decoder_is_an_error_of_the_answer() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a" * 60 + "cc": 0, "b": 1}, unk_token="b"))
+    tokenizer.decoder = decoders.Replace(Regex("(?:a|a)+c(?!c)"), "x")
+    reader = TokenText(tokenizer).start([1])
+    assert reader.feed(1) == "b"
+    with pytest.raises(ApiError, match="cannot decode its tokens") as raised:
+        reader.feed(0)
+    assert (raised.value.status, raised.value.code) == (500, "tokenizer_failed")

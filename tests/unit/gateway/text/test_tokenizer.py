@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from services.gateway.errors import ApiError
-from services.gateway.request import SamplingDefaults
+from services.gateway.openai.completions import encode_text
+from services.gateway.request import Limits, SamplingDefaults
 from services.gateway.text.tokenizer import ModelText
 from shared.errors import ModelError
+from shared.grammars import Grammars, NoGrammarsError
 from shared.settings import DEMO_MODEL
+from shared.tokenizer import TokenizerError
 from tests.support.generations import model as small_model
 from tests.support.tokenizers import CHAT_TEMPLATE, CONTEXT, SPECIALS, byte_fallback, byte_level, write_model
 
@@ -196,3 +200,37 @@ def test_demo_model_has_the_tokens_of_transformers() -> None:
         assert model.encode(text) == oracle.encode(text)
     expected = oracle.apply_chat_template(CONVERSATION, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert model.chat.encode(CONVERSATION) == list(expected)
+
+
+async def test_prompt_is_encoded_beside_the_event_loop_unless_tiny(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelText(write_model(tmp_path / "m"))
+    threads = []
+    monkeypatch.setattr(model, "encode", lambda *_: threads.append(threading.current_thread()) or [0])
+    for size in (10, 3000):
+        await encode_text("x" * size, model, Limits(max_model_len=CONTEXT))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+def test_vocabulary_size_of_the_config_is_bounded(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "m")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "vocab_size": 10**12}))
+    with pytest.raises(ModelError, match="vocab_size is 1000000000000, not from 1 to 4194304"):
+        ModelText(directory)
+
+
+def test_grammars_are_refused_where_the_tokenizer_is_unbounded(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "m")
+    source = json.loads((directory / "tokenizer.json").read_text())
+    source["normalizer"] = {"type": "Prepend", "prepend": "x" * 5000}
+    (directory / "tokenizer.json").write_text(json.dumps(source))
+    with pytest.raises(NoGrammarsError, match=r"its tokenizer\.json: normalizer: one byte of text can become 10002"):
+        Grammars(directory, CONTEXT).prepare()
+
+
+def test_text_of_ids_is_bounded(tmp_path: Path) -> None:
+    model = ModelText(write_model(tmp_path / "m"))
+    with pytest.raises(TokenizerError, match="at most 1073741824 are made"):
+        model.text.decode([0] * ((1 << 30) // (4 * model.longest) + 1))

@@ -1,0 +1,412 @@
+"""Read the tokenizer.json of a model within bounds of memory and time; encode and decode without a panic.
+
+The file is a program of its author's: normalizers that multiply text, regular expressions, templates. It is checked
+before any parser of the tokenizers library or of llguidance sees it, and they get the JSON that was checked, not the
+file. Gateway, workers, launcher and hub ask here. A panic of the library is a BaseException in Python; here it becomes
+a TokenizerError.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared.errors import ModelError, OrcinusError
+from shared.regex_bounds import regex_problem
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MOST_DECODED_BYTES = 1 << 30
+"""Of the text of ids, as bounded by the longest token: 256 bytes for each of a million ids."""
+MOST_FILE_BYTES = 64 << 20
+"""Of tokenizer.json. Gemma 3 has 33 MB."""
+MOST_VALUES = 8 << 20
+"""JSON values in the file, counted by its commas and brackets. Gemma 3 has 2 million."""
+MOST_STEPS = 64
+"""Of a normalizer, pre-tokenizer, post-processor or decoder, each."""
+MOST_DEPTH = 4
+"""Of a Sequence in a Sequence."""
+MOST_STEP_BYTES = 2 << 20
+"""Of each of these four parts. T5's table of characters has 320 kB."""
+MOST_GROWTH = 4096
+"""Bytes that the library makes of one byte of a text at most, by normalizer, pre-tokenizer and post-processor."""
+MOST_DECODER_GROWTH = 4
+"""The same of a decoder, for one byte of a token."""
+MOST_TOKEN_BYTES = 2048
+"""Of one token's text. The longest ones of models are runs of some hundred blanks."""
+MOST_ID = 4 << 20
+"""Token ids are below: tables have a row for each."""
+MOST_AFFIX_BYTES = 64
+"""Of the prefix or suffix that a model puts at each part of a word."""
+MOST_WORD_CHARS = 1000
+"""Of a word for WordPiece, whose time grows with the square of it."""
+MOST_NORMALIZED_BYTES = 32 << 20
+"""Of one text after normalizer and pre-tokenizer, by its growth. The library needs up to 130 bytes for each."""
+QUICK_CHARS = 1024
+QUICK_BYTES = 64 * 1024
+"""A text of so many characters, and normalized bytes, is encoded in less than a millisecond."""
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+KNOWN_REGEXES = frozenset(
+    {
+        _WORDS + r"\p{N}{1,3}" + _REST,
+        _WORDS + r"\p{N}" + _REST,
+        r"\s*[\r\n]+[ \t]*| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    }
+)
+"""Of Llama 3, Qwen 2 and 3, and the demo model: their time is proportional to a text. Nothing is known of others."""
+
+
+class TokenizerError(OrcinusError):
+    """A text or ids that this tokenizer cannot turn into the other. The message is for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedTokenizer:
+    """A tokenizer of the library, and the most that it makes of a text."""
+
+    library: Tokenizer
+    growth: int
+    """Bytes of normalized text for one byte of a text."""
+    is_predictable: bool
+    """It has no regular expression but known ones, so that short texts take a short time."""
+
+    def is_quick(self, chars: int) -> bool:
+        """Return whether texts of so many characters, all together, may be encoded on an event loop."""
+        return self.is_predictable and chars <= QUICK_CHARS and 4 * chars * self.growth <= QUICK_BYTES
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text. Other threads run on. Raise TokenizerError."""
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if size * self.growth > MOST_NORMALIZED_BYTES:
+            raise TokenizerError(
+                f"{size} bytes may become {self.growth} times as many, and at most {MOST_NORMALIZED_BYTES} are taken; "
+                f"send at most {MOST_NORMALIZED_BYTES // self.growth} bytes"
+            )
+        with _no_panic():
+            # Of the library's calls, this one lets go of the interpreter's lock; `encode` keeps it.
+            return list(self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def changed(self, change: Callable[[dict[str, Any]], None]) -> BoundedTokenizer:
+        """Return a tokenizer from a changed copy of this one's JSON. Raise ModelError."""
+        source = json.loads(self.library.to_str())
+        change(source)
+        return _parsed(_text(source), self.growth, self.is_predictable, "tokenizer.json")
+
+
+def load_tokenizer(path: Path) -> BoundedTokenizer:
+    """Return the tokenizer of a file, without its truncation and padding. Raise ModelError."""
+    source, growth, is_predictable = _checked(path)
+    return _parsed(source, growth, is_predictable, str(path))
+
+
+def tokenizer_json(path: Path) -> str:
+    """Return the JSON of a file, checked, for a parser that takes it as text. Raise ModelError."""
+    return _checked(path)[0]
+
+
+def read_bounded(path: Path) -> bytes:
+    """Return the bytes of a JSON file of a model, a regular one of bounded size. Raise ModelError."""
+    try:
+        # O_NONBLOCK: to open a FIFO would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path} is missing; save the fast tokenizer into the directory (transformers' save_pretrained)"
+        ) from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise ModelError(f"{path}: not a regular file; put the model's own there")
+        if facts.st_size > MOST_FILE_BYTES:
+            raise ModelError(f"{path}: {facts.st_size} bytes, at most {MOST_FILE_BYTES}; choose another model")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MOST_FILE_BYTES)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def check_tokenizer(data: bytes) -> tuple[str, int, bool]:
+    """Return the checked JSON of a tokenizer, its growth, and whether it is predictable. Raise ValueError."""
+    values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
+    if values > MOST_VALUES:
+        raise ValueError(f"JSON: about {values} values, at most {MOST_VALUES}; choose another model")
+    try:
+        source = json.loads(data, parse_constant=_refuse_constant)
+        checked = _text(source)  # from values: another parser may take another one of two equal keys
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be read as JSON: {error}; save the tokenizer again") from error
+    if not isinstance(source, dict):
+        raise ValueError("JSON: not an object; save the tokenizer again")
+    regexes = set[str]()
+    growth = {part: _Steps(part, source.get(part), regexes).growth for part in _NESTED}
+    _check_growth("decoder", growth.pop("decoder"), MOST_DECODER_GROWTH)
+    whole = math.prod(growth.values())
+    _check_growth(max(growth, key=lambda part: growth[part]), whole, MOST_GROWTH)
+    _check_model(source.get("model"))
+    _check_added(source.get("added_tokens"), whole)
+    return checked, whole, regexes <= KNOWN_REGEXES
+
+
+def decode(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """Return the text of ids, by the tokenizer's decoder. Raise TokenizerError."""
+    with _no_panic():
+        return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+@contextlib.contextmanager
+def no_panic(made: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise made(reason) for all that bindings to Rust raise, panics among it."""
+    try:
+        yield
+    except BaseException as error:
+        # No module has the class of a panic by name, and it is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise made(str(error)[:200] or type(error).__name__) from error
+
+
+def _no_panic() -> contextlib.AbstractContextManager[None]:
+    return no_panic(TokenizerError)
+
+
+def _checked(path: Path) -> tuple[str, int, bool]:
+    data = read_bounded(path)
+    try:
+        return check_tokenizer(data)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _parsed(source: str, growth: int, is_predictable: bool, name: str) -> BoundedTokenizer:
+    # One text is one thread's work. The library's own threads would make short texts wait for long ones.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from tokenizers import Tokenizer
+
+    with no_panic(lambda reason: ModelError(f"{name} cannot be read: {reason}")):
+        tokenizer = Tokenizer.from_str(source)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return BoundedTokenizer(tokenizer, growth, is_predictable)
+
+
+_NESTED = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}
+# What one byte of UTF-8 becomes at most. Unicode's forms: Unicode Technical Report 15 and its FAQ on normalization.
+_FACTORS: Mapping[str, Mapping[str, int]] = {
+    "normalizer": {
+        "BertNormalizer": 8, "ByteLevel": 2, "Lowercase": 2, "NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Nmt": 1,
+        "Strip": 1, "StripAccents": 1,
+    },
+    "pre_tokenizer": {
+        "BertPreTokenizer": 1, "CharDelimiterSplit": 1, "Digits": 1, "FixedLength": 1, "Punctuation": 1,
+        "UnicodeScripts": 1, "Whitespace": 1, "WhitespaceSplit": 1,
+    },
+    "post_processor": {"BertProcessing": 1, "ByteLevel": 1, "RobertaProcessing": 1},
+    "decoder": {
+        "BPEDecoder": 2, "ByteFallback": 1, "ByteLevel": 2, "CTC": 2, "Fuse": 1, "Metaspace": 1, "Strip": 1,
+        "WordPiece": 2,
+    },
+}  # fmt: skip
+
+
+class _Steps:
+    """Walk through the steps of one part; `growth` is the product of theirs."""
+
+    def __init__(self, part: str, root: Any, regexes: set[str]) -> None:
+        self._part = part
+        self._regexes = regexes
+        self._count = 0
+        size = len(_text(root).encode("utf-8", "surrogatepass"))
+        if size > MOST_STEP_BYTES:
+            raise ValueError(f"{part}: {size} bytes, at most {MOST_STEP_BYTES}; choose another model")
+        self.growth = 1 if root is None else self._walk(root, 0)
+
+    def _walk(self, step: Any, depth: int) -> int:
+        self._count += 1
+        if self._count > MOST_STEPS:
+            raise self._wrong(f"more than {MOST_STEPS} steps", "remove some")
+        if depth > MOST_DEPTH:
+            raise self._wrong(f"a Sequence at depth {depth}, at most {MOST_DEPTH}", "put its steps into one Sequence")
+        kind = str(step.get("type")) if isinstance(step, dict) else "None"
+        if kind == "Sequence":
+            steps = step.get(_NESTED[self._part])
+            if not isinstance(steps, list):
+                raise self._wrong("a Sequence without a list of steps")
+            return math.prod(self._walk(one, depth + 1) for one in steps)
+        if kind in _FACTORS[self._part]:
+            return _FACTORS[self._part][kind]
+        if special := _SPECIAL.get((self._part, kind)):
+            return special(self, step)
+        raise self._wrong(f"{kind[:40]!r} is no type of a step that is known")
+
+    def prepend(self, step: dict[str, Any]) -> int:
+        return 1 + self._bytes(step, "prepend")
+
+    def replace(self, step: dict[str, Any]) -> int:
+        content = self._bytes(step, "content")
+        fixed = self._pattern(step)
+        # An expression may match nothing at all, between any two bytes.
+        return max(1, math.ceil(content / fixed)) if fixed else 1 + content
+
+    def split(self, step: dict[str, Any]) -> int:
+        self._pattern(step)
+        return 1
+
+    def metaspace(self, step: dict[str, Any]) -> int:
+        return 1 + self._bytes(step, "replacement")
+
+    def byte_level(self, step: dict[str, Any]) -> int:
+        return 2 if step.get("add_prefix_space") is False else 4
+
+    def precompiled(self, step: dict[str, Any]) -> int:
+        """Return the length of the longest replacement. The table: bytes of the trie, trie, replacements and NULs."""
+        table = step.get("precompiled_charsmap")
+        try:
+            data = base64.b64decode(table if isinstance(table, str) else "", validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise self._wrong("precompiled_charsmap is not base64") from error
+        begin = 4 + int.from_bytes(data[:4], "little")
+        if not 4 < begin <= len(data):
+            raise self._wrong("precompiled_charsmap is cut off")
+        return max(1, *map(len, data[begin:].split(b"\0")))
+
+    def template(self, step: dict[str, Any]) -> int:
+        pieces = [step.get("single"), step.get("pair")]
+        named = step.get("special_tokens")
+        if not all(isinstance(one, list) and len(one) <= MOST_STEPS for one in pieces):
+            raise self._wrong(f"TemplateProcessing needs lists `single` and `pair` of at most {MOST_STEPS} pieces")
+        if not isinstance(named, dict) or sum(len(_ids(one)) for one in named.values()) > MOST_STEPS:
+            raise self._wrong(f"TemplateProcessing needs `special_tokens` with at most {MOST_STEPS} ids")
+        return max(1, *(sum(isinstance(piece, dict) and "Sequence" in piece for piece in one or ()) for one in pieces))
+
+    def _pattern(self, step: dict[str, Any]) -> int:
+        """Return the bytes that a pattern takes at least; 0 for an expression."""
+        pattern = step.get("pattern")
+        kind, text = next(iter(pattern.items())) if isinstance(pattern, dict) and len(pattern) == 1 else ("", None)
+        if not isinstance(text, str) or kind not in ("String", "Regex"):
+            raise self._wrong("a pattern is neither a String nor a Regex")
+        if kind == "String":
+            return len(text.encode())
+        if self._part == "decoder":  # it runs on the gateway's event loop, token by token
+            raise self._wrong("a Replace by a regular expression, and only by a String is allowed")
+        self._regexes.add(text)
+        if problem := regex_problem(text):
+            raise self._wrong(f"the regular expression {_short(text)} {problem}", "choose another model")
+        return 0
+
+    def _bytes(self, step: dict[str, Any], name: str) -> int:
+        text = step.get(name)
+        if not isinstance(text, str):
+            raise self._wrong(f"{step['type']} without a text {name}")
+        return len(text.encode())
+
+    def _wrong(self, problem: str, remedy: str = "save the tokenizer again, or choose another model") -> ValueError:
+        return ValueError(f"{self._part}: {problem}; {remedy}")
+
+
+_SPECIAL: Mapping[tuple[str, str], Callable[[_Steps, dict[str, Any]], int]] = {
+    ("normalizer", "Prepend"): _Steps.prepend,
+    ("normalizer", "Replace"): _Steps.replace,
+    ("normalizer", "Precompiled"): _Steps.precompiled,
+    ("pre_tokenizer", "ByteLevel"): _Steps.byte_level,
+    ("pre_tokenizer", "Metaspace"): _Steps.metaspace,
+    ("pre_tokenizer", "Split"): _Steps.split,
+    ("post_processor", "TemplateProcessing"): _Steps.template,
+    ("decoder", "Replace"): _Steps.replace,
+}
+
+
+def _check_growth(part: str, growth: int, most: int) -> None:
+    if growth > most:
+        raise ValueError(
+            f"{part}: one byte of text can become {growth}, at most {most}; remove its Replace and Prepend steps with "
+            "long contents, or choose another model"
+        )
+
+
+def _check_model(model: Any) -> None:
+    """Raise ValueError for a vocabulary or a field that would take memory or time without bound."""
+    if not isinstance(model, dict):
+        return  # the library says what is wrong
+    for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
+        if isinstance(text := model.get(name), str) and len(text.encode()) > MOST_AFFIX_BYTES:
+            raise ValueError(
+                f"model.{name}: {len(text.encode())} bytes, at most {MOST_AFFIX_BYTES}; choose another model"
+            )
+    chars = model.get("max_input_chars_per_word")
+    if isinstance(chars, int) and chars > MOST_WORD_CHARS:
+        raise ValueError(f"model.max_input_chars_per_word: {chars}, at most {MOST_WORD_CHARS}; set it to 100")
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        _check_id("model.vocab", max((id_ for id_ in vocabulary.values() if isinstance(id_, int)), default=0))
+        texts: Iterator[Any] = iter(vocabulary)
+    elif isinstance(vocabulary, list):
+        _check_id("model.vocab", len(vocabulary) - 1)
+        texts = (entry[0] for entry in vocabulary if isinstance(entry, list) and entry)
+    else:
+        return
+    _check_longest("model.vocab", (text for text in texts if isinstance(text, str)))
+
+
+def _check_added(added: Any, growth: int) -> None:
+    if not isinstance(added, list):
+        return
+    tokens = [token for token in added if isinstance(token, dict)]
+    texts = [token["content"] for token in tokens if isinstance(token.get("content"), str)]
+    _check_longest("added_tokens", texts)
+    _check_id("added_tokens", max((token["id"] for token in tokens if isinstance(token.get("id"), int)), default=0))
+    size = growth * sum(len(text.encode()) for text in texts)
+    if size > MOST_NORMALIZED_BYTES:  # each is normalized when the file is read
+        raise ValueError(
+            f"added_tokens: {size} bytes when normalized, at most {MOST_NORMALIZED_BYTES}; remove some of {len(texts)}"
+        )
+
+
+def _check_longest(name: str, texts: Any) -> None:
+    longest = max(map(len, texts), default=0)
+    if longest > MOST_TOKEN_BYTES:
+        raise ValueError(
+            f"{name}: a token of {longest} characters, at most {MOST_TOKEN_BYTES}; remove it, or choose another model"
+        )
+
+
+def _check_id(name: str, highest: int) -> None:
+    if highest >= MOST_ID:
+        raise ValueError(f"{name}: token id {highest}, at most {MOST_ID - 1}; number the tokens from 0")
+
+
+def _ids(special: Any) -> list[Any]:
+    ids = special.get("ids") if isinstance(special, dict) else None
+    return ids if isinstance(ids, list) else []
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
