@@ -163,9 +163,13 @@ def config(values: Values, json: Json = False) -> None:
 def doctor(values: Values, json: Json = False) -> None:
     """Check what a local stack needs on this machine, and name the remedy for what is missing."""
     build(SchedulerSettings, values)  # the launcher does not know the policies
-    from services.launcher.doctor import examine, show
+    from services.cli import status
+    from services.cli.stack import find
+    from services.launcher.doctor import examine, in_image, show
 
     checks = examine(values)
+    if in_image():
+        checks.append(status.check(find(values)))
     failed = any(check.status == "fail" for check in checks)
     if json:
         print(json_module.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))

@@ -13,9 +13,11 @@ from rich.text import Text
 
 from services.cli import top
 from services.cli.stack import Target
+from services.launcher.check import Check
 from shared.telemetry.stack_view import View
 
 EVENTS = 3
+DEAD = 3
 NO_STACK = "no stack runs here; start one with `make run` or `orcinus up`, or name its Redis with --redis-url"
 
 
@@ -37,6 +39,16 @@ def run(target: Target, as_json: bool) -> int:
     return 0 if works else 1
 
 
+def check(target: Target) -> Check:
+    """Return a line of `orcinus doctor`: does a scheduler lead, and is a worker there?"""
+    view = asyncio.run(top.look_once(top.RedisSource(target.settings, target.launcher)))
+    state, _ = top.condition(view, target.settings.shard)
+    if state in top.WORKING:
+        workers = sum(bool(worker["alive"]) for worker in view["workers"])
+        return Check("services", "ok", f"{state}; a scheduler leads {target.settings.shard}; workers: {workers}")
+    return Check("services", "fail", state, "docker compose ps shows which service is missing, docker compose logs why")
+
+
 def screen(view: View, target: Target) -> Group:
     """Return the text for a terminal: state, addresses, figures, processes, last events."""
     addresses = Table.grid(padding=(0, 2))
@@ -52,7 +64,20 @@ def screen(view: View, target: Target) -> Group:
     tiles = top.tiles(view)
     figures.add_row(*(Text(title, "dim") for title, _, _ in tiles))
     figures.add_row(*(Text(figure) for _, figure, _ in tiles))
-    tables = [table for table in (addresses, figures, top.processes(view)) if table.row_count]
+    tables = [table for table in (addresses, figures, top.processes(view), dead(view)) if table.row_count]
     blank = Text()
     between = [part for table in tables for part in (table, blank)]
     return Group(top.head(view, target.settings.shard, view["model"]), blank, *between, top.events(view, EVENTS))
+
+
+def dead(view: View) -> Table:
+    """Return the last rows of `dead`: requests that killed workers, and records that could not be read."""
+    table = Table.grid(padding=(0, 2))
+    for row in view["dead"][:DEAD]:
+        source = str(row.get("key") or row.get("request") or "")
+        table.add_row(Text("dead", "red"), Text(top.plain(source)), Text(top.plain(str(row.get("text", "")))))
+    if view["dead_rows"] > DEAD:
+        table.add_row(
+            Text("dead", "dim"), Text(f"{view['dead_rows'] - DEAD} more in the stream `dead` of Redis"), Text()
+        )
+    return table

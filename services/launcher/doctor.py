@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from kernels.cpu.build import VARIANTS, cpu_flags, prebuilt_path
 from services.launcher import redis_server
 from services.launcher.check import Check
 from services.launcher.gpu_checks import judge
@@ -28,12 +27,22 @@ GIB = 1 << 30
 TESTED = ((3, 11), (3, 12))
 
 
+CONTAINER = "ORCINUS_CONTAINER"
+"""Set in the images. There the services run in other containers: what the launcher needs of a machine says nothing."""
+
+
+def in_image() -> bool:
+    return bool(os.environ.get(CONTAINER))
+
+
 def examine(values: Values) -> list[Check]:
     """Return every check, none of which changes anything. Raise ConfigurationError when a setting cannot be read."""
     launcher = build(LauncherSettings, values)
     gateway = build(GatewaySettings, values)
     worker = build(WorkerSettings, values)
     build(SchedulerSettings, values)
+    if in_image():
+        return [check_python(), check_redis(gateway), check_model(worker.model, worker.load_format)]
     return [
         check_python(),
         check_compiler(),
@@ -68,6 +77,8 @@ def check_python() -> Check:
 
 
 def check_compiler() -> Check:
+    from kernels.cpu.build import VARIANTS, cpu_flags, prebuilt_path  # imports torch, which not every image has
+
     if any(variant.needs <= cpu_flags() and prebuilt_path(variant).is_file() for variant in VARIANTS):
         return Check("compiler", "ok", "not needed: the CPU kernels came compiled")
     if found := shutil.which("g++"):
@@ -86,7 +97,8 @@ def check_redis(gateway: GatewaySettings) -> Check:
         try:
             version = redis_server.check_server(gateway.redis_url, **gateway.redis_options())
         except ConfigurationError as error:
-            return Check("redis", "fail", str(error), "start that Redis, or unset ORCINUS_REDIS_URL")
+            fix = "docker compose ps redis" if in_image() else "start that Redis, or unset ORCINUS_REDIS_URL"
+            return Check("redis", "fail", str(error), fix)
         return Check("redis", "ok", f"{version} at {without_password(gateway.redis_url)}")
     binary = redis_server.find_binary()
     if binary is None:

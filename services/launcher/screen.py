@@ -16,6 +16,10 @@ from shared.supervisor import Service
 STYLES = {"warning": "yellow", "error": "bold red", "good": "green", "log": "dim", "info": ""}
 
 
+LINE_S = 3.0
+"""Without a terminal, a service that starts has a line this often: the last one of its log."""
+
+
 class _Console(Console):
     """A console whose terminal may end before the stack does: closed, or `| head`. The stack still stops in order."""
 
@@ -31,6 +35,7 @@ class Screen:
         self._live: Live | None = None
         self._settled = False
         self._seen: dict[str, str] = {}
+        self._said_s: dict[str, float] = {}
         self._begun = time.monotonic()
         self._spinner = Spinner("dots")
 
@@ -70,7 +75,12 @@ class Screen:
         for service in services:
             if self._seen.get(service.name) != service.state:
                 self._seen[service.name] = service.state
+                self._said_s[service.name] = time.monotonic()
                 self._console.print(escape(f"{service.name}: {describe(service)}"))
+            elif service.state == "starting" and time.monotonic() - self._said_s[service.name] >= LINE_S:
+                self._said_s[service.name] = time.monotonic()
+                words = [f"{service.name}: {describe(service)}, {self.elapsed_s():.0f} s", *service.tail(1)]
+                self._console.print(escape(": ".join(words)))
 
     def _table(self, services: list[Service]) -> Table:
         table = Table.grid(padding=(0, 1))

@@ -14,11 +14,15 @@ from typing import Any
 from redis.asyncio import Redis
 
 from shared.columns import unpack
+from shared.dead_letters import DeadLetters
 from shared.keys import Keys
 
 DISCOVER_S = 10.0
 EVENTS = 50
+DEAD = 20
 HISTORY_S = 300
+LONGEST_S = 3600
+"""The scheduler keeps an hour."""
 HISTORY_ROWS = 60
 """Rows per read. A row has about seventy fields, so a larger read would delay the other clients of Redis."""
 
@@ -26,6 +30,7 @@ HISTORY = (
     "time_ms", "tok_s", "ttft_ms_p50", "ttft_ms_p99", "tbt_ms_p50", "tbt_ms_p99", "running", "waiting", "swapped",
     "waiting_realtime", "waiting_high", "waiting_normal", "waiting_low", "blocks_total", "blocks_free", "blocks_cached",
     "blocks_draining", "host_blocks_total", "host_blocks_free", "device_idle_pct", "step_ms",
+    "finished", "cancelled", "failed", "ttft_predicted_ms_p50", "ttft_error_ms_p50", "cpu_pct", "rss_bytes",
 )  # fmt: skip
 """The fields of `stats:{shard}:history` in the charts."""
 
@@ -41,13 +46,15 @@ class StackReader:
         self._keys = keys
         self._shards: set[str] = set()
         self._alive: set[tuple[str, str]] = set()
+        self._letters = DeadLetters()
         self._discovered_at = -math.inf
+        self._redis_cpu: tuple[int, float] | None = None  # time of the last look, and what was used by then
 
     async def look(self) -> View:
         """Return the present view.
 
         Fields: `model`, `time_ms` (Redis's clock), `redis`, `queue`, `shards` (each with `led`, `stats`, `iterations`
-        and `replicas`), `workers`, `gateways`, `schedulers`, `events` (the newest first).
+        and `replicas`), `workers`, `gateways`, `schedulers`, `events` and `dead` (the newest first), `dead_rows`.
         """
         if time.monotonic() - self._discovered_at > (DISCOVER_S if self._shards else 1.0):
             await self._discover()
@@ -55,8 +62,11 @@ class StackReader:
         pipe = self._redis.pipeline(transaction=False)
         pipe.time()
         pipe.info("memory")
+        pipe.info("cpu")
         pipe.hgetall(keys.queue)
         pipe.xrevrange(keys.events, count=EVENTS)
+        pipe.xrevrange(keys.dead, count=DEAD)
+        pipe.xlen(keys.dead)
         pipe.zrange(keys.workers, 0, -1, withscores=True)
         for shard in shards:
             pipe.exists(keys.lease(shard))
@@ -65,7 +75,7 @@ class StackReader:
             pipe.hgetall(keys.replicas(shard))
         for role, member in alive:
             pipe.get(keys.alive(role, member))
-        (seconds, micros), memory, queue, events, seen, *rest = await pipe.execute()
+        (seconds, micros), memory, cpu, queue, events, dead, dead_rows, seen, *rest = await pipe.execute()
         per_shard, beats = rest[: 4 * len(shards)], rest[4 * len(shards) :]
         rows = list(zip(shards, *(per_shard[at::4] for at in range(4)), strict=True))
         self._shards = {shard for shard, led, stats, *_ in rows if led or stats}
@@ -74,14 +84,19 @@ class StackReader:
         return {
             "model": keys.model,
             "time_ms": now_ms,
-            "redis": {"used_bytes": int(memory["used_memory"]), "most_bytes": int(memory.get("maxmemory", 0))},
+            "redis": {
+                "used_bytes": int(memory["used_memory"]),
+                "most_bytes": int(memory.get("maxmemory", 0)),
+                "rss_bytes": int(memory.get("used_memory_rss", 0)),
+                "cpu_pct": self._redis_cpu_pct(float(cpu["used_cpu_sys"]) + float(cpu["used_cpu_user"]), now_ms),
+            },
             "queue": _values(queue),
             "shards": {
                 shard: {
                     "led": bool(led),
                     "stats": _values(stats),
                     "iterations": _columns(columns),
-                    "replicas": {_text(name): json.loads(row) for name, row in sorted(replicas.items())},
+                    "replicas": self._replicas(shard, replicas),
                 }
                 for shard, led, stats, columns, replicas in rows
                 if led or stats
@@ -92,7 +107,33 @@ class StackReader:
                 {"id": name, "last_step": _value(b)} for (role, name), b in beating.items() if role == "scheduler"
             ],
             "events": [{"id": _text(entry), **_values(fields)} for entry, fields in events],
+            "dead": [{"id": _text(entry), **_values(fields)} for entry, fields in dead],
+            "dead_rows": dead_rows,
         }
+
+    def _redis_cpu_pct(self, cpu_s: float, now_ms: int) -> float:
+        """Return the share of one core that Redis used since the last look; 0 at the first."""
+        before, self._redis_cpu = self._redis_cpu, (now_ms, cpu_s)
+        if before is None or now_ms <= before[0]:
+            return 0.0
+        return round(max(0.0, 100_000 * (cpu_s - before[1]) / (now_ms - before[0])), 1)
+
+    async def histories(self, seconds: int, points: int) -> dict[str, dict[str, list[float]]]:
+        """Return the columns HISTORY of every shard for the last `seconds`, thinned to about `points` rows."""
+        await self._discover()
+        now_s, _ = await self._redis.time()
+        found = {shard: await self.history(shard, 1000 * (int(now_s) - seconds)) for shard in sorted(self._shards)}
+        for columns in found.values():
+            every = max(1, len(columns["time_ms"]) // points)
+            for name, column in columns.items():
+                columns[name] = column[::-every][::-1]  # the newest row stays
+        return found
+
+    def _replicas(self, shard: str, rows: Mapping[bytes, bytes]) -> dict[str, Any]:
+        """Return the figures of each replica; without those that cannot be read."""
+        key = self._keys.replicas(shard)
+        found = ((_text(name), self._letters.read(key, row, _figures)) for name, row in sorted(rows.items()))
+        return {name: figures for name, figures in found if figures is not None}
 
     async def history(self, shard: str, since_ms: int) -> dict[str, list[float]]:
         """Return the columns HISTORY of one shard since a time of Redis's clock."""
@@ -114,10 +155,14 @@ class StackReader:
         pipe = self._redis.pipeline(transaction=False)
         for name, _ in names:
             pipe.hgetall(self._keys.worker(name))
-        records = await pipe.execute() if names else []
+        replies = await pipe.execute(raise_on_error=False) if names else []
+        records = [
+            self._letters.read(self._keys.worker(name), reply, _values) or {}
+            for (name, _), reply in zip(names, replies, strict=True)
+        ]
         return [
             {
-                **_values(record),
+                **record,
                 "id": name,
                 "alive": bool(record),
                 "seen_s": max(0.0, round((now_ms - at) / 1000, 1)),
@@ -159,6 +204,14 @@ def _value(raw: bytes) -> float | int | str:
     if not math.isfinite(number) or text.strip() != text:
         return text
     return int(text) if text.lstrip("-").isdecimal() else number
+
+
+def _figures(row: bytes) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError or TypeError for another text."""
+    figures = json.loads(row)
+    if not isinstance(figures, dict):
+        raise TypeError("not a JSON object")
+    return figures
 
 
 def _values(record: Mapping[bytes, bytes]) -> dict[str, Any]:

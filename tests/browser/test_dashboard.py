@@ -33,7 +33,9 @@ def test_page_shows_the_stats_and_follows_them(open_page: OpenPage, written: Wri
     visit.says("#state", "live")
     shown = {
         "#model": "tiny", "#policy": "policy sarathi", "#tok-s": "1,235", "#tok-total": "98,765 in all",
-        "#ttft": "87.5 ms", "#ttft-p99": "p99 1.53 s", "#tbt": "12.3 ms", "#tbt-p99": "p99 48.0 ms",
+        "#ttft": "87.5 ms", "#ttft-p99": "p99 1.53 s",
+        "#ttft-predicted": "5.00 ms", "#ttft-error": "error 82.5 ms, 94 %",
+        "#tbt": "12.3 ms", "#tbt-p99": "p99 48.0 ms",
         "#running": "17", "#running-sub": "step 11.5 ms, 2 in flight", "#waiting": "10",
         "#waiting-sub": "3 swapped, 1 parked", "#kv": "60 %", "#kv-sub": "600 of 1,000 blocks",
         "#device-tier": "600 in use, 200 cached, 50 draining, 150 free of 1,000",
@@ -43,9 +45,10 @@ def test_page_shows_the_stats_and_follows_them(open_page: OpenPage, written: Wri
     for selector, words in shown.items():
         assert words in visit.text(selector), selector
     rows = visit.page.locator("#classes tr").all_inner_texts()
+    said = ["5.00", "ms", "264", "ms", "259", "ms"]
     assert [row.split() for row in rows] == [
-        ["realtime", "1", "1.00", "s", "0"], ["high", "2", "2.00", "s", "1"],
-        ["normal", "3", "3.00", "s", "2"], ["low", "4", "4.00", "s", "3"],
+        ["realtime", "1", "1.00", "s", *said, "0"], ["high", "2", "2.00", "s", *said, "1"],
+        ["normal", "3", "3.00", "s", *said, "2"], ["low", "4", "4.00", "s", *said, "3"],
     ]  # fmt: skip
     assert "worker of shard-0: cpu, reference kernels, float32, step 899" in visit.text("#processes")
     summary = visit.text("#iterations-sub")
@@ -86,6 +89,60 @@ def test_chart_begins_with_the_history(open_page: OpenPage, written: WrittenStac
         }"""
     )
     assert drawn > 4, "more than one colour"
+
+
+def test_predicted_ttft_stands_beside_the_measured_with_its_error(open_page: OpenPage, written: WrittenStack) -> None:
+    full(written)
+    written.tell(ttft_predicted_ms_p50=5.0, ttft_ms_p50=264.0, ttft_error_ms_p50=259.0)
+    visit = open_page()
+    visit.says("#ttft-check", "Predicted 5.00 ms, measured 264 ms, error 259 ms")
+    assert "bad" in (visit.page.locator("#ttft-error").get_attribute("class") or "")
+    assert "predicted" in visit.text("#chart-ttft")
+    written.tell(ttft_predicted_ms_p50=250.0, ttft_ms_p50=264.0, ttft_error_ms_p50=14.0)
+    visit.says("#ttft-error", "error 14.0 ms, 5 %")
+    assert "bad" not in (visit.page.locator("#ttft-error").get_attribute("class") or "")
+    written.tell(ttft_predicted_ms_p50=0, ttft_ms_p50=0, ttft_error_ms_p50=0)
+    visit.says("#ttft-check", "cannot be compared")
+
+
+def test_requests_and_failures_are_shown_by_the_second(open_page: OpenPage, written: WrittenStack) -> None:
+    now = written.now_ms() + 600_000  # ahead, so that a slow browser does not find the scheduler silent
+    written.lead()
+    written.worker()
+    written.tell(time_ms=now - 4000, finished=100, cancelled=0, failed=0)
+    visit = open_page()
+    visit.says("#state", "live")
+    written.tell(time_ms=now, finished=120, cancelled=4, failed=8)
+    visit.says("#rps", "8")
+    visit.says("#errors", "2 failed, 1 cancelled a second")
+    assert "failed" in visit.text("#chart-requests")
+
+
+def test_cpu_and_memory_of_each_process_are_shown(open_page: OpenPage, written: WrittenStack) -> None:
+    full(written)
+    visit = open_page()
+    visit.says("#processes", "worker-0")
+    worker = visit.page.locator("#processes tr", has_text="worker-0").inner_text()
+    assert "88 %" in worker and "512 MiB" in worker
+    for name in ("gateway,", "redis"):
+        row = visit.page.locator("#processes tr", has_text=name).locator("td").all_inner_texts()
+        assert row[1].endswith("%") and row[2].endswith("MiB"), row
+    assert "13 %" in visit.text("#chart-cpu")
+
+
+def test_range_of_time_can_be_chosen(open_page: OpenPage, written: WrittenStack) -> None:
+    full(written)
+    visit = open_page()
+    visit.says("#state", "live")
+    old = written.now_ms() - 1_800_000
+    written.history(old, tok_s=777)
+    with visit.page.expect_response("**/dashboard/history?seconds=3600") as response:
+        visit.page.get_by_label("Range").select_option("3600")
+    assert 777 in response.value.json()["shard-0"]["tok_s"]
+    with visit.page.expect_response("**/dashboard/history?seconds=60") as response:
+        visit.page.get_by_label("Range").select_option("60")
+    assert 777 not in response.value.json()["shard-0"]["tok_s"]
+    assert visit.complaints == []
 
 
 def test_text_from_outside_is_not_run_or_loaded(open_page: OpenPage, written: WrittenStack) -> None:

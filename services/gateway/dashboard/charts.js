@@ -2,7 +2,6 @@
 
 import { count, milliseconds } from "./format.js";
 
-const WINDOW_S = 300;
 const LEGEND_PX = 26; // one line, as page.css has it
 const ms = (plot, values) => values.map((value) => (value === null ? "" : milliseconds(value)));
 const plain = (plot, values) => values.map((value) => (value === null ? "" : count(value)));
@@ -19,11 +18,24 @@ const CHARTS = {
       ["swapped", (row) => row("swapped"), "--line3", [2, 3]],
     ],
   },
+  requests: {
+    unit: plain,
+    lines: [
+      ["ended", (row, before) => rise(row, before, ["finished", "cancelled", "failed"]), "--line1"],
+      ["failed", (row, before) => rise(row, before, ["failed"]), "--line2", [6, 4]],
+    ],
+  },
+  cpu: {
+    unit: share,
+    lines: [["CPU", (row) => row("cpu_pct"), "--line1"]],
+    fill: true,
+  },
   ttft: {
     unit: ms,
     lines: [
       ["p50", (row) => row("ttft_ms_p50") || null, "--line1"],
       ["p99", (row) => row("ttft_ms_p99") || null, "--line2", [6, 4]],
+      ["predicted", (row) => (row("ttft_error_ms_p50") ? row("ttft_predicted_ms_p50") : null), "--line3", [2, 3]],
     ],
   },
   tbt: {
@@ -42,6 +54,13 @@ const CHARTS = {
     ],
   },
 };
+
+// Of counters, a second; null before the second row and where one began anew.
+function rise(row, before, names) {
+  const seconds = (row("time_ms") - before("time_ms")) / 1000;
+  const more = names.reduce((total, name) => total + row(name) - before(name), 0);
+  return before("time_ms") && seconds > 0 && more >= 0 ? more / seconds : null;
+}
 
 function held(row, tier, others) {
   const total = row(`${tier}blocks_total`);
@@ -70,13 +89,14 @@ export class Charts {
     });
   }
 
-  show(columns) {
+  // Draw the last rangeS seconds.
+  show(columns, rangeS) {
     this.columns = columns;
     const now = columns.time_ms.at(-1) / 1000 || Date.now() / 1000;
     for (const { plot, chart } of this.plots) {
       plot.batch(() => {
         plot.setData(this.data(chart), false);
-        plot.setScale("x", { min: now - WINDOW_S, max: now });
+        plot.setScale("x", { min: now - rangeS, max: now });
         const most = Math.max(0, ...plot.data.slice(1).flat().filter((value) => value !== null));
         plot.setScale("y", { min: 0, max: chart.most ?? (most ? most * 1.15 : 1) });
       });
@@ -86,7 +106,8 @@ export class Charts {
 
   data(chart) {
     const times = this.columns.time_ms;
-    const lines = chart.lines.map(([, value]) => times.map((_, at) => value((name) => this.columns[name]?.[at] ?? 0)));
+    const row = (at) => (name) => this.columns[name]?.[at] ?? 0;
+    const lines = chart.lines.map(([, value]) => times.map((_, at) => value(row(at), row(at - 1))));
     return [times.map((time) => time / 1000), ...lines];
   }
 }

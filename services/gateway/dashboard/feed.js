@@ -32,6 +32,15 @@ export async function follow(address, on) {
   }
 }
 
+// Return the columns of the charts by shard, of the last `seconds`.
+export async function readHistory(seconds) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  const answer = await fetch(`/dashboard/history?seconds=${seconds}`, { headers, cache: "no-store" });
+  if (!answer.ok) throw new Error(await reason(answer));
+  return answer.json();
+}
+
 async function read(address, on) {
   const gone = new AbortController();
   const key = sessionStorage.getItem(KEY);

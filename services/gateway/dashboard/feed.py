@@ -18,12 +18,15 @@ from services.gateway.errors import unavailable
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 from shared.tasks import end
+from shared.telemetry.process_usage import ProcessUsage
 from shared.telemetry.stack_view import HISTORY, HISTORY_S, StackReader, View
 
 log = logging.getLogger("orcinus.gateway")
 
 EVERY_S = 1.0
 MOST_VIEWERS = 32
+POINTS = 600
+"""Rows of a longer history: a chart has no more pixels for them."""
 FAILED = (*Unreachable, RedisError)
 
 
@@ -57,11 +60,25 @@ class Viewer:
 class Feed:
     """Frames of the stack as server-sent events: `past` once (five minutes of history), then `now` each second."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, gateway_id: str) -> None:
         self._settings = settings
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._past: dict[str, dict[str, list[float]]] = {}
+        self._gateway_id = gateway_id
+        self._usage = ProcessUsage()
+        self._reading = asyncio.Lock()  # one long history at a time
+
+    async def history(self, seconds: int) -> bytes:
+        """Return the history of every shard as JSON. Raise ApiError(503) when Redis does not answer."""
+        async with self._reading:
+            redis = connect(self._settings, connections=1, socket_timeout_s=2.0)
+            try:
+                return orjson.dumps(await StackReader(redis, self._settings.keys).histories(seconds, POINTS))
+            except FAILED as error:
+                raise unavailable(f"Redis does not answer: {error}", "redis_unavailable", 5) from error
+            finally:
+                await _close(redis)
 
     def enter(self) -> Viewer:
         """Return a new viewer, which has to `leave`. Raise ApiError(503) when too many watch."""
@@ -99,7 +116,7 @@ class Feed:
 
     async def _look(self, reader: StackReader) -> View:
         try:
-            view = await reader.look()
+            view = await reader.look() | {"gateway": {"id": self._gateway_id, **self._usage.fields()}}
             for shard, state in view["shards"].items():
                 await self._remember(reader, shard, state["stats"], view["time_ms"])
         except FAILED as error:

@@ -1,18 +1,19 @@
 // Write frames of the feed into the page. Text from outside only ever becomes textContent.
 
 import { Charts, drawIterations } from "./charts.js";
-import { follow, giveKey } from "./feed.js";
+import { follow, giveKey, readHistory } from "./feed.js";
 import { bytes, clock, count, measured, milliseconds, NONE, percent } from "./format.js";
 import { replicas } from "./replicas.js";
 
 const CLASSES = ["realtime", "high", "normal", "low"];
-const WINDOW_MS = 300_000;
 const SILENT_MS = 5000; // of a shard's statistics
+const SENT_S = 300; // of history that the events begin with
 const by = (id) => document.getElementById(id);
 const sum = (list, name) => list.reduce((total, stats) => total + (Number(stats[name]) || 0), 0);
 
 const past = {}; // shard -> columns
 let charts;
+let rangeS = 300; // of the charts
 let last; // the frame on the page
 
 function say(id, text) {
@@ -49,7 +50,7 @@ function remember(columns, stats) {
     (columns[name] ??= Array(times.length).fill(0)).push(stats[name] ?? 0);
   }
   times.push(stats.time_ms);
-  const late = times.findIndex((time) => time > stats.time_ms - WINDOW_MS);
+  const late = times.findIndex((time) => time > stats.time_ms - 1000 * rangeS);
   if (late > 0) for (const column of Object.values(columns)) column.splice(0, late);
 }
 
@@ -88,7 +89,7 @@ function show(frame) {
   iterations(frame.shards[name]?.iterations ?? {}, stats);
   if (name) {
     for (const [shard, state] of Object.entries(frame.shards)) remember((past[shard] ??= {}), state.stats);
-    charts.show(past[name]);
+    charts.show(past[name], rangeS);
   }
 }
 
@@ -114,6 +115,8 @@ function tiles(frame, all) {
   say("tok-total", `${count(sum(all, "tokens_total"))} in all`);
   say("ttft", measured(worst("ttft_ms_p50")));
   say("ttft-p99", `p99 ${measured(worst("ttft_ms_p99"))}`);
+  forecast(all);
+  requests(frame);
   say("tbt", measured(worst("tbt_ms_p50")));
   say("tbt-p99", `p99 ${measured(worst("tbt_ms_p99"))}`);
   say("running", count(running));
@@ -125,6 +128,41 @@ function tiles(frame, all) {
   say("kv", percent(used, total));
   say("kv-sub", `${count(used)} of ${count(total)} blocks`);
   document.title = `${count(sum(all, "tok_s"))} tok/s · Orcinus`;
+}
+
+// The shard whose predictions are furthest off speaks for all: an average would hide it.
+function forecast(all) {
+  const seen = all.filter((stats) => Number(stats.ttft_error_ms_p50) > 0);
+  const far = seen.sort((a, b) => b.ttft_error_ms_p50 - a.ttft_error_ms_p50)[0];
+  const [predicted, real, error] = ["ttft_predicted_ms_p50", "ttft_ms_p50", "ttft_error_ms_p50"].map((name) => Number(far?.[name]) || 0);
+  say("ttft-predicted", far ? milliseconds(predicted) : NONE);
+  say("ttft-error", far ? `error ${milliseconds(error)}, ${percent(error, real)}` : "no request in the last minute");
+  by("ttft-error").classList.toggle("bad", error > real / 2);
+  say(
+    "ttft-check",
+    far
+      ? `Predicted ${milliseconds(predicted)}, measured ${milliseconds(real)}, error ${milliseconds(error)}: medians of the last minute.`
+      : "Predictions cannot be compared: no request started in the last minute.",
+  );
+}
+
+function requests(frame) {
+  const ended = { finished: 0, cancelled: 0, failed: 0 };
+  for (const name of Object.keys(frame.shards)) {
+    for (const field of Object.keys(ended)) ended[field] += recent(past[name], field, frame.shards[name].stats);
+  }
+  say("rps", count(ended.finished + ended.cancelled + ended.failed));
+  say("errors", `${count(ended.failed)} failed, ${count(ended.cancelled)} cancelled a second`);
+  by("errors").classList.toggle("bad", ended.failed > 0);
+}
+
+// The rise of a counter a second over the last ten seconds; a counter that fell began anew.
+function recent(columns, field, stats) {
+  const times = columns?.time_ms ?? [];
+  const at = times.findIndex((time) => time >= stats.time_ms - 10_000);
+  if (at < 0 || times[at] >= stats.time_ms) return 0;
+  const rise = (Number(stats[field]) || 0) - (columns[field]?.[at] ?? 0);
+  return (1000 * Math.max(0, rise)) / (stats.time_ms - times[at]);
 }
 
 function tiers(all) {
@@ -154,8 +192,13 @@ function classes(all) {
     ...CLASSES.map((name) => {
       const missed = sum(all, `slo_violations_${name}`);
       const predicted = all.length ? Math.min(...all.map((stats) => Number(stats[`predicted_ttft_ms_${name}`]) || 0)) : 0;
-      const row = [name, count(sum(all, `waiting_${name}`)), all.length ? milliseconds(predicted) : NONE, count(missed)];
-      return fill("tr", row, ["", "", "", missed ? "bad" : ""]);
+      const worst = (field) => Math.max(0, ...all.map((stats) => Number(stats[`${field}_${name}`]) || 0));
+      const [before, real, error] = ["ttft_predicted_ms_p50", "ttft_ms_p50", "ttft_error_ms_p50"].map(worst);
+      const row = [
+        name, count(sum(all, `waiting_${name}`)), all.length ? milliseconds(predicted) : NONE,
+        real ? milliseconds(before) : NONE, measured(real), measured(error), count(missed),
+      ];
+      return fill("tr", row, ["", "", "", "", "", error > real / 2 ? "bad" : "", missed ? "bad" : ""]);
     }),
   );
 }
@@ -181,16 +224,30 @@ function processes(frame) {
   const rows = frame.workers.map((worker) => [
     worker.id,
     worker.alive ? "alive" : `silent for ${Math.round(worker.seen_s)} s`,
+    ...usage(worker),
     worker.alive ? `worker of ${worker.shard || "no shard yet"}: ${worker.device}, ${worker.backend} kernels, ${worker.dtype}, step ${count(worker.last_step)}` : "worker",
     worker.alive,
   ]);
-  for (const one of frame.schedulers) rows.push([one.id, "alive", `scheduler, step ${count(one.last_step)}`, true]);
-  for (const one of frame.gateways) rows.push([one.id, "alive", `gateway, ${count(one.active)} requests`, true]);
+  const leaders = Object.entries(frame.shards).filter(([, shard]) => shard.led);
+  for (const one of frame.schedulers) {
+    const [, leader] = leaders.find(([, shard]) => frame.schedulers.length === 1 || shard.stats.last_step === one.last_step) ?? [];
+    rows.push([one.id, "alive", ...usage(leader?.stats), `scheduler, step ${count(one.last_step)}`, true]);
+  }
+  for (const one of frame.gateways) {
+    rows.push([one.id, "alive", ...usage(one.id === frame.gateway?.id ? frame.gateway : undefined), `gateway, ${count(one.active)} requests`, true]);
+  }
   const { used_bytes: used, most_bytes: most } = frame.redis;
-  rows.push(["redis", "alive", most ? `${bytes(used)} of ${bytes(most)}` : bytes(used), true]);
+  rows.push(["redis", "alive", ...usage(frame.redis), most ? `${bytes(used)} of ${bytes(most)}` : bytes(used), true]);
   by("processes").replaceChildren(
-    ...rows.map(([id, words, what, alive]) => fill("tr", [id, words, what], ["", alive ? "good" : "bad"])),
+    ...rows.map(([id, words, cpu, memory, what, alive]) =>
+      fill("tr", [id, words, cpu, memory, what], ["", alive ? "good" : "bad"]),
+    ),
   );
+}
+
+// CPU and memory that a process published of itself.
+function usage(figures) {
+  return figures?.rss_bytes ? [`${count(figures.cpu_pct)} %`, bytes(figures.rss_bytes)] : [NONE, NONE];
 }
 
 function events(list) {
@@ -236,13 +293,28 @@ function refused(why) {
   });
 }
 
+async function chooseRange() {
+  const wanted = Number(by("range").value);
+  try {
+    for (const [name, columns] of Object.entries(await readHistory(wanted))) past[name] = columns;
+    rangeS = wanted;
+  } catch (error) {
+    by("range").value = rangeS;
+    lost(error.message);
+    return;
+  }
+  if (last) show(last);
+}
+
 addEventListener("DOMContentLoaded", () => {
   charts = new Charts();
   by("shard").addEventListener("change", () => last && show(last));
+  by("range").addEventListener("change", chooseRange);
   addEventListener("resize", () => last && show(last));
   follow("/dashboard/events", {
     past: (shards) => {
       for (const [name, columns] of Object.entries(shards)) past[name] = columns;
+      if (rangeS > SENT_S) chooseRange(); // again: the gateway sends five minutes
     },
     now: show,
     lost,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +22,7 @@ from services.gateway.http.pages import PAGE_HEADERS, page
 from services.gateway.openai.answers import until_disconnect
 from shared.settings import is_loopback
 from shared.tasks import end
+from shared.telemetry.stack_view import HISTORY_S, LONGEST_S
 
 _HERE = Path(__file__).parent
 FILES = {
@@ -38,12 +40,13 @@ FILES = {
 """Path -> file."""
 
 EVENTS = "/dashboard/events"
+PAST = "/dashboard/history"
 
 
 def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
-    feed = Feed(gateway.settings)
+    feed = Feed(gateway.settings, gateway.id)
 
     async def file(request: Request) -> Response:
         if on_public_port and not gateway.keyring.needed:
@@ -59,15 +62,32 @@ def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
         """Send what the page shows, as server-sent events: `past` once, `now` each second."""
         if on_public_port and not gateway.keyring.needed:
             return _to_ops_port(gateway, request)
-        caller: Caller | None = getattr(request.state, "caller", None)  # None: a port that needs no key
-        if caller is not None and not caller.is_operator:
-            text = "live page: this key lacks the scope ops; make one with `orcinus keys add NAME --scope ops`"
-            raise ApiError(403, text, code="scope_not_allowed")
+        _require_operator(request)
         if gateway.draining:
             raise unavailable("the gateway is shutting down", "shutting_down", 5)
         return _Events(gateway, feed, feed.enter())
 
+    @routes.get(PAST, include_in_schema=not on_public_port)
+    async def history(
+        request: Request, seconds: Annotated[int, Query(ge=1, le=LONGEST_S, description="how far back")] = HISTORY_S
+    ) -> Response:
+        """Return the columns of the page's charts by shard, at most about 600 rows, for a longer range of time."""
+        if on_public_port and not gateway.keyring.needed:
+            return _to_ops_port(gateway, request)
+        _require_operator(request)
+        return Response(
+            await feed.history(seconds), headers={"Cache-Control": "no-store"}, media_type="application/json"
+        )
+
     return routes
+
+
+def _require_operator(request: Request) -> None:
+    """Raise ApiError(403) for a key without the scope ops."""
+    caller: Caller | None = getattr(request.state, "caller", None)  # None: a port that needs no key
+    if caller is not None and not caller.is_operator:
+        text = "live page: this key lacks the scope ops; make one with `orcinus keys add NAME --scope ops`"
+        raise ApiError(403, text, code="scope_not_allowed")
 
 
 def _to_ops_port(gateway: Gateway, request: Request) -> Response:

@@ -130,7 +130,7 @@ def test_missing_tools_fail_with_the_command_to_install(tmp_path: Path, monkeypa
 def test_image_with_kernels_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
-    monkeypatch.setattr(doctor, "cpu_flags", lambda: build.VARIANTS[-1].needs)
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.VARIANTS[-1].needs)
     build.prebuilt_path(build.VARIANTS[0]).touch()  # for a better CPU than this one
     assert doctor.check_compiler().status == "warn"
     build.prebuilt_path(build.VARIANTS[-1]).touch()
@@ -186,3 +186,21 @@ def test_ranks_need_a_core_or_a_gpu_each(
     assert len(facts.devices) == gpus
     checks = doctor.check_ranks(WorkerSettings(**settings))
     assert [(check.status, check.detail) for check in checks] == said
+
+
+def test_doctor_in_an_image_needs_no_torch() -> None:
+    """The image of gateway, scheduler and operations has none."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from services.launcher.doctor import examine\n"
+        "print([check.name for check in examine({})])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=clean_env(**{doctor.CONTAINER: "1"}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "['python', 'redis', 'model']", done.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from services.cli import policy, stack, status
+from services.launcher import doctor
+from services.launcher.doctor import CONTAINER
 from services.launcher.rundir import RunDir, StackFacts
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
@@ -92,6 +94,20 @@ def test_status_without_stack_says_how_to_start_one(
     target = stack.Target(CommonSettings(), LauncherSettings(run_dir=tmp_path), None)
     assert status.run(target, as_json=False) == 1
     assert "no stack runs here; start one with `make run`" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("local")
+def test_doctor_in_a_container_checks_services_instead_of_the_machine(
+    written: WrittenStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`docker compose run --rm ops doctor`: no compiler, port or writable disk is needed there."""
+    monkeypatch.setenv(CONTAINER, "1")
+    found = {check.name: check.status for check in doctor.examine({})}
+    assert set(found) == {"python", "redis", "model"} and found["redis"] == "ok"
+    assert status.check(stack.find({})).status == "ok"
+    written.leave()
+    gone = status.check(stack.find({}))
+    assert gone.status == "fail" and "docker compose ps" in gone.fix
 
 
 @pytest.mark.usefixtures("local")

@@ -109,6 +109,7 @@ def test_live_page_needs_a_key_with_the_scope_ops(guarded: GatewayProcess, redis
             "the key is known",
             lambda headers=headers: httpx.get(guarded.url + "/v1/models", headers=headers).status_code == 200,
         )
+    assert httpx.get(guarded.url + "/dashboard/history", headers=plain).status_code == 403
     refused = httpx.get(guarded.url + "/dashboard/events", headers=plain)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "scope_not_allowed")
     assert "orcinus keys add NAME --scope ops" in refused.json()["error"]["message"]

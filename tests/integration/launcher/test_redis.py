@@ -17,6 +17,7 @@ import redis
 from services.launcher import redis_server
 from services.launcher.redis_server import LocalRedis, check_server, client, configure, find_binary
 from shared.errors import ConfigurationError
+from shared.settings import ROOT
 from tests.support.waiting import free_port, until
 
 
@@ -72,6 +73,15 @@ def test_password_is_in_a_private_file_and_differs_each_time(tmp_path: Path) -> 
     assert mode(first.config) == 0o600
     assert first.password in first.config.read_text()
     assert configure(tmp_path).password != first.password
+
+
+def test_documented_line_of_redis_cli_reaches_the_server(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "redis.md").read_text()
+    (line,) = [line.strip() for line in page.splitlines() if "redis-cli -s .run" in line]
+    with running(configure(tmp_path / ".run", memory_bytes=64 << 20)) as connection:
+        connection.set("here", "yes")
+        done = subprocess.run(f"{line} get here", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert done.stdout == "yes\n", done.stderr
 
 
 def test_data_survives_a_restart_with_another_password(tmp_path: Path) -> None:
