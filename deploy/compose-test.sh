@@ -161,7 +161,7 @@ say "base images"
 
 TOUCHED=yes
 compose down --volumes --remove-orphans --timeout 10 >/dev/null 2>&1 || true # of a run that was killed
-quietly build compose --progress plain build
+quietly build compose --progress plain --profile ops build
 say "images built"
 # Of the GPU's image what needs no GPU and no gigabytes: the file is read, the kernels are compiled.
 quietly gpu-config compose -f "$ROOT/compose.yaml" -f "$ROOT/deploy/compose.gpu.yaml" config
@@ -181,6 +181,8 @@ python3 "$ROOT/deploy/smoke.py" --project "$PROJECT" --port "$PORT" || {
   die "smoke failed"
 }
 say "smoke passed"
+quietly doctor compose run --rm ops doctor
+say "doctor passed"
 export COMPOSE_PROFILES=grpc
 scaled() { quietly scale compose up -d --wait --wait-timeout 300 --scale worker=3 --scale gateway=2; }
 scaled

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 RULES = Path(__file__).resolve().parent / "redis" / "users.acl"
-ROLES = ("gateway", "scheduler", "worker", "ops")
+ROLES = ("gateway", "scheduler", "worker", "ops", "viewer")
 
 
 def write(path: Path, text: str, mode: int) -> None:

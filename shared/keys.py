@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 CLASSES = ("realtime", "high", "normal", "low")
+EPOCHS = 1 << 40  # bound of an epoch: the counter starts at the seconds of Redis's clock
 GROUP = "schedulers"
 
 _UNSAFE = re.compile(r"[^a-z0-9._-]+")
@@ -107,13 +108,18 @@ class Keys:
 
     @property
     def queue(self) -> str:
-        """Hash: tokens and requests that wait for their first step, in total and by class."""
+        """Hash: tokens and requests that wait for their first step, in total and by class; bytes until the end."""
         return f"{self.prefix}queue"
 
     @property
     def queue_tenants(self) -> str:
         """Hash: prompt tokens that wait for their first step, by tenant; scripts reach it from `queue`."""
         return f"{self.queue}:tenants"
+
+    @property
+    def queue_bytes(self) -> str:
+        """Hash: bytes of requests that have not ended, by tenant; scripts reach it from `queue`."""
+        return f"{self.queue}:bytes"
 
     @property
     def workers(self) -> str:

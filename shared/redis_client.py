@@ -48,6 +48,10 @@ Unavailable = (*Unreachable, ResponseError)
 """Redis did not answer, or refused the call; `temporary` tells whether a later call may succeed."""
 
 REFUSALS = ("OOM", "MISCONF", "READONLY", "LOADING", "NOPERM", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN")
+WRONG_TYPE = "WRONGTYPE"
+"""A key of another type than its writers give it; `remove_foreign` of dead_letters.py deletes it."""
+GONE = ("NOGROUP", "UNBLOCKED")
+"""Said where a stream and its consumer group were deleted, before the call or while it waited."""
 Value = bytes | str | int | float
 T = TypeVar("T")
 
@@ -69,10 +73,12 @@ def connect(settings: CommonSettings, connections: int = 4, socket_timeout_s: fl
 
 
 def temporary(error: BaseException) -> bool:
-    """Return whether the same call may succeed later: full memory or disk, a replica, a start in progress."""
+    """Return whether the same call may succeed later: full memory or disk, a replica, a start in progress, a key of
+    another type, which the scheduler deletes, a deleted stream, which the scheduler makes again.
+    """
     if isinstance(error, (*Unreachable, OutOfMemoryError, ReadOnlyError, NoPermissionError)):
         return True
-    return isinstance(error, ResponseError) and any(word in str(error) for word in REFUSALS)
+    return isinstance(error, ResponseError) and any(word in str(error) for word in (*REFUSALS, *GONE, WRONG_TYPE))
 
 
 def backoff_s(attempt: int, max_s: float = 0.5) -> float:
@@ -115,6 +121,12 @@ def _ignore(_name: str, _seconds: float) -> None:
     """Ignore the time of a script's call."""
 
 
+def source(name: str) -> bytes:
+    """Return the text of a script: what the scripts share, then its own file."""
+    folder = Path(__file__).parent / "lua"
+    return (folder / "lib.lua").read_bytes() + (folder / f"{name}.lua").read_bytes()
+
+
 class Script:
     """One Lua file. A call runs it by EVALSHA."""
 
@@ -122,7 +134,7 @@ class Script:
         self.name = name
         self._observe = observe
         self._client = client
-        self._source = (Path(__file__).parent / "lua" / f"{name}.lua").read_bytes()
+        self._source = source(name)
         self._sha = hashlib.sha1(self._source).hexdigest()  # noqa: S324 - Redis names scripts so
 
     async def __call__(self, keys: Sequence[str], args: Sequence[Value]) -> Any:
@@ -160,3 +172,4 @@ class Scripts:
         self.give_worker = Script(client, "give_worker", observe)
         self.fenced = Script(client, "fenced", observe)
         self.give = Script(client, "give", observe)
+        self.drop = Script(client, "drop", observe)

@@ -157,11 +157,17 @@ class GatewaySettings(CommonSettings):
         ge=1,
         description="prompt tokens that may wait; further requests get 429, those of class low from half of it on",
     )
+    max_queued_bytes: int = Field(
+        0,
+        ge=0,
+        description="bytes that requests (prompts, schemas) may hold in Redis until they end; further ones get 429, "
+        "those of class low from half of it on; 0 means half of Redis's maxmemory, where it is set",
+    )
     tenant_queue_share: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="share of these tokens that one tenant may have waiting while other tenants have keys",
+        description="share of these tokens and bytes that one tenant may have while other tenants have keys",
     )
     max_wait_s: float = Field(
         60.0,

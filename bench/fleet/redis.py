@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import redis
 
-from bench.gateway.publisher import LUA, Publisher
+from bench.gateway.publisher import Publisher
 from bench.result import RESULTS, ROOT, provenance, write
 from protos import queue_pb2
 from services.launcher.redis_server import find_binary, missing_binary_message, version_text
 from services.scheduler.core.types import Finish, Outcome
 from shared.columns import pack
 from shared.keys import Keys
+from shared.redis_client import source
 
 RESULT = ROOT / "bench" / "results" / "fleet-redis.json"
 RUNNING, ITERATIONS, PROMPT, CHECKPOINT = 256, 1000, 512, 32
@@ -83,7 +84,7 @@ def measure(client: redis.Redis, iterations: int) -> dict[str, float]:
     published, and read by a gateway; per checkpoint of a sequence."""
     keys = Keys("bench")
     publisher = Publisher(client, keys, [1, 2, 3])
-    enqueue = client.register_script((LUA / "enqueue.lua").read_bytes())
+    enqueue = client.register_script(source("enqueue"))
     found: dict[str, float] = {}
     waves = max(1, iterations // 100)
     spent = dict.fromkeys(("enqueue", "claim", "publish", "read", "checkpoint", "end"), 0.0)
@@ -131,7 +132,7 @@ def _enqueue(script: Any, keys: Keys, name: str) -> None:
     where = [keys.req(name), keys.requests("normal"), keys.queue, keys.bucket("alice"), keys.prompt(name)]
     values = [
         request.SerializeToString(), b"", PROMPT, 1 << 30, PROMPT + 256, 0, 0, 0, 600_000, "alice", GATEWAY, "normal",
-        b"delivery", "", 1.0, 1 << 30, 0,
+        b"delivery", "", 1.0, 1 << 30, 0, 0, 0,
     ]  # fmt: skip
     script(keys=[*where, keys.background, keys.background_of(GATEWAY)], args=values)
 

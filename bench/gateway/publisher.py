@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ from services.scheduler.requests.intake import Entry
 from services.scheduler.requests.publisher import arguments
 from shared.columns import unpack
 from shared.keys import GROUP, Keys
-from shared.redis_client import LIVE_TTL_MS
+from shared.redis_client import LIVE_TTL_MS, source
 
-LUA = Path(__file__).resolve().parents[2] / "shared" / "lua"
 SHARD = "shard-0"
 LEASE_MS = 600_000
 CLAIM_S = 60.0
@@ -37,7 +35,7 @@ class Publisher:
         """text: token ids from which every answer is cut."""
         self._client, self._keys = client, keys
         self._text = np.asarray(text, np.int32)
-        self._scripts = {name: client.register_script((LUA / f"{name}.lua").read_bytes()) for name in _SCRIPTS}
+        self._scripts = {name: client.register_script(source(name)) for name in _SCRIPTS}
         self._requests: list[NewRequest] = []
         self._entries: dict[str, Entry] = {}
         self._starts = np.zeros(0, np.int64)

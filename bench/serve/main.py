@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -36,10 +38,13 @@ from bench.serve import report as load_report
 from bench.serve.client import Target
 from bench.serve.options import parser
 from bench.serve.stats import Record, Run, Slo, summarise
+from services.launcher.rundir import RunDir
 from services.simulator.workload import traffic
 from services.simulator.workload.traffic import Arrival
+from shared.settings import LauncherSettings
 
 CLIENT_CPU_LIMIT = 0.80
+DEFAULT_CONCURRENCY = 8
 LATE_LIMIT_MS = 10.0
 RATES = ("throughput_tok_s", "output_tok_s", "request_rps", "goodput_rps")
 REFUSALS = ("http_429", "http_503")
@@ -47,6 +52,20 @@ REFUSALS = ("http_429", "http_503")
 
 class WrongUse(Exception):  # noqa: N818 - the term of the exit codes
     """The command cannot be carried out as given; its message says what to change. Exit code 2."""
+
+
+def complete(options: argparse.Namespace, run_dir: Path) -> None:
+    """Fill in what was left out: address and model of the stack that runs in `run_dir`, key, and a load."""
+    stack = RunDir(run_dir).running()
+    if not options.url:
+        options.url = stack.url if stack else "http://127.0.0.1:8000"
+        options.model = options.model or (stack.model if stack else "")
+    options.api_key = options.api_key or os.environ.get("ORCINUS_API_KEY", "")
+    file = os.environ.get("ORCINUS_API_KEY_FILE")
+    if file and not options.api_key:
+        options.api_key = next(iter(Path(file).read_text().split()), "")
+    if options.rate is None and options.concurrency is None and options.trace is None:
+        options.concurrency = [DEFAULT_CONCURRENCY]
 
 
 def loads(options: argparse.Namespace) -> list[argparse.Namespace]:
@@ -277,6 +296,7 @@ def main(argv: list[str]) -> int:
     except SystemExit as exit_:
         return int(exit_.code or 0)
     try:
+        complete(options, LauncherSettings().run_dir)
         about = provenance(load_report.command_line(argv))
         runs = run_all(options, Console(stderr=True))
         code = max([judge(run.result) for run in runs])

@@ -54,8 +54,16 @@ def parser() -> argparse.ArgumentParser:
         prog="orcinus bench serve", description="Measures an OpenAI-compatible server with streaming completions."
     )
     add = build.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="base URL of the server (default: %(default)s)")
-    add("--model", default="", help="model id (default: the only one in /v1/models)")
+    add(
+        "--url",
+        default="",
+        help="base URL of the server (default: the stack that runs here, else http://127.0.0.1:8000)",
+    )
+    add(
+        "--model",
+        default="",
+        help="model id (default: that of the stack that runs here, or the only one of the server)",
+    )
     add(
         "--rate",
         type=several(positive),
@@ -66,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--concurrency",
         type=several(count),
-        help="closed loop: so many requests at a time, the next when one ends; C,C,... is a sweep",
+        help="closed loop: so many requests at a time, the next when one ends; C,C,... is a sweep (default: 8, without "
+        "--rate and --trace)",
     )
     add("--trace", type=Path, help="CSV with num_prefill_tokens, num_decode_tokens and perhaps arrived_at")
     add("--rate-scale", type=positive, default=1.0, help="divides the trace's arrival times")
@@ -82,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0)
     add("--seed", type=count, default=1)
     add("--timeout", type=positive, default=600.0, help="seconds that one request may take (default: %(default)s)")
-    add("--api-key", default="")
+    add("--api-key", default="", help="key for the server (default: ORCINUS_API_KEY, or that of ORCINUS_API_KEY_FILE)")
     add("--json", action="store_true", help="one JSON object on stdout, nothing else")
     add("--output", type=Path, help="writes the JSON object to a file too")
     add("--records", type=Path, help="writes one JSON line a request: times of every event")

@@ -6,11 +6,11 @@ with the last look at Redis before anything is written; enqueue.lua checks `Boun
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from services.gateway.auth import Caller, Keyring
@@ -27,6 +27,10 @@ from shared.settings import GatewaySettings
 
 CLASS_SHARES = {"realtime": 1.0, "high": 0.95, "normal": 0.8, "low": 0.5}
 """Share of ORCINUS_MAX_QUEUED_TOKENS and of ORCINUS_MAX_WAIT_S up to which a class is accepted."""
+REDIS_SHARE = 0.5
+"""Share of Redis's maxmemory that requests may hold until they end, where ORCINUS_MAX_QUEUED_BYTES is 0. The rest below
+MEMORY_MOST is for tokens, records of ended requests and what the allocator adds.
+"""
 RETRY = "retry after the time in Retry-After"
 
 
@@ -38,15 +42,36 @@ class Bounds:
     prompt_tokens: int
     class_tokens: int  # that may wait, of all classes together
     tenant_tokens: int  # of its tenant that may wait
+    class_bytes: int  # in Redis of requests that have not ended, of all classes together; 0 means no limit
+    tenant_bytes: int  # of its tenant
     late: ApiError | None
 
     @classmethod
-    def of(cls, settings: GatewaySettings, spec: GenerationSpec, caller: Caller, forecast: Forecast | None) -> Bounds:
-        """Compute the bounds of a request. forecast: of its class, None when unknown."""
+    def of(
+        cls,
+        settings: GatewaySettings,
+        spec: GenerationSpec,
+        caller: Caller,
+        forecast: Forecast | None,
+        redis_bytes: int = 0,
+    ) -> Bounds:
+        """Compute the bounds of a request. forecast: of its class, None when unknown. redis_bytes: Redis's maxmemory,
+        0 when it has none.
+        """
         class_tokens = int(CLASS_SHARES[spec.priority] * settings.max_queued_tokens)
+        most_bytes = settings.max_queued_bytes or REDIS_SHARE * redis_bytes
+        class_bytes = math.ceil(CLASS_SHARES[spec.priority] * most_bytes)
         share = settings.tenant_queue_share if caller.has_others else 1.0
         late = overloaded(forecast, spec, settings.max_wait_s) if forecast else None
-        return cls(spec.priority, spec.prompt_tokens, class_tokens, int(share * class_tokens), late)
+        return cls(
+            spec.priority,
+            spec.prompt_tokens,
+            class_tokens,
+            int(share * class_tokens),
+            class_bytes,
+            math.ceil(share * class_bytes),
+            late,
+        )
 
     @property
     def is_late(self) -> bool:
@@ -61,6 +86,16 @@ class Bounds:
                 return self._full(answer[1], retry_after_s)
             case b"tenant":
                 return self._tenant_full(answer[1], answer[2], retry_after_s)
+            case b"bytes":
+                held, size, waiting = answer[1:]
+                where = f"queue full for class {self.priority}"
+                return self._bytes_full("queue_full", where, held, size, self.class_bytes, waiting, retry_after_s)
+            case b"tenant bytes":
+                held, size, waiting, tenants = answer[1:]
+                where = f"queue full for this tenant in class {self.priority}"
+                return self._bytes_full(
+                    "tenant_queue_full", where, held, size, self.tenant_bytes, tenants * waiting, retry_after_s
+                )
             case b"late":
                 return self.late
             case b"memory":
@@ -90,6 +125,28 @@ class Bounds:
             f"tokens are waiting; {RETRY}, or send less at a time",
             code="tenant_queue_full",
             retry_after_s=retry_after_s(tenants * self._excess(held, self.tenant_tokens)),
+        )
+
+    def _bytes_full(
+        self,
+        code: str,
+        where: str,
+        held: int,
+        size: int,
+        most: int,
+        waiting: int,
+        retry_after_s: Callable[[float], float],
+    ) -> ApiError:
+        """Return the 429 for too many bytes in Redis. Bytes leave as requests do, so the wait is that of an equal share
+        of the waiting tokens.
+        """
+        share = min(1.0, (held + size - most) / held)
+        return ApiError(
+            429,
+            f"{where}: requests that have not ended hold {held} of at most {most} bytes in Redis; {RETRY}, or send "
+            "smaller schemas and prompts",
+            code=code,
+            retry_after_s=retry_after_s(share * waiting),
         )
 
     def _excess(self, waiting: int, most: int) -> int:
@@ -180,7 +237,9 @@ class Admission:
         stream = self._open_stream(spec)
         generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started)
         generation.span = self._tracing.begin(spec, started) if self._tracing is not None else None
-        bounds = Bounds.of(self._settings, spec, caller, forecast)
+        snapshot = self._cluster.snapshot
+        redis_bytes = snapshot.memory_most if snapshot else 0
+        bounds = Bounds.of(self._settings, spec, caller, forecast, redis_bytes)
         delivery = spec.to_delivery(self._model.text.tail)
         try:
             answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds)
@@ -225,9 +284,9 @@ class Admission:
         last to do so. Raise ApiError; the Generation must be closed.
         """
         record = await self._dispatcher.raw_record(request_id)
-        if b"delivery" not in record or record.get(b"tenant", b"").decode() != tenant:
+        if b"delivery" not in record or record.get(b"tenant", b"") != tenant.encode():
             raise unknown_request(request_id)
-        spec = GenerationSpec.from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
+        spec = self._dispatcher.decoded(request_id, record, partial(GenerationSpec.from_record, request_id))
         if same_as is not None and spec.body_sha256 != same_as.body_sha256:
             raise ApiError(
                 409, "this Idempotency-Key was used for another body; send a new key", code="idempotency_key_reused"
@@ -240,7 +299,7 @@ class Admission:
                 "request_id: a request with best_of cannot be streamed; the best choice is known at its end",
             )
         stream = self._open_stream(spec)
-        left = functools.partial(self._background.left.add, request_id) if spec.background and not left_by else None
+        left = partial(self._background.left.add, request_id) if spec.background and not left_by else None
         generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started, position, left)
         if left_by and request_id in self._dispatcher.streams:
             raise taken_over()  # a client here has it, or is about to

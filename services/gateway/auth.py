@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import ApiError
+from shared.dead_letters import DeadLetters, text
 from shared.keys import CLASSES
 from shared.redis_client import Unreachable, connect
 from shared.security import api_keys
@@ -95,8 +96,9 @@ class Caller:
 class Keyring:
     """All keys of a gateway. Handlers call `identify`; `run` is a task of the gateway."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, letters: DeadLetters | None = None) -> None:
         """Raise ConfigurationError when a key is needed and there is none."""
+        self._letters = letters or DeadLetters()
         self._keys = settings.keys
         self._required = settings.require_key
         self._configured = [api_keys.digest(key) for key in settings.api_keys()]
@@ -207,13 +209,12 @@ class Keyring:
     async def _all(self) -> dict[str, KeyRecord]:
         found = {}
         stored: dict[bytes, bytes] = await self._redis.hgetall(self._keys.api_keys)  # type: ignore[assignment]
-        for name, text in stored.items():
-            try:
-                record = KeyRecord.decode(text)
-            except (ValueError, TypeError) as error:
-                log.error("record of key %s is unreadable, so the key is refused: %s", name.decode(), error)
-                record = KeyRecord(name.decode(), "", "", "", revoked_s=1)
-            found[name.decode()] = record
+        for raw, record in stored.items():
+            if name := self._letters.read(self._keys.api_keys, raw, text):
+                decoded = self._letters.read(f"{self._keys.api_keys}:{name}", record, KeyRecord.decode)
+                if decoded is None:
+                    log.error("record of key %s is unreadable, so the key is refused", name)
+                found[name] = decoded or KeyRecord(name, "", "", "", revoked_s=1)
         return found
 
 

@@ -12,12 +12,14 @@ import math
 import random
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.gateway.progress import Progress, Seen
 from services.gateway.request import Limits
+from shared.dead_letters import ROWS, DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
@@ -32,6 +34,7 @@ HEARTBEAT_MS = 5000
 MEMORY_MOST = 0.75
 RETRY_MOST_S = 60.0
 STALE_S = 5.0
+MOST = float(1 << 53)
 """A snapshot older than this is not used."""
 
 
@@ -60,19 +63,19 @@ class Snapshot:
     def seen(self) -> Seen:
         """Return what shows whether work moves."""
         names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked")
-        stats = {shard: {name: _number(found.get(name)) for name in names} for shard, found in self.stats.items()}
-        return Seen(self.leases, stats, self.steps, _number(self.queue.get("requests")))
+        stats = {shard: {name: number(found.get(name)) for name in names} for shard, found in self.stats.items()}
+        return Seen(self.leases, stats, self.steps, number(self.queue.get("requests")))
 
     def total(self, name: str) -> float:
         """Return the sum of one field of `stats` over all shards."""
-        return sum(_number(stats.get(name)) for stats in self.stats.values())
+        return sum(number(stats.get(name)) for stats in self.stats.values())
 
     def limits(self, fallback: Limits) -> Limits:
         """Return the limits that every worker meets; those of `fallback`, the model's, without a worker."""
         found = [*self.workers.values(), *self.stats.values()]
 
         def least(name: str) -> int:
-            return min((value for record in found if (value := int(_number(record.get(name)))) > 0), default=0)
+            return min((value for record in found if (value := int(number(record.get(name)))) > 0), default=0)
 
         context = least("max_model_len") or fallback.max_model_len
         return Limits(
@@ -90,12 +93,12 @@ class Snapshot:
         found = []
         for shard in self.leases & self.stats.keys():
             stats = self.stats[shard]
-            queued = int(_number(stats.get(f"queued_tokens_{priority}")))
-            rate = _number(stats.get("prefill_tok_s"))
+            queued = int(number(stats.get(f"queued_tokens_{priority}")))
+            rate = number(stats.get("prefill_tok_s"))
             if not queued or not rate or self.at - self.renewed.get(shard, 0.0) > STALE_S:
                 return None
-            predicted_ms = _number(stats.get(f"predicted_ttft_ms_{priority}"))
-            behind, starts_s = int(_number(stats.get(f"behind_{priority}"))), _number(stats.get("starts_s"))
+            predicted_ms = number(stats.get(f"predicted_ttft_ms_{priority}"))
+            behind, starts_s = int(number(stats.get(f"behind_{priority}"))), number(stats.get("starts_s"))
             found.append(Forecast(predicted_ms, queued, rate, behind, starts_s))
         return min(found, key=lambda each: each.ttft_ms, default=None)
 
@@ -121,7 +124,10 @@ class Forecast:
 class Cluster:
     """The last snapshot and what follows from it."""
 
-    def __init__(self, settings: GatewaySettings, gateway_id: str, fallback: Limits) -> None:
+    def __init__(
+        self, settings: GatewaySettings, gateway_id: str, fallback: Limits, letters: DeadLetters | None = None
+    ) -> None:
+        self._letters = letters or DeadLetters()
         self._settings = settings
         self._keys: Keys = settings.keys
         self._fallback = fallback
@@ -185,7 +191,7 @@ class Cluster:
             return f"Redis refuses to write: {self.write_error}"
         if not self.snapshot.leases:
             return "no scheduler is alive"
-        if not self.snapshot.workers and not any(_number(stats.get("workers")) for stats in self._led()):
+        if not self.snapshot.workers and not any(number(stats.get("workers")) for stats in self._led()):
             return "no worker is registered"
         if self.snapshot.memory_share > MEMORY_MOST:
             return f"Redis uses {self.snapshot.memory_share:.0%} of its memory"
@@ -213,9 +219,9 @@ class Cluster:
         """Return prompt tokens that leave the queue a second: as fast as prompts run, or as sequences get slots and
         memory.
         """
-        prefill, starts_s = _number(stats.get("prefill_tok_s")), _number(stats.get("starts_s"))
+        prefill, starts_s = number(stats.get("prefill_tok_s")), number(stats.get("starts_s"))
         queue = self.snapshot.queue if self.snapshot else {}
-        tokens, requests = _number(queue.get("tokens")), _number(queue.get("requests"))
+        tokens, requests = number(queue.get("tokens")), number(queue.get("requests"))
         return min(prefill, starts_s * tokens / requests) if starts_s > 0 and min(tokens, requests) > 0 else prefill
 
     def _led(self) -> list[dict[str, str]]:
@@ -245,16 +251,24 @@ class Cluster:
         replies = await pipe.execute(raise_on_error=False)
         # A Redis without memory left, or that may not write, refuses the heartbeat; the rest can still be read.
         self.write_error = str(replies[0]) if isinstance(replies[0], Exception) else ""
-        for reply in replies[2:]:
+        for reply in replies[2:5]:
             if isinstance(reply, Exception):
                 raise reply
         _, drain, heartbeats, memory, queue, *rest = replies[1:]
         if drain:
             self.drain_asked.set()
         per_shard, per_worker = rest[: 2 * len(shards)], rest[2 * len(shards) :]
-        found = {key: _text(record) for key, record in zip(workers, per_worker, strict=True) if record}
+        records = (
+            (key, self._letters.read(key, record, _text)) for key, record in zip(workers, per_worker, strict=True)
+        )
+        found = {key: record for key, record in records if record}
         self._worker_keys = set(found)
-        stats = {shard: _text(fields) for shard, fields in zip(shards, per_shard[1::2], strict=True) if fields}
+        fields_of = (
+            (shard, self._letters.read(self._keys.stats(shard), fields, _text))
+            for shard, fields in zip(shards, per_shard[1::2], strict=True)
+        )
+        stats = {shard: fields for shard, fields in fields_of if fields}
+        await self._bury()
         now = time.monotonic()
         return Snapshot(
             at=now,
@@ -263,10 +277,25 @@ class Cluster:
             stats=stats,
             memory_used=int(memory.get("used_memory", 0)),
             memory_most=int(memory.get("maxmemory", 0)),
-            queue=_text(queue),
-            steps={key: step.decode() for key, step in zip(beats, heartbeats[1:], strict=True) if step is not None},
+            queue=self._letters.read(self._keys.queue, queue, _text) or {},
+            steps={
+                key: step.decode("utf-8", "replace")
+                for key, step in zip(beats, heartbeats[1:], strict=True)
+                if step is not None
+            },
             renewed=renewed_at(stats, self.snapshot, now),
         )
+
+    async def _bury(self) -> None:
+        """Append records that could not be read to `dead`."""
+        if rows := self._letters.take():
+            now_ms = int(time.time() * 1000)
+            pipe = self._redis.pipeline(transaction=False)
+            for row in rows:
+                pipe.xadd(self._keys.dead, dict[Any, Any]({"time_ms": now_ms, **row}), maxlen=ROWS, approximate=True)
+            for reply in await pipe.execute(raise_on_error=False):
+                if isinstance(reply, Exception):
+                    log.warning("row of %s not written: %s", self._keys.dead, reply)
 
     async def _discover(self) -> None:
         """Find shards, workers and heartbeats by SCAN; rarely, because it walks the keys."""
@@ -303,9 +332,10 @@ def _text(record: dict[bytes, bytes]) -> dict[str, str]:
     return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in record.items()}
 
 
-def _number(value: str | None) -> float:
+def number(value: str | None) -> float:
+    """Return a finite number below 2^53 in text; 0 for any other text."""
     try:
-        number = float(value or 0)
+        found = float(value or 0)
     except ValueError:
         return 0.0
-    return number if math.isfinite(number) else 0.0
+    return found if abs(found) < MOST else 0.0  # nan is not

@@ -13,6 +13,7 @@ from starlette.types import Send
 
 from shared.errors import OrcinusError
 from shared.grammars import NOT_FOLLOWED
+from shared.tokenizer import TokenizerError
 
 TYPES = {
     400: "invalid_request_error",
@@ -74,6 +75,21 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
     return ApiError(400, message, param=param, code=code)
 
 
+def untokenizable(param: str, error: TokenizerError) -> ApiError:
+    """Return 400 for text or ids of one field that the model's tokenizer cannot turn into the other."""
+    return invalid(
+        param,
+        f"{param} cannot be tokenized by this model's tokenizer: {error}; send another text, or a shorter one",
+        "tokenizer_failed",
+    )
+
+
+def undecodable(error: TokenizerError) -> ApiError:
+    """Return the error of a request whose tokens the model's tokenizer cannot turn into text."""
+    message = f"answer: this model's tokenizer cannot decode its tokens ({error}); send another prompt"
+    return ApiError(500, message, code="tokenizer_failed")
+
+
 def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
     """Return a 503: nothing is wrong with the request, the client can retry."""
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
@@ -123,3 +139,8 @@ def shown(value: object, most: int = 80) -> str:
     """Return a value as it may stand in an error message: short, one line."""
     text = repr(value)
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def broken_record() -> ApiError:
+    """Return the error of a request with a record in Redis that is not whole or cannot be read."""
+    return ApiError(500, "request record in Redis: not whole; send the request again", code="record_lost")

@@ -20,6 +20,7 @@ from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
 from shared import ids
+from shared.dead_letters import DeadLetters
 from shared.settings import GatewaySettings
 from shared.tasks import end
 
@@ -36,10 +37,11 @@ class Gateway:
         self.id = ids.process_id("gateway")
         self.metrics = Metrics(settings.served_model_name, settings.metrics_aliases)
         self.tracing = Tracing(settings.otlp_endpoint, self.id) if settings.otlp_endpoint else None
-        self.keyring = Keyring(settings)
+        self.letters = DeadLetters(self.id, lambda kind: self.metrics.unreadable.labels(kind).inc())
+        self.keyring = Keyring(settings, self.letters)
         fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
-        self.cluster = Cluster(settings, self.id, fallback)
-        self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics)
+        self.cluster = Cluster(settings, self.id, fallback, self.letters)
+        self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics, self.letters)
         self.background = BackgroundTasks()
         self.admission = Admission(
             settings,
@@ -51,7 +53,7 @@ class Gateway:
             self.metrics,
             self.tracing,
         )
-        self.adopter = OrphanAdopter(settings, self.id, self.background, self.admission.adopt)
+        self.adopter = OrphanAdopter(settings, self.id, self.background, self.admission.adopt, self.letters)
         self.siblings: Siblings | None = None  # the other processes behind the same ports
         self.started_s = int(time.time())
         self._watching: list[asyncio.Task[None]] = []

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gateway.cluster import Cluster
+from services.gateway.cluster import Cluster, number
 from services.gateway.request import GenerationSpec
 from shared.keys import CLASSES
 from shared.telemetry.metrics import CALLS_S, GAPS_S, SECONDS, TOKENS, Alias, Aliases, ColumnHistogram
@@ -84,6 +84,7 @@ class Metrics:
         self.slow_clients = counter("slow_clients", "Clients cut because they did not read")
         self.duplicates = counter("duplicate_rows", "Deliveries that were there already")
         self.refilled = counter("refilled_rows", "Gaps filled from records")
+        self.unreadable = counter("unreadable_records", "Records of Redis that were set aside, by kind of key", "kind")
         self.resumed = counter("resumed_requests", "Requests that this gateway went on with")
         self._finished = counter("finished_choices", "Choices that came to an end, by finish_reason", "finish_reason")
         self._sizes = (
@@ -190,8 +191,9 @@ class StackCollector(Collector):
         yield gauge("kv_usage_ratio", "Share of them that sequences hold", used / max(1.0, total("blocks_total")))
         yield self._info(total)
         queue = snapshot.queue if snapshot else {}
-        yield gauge("queued_requests", "Requests that wait for their first step", float(queue.get("requests", 0)))
-        yield gauge("queued_tokens", "Their prompt tokens", float(queue.get("tokens", 0)))
+        yield gauge("queued_requests", "Requests that wait for their first step", number(queue.get("requests")))
+        yield gauge("queued_tokens", "Their prompt tokens", number(queue.get("tokens")))
+        yield gauge("queued_bytes", "Bytes in Redis of requests that have not ended", number(queue.get("bytes")))
         yield gauge("redis_up", "1 when Redis answers", float(cluster is not None and not cluster.redis_error))
         yield gauge("redis_memory_bytes", "Memory that Redis uses", snapshot.memory_used if snapshot else 0)
         yield gauge("redis_memory_limit_bytes", "Its maxmemory; 0: none", snapshot.memory_most if snapshot else 0)

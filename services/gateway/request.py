@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from protos import queue_pb2
 from shared.columns import pack, unpack
+from shared.ids import BEGINNINGS
 from shared.keys import CLASSES
 from shared.logprobs import record_bytes
 from shared.redis_client import PROMPT_APART_BYTES
@@ -31,6 +32,10 @@ class ToolUse:
     names: tuple[str, ...]
     parallel: bool
     forced: bool = False
+
+
+MAX_CHOICES = 65_536
+"""Choices of a stored request: more than any gateway allows (--max-choices)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +155,18 @@ class GenerationSpec:
         ).SerializeToString()
 
     @classmethod
+    def from_record(cls, request_id: str, record: Mapping[bytes, bytes]) -> GenerationSpec:
+        """Return the spec of `req:{id}`, to deliver the rest. Raise what DeadLetters.read takes for unreadable."""
+        return cls.from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
+
+    @classmethod
     def from_delivery(cls, request_id: str, stored: bytes, priority: str) -> GenerationSpec:
         """Return the spec to deliver the rest. It cannot be enqueued: prompts and sampling are not stored."""
         wire = queue_pb2.Delivery.FromString(stored)
         fields: dict[str, Any] = {name: getattr(wire, name) for name in DELIVERY_FIELDS}
         fields["stop"] = list(wire.stop)
+        if not 0 < len(wire.prompt_tails) * wire.n <= MAX_CHOICES or wire.endpoint not in BEGINNINGS:
+            raise ValueError(f"delivery: {len(wire.prompt_tails)} prompts, n={wire.n}, endpoint {wire.endpoint!r}")
         return cls(
             **fields,
             id=request_id,

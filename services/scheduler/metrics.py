@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -234,6 +234,12 @@ class Metrics:
             self._ttft, self._gap, self._step, self._step_tokens, self._plan, self._queue, self._prefill, self._decode,
             self._inference, self._calls,
         )  # fmt: skip
+        self.unreadable = Counter(
+            P + "unreadable_records",
+            "Records of Redis or a worker that were set aside, by kind",
+            ["kind"],
+            registry=self.registry,
+        )
         self.registry.register(self._reports)
         self.registry.register(self._histograms)
         if aliases:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.scheduler import Scheduler
+from shared.dead_letters import DeadLetters
 from shared.redis_client import Value
 from shared.settings import SchedulerSettings
 
@@ -33,6 +34,14 @@ def make_scheduler(settings: SchedulerSettings) -> Scheduler:
     )
 
 
+def decode_policy(stored: bytes) -> tuple[str, str]:
+    """Return the policy of `policy:{shard}` and the one configured then. Raises ValueError, TypeError or KeyError."""
+    record = json.loads(stored)
+    name, configured = str(record["policy"]), str(record["configured"])
+    parse(name)
+    return name, configured
+
+
 class PolicySwitch:
     """Carries out `policy` commands.
 
@@ -40,7 +49,10 @@ class PolicySwitch:
     `policy:{shard}`.
     """
 
-    def __init__(self, core: Scheduler, event: Callable[..., None], key: str) -> None:
+    def __init__(
+        self, core: Scheduler, event: Callable[..., None], key: str, letters: DeadLetters | None = None
+    ) -> None:
+        self._letters = letters or DeadLetters()
         self._core = core
         self._event = event
         self._key = key
@@ -57,13 +69,10 @@ class PolicySwitch:
         """Request the policy of `policy:{shard}`, unless the scheduler is configured otherwise than when it was set."""
         if stored is None:
             return
-        try:
-            record = json.loads(stored)
-            name, configured = str(record["policy"]), str(record["configured"])
-            parse(name)
-        except (ValueError, TypeError, KeyError) as error:
-            log.warning("policy that was set at run time is not restored: %s", error)
+        record = self._letters.read(self._key, stored, decode_policy)
+        if record is None:
             return
+        name, configured = record
         if configured != self._configured:
             log.info("policy %s, set at run time, gives way to the configured %s", name, self._configured)
             return

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from redis.asyncio import Redis
@@ -31,6 +32,7 @@ from services.scheduler.telemetry import Reports, Stats
 from services.scheduler.workers.fleet import Fleet
 from services.scheduler.workers.loop import WorkerContext
 from services.scheduler.workers.registry import WorkerRegistry
+from shared.dead_letters import DeadLetters, remove_foreign
 from shared.errors import LeaseLostError
 from shared.ids import process_id
 from shared.keys import CLASSES
@@ -89,17 +91,28 @@ class Service:
         self._stats = Stats(time.monotonic_ns(), metrics)
         self._scripts = Scripts(self._redis, self._stats.call)
         self.lease = Lease(self._scripts, self.keys, settings.shard, settings.lease_ms)
-        self._reports = Reports(self._redis, self.lease, self.keys, settings.shard, process_id("scheduler"))
+        name = process_id("scheduler")
+        self._letters = DeadLetters(name, self._stats.unreadable)
+        self._reports = Reports(self._redis, self.lease, self.keys, settings.shard, name)
         self._shutdown = Shutdown(self.lease, self._reports, self._redis, self._intake_reader, self._control_reader)
         self._clock = Clock()
         self._intake = Intake(
-            self._intake_reader, self._redis, self._scripts, self.keys, settings.shard, self.lease, self._clock
+            self._intake_reader,
+            self._redis,
+            self._scripts,
+            self.keys,
+            settings.shard,
+            self.lease,
+            self._clock,
+            self._letters,
         )
         self.core = make_scheduler(settings)
-        self._policy = PolicySwitch(self.core, self._reports.event, self.keys.policy(settings.shard))
+        self._policy = PolicySwitch(self.core, self._reports.event, self.keys.policy(settings.shard), self._letters)
         self.held = Holdings()
         entries = self.held.entries
-        self._publisher = Publisher(self._scripts, self.keys, self.lease, entries, self.forget)
+        self._publisher = Publisher(
+            self._scripts, self.keys, self.lease, entries, self.forget, self.core.outputs, self._remove_foreign
+        )
         self.commands = Commands(
             self._control_reader,
             self.keys.control(settings.shard),
@@ -107,10 +120,11 @@ class Service:
             self._command,
             self.lease,
             self._publisher,
+            self._letters,
         )
         self._stop = asyncio.Event()
         self.quarantine = Quarantine(self.core, self._end_as_dead, self._end)
-        self._shards = Shards(self._redis, self.keys, settings.shard, settings.lease_ms)
+        self._shards = Shards(self._redis, self.keys, settings.shard, settings.lease_ms, self._letters)
         self.handover = RequestHandover(
             self._scripts, self.keys, settings.shard, self.lease, self.core, self._publisher, entries, self.forget
         )
@@ -126,7 +140,14 @@ class Service:
             settings.claim_window,
         )
         workers = WorkerRegistry(
-            self._redis, self._scripts, self.keys, settings.shard, self.lease, self._shards, settings.lease_ms
+            self._redis,
+            self._scripts,
+            self.keys,
+            settings.shard,
+            self.lease,
+            self._shards,
+            settings.lease_ms,
+            self._letters,
         )
         context = WorkerContext(
             self.core,
@@ -183,6 +204,7 @@ class Service:
             await self._shutdown.release_lease()
 
     async def _prepare(self) -> None:
+        await persist("look for keys of other types", self._repair, log, self._stop.is_set)
         await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
         await persist("read Redis's clock", lambda: self._clock.sync(self._redis), log, self._stop.is_set)
         await persist("read the policy that was set at run time", self._restore_policy, log, self._stop.is_set)
@@ -207,6 +229,8 @@ class Service:
             if request.id in self.held.entries:
                 continue  # delivered twice: it is in the core already
             self.held.add(request.id, item.entry)
+            if request.outputs is None:  # else it began before a restart
+                self._stats.forecasts.arrived(request.id, request.priority)
             self._put(self.core.add(request, now))
             if item.error:
                 self._put(self.core.cancel(request.id, now, Finish.ERROR, item.error))
@@ -269,10 +293,12 @@ class Service:
         while True:
             await asyncio.sleep(beat)
             try:
+                await self._repair()
                 await self._clock.sync(self._redis)
                 replicas = self.fleet.replicas()
                 self._stats.replicas(replicas)
                 await self._reports.stats(self._snapshot(), self._stats.iterations.fields(), replicas)
+                await self._reports.letters(self._letters.take())
                 alive = await self._reports.gateways_alive(self.quarantine.gateways)
                 self.quarantine.check_gateways(alive, time.monotonic_ns())
                 self.fleet.wake()
@@ -280,6 +306,19 @@ class Service:
                 log.warning("statistics not written: %s; retrying", error)
             if self.core.idle:
                 self.core.check()
+
+    async def _repair(self) -> None:
+        """Delete keys of this shard that have another type than the services give them."""
+        keys, shard = self.keys, self._settings.shard
+        types = dict.fromkeys([*keys.request_streams(), keys.control(shard), keys.stats_history(shard)], "stream")
+        types |= dict.fromkeys([keys.events, keys.dead, *map(keys.tokens, self.quarantine.gateways)], "stream")
+        hashes = [keys.queue, keys.queue_tenants, keys.queue_bytes, keys.shards, keys.stats(shard)]
+        types |= dict.fromkeys([*hashes, keys.iterations(shard), keys.replicas(shard)], "hash")
+        strings = [keys.lease(shard), keys.epoch, keys.shard_epoch(shard), keys.policy(shard)]
+        await self._remove_foreign(types | dict.fromkeys(strings, "string"))
+
+    async def _remove_foreign(self, types: Mapping[str, str]) -> None:
+        await remove_foreign(self._redis, self._letters, types)
 
     def _snapshot(self) -> dict[str, float | int | str]:
         fields = self._stats.snapshot(

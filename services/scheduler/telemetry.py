@@ -22,11 +22,13 @@ from services.scheduler.core.types import Outcome
 from services.scheduler.metrics import Metrics
 from services.scheduler.shard.lease import Lease
 from services.scheduler.tracing import RequestTimes
+from shared import dead_letters
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import CLASSES, Keys
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable, Value
 from shared.tasks import end
+from shared.telemetry.process_usage import ProcessUsage
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -58,7 +60,7 @@ class Iterations:
 
 HISTORY_ROWS = 3600
 EVENTS_ROWS = 10_000
-DEAD_ROWS = 1_000
+DEAD_ROWS = dead_letters.ROWS
 HEARTBEAT_MS = 5_000
 
 
@@ -136,6 +138,14 @@ class Reports:
         self.event("dead", text, request=request_id)
         self._later(self._append(self._keys.dead, DEAD_ROWS, {"request": request_id, "text": text}))
 
+    async def letters(self, rows: Sequence[Mapping[str, Value]]) -> None:
+        """Append records that could not be read to `dead`. Raises LeaseLostError."""
+        now_ms = int(time.time() * 1000)
+        if rows:
+            await self._lease.write(
+                *(dead_letters.append(self._keys.dead, {"shard": self._shard, **row}, now_ms) for row in rows)
+            )
+
     async def _append(self, key: str, rows: int, fields: dict[str, str], first: Sequence[Value] = ()) -> None:
         row = {"time_ms": str(int(time.time() * 1000)), "shard": self._shard, **fields}
         words = [word for item in row.items() for word in item]
@@ -154,6 +164,7 @@ class Reports:
 VERSION = 1
 WINDOW_NS = 60_000_000_000
 WINDOW_SAMPLES = 1 << 15
+FORECAST_SAMPLES = 1 << 11  # of one class
 
 RATE_FADE_S = 30.0
 """Time constant of the rate of first tokens while sequences wait."""
@@ -228,6 +239,57 @@ class StartRate:
         return min(self._starts / self._seconds, (self._starts + running) / (self._seconds + silent))
 
 
+class Forecasts:
+    """Compares the time to first token that was predicted for a request with the measured one, by class, last minute.
+
+    The prediction is that of the last report before the request came, which the gateway had to go by as well.
+    """
+
+    def __init__(self) -> None:
+        self._next_ms = [0.0] * len(CLASSES)
+        self._promised_ms: dict[str, float] = {}
+        self._predicted, self._measured, self._error = ([Window(FORECAST_SAMPLES) for _ in CLASSES] for _ in range(3))
+        self._all_predicted, self._all_error = Window(), Window()
+
+    def reported(self, predicted_ms: Sequence[float]) -> None:
+        """Take what was reported by class: it holds for requests that come from now on."""
+        self._next_ms = list(predicted_ms)
+
+    def arrived(self, request_id: str, priority: int) -> None:
+        """Note what was predicted for a new request."""
+        self._promised_ms[request_id] = self._next_ms[priority]
+
+    def ended(self, request_id: str) -> None:
+        """Forget a request that may have had no token."""
+        self._promised_ms.pop(request_id, None)
+
+    def started(self, request_id: str, priority: int, measured_ms: float, now_ns: int) -> None:
+        """Take the first token of a request; those of its other choices do not count."""
+        predicted_ms = self._promised_ms.pop(request_id, None)
+        if predicted_ms is None:
+            return
+        predicted, error = np.array([predicted_ms]), np.array([abs(measured_ms - predicted_ms)])
+        self._measured[priority].add(np.array([measured_ms]), now_ns)
+        for window, values in (
+            (self._predicted[priority], predicted),
+            (self._all_predicted, predicted),
+            (self._error[priority], error),
+            (self._all_error, error),
+        ):
+            window.add(values, now_ns)
+
+    def fields(self, now_ns: int) -> dict[str, float]:
+        """Return medians of the last minute, in ms; 0 without a sample."""
+        named = {"ttft_predicted_ms_p50": self._all_predicted, "ttft_error_ms_p50": self._all_error}
+        for number, name in enumerate(CLASSES):
+            named |= {
+                f"ttft_predicted_ms_p50_{name}": self._predicted[number],
+                f"ttft_ms_p50_{name}": self._measured[number],
+                f"ttft_error_ms_p50_{name}": self._error[number],
+            }
+        return {field: round(window.percentiles(now_ns, 50)[0], 3) for field, window in named.items()}
+
+
 class Stats:
     """Collects figures from steps and outcomes, and makes the fields of `stats:{shard}` from them."""
 
@@ -243,6 +305,8 @@ class Stats:
         self._rate = 0.0
         self._tokens_total = 0
         self._start_rate = StartRate(started_ns)
+        self.forecasts = Forecasts()
+        self._usage = ProcessUsage()
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
 
@@ -251,6 +315,9 @@ class Stats:
         if outcome is None:
             return
         self._request_times.record(outcome, now_ns)
+        self._start(outcome, now_ns)
+        for ended in outcome.ended:
+            self.forecasts.ended(ended.request.id)
         if not outcome.waits_ns.size:
             return
         has = outcome.waits_ns >= 0
@@ -263,10 +330,14 @@ class Stats:
         self._tokens += produced
         self._start_rate.started(int(np.count_nonzero(starts)), now_ns)
         self._tokens_total += produced
-        for row in np.flatnonzero(starts):  # once in a request's life
-            request = outcome.requests[row]
-            if request.ttft_slo_ns and outcome.waits_ns[row] > request.ttft_slo_ns:
+
+    def _start(self, outcome: Outcome, now_ns: int) -> None:
+        """Compare each first token with the request's limit and with what was predicted."""
+        for row in np.flatnonzero((outcome.waits_ns >= 0) & (outcome.first == 0)):  # once in a sequence's life
+            request, wait_ns = outcome.requests[row], int(outcome.waits_ns[row])
+            if request.ttft_slo_ns and wait_ns > request.ttft_slo_ns:
                 self._violations[request.priority] += 1
+            self.forecasts.started(request.id, request.priority, wait_ns / 1e6, now_ns)
 
     def step(self, decode: int, prefill: int, spent_ns: int = 0) -> None:
         """Take a step that was sent; planning it took `spent_ns`."""
@@ -295,6 +366,10 @@ class Stats:
     def call(self, script: str, seconds: float) -> None:
         """Observe the duration of a Redis script."""
         self._metrics.call(script, seconds)
+
+    def unreadable(self, kind: str) -> None:
+        """Count a record that could not be read. kind: of its key."""
+        self._metrics.unreadable.labels(kind).inc()
 
     def replicas(self, rows: Mapping[str, Mapping[str, float | int | str]]) -> None:
         """Take the figures of each replica, by worker id, for the metrics."""
@@ -342,12 +417,15 @@ class Stats:
             "tbt_ms_p99": round(tbt[1], 3),
             "prefill_tok_s": round(self._rate, 1),
             **self._predicted(core, predicted_ns, now_ns),
+            **self.forecasts.fields(now_ns),
             **_ages(core, unclaimed_ms, now_ns),
+            **self._usage.fields(),
             **{f"slo_violations_{name}": count for name, count in zip(CLASSES, self._violations, strict=True)},
         }
         self._since_ns = now_ns
         self._tokens = 0
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
+        self.forecasts.reported([float(fields[f"predicted_ttft_ms_{name}"]) for name in CLASSES])
         self._metrics.report(fields)
         return fields
 

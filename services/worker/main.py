@@ -175,13 +175,19 @@ class _Progress:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._next = time.monotonic() + PROGRESS_S
+        self._begun = time.monotonic()
+        self._next = self._begun + PROGRESS_S
 
     def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() < self._next:
+        now = time.monotonic()
+        if now < self._next:
             return
-        self._next = time.monotonic() + PROGRESS_S
-        log.info("loading %s: %d %% of %.0f MiB", self._name, 100 * done // max(total, 1), total / 2**20)
+        self._next = now + PROGRESS_S
+        left_s = (now - self._begun) * max(0, total - done) / max(done, 1)
+        percent = 100 * done // max(total, 1)
+        log.info(
+            "loading %s: %.0f of %.0f MiB, %d %%, %.0f s left", self._name, done / 2**20, total / 2**20, percent, left_s
+        )
 
 
 class SignalHandler:

@@ -19,6 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from shared.settings import WorkerSettings
+from shared.telemetry.process_usage import ProcessUsage
 
 log = logging.getLogger("orcinus.worker")
 
@@ -62,6 +63,7 @@ class Registration:
             **options,
         )
         self._waits_for = ""  # why Redis does not take the record
+        self._usage = ProcessUsage()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="registration", daemon=True)
 
@@ -102,7 +104,10 @@ class Registration:
         seconds, micros = self._redis.time()
         now_ms = seconds * 1000 + micros // 1000
         with self._redis.pipeline(transaction=False) as pipe:
-            fields: dict[Any, Any] = dict(self._fields)  # redis-py wants keys of all types that it takes
+            fields: dict[Any, Any] = {
+                **self._fields,
+                **self._usage.fields(),
+            }  # redis-py wants keys of all types that it takes
             pipe.hset(self._key, mapping=fields)
             pipe.pexpire(self._key, TTL_MS)
             pipe.set(self._alive, self._last_step_id(), px=TTL_MS)
@@ -120,6 +125,8 @@ class Registration:
             try:
                 self.refresh()
             except (redis.RedisError, OSError) as error:
+                if "WRONGTYPE" in str(error):
+                    self._remove_foreign()
                 if (why := self._why(error)) != self._waits_for:  # once: it may last
                     log.warning("waiting for Redis to register %s: %s", self._key, why)
                 self._waits_for, registered = why, False
@@ -132,6 +139,13 @@ class Registration:
             self._waits_for = ""
             pause, registered = BACKOFF_S[0], True
             self._stop.wait(REFRESH_S)
+
+    def _remove_foreign(self) -> None:
+        """Delete the keys of this worker: one of them has a type that no worker gives it."""
+        try:
+            self._redis.delete(self._key, self._alive, self._workers)
+        except (redis.RedisError, OSError) as error:
+            log.warning("%s not deleted: %s; retrying", self._key, error)
 
     def _why(self, error: Exception) -> str:
         """Return what Redis said, and what the operator can do about a refused name or password."""

@@ -20,6 +20,7 @@ from services.worker.engine import Engine
 from services.worker.parallel.leader import Ranks
 from services.worker.pipeline import Item, Observer, Pipeline, RunState
 from shared.errors import ConfigurationError
+from shared.keys import EPOCHS
 
 log = logging.getLogger("orcinus.worker")
 
@@ -107,7 +108,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     def Describe(  # noqa: N802 - the name in worker.proto
         self, request: worker_pb2.DescribeRequest, context: grpc.ServicerContext
     ) -> worker_pb2.WorkerInfo:
-        return self._ready_engine(context).info()
+        info = self._ready_engine(context).info()
+        with self._lock:
+            info.highest_epoch = self._highest_epoch
+        return info
 
     def Run(  # noqa: N802 - the name in worker.proto
         self, request_iterator: Iterator[worker_pb2.Step], context: grpc.ServicerContext
@@ -148,6 +152,10 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
 
     def _begin(self, first: worker_pb2.Step, context: grpc.ServicerContext) -> RunState:
         """Make this the current Run; the older one ends."""
+        if first.epoch >= EPOCHS:
+            context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"epoch: {first.epoch} is not below {EPOCHS}; take it from Redis"
+            )
         with self._lock:
             highest = self._highest_epoch
             if first.epoch >= highest:

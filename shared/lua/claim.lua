@@ -12,11 +12,11 @@ for i = 3, #ARGV, 4 do
   if not record[1] then
     verdict = 2
     if tonumber(ARGV[i + 1]) > 0 then
-      redis.call('HINCRBY', KEYS[2], 'tokens', -ARGV[i + 1])
-      redis.call('HINCRBY', KEYS[2], 'requests', -1)
-      redis.call('HINCRBY', KEYS[2], 'tokens:' .. ARGV[i + 2], -ARGV[i + 1])
+      count(KEYS[2], 'tokens', -ARGV[i + 1])
+      count(KEYS[2], 'requests', -1)
+      count(KEYS[2], 'tokens:' .. ARGV[i + 2], -ARGV[i + 1])
       local tenants = KEYS[2] .. ':tenants'
-      if redis.call('HINCRBY', tenants, ARGV[i + 3], -ARGV[i + 1]) <= 0 then redis.call('HDEL', tenants, ARGV[i + 3]) end
+      if count(tenants, ARGV[i + 3], -ARGV[i + 1]) <= 0 then redis.call('HDEL', tenants, ARGV[i + 3]) end
     end
   elseif record[1] == 'finished' then
     verdict = 3
@@ -24,10 +24,10 @@ for i = 3, #ARGV, 4 do
     if record[2] then verdict = 1 end
     redis.call('HSET', ARGV[i], 'shard', ARGV[2], 'epoch', ARGV[1])
     if record[1] == 'queued' then redis.call('HSET', ARGV[i], 'state', 'claimed') end
-    redis.call('HINCRBY', ARGV[i], 'attempts', 1)
+    count(ARGV[i], 'attempts', 1)
   end
   verdicts[#verdicts + 1] = verdict
-  verdicts[#verdicts + 1] = tonumber(record[3] or 0)
+  verdicts[#verdicts + 1] = whole(record[3], 0)
   verdicts[#verdicts + 1] = record[4] or ''
   verdicts[#verdicts + 1] = redis.call('EXISTS', beat .. (record[4] or ''))
 end

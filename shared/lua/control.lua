@@ -8,8 +8,9 @@
 local function shorten(choice, length)
   local ended = redis.call('HMGET', KEYS[1], 'finish', 'lengths')
   local finish, lengths, output = {}, {}, 0
-  for reason in string.gmatch(ended[1], '%d+') do finish[#finish + 1] = reason end
-  for held in string.gmatch(ended[2], '%d+') do lengths[#lengths + 1] = tonumber(held) end
+  for reason in string.gmatch(ended[1] or '', '%d+') do finish[#finish + 1] = reason end
+  for held in string.gmatch(ended[2] or '', '%d+') do lengths[#lengths + 1] = tonumber(held) end
+  if not finish[choice + 1] or not lengths[choice + 1] then return end
   if not string.find('124', finish[choice + 1], 1, true) or length > lengths[choice + 1] then return end
   finish[choice + 1], lengths[choice + 1] = '1', length
   for _, held in ipairs(lengths) do output = output + held end

@@ -1,27 +1,33 @@
 -- Fenced: writes all results of one iteration in one script.
 -- KEYS: lease, queue
--- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, time span of token streams in ms, then
---       five sections, each a count and its rows:
+-- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, time span of token streams in ms,
+--       1 if a request whose record lacks tokens is to end as an error, then five sections, each a count and its rows:
 --       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens, finish or 0, tokens at the end),
 --       started (id),
 --       ended (id, stream, entry, finish of each choice, prompt tokens, tokens of each choice, error),
 --       logprobs (id, choice, byte offset, records)
+-- Returns id and choice of each output record that is too short for what was to be written behind it, as after the loss of
+-- Redis's last writes. Nothing is written there, and a request with such a record does not end: the caller writes all
+-- tokens and calls again.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local prefix, group, live, kept = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local at = 6
+local give_up = ARGV[7] == '1'
+local short = {}
+local at = 7
 local function arg()
   at = at + 1
   return ARGV[at]
 end
 
 local function leave_queue(tokens, class, tenant)
-  redis.call('HINCRBY', KEYS[2], 'tokens', -tokens)
-  redis.call('HINCRBY', KEYS[2], 'requests', -1)
-  redis.call('HINCRBY', KEYS[2], 'tokens:' .. class, -tokens)
+  tokens, class, tenant = whole(tokens, 0), class or '', tenant or ''
+  count(KEYS[2], 'tokens', -tokens)
+  count(KEYS[2], 'requests', -1)
+  count(KEYS[2], 'tokens:' .. class, -tokens)
   local tenants = KEYS[2] .. ':tenants'
-  if redis.call('HINCRBY', tenants, tenant, -tokens) <= 0 then redis.call('HDEL', tenants, tenant) end
+  if count(tenants, tenant, -tokens) <= 0 then redis.call('HDEL', tenants, tenant) end
 end
 
 -- A stop string ends a sequence before its last tokens: cut the record there.
@@ -45,13 +51,19 @@ for _ = 1, tonumber(arg()) do
   local state = redis.call('HGET', record, 'state')
   if state and state ~= 'finished' then
     local key = prefix .. 'out:' .. id .. ':' .. choice
-    if #tokens > 0 then
-      redis.call('SETRANGE', key, offset, tokens)
+    local have = redis.call('STRLEN', key)
+    local whole_record = have >= tonumber(offset)
+    if whole_record and #tokens > 0 then
+      have = redis.call('SETRANGE', key, offset, tokens)
       redis.call('PEXPIRE', key, live)
     end
-    if finish ~= '0' then
+    if finish ~= '0' then whole_record = whole_record and have >= 4 * length end
+    if not whole_record then
+      short[#short + 1] = id
+      short[#short + 1] = choice
+    elseif finish ~= '0' then
       redis.call('HSET', record, 'finish:' .. choice, finish)
-      trim(prefix .. 'out:' .. id .. ':' .. choice, length, live)
+      trim(key, length, live)
     end
     redis.call('PEXPIRE', record, live)
   end
@@ -62,46 +74,68 @@ for _ = 1, tonumber(arg()) do
   local record = redis.call('HMGET', key, 'started_ms', 'tokens', 'class', 'tenant')
   if record[2] and not record[1] then
     redis.call('HSET', key, 'state', 'running', 'started_ms', now)
-    leave_queue(tonumber(record[2]), record[3], record[4])
+    leave_queue(record[2], record[3], record[4])
   end
 end
 
 -- Returns finish reason and length of a choice. The stop string of a gateway may have come too late for the core.
 local function ending(record, choice, finish, length)
-  local at = tonumber(redis.call('HGET', record, 'stop:' .. choice) or nil)
-  if at and at <= length and string.find('124', finish, 1, true) then return '1', at end
+  local at = whole(redis.call('HGET', record, 'stop:' .. choice))
+  if at and at >= 0 and at <= length and string.find('124', finish, 1, true) then return '1', at end
   return finish, length
 end
 
-for _ = 1, tonumber(arg()) do
-  local id, stream, entry, given = arg(), arg(), arg(), arg()
-  local prompt, lengths, failure = tonumber(arg()), arg(), arg()
+-- Ends a request. A record that lacks tokens is reported instead, or ends as an error.
+local function finish_request(id, stream, entry, given, prompt, lengths, failure)
   local key = prefix .. 'req:' .. id
   local record = redis.call('HMGET', key, 'state', 'started_ms', 'tokens', 'class', 'bucket', 'cost', 'tenant')
-  local output, reasons, counts = 0, {}, {}
+  local unfinished = record[1] and record[1] ~= 'finished'
+  local output, reasons, counts, lacking = 0, {}, {}, {}
   local reason = string.gmatch(given, '%d+')
   for length in string.gmatch(lengths, '%d+') do
     local choice = #counts
     reasons[choice + 1], counts[choice + 1] = ending(key, choice, reason(), tonumber(length))
-    output = output + counts[choice + 1]
-    trim(prefix .. 'out:' .. id .. ':' .. choice, counts[choice + 1], kept)
-    redis.call('PEXPIRE', prefix .. 'logprobs:' .. id .. ':' .. choice, kept)
-  end
-  redis.call('XACK', stream, group, entry)
-  redis.call('XDEL', stream, entry)
-  redis.call('DEL', prefix .. 'prompt:' .. id)
-  if record[1] and record[1] ~= 'finished' then
-    if not record[2] then leave_queue(tonumber(record[3]), record[4], record[7]) end
-    if record[5] and redis.call('EXISTS', record[5]) == 1 then
-      redis.call('HINCRBY', record[5], 'running', -1)
-      if redis.call('HEXISTS', record[5], 'tokens') == 1 then
-        redis.call('HINCRBYFLOAT', record[5], 'tokens', math.max(0, tonumber(record[6]) - prompt - output))
-      end
+    local have = redis.call('STRLEN', prefix .. 'out:' .. id .. ':' .. choice)
+    if unfinished and have < 4 * counts[choice + 1] then
+      lacking[#lacking + 1] = choice
+      if give_up then reasons[choice + 1], counts[choice + 1] = '5', math.floor(have / 4) end
     end
-    redis.call('HSET', key, 'state', 'finished', 'finish', table.concat(reasons, ','), 'prompt_tokens', prompt,
-      'output_tokens', output, 'lengths', table.concat(counts, ','), 'error', failure, 'ended_ms', now)
-    redis.call('PEXPIRE', key, kept)
+    output = output + counts[choice + 1]
   end
+  if #lacking > 0 then
+    if not give_up then
+      for _, choice in ipairs(lacking) do
+        short[#short + 1] = id
+        short[#short + 1] = tostring(choice)
+      end
+      return
+    end
+    failure = 'output record: tokens were lost in Redis; send the request again'
+  end
+  for index, length in ipairs(counts) do
+    trim(prefix .. 'out:' .. id .. ':' .. index - 1, length, kept)
+    redis.call('PEXPIRE', prefix .. 'logprobs:' .. id .. ':' .. index - 1, kept)
+  end
+  delete_entry(KEYS[2], stream, group, entry)
+  redis.call('DEL', prefix .. 'prompt:' .. id)
+  if not unfinished then return end
+  if not record[2] then leave_queue(record[3], record[4], record[7]) end
+  local bucket = record[5] or ''
+  if string.sub(bucket, 1, #prefix + 7) == prefix .. 'bucket:' and redis.call('EXISTS', bucket) == 1 then
+    count(bucket, 'running', -1)
+    local left = redis.call('HGET', bucket, 'tokens')
+    if left then
+      redis.call('HSET', bucket, 'tokens', real(left, 0) + math.max(0, real(record[6], 0) - prompt - output))
+    end
+  end
+  redis.call('HSET', key, 'state', 'finished', 'finish', table.concat(reasons, ','), 'prompt_tokens', prompt,
+    'output_tokens', output, 'lengths', table.concat(counts, ','), 'error', failure, 'ended_ms', now)
+  redis.call('PEXPIRE', key, kept)
+end
+
+for _ = 1, tonumber(arg()) do
+  local id, stream, entry, given = arg(), arg(), arg(), arg()
+  finish_request(id, stream, entry, given, tonumber(arg()), arg(), arg())
 end
 
 -- Log-probabilities of the tokens above. More records than tokens in `out` do no harm: readers count by the tokens.
@@ -110,8 +144,11 @@ for _ = 1, tonumber(arg()) do
   local state = redis.call('HGET', prefix .. 'req:' .. id, 'state')
   if state then
     local key = prefix .. 'logprobs:' .. id .. ':' .. choice
-    redis.call('SETRANGE', key, offset, records)
-    redis.call('PEXPIRE', key, state == 'finished' and kept or live)
+    -- A hole would be read as figures; a reader that lacks records ends with an error.
+    if redis.call('STRLEN', key) >= tonumber(offset) then
+      redis.call('SETRANGE', key, offset, records)
+      redis.call('PEXPIRE', key, state == 'finished' and kept or live)
+    end
   end
 end
-return now
+return short

@@ -1,5 +1,5 @@
 -- Fenced: returns requests that never started to the queue, for any shard.
--- KEYS: lease   ARGV: epoch, group, then (req key, stream, entry, request) per request
+-- KEYS: lease, queue   ARGV: epoch, group, then (req key, stream, entry, request) per request
 -- Returns the number of returned requests; the rest have started, or were returned before.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local returned = 0
@@ -7,9 +7,8 @@ for i = 3, #ARGV, 4 do
   local record = redis.call('HMGET', ARGV[i], 'state', 'entry')
   -- A request that was read and not yet claimed is still `queued`; its entry is pending.
   if (record[1] == 'claimed' or record[1] == 'queued') and record[2] == ARGV[i + 2] then
-    redis.call('XACK', ARGV[i + 1], ARGV[2], ARGV[i + 2])
-    redis.call('XDEL', ARGV[i + 1], ARGV[i + 2])
-    local entry = redis.call('XADD', ARGV[i + 1], '*', 'r', ARGV[i + 3])
+    local tenant, bytes = delete_entry(KEYS[2], ARGV[i + 1], ARGV[2], ARGV[i + 2])
+    local entry = add_entry(KEYS[2], ARGV[i + 1], ARGV[i + 3], tenant, bytes)
     redis.call('HSET', ARGV[i], 'state', 'queued', 'entry', entry)
     redis.call('HDEL', ARGV[i], 'shard', 'epoch')
     returned = returned + 1

@@ -1,6 +1,7 @@
 -- Fenced: a shard takes a worker that is free, already its own, or of a shard without a lease, and gives up its previous
 -- one.
--- KEYS: lease, worker, epoch, the previous worker (the same key if there is none)   ARGV: epoch, shard, key prefix
+-- KEYS: lease, worker, epoch, the previous worker (the same key if there is none)   ARGV: epoch, shard, key prefix,
+-- least epoch of the new Run
 -- Returns the epoch of the new Run, or 0. Each Run has a new epoch: workers move between shards, and refuse a smaller
 -- epoch than they have seen.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
@@ -11,6 +12,11 @@ if shard and shard ~= ARGV[2] and redis.call('EXISTS', ARGV[3] .. 'lease:' .. sh
 if KEYS[4] ~= KEYS[2] and redis.call('HGET', KEYS[4], 'shard') == ARGV[2] then
   redis.call('HDEL', KEYS[4], 'shard', 'run')
 end
-local run = redis.call('INCR', KEYS[3])
+local run, least = redis.call('INCR', KEYS[3]), tonumber(ARGV[4])
+if run < least then
+  -- Redis lost the counter and its clock was set back, and a worker has seen more.
+  run = least
+  redis.call('SET', KEYS[3], string.format('%.0f', run))
+end
 redis.call('HSET', KEYS[2], 'shard', ARGV[2], 'run', run)
 return run

@@ -22,6 +22,8 @@ from tests.support.launcher import ROOT, clean_env
 
 OVERLAY = ("-f", "compose.yaml", "-f", "deploy/compose.gpu.yaml")
 ROLES = ("-f", "deploy/compose.roles.yaml")
+USERS_OF_OTHERS = {"viewer": "grafana"}
+DATASOURCES = ROOT / "deploy" / "observability" / "grafana" / "datasources" / "datasources.yml"
 
 
 def have_compose() -> bool:
@@ -159,10 +161,13 @@ def test_front_forwards_the_port_of_the_gateway() -> None:
 
 def test_each_service_has_only_the_password_of_its_user() -> None:
     for role in redis_users.ROLES:
-        one = services()[role]
+        one = services()[USERS_OF_OTHERS.get(role, role)]
         mounted = [volume for volume in one["volumes"] if "/secrets/redis" in volume]
         assert mounted == [f"redis-{role}:/secrets/redis:ro"]
-        assert one["environment"]["ORCINUS_REDIS_USERNAME"] == role
+        if role in USERS_OF_OTHERS:
+            assert f"user: {role}," in DATASOURCES.read_text()
+        else:
+            assert one["environment"]["ORCINUS_REDIS_USERNAME"] == role
 
 
 def test_secrets_are_made_once_and_rules_follow_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +186,7 @@ def test_secrets_are_made_once_and_rules_follow_the_version(tmp_path: Path, monk
     assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == made
     passwords = [(tmp_path / f"redis-{role}" / "password").read_text() for role in redis_users.ROLES]
     acl = made[tmp_path / "redis-users" / "users.acl"]
-    assert len(set(passwords)) == 4 and not [one for one in passwords if one in acl]
+    assert len(set(passwords)) == 5 and not [one for one in passwords if one in acl]
     assert [line.split()[1] for line in acl.splitlines()] == ["default", *redis_users.ROLES] and "{gateway}" not in acl
     assert all(path.stat().st_mode & 0o777 in (0o600, 0o640) for path in made)
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -18,10 +17,9 @@ import redis
 from protos import queue_pb2
 from shared.columns import pack, unpack
 from shared.keys import GROUP, Keys
-from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, source
 from tests.support.waiting import until
 
-LUA = Path(__file__).resolve().parents[2] / "shared" / "lua"
 LEASE_MS = 600_000
 RUNNING, STOP, LENGTH, CANCELLED, DEADLINE, ERROR = range(6)
 
@@ -131,7 +129,7 @@ class ScriptedScheduler:
         Without to_stream the lines are not sent, as if the gateway had slept while the stream was trimmed.
         """
         self.step += 1
-        arguments: list[Any] = [self.epoch, self.keys.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
+        arguments: list[Any] = [self.epoch, self.keys.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS, 0]
         if lines and to_stream:
             name = gateway or self._claimed[lines[0].request].request.gateway
             arguments += [1, name, self.batch(lines).SerializeToString()]
@@ -208,7 +206,7 @@ class ScriptedScheduler:
         return until(f"{kind} of {request_id}", look)
 
     def _run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
-        return self.client.eval((LUA / f"{script}.lua").read_text(), len(keys), *keys, *arguments)
+        return self.client.eval(source(script).decode(), len(keys), *keys, *arguments)
 
 
 @contextlib.contextmanager

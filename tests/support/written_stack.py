@@ -22,11 +22,15 @@ STATS: dict[str, Any] = {
     "finished": 412, "cancelled": 5, "failed": 2, "preemptions": 7, "recomputed_tokens": 640, "swapped_blocks": 96,
     "prefix_hit_tokens": 2048, "prefill_tok_s": 9000.0, "starts_s": 4.5, "block_size": 16,
     **{f"predicted_ttft_ms_{name}": 1000.0 * (number + 1) for number, name in enumerate(CLASSES)},
+    "ttft_predicted_ms_p50": 5.0, "ttft_error_ms_p50": 82.5, "cpu_pct": 12.5, "rss_bytes": 64 << 20,
+    **{f"ttft_predicted_ms_p50_{name}": 5.0 for name in CLASSES},
+    **{f"ttft_ms_p50_{name}": 264.0 for name in CLASSES}, **{f"ttft_error_ms_p50_{name}": 259.0 for name in CLASSES},
     **{f"slo_violations_{name}": number for number, name in enumerate(CLASSES)},
 }  # fmt: skip
 WORKER = {
     "address": "127.0.0.1:9", "identity": "abc", "model": "tiny", "pid": "4711", "dtype": "float32", "device": "cpu",
     "backend": "reference", "role": "prefill", "ready": "1", "shard": "shard-0",
+    "cpu_pct": "87.5", "rss_bytes": str(512 << 20),
 }  # fmt: skip
 
 
@@ -65,6 +69,15 @@ class WrittenStack:
         self._redis.xadd(self._keys.stats_history(self._shard), stats)
         self._redis.hset(self._keys.iterations(self._shard), mapping=self.iterations.fields())
         return stats
+
+    def history(self, time_ms: int, **changes: Any) -> None:
+        """Statistics of an earlier time, in the history alone; entries are in the order of time, so it begins anew."""
+        key = self._keys.stats_history(self._shard)
+        later = self._redis.xrange(key)
+        self._redis.delete(key)
+        self._redis.xadd(key, {**STATS, "time_ms": time_ms, **changes}, id=f"{time_ms}-0")
+        for entry, fields in later:  # type: ignore[union-attr]
+            self._redis.xadd(key, fields, id=entry)
 
     def replica(self, name: str = "worker-0", **changes: Any) -> None:
         """The figures of one worker's replica."""

@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from services.gateway.delivery.stream import Generation
 from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError
+from shared.dead_letters import DeadLetters, text
 from shared.keys import Keys
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
@@ -90,6 +91,7 @@ class OrphanAdopter:
         gateway_id: str,
         background: BackgroundTasks,
         adopt: Callable[[str, str], Awaitable[None]],
+        letters: DeadLetters | None = None,
     ) -> None:
         """adopt(request, gateway): deliver a request here that `gateway` delivered. Raise ApiError."""
         self._keys: Keys = settings.keys
@@ -98,6 +100,7 @@ class OrphanAdopter:
         self._adopt = adopt
         self._redis: Any = connect(settings, connections=1)
         self._missing: dict[str, float] = {}
+        self._letters = letters or DeadLetters()
 
     async def run(self) -> None:
         """Look every two seconds, until cancelled."""
@@ -128,7 +131,8 @@ class OrphanAdopter:
     async def _gone(self) -> list[str]:
         """Gateways without a heartbeat that may leave requests behind."""
         members = await self._redis.smembers(self._keys.background)
-        names = [name.decode() for name in members if name.decode() != self._gateway_id]
+        found = self._letters.read_all(self._keys.background, members, text)
+        names = [name for name in found if name != self._gateway_id]
         beats = await self._redis.mget([self._keys.alive("gateway", name) for name in names]) if names else []
         now = time.monotonic()
         silent = [name for name, beat in zip(names, beats, strict=True) if beat is None]
@@ -143,7 +147,7 @@ class OrphanAdopter:
             await self._redis.srem(self._keys.background, gateway)
             return
         adopted = 0
-        for request_id in map(bytes.decode, found):
+        for request_id in self._letters.read_all(key, found, text):
             claim = self._keys.adopting(request_id)
             if not await self._redis.set(claim, self._gateway_id, nx=True, px=ADOPTING_MS):
                 continue

@@ -23,15 +23,17 @@ from redis.exceptions import RedisError
 from protos import queue_pb2
 from services.gateway.auth import Caller
 from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
-from services.gateway.delivery.stream import Offer, RequestStream, Row, ends, fill, rows_of
-from services.gateway.errors import ApiError, slow_client, taken_over, unavailable
+from services.gateway.delivery.stream import Offer, RequestStream, Row, ends, fill, lacks_tokens, rows_of
+from services.gateway.errors import ApiError, broken_record, slow_client, taken_over, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
 from shared.columns import unpack
+from shared.dead_letters import DeadLetters
 from shared.keys import Keys
 from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Scripts, Unreachable, Value, backoff_s, connect
 from shared.settings import GatewaySettings
 from shared.tasks import end
+from shared.token_batches import decode_batch
 
 log = logging.getLogger("orcinus.gateway")
 
@@ -120,6 +122,16 @@ class QueueBounds(Protocol):
         ...
 
     @property
+    def class_bytes(self) -> int:
+        """Bytes in Redis of requests that have not ended, of all classes together; 0 means no limit."""
+        ...
+
+    @property
+    def tenant_bytes(self) -> int:
+        """Bytes in Redis of its tenant's requests that have not ended; 0 means no limit."""
+        ...
+
+    @property
     def is_late(self) -> bool:
         """Whether its class waits too long for a tenant that has at least an even share of the queue."""
         ...
@@ -128,7 +140,15 @@ class QueueBounds(Protocol):
 class Dispatcher:
     """Use every Redis connection that serves requests."""
 
-    def __init__(self, settings: GatewaySettings, gateway_id: str, cluster: Cluster, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        gateway_id: str,
+        cluster: Cluster,
+        metrics: Metrics,
+        letters: DeadLetters | None = None,
+    ) -> None:
+        self._letters = letters or DeadLetters()
         self._settings = settings
         self._keys: Keys = settings.keys
         self._cluster = cluster
@@ -205,6 +225,7 @@ class Dispatcher:
             request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
             *caller.rates.arguments, LIVE_TTL_MS, caller.tenant, self.gateway_id, spec.priority, delivery,
             spec.id if spec.background else "", MEMORY_MOST, bounds.tenant_tokens, int(bounds.is_late),
+            bounds.class_bytes, bounds.tenant_bytes,
         ]
         # fmt: on
         answer: list[Any] = await self.ask(lambda: self._enqueue(spec, redis_keys, arguments))
@@ -271,7 +292,7 @@ class Dispatcher:
     async def record(self, request_id: str) -> dict[str, str]:
         """Return `req:{id}` as text; empty when there is none. Raise ApiError(503)."""
         found = await self.raw_record(request_id)
-        return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
+        return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in found.items()}
 
     async def raw_record(self, request_id: str) -> dict[bytes, bytes]:
         """Return `req:{id}` as Redis has it, since `delivery` is not text. Raise ApiError(503)."""
@@ -281,9 +302,17 @@ class Dispatcher:
 
         return await self.ask(read)
 
+    def decoded(self, request_id: str, record: dict[bytes, bytes], decode: Callable[[dict[bytes, bytes]], T]) -> T:
+        """Return decode(record) of `req:{id}`. Raise ApiError(500) for a record that cannot be read."""
+        found = self._letters.read(self._keys.req(request_id), record, decode)
+        if found is None:
+            raise broken_record()
+        return found
+
     async def read(self, stream: RequestStream) -> None:
         """Fill a stream that gets nothing else from the record of its request. Raise ApiError(503)."""
-        fill(stream, *await self.ask(lambda: _missing(self._redis, self._keys, stream)))
+        record, rows = await self.ask(lambda: _missing(self._redis, self._keys, stream))
+        self.decoded(stream.request_id, record, lambda found: fill(stream, found, rows))
 
     # The working task
 
@@ -396,7 +425,7 @@ class Dispatcher:
 
     async def _read(self) -> None:
         key = self._keys.tokens(self.gateway_id)
-        last: bytes | str = "0-0"  # this id is new, so this is the beginning
+        last = b"0-0"  # this id is new, so this is the beginning
         attempt = 0
         while True:
             try:
@@ -408,16 +437,16 @@ class Dispatcher:
                 attempt += 1
                 continue
             if attempt:
-                log.info("Redis answers; reading token stream %s from id %s", key, last)
+                log.info("Redis answers; reading token stream %s from id %s", key, last.decode())
                 attempt = 0
             for entry_id, fields in entries_of(reply):
                 last = entry_id
                 self._metrics.read(entry_id)
-                try:
-                    self._route(queue_pb2.TokenBatch.FromString(fields[b"b"]))
-                except Exception as error:  # whatever is in it, the next entry has to be read
-                    log.error("skipped broken entry %r of %s: %r", entry_id, key, error)
+                self._letters.read(key, fields, self._deliver)
                 await asyncio.sleep(0)  # handlers take what came before the next entry is put in
+
+    def _deliver(self, fields: dict[bytes, bytes]) -> None:
+        self._route(decode_batch(fields))
 
     def _route(self, batch: queue_pb2.TokenBatch) -> None:
         for request_id, first, row in rows_of(batch):
@@ -477,8 +506,14 @@ class Dispatcher:
             stream.fail(ApiError(500, "request record missing from Redis; send the request again", code="record_lost"))
             return
         # A request that has ended is delivered by any gateway, also by several at once.
-        if record.get(b"state") != b"finished" and record.get(b"gateway", b"").decode() != self.gateway_id:
+        if record.get(b"state") != b"finished" and record.get(b"gateway", b"") != self.gateway_id.encode():
             stream.fail(taken_over(), cut=True)
+            return
+        try:
+            ended = self.decoded(stream.request_id, record, lambda found: ends(found, stream.choices))
+            self.decoded(stream.request_id, record, lambda found: (lacks_tokens(stream, found),))
+        except ApiError as error:
+            stream.fail(error)
             return
         for first, row in rows:
             self._metrics.refilled.inc()
@@ -486,7 +521,10 @@ class Dispatcher:
         for item in stream.take_ahead():
             # Still a gap: the missing tokens are not checkpointed yet; the watch reads the record again.
             self._settle(stream, item.row, item.first, stream.offer(item.row, item.first))
-        for row in ends(record, stream.choices):
+        if lacks_tokens(stream, record):
+            stream.fail(broken_record())
+            return
+        for row in ended:
             # Rows of these that the stream still has are late now.
             at = stream.received[row.choice]
             self._settle(stream, row, at, stream.offer(row, at))

@@ -19,7 +19,16 @@ from enum import Enum, IntEnum, auto
 from typing import Protocol
 
 from protos import queue_pb2
-from services.gateway.errors import HANDED_OVER, SLOW_CLIENT, TAKEN_OVER, ApiError, failed, shown, unavailable
+from services.gateway.errors import (
+    HANDED_OVER,
+    SLOW_CLIENT,
+    TAKEN_OVER,
+    ApiError,
+    broken_record,
+    failed,
+    shown,
+    unavailable,
+)
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
 from services.gateway.text.logprobs import Logprobs
@@ -28,6 +37,7 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import CallPiece, ToolReader
 from services.gateway.tracing import RequestSpan
 from shared.columns import unpack
+from shared.dead_letters import integer
 from shared.logprobs import split_records
 
 NOTHING, PREAMBLE = -2, -1
@@ -207,11 +217,16 @@ class RequestStream:
 
 
 def finishes(record: dict[bytes, bytes], choices: int) -> list[tuple[int, int]]:
-    """Return (choice, finish) of the choices that have ended by their record; their `out` is complete."""
+    """Return (choice, finish) of the choices that have ended by their record; their `out` is complete.
+
+    Raise ValueError for a record that no scheduler wrote.
+    """
     if record.get(b"state") == b"finished":
         parts = record.get(b"finish", b"").split(b",")
-        return [(choice, int(part)) for choice, part in enumerate(parts[:choices]) if part]
-    found = [(choice, int(record.get(b"finish:%d" % choice, b"0"))) for choice in range(choices)]
+        if len(parts) != choices:
+            raise ValueError(f"finish: {len(parts)} reasons of {choices} choices")
+        return [(choice, integer(part, Finish.STOP, Finish.ERROR)) for choice, part in enumerate(parts)]
+    found = [(choice, integer(record.get(b"finish:%d" % choice), 0, Finish.ERROR)) for choice in range(choices)]
     return [(choice, finish) for choice, finish in found if finish]
 
 
@@ -234,12 +249,24 @@ def ends(record: dict[bytes, bytes], choices: int) -> list[Row]:
     return [Row(choice, [], finish, error) for choice, finish in finishes(record, choices)]
 
 
-def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
-    """Put the rows of a record into a stream that gets nothing else."""
+def lacks_tokens(stream: RequestStream, record: dict[bytes, bytes]) -> bool:
+    """Return whether a finished request had more tokens than a stream with all of `out` has: `out` is not whole."""
+    lengths = [integer(part) for part in record.get(b"lengths", b"").split(b",") if part]
+    return record.get(b"state") == b"finished" and any(
+        finish in REASONS and not stream.finished[choice] and stream.received[choice] < length
+        for (choice, finish), length in zip(finishes(record, stream.choices), lengths, strict=False)
+    )
+
+
+def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> RequestStream:
+    """Return a stream that gets nothing else, with the rows of a record."""
     for first, row in rows:
         stream.offer(row, first)
+    if lacks_tokens(stream, record):
+        stream.fail(broken_record())
     for row in ends(record, stream.choices):
         stream.offer(row, stream.received[row.choice])
+    return stream
 
 
 HELD_FINISH_S = 30.0

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.gateway.errors import invalid, shown
+from services.gateway.errors import invalid, shown, untokenizable
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import ACCEPTED, GENERATION_ERRORS, serve
 from services.gateway.openai.bodies import (
@@ -27,9 +27,8 @@ from services.gateway.openai.document import body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output
 from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
+from shared.tokenizer import TokenizerError
 
-THREAD_CHARS = 32 * 1024
-"""Longer texts, all of a request together, are tokenized beside the event loop."""
 THREAD_TOKENS = 8 * 1024
 """More ids are checked and turned into text beside the event loop."""
 
@@ -66,7 +65,7 @@ async def completion_spec(
             "echo", "echo with logprobs is not supported: the prompt's are not computed", "unsupported_parameter"
         )
     if echo and not texts:
-        texts = await decode(prompts, model, body.skip_special_tokens is not False)
+        texts = await decode(prompts, model, body.skip_special_tokens is not False, "prompt")
     max_tokens = body.max_tokens
     if max_tokens == 0 and not echo:
         raise invalid("max_tokens", "max_tokens must be at least 1; 0 is for echo only; got 0")
@@ -95,16 +94,22 @@ async def _encode(texts: list[str], model: ModelText, limits: Limits, add_specia
     def work() -> list[list[int]]:
         return [model.encode(text, add_special_tokens) for text in texts]
 
-    return await asyncio.to_thread(work) if sum(map(len, texts)) > THREAD_CHARS else work()
+    try:
+        return work() if model.is_quick(sum(map(len, texts))) else await asyncio.to_thread(work)
+    except TokenizerError as error:
+        raise untokenizable("prompt", error) from error
 
 
-async def decode(sequences: list[list[int]], model: ModelText, skip_special: bool) -> list[str]:
-    """Return the text of each sequence of ids."""
+async def decode(sequences: list[list[int]], model: ModelText, skip_special: bool, param: str) -> list[str]:
+    """Return the text of each sequence of ids. Raise ApiError(400) that names the field `param`."""
 
     def work() -> list[str]:
         return [model.text.decode(sequence, skip_special) for sequence in sequences]
 
-    return await asyncio.to_thread(work) if sum(map(len, sequences)) > THREAD_TOKENS else work()
+    try:
+        return await asyncio.to_thread(work) if sum(map(len, sequences)) > THREAD_TOKENS else work()
+    except TokenizerError as error:
+        raise untokenizable(param, error) from error
 
 
 async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tuple[list[list[int]], list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,6 +24,7 @@ from services.gateway.openai.completions import THREAD_TOKENS
 from services.gateway.openai.document import FOUND, errors, event_stream
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
+from shared.dead_letters import integer
 
 
 def router(gateway: Gateway) -> APIRouter:
@@ -48,10 +50,11 @@ def router(gateway: Gateway) -> APIRouter:
     async def request_status(request_id: str, request: Request) -> Response:
         """Return the state of a request, and its answer for five minutes after its end."""
         record = await gateway.dispatcher.raw_record(request_id)
-        if record.get(b"tenant", b"").decode() != request.state.tenant:
+        if record.get(b"tenant", b"") != request.state.tenant.encode():
             raise unknown_request(request_id)
         answer = await result(request_id, record, gateway.dispatcher, gateway.model)
-        return json_response(status(request_id, record) | ({"result": answer} if answer else {}))
+        state = gateway.dispatcher.decoded(request_id, record, partial(status, request_id))
+        return json_response(state | ({"result": answer} if answer else {}))
 
     @routes.delete("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
     async def cancel_request(request_id: str, request: Request) -> Response:
@@ -79,15 +82,15 @@ def status(request_id: str, record: dict[bytes, bytes]) -> dict[str, Any]:
         "status": fields.get("state"),
         "background": "background" in fields,
         "priority": fields.get("class"),
-        "prompt_tokens": int(fields.get("tokens", 0)),
-        "enqueued_ms": int(fields.get("enqueued_ms", 0)),
-        "started_ms": int(fields["started_ms"]) if "started_ms" in fields else None,
-        "ended_ms": int(fields["ended_ms"]) if "ended_ms" in fields else None,
+        "prompt_tokens": integer(fields.get("tokens")),
+        "enqueued_ms": integer(fields.get("enqueued_ms")),
+        "started_ms": integer(fields["started_ms"]) if "started_ms" in fields else None,
+        "ended_ms": integer(fields["ended_ms"]) if "ended_ms" in fields else None,
         "cancel_requested": "cancelled" in fields,
     }
     if fields.get("state") == "finished":
         state["finish_reasons"] = [_NAMES.get(part) for part in fields.get("finish", "").split(",") if part]
-        output = int(fields.get("output_tokens", 0))
+        output = integer(fields.get("output_tokens"))
         prompt = state["prompt_tokens"]
         state["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         state["error"] = fields.get("error") or None
@@ -100,15 +103,17 @@ async def result(
     """Return the answer in one piece, made from the record; None while there is none, and for a request that failed or
     was cancelled. Raise ApiError(503).
     """
-    ends = record.get(b"finish", b"").decode().split(",")
+    ends = record.get(b"finish", b"").decode("ascii", "replace").split(",")
     if record.get(b"state") != b"finished" or b"delivery" not in record or not _DELIVERED.issuperset(ends):
         return None
-    spec = GenerationSpec.from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
+    spec = dispatcher.decoded(request_id, record, partial(GenerationSpec.from_record, request_id))
     stream = RequestStream(request_id, spec.choices)
     generation = Generation(spec, model, stream, _Silent(), _UNCOUNTED, time.monotonic())
     await dispatcher.read(stream)
     if not stream.done:  # it expired just now
         return None
+    if stream.failure is not None:
+        raise stream.failure
     answer = whole(generation, model.fingerprint)
     if sum(stream.received) > THREAD_TOKENS:
         return await asyncio.to_thread(asyncio.run, answer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
@@ -563,8 +564,9 @@ async def _spec(gateway: Gateway, body: ResponsesBody) -> GenerationSpec:
 async def _found(gateway: Gateway, response_id: str, tenant: str) -> dict[str, Any]:
     """Return a response from its record. Raise ApiError(404, 503)."""
     record = await gateway.dispatcher.raw_record(response_id)
-    if not response_id.startswith(ids.BEGINNINGS[KIND]) or record.get(b"tenant", b"").decode() != tenant:
+    if not response_id.startswith(ids.BEGINNINGS[KIND]) or record.get(b"tenant", b"") != tenant.encode():
         raise unknown_request(response_id)
     answer = await result(response_id, record, gateway.dispatcher, gateway.model)
     served = gateway.settings.served_model_name
-    return of_record(status(response_id, record), served, answer, gateway.model.defaults)
+    state = gateway.dispatcher.decoded(response_id, record, partial(status, response_id))
+    return of_record(state, served, answer, gateway.model.defaults)

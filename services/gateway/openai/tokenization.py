@@ -58,7 +58,7 @@ def router(gateway: Gateway) -> APIRouter:
             raise invalid(
                 "tokens", f"tokens[{index}] must be a token id from 0 to {size - 1}; got {body.tokens[index]}"
             )
-        (text,) = await decode([body.tokens], gateway.model, bool(body.skip_special_tokens))
+        (text,) = await decode([body.tokens], gateway.model, bool(body.skip_special_tokens), "tokens")
         return json_response({"prompt": text})
 
     return routes

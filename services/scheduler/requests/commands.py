@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Container
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
 from protos import queue_pb2
 from services.scheduler.requests.publisher import Publisher
 from services.scheduler.shard.lease import Lease
+from shared.dead_letters import DeadLetters
 from shared.redis_client import BLOCK_MS, Unavailable, backoff_s, temporary
 
 log = logging.getLogger("orcinus.scheduler")
@@ -40,7 +40,9 @@ class Commands:
         execute: Callable[[queue_pb2.Control], None],
         lease: Lease,
         publisher: Publisher,
+        letters: DeadLetters | None = None,
     ) -> None:
+        self._letters = letters or DeadLetters()
         self._reader = reader
         self._lease = lease
         self._publisher = publisher
@@ -98,10 +100,8 @@ class Commands:
 
     def take(self, payload: bytes) -> str:
         """Carry out a command, or keep it for the claim under way; return its kind."""
-        try:
-            control = queue_pb2.Control.FromString(payload)
-        except DecodeError:
-            log.error("command of %d bytes dropped: not a Control message", len(payload))
+        control = self._letters.read(self._key, payload, queue_pb2.Control.FromString)
+        if control is None:
             return ""
         kind = control.WhichOneof("command") or ""
         unknown = kind in ABOUT_REQUESTS and getattr(control, kind).id not in self._held

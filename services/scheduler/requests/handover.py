@@ -102,7 +102,7 @@ class RequestHandover:
             head: list[Value] = [lease.epoch, GROUP]
             count += await persist(
                 "hand requests back",
-                partial(lease.fenced, self._scripts.release, [], [*head, *part]),
+                partial(lease.fenced, self._scripts.release, [self._keys.queue], [*head, *part]),
                 log,
             )
         return count
@@ -114,7 +114,7 @@ class RequestHandover:
             head: list[Value] = [lease.epoch, GROUP, giver, taker]
             count += await persist(
                 "give requests to another shard",
-                partial(lease.fenced, self._scripts.give, [], [*head, *part]),
+                partial(lease.fenced, self._scripts.give, [self._keys.queue], [*head, *part]),
                 log,
             )
         return count

@@ -21,9 +21,11 @@ from protos import queue_pb2
 from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, NewRequest
 from services.scheduler.shard.lease import Lease
 from shared.columns import unpack
+from shared.dead_letters import DeadLetters, integer, remove_foreign, text
 from shared.keys import CLASSES, GROUP, Keys
 from shared.logprobs import wrong_number as wrong_logprobs
-from shared.redis_client import BLOCK_MS, Scripts, Value
+from shared.redis_client import BLOCK_MS, GONE, WRONG_TYPE, Scripts, Value
+from shared.token_batches import decode_batch
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -68,6 +70,11 @@ READ_COUNT = 16
 CANCELLED, UNKNOWN = 1, 2
 """Answers of claim.lua; a higher one is an end that is already written."""
 
+MAX_SEQUENCES = 65_536
+"""Sequences of one request: more than any gateway allows (--max-choices)."""
+MAX_MS = 1 << 43
+"""A time of Redis's clock beyond this is none."""
+
 _NO_PROMPT = np.zeros(1, np.int32)
 """The prompt of a request that ends with an error before it runs."""
 
@@ -101,6 +108,10 @@ def decode(
         raise ValueError("prompt: no tokens; at least 1 is needed")
     if wire.n < 1 or wire.max_tokens < 1:
         raise ValueError(f"n={wire.n}, max_tokens={wire.max_tokens}: both must be at least 1")
+    if len(arrays) * wire.n > MAX_SEQUENCES:
+        raise ValueError(f"{len(arrays)} prompts, n={wire.n}: more than {MAX_SEQUENCES} sequences")
+    if any(int(array.min()) < 0 for array in arrays):
+        raise ValueError("prompt: a negative token id")
     priority = getattr(wire, "class")
     if not 0 <= priority < len(CLASSES):
         raise ValueError(f"class {priority}: unknown; it must be the number of one of {', '.join(CLASSES)}")
@@ -118,10 +129,12 @@ def decode(
         priority=priority,
         tenant=wire.tenant,
         gateway=gateway,
-        arrived_ns=clock.monotonic_ns(enqueued_ms),
+        arrived_ns=clock.monotonic_ns(enqueued_ms) if 0 < enqueued_ms < MAX_MS else 0,
         ttft_slo_ns=wire.ttft_slo_ms * 1_000_000,
         tbt_slo_ns=wire.tbt_slo_ms * 1_000_000,
-        deadline_ns=clock.monotonic_ns(enqueued_ms + wire.deadline_ms) if wire.deadline_ms else 0,
+        deadline_ns=clock.monotonic_ns(enqueued_ms + wire.deadline_ms)
+        if wire.deadline_ms and 0 < enqueued_ms < MAX_MS
+        else 0,
         salt=wire.cache_salt,
         payload=wire,
     )
@@ -140,8 +153,17 @@ class Intake:
     """Claims requests for one shard. `read` blocks, on a separate connection; the other calls return quickly."""
 
     def __init__(
-        self, reader: Redis, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, clock: Clock
+        self,
+        reader: Redis,
+        redis: Redis,
+        scripts: Scripts,
+        keys: Keys,
+        shard: str,
+        lease: Lease,
+        clock: Clock,
+        letters: DeadLetters | None = None,
     ) -> None:
+        self._letters = letters or DeadLetters()
         self._reader = reader
         self._redis = redis
         self._scripts = scripts
@@ -175,9 +197,9 @@ class Intake:
                 block=BLOCK_MS if len(open_) == len(CLASSES) else FULL_MS,
             )
         except ResponseError as error:
-            if "NOGROUP" not in str(error):
+            if not any(word in str(error) for word in GONE):
                 raise
-            await self.prepare()  # Redis restarted empty
+            await self.prepare()  # Redis restarted empty, or was emptied
             return []
         return await self._claim(await self._parse(reply, self._lease), fresh=True)
 
@@ -186,6 +208,7 @@ class Intake:
 
         Called after a restart, and after a claim with a lost answer. Returns the number of requests.
         """
+        await self.prepare()  # Redis may have been emptied since the start
         total = 0
         async for page in self._pages(self._shard):
             claimed = await self._claim(await self._parse(page, self._lease, held))
@@ -223,13 +246,10 @@ class Intake:
                 if not fields:  # deleted while pending
                     await lease.write(["XACK", stream.decode(), GROUP, entry_id])
                     continue
-                try:
-                    wire = queue_pb2.Request.FromString(fields[b"r"])
-                except (DecodeError, KeyError):
-                    log.error("entry %s of %s dropped: not a Request message", entry_id, stream)
-                    await _drop(lease, stream.decode(), entry_id.decode())
-                    continue
-                if wire.id not in held:
+                wire = self._letters.read(stream.decode(), fields, _request)
+                if wire is None:
+                    await self._drop(lease, stream.decode(), entry_id.decode())
+                elif wire.id not in held:
                     entries.append(Entry(stream.decode(), entry_id.decode(), wire))
         return entries
 
@@ -240,23 +260,33 @@ class Intake:
         for entry in entries:
             waiting = sum(len(tokens) // 4 for tokens in entry.request.prompts.tokens) if fresh else 0
             args += [self._keys.req(entry.request.id), waiting, CLASSES[entry.class_number], entry.request.tenant]
-        verdicts = await self._lease.fenced(self._scripts.claim, [self._keys.queue], args)
+        try:
+            verdicts = await self._lease.fenced(self._scripts.claim, [self._keys.queue], args)
+        except ResponseError as error:
+            if WRONG_TYPE in str(error):
+                types = {self._keys.req(entry.request.id): "hash" for entry in entries}
+                await remove_foreign(self._redis, self._letters, types)
+            raise
         claimed = []
         rows = zip(entries, *(verdicts[column::4] for column in range(4)), strict=True)
         for entry, verdict, enqueued_ms, gateway, delivered in rows:
             if verdict >= UNKNOWN:
-                await _drop(self._lease, entry.stream, entry.id)
+                await self._drop(self._lease, entry.stream, entry.id)
             else:
-                item = await self._open(entry, enqueued_ms, gateway.decode(), verdict == CANCELLED)
+                name = self._letters.read(self._keys.req(entry.request.id), gateway, text)
+                item = await self._open(entry, enqueued_ms, name or entry.request.gateway, verdict == CANCELLED)
                 claimed.append(item if delivered else replace(item, delivered=False))
         return claimed
+
+    async def _drop(self, lease: Lease, stream: str, entry_id: str) -> None:
+        await lease.fenced(self._scripts.drop, [self._keys.queue], [lease.epoch, GROUP, stream, entry_id])
 
     async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts
         error = ""
         stored: Any = None
         if entry.request.prompts_apart:
-            stored = await self._redis.get(self._keys.prompt(entry.request.id))
+            stored = await self._reply(self._keys.prompt(entry.request.id), "get")
         try:
             if entry.request.prompts_apart:
                 prompts = queue_pb2.Prompts.FromString(stored or b"")
@@ -274,8 +304,16 @@ class Intake:
 
     async def _read_tails(self, requests: list[NewRequest], gateways: set[str]) -> None:
         for gateway in sorted(gateways):
-            rows: Any = await self._redis.xrange(self._keys.tokens(gateway))
-            extend(requests, (queue_pb2.TokenBatch.FromString(fields[b"b"]) for _, fields in rows))
+            key = self._keys.tokens(gateway)
+            rows = await self._reply(key, "xrange") or []
+            extend(requests, self._letters.read_all(key, (fields for _, fields in rows), decode_batch))
+
+    async def _reply(self, key: str, command: str) -> Any:
+        """Return the answer of a command on one key; None where the key has another type."""
+        pipe: Any = self._redis.pipeline(transaction=False)
+        getattr(pipe, command)(key)
+        (reply,) = await pipe.execute(raise_on_error=False)
+        return self._letters.read(key, reply, lambda found: found)
 
     async def _restore(self, claimed: list[Claimed]) -> set[str]:
         """Restore outputs and ended choices of requests that ran before.
@@ -288,21 +326,37 @@ class Intake:
             pipe.mget([self._keys.out(item.request.id, choice) for choice in choices])
             names = [f"{field}:{choice}" for field in ("finish", "stop") for choice in choices]
             pipe.hmget(self._keys.req(item.request.id), ["started_ms", "former", *names])
-        replies = await pipe.execute()
+        replies = await pipe.execute(raise_on_error=False)
         gateways: set[str] = set()
-        for item, stored, (started, former, *fields) in zip(claimed, replies[::2], replies[1::2], strict=True):
-            request = item.request
-            request.outputs = [_tokens(value)[: request.max_tokens] for value in stored]
+        read = self._letters.read
+        for item, stored, reply in zip(claimed, replies[::2], replies[1::2], strict=True):
+            request, count, key = item.request, item.choices, self._keys.req(item.request.id)
+            outputs = read(self._keys.out(request.id, 0), stored, list) or [None] * count
+            found = [read(self._keys.out(request.id, choice), value, _tokens) for choice, value in enumerate(outputs)]
+            request.outputs = [EMPTY if each is None else each[: request.max_tokens] for each in found]
             request.recorded = [output.size for output in request.outputs]
-            request.finished = [Finish(int(value)) if value else Finish.RUNNING for value in fields[: item.choices]]
-            item.stops.update({choice: int(at) for choice, at in enumerate(fields[item.choices :]) if at})
+            started, former, *fields = read(key, reply, list) or [None] * (2 + 2 * count)
+            request.finished = [read(key, value, _finish) or Finish.RUNNING for value in fields[:count]]
+            stops = (read(key, at, integer) if at else None for at in fields[count:])
+            item.stops.update({choice: at for choice, at in enumerate(stops) if at is not None})
             if started:  # written with its first tokens at the latest
-                gateways |= {request.gateway, *(former or b"").decode().split()}
+                gateways |= {request.gateway, *(read(key, former or b"", _names) or [])}
         return gateways
 
 
-async def _drop(lease: Lease, stream: str, entry_id: str) -> None:
-    await lease.write(["XACK", stream, GROUP, entry_id], ["XDEL", stream, entry_id])
+def _request(fields: dict[bytes, bytes]) -> queue_pb2.Request:
+    """Return the message of a stream entry."""
+    return queue_pb2.Request.FromString(fields[b"r"])
+
+
+def _finish(value: bytes | None) -> Finish:
+    """Return how a choice ended by its record."""
+    return Finish(integer(value))
+
+
+def _names(value: bytes) -> list[str]:
+    """Return the names in a text, separated by spaces."""
+    return text(value, 1 << 16).split()
 
 
 def extend(requests: list[NewRequest], batches: Iterable[queue_pb2.TokenBatch]) -> None:
@@ -329,7 +383,10 @@ def extend(requests: list[NewRequest], batches: Iterable[queue_pb2.TokenBatch]) 
 
 
 def _tokens(stored: bytes | None) -> Int32:
-    """Return [n] int32 of an `out` record, without a last token that a crash cut."""
+    """Return [n] int32 of an `out` record, without a last token that a crash cut. Raises ValueError for other bytes."""
     if not stored:
         return EMPTY
-    return np.frombuffer(stored[: len(stored) // 4 * 4], dtype="<i4")
+    tokens = np.frombuffer(stored[: len(stored) // 4 * 4], dtype="<i4")
+    if tokens.size and int(tokens.min()) < 0:
+        raise ValueError("a negative token id")
+    return tokens

@@ -11,10 +11,11 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import numpy as np
+from redis.exceptions import ResponseError
 
 from protos import queue_pb2
 from services.scheduler.core.types import FinishedRequest, Int32, Outcome, Records
@@ -22,7 +23,7 @@ from services.scheduler.requests.intake import Entry
 from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.keys import GROUP, Keys
-from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, Scripts, Value, persist
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, WRONG_TYPE, Scripts, Value, persist
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -106,16 +107,33 @@ def _finishes(outcome: Outcome) -> dict[tuple[str, int], tuple[int, int]]:
     }
 
 
-def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, where: Mapping[str, Entry]) -> list[Value]:
-    """Return the ARGV of publish.lua for some outcomes, in order. where: the stream entries of the requests."""
+Known = tuple[str, int, Int32]
+"""Request, choice and all tokens of its output."""
+
+
+def arguments(
+    outcomes: list[tuple[int, Outcome]],
+    epoch: int,
+    prefix: str,
+    where: Mapping[str, Entry],
+    again: list[Known] | None = None,
+) -> list[Value]:
+    """Return the ARGV of publish.lua for some outcomes, in order. where: the stream entries of the requests.
+
+    again: for the second call with these outcomes, after records were found too short: whole outputs that are written
+    first. What is too short even then ends as an error.
+    """
     entries: list[Value] = []
     checkpoints: list[Value] = []
     started: list[Value] = []
     ended: list[Value] = []
     logprobs: list[Value] = []
     counts = [0, 0, 0, 0]
+    for request_id, choice, tokens in again or []:
+        checkpoints += [request_id, choice, 0, pack(tokens), 0, 0]
+        counts[1] += 1
     for step, outcome in outcomes:
-        for gateway, payload in batches(outcome, epoch, step):
+        for gateway, payload in batches(outcome, epoch, step) if again is None else []:
             entries += [gateway, payload]
             counts[0] += 1
         finishes = _finishes(outcome)
@@ -134,7 +152,7 @@ def arguments(outcomes: list[tuple[int, Outcome]], epoch: int, prefix: str, wher
             if entry is not None:
                 ended += _end(finished, entry)
                 counts[3] += 1
-    head: list[Value] = [epoch, prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
+    head: list[Value] = [epoch, prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS, int(again is not None)]
     # fmt: off
     return [
         *head, counts[0], *entries, counts[1], *checkpoints, counts[2], *started, counts[3], *ended,
@@ -156,13 +174,39 @@ def _end(finished: FinishedRequest, entry: Entry) -> list[Value]:
     ]
 
 
+def written_keys(keys: Keys, outcomes: list[Outcome]) -> dict[str, str]:
+    """Return the type of each key that publish.lua writes for some outcomes."""
+    types = {keys.queue: "hash", keys.queue_tenants: "hash", keys.queue_bytes: "hash"}
+    for outcome in outcomes:
+        types |= dict.fromkeys(map(keys.tokens, outcome.gateways), "stream")
+        names = {request.id for request in outcome.requests} | {each[0] for each in outcome.checkpoints}
+        ended = [finished.request for finished in outcome.ended]
+        choices = {(each[0], each[1]) for each in outcome.checkpoints}
+        choices |= {(each.id, choice) for each in ended for choice in range(len(each.prompts) * each.n)}
+        types |= dict.fromkeys(map(keys.req, {*names, *outcome.started, *(each.id for each in ended)}), "hash")
+        for name, choice in choices:
+            types |= {keys.out(name, choice): "string", keys.logprobs(name, choice): "string"}
+    return types
+
+
 class Publisher:
     """Writes outcomes in order. `run` raises LeaseLostError when another scheduler has the shard."""
 
     def __init__(
-        self, scripts: Scripts, keys: Keys, lease: Lease, entries: Mapping[str, Entry], ended: Callable[[str], None]
+        self,
+        scripts: Scripts,
+        keys: Keys,
+        lease: Lease,
+        entries: Mapping[str, Entry],
+        ended: Callable[[str], None],
+        outputs: Callable[[str, int], Int32 | None],
+        remove_foreign: Callable[[Mapping[str, str]], Awaitable[None]] | None = None,
     ) -> None:
-        """entries: of unfinished requests; ended: called once the end of a request is written."""
+        """entries: of unfinished requests; ended: called once the end of a request is written. outputs: returns the
+        tokens that a choice of an unfinished request has. remove_foreign: deletes keys of another type than that given.
+        """
+        self._outputs = outputs
+        self._remove_foreign = remove_foreign
         self._script = scripts.publish
         self._keys = keys
         self._lease = lease
@@ -196,8 +240,7 @@ class Publisher:
             self._more.clear()
             while self._waiting:
                 taken = [self._waiting.popleft() for _ in range(min(MAX_PER_CALL, len(self._waiting)))]
-                args = arguments(taken, self._lease.epoch, self._keys.prefix, self._entries)
-                await persist("publish tokens", partial(self._write, args), log, lambda: self._stopping)
+                await persist("publish tokens", partial(self._write, taken), log, lambda: self._stopping)
                 self.written_count += len(taken)
                 for _, outcome in taken:
                     for finished in outcome.ended:
@@ -205,8 +248,35 @@ class Publisher:
                 room()
                 self._written.set()
 
-    async def _write(self, args: list[Value]) -> None:
-        await self._lease.fenced(self._script, [self._keys.queue], args)
+    async def _write(self, outcomes: list[tuple[int, Outcome]]) -> None:
+        again: list[Known] | None = None
+        try:
+            while True:
+                args = arguments(outcomes, self._lease.epoch, self._keys.prefix, self._entries, again)
+                short = await self._lease.fenced(self._script, [self._keys.queue], args)
+                if not short or again is not None:
+                    return
+                again = self._whole([outcome for _, outcome in outcomes], short)
+        except ResponseError as error:
+            if WRONG_TYPE in str(error) and self._remove_foreign is not None:
+                await self._remove_foreign(written_keys(self._keys, [outcome for _, outcome in outcomes]))
+            raise
+
+    def _whole(self, outcomes: list[Outcome], short: list[bytes]) -> list[Known]:
+        """Return the whole outputs of the choices `short` (id, choice, id, ...), as far as they are known."""
+        ended = {finished.request.id: finished.outputs for outcome in outcomes for finished in outcome.ended}
+        names = dict.fromkeys((short[i].decode(), int(short[i + 1])) for i in range(0, len(short), 2))
+        found: list[Known] = []
+        for name, choice in names:
+            tokens = ended[name][choice] if name in ended else self._outputs(name, choice)
+            if tokens is not None:
+                found.append((name, choice, tokens))
+        log.warning(
+            "output records: %d lack tokens that were written before: Redis has lost writes; writing %d of them whole",
+            len(names),
+            len(found),
+        )
+        return found
 
     async def caught_up(self) -> None:
         """Wait until Redis has everything that was put before."""

@@ -14,6 +14,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from shared.dead_letters import DeadLetters, integer, text
 from shared.keys import CLASSES, GROUP, Keys
 from shared.redis_client import KEPT_TTL_MS, Unavailable
 
@@ -27,7 +28,8 @@ LEASES = 3
 class Shards:
     """The result of the last look; before the first one this shard is alone."""
 
-    def __init__(self, redis: Redis, keys: Keys, shard: str, lease_ms: int) -> None:
+    def __init__(self, redis: Redis, keys: Keys, shard: str, lease_ms: int, letters: DeadLetters | None = None) -> None:
+        self._letters = letters or DeadLetters()
         self._redis = redis
         self._keys = keys
         self._shard = shard
@@ -61,11 +63,15 @@ class Shards:
         for name in names:
             pipe.exists(self._keys.lease(name))
             pipe.hmget(self._keys.stats(name), ["workers", "draining"])
-        replies: list[Any] = await pipe.execute() if names else []
-        led = {name: stats for name, lease, stats in zip(names, replies[::2], replies[1::2], strict=True) if lease}
-        self.others = [name for name, (workers, drains) in led.items() if int(workers or 0) and not int(drains or 0)]
+        replies: list[Any] = await pipe.execute(raise_on_error=False) if names else []
+        led = {
+            name: self._letters.read(self._keys.stats(name), stats, _state) or (0, 0)
+            for name, lease, stats in zip(names, replies[::2], replies[1::2], strict=True)
+            if self._letters.read(self._keys.lease(name), lease, bool)
+        }
+        self.others = [name for name, (workers, drains) in led.items() if workers and not drains]
         self.led = {*led}
-        self.live = [name for name, (_, drains) in led.items() if not int(drains or 0)]
+        self.live = [name for name, (_, drains) in led.items() if not drains]
         self.workerless = [name for name in self.live if name not in self.others]
         if forgotten := registered - {*led, *pending, self._shard}:
             await self._redis.hdel(self._keys.shards, *forgotten)
@@ -82,7 +88,7 @@ class Shards:
         pipe.hset(self._keys.shards, self._shard, "1")
         pipe.pexpire(self._keys.shards, KEPT_TTL_MS)
         pipe.hgetall(self._keys.shards)
-        return {name.decode() for name in (await pipe.execute())[2]}
+        return {*self._letters.read_all(self._keys.shards, (await pipe.execute())[2], text)}
 
     async def _pending(self) -> tuple[dict[str, int], list[str]]:
         """Return the pending requests of each shard, and for each class the last id in any pending list."""
@@ -99,7 +105,9 @@ class Shards:
             if reply["pending"]:
                 last[number] = reply["max"].decode()
             for row in reply["consumers"]:
-                name = row["name"].decode()
+                name = self._letters.read(self._keys.request_streams()[number], row["name"], text)
+                if name is None:
+                    continue
                 counts[name] = counts.get(name, 0) + row["pending"]
         return counts, last
 
@@ -119,7 +127,15 @@ class Shards:
     async def _of_workers(self) -> set[str]:
         """Return the shards that have taken a worker."""
         members: Any = await self._redis.zrange(self._keys.workers, 0, -1)
+        read_all, key = self._letters.read_all, self._keys.workers
         pipe = self._redis.pipeline(transaction=False)
-        for member in members:
-            pipe.hget(self._keys.worker(member.decode()), "shard")
-        return {shard.decode() for shard in (await pipe.execute() if members else []) if shard}
+        for name in (names := read_all(key, members, text)):
+            pipe.hget(self._keys.worker(name), "shard")
+        replies = await pipe.execute(raise_on_error=False) if names else []
+        return {*read_all(key, (shard for shard in replies if shard), text)} - {""}
+
+
+def _state(reply: list[bytes | None]) -> tuple[int, int]:
+    """Return the number of workers of a shard, and whether it drains."""
+    workers, drains = reply
+    return integer(workers), integer(drains)

@@ -15,9 +15,12 @@ import grpc
 from services.scheduler.core.placement.disaggregation import unreadable
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.types import Limits
 from services.scheduler.requests.claims import Claims
+from services.scheduler.workers.contract import ContractError, check_same
 from services.scheduler.workers.link import (
     WATCH_S,
+    StaleEpochError,
     StepTimeoutError,
     WorkerLink,
     WorkerLostError,
@@ -63,6 +66,8 @@ LOOK_S = 0.5
 AVOID_S = 5.0
 """Time for which a worker with a lost link is taken again only if there is no other."""
 MAX_PATIENCE = 64
+MAX_REFUSED_S = 300.0
+"""Longest time for which a worker that broke the contract is left alone; AVOID_S at first, doubled each time."""
 
 
 class Fleet:
@@ -81,6 +86,7 @@ class Fleet:
         self.failed: dict[str, float] = {}  # identity of a worker -> when its link was lost
         self._attempts: dict[str, int] = {}  # identity -> links in a row without an answer
         self._patience: dict[str, int] = {}  # worker id -> factor of its step timeout, doubled by each timeout
+        self._refused: dict[str, tuple[int, float]] = {}  # identity that broke the contract -> how often, until when
         self._waiting_logged = False
         self._unread = UnreadableWarnings()
         self._rated_at = time.monotonic()  # time of the last call of `replicas`
@@ -165,7 +171,7 @@ class Fleet:
         try:
             await self._workers.look()
             self._context.quarantine.find_dead(self._workers.silent, time.monotonic_ns())
-            while worker := await self._workers.take(self.tasks, self._not_before(), self.failed, self._taken):
+            while worker := await self._workers.take(self.tasks, self.not_before(), self.failed, self._taken):
                 self._taken = ""
                 self._waiting_logged = False
                 self.tasks[worker.id] = asyncio.create_task(self.serve(worker))
@@ -180,13 +186,24 @@ class Fleet:
             log.info("waiting for a ready worker of model %s", self._settings.served_model_name)
             self._waiting_logged = True
 
-    def _not_before(self) -> dict[str, float]:
-        """Return the time of the next connection to each worker without an answer, by identity."""
-        return {
+    def not_before(self) -> dict[str, float]:
+        """Return the time of the next connection to each worker without an answer or refused, by identity."""
+        later = {
             name: self.failed[name] + backoff_s(count - 1)
             for name, count in self._attempts.items()
             if count and name in self.failed
         }
+        return later | {name: until for name, (_, until) in self._refused.items()}
+
+    def _refuse(self, worker: Registration, error: ContractError) -> None:
+        """Leave a worker alone that broke the contract, for longer each time, and say why."""
+        count = self._refused.get(worker.identity, (0, 0.0))[0] + 1
+        ready = {each.identity for each in self._workers.ready}
+        self._refused = {name: value for name, value in self._refused.items() if name in ready}
+        wait_s = min(AVOID_S * 2 ** min(count - 1, 10), MAX_REFUSED_S)
+        self._refused[worker.identity] = (count, time.monotonic() + wait_s)
+        log.error("worker %s refused for %.0f s: %s", worker.id, wait_s, error)
+        self._context.reports.event("worker_refused", str(error), worker=worker.id)
 
     async def _let_go(self) -> None:
         """Give back lost workers that live and that this shard does not take again, so that other shards may.
@@ -216,11 +233,22 @@ class Fleet:
         try:
             try:
                 limits = await link.open()
+                check_same(link.info, [loop.link.info for loop in self.loops.values()])
+                replica = self._join(limits)
+            except ContractError as error:
+                self._refuse(worker, error)
+                self._ended(worker, 0)
+                return
+            except StaleEpochError as error:
+                log.warning("worker %s: %s; taking it again with a higher one", worker.id, error)
+                self._workers.least_epoch = link.info.highest_epoch + 1
+                self._ended(worker, 0)
+                return
             except (grpc.aio.AioRpcError, ProtocolError, OSError) as error:
                 log.warning("worker %s at %s does not answer: %s; retrying", worker.id, worker.address, brief(error))
                 self._ended(worker, 0)
                 return
-            loop = WorkerLoop(link, self._context.core.join(limits), limits.slots, self._context)
+            loop = WorkerLoop(link, replica, limits.slots, self._context)
             self.loops[worker.id] = loop
             self._context.quarantine.linked(worker.id, worker.identity, time.monotonic_ns())
             self._count()
@@ -230,6 +258,16 @@ class Fleet:
         finally:
             await link.close()
 
+    def _join(self, limits: Limits) -> int:
+        """Return the number of a new replica. Raises ContractError where its tables do not fit into memory."""
+        try:
+            return self._context.core.join(limits)
+        except MemoryError as error:
+            raise ContractError(
+                f"max_seqs: no memory for {limits.slots} sequences of {limits.max_model_len} tokens; lower "
+                f"ORCINUS_MAX_SEQS of the worker, or give the scheduler more memory"
+            ) from error
+
     async def _run(self, worker: Registration, loop: WorkerLoop) -> None:
         reason: Exception | None = None
         limit_s = max(self._settings.watchdog_s, 10 * loop.link.info.largest_step_ms / 1000)
@@ -237,11 +275,14 @@ class Fleet:
             await loop.run(self._patience.get(worker.id, 1) * limit_s)
         except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
             left = loop.link.leaving or loop.leaves
-            if left:
+            if isinstance(error, ContractError):
+                self._refuse(worker, error)
+            elif left:
                 log.info("worker %s left: %s", worker.id, brief(error))
             else:
                 log.warning("worker %s lost: %s", worker.id, brief(error))
-            self._context.reports.event("worker_left" if left else "worker_lost", brief(error), worker=worker.id)
+            if not isinstance(error, ContractError):
+                self._context.reports.event("worker_left" if left else "worker_lost", brief(error), worker=worker.id)
             reason = error
         finally:
             del self.loops[worker.id]

@@ -16,6 +16,7 @@ import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
+from services.scheduler.workers.contract import check_info
 from services.scheduler.workers.registry import Registration
 from services.scheduler.workers.wire import limits_from_wire
 from shared.errors import ProtocolError
@@ -38,6 +39,8 @@ OPTIONS = [
 DESCRIBE_S = 5.0
 WATCH_S = 0.05
 CLOSE_S = 1.0
+ERROR_LENGTH = 1000
+"""Characters of a worker's error that are kept."""
 
 
 class WorkerLostError(Exception):
@@ -52,6 +55,10 @@ class StepTimeoutError(WorkerLostError):
     """A step stayed unanswered: the worker hangs or is slow. No request is to blame."""
 
 
+class StaleEpochError(WorkerLostError):
+    """The worker has seen a higher epoch than this Run's, so Redis has lost the counter."""
+
+
 class WorkerLink:
     """A Run with one worker: `open` it, then `send` steps and iterate `results` until it ends."""
 
@@ -59,6 +66,7 @@ class WorkerLink:
         self.worker = worker
         self.epoch = worker.epoch
         self._shard = settings.shard
+        self._model = settings.served_model_name
         self._channel = aio_channel(worker.address, channel_credentials(settings), OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._call: grpc.aio.StreamStreamCall | None = None
@@ -68,8 +76,17 @@ class WorkerLink:
         self.leaving = False  # the worker drains: no further step may be sent
 
     async def open(self) -> Limits:
-        """Ask for the size of the worker and say hello. Raises grpc.aio.AioRpcError when it does not answer."""
+        """Ask for the size of the worker and say hello.
+
+        Raises grpc.aio.AioRpcError when it does not answer, ContractError when its answer is out of bounds,
+        StaleEpochError when it would refuse the Run's epoch.
+        """
         self.info = await self._stub.Describe(worker_pb2.DescribeRequest(), timeout=DESCRIBE_S)
+        check_info(self.info, self._model)
+        if self.info.highest_epoch > self.epoch:
+            raise StaleEpochError(
+                f"epoch {self.epoch} is older than {self.info.highest_epoch}, which the worker has seen"
+            )
         self._call = self._stub.Run()
         await self._write(worker_pb2.Step(epoch=self.epoch, hello=worker_pb2.Hello(shard=self._shard)))
         info = self.info
@@ -118,7 +135,7 @@ class WorkerLink:
             self._sent.popleft()
             self._moved_ns = time.monotonic_ns()
             if result.error:
-                raise StepFailedError(f"step {result.id} failed: {result.error}")
+                raise StepFailedError(f"step {result.id} failed: {result.error[:ERROR_LENGTH]}")
             yield result
             if self.leaving and not self._sent:
                 return
@@ -160,8 +177,8 @@ def may_be_caused_by_step(error: BaseException) -> bool:
     """Return whether a step may have ended the link.
 
     No step causes the loss of a Run that was refused or replaced, of a worker that drained, of a silent process or
-    machine, after a step that timed out, or after an answer to another step. A broken connection is caused by a step
-    only if the worker died, too (Quarantine.link_lost).
+    machine, after a step that timed out, or after an answer that breaks the contract. A broken connection is caused by
+    a step only if the worker died, too (Quarantine.link_lost).
     """
     if isinstance(error, grpc.aio.AioRpcError):
         return error.code() not in NOT_CAUSED_BY_A_STEP and SILENT not in (error.details() or "")

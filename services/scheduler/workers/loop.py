@@ -19,9 +19,11 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Outcome, StepPlan
 from services.scheduler.quarantine import Quarantine
 from services.scheduler.telemetry import Reports, Stats
+from services.scheduler.workers.contract import ContractError, check_result
 from services.scheduler.workers.link import WorkerLink, WorkerLostError, brief
 from services.scheduler.workers.wire import result_from_wire, step_to_wire
 from shared.errors import ProtocolError
+from shared.logprobs import record_bytes
 from shared.tasks import first_of
 
 log = logging.getLogger("orcinus.scheduler")
@@ -32,7 +34,9 @@ class InFlight:
 
     def __init__(self) -> None:
         self.plans: dict[int, StepPlan] = {}
-        self._occupants: dict[int, deque[tuple[int, str]]] = {}  # by slot, as far back as unanswered steps reach
+        # By slot, as far back as unanswered steps reach: first step, request, bytes of a token's log-probabilities.
+        self._occupants: dict[int, deque[tuple[int, str, int]]] = {}
+        self.asking: set[int] = set()  # slots with log-probabilities
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -44,12 +48,26 @@ class InFlight:
             entered = self._occupants.setdefault(enter.slot, deque())
             while len(entered) > 1 and entered[1][0] <= oldest:
                 entered.popleft()
-            entered.append((plan.id, enter.request.id))
+            wanted = enter.request.payload.sampling.logprobs if enter.request.payload is not None else 0
+            entered.append((plan.id, enter.request.id, record_bytes(wanted)))
+            if any(size for _, _, size in entered):
+                self.asking.add(enter.slot)
+            else:
+                self.asking.discard(enter.slot)
         self.plans[plan.id] = plan
 
     def answered(self, step: int) -> StepPlan:
         """Remove a step and return its plan. Raises KeyError for a step that is not in flight."""
         return self.plans.pop(step)
+
+    def entered(self, slot: int, step: int) -> bool:
+        """Return whether a sequence entered the slot at or before the step."""
+        return any(since <= step for since, _, _ in self._occupants.get(slot, ()))
+
+    def record_bytes(self, slot: int, step: int) -> int:
+        """Return the size of one token's log-probabilities of the sequence that had the slot at the step."""
+        sizes = [size for since, _, size in self._occupants.get(slot, ()) if since <= step]
+        return sizes[-1] if sizes else 0
 
     def oldest(self) -> set[str]:
         """Return the requests of the oldest unanswered step; empty when every step was answered."""
@@ -62,7 +80,7 @@ class InFlight:
     def _requests(self, plan: StepPlan) -> set[str]:
         requests: set[str] = set()
         for slot in plan.chunk_slots.tolist():
-            names = [name for since, name in self._occupants.get(slot, ()) if since <= plan.id]
+            names = [name for since, name, _ in self._occupants.get(slot, ()) if since <= plan.id]
             requests |= set(names[-1:])
         return requests
 
@@ -193,7 +211,12 @@ class WorkerLoop:
         context, link = self._context, self.link
         async for message in link.results():
             begin = time.monotonic_ns()
-            outcome = context.core.apply(result_from_wire(message, self.replica), begin)
+            try:
+                result = result_from_wire(message, self.replica)
+                check_result(message, result, link.info.vocab_size, self.in_flight)
+                outcome = context.core.apply(result, begin)
+            except ValueError as error:  # a column of a wrong length, other slots, a copy that was not under way
+                raise ContractError(f"result of step {message.id}: {error}; repair the worker") from error
             plan = self.in_flight.answered(message.id)  # not before: apply raises for an invalid answer
             context.reports.last_step = message.id
             context.reports.answered += 1

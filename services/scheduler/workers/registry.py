@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
 
 from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import LEASES, Shards
+from shared.dead_letters import DeadLetters, integer, text
 from shared.keys import Keys
 from shared.redis_client import Scripts, Value
 
@@ -35,12 +37,41 @@ class Registration:
     slots: int = 1  # sequences that it runs at once
 
 
+MAX_SLOTS = 1 << 20
+
+
+def decode_worker(name: str, record: Mapping[bytes, bytes]) -> Registration | None:
+    """Return what a worker wrote of itself if it may be taken, else None; its shard is read by `decode_run`.
+
+    Raises ValueError for a record of no worker.
+    """
+    address = text(record.get(b"address", b""))
+    if record.get(b"ready") != b"1" or not address:
+        return None
+    slots = integer(record.get(b"slots"), 1, MAX_SLOTS, default=1)
+    return Registration(name, address, text(record.get(b"identity", b"")), slots=slots)
+
+
+def decode_run(record: Mapping[bytes, bytes]) -> tuple[str, int]:
+    """Return the shard that took a worker, and the epoch of its Run. Raises ValueError for other contents."""
+    return text(record.get(b"shard", b"")), integer(record.get(b"run"))
+
+
 class WorkerRegistry:
     """The ready workers. `look` reads them; the other methods act on the last look."""
 
     def __init__(
-        self, redis: Redis, scripts: Scripts, keys: Keys, shard: str, lease: Lease, shards: Shards, lease_ms: int
+        self,
+        redis: Redis,
+        scripts: Scripts,
+        keys: Keys,
+        shard: str,
+        lease: Lease,
+        shards: Shards,
+        lease_ms: int,
+        letters: DeadLetters | None = None,
     ) -> None:
+        self._letters = letters or DeadLetters()
         self._redis = redis
         self._scripts = scripts
         self._keys = keys
@@ -49,6 +80,7 @@ class WorkerRegistry:
         self._shards = shards
         self._patience_s = LEASES * lease_ms / 1000
         self.ready: list[Registration] = []
+        self.least_epoch = 0  # of the next Run: above what workers have seen
         self._seen: dict[str, tuple[float, float]] = {}  # id -> last registration, since when
         self._unled: dict[str, float] = {}  # shard that has workers and no lease -> since when
 
@@ -56,22 +88,24 @@ class WorkerRegistry:
         """Read the records. Raises what redis-py raises; then the last look is forgotten."""
         seen, self._seen = self._seen, {}
         members: list[Any] = await self._redis.zrange(self._keys.workers, 0, -1, withscores=True)
-        names = [member.decode() for member, _ in members]
+        found = [(self._letters.read(self._keys.workers, member, text), score) for member, score in members]
+        members = [(name, score) for name, score in found if name]
+        names = [name for name, _ in members]
         pipe = self._redis.pipeline(transaction=False)
         for name in names:
             pipe.hgetall(self._keys.worker(name))
-        replies: list[dict[bytes, bytes]] = await pipe.execute() if names else []
+        replies: list[Any] = await pipe.execute(raise_on_error=False) if names else []
         now, self.ready = time.monotonic(), []
         for name, (_, score), reply in zip(names, members, replies, strict=True):
-            record = {key.decode(): value.decode() for key, value in reply.items()}
-            if not record:
+            if not reply:
                 continue
             before = seen.get(name, (score, now))
             self._seen[name] = before if before[0] == score else (score, now)
-            if record.get("ready") == "1" and record.get("address"):
-                identity, shard, run = record.get("identity", ""), record.get("shard", ""), int(record.get("run", 0))
-                slots = int(record.get("slots", 1))
-                self.ready.append(Registration(name, record["address"], identity, shard, run, slots))
+            worker = self._letters.read(self._keys.worker(name), reply, partial(decode_worker, name))
+            if worker is not None:
+                # The worker never rewrites these two: where they cannot be read, no shard has it.
+                shard, run = self._letters.read(self._keys.worker(name), reply, decode_run) or ("", 0)
+                self.ready.append(replace(worker, shard=shard, epoch=run))
         led = {self._shard, *self._shards.led}
         shards = {worker.shard for worker in self.ready if worker.shard and worker.shard not in led}
         self._unled = {shard: self._unled.get(shard, now) for shard in shards}
@@ -131,7 +165,7 @@ class WorkerRegistry:
             if held and worker.shard not in ("", self._shard) and unled_s < self._patience_s:
                 continue
             names = [self._keys.worker(worker.id), self._keys.epoch, self._keys.worker(before or worker.id)]
-            words: list[Value] = [self._lease.epoch, self._shard, self._keys.prefix]
+            words: list[Value] = [self._lease.epoch, self._shard, self._keys.prefix, self.least_epoch]
             if epoch := int(await self._lease.fenced(self._scripts.take_worker, names, words)):
                 return replace(worker, epoch=epoch)
         return None

@@ -59,6 +59,7 @@ class Supervised:
     def __init__(self, name: str, argv: list[str], environment: dict[str, str], log: Path) -> None:
         self.name, self.argv, self.environment, self.log = name, argv, environment, log
         self.exits: list[int] = []
+        self.before_start: Callable[[], None] | None = None  # called before it is started again
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._running: asyncio.Task[None] | None = None
@@ -86,6 +87,8 @@ class Supervised:
             if self._stopping:
                 return
             await asyncio.sleep(RESTART_S)
+            if self.before_start is not None:
+                self.before_start()
             await self._spawn()
 
     def signal(self, number: int) -> None:
@@ -121,7 +124,7 @@ class ChaosStack:
         self.directory, self.settings = directory, settings
         self.name = model_tag(model.resolve().name)
         self.keys = Keys(self.name)
-        ports = iter(free_ports(3 + len(SERVICES) + 2 * len(GATEWAYS)))
+        ports = iter(free_ports(5 + len(SERVICES) + 2 * len(GATEWAYS)))
         self._redis_port, worker_port = next(ports), next(ports)
         self.redis_url = f"redis://127.0.0.1:{self._redis_port}/0"
         self.redis = Redis(port=self._redis_port, socket_timeout=5, socket_connect_timeout=2)
@@ -132,20 +135,22 @@ class ChaosStack:
         self.step_log = directory / "steps.jsonl"
         self.orders = directory / "orders"  # to the worker, what its next step shall do (chaos_worker.py)
         self._programs = {WORKER: ("tests.chaos.harness.worker", str(self.orders)), **(programs or {})}
-        self.processes = {REDIS: self._redis_process(binary)}
+        self._replica_port, self._replica_link = next(ports), Proxy(next(ports), self._redis_port)
+        self.replica = self._redis_process(binary, "replica", self._replica_port)  # runs once it is told to follow
+        self.processes = {REDIS: self._redis_process(binary, "redis", self._redis_port)}
         for name in SERVICES:
             own = {"listen": f"127.0.0.1:{worker_port}"} if name == WORKER else {}
             self.processes[name] = self._service(name, model, own)
 
-    def _redis_process(self, binary: Path) -> Supervised:
-        data = self.directory / "redis"
+    def _redis_process(self, binary: Path, name: str, port: int) -> Supervised:
+        data = self.directory / name
         data.mkdir(exist_ok=True)
         argv = [
-            str(binary), "--port", str(self._redis_port), "--bind", "127.0.0.1", "--dir", str(data), "--save", "",
+            str(binary), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(data), "--save", "",
             "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory", MAXMEMORY,
             "--maxmemory-policy", "noeviction",
         ]  # fmt: skip
-        return Supervised(REDIS, argv, dict(os.environ), self.directory / "redis.log")
+        return Supervised(REDIS, argv, dict(os.environ), self.directory / f"{name}.log")
 
     def _service(self, name: str, model: Path, own: dict[str, Any]) -> Supervised:
         values = {
@@ -182,7 +187,9 @@ class ChaosStack:
             proxy.heal()
         for names in (GATEWAYS, SCHEDULERS, (WORKER,), (REDIS,)):
             await asyncio.gather(*(self.processes[name].stop() for name in names))
-        for proxy in (*self.proxies.values(), self.worker_proxy):
+        await self.replica.stop()
+        self._replica_link.heal()
+        for proxy in (*self.proxies.values(), self.worker_proxy, self._replica_link):
             await proxy.stop()
         await self.redis.aclose()
 
@@ -209,6 +216,35 @@ class ChaosStack:
             return False
 
         await until("Redis takes a setting", taken, START_S)
+
+    async def follow(self) -> None:
+        """Start a replica of Redis and wait until it has everything. Raise NotReadyError."""
+        await self._replica_link.start()
+        await self.replica.start()
+        async with Redis(port=self._replica_port, socket_timeout=5, socket_connect_timeout=2) as replica:
+
+            async def follows() -> bool:
+                with contextlib.suppress(RedisError, OSError):
+                    await replica.replicaof("127.0.0.1", self._replica_link.port)
+                    return (await replica.info("replication"))["master_link_status"] == "up"
+                return False
+
+            await until("the replica has everything", follows, START_S)
+
+    def unfollow(self) -> None:
+        """Let nothing reach the replica any more."""
+        self._replica_link.go_silent()
+
+    async def promote(self) -> None:
+        """End Redis for good and let the replica take its place, with what it has."""
+        await self.processes[REDIS].stop()
+        await self.redis.aclose()
+        self.redis = Redis(port=self._replica_port, socket_timeout=5, socket_connect_timeout=2)
+        await self.redis.replicaof("NO", "ONE")
+        self.processes[REDIS] = self.replica
+        for proxy in self.proxies.values():
+            proxy.target = self._replica_port
+            proxy.cut()
 
     # What is so now
 

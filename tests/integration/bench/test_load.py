@@ -20,6 +20,7 @@ from bench.serve import html as load_html
 from bench.serve import main as load
 from bench.serve import stats
 from bench.serve.client import SseLines
+from services.launcher.rundir import RunDir, StackFacts
 from shared.settings import ROOT
 
 
@@ -223,6 +224,22 @@ def test_key_is_sent_and_not_in_the_result(
     assert "secret" not in json.dumps(result)
 
 
+def test_stack_that_runs_here_is_found_with_its_model_and_key(
+    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = "locked"
+    monkeypatch.setattr(load, "CLIENT_CPU_LIMIT", 1e9)
+    monkeypatch.setenv("ORCINUS_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("ORCINUS_API_KEY", "secret")
+    with RunDir(tmp_path / "run") as place:
+        place.write_facts(StackFacts("scripted", "shard-0", server.url, "http://127.0.0.1:2", ""))
+        assert load.main(["--requests", "9", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["url"], result["model"], result["finished"]) == (server.url, "scripted", 9)
+    assert result["concurrency"] == load.DEFAULT_CONCURRENCY
+    assert set(server.keys) == {"Bearer secret"}
+
+
 def test_files_hold_result_records_and_picture(run: Run, tmp_path: Path) -> None:
     result = run(
         "--concurrency", "2", "--requests", "5", "--output-tokens", "6",
@@ -269,7 +286,6 @@ def test_report_escapes_text_from_outside(run: Run) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--requests", "5"],
         ["--rate", "1", "--concurrency", "1"],
         ["--concurrency", "0"],
         ["--rate", "0"],

@@ -53,7 +53,8 @@ async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
     values = {
         "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
         "concurrent": 0, "ttl": 60_000, "tenant": "alice", "gateway": "g", "class": "normal", "delivery": b"go on",
-        "background": "", "share": 0.75, "of_tenant": 100, "late": 0,
+        "background": "", "share": 0.75, "of_tenant": 100, "late": 0, "most_bytes": 0,
+        "tenant_bytes": 0,
     } | changes  # fmt: skip
     keys = [KEYS.req(name), KEYS.requests(values["class"]), KEYS.queue, KEYS.bucket("alice"), KEYS.prompt(name)]
     keys += [KEYS.background, KEYS.background_of("g")]
@@ -76,9 +77,9 @@ async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, 
     return names
 
 
-def publication(epoch: int, *sections: list[Any], logprobs: Sequence[Any] = ()) -> list[Any]:
+def publication(epoch: int, *sections: list[Any], logprobs: Sequence[Any] = (), give_up: bool = False) -> list[Any]:
     widths = (2, 6, 1, 7, 4)
-    flat: list[Any] = [epoch, KEYS.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
+    flat: list[Any] = [epoch, KEYS.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS, int(give_up)]
     for width, rows in zip(widths, (*sections, logprobs), strict=True):
         flat += [len(rows) // width, *rows]
     return flat
@@ -97,5 +98,7 @@ async def claimed(client: Redis, scripts: Scripts) -> tuple[int, str, str]:
     return epoch, stream, entry
 
 
-async def publish(scripts: Scripts, args: list[Any]) -> None:
-    await scripts.publish([KEYS.lease(SHARD), KEYS.queue], args)
+async def publish(scripts: Scripts, args: list[Any]) -> list[bytes]:
+    """Return id and choice of each record that is too short."""
+    short: list[bytes] = await scripts.publish([KEYS.lease(SHARD), KEYS.queue], args)
+    return short

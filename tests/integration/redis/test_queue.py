@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
+from services.scheduler.requests.intake import Clock, Intake
+from services.scheduler.shard.lease import Lease
+from shared.keys import GROUP
 from shared.redis_client import Scripts
-from tests.integration.redis.script_calls import KEYS, claim, enqueue, lease, publication, publish
+from tests.integration.redis.script_calls import KEYS, SHARD, claim, enqueue, lease, publication, publish
 from tests.integration.redis.script_calls import client as client  # the fixtures
 from tests.integration.redis.script_calls import scripts as scripts
 from tests.integration.redis.script_calls import server as server
@@ -57,3 +60,75 @@ async def test_stale_count_of_a_tenant_ends_with_the_queue(client: Redis, script
     await client.hset(KEYS.queue_tenants, mapping={"alice": 5000, "bob": 3})
     assert (await enqueue(scripts, "a", of_tenant=50))[0] == b"ok"
     assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10"}
+
+
+SIZE = len(b"payload" + b"go on") + 2048
+"""Bytes of a request of `enqueue`."""
+
+
+async def counted(client: Redis) -> tuple[int, dict[bytes, bytes]]:
+    return int(await client.hget(KEYS.queue, "bytes") or 0), await client.hgetall(KEYS.queue_bytes)
+
+
+async def test_bytes_are_bounded_in_all_and_by_tenant(client: Redis, scripts: Scripts) -> None:
+    bounds = {"tokens": 1, "most_bytes": 3 * SIZE, "tenant_bytes": 2 * SIZE}
+    for name in ("a", "b"):
+        assert (await enqueue(scripts, name, **bounds))[0] == b"ok"
+    assert await enqueue(scripts, "c", **bounds) == [b"tenant bytes", 2 * SIZE, SIZE, 2, 1]
+    assert (await enqueue(scripts, "d", tenant="bob", **bounds))[0] == b"ok"
+    assert await enqueue(scripts, "e", tenant="carol", **bounds) == [b"bytes", 3 * SIZE, SIZE, 3]
+    assert await counted(client) == (3 * SIZE, {b"alice": b"%d" % (2 * SIZE), b"bob": b"%d" % SIZE})
+    assert await client.exists(KEYS.req("c"), KEYS.req("e")) == 0
+
+
+async def test_counted_bytes_cover_what_redis_holds(client: Redis, scripts: Scripts) -> None:
+    parts = {"request": bytes(40_000), "delivery": bytes(300), "most": 1 << 30, "of_tenant": 1 << 30}
+    before = (await client.info("memory"))["used_memory"]
+    for number in range(100):
+        await enqueue(scripts, f"r{number}", prompts=bytes(number * 1000), **parts)
+    held = (await client.info("memory"))["used_memory"] - before
+    assert held / 1.25 < (await counted(client))[0] < 1.25 * held
+
+
+async def test_request_larger_than_the_bound_enters_alone(client: Redis, scripts: Scripts) -> None:
+    assert (await enqueue(scripts, "a", most_bytes=10, tenant_bytes=10))[0] == b"ok"
+    assert (await enqueue(scripts, "b", most_bytes=10, tenant_bytes=10))[0] == b"bytes"
+
+
+@pytest.mark.parametrize("way", ["ended", "gone", "released", "unreadable"])
+async def test_bytes_are_counted_until_the_entry_is_deleted(client: Redis, scripts: Scripts, way: str) -> None:
+    lease_ = Lease(scripts, KEYS, SHARD, 5000)
+    await lease_.take()
+    intake = Intake(client, client, scripts, KEYS, SHARD, lease_, Clock())
+    await intake.prepare()
+    request = b"\xff" if way == "unreadable" else b"\x0a\x01r"  # id: r
+    await enqueue(scripts, "r", request=request)
+    await enqueue(scripts, "bobs", tenant="bob", request=b"\x0a\x04bobs")
+    total, tenants = await counted(client)
+    if way == "gone":
+        await client.delete(KEYS.req("r"))
+    entry = (await client.xrange(KEYS.requests("normal"), count=1))[0][0].decode()
+    claimed = await intake.read([9, 9, 9, 9])
+    assert [item.request.id for item in claimed] == ["r", "bobs"][way in ("gone", "unreadable") :]
+    if way in ("ended", "released"):
+        await publish(scripts, publication(lease_.epoch, [], [], ["r"] * (way == "ended"), []))
+        assert await counted(client) == (total, tenants), "a running request lies in Redis too"
+    if way == "released":
+        where = [KEYS.req("r"), KEYS.requests("normal"), entry, request]
+        await scripts.release([KEYS.lease(SHARD), KEYS.queue], [lease_.epoch, GROUP, *where])
+        assert await counted(client) == (total, tenants)
+        await intake.read([9, 9, 9, 9])
+        entry = (await client.hget(KEYS.req("r"), "entry")).decode()
+    for _ in range(2):  # a call that is repeated counts once
+        end = ["r", KEYS.requests("normal"), entry, "3", 10, "0", ""]
+        await publish(scripts, publication(lease_.epoch, [], [], [], end))
+    assert await counted(client) == (int(tenants[b"bob"]), {b"bob": tenants[b"bob"]})
+
+
+async def test_bytes_of_a_deleted_stream_are_forgotten(client: Redis, scripts: Scripts) -> None:
+    bounds = {"tokens": 1, "most_bytes": SIZE, "tenant_bytes": SIZE}
+    await enqueue(scripts, "a", **bounds)
+    assert (await enqueue(scripts, "b", **bounds))[0] == b"bytes"
+    await client.delete(KEYS.requests("normal"))
+    assert (await enqueue(scripts, "b", **bounds))[0] == b"ok"
+    assert await counted(client) == (SIZE, {b"alice": b"%d" % SIZE})

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from protos import queue_pb2
+from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
+from services.scheduler.requests.intake import Entry
+from services.scheduler.requests.publisher import Publisher
+from services.scheduler.shard.lease import Lease
+from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import GROUP
 from shared.redis_client import KEPT_TTL_MS, Scripts
@@ -42,7 +50,8 @@ async def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(cl
     assert (await enqueue(scripts, "e", rpm=1, tpm=100))[::2] == [b"rate", b"requests a minute"]
     epoch = await lease(scripts, "acquire")
     (stream, entry), *_ = await claim(client, scripts, epoch)
-    await publish(scripts, publication(epoch, [], [], ["r"], ["r", stream, entry, "1", 10, "5", ""]))
+    tokens = ["r", 0, 0, arange(5), 0, 0]
+    await publish(scripts, publication(epoch, [], tokens, ["r"], ["r", stream, entry, "1", 10, "5", ""]))
     bucket = await client.hgetall(KEYS.bucket("alice"))
     assert int(bucket[b"running"]) == 1  # d
     assert float(bucket[b"tokens"]) == pytest.approx(55, abs=1)  # 100 - 30 - 30, and 15 of r's 30 came back
@@ -84,9 +93,9 @@ async def test_smaller_epoch_writes_nothing(client: Redis, scripts: Scripts) -> 
     for late in (
         publish(scripts, publication(old, ["g", b"tokens"], [], [], [])),
         scripts.claim([KEYS.lease(SHARD), KEYS.queue], [old, SHARD]),
-        scripts.take_worker([KEYS.lease(SHARD), *worker_keys("w")], [old, SHARD, KEYS.prefix]),
+        scripts.take_worker([KEYS.lease(SHARD), *worker_keys("w")], [old, SHARD, KEYS.prefix, 0]),
         scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [old, SHARD, 1]),
-        scripts.release([KEYS.lease(SHARD)], [old, GROUP]),
+        scripts.release([KEYS.lease(SHARD), KEYS.queue], [old, GROUP]),
     ):
         with pytest.raises(LeaseLostError):
             await late
@@ -151,16 +160,86 @@ async def test_stopped_choice_is_shortened_while_other_choices_continue(client: 
 
 async def test_logprobs_are_stored_beside_tokens_and_live_as_long(client: Redis, scripts: Scripts) -> None:
     epoch, stream, entry = await claimed(client, scripts)
-    await publish(scripts, publication(epoch, [], [], ["r"], [], logprobs=["r", 1, 8, b"12345678"]))
+    first = publication(epoch, [], [], ["r"], [], logprobs=["r", 1, 0, bytes(8), "r", 1, 8, b"12345678"])
+    await publish(scripts, first)
     assert await client.get(KEYS.logprobs("r", 1)) == bytes(8) + b"12345678"
     assert await client.pttl(KEYS.logprobs("r", 1)) > KEPT_TTL_MS
+    outputs = ["r", 0, 0, arange(4), 0, 0, "r", 1, 0, arange(3), 0, 0]
     end = ["r", stream, entry, "1,1", 10, "4,3", ""]
-    last = publication(epoch, [], [], [], end, logprobs=["r", 1, 16, b"abcdefgh", "gone", 0, 0, b"x"])
+    records = ["r", 1, 16, b"abcdefgh", "r", 1, 48, b"lost before", "gone", 0, 0, b"x"]
+    last = publication(epoch, [], outputs, [], end, logprobs=records)
     for _ in range(2):
         await publish(scripts, last)
-        assert await client.get(KEYS.logprobs("r", 1)) == bytes(8) + b"12345678abcdefgh"
+        assert await client.get(KEYS.logprobs("r", 1)) == bytes(8) + b"12345678abcdefgh", "nothing beyond the end"
         assert 0 < await client.pttl(KEYS.logprobs("r", 1)) <= KEPT_TTL_MS
     assert not await client.exists(KEYS.logprobs("gone", 0)), "a record that expired is not brought back"
+
+
+async def test_nothing_is_written_beyond_the_end_of_a_record(client: Redis, scripts: Scripts) -> None:
+    """Redis lost its last writes: 2 of 6 tokens are left. A hole would be read as tokens of id 0."""
+    epoch, stream, entry = await claimed(client, scripts)
+    tokens = arange(8)
+    assert await publish(scripts, publication(epoch, [], ["r", 0, 0, tokens[:24], 0, 0], ["r"], [])) == []
+    await client.set(KEYS.out("r", 0), tokens[:8])
+    end = ["r", stream, entry, "1", 10, "8", ""]
+    for sections in (
+        ([], ["r", 0, 24, tokens[24:], 0, 0], [], []),  # the next checkpoint
+        ([], ["r", 0, 0, b"", 1, 8], [], []),  # the end of the choice
+        ([], [], [], end),
+        ([], ["r", 0, 24, tokens[24:], 1, 8], [], end),
+    ):
+        assert set(await publish(scripts, publication(epoch, *sections))) == {b"r", b"0"}
+        assert await client.get(KEYS.out("r", 0)) == tokens[:8]
+        assert await client.hmget(KEYS.req("r"), ["state", "finish:0"]) == [b"running", None]
+        assert await client.xlen(stream) == 1
+    whole = ["r", 0, 0, tokens, 0, 0, "r", 0, 24, tokens[24:], 1, 8]
+    assert await publish(scripts, publication(epoch, [], whole, [], end, give_up=True)) == []
+    assert await client.get(KEYS.out("r", 0)) == tokens
+    assert await client.hmget(KEYS.req("r"), ["state", "finish", "error"]) == [b"finished", b"1", b""]
+
+
+async def test_record_that_cannot_be_whole_ends_as_an_error(client: Redis, scripts: Scripts) -> None:
+    epoch, stream, entry = await claimed(client, scripts)
+    await publish(scripts, publication(epoch, [], ["r", 0, 0, arange(2), 0, 0], ["r"], []))
+    end = ["r", stream, entry, "1", 10, "8", ""]
+    await publish(scripts, publication(epoch, [], [], [], end, give_up=True))
+    state, finish, lengths, error = await client.hmget(KEYS.req("r"), ["state", "finish", "lengths", "error"])
+    assert (state, finish, lengths) == (b"finished", b"5", b"2")
+    assert error == b"output record: tokens were lost in Redis; send the request again"
+    assert await client.xlen(stream) == 0
+
+
+async def test_publisher_writes_whole_outputs_where_redis_lost_tokens(client: Redis, scripts: Scripts) -> None:
+    """Two choices are cut, one of them at its end; the third is in order."""
+    await enqueue(scripts, "r")
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    assert await held.take()
+    (stream, entry), *_ = await claim(client, scripts, held.epoch)
+    tokens = [np.arange(5, 15, dtype=np.int32) + choice for choice in range(3)]
+    ended: list[str] = []
+    publisher = Publisher(
+        scripts, KEYS, held, {"r": Entry(stream, entry, queue_pb2.Request())}, ended.append,
+        lambda name, choice: tokens[choice] if name == "r" else None,
+    )  # fmt: skip
+    running = asyncio.create_task(publisher.run(lambda: None))
+    try:
+        publisher.put(Outcome(checkpoints=[("r", choice, 0, tokens[choice][:6]) for choice in range(3)], started=["r"]))
+        await publisher.caught_up()
+        await client.set(KEYS.out("r", 0), pack(tokens[0][:1]))
+        await client.delete(KEYS.out("r", 1))
+        publisher.put(Outcome(checkpoints=[("r", choice, 6, tokens[choice][6:8]) for choice in (0, 2)]))
+        await publisher.caught_up()
+        assert await client.get(KEYS.out("r", 0)) == pack(tokens[0])
+        assert await client.get(KEYS.out("r", 2)) == pack(tokens[2][:8])
+        request = NewRequest(id="r", prompts=[np.arange(5, dtype=np.int32)], max_tokens=10, n=3)
+        last = [("r", choice, 8, tokens[choice][8:]) for choice in range(3)]
+        publisher.put(Outcome(checkpoints=last, ended=[FinishedRequest(request, tokens, [Finish.LENGTH] * 3)]))
+        await publisher.caught_up()
+        assert [await client.get(KEYS.out("r", choice)) for choice in range(3)] == [pack(row) for row in tokens]
+        assert await client.hmget(KEYS.req("r"), ["state", "finish", "error"]) == [b"finished", b"2,2,2", b""]
+        assert ended == ["r"]
+    finally:
+        running.cancel()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the end is written", "behind it"])
@@ -225,11 +304,13 @@ async def test_fenced_writes_are_all_done_or_none(client: Redis, scripts: Script
 
 async def test_unstarted_requests_return_to_the_queue(client: Redis, scripts: Scripts) -> None:
     epoch, stream, entry = await claimed(client, scripts)
-    returned = await scripts.release([KEYS.lease(SHARD)], [epoch, GROUP, KEYS.req("r"), stream, entry, b"payload"])
+    returned = await scripts.release(
+        [KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, KEYS.req("r"), stream, entry, b"payload"]
+    )
     assert returned == 1
     assert await client.hget(KEYS.req("r"), "state") == b"queued"
     again = await client.xreadgroup(GROUP, "shard-1", {stream: ">"})
-    assert again[0][1][0][1] == {b"r": b"payload"}
+    assert again[0][1][0][1][b"r"] == b"payload"
     assert await client.hget(KEYS.queue, "tokens") == b"10"
 
 
@@ -240,9 +321,9 @@ def worker_keys(name: str, before: str = "") -> list[str]:
 async def test_worker_is_taken_by_one_live_shard_that_drops_another(client: Redis, scripts: Scripts) -> None:
     epoch = await lease(scripts, "acquire")
 
-    async def take(name: str = "w", before: str = "", shard: str = SHARD) -> int:
+    async def take(name: str = "w", before: str = "", shard: str = SHARD, least: int = 0) -> int:
         keys = [KEYS.lease(SHARD), *worker_keys(name, before)]
-        return int(await scripts.take_worker(keys, [epoch, shard, KEYS.prefix]))
+        return int(await scripts.take_worker(keys, [epoch, shard, KEYS.prefix, least]))
 
     assert await take() == 0  # no such worker
     await client.hset(KEYS.worker("w"), "address", "127.0.0.1:1")
@@ -251,6 +332,9 @@ async def test_worker_is_taken_by_one_live_shard_that_drops_another(client: Redi
     first = await take()
     assert first > epoch
     assert await take() == first + 1  # each Run has another epoch
+    seen = first + (1 << 38)
+    assert await take(least=seen) == seen, "a worker has seen so much; Redis lost its counter"
+    assert await take(least=first) == seen + 1
     assert await take(shard="shard-1") == 0  # shard-0 lives
     await client.hset(KEYS.worker("w"), "shard", "shard-9")
     assert await take() > 0  # shard-9 has no lease
@@ -270,7 +354,7 @@ async def test_worker_taken_meanwhile_is_not_given_by_its_former_shard(client: R
 
     async def take(shard: str, holder: int) -> int:
         keys = [KEYS.lease(shard), *worker_keys("w")]
-        return int(await scripts.take_worker(keys, [holder, shard, KEYS.prefix]))
+        return int(await scripts.take_worker(keys, [holder, shard, KEYS.prefix, 0]))
 
     async def give(run: int) -> bool:
         return await scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [epoch, SHARD, run]) == 1

@@ -180,7 +180,8 @@ class World:
     async def check(self) -> None:
         """Every request that has not ended is in the stream once, and with one shard, or in the queue."""
         stream = KEYS.requests("normal")
-        entries = {entry: queue_pb2.Request.FromString(row[b"r"]).id for entry, row in await self.redis.xrange(stream)}
+        rows = await self.redis.xrange(stream)
+        entries = {entry: queue_pb2.Request.FromString(row[b"r"]).id for entry, row in rows}
         pending = {row["message_id"]: row["consumer"].decode()
                    for row in await self.redis.xpending_range(stream, GROUP, "-", "+", 1000)}  # fmt: skip
         live = {f"r{number}" for number in range(self.enqueued)} - {*self.ended}
@@ -201,6 +202,8 @@ class World:
         assert int(queue.get(b"requests", 0)) == waiting
         assert int(queue.get(b"tokens", 0)) == int(queue.get(b"tokens:normal", 0)) == 10 * waiting
         assert int(await self.redis.hget(KEYS.queue_tenants, "alice") or 0) == 10 * waiting
+        stored = sum(int(row[b"bytes"]) for _, row in rows)
+        assert int(queue.get(b"bytes", 0)) == int(await self.redis.hget(KEYS.queue_bytes, "alice") or 0) == stored
         assert int(await self.redis.hget(KEYS.bucket("alice"), "running") or 0) == len(live)
 
     async def finish(self) -> None:

@@ -138,13 +138,13 @@ async def test_repeated_move_takes_nothing_back(taker: Taker, shard_0: ScriptedS
 
     async def give(taken_by: str) -> int:
         args = [shard_0.epoch, GROUP, "shard-0", taken_by, *row]
-        return int(await taker.scripts.give([taker.keys.lease("shard-0")], args))
+        return int(await taker.scripts.give([taker.keys.lease("shard-0"), taker.keys.queue], args))
 
     assert await give("shard-1") == 1
     assert await give("shard-2") == 0
     assert [item.request.id for item in await taker.found()] == ["r"]
     released = [shard_0.epoch, GROUP, *row, b"payload"]
-    assert await taker.scripts.release([taker.keys.lease("shard-0")], released) == 0
+    assert await taker.scripts.release([taker.keys.lease("shard-0"), taker.keys.queue], released) == 0
 
 
 async def test_orphans_are_shards_without_a_leader_for_three_leases(taker: Taker, shard_0: ScriptedScheduler) -> None:
@@ -214,7 +214,9 @@ async def test_draining_shard_passes_on_what_it_is_given(taker: Taker, shard_0: 
     shard_0.lead()
     claimed = shard_0.claim()
     row = [taker.keys.req("r"), claimed.stream, claimed.entry]
-    await taker.scripts.give([taker.keys.lease("shard-0")], [shard_0.epoch, GROUP, "shard-0", "shard-1", *row])
+    await taker.scripts.give(
+        [taker.keys.lease("shard-0"), taker.keys.queue], [shard_0.epoch, GROUP, "shard-0", "shard-1", *row]
+    )
     claims.drain()
     await claims.run()
     assert given == ["r"]

@@ -190,6 +190,7 @@ def answers(directory: Path) -> Iterator[tuple[Asked, list[Answer], list[Answer]
     settings = {
         "api_key": USER, "max_body_bytes": MOST_BODY, "grpc_port": grpc_port,
         "tool_parser": "hermes", "read_timeout_s": 3, "max_queued_tokens": 1_000_000,
+        "max_queued_bytes": 10_000_000,
     }  # fmt: skip
     with RedisServer(directory / "redis") as redis, running_gateway(directory, model, redis, **settings) as gateway:
         asked = Asked(gateway, redis, grpc_port)
@@ -204,13 +205,21 @@ def answers(directory: Path) -> Iterator[tuple[Asked, list[Answer], list[Answer]
 
 
 def ask_crowded(asked: Asked, scheduler: ScriptedScheduler, sent: Sent) -> Answer:
-    """The answer of a gateway to which the scheduler says that a million tokens wait, or that they take 5 s."""
+    """The answer of a gateway to which Redis says that a million tokens wait or that requests hold ten million bytes,
+    or the scheduler that they take 5 s."""
+    queue, stream = asked.gateway.keys.queue, asked.gateway.keys.requests("low")
+    if "bytes" in sent.note:
+        scheduler.client.hset(queue, mapping={"tokens": 0, "bytes": 10_000_000})
+        entry = scheduler.client.xadd(stream, {"r": b""})  # without an entry nothing is held
+        answer = asked.ask(sent)
+        scheduler.client.xdel(stream, entry)
+        return answer
     late = isinstance(sent.body, dict) and not sent.body.keys().isdisjoint({"ttft_slo_ms", "deadline_ms"})
     if late:
         scheduler.stats(queued_tokens_normal=480, predicted_ttft_ms_normal=5000, prefill_tok_s=100)
     else:
         scheduler.stats(prefill_tok_s=50_000)
-        scheduler.client.hset(asked.gateway.keys.queue, "tokens", 1_000_000)
+        scheduler.client.hset(queue, "tokens", 1_000_000)
     known = "100" if late else "50000"
     url = asked.gateway.ops_url + "/stats"
     until("the figures are known", lambda: httpx.get(url).json()["shards"]["shard-0"].get("prefill_tok_s") == known)

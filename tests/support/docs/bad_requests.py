@@ -212,7 +212,7 @@ BODIES = [
     Sent("/", raw=b"GET /" + b"x" * 70_000, note="a path of 70,000 bytes without an end"),
     Sent(
         "/v1/completions",
-        raw=b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+        raw=b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
         + f"Authorization: Bearer {USER}\r\n\r\n{{".encode(),
         note="a body of which the rest does not come",
     ),
@@ -261,6 +261,7 @@ NOBODY_SERVES = [
 ]
 CROWDED = [
     completions("1,000,000 prompt tokens wait already"),
+    completions("requests hold 10,000,000 bytes in Redis already"),
     completions("the first token is predicted in 5,000 ms", ttft_slo_ms=1000),
     completions("the first token is predicted in 5,000 ms", deadline_ms=1500),
 ]

@@ -23,11 +23,14 @@ def spec(priority: str = "normal", **changes: Any) -> GenerationSpec:
     return generations.spec(**{"prompts": [[1] * 10], "max_tokens": 1, "priority": priority, **changes})
 
 
-def bounds(asked: GenerationSpec, wait_s: float = 0.0, others: bool = False, **settings: Any) -> Bounds:
+def bounds(
+    asked: GenerationSpec, wait_s: float = 0.0, others: bool = False, redis_bytes: int = 0, **settings: Any
+) -> Bounds:
     """Where the first token is predicted in `wait_s`."""
     values = {"max_queued_tokens": 1000, "max_wait_s": 60, **settings}
     forecast = Forecast(1000 * wait_s, 500, RATE) if wait_s else None
-    return Bounds.of(GatewaySettings(model=DEMO_MODEL, **values), asked, Caller("t", has_others=others), forecast)
+    caller = Caller("t", has_others=others)
+    return Bounds.of(GatewaySettings(model=DEMO_MODEL, **values), asked, caller, forecast, redis_bytes)
 
 
 def retry_after_s(tokens: float) -> float:
@@ -52,6 +55,19 @@ def test_tenant_share_of_the_queue_applies_beside_other_tenants() -> None:
     assert bounds(spec("low")).tenant_tokens == 500
     assert bounds(spec("low"), others=True).tenant_tokens == 250
     assert bounds(spec("realtime"), others=True, tenant_queue_share=0.2).tenant_tokens == 200
+
+
+def test_bytes_are_bounded_by_half_of_redis_unless_set() -> None:
+    found = [bounds(spec(name), redis_bytes=2000).class_bytes for name in CLASSES]
+    assert found == [1000, 950, 800, 500]
+    assert bounds(spec("low"), redis_bytes=2000, max_queued_bytes=100).class_bytes == 50
+    assert bounds(spec("low"), others=True).class_bytes == 0, "Redis has no maxmemory"
+
+
+def test_tenant_share_of_the_bytes_applies_beside_other_tenants() -> None:
+    assert bounds(spec("low"), max_queued_bytes=1000).tenant_bytes == 500
+    assert bounds(spec("low"), others=True, max_queued_bytes=1000).tenant_bytes == 250
+    assert bounds(spec("low"), others=True, max_queued_bytes=1).tenant_bytes == 1, "0 would be no bound"
 
 
 @pytest.mark.parametrize("own", [{"ttft_slo_ms": 1000}, {"background": True}])
@@ -89,6 +105,18 @@ def test_tenant_queue_drains_slower_with_more_waiting_tenants() -> None:
     error = refusal(found, b"tenant", 740, 3)
     assert (error.code, found.tenant_tokens) == ("tenant_queue_full", 400)
     assert int(error.headers["Retry-After"]) == 15  # 350 tokens at a third of 70 a second
+
+
+def test_full_of_bytes_retries_when_an_equal_share_of_tokens_has_run() -> None:
+    found = bounds(spec(), others=True, max_queued_bytes=100_000)
+    error = refusal(found, b"bytes", 78_000, 10_000, 1400)
+    assert (error.code, int(error.headers["Retry-After"])) == ("queue_full", 3)  # 8/78 of 1400 tokens, 70 a second
+    assert "hold 78000 of at most 80000 bytes in Redis; retry" in error.message
+    error = refusal(found, b"tenant bytes", 39_000, 10_000, 700, 3)
+    assert (error.code, int(error.headers["Retry-After"])) == ("tenant_queue_full", 7)
+    assert "this tenant in class normal" in error.message and "at most 40000 bytes" in error.message
+    error = refusal(found, b"bytes", 100, 200_000, 70)
+    assert int(error.headers["Retry-After"]) == 1, "until nothing is held"
 
 
 def test_accepted_or_duplicate_request_is_not_refused() -> None:

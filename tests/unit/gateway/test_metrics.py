@@ -37,7 +37,7 @@ def metrics() -> Metrics:
     cluster.redis_error = ""
     cluster.snapshot = Snapshot(
         at=time.monotonic(), leases=frozenset(STATS), workers={"w": {}}, stats=STATS, memory_used=3, memory_most=9,
-        queue={"requests": "4", "tokens": "44"},
+        queue={"requests": "4", "tokens": "44", "bytes": "4444"},
     )  # fmt: skip
     found = Metrics("demo", aliases=True)
     found.watch(cluster)
@@ -56,6 +56,7 @@ def test_stack_metrics_sum_all_shards_of_the_last_snapshot(metrics: Metrics) -> 
             "orcinus_stack_workers": 1,
             "orcinus_stack_queued_requests": 4,
             "orcinus_stack_queued_tokens": 44,
+            "orcinus_stack_queued_bytes": 4444,
             "orcinus_stack_redis_memory_bytes": 3,
             "orcinus_stack_redis_memory_limit_bytes": 9,
         }.items()

@@ -175,7 +175,7 @@ class Redis:
     def hgetall(self, key: str) -> None:
         self.asked.append(key)
 
-    async def execute(self) -> list[dict[bytes, bytes]]:
+    async def execute(self, raise_on_error: bool = True) -> list[dict[bytes, bytes]]:
         return [
             {
                 b"ready": b"1",

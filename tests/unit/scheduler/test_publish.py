@@ -60,7 +60,7 @@ def test_an_outcome_without_rows_makes_no_entry() -> None:
 def test_arguments_carry_checkpoints_finishes_starts_and_ends() -> None:
     entry = Entry("stream", "5-0", queue_pb2.Request())
     args = arguments([(9, outcome())], 4, "prefix:", {"c": entry})
-    at = 6  # epoch, prefix, group and three times
+    at = 7  # epoch, prefix, group, three times, and that it is the first call
     assert args[0] == 4
     assert args[at] == 2  # entries
     at += 1 + 2 * 2
@@ -127,6 +127,23 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
     )
     assert (fitted["predicted_ttft_ms"], fitted["prefill_tok_s"]) == (7.2, 2000.0)
     assert (fitted["predicted_ttft_ms_realtime"], fitted["predicted_ttft_ms_low"]) == (1.0, 7.2)
+
+
+def test_prediction_is_compared_with_the_measured_time_of_its_request() -> None:
+    stats = Stats(0)
+    first = outcome()
+    request = first.requests[2]  # its first token came after 40 ms
+    stats.snapshot({}, SECOND, 77, 4, "orcinus", 1, predicted_ns=[0, 0, 5_000_000, 0])
+    stats.forecasts.arrived(request.id, request.priority)
+    stats.snapshot({}, 2 * SECOND, 78, 4, "orcinus", 1, predicted_ns=[0, 0, 900_000_000, 0])  # too late for it
+    stats.outcome(first, 3 * SECOND)
+    fields = stats.snapshot({}, 4 * SECOND, 79, 4, "orcinus", 1)
+    assert (fields["ttft_predicted_ms_p50"], fields["ttft_error_ms_p50"]) == (5.0, 35.0)
+    of_class = [fields[f"{name}_normal"] for name in ("ttft_predicted_ms_p50", "ttft_ms_p50", "ttft_error_ms_p50")]
+    assert of_class == [5.0, 40.0, 35.0]
+    assert fields["ttft_error_ms_p50_low"] == 0
+    stats.outcome(outcome(), 5 * SECOND)
+    assert stats.snapshot({}, 90 * SECOND, 80, 4, "orcinus", 1)["ttft_error_ms_p50"] == 0, "no promise, no error"
 
 
 def test_two_workers_compute_twice_as_many_prompt_tokens() -> None:

@@ -117,7 +117,7 @@ class EndingLink:
     worker = Registration("worker-0", "nowhere", "identity")
     epoch = 1
     leaving = False
-    info = worker_pb2.WorkerInfo()
+    info = worker_pb2.WorkerInfo(vocab_size=512)
 
     def __init__(self) -> None:
         self.steps: list[worker_pb2.Step] = []

@@ -113,7 +113,7 @@ def test_head_without_an_end_is_cut_at_the_bound(gateway: GatewayProcess) -> Non
 
 def test_request_that_comes_too_slowly_gets_408(gateway: GatewayProcess) -> None:
     half_a_head = b"POST /v1/completions HTTP/1.1\r\n"
-    half_a_body = half_a_head + b"Host: x\r\nContent-Length: 100\r\n\r\n{"
+    half_a_body = half_a_head + b"Host: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     with ThreadPoolExecutor(3) as together:
         answers = together.map(lambda part: exchange(gateway, part), (b"", half_a_head, half_a_body))
         assert [(status, error["code"]) for status, error in answers] == [(408, "request_timeout")] * 3

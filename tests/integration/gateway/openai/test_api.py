@@ -183,6 +183,8 @@ def test_unknown_paths_methods_and_types_have_the_shape_of_openai(gateway: Gatew
     form = gateway.request("POST", "/v1/completions", data={"a": "b"})
     resume = gateway.get("/v1/requests/cmpl-x/stream")
     assert [a.status_code for a in (missing, wrong, form, resume)] == [404, 405, 415, 404]
+    untyped = gateway.request("POST", "/v1/completions", content=b'{"prompt": "a page of another site"}')
+    assert (untyped.status_code, untyped.json()["error"]["code"]) == (415, "unsupported_media_type")
     assert wrong.headers["allow"] == "POST"
     assert gateway.request("OPTIONS", "/v1/requests/x").headers["allow"] == "DELETE, GET"
     assert all(set(a.json()["error"]) == {"message", "type", "param", "code"} for a in (missing, wrong, form, resume))

@@ -1,0 +1,127 @@
+"""The bounds of what a worker may answer to Describe and to a step. Pure; no socket.
+
+The link checks Describe before its hello, the fleet compares it with the linked workers, and the loop checks every
+Result before the core sees it. A worker that breaks the contract is dropped with an event that says why. Its requests
+go on at other workers, and none of them is suspected of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from protos import worker_pb2
+from services.scheduler.core.types import DECODE, PREFILL, StepResult
+from shared.errors import ProtocolError
+from shared.keys import EPOCHS
+
+BOUNDS = {
+    "block_size": (1, 4096),
+    "gpu_blocks": (1, 1 << 24),
+    "host_blocks": (0, 1 << 24),
+    "max_seqs": (1, 8192),
+    "max_model_len": (1, 1 << 24),
+    "max_input_tokens": (0, 1 << 24),
+    "max_output_tokens": (0, 1 << 24),
+    "max_step_tokens": (1, 1 << 20),
+    "vocab_size": (1, 1 << 24),
+    "stages": (0, 64),
+    "largest_step_ms": (0, 600_000),
+    "block_bytes": (0, 1 << 40),
+    "highest_epoch": (0, EPOCHS - 2),
+}
+"""Smallest and largest value of a number of Describe."""
+TABLE_TOKENS = 1 << 31
+"""Bound of max_seqs * max_model_len: the scheduler has a table of so many token ids."""
+NAME_LENGTH = 4096
+DTYPES = ("float32", "bfloat16", "float16")
+ROLES = ("", PREFILL, DECODE)
+SAME = ("model_hash", "dtype", "block_size", "vocab_size")
+"""What all workers of a shard have in common, as a sequence may go on at any of them."""
+LONGEST_NS = 86_400_000_000_000
+"""Bound of each time in a Result: a day. The device may have been idle for longer."""
+LONGEST_IDLE_NS = 3650 * LONGEST_NS
+
+
+class ContractError(ProtocolError):
+    """A worker described itself or answered a step against the contract of worker.proto."""
+
+
+class Slots(Protocol):
+    """What was sent: which slot had a sequence at a step, and the log-probabilities that it asked for."""
+
+    asking: set[int]
+
+    def entered(self, slot: int, step: int) -> bool:
+        """Return whether a sequence entered the slot at or before the step."""
+
+    def record_bytes(self, slot: int, step: int) -> int:
+        """Return the size of one token's log-probabilities of the sequence that had the slot."""
+
+
+def check_info(info: worker_pb2.WorkerInfo, model: str) -> None:
+    """Raise ContractError where Describe names another model than `model` or is out of bounds."""
+    if info.model != model:
+        raise ContractError(f"model: the worker serves {info.model[:100]!r}, not {model!r}; start it with that name")
+    for name, (least, most) in BOUNDS.items():
+        if not least <= (value := getattr(info, name)) <= most:
+            raise ContractError(f"{name}: {value} is not between {least} and {most}; update or repair the worker")
+    if info.max_seqs * info.max_model_len > TABLE_TOKENS:
+        raise ContractError(
+            f"max_seqs: {info.max_seqs} sequences of {info.max_model_len} tokens are more than {TABLE_TOKENS} in all; "
+            f"lower ORCINUS_MAX_SEQS or ORCINUS_MAX_MODEL_LEN of the worker"
+        )
+    if info.dtype not in DTYPES:
+        raise ContractError(f"dtype: {info.dtype[:100]!r} is none of {', '.join(DTYPES)}; update the scheduler")
+    if info.role not in ROLES:
+        raise ContractError(f"role: {info.role[:100]!r} is neither prefill nor decode; update the scheduler")
+    for name in ("id", "identity", "model_hash", "host_tier", "kv_format"):
+        if len(getattr(info, name)) > NAME_LENGTH:
+            raise ContractError(f"{name}: longer than {NAME_LENGTH} characters; update or repair the worker")
+
+
+def check_same(info: worker_pb2.WorkerInfo, linked: Iterable[worker_pb2.WorkerInfo]) -> None:
+    """Raise ContractError where a worker differs from a linked one in what a shard's workers have in common."""
+    for other in linked:
+        for name in SAME:
+            if (value := getattr(info, name)) != (wanted := getattr(other, name)):
+                raise ContractError(
+                    f"{name}: {str(value)[:100]!r}, and {other.id} of this shard has {str(wanted)[:100]!r}; start the "
+                    f"worker with the same model and settings, or in a shard of its own"
+                )
+
+
+def check_result(message: worker_pb2.Result, result: StepResult, vocab_size: int, slots: Slots) -> None:
+    """Raise ContractError where a Result is out of bounds. result: the core's form of the same."""
+    tokens = result.tokens
+    if tokens.size and int(np.maximum.reduce(tokens.view(np.uint32))) >= vocab_size:
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        raise ContractError(f"tokens: {wrong[0]} is outside the vocabulary of {vocab_size}; repair the worker")
+    times, idle_ns = message.timings, message.timings.idle_ns
+    spans = times.queued_ns, times.forward_ns, times.sample_ns, times.total_ns, times.swap_ns
+    if min(spans) < 0 or max(spans) > LONGEST_NS or not 0 <= idle_ns <= LONGEST_IDLE_NS:
+        wrong_ns = next((span for span in spans if not 0 <= span <= LONGEST_NS), idle_ns)
+        raise ContractError(f"timings: {wrong_ns} ns is not a time that a step takes; repair the worker's clock")
+    if result.errors:
+        _check_errors(result, slots)
+    if slots.asking or result.logprobs is not None:
+        _check_logprobs(result, slots)
+
+
+def _check_errors(result: StepResult, slots: Slots) -> None:
+    seen: set[int] = set()
+    for slot, _, _ in result.errors:
+        if slot in seen or not slots.entered(slot, result.id):
+            how = "twice" if slot in seen else "and no sequence had it"
+            raise ContractError(f"errors: slot {slot} failed in step {result.id} {how}; repair the worker")
+        seen.add(slot)
+
+
+def _check_logprobs(result: StepResult, slots: Slots) -> None:
+    for row, slot in enumerate(result.slots.tolist()):
+        wanted = slots.record_bytes(slot, result.id)
+        size = len(result.logprobs[row]) if result.logprobs is not None else 0
+        if size != wanted:
+            raise ContractError(f"logprobs: {size} bytes for slot {slot}, which asked for {wanted}; repair the worker")

@@ -1,0 +1,53 @@
+-- What several scripts use; `source` of redis_client.py puts it in front of each script.
+-- Returns a whole number below 2^53, or `default` for any other text.
+local function whole(text, default)
+  local number = tonumber(text or nil)
+  if number and number == math.floor(number) and math.abs(number) < 9007199254740992 then return number end
+  return default
+end
+
+-- Returns a number below 10^15, or `default` for any other text.
+local function real(text, default)
+  local number = tonumber(text or nil)
+  if number and number == number and math.abs(number) < 1e15 then return number end
+  return default
+end
+
+-- Adds to a counter in a hash and returns it. A counter that is not a whole number was written by no service: it starts
+-- anew.
+local function count(key, field, delta)
+  local held = redis.pcall('HINCRBY', key, field, delta)
+  if type(held) == 'table' then
+    held = math.max(0, delta)
+    redis.call('HSET', key, field, held)
+  end
+  return held
+end
+
+-- Counts bytes of a tenant's requests that have not ended, in total and by tenant.
+local function count_bytes(queue, tenant, bytes)
+  local tenants = queue .. ':bytes'
+  if count(tenants, tenant, bytes) <= 0 then redis.call('HDEL', tenants, tenant) end
+  if count(queue, 'bytes', bytes) < 0 then redis.call('HSET', queue, 'bytes', 0) end
+end
+
+-- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what was counted, so
+-- that `delete_entry` counts the same back.
+local function add_entry(queue, stream, request, tenant, bytes)
+  if bytes > 0 then count_bytes(queue, tenant, bytes) end
+  return redis.call('XADD', stream, '*', 'r', request, 'tenant', tenant, 'bytes', bytes)
+end
+
+-- Acknowledges and deletes the entry of a request and counts its bytes back, once: a deleted entry carries none. Returns
+-- tenant and bytes.
+local function delete_entry(queue, stream, group, entry)
+  local fields = {}
+  for _, row in ipairs(redis.call('XRANGE', stream, entry, entry)) do
+    for i = 1, #row[2], 2 do fields[row[2][i]] = row[2][i + 1] end
+  end
+  local tenant, bytes = fields.tenant or '', math.max(0, whole(fields.bytes, 0))
+  if bytes > 0 then count_bytes(queue, tenant, -bytes) end
+  redis.call('XACK', stream, group, entry)
+  redis.call('XDEL', stream, entry)
+  return tenant, bytes
+end

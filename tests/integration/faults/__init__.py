@@ -1,0 +1,1 @@
+"""Services among records that no service wrote, and workers that break the contract."""

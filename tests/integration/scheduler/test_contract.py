@@ -1,0 +1,323 @@
+"""A worker that breaks the contract of worker.proto beside one that keeps it: all requests end right, with an event."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+
+from protos import queue_pb2, worker_pb2, worker_pb2_grpc
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
+from services.scheduler.quarantine import Quarantine
+from services.scheduler.telemetry import Stats
+from services.scheduler.workers.fleet import Fleet
+from services.scheduler.workers.loop import WorkerContext
+from services.scheduler.workers.registry import Registration
+from shared.columns import pack, unpack
+from shared.logprobs import record_bytes
+from shared.settings import SchedulerSettings
+
+SLOTS, VOCABULARY, TOKENS, REQUESTS = 4, 512, 12, 10
+SETTINGS = SchedulerSettings(lookahead=1)
+
+Spoil = Callable[[worker_pb2.Result], None]
+
+
+def described(**changes: Any) -> worker_pb2.WorkerInfo:
+    right = {
+        "id": "good", "identity": "good", "model": SETTINGS.served_model_name, "model_hash": "a1", "dtype": "float32",
+        "block_size": 16, "gpu_blocks": 256, "max_seqs": SLOTS, "max_model_len": 256, "max_step_tokens": 64,
+        "vocab_size": VOCABULARY, "stages": 1,
+    }  # fmt: skip
+    return worker_pb2.WorkerInfo(**(right | changes))
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """Answers token 7 for every slot; `spoil` changes each answer with a token."""
+
+    def __init__(self, info: worker_pb2.WorkerInfo, spoil: Spoil | None = None) -> None:
+        self.info, self.spoil, self.spoiled = info, spoil, 0
+
+    async def Describe(  # noqa: N802 - the name in worker.proto
+        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerInfo:
+        return self.info
+
+    async def Run(  # noqa: N802 - the name in worker.proto
+        self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.Result]:
+        known, sizes = np.zeros(8192, np.int64), np.zeros(8192, np.int32)
+        async for step in requests:
+            if step.HasField("hello"):
+                continue
+            for enter in step.enters:
+                known[enter.slot] = len(enter.tokens) // 4
+                sizes[enter.slot] = record_bytes(enter.sampling.logprobs)
+            slots = unpack(step.chunk_slots)
+            sampled = slots[unpack(step.chunk_starts) + unpack(step.chunk_lengths) == known[slots]]
+            known[sampled] += 1
+            result = worker_pb2.Result(
+                epoch=step.epoch, id=step.id, slots=pack(sampled), tokens=pack(sampled * 0 + 7),
+                logprobs=bytes(int(sizes[sampled].sum())), logprob_sizes=pack(sizes[sampled]),
+                timings=worker_pb2.Timings(total_ns=1_000_000),
+            )  # fmt: skip
+            if self.spoil is not None and sampled.size:
+                self.spoil(result)
+                self.spoiled += 1
+            yield result
+
+
+class Shard:
+    """A fleet over the core; Redis and the publisher are lists."""
+
+    def __init__(self) -> None:
+        self.core = Scheduler("orcinus", lookahead=SETTINGS.lookahead)
+        self.events: list[tuple[str, str, str]] = []
+        self.ended: dict[str, FinishedRequest] = {}
+        self.quarantine = Quarantine(self.core, lambda name, text: None, lambda name, finish, text: None)
+        reports: Any = SimpleNamespace(last_step=0, answered=0, event=self._event)
+        context = WorkerContext(
+            self.core, self.quarantine, Stats(time.monotonic_ns()), reports, self._put, lambda: False, lambda: None,
+            lambda: self.fleet.wake_idle(),
+        )  # fmt: skip
+        self.registry: Any = SimpleNamespace(ready=[], least_epoch=0)
+        claims: Any = SimpleNamespace(joined=lambda slots: None, lost=lambda: None)
+        self.fleet = Fleet(SETTINGS, self.registry, context, claims)
+
+    def _event(self, kind: str, text: str, **ids: str) -> None:
+        self.events.append((kind, text, ids.get("worker", "")))
+
+    def _put(self, outcome: Outcome | None, step: int) -> None:
+        for one in outcome.ended if outcome is not None else ():
+            self.ended[one.request.id] = one
+
+    def add(self, logprobs: int = 0) -> None:
+        payload = queue_pb2.Request(sampling=queue_pb2.Sampling(logprobs=logprobs))
+        for number in range(REQUESTS):
+            prompt = np.arange(1 + number, 9 + number, dtype=np.int32)
+            self.core.add(NewRequest(f"r{number}", [prompt], TOKENS, gateway="g", payload=payload), 1)
+        self.fleet.wake()
+
+    def assert_all_right(self) -> None:
+        assert set(self.ended) == {f"r{number}" for number in range(REQUESTS)}
+        for one in self.ended.values():
+            assert one.finish == [Finish.LENGTH] and one.outputs[0].tolist() == [7] * TOKENS, one.error
+        assert not self.quarantine.has_suspects
+
+
+@asynccontextmanager
+async def serving(*workers: ScriptedWorker) -> AsyncIterator[list[Registration]]:
+    servers, records = [], []
+    for worker in workers:
+        server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        servers.append(server)
+        records.append(Registration(worker.info.id[:20], address, worker.info.id[:20], epoch=1))
+    try:
+        yield records
+    finally:
+        for server in servers:
+            await server.stop(None)
+
+
+async def happens(what: str, condition: Callable[[], bool]) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(60):
+            while not condition():
+                await asyncio.sleep(0.01)
+    assert condition(), what
+
+
+async def run_beside_a_good_worker(bad: ScriptedWorker, logprobs: int = 0) -> Shard:
+    """Let the bad worker join after the good one; return the shard when all requests have ended."""
+    shard = Shard()
+    async with serving(ScriptedWorker(described()), bad) as (good, other):
+        tasks = [asyncio.create_task(shard.fleet.serve(good))]
+        await happens("the good worker is linked", lambda: bool(shard.fleet.loops))
+        tasks.append(asyncio.create_task(shard.fleet.serve(other)))
+        await happens("the other is linked or refused", lambda: len(shard.fleet.loops) == 2 or tasks[1].done())
+        shard.add(logprobs)
+        try:
+            await happens("the other is dropped", tasks[1].done)
+            tasks[1].result()
+            await happens("all requests have ended", lambda: len(shard.ended) == REQUESTS)
+            assert not tasks[0].done() and list(shard.fleet.loops) == ["good"]
+            shard.core.check()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    shard.assert_all_right()
+    return shard
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": "another"}, "model: the worker serves 'another'"),
+        ({"model_hash": "b2"}, "model_hash: 'b2', and good of this shard has 'a1'"),
+        ({"dtype": "bfloat16"}, "dtype: 'bfloat16', and good"),
+        ({"dtype": "int3"}, "dtype: 'int3' is none of"),
+        ({"block_size": 32}, "block_size: '32', and good"),
+        ({"block_size": 0}, "block_size: 0 is not between"),
+        ({"vocab_size": 0}, "vocab_size: 0 is not between"),
+        ({"vocab_size": 1 << 30}, "vocab_size: 1073741824 is not between"),
+        ({"max_model_len": 1 << 30}, "max_model_len: 1073741824 is not between"),
+        ({"max_model_len": 1 << 24, "max_seqs": 8192}, "max_seqs: 8192 sequences of 16777216 tokens"),
+        ({"max_model_len": 0}, "max_model_len: 0 is not between"),
+        ({"max_seqs": 0}, "max_seqs: 0 is not between"),
+        ({"gpu_blocks": (1 << 32) - 1}, "gpu_blocks: 4294967295 is not between"),
+        ({"max_step_tokens": 0}, "max_step_tokens: 0 is not between"),
+        ({"largest_step_ms": 1 << 31}, "largest_step_ms: 2147483648 is not between"),
+        ({"role": "both"}, "role: 'both' is neither"),
+        ({"kv_format": "x" * 5000}, "kv_format: longer than"),
+    ],
+)
+async def test_worker_that_describes_itself_wrongly_is_refused(changes: dict[str, Any], named: str) -> None:
+    shard = await run_beside_a_good_worker(ScriptedWorker(described(**{"id": "bad", **changes})))
+    assert [(kind, worker) for kind, _, worker in shard.events] == [("worker_refused", "bad")]
+    assert named in shard.events[0][1]
+
+
+def tokens(*values: int) -> Spoil:
+    return lambda result: setattr(result, "tokens", pack(list(values) * (len(result.slots) // 4)))
+
+
+def failing(*slots: int) -> Spoil:
+    return lambda result: result.errors.extend(worker_pb2.SequenceError(slot=slot, code="x") for slot in slots)
+
+
+def timed(**times: int) -> Spoil:
+    return lambda result: result.timings.MergeFrom(worker_pb2.Timings(**times))
+
+
+def column(name: str, change: Callable[[bytes], bytes]) -> Spoil:
+    return lambda result: setattr(result, name, change(getattr(result, name)))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (tokens(VOCABULARY), f"tokens: {VOCABULARY} is outside the vocabulary of {VOCABULARY}"),
+        (tokens(-1), "tokens: -1 is outside"),
+        (tokens(7, 7), "tokens for"),
+        (column("tokens", lambda old: old[:-1]), "result of step"),
+        (column("slots", lambda old: pack([9999] * (len(old) // 4))), "other slots"),
+        (column("slots", lambda old: old[4:]), "other slots"),
+        (failing(9999), "errors: slot 9999"),
+        (failing(SLOTS - 1, SLOTS - 1), f"errors: slot {SLOTS - 1}"),
+        (timed(total_ns=-1), "timings: -1 ns"),
+        (timed(idle_ns=-(1 << 62)), "timings: -4611686018427387904 ns"),
+        (timed(swap_ns=1 << 62), "timings: 4611686018427387904 ns"),
+        (column("swap_out_acks", lambda _: pack([3])), "acknowledged"),
+        (column("swap_out_acks", lambda _: pack([1 << 30])), "acknowledged"),
+        (column("swap_in_acks", lambda _: pack([-5])), "acknowledged"),
+    ],
+)
+async def test_worker_that_answers_wrongly_is_dropped_and_its_requests_go_on(spoil: Spoil, named: str) -> None:
+    bad = ScriptedWorker(described(id="bad"), spoil)
+    shard = await run_beside_a_good_worker(bad)
+    assert bad.spoiled
+    assert [(kind, worker) for kind, _, worker in shard.events] == [("worker_refused", "bad")]
+    assert named in shard.events[0][1]
+
+
+@pytest.mark.parametrize("change", [lambda old: b"", lambda old: old[:-4], lambda old: old + bytes(4)])
+async def test_worker_with_logprobs_of_a_wrong_size_is_dropped(change: Callable[[bytes], bytes]) -> None:
+    def spoil(result: worker_pb2.Result) -> None:
+        sizes = unpack(result.logprob_sizes).copy()
+        result.logprobs = change(result.logprobs)
+        sizes[-1] += len(result.logprobs) - int(sizes.sum())
+        result.logprob_sizes = pack(np.maximum(sizes, 0)) if result.logprobs else b""
+
+    shard = await run_beside_a_good_worker(ScriptedWorker(described(id="bad"), spoil), logprobs=3)
+    assert [(kind, worker) for kind, _, worker in shard.events] == [("worker_refused", "bad")]
+    assert shard.events[0][1].startswith("logprobs: ")
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_mutated_answers_end_no_service_and_no_request_wrongly(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def spoil(result: worker_pb2.Result) -> None:
+        if rng.random() < 0.5:
+            return
+        raw = bytearray(result.SerializeToString())
+        for _ in range(rng.randint(1, 4)):
+            raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        mutated = worker_pb2.Result()
+        with suppress(DecodeError):  # bytes that are no Result never reach the scheduler: gRPC ends the stream
+            mutated.ParseFromString(bytes(raw))
+            if len(mutated.tokens) % 4 == 0:
+                values = unpack(mutated.tokens)
+                if (values != 7).any() and ((values >= 0) & (values < VOCABULARY)).all():
+                    return  # another token of the vocabulary is no fault that can be seen
+            if any(error.slot < SLOTS for error in mutated.errors) or mutated.error:
+                return  # a worker may let a sequence or a step fail
+            if rng.random() < 0.2:
+                mutated.errors.add(slot=rng.choice([SLOTS, 9999, (1 << 32) - 1]))
+            result.CopyFrom(mutated)
+
+    shard = Shard()
+    async with serving(ScriptedWorker(described()), ScriptedWorker(described(id="bad"), spoil)) as (good, other):
+        tasks = [asyncio.create_task(shard.fleet.serve(good))]
+        await happens("the good worker is linked", lambda: bool(shard.fleet.loops))
+
+        async def again() -> None:
+            while True:
+                await shard.fleet.serve(other)
+
+        tasks.append(asyncio.create_task(again()))
+        shard.add()
+        try:
+            await happens("all requests have ended", lambda: len(shard.ended) == REQUESTS or tasks[1].done())
+            assert not any(task.done() for task in tasks), [task.exception() for task in tasks if task.done()]
+            shard.core.check()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    shard.assert_all_right()
+
+
+async def test_refused_worker_is_left_alone_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    shard, waits = Shard(), []
+    async with serving(ScriptedWorker(described(id="bad", block_size=0))) as (other,):
+        for _ in range(8):
+            await shard.fleet.serve(other)
+            waits.append(shard.fleet.not_before()[other.identity] - 1000)
+    assert waits == [5, 10, 20, 40, 80, 160, 300, 300]
+
+
+async def test_worker_that_has_seen_more_than_the_counter_raises_it() -> None:
+    """FLUSHALL with the clock set back: the counter starts at the clock, below the Runs of the workers."""
+    shard = Shard()
+    async with serving(ScriptedWorker(described(highest_epoch=5000))) as (worker,):
+        await shard.fleet.serve(worker)
+        assert shard.registry.least_epoch == 5001 and not shard.events
+        serving_now = asyncio.create_task(shard.fleet.serve(replace(worker, epoch=5001)))
+        await happens("the worker is linked", lambda: bool(shard.fleet.loops))
+        serving_now.cancel()
+        await asyncio.gather(serving_now, return_exceptions=True)
+
+
+async def test_epoch_beyond_all_bounds_is_refused_with_an_event() -> None:
+    shard = Shard()
+    async with serving(ScriptedWorker(described(highest_epoch=1 << 62))) as (worker,):
+        await shard.fleet.serve(worker)
+    (event,) = shard.events
+    assert event[0] == "worker_refused" and event[1].startswith("highest_epoch: 4611686018427387904 is not between")

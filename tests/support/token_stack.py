@@ -1,0 +1,102 @@
+"""A gateway and a scheduler as processes over a real Redis, with token workers in this process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from shared.keys import Keys
+from tests.support.gateway_process import GatewayProcess
+from tests.support.stack import PLAIN, ROOT, RedisServer
+from tests.support.token_worker import TokenWorker, answer
+from tests.support.tokenizers import write_model
+from tests.support.waiting import until
+
+KEY = "sk-test-0123456789"
+PROMPT, TOKENS = [97, 98, 99], 40
+
+
+class TokenStack:
+    """Redis, one gateway, one scheduler, and the workers that a test adds. Times of the settings are short."""
+
+    def __init__(self, directory: Path, redis: RedisServer) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.redis = redis
+        model = write_model(directory / "tiny")
+        (directory / "keys").write_text(f"{KEY}\n")
+        self.gateway = GatewayProcess(directory, model, redis.url, api_key_file=directory / "keys", lease_ms=2000)
+        self.gateway.key = KEY
+        self.keys: Keys = self.gateway.keys
+        self.workers: list[TokenWorker] = []
+        self._log = directory / "scheduler.log"
+        self._scheduler: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> TokenStack:
+        self.gateway.start()
+        self.start_scheduler()
+        self.gateway.wait_live()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            print(self.log()[-8000:], self.gateway.log()[-4000:], file=sys.stderr)
+        self.kill_scheduler(signal.SIGTERM)
+        self.gateway.stop()
+        for worker in self.workers:
+            worker.stop()
+
+    def worker(self, name: str, **info: Any) -> TokenWorker:
+        """Add a worker, which is not started yet."""
+        self.workers.append(TokenWorker(name, self.keys, self.redis.client, **info))
+        return self.workers[-1]
+
+    def start_scheduler(self) -> None:
+        with self._log.open("ab") as log:
+            self._scheduler = subprocess.Popen(
+                [sys.executable, "-m", "services.cli", "scheduler"],
+                stdout=log, stderr=log, env=self.gateway.environment, cwd=ROOT,
+            )  # fmt: skip
+
+    def kill_scheduler(self, how: int = signal.SIGKILL) -> None:
+        if self._scheduler is not None and self._scheduler.poll() is None:
+            self._scheduler.send_signal(how)
+            self._scheduler.wait(30)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def check_alive(self) -> None:
+        """Raise AssertionError if a service has ended by itself."""
+        assert self._scheduler is not None
+        assert self._scheduler.poll() is None, (
+            f"the scheduler ended with {self._scheduler.poll()}:\n{self.log()[-4000:]}"
+        )
+        assert self.gateway.process is not None
+        assert self.gateway.process.poll() is None, f"the gateway ended:\n{self.gateway.log()[-4000:]}"
+
+    def ask(self, seconds: float = 30.0, prompt: list[int] = PROMPT, tokens: int = TOKENS) -> httpx.Response:
+        """Send a request and return its answer."""
+        body = {
+            "model": self.gateway.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        url = self.gateway.url + "/v1/completions"
+        return httpx.post(url, json=body, headers=self.gateway.headers(), timeout=seconds, verify=PLAIN)
+
+    def answers(self, prompt: list[int] = PROMPT) -> bool:
+        """Return whether a request is answered now. Raises AssertionError for a wrong answer, and a dead service."""
+        self.check_alive()
+        response = self.ask(prompt=prompt)
+        if response.status_code != 200:
+            return False
+        assert response.json()["choices"][0]["token_ids"] == answer(prompt, TOKENS)
+        return True
+
+    def wait_answer(self, seconds: float = 40.0) -> None:
+        until("a request is answered", self.answers, seconds)
