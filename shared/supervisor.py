@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
+from shared.listeners import handed_on
 from shared.restarts import Backoff
 
 WRAPPER = Path(__file__).with_name("child.py")
@@ -61,6 +62,7 @@ class ServiceSpec:
     """What to run. `env` comes on top of the supervisor's; `after` names services that must be ready first.
 
     start_s: for a service that calls `beat`, the time to its first one, which shows that it is ready; 0 for others.
+    sockets: listening ones that each of its processes gets, by the name that it gives to `listen`.
     """
 
     name: str
@@ -71,6 +73,7 @@ class ServiceSpec:
     stop_s: float = 10.0
     cwd: Path | None = None
     start_s: float = 0.0
+    sockets: Mapping[str, socket.socket] = field(default_factory=dict)
 
 
 class Service:
@@ -113,7 +116,8 @@ class Service:
             if self.log is not None:
                 log = held.enter_context(self.log.open("ab"))
                 self._log_start = log.tell()
-            env, pass_fds = {**os.environ, **self.spec.env}, []
+            env = {**os.environ, **handed_on(self.spec.sockets), **self.spec.env}
+            pass_fds = [each.fileno() for each in self.spec.sockets.values()]
             if self.spec.start_s:
                 beats = self._open_pipe(held)
                 env[BEATS_FD] = str(beats)

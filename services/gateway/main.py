@@ -17,11 +17,11 @@ import uvloop
 
 from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
-from services.gateway.http.listeners import listen
 from services.gateway.http.server import GRACE_S, Server, renew_certificates, scheme, server, warn_of_clear_text
 from services.gateway.kserve.front import GrpcFront
 from services.gateway.processes import Place, Siblings
 from services.gateway.text.tokenizer import ModelText
+from shared.listeners import listen
 from shared.settings import GatewaySettings
 from shared.supervisor import beat
 from shared.tasks import end
@@ -43,7 +43,7 @@ def run(settings: GatewaySettings, place: Place | None = None) -> int:
     faulthandler.register(signal.SIGUSR1)  # writes the stacks of a process that hangs
     with contextlib.ExitStack() as sockets:
         public, ops = (
-            sockets.enter_context(contextlib.closing(listen(host, port, what, shared=place is not None)))
+            sockets.enter_context(contextlib.closing(listen(host, port, what)))
             for host, port, what in (
                 (settings.host, settings.port, "port"),
                 (settings.ops_host, settings.ops_port, "ops port"),

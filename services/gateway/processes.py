@@ -1,10 +1,10 @@
 """Run several gateways behind one port: `orcinus gateway --processes N`.
 
-The parent serves nothing: it keeps the ports from other programs, passes signals on and restarts what dies. Each child
-is a gateway with an id, a heartbeat and connections to Redis, and listens by SO_REUSEPORT: the kernel spreads
-connections over the listeners. Any child answers /metrics and /stats for all: each listens on an abstract unix socket,
-which ends with its process. Series keep their process apart by a label: when one dies and starts again its counters
-begin at 0, which Prometheus understands of a series, and not of a sum.
+The parent serves nothing: it holds the listening sockets, passes signals on and restarts what dies. Each child is a
+gateway with an id, a heartbeat and connections to Redis, and takes connections from the parent's sockets; the kernel
+spreads those of the gRPC port by SO_REUSEPORT. Any child answers /metrics and /stats for all: each listens on an
+abstract unix socket, which ends with its process. Series keep their process apart by a label: when one dies and starts
+again its counters begin at 0, which Prometheus understands of a series, and not of a sum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,8 @@ import orjson
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
-from services.gateway.http.listeners import reserve
 from shared.errors import ConfigurationError
+from shared.listeners import listen, reserve
 from shared.restarts import Backoff
 from shared.settings import GatewaySettings
 from shared.supervisor import Service, ServiceSpec, Supervisor, describe_exit
@@ -83,19 +83,20 @@ def run(settings: GatewaySettings) -> int:
     logs.setup("gateway", settings.log_level, settings.log_json)
     if not sys.platform.startswith("linux"):
         raise ConfigurationError(f"ORCINUS_PROCESSES={settings.processes}: only Linux spreads a port; use 1")
-    ports = [(settings.host, settings.port, "port"), (settings.ops_host, settings.ops_port, "ops port")]
-    if settings.grpc_port:
-        ports.append((settings.host, settings.grpc_port, "gRPC port"))
     with contextlib.ExitStack() as held:
-        for port in ports:
-            held.enter_context(contextlib.closing(reserve(*port)))
-        return Processes(settings).run()
+        sockets = {
+            "port": held.enter_context(listen(settings.host, settings.port, "port")),
+            "ops port": held.enter_context(listen(settings.ops_host, settings.ops_port, "ops port")),
+        }
+        if settings.grpc_port:
+            held.enter_context(reserve(settings.host, settings.grpc_port, "gRPC port"))
+        return Processes(settings, sockets).run()
 
 
 class Processes(Supervisor):
     """The parent of the gateways. The first one starts alone, so that wrong settings are reported once."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, sockets: Mapping[str, socket.socket]) -> None:
         group, argv = secrets.token_hex(16), [sys.executable, *sys.orig_argv[1:]]
         specs = [
             ServiceSpec(
@@ -104,6 +105,7 @@ class Processes(Supervisor):
                 {PLACE: str(Place(number, settings.processes, group))},
                 after=("process 0",) if number else (),
                 start_s=settings.process_start_s,
+                sockets=sockets,
             )
             for number in range(settings.processes)
         ]

@@ -6,8 +6,13 @@ A trace of the process before (a record not yet expired) is read before each sta
 from __future__ import annotations
 
 import http.client
+import select
 import ssl
 from typing import Any
+
+TIMEOUT_S = 1.0
+ANSWER_S = 0.5
+"""Time to wait for an answer at one look."""
 
 
 class RedisProbe:
@@ -72,24 +77,40 @@ class SchedulerProbe(_TraceProbe):
 
 
 class GatewayProbe:
-    """Ready when /health/ready answers 200, over TLS with any certificate: the launcher started that process."""
+    """Ready when /health/ready answers 200, over TLS with any certificate: the launcher started that process.
+
+    The launcher holds the port, so a request waits in its queue while the gateway starts. Look for its answer at later
+    calls.
+    """
 
     def __init__(self, host: str, port: int, tls: bool = False) -> None:
         wildcard = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # noqa: S104
         self._address = (wildcard.get(host, host.strip("[]")), port)
         self._tls = ssl._create_unverified_context() if tls else None  # noqa: S323
+        self._asked: http.client.HTTPConnection | None = None  # a request without its answer
 
     def arm(self) -> None:
-        return None
+        self._end()
 
     def ready(self) -> bool:
-        connection = http.client.HTTPConnection(*self._address, timeout=1.0)
-        if self._tls is not None:
-            connection = http.client.HTTPSConnection(*self._address, timeout=1.0, context=self._tls)
         try:
-            connection.request("GET", "/health/ready")
-            return connection.getresponse().status == 200
+            if self._asked is None:
+                self._asked = self._connection()
+                self._asked.request("GET", "/health/ready")
+            if not select.select([self._asked.sock], [], [], ANSWER_S)[0]:
+                return False
+            is_ready = self._asked.getresponse().status == 200
         except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+            is_ready = False
+        self._end()
+        return is_ready
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
+        return http.client.HTTPSConnection(*self._address, timeout=TIMEOUT_S, context=self._tls)
+
+    def _end(self) -> None:
+        if self._asked is not None:
+            self._asked.close()
+            self._asked = None

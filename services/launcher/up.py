@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -11,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
+from shared.listeners import listen
 from shared.options import Values, build, env_name, fields_of, flag, without_password
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 from shared.supervisor import ServiceSpec
@@ -53,7 +56,7 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
     screen = Screen()
     if problem := unused_gpu(worker):
         screen.event(f"the GPU of this machine is not used: {problem}")
-    with RunDir(launcher.run_dir) as run_dir:
+    with RunDir(launcher.run_dir) as run_dir, contextlib.ExitStack() as held:
         check_ports(gateway)
         local_redis = None
         access: dict[str, Any]
@@ -64,12 +67,16 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
             url, access = gateway.redis_url, gateway.redis_options()
             version = redis_server.check_server(url, **access)
             screen.event(f"redis: {version} at {without_password(url)}")
+        sockets = {
+            "port": held.enter_context(listen(gateway.host, gateway.port, "port")),
+            "ops port": held.enter_context(listen(gateway.ops_host, gateway.ops_port, "ops port")),
+        }
         env = _child_env(values, launcher, gateway, url, access.get("password"))
         shared = share_folder(run_dir.path)
         shutil.rmtree(shared, ignore_errors=True)  # of a launcher that was killed
         folder = worker.kv_share_dir or shared
         specs = _specs(
-            launcher, gateway, scheduler, worker, local_redis, env, redis_server.client(url, **access), folder
+            launcher, gateway, scheduler, worker, local_redis, env, redis_server.client(url, **access), folder, sockets
         )
 
         run_dir.write_facts(
@@ -275,6 +282,7 @@ def _specs(
     env: dict[str, str],
     client: Any,
     folder: Path,
+    sockets: Mapping[str, socket.socket],
 ) -> list[ServiceSpec]:
     keys = gateway.keys
     after = ("redis",) if local_redis else ()
@@ -286,7 +294,8 @@ def _specs(
         role: str, probe: WorkerProbe | SchedulerProbe | GatewayProbe, stop_s: float, number: int = 0, **more: str
     ) -> ServiceSpec:
         argv = [sys.executable, "-m", "services.cli", role]
-        return ServiceSpec(f"{role}-{number}", argv, {**env, **more}, probe, after, stop_s, ROOT)
+        held = sockets if role == "gateway" else {}
+        return ServiceSpec(f"{role}-{number}", argv, {**env, **more}, probe, after, stop_s, ROOT, sockets=held)
 
     roles = launcher.roles()
 

@@ -157,6 +157,14 @@ def test_killed_service_is_restarted_and_requests_work(shared_run: MakeRun, name
     until("completions work again", completes, READY_S)
 
 
+def test_clients_wait_while_a_killed_gateway_starts_again(shared_run: MakeRun) -> None:
+    said = shared_run.text().count("gateway-0 is ready again")
+    os.kill(shared_run.pids()["gateway-0"], signal.SIGKILL)
+    for _ in range(8):  # the first of them connect while there is no gateway
+        assert httpx.get(f"{shared_run.url}/health/live", timeout=READY_S).status_code == 200
+    until("the gateway is back", lambda: shared_run.text().count("gateway-0 is ready again") > said, READY_S)
+
+
 def test_sigterm_to_make_stops_everything_and_data_stays(tmp_path: Path, model: Path) -> None:
     run = MakeRun(tmp_path, model)
     for _ in range(2):

@@ -35,6 +35,8 @@ request_log = logging.getLogger("orcinus.request")
 MOST_HEADERS = 100
 OVER_THE_LIMIT = 256
 """Connections beyond the limit that get a 503; more are dropped without an answer."""
+FIRST_REQUEST_S = 0.5
+"""Time for the first request of a connection that was made as the server stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes = 0  # received since the head began, without the read in which it did
         self._past_body_bytes = 0  # received behind a head since the last byte of a body: trailers, chunk extensions
         self._held = bytearray()  # what came behind a request that waits for the answer of the one before
+        self._is_last = False  # the server stops: the connection's first request is its last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -84,6 +87,18 @@ class Protocol(HttpToolsProtocol):
         if (answered := self._answered) is not None and not answered.response_complete:
             answered.disconnected = True
             answered.message_event.set()
+
+    def shutdown(self) -> None:
+        """Close once the request is answered; leave a client that has only connected time to send its first."""
+        if self.cycle is not None:
+            super().shutdown()
+            return
+        self._is_last = True
+        self.loop.call_later(FIRST_REQUEST_S, self._close_unused)
+
+    def _close_unused(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
@@ -144,6 +159,8 @@ class Protocol(HttpToolsProtocol):
             raise self._refusal  # the parser hands it to `send_400_response`
         self._in_head, self._head_bytes = False, 0
         super().on_headers_complete()
+        if self._is_last and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle

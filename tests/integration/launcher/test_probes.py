@@ -15,6 +15,7 @@ import redis
 from deploy import certs
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.redis_server import client, configure
+from shared.listeners import listen
 from tests.support.waiting import free_port, until
 
 
@@ -81,10 +82,25 @@ def test_gateway_is_ready_when_its_health_is(tls: bool, tmp_path: Path) -> None:
             probe = GatewayProbe("0.0.0.0", gateway.server_address[1], tls)
             assert not probe.ready()
             status = 200
-            assert probe.ready()
+            until("the probe has its answer", probe.ready)
         finally:
             gateway.shutdown()
             thread.join()
+
+
+def test_gateway_that_starts_later_answers_the_request_that_waits() -> None:
+    with listen("127.0.0.1", free_port(), "port") as held:
+        probe = GatewayProbe(*held.getsockname())
+        assert not probe.ready() and not probe.ready()
+        held.setblocking(True)
+        connection, _ = held.accept()
+        with connection:
+            assert connection.recv(4096).startswith(b"GET /health/ready")
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            until("the probe has its answer", probe.ready)
+        held.setblocking(False)
+        with pytest.raises(BlockingIOError):  # it asked once
+            held.accept()
 
 
 def test_closed_port_is_not_ready() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared.listeners import listen
 from shared.supervisor import Service, ServiceSpec, describe_exit
 from tests.support.launcher import ROOT, Stack, alive, clean_env
-from tests.support.waiting import until
+from tests.support.waiting import free_port, until
 
 SERVE = "serve()\n"
 
@@ -49,6 +51,26 @@ def test_killed_service_is_restarted_and_named_with_its_log(tmp_path: Path) -> N
         assert after["alpha"] == before["alpha"]
         assert after["beta"] != before["beta"] and alive(after["beta"])
         assert (tmp_path / "beta.ready").read_text() == str(after["beta"])  # readiness of the new one, not the old
+
+
+ANSWERS = """
+from shared.listeners import listen
+listener = listen("", 0, "port")
+listener.setblocking(True)
+while True:
+    listener.accept()[0].sendall(b"hello")
+"""
+
+
+def test_clients_of_a_killed_service_wait_for_the_next_process() -> None:
+    with listen("127.0.0.1", free_port(), "port") as held:
+        service = Service(ServiceSpec("server", [sys.executable, "-c", ANSWERS], cwd=ROOT, sockets={"port": held}))
+        for _ in range(2):
+            with socket.create_connection(held.getsockname(), timeout=30) as client:  # while none runs
+                service.start()
+                assert client.recv(16) == b"hello"
+            service.signal(signal.SIGKILL)
+            until("it has ended", lambda: service.exit_code() is not None)
 
 
 @pytest.mark.parametrize("status", [0, 2])
