@@ -13,13 +13,13 @@ import pytest
 
 from services.scheduler.core.policy.presets import NEEDS, OPTIONS, PARTS, PRESETS, WAYS
 from services.worker.engine import Engine
-from shared.settings import WorkerSettings
+from tests.engine.driver import make_engine
 from tests.support import in_process
 from tests.support.models import Reference
 from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
 
-BLOCK_SIZE = 4
-BLOCKS = 26  # the longest request needs 16
+SMALL = {"max_seqs": 16, "kv_blocks": 26, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}
+"""The longest request needs 16 blocks."""
 # Occurs with certainty in this load, whatever else does. The others reserve, or estimate without an error.
 RECOMPUTES = {"sarathi", "vllm", "fastgen", "trt-max-utilization", "lmdeploy"}
 SWAPS = {"vllm", "ft-aimd"}
@@ -53,27 +53,9 @@ def load(reference: Reference) -> Load:
     return shared_prefixes(reference)
 
 
-def make_engine(reference: Reference, host_blocks: int) -> Engine:
-    return Engine(
-        WorkerSettings(
-            model=reference.path,
-            device="cpu",
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            max_seqs=16,
-            kv_blocks=BLOCKS,
-            host_blocks=host_blocks,
-            max_input_tokens=48,
-            max_output_tokens=16,
-            max_step_tokens=512,
-            threads=1,
-        )
-    )
-
-
 @pytest.fixture(scope="module")
 def engine(reference: Reference) -> Engine:
-    return make_engine(reference, host_blocks=32)
+    return make_engine(reference.path, host_blocks=32, **SMALL)
 
 
 @pytest.mark.parametrize("policy", PRESETS)
@@ -95,26 +77,12 @@ def test_a_policy_made_of_parts_gives_the_references_tokens(engine: Engine, load
     assert core.stats()["prefix_hit_tokens"] > 0
 
 
-def test_the_default_swaps_where_copies_are_cheaper(engine: Engine, load: Load) -> None:
-    recorded, core = in_process.run(engine, load.requests(), "orcinus:memory=watermark", prefix_cache=False)
-    load.check(recorded)
-    assert core.stats()["preemptions"] > 0
-    assert core.stats()["swapped_blocks"] > 0
-
-
 @pytest.mark.parametrize("settings", [{"prefix_cache": False}, {"microbatches": 3, "lookahead": 2}])
 def test_without_a_host_tier_the_default_recomputes(reference: Reference, load: Load, settings: dict[str, Any]) -> None:
-    engine = make_engine(reference, host_blocks=0)
+    engine = make_engine(reference.path, **SMALL)
     recorded, core = in_process.run(engine, load.requests(), "orcinus:memory=watermark", **settings)
     load.check(recorded)
     stats = core.stats()
     assert stats["preemptions"] > 0
     assert stats["recomputed_tokens"] > 0
     assert stats["swapped_blocks"] == 0
-
-
-def test_one_run_through_all_presets_gives_the_references_tokens(engine: Engine, load: Load) -> None:
-    first, *others = PRESETS
-    recorded, core = in_process.run(engine, load.requests(), first, lookahead=1, prefix_cache=True, then=others)
-    load.check(recorded)
-    assert core.policy.name == others[-1]

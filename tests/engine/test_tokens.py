@@ -113,18 +113,6 @@ def test_blocks_appended_one_by_one_serve_as_well_as_a_full_table(grouped: Refer
     assert [driver.outputs[0], driver.outputs[1]] == grouped.outputs[:2]
 
 
-def test_a_shared_prefix_is_read_from_another_sequences_blocks(grouped: Reference) -> None:
-    driver = Driver(make_engine(grouped.path))
-    prompt = max(grouped.prompts, key=len)
-    expected = grouped.outputs[grouped.prompts.index(prompt)]
-    driver.enter(0, prompt)
-    driver.run(0, 1)
-    shared = (len(prompt) - 1) // 4
-    driver.enter(1, prompt, computed=4 * shared, blocks=pack([*driver.blocks(0)[:shared], *driver.blocks(1)[shared:]]))
-    assert driver.run(1, 24) == expected
-    assert driver.engine._slots.computed[1] == len(prompt) + 23
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_swapping_out_and_in_restores_the_bits_and_the_tokens(
     grouped: Reference, monkeypatch: pytest.MonkeyPatch, dtype: str
@@ -194,7 +182,10 @@ def test_the_checkpoints_type_is_the_default_and_float16_is_widened(tmp_path: Pa
 
 
 def test_a_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Reference) -> None:
-    sampling = worker_pb2.Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=77)
+    sampling = worker_pb2.Sampling(
+        temperature=0.9, top_p=0.95, top_k=40, min_p=0.001, seed=77, repetition_penalty=1.2, presence_penalty=0.5,
+        frequency_penalty=0.3, bias_ids=pack([70, 71]), bias_values=np.array([3.5, -50], np.float32).tobytes(),
+    )  # fmt: skip
     engine = make_engine(grouped.path)
     alone = Driver(engine)
     alone.enter(0, grouped.prompts[0], sampling=sampling)
@@ -220,22 +211,6 @@ def test_a_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Re
     assert other.run(0, 20) != expected
 
 
-def test_log_probabilities_are_the_references(grouped: Reference) -> None:
-    driver = Driver(make_engine(grouped.path))
-    prompt, output = grouped.prompts[1], grouped.outputs[1]
-    driver.enter(0, prompt, sampling=worker_pb2.Sampling(logprobs=6))
-    driver.enter(1, grouped.prompts[0])
-    driver.enter(2, prompt, sampling=worker_pb2.Sampling(logprobs=1))
-    for _ in range(10):
-        driver.step({0: 64, 1: 64, 2: 64})
-    exact = grouped.logits(prompt + output).double().log_softmax(-1)[len(prompt) - 1 :]
-    for i in range(10):
-        assert driver.logprobs[0][i].sampled == pytest.approx(float(exact[i, output[i]]), abs=1e-3)
-        assert_likely(driver.logprobs[0][i].best, exact[i], 5)
-    assert driver.logprobs[1] == []
-    assert driver.logprobs[2] == [TokenLogprobs(one.sampled, []) for one in driver.logprobs[0]]
-
-
 def test_log_probabilities_are_the_same_in_chunks_in_company_and_after_a_preemption(grouped: Reference) -> None:
     """Temperature, penalties and bias change the choice and not the model's distribution."""
     sampling = worker_pb2.Sampling(
@@ -245,9 +220,10 @@ def test_log_probabilities_are_the_same_in_chunks_in_company_and_after_a_preempt
     prompt = grouped.prompts[0]
     driver = Driver(make_engine(grouped.path))
     driver.enter(4, prompt, sampling=sampling)
+    driver.enter(2, prompt, sampling=worker_pb2.Sampling(logprobs=1))
     driver.enter(7, grouped.prompts[2])
     while len(driver.outputs[4]) < 6:
-        driver.step({7: 3, 4: 5})
+        driver.step({7: 3, 4: 5, 2: 64})
     before, first = list(driver.outputs[4]), list(driver.logprobs[4])
     driver.free(4)
     driver.enter(1, prompt + before, prompt=len(prompt), sampling=sampling)
@@ -256,6 +232,10 @@ def test_log_probabilities_are_the_same_in_chunks_in_company_and_after_a_preempt
     tokens, found = driver.outputs[1], first + driver.logprobs[1]
     exact = grouped.logits(prompt + tokens).double().log_softmax(-1)[len(prompt) - 1 :]
     assert len(found) == len(tokens)
+    assert driver.logprobs[7] == []
+    greedy = grouped.logits(prompt + driver.outputs[2]).double().log_softmax(-1)[len(prompt) - 1 :]
+    for i, (token, one) in enumerate(zip(driver.outputs[2], driver.logprobs[2], strict=True)):
+        assert one == TokenLogprobs(pytest.approx(float(greedy[i, token]), abs=1e-3), [])
     for i, token in enumerate(tokens):
         assert found[i].sampled == pytest.approx(float(exact[i, token]), abs=1e-3)
         assert_likely(found[i].best, exact[i], 20)

@@ -162,18 +162,6 @@ def test_a_new_run_begins_while_steps_of_the_old_are_out(
     new.call.cancel()
 
 
-def test_copies_are_acknowledged_without_a_further_step(
-    channel: grpc.Channel, engine: Engine, reference: Reference
-) -> None:
-    """Nobody would send one: the scheduler waits for them."""
-    run = Client(channel, epoch=1)
-    for step in range(1, 7):
-        run.send(step, swap_out_gpu=pack([step, 20 + step]), swap_out_host=pack([0, step]))
-        acks = unpack(next(run.call).swap_out_acks).tolist()
-        assert acks == [step, 20 + step]
-    run.call.cancel()
-
-
 def test_what_an_older_run_left_behind_is_no_step_that_will_tell_of_copies(
     channel: grpc.Channel, server: WorkerServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

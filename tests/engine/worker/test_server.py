@@ -15,7 +15,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker import pipeline
 from services.worker.engine import Engine
-from services.worker.in_flight import InFlightStep
 from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
@@ -165,23 +164,6 @@ def test_a_broken_step_gets_an_error_and_the_run_stays_broken_until_a_new_hello(
     again.call.cancel()
 
 
-def test_an_exception_in_the_engine_is_an_answer_and_not_the_end(
-    channel: grpc.Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> None:
-        raise MemoryError("no memory left for the batch")
-
-    run = Client(channel, epoch=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_compiled", broken)
-        run.send(1, **first_step(reference.prompts[0], 24))
-        assert next(run.call).error == "MemoryError: no memory left for the batch"
-    again = Client(channel, epoch=1)
-    again.send(1, **first_step(reference.prompts[0], 24))
-    assert unpack(next(again.call).tokens).tolist() == reference.outputs[0][:1]
-    again.call.cancel()
-
-
 def test_an_engine_that_fails_at_everything_ends_the_worker_and_blames_no_step_for_that(
     channel: grpc.Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,35 +202,6 @@ def test_a_draining_worker_answers_what_it_has_and_says_so_to_who_comes_late(
     late = Client(channel, epoch=2)
     assert next(late.call).draining
     late.call.cancel()
-
-
-def test_steps_of_a_replaced_run_that_were_queued_are_dropped(
-    channel: grpc.Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered, go = threading.Event(), threading.Event()
-    executed: list[tuple[int, int]] = []
-    submit = engine.submit
-
-    def slow(step: worker_pb2.Step, received_ns: int = 0) -> InFlightStep:
-        executed.append((step.epoch, step.id))
-        entered.set()
-        if not go.wait(DEADLINE_S):
-            raise TimeoutError("the test never let the step go on")
-        return submit(step, received_ns)
-
-    monkeypatch.setattr(engine, "submit", slow)
-    old = Client(channel, epoch=1)
-    old.send(1, **first_step(reference.prompts[0], 24))
-    for k in range(5):
-        old.send(2 + k, **chunk(len(reference.prompts[0]) + k, 1))
-    assert entered.wait(DEADLINE_S)
-    new = Client(channel, epoch=2)
-    assert old.ended_with() == grpc.StatusCode.ABORTED
-    go.set()
-    new.send(1, **first_step(reference.prompts[1], 24))
-    assert unpack(next(new.call).tokens).tolist() == reference.outputs[1][:1]
-    assert executed == [(1, 1), (2, 1)]
-    new.call.cancel()
 
 
 def test_describe_and_health_answer_while_a_run_lasts_and_tell_the_limits(
