@@ -65,8 +65,7 @@ def test_a_worker_that_is_told_to_end_answers_its_steps_and_the_next_start_goes_
     assert events(stack, "worker_left") == 1
     assert events(stack, "worker_lost") == lost
     assert "worker worker-0 left: worker drained" in stack.log("scheduler")
-    after = stack.settled()
-    assert (after["blocks"], after["pending"]) == (after["total"], [0, 0, 0, 0])
+    stack.settled_empty()
 
 
 def test_every_service_is_drained_and_started_again_under_load_and_no_client_sees_an_error(

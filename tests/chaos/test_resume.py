@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.chaos.streams import load
 from tests.support import sse
 from tests.support.gateway_process import GatewayProcess
 from tests.support.models import Reference
@@ -65,7 +64,7 @@ class Told:
     error: str = ""
     done: int = 0
 
-    def read(self, lines: Iterable[str], events: int = 1 << 30, started: threading.Event | None = None) -> None:
+    def read(self, lines: Iterable[str], events: int = 1 << 30) -> None:
         """Takes in so many events."""
         for event in sse.events(lines):
             if event.data == sse.DONE:
@@ -73,8 +72,6 @@ class Told:
                 continue
             self._take(event.json, event.id)
             events -= 1
-            if started is not None and sum(map(len, self.ids.values())) > 4:
-                started.set()
             if not events:
                 return
 
@@ -109,35 +106,13 @@ def body(stack: Stack, prompt: list[int], **fields: Any) -> dict[str, Any]:
 def test_streams_of_a_gateway_that_ends_go_on_at_another(
     stack: Stack, reference: Reference, other: GatewayProcess, how: int
 ) -> None:
-    clients = [Told() for _ in range(STREAMS)]
-    flowing = [threading.Event() for _ in clients]
-
-    def first(index: int) -> None:
-        url = f"{stack.url}/v1/completions"
-        try:
-            with httpx.stream(
-                "POST", url, json=body(stack, reference.prompts[index]), headers=headers(), timeout=120
-            ) as answer:
-                clients[index].read(answer.iter_lines(), started=flowing[index])
-        except httpx.TransportError:
-            pass
-
-    with ThreadPoolExecutor(STREAMS) as pool:
-        working = [pool.submit(first, index) for index in range(STREAMS)]
-        until("all streams flow", lambda: all(event.is_set() for event in flowing), 60)
+    with load(stack, reference, LONG, other.url) as under_way:
         stack.kill("gateway", how)
-        for work in working:
-            work.result(60)
-        assert all(client.done == 0 for client in clients), "the streams were over before the gateway was"
-        for work in [pool.submit(client.go_on, other.url) for client in clients]:
-            work.result(120)
+        under_way.check(LONG)
+        assert all(stream.resumed for stream in under_way.streams)
     stack.start("gateway")
     until("the stack is ready", stack.ready, 60)
-    for client, output in zip(clients, reference.outputs, strict=True):
-        assert client.ids[0][: len(output)] == output
-        assert (len(client.ids[0]), client.reasons, client.done) == (LONG, {0: ["length"]}, 1)
-    after = stack.settled()
-    assert (after["blocks"], after["pending"]) == (after["total"], [0, 0, 0, 0])
+    stack.settled_empty()
 
 
 def test_from_every_event_the_rest_is_told_once(stack: Stack, reference: Reference, other: GatewayProcess) -> None:

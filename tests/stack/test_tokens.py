@@ -1,6 +1,7 @@
 """Greedy tokens of the real stack equal transformers': HTTP, Redis, scheduler and worker as separate processes.
 
-Rows of the matrix of test_tokens_in_process in which every value of a setting occurs. Those with a small pool run `sarathi`, which admits without regard to later growth, and must preempt.
+Rows of the matrix of test_tokens_in_process in which every value of a setting occurs. Those with a small pool
+run `sarathi`, which admits without regard to later growth, and must preempt.
 """
 
 from __future__ import annotations

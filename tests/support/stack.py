@@ -184,6 +184,9 @@ class Stack:
             "keys without a TTL": lasting,
         }
 
+    def wait_workers(self, count: int) -> None:
+        until(f"the shard has {count} workers", lambda: self.stats().get("workers") == str(count), START_S)
+
     def settled_empty(self) -> None:
         """Wait until nothing is running; all blocks must be free or cached, and no entry pending."""
         after = self.settled()

@@ -125,8 +125,7 @@ def test_a_killed_process_takes_no_other_stream_along_and_its_own_go_on_at_the_s
             assert (stream.resumed > 0) == (gateway == victim)
     after = both(stack)
     assert after[1 - number] == before[1 - number] and after[number] != victim
-    settled = stack.settled()
-    assert (settled["blocks"], settled["pending"]) == (settled["total"], [0, 0, 0, 0])
+    stack.settled_empty()
 
 
 def test_a_process_that_was_restarted_counts_anew_and_the_other_goes_on_counting(stack: Stack) -> None:

@@ -146,12 +146,3 @@ def test_a_process_that_dies_as_soon_as_it_serves_waits_longer_each_time(referen
             "0.2", "0.4", "0.8", "1.6",
         ]  # fmt: skip
         assert kept.is_running()
-
-
-def test_the_children_of_a_parent_that_is_killed_end_with_it(reference: Reference, tmp_path: Path) -> None:
-    with parent(tmp_path, reference.path) as gateway:
-        gateway.serving(2)
-        children = gateway.children()
-        gateway.process.kill()
-        gateway.process.wait(60)
-        until("all have ended", lambda: not any(child.is_running() for child in children))

@@ -181,17 +181,6 @@ def test_a_profile_names_every_command(variant: str) -> None:
     assert all(took >= 0 for _, took in found)
 
 
-@pytest.mark.parametrize("parts", [[5, 92], [97, 1], [96]])
-def test_rows_that_do_not_add_up_are_refused(variant: str, parts: list[int]) -> None:
-    ops = CpuOps(library(variant), 1)
-    pieces = [torch.zeros(rows, HIDDEN) for rows in parts]
-    if sum(parts) == VOCAB:
-        ops.pack_linear(pieces, VOCAB, HIDDEN, None)
-        return
-    with pytest.raises(ValueError, match=f"{sum(parts)} rows were given"):
-        ops.pack_linear(pieces, VOCAB, HIDDEN, None)
-    with pytest.raises(ValueError, match=f"{sum(parts)} rows were given"):
-        ops.pack_embedding(pieces, VOCAB, HIDDEN)
 
 
 def test_the_backend_runs_the_variant_that_is_named(request: pytest.FixtureRequest) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Finish, Int32, Limits, Records, StepResult
+from services.scheduler.core.types import Finish, Int32, Limits, NewRequest, Records, StepResult
 from tests.unit.scheduler.core.twin import MS, House, answer, request
 
 LIMITS = Limits(slots=8, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128)
@@ -236,6 +236,9 @@ def test_wrong_calls_are_refused() -> None:
         h.core.apply(StepResult(1, 0, np.array([3], np.int32), np.array([1], np.int32)), h.now)
     with pytest.raises(ValueError, match="2 tokens for 1"):
         h.core.apply(StepResult(1, 0, np.array([0], np.int32), np.array([1, 2], np.int32)), h.now)
+    for wrong in (NewRequest("x", [], 4), NewRequest("y", [request("z").prompts[0]], 4, n=0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            h.core.add(wrong, h.now)
     assert h.core.unfinished == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Finish, Limits, NewRequest
+from services.scheduler.core.types import Finish, Limits
 from tests.unit.scheduler.core.named import house
 from tests.unit.scheduler.core.twin import MS, House, request
 
@@ -200,11 +200,3 @@ def test_who_shares_blocks_with_one_that_is_swapped_out_may_end_during_the_copy(
     for i in range(4):  # these take whatever is free, while the copy is under way
         h.add(request(f"d{i}", 10, 4, seed=30 + i))
     h.finish()
-
-
-def test_a_request_without_prompt_or_choice_is_refused() -> None:
-    core = Scheduler("orcinus")
-    for wrong in (NewRequest("x", [], 4), NewRequest("y", [request("z").prompts[0]], 4, n=0)):
-        with pytest.raises(ValueError, match="at least 1"):
-            core.add(wrong, 0)
-    assert core.idle

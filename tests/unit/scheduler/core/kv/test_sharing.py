@@ -130,19 +130,6 @@ def test_a_swapped_sequence_goes_on_where_it_was() -> None:
     assert (stats["preemptions"], stats["recomputed_tokens"], stats["swapped_blocks"]) == (1, 0, 8)
 
 
-def test_a_cancelled_sequence_gives_its_host_blocks_back() -> None:
-    h = House(Scheduler("sarathi:relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
-    for seed, name in enumerate("ab"):
-        h.add(request(name, 4, 9, seed=seed))
-    while not h.core.stats()["swapped"]:
-        h.step_once()
-    assert h.core.stats()["host_blocks_free"] < 8
-    h.take(h.core.cancel("b", h.now))
-    h.core.check()
-    assert h.core.stats()["host_blocks_free"] == 8 and h.core.stats()["swapped"] == 0
-    h.finish()
-
-
 def test_an_urgent_request_takes_slot_and_blocks_of_lower_ones_that_lose_least() -> None:
     h = house("orcinus", slots=2, blocks=64, block_size=4)
     h.add(request("old", 20, 30, seed=1, priority=3))

@@ -17,7 +17,7 @@ from services.scheduler.core.state import Counters
 from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from shared.columns import pack, unpack
-from tests.unit.scheduler.core.twin import House, answer, request
+from tests.unit.scheduler.core.twin import House, request
 
 BOTH = Limits(slots=8, blocks=40, block_size=4, max_model_len=80, max_step_tokens=64, host_blocks=60, kv_format="f")
 BOTH.host_tier = "folder/"
@@ -85,16 +85,6 @@ def test_without_the_other_role_a_replica_does_both() -> None:
             h.add(request(f"r{i}", 10, 8, seed=i))
         h.finish()
         assert counters(h).handed == 0
-
-
-@pytest.mark.parametrize(
-    "other", [replace(D, host_tier="elsewhere/"), replace(D, kv_format="g"), replace(D, host_tier="")]
-)
-def test_replicas_that_do_not_share_a_folder_and_a_format_are_no_peers(other: Limits) -> None:
-    h = House(Scheduler("orcinus"), P)
-    h.join(other)
-    assert h.plan(0) is None and h.plan(1) is None
-    assert h.plan(0) is None
 
 
 def test_peers_are_told_of_who_joins_and_of_who_is_lost() -> None:
@@ -290,34 +280,6 @@ def test_peers_and_their_blocks_cross_the_wire() -> None:
     assert unpack(step.swap_in_peers).tolist() == [0, -1]
     result = worker_pb2.Result(id=1, peer_acks=pack(np.array([0], np.int32)))
     assert result_from_wire(result, 1).peer_acks.tolist() == [0]
-
-
-def test_what_is_parked_after_it_was_handed_over_is_computed_anew() -> None:
-    """Others may take it than those to whom its KV was offered."""
-    h = house(P, replace(D, slots=1), lookahead=0)
-    for i in range(3):
-        h.add(request(f"r{i}", 9, 25, seed=i))
-    until(h, lambda: counters(h).handed == 3, h.step_once)
-    for _ in range(4):
-        h.step_once()
-    for i in range(3):
-        h.core.park(f"r{i}")
-        h.core.resume(f"r{i}", h.now)
-    h.finish(bound=500)
-
-
-@pytest.mark.parametrize("at_token", [0, 4, 9])
-def test_a_sequence_stopped_before_its_chunk_is_answered_does_no_harm(at_token: int) -> None:
-    h = house(P, D)
-    again = request("r", 9, 30, seed=3)
-    again.outputs = [np.array(answer(again, 0, 80)[0][:13], np.int32)]
-    h.add(again)
-    h.plan(0)
-    h.plan(0)
-    assert counters(h).handed == 1
-    h.stop("r", 0, at_token)
-    h.answer(0)
-    h.finish()
 
 
 def test_nothing_is_handed_over_while_another_policy_waits_for_the_end_of_what_runs() -> None:

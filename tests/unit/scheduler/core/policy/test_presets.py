@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from services.scheduler.core.policy.base import Mode
@@ -121,13 +120,14 @@ def test_iteration_level_gives_chunks_of_256_at_most_by_class_and_slack() -> Non
 # -- memory by need
 
 
-def test_lightllm_admits_by_the_peak_where_a_reservation_would_not() -> None:
+@pytest.mark.parametrize(("policy", "runs"), [("lightllm", "ab"), ("orcinus", "ab"), ("orca", "a")])
+def test_peak_admits_where_a_reservation_would_not(policy: str, runs: str) -> None:
     """9 blocks of 4. a (23 tokens, 6 blocks at its end) has 4 steps to go; b grows to 5 blocks after a has gone."""
-    h = house("lightllm", blocks=9)
+    h = house(policy, blocks=9)
     add(h, ("a", 4, 20))
     who(h, 16)
     add(h, ("b", 4, 16))
-    assert who(h, 1) == ["ab"]
+    assert who(h, 1) == [runs]
     h.finish()
     assert h.core.stats()["preemptions"] == 0
 
@@ -212,17 +212,6 @@ def test_sglang_skips_prefill_when_fewer_than_64_tokens_are_left() -> None:
     assert h.step() == {"b": (5, 1), "c": (5, 1), "d": (0, 64)}
     assert h.step() == {"b": (6, 1), "c": (6, 1), "d": (64, 26)}
     h.finish()
-
-
-def test_sglang_retracts_the_one_with_least_output_and_the_longest_input() -> None:
-    relief = preset("sglang").relief
-    h = house("sglang")
-    add(h, ("a", 3, 9))
-    h.step()
-    add(h, ("b", 9, 9), ("c", 5, 9))
-    h.step()
-    table = h.core.replicas[0].table
-    assert table.request[relief.choose(table, np.arange(3, dtype=np.int32))].id == "b"
 
 
 # -- ft-aimd
