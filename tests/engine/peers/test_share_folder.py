@@ -95,9 +95,15 @@ def test_a_folder_is_refused_with_what_to_do(path: Path, tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*/link: .*a symbolic link is not followed"):
         ShareFolder(tmp_path / "link")
-    tmp_path.chmod(0o755)
-    with pytest.raises(ConfigurationError, match="name a folder inside it"):
-        ShareFolder(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*Not a directory"):
+        ShareFolder(tmp_path / "file")
+    with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*No such file"):
+        ShareFolder(tmp_path / "no" / "such")
+    for mode in (0o710, 0o703, 0o755):
+        tmp_path.chmod(mode)
+        with pytest.raises(ConfigurationError, match=rf"mode {mode:o}.*name a folder inside it.*mode 700"):
+            ShareFolder(tmp_path)
 
 
 def test_a_process_that_is_halted_with_the_lock_is_not_waited_for_without_end(

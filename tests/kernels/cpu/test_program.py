@@ -181,8 +181,6 @@ def test_a_profile_names_every_command(variant: str) -> None:
     assert all(took >= 0 for _, took in found)
 
 
-
-
 def test_the_backend_runs_the_variant_that_is_named(request: pytest.FixtureRequest) -> None:
     name = request.config.getoption("--kernels-variant")
     if not name:

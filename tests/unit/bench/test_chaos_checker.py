@@ -152,40 +152,33 @@ def test_a_planted_bug_is_found(edit: Callable[[History], None], kind: str) -> N
     assert kind in kinds(history)
 
 
-def test_what_was_never_taken_up_is_lost_unless_it_was_refused() -> None:
+@pytest.mark.parametrize(
+    ("make", "plan", "end", "finish", "found"),
+    [
+        (refused, "stay", "internal_error", "", {"lost"}),  # it was never taken up, and not refused
+        (cancelled, "cancel", "record_lost", "3,3", {"lost"}),
+        (cancelled, "cancel", "cancelled", "3,5", {"lost"}),
+        (good, "cancel", "done", "2,3", set()),  # the whole answer came before the cancel
+        (good, "stay", "done", "2,3", {"lost"}),
+        (cancelled, "slow", "slow_client", "3,3", set()),
+        (cancelled, "stay", "slow_client", "3,3", {"lost"}),
+        (good, "background", "done", "2,1", set()),
+        (good, "background", "cancelled", "2,1", {"lost"}),
+    ],
+)
+def test_end_is_lost_unless_the_plan_of_the_client_explains_it(
+    make: Callable[[], History], plan: str, end: str, finish: str, found: set[str]
+) -> None:
+    history = make()
+    history.plan, history.connections[-1].end = plan, end
+    if finish:
+        history.record["finish"] = finish
+    assert kinds(history) == found
+
+
+def test_request_without_a_connection_is_lost() -> None:
     history = refused()
-    history.connections[0].end = "internal_error"
-    assert kinds(history) == {"lost"}
     history.connections.clear()
-    assert kinds(history) == {"lost"}
-
-
-def test_a_cancel_that_ends_as_an_error_is_lost() -> None:
-    history = cancelled()
-    history.connections[0].end = "record_lost"
-    assert kinds(history) == {"lost"}
-
-
-def test_a_cancelled_request_whose_record_failed_is_lost() -> None:
-    history = cancelled()
-    history.record["finish"] = "3,5"
-    assert kinds(history) == {"lost"}
-
-
-def test_who_cancels_may_get_the_whole_answer_and_nobody_else() -> None:
-    history = good()
-    history.record["finish"] = "2,3"
-    history.plan = "cancel"
-    assert kinds(history) == set()
-    history.plan = "stay"
-    assert kinds(history) == {"lost"}
-
-
-def test_who_reads_slowly_may_be_cut_and_nobody_else() -> None:
-    history = cancelled()
-    history.plan, history.connections[0].end = "slow", "slow_client"
-    assert kinds(history) == set()
-    history.plan = "stay"
     assert kinds(history) == {"lost"}
 
 
@@ -301,11 +294,3 @@ def test_a_deadline_waits_longer_where_more_processes_want_to_run_than_there_are
     assert not deadline.passed()
     now += 0.2
     assert deadline.passed() == passed
-
-
-def test_who_asks_for_what_runs_in_the_background_has_to_get_it() -> None:
-    history = good()
-    history.plan = "background"
-    assert kinds(history) == set()
-    history.connections[2].end = "cancelled"
-    assert "lost" in kinds(history)

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from protos import queue_pb2
-from services.scheduler.core.types import Enter, Finish, FinishedRequest, NewRequest, Outcome, StepPlan
+from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
 from services.scheduler.requests.intake import Clock, Entry, decode, extend, room_by_class
 from services.scheduler.requests.publisher import arguments, batches
 from services.scheduler.telemetry import Stats, Window
-from services.scheduler.workers.loop import InFlight
 from shared.columns import pack, unpack
 
 SECOND = 1_000_000_000
@@ -258,24 +257,3 @@ def test_what_was_published_after_the_last_checkpoint_stands() -> None:
         ],
     )
     assert [output.tolist() for output in new.outputs] == [[1, 2, 3, 4], [7]]
-
-
-def test_the_suspects_are_those_who_had_the_slots_when_the_dead_step_was_sent() -> None:
-    flight = InFlight()
-
-    def plan(step: int, enters: list[tuple[int, str]], slots: list[int]) -> StepPlan:
-        empty = np.zeros(0, np.int32)
-        entered = [Enter(slot, request(name, "g"), 0, empty, 0, 0, empty) for slot, name in enters]
-        columns = np.array(slots, np.int32)
-        return StepPlan(
-            step, 0, empty, empty, empty, empty, empty, entered, empty, empty, columns, columns, columns, columns > 0
-        )
-
-    flight.sent(plan(1, [(0, "a"), (1, "b")], [0, 1]))
-    flight.answered(1)
-    assert flight.oldest() == set()
-    flight.sent(plan(2, [], [0, 1]))
-    flight.sent(plan(3, [(0, "c")], [0, 1]))  # a has left; c has its slot
-    assert flight.oldest() == {"a", "b"}
-    flight.answered(2)
-    assert flight.oldest() == {"c", "b"}

@@ -157,20 +157,3 @@ def test_a_bad_case_is_refused_with_its_field_value_and_remedy(
     assert main(["--cases", str(file), "--check"]) == 2
     printed = capsys.readouterr()
     assert says in printed.err and printed.err.startswith("error: ") and not printed.out
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--cases", "x"], "--steps or --check"),
-        (["--cases", "x", "--steps", "--check"], "--steps or --check"),
-        (["--check"], "add --cases"),
-        (["--cases", "nowhere.json", "--check"], "nowhere.json: No such file"),
-        (["--cases", "x", "--check", "--requests", "3"], "ignores --requests"),
-    ],
-)
-def test_options_of_cases_that_do_not_fit_are_refused(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    assert says in capsys.readouterr().err

@@ -91,12 +91,6 @@ def test_four_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in pictures.values())
 
 
-@pytest.mark.parametrize("also", [["--plots", "x"], ["--rate-scale", "1,2"]])
-def test_a_search_refuses_what_it_would_ignore(also: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--find", "knee", *also]) == 2
-    assert "drop --plots" in capsys.readouterr().err
-
-
 def test_speed_counts_iterations_with_all_slots_taken() -> None:
     line = measure("orca", 4, requests=8)
     assert line["iterations"] >= 128

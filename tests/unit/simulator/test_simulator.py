@@ -81,23 +81,6 @@ def test_orca_is_as_a_loop_over_lists_says(seed: int) -> None:
     assert seen.worst_ns.tolist() == [int(max(np.diff(times), default=0)) for times in told]
 
 
-def test_an_arrival_inside_a_step_waits_for_the_next_one() -> None:
-    run = simulate("orca", at([0, 4, 95], [4, 4, 4], [3, 2, 2]), BARE, TEN)
-    assert of(run, "ttft_ns") == [10, 16, 10]  # the second enters at 10; the third finds the device idle
-    assert of(run, "e2e_ns") == [30, 26, 20]
-    assert run.result["duration_s"] == 0.115
-
-
-def test_a_long_prefill_is_the_gap_of_those_who_decode() -> None:
-    clock = Linear(c0=1 * MS, c1=1 * MS)  # 1 ms + 1 ms a token
-    run = simulate("orca", at([0, 1], [2, 100], [4, 2]), BARE, clock)
-    # 0..3 prefill of 2; 3..105 its decode with 100 prompt tokens; then 2 decodes, 3 ms; then 1 decode, 2 ms
-    assert of(run, "ttft_ns") == [3, 104]
-    assert of(run, "worst_ns") == [102, 3]
-    assert of(run, "e2e_ns") == [110, 107]
-    assert run.result["goodput_rps"] == pytest.approx(1 / 0.110, rel=1e-4)  # the first had a gap of 102 ms
-
-
 def test_chunks_keep_the_gap_short() -> None:
     clock = Linear(c0=1 * MS, c1=1 * MS)
     run = simulate("sarathi", at([0, 1], [2, 100], [4, 2]), replace(BARE, step_tokens=40), clock)

@@ -175,27 +175,6 @@ def test_the_head_is_the_one_that_a_search_of_all_the_waiting_finds(order: str, 
         assert sorted(s.number for s in queue) == sorted(s.number for s in model.waiting)
 
 
-def test_late_ones_get_every_eighth_admission_while_others_are_in_time() -> None:
-    """start by: arrival + 2 s - 0.5 ms. b arrived before a, and both are late at 100 s; the others have 2 s each."""
-    queue = ClassThenSlack(age_ns=0).queue()
-    for sequence in (waiting(0, 91 * S), waiting(1, 90 * S)):
-        queue.push(sequence, 100 * S)
-    for number in range(2, 30):
-        queue.push(waiting(number, 100 * S + number), 100 * S)
-    served = []
-    while (head := queue.head(100 * S)) is not None:
-        queue.pop(head)
-        served.append(head.number)
-    assert served == [*range(2, 9), 1, *range(9, 16), 0, *range(16, 30)]
-
-
-def test_who_has_outputs_already_goes_before_all_who_wait_for_their_first_token() -> None:
-    queue = ClassThenSlack().queue()
-    for sequence in (waiting(0, 99 * S), waiting(1, 98 * S, outputs=3), waiting(2, 97 * S, outputs=1)):
-        queue.push(sequence, 100 * S)
-    assert queue.head(100 * S).number == 2
-
-
 def test_every_32nd_admission_is_of_the_longest_waiting_of_the_late_while_urgent_ones_wait() -> None:
     queue = ClassThenSlack().queue()
     queue.push(waiting(0, 0, priority=3), 0)

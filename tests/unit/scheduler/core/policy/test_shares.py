@@ -16,9 +16,9 @@ from tests.unit.scheduler.core.policy.rows import Rows, drained, waiting
 NORMAL, LOW = 2, 3
 
 
-def _share() -> ByShare:
-    """Nobody is ever late; inside it the first come is first."""
-    return ByShare(lambda: BySlack(lambda sequence: 1 << 60, arrival), Spare())
+def _share(spare: Spare | None = None) -> ByShare:
+    """Make a share in which no sequence is ever late; inside it the first come is first."""
+    return ByShare(lambda: BySlack(lambda sequence: 1 << 60, arrival), spare or Spare())
 
 
 def _serve(order: ClassThenSlack, tenants: list[int], tokens: list[int], priority: int = NORMAL) -> None:
@@ -109,21 +109,16 @@ def test_each_class_has_counters_of_its_own() -> None:
     assert [s.number for s in drained(queue, 2)] == [2, 3, 1, 0, 4]
 
 
-def test_tokens_of_one_tenant_alone_are_not_counted() -> None:
-    """Nor is anything kept for it: what is not counted costs no time."""
-    order = ClassThenSlack()
-    queue = order.queue()
+def test_several_tenants_wait_only_once_a_second_one_comes() -> None:
+    """The order counts no tokens before: what is not counted costs no time."""
+    share = _share()
     for number in range(3):
-        queue.push(waiting(number, number, tenant=7), 1)
-    share = order._shares[NORMAL]
-    assert not share.several
+        share.push(waiting(number, number, tenant=7), 1)
     before = share.counters.counter[7]
-    queue.pop(queue.head(2))
-    _serve(order, [7], [10])
-    assert not share.several
-    assert share.counters.counter[7] == before
-    assert not share._taken
-    assert not share._charged
+    share.pop(share.head(2))
+    assert not share.several and share.counters.counter[7] == before
+    share.push(waiting(3, 3, tenant=8), 2)
+    assert share.several
 
 
 def _full(order: ClassThenSlack, tenants: list[int], running: list[int], most: int) -> Queue:
@@ -202,8 +197,8 @@ def test_urgent_ones_leave_none_while_there_are_slots_of_lower_classes_to_take()
 def test_whoever_is_head_is_not_ahead_unless_all_are(events: list[tuple[str, int, int]]) -> None:
     """Nothing is lost or invented, whatever happens; and the head's tenant is within the allowance of the least served
     of those who wait, at the moment's beginning, or has the least of all who may enter."""
-    share = _share()
-    spare = share._spare
+    spare = Spare()
+    share = _share(spare)
     all_of: list[Sequence] = []
     charged: dict[int, int] = {}
     for now, (kind, tenant, tokens) in enumerate(events, 1):
