@@ -58,7 +58,7 @@ def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference:
     assert stack.stats()["failed"] == "0"
 
 
-def test_a_second_shard_gets_one_of_the_two_workers_and_leaves_it_behind(stack: Stack, reference: Reference) -> None:
+def test_second_shard_gets_one_of_two_workers_and_returns_it(stack: Stack, reference: Reference) -> None:
     """A scheduler that comes without a worker gets one of the first one's; when it ends, the first has both again."""
     with load(stack, reference, LONG) as under_way:
         stack.start("scheduler", "scheduler-1", shard="shard-1")

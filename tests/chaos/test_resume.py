@@ -142,7 +142,7 @@ def test_from_every_event_the_rest_is_told_once(stack: Stack, reference: Referen
     assert len({last for last, _ in ends}) == len(ends) >= 4 * 3
 
 
-def test_a_chat_goes_on_behind_its_role_and_its_stop_string(stack: Stack, other: GatewayProcess) -> None:
+def test_chat_goes_on_behind_its_role_and_its_stop_string(stack: Stack, other: GatewayProcess) -> None:
     asked = {
         "model": stack.name, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 40,
         "temperature": 0, "ignore_eos": True, "return_token_ids": True,
@@ -167,7 +167,7 @@ def test_a_chat_goes_on_behind_its_role_and_its_stop_string(stack: Stack, other:
         assert (part.text, part.reasons, part.done) == (whole.text, whole.reasons, 1)
 
 
-def test_requests_of_a_gateway_that_died_are_parked_until_they_are_adopted(
+def test_requests_of_a_dead_gateway_are_parked_until_adopted(
     stack: Stack, reference: Reference, other: GatewayProcess
 ) -> None:
     client = Told()
@@ -220,7 +220,7 @@ def test_the_newer_of_two_connections_gets_the_stream(
     assert (len(newer.ids[0]), newer.ids[0][:64]) == (2 * LONG, reference.outputs[1])
 
 
-def test_an_answer_asked_for_again_by_its_idempotency_key_is_made_once(
+def test_answer_is_made_once_under_its_idempotency_key(
     stack: Stack, reference: Reference, other: GatewayProcess
 ) -> None:
     asked = body(stack, reference.prompts[2], stream=False)

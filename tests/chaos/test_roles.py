@@ -71,9 +71,7 @@ def tiers(stack: Stack) -> int:
     return len([name for name in os.listdir(stack.directory / "kv") if name != ID])
 
 
-def test_one_computes_the_prompts_and_the_other_goes_on_with_the_references_tokens(
-    stack: Stack, reference: Reference
-) -> None:
+def test_one_computes_prompts_and_other_goes_on_with_references_tokens(stack: Stack, reference: Reference) -> None:
     until("the one that decodes reads the other's tier", lambda: mapped(stack, "worker-1"), 20)
     for prompt, known in zip(reference.prompts, reference.outputs, strict=True):
         assert stack.complete(prompt, TOKENS, ignore_eos=True) == known
@@ -88,7 +86,7 @@ def test_one_computes_the_prompts_and_the_other_goes_on_with_the_references_toke
 @pytest.mark.parametrize(
     ("name", "how"), [("worker", signal.SIGKILL), ("worker-1", signal.SIGKILL), ("worker", signal.SIGTERM)]
 )
-def test_either_is_killed_or_drains_while_clients_ask_and_comes_again(
+def test_either_role_is_killed_or_drained_under_load_and_returns(
     stack: Stack, reference: Reference, name: str, how: int
 ) -> None:
     """While it is gone the other does both; afterwards it hands over, or takes over, again."""
@@ -111,7 +109,7 @@ def test_either_is_killed_or_drains_while_clients_ask_and_comes_again(
     assert tiers(stack) == 2, "what the killed one left"
 
 
-def test_make_run_starts_both_with_a_folder_in_memory_that_goes_with_them(reference: Reference, tmp_path: Path) -> None:
+def test_make_run_starts_both_roles_with_a_folder_in_memory(reference: Reference, tmp_path: Path) -> None:
     run = MakeRun(tmp_path, reference.path, "--dtype float32 --host-blocks 64")
     run.argv[2:2] = ["PREFILL=1", "DECODE=1"]
     folder = share_folder(run.run_dir)

@@ -90,9 +90,7 @@ def test_without_the_worker(stack: Stack, how: signal.Signals) -> None:
     assert told_to_end(stack) == 0
 
 
-def test_while_it_waits_for_a_shard_of_another_and_for_a_redis_that_is_silent(
-    reference: Reference, tmp_path: Path
-) -> None:
+def test_while_it_waits_for_a_shard_and_redis_is_silent(reference: Reference, tmp_path: Path) -> None:
     stack = Stack(tmp_path, reference.path)
     try:
         stack.redis.start()

@@ -88,7 +88,7 @@ def all_logits(engine: Any, tokens: list[int]) -> torch.Tensor:
         return engine._decoder.forward(prepared, engine._cache).clone()
 
 
-def test_blocks_appended_one_by_one_serve_as_well_as_a_full_table(grouped: Reference) -> None:
+def test_appended_blocks_serve_as_well_as_a_full_table(grouped: Reference) -> None:
     driver = Driver(make_engine(grouped.path))
     free = {slot: driver.blocks(slot).tolist() for slot in (0, 1)}
     for slot in (0, 1):
@@ -181,7 +181,7 @@ def test_the_checkpoints_type_is_the_default_and_float16_is_widened(tmp_path: Pa
     assert make_engine(grouped.path, dtype="auto").info().dtype == "float32"
 
 
-def test_a_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Reference) -> None:
+def test_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Reference) -> None:
     sampling = worker_pb2.Sampling(
         temperature=0.9, top_p=0.95, top_k=40, min_p=0.001, seed=77, repetition_penalty=1.2, presence_penalty=0.5,
         frequency_penalty=0.3, bias_ids=pack([70, 71]), bias_values=np.array([3.5, -50], np.float32).tobytes(),
@@ -211,7 +211,7 @@ def test_a_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Re
     assert other.run(0, 20) != expected
 
 
-def test_log_probabilities_are_the_same_in_chunks_in_company_and_after_a_preemption(grouped: Reference) -> None:
+def test_log_probabilities_are_equal_after_chunks_company_and_preemption(grouped: Reference) -> None:
     """Temperature, penalties and bias change the choice and not the model's distribution."""
     sampling = worker_pb2.Sampling(
         temperature=1.3, top_p=0.9, seed=9, repetition_penalty=1.2, logprobs=21,

@@ -81,7 +81,7 @@ def test_large_vocabularies_give_the_tokens_of_the_reference(vocab: int, draw: D
         {"min_p": 0.1},
     ],
 )
-def test_rows_too_flat_for_the_list_give_the_tokens_of_the_reference(options: dict[str, Any], draw: Draw) -> None:
+def test_rows_too_flat_for_list_give_tokens_of_the_reference(options: dict[str, Any], draw: Draw) -> None:
     how = rows(6, temperature=1.0, seed=np.arange(6) + 40, **options)
     same_as_reference(draw, normal(6, 2 * SHORTLIST + 1, 4, 0.3), how)
 
@@ -100,7 +100,7 @@ def test_ties_with_the_last_one_kept_are_kept(vocab: int, draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("options", [{"top_k": 20}, {"top_p": 0.3}])
-def test_more_ties_than_the_list_has_room_for_are_all_kept(options: dict[str, float], draw: Draw) -> None:
+def test_more_ties_than_list_has_room_for_are_all_kept(options: dict[str, float], draw: Draw) -> None:
     logits = np.random.default_rng(20).integers(0, 2, (6, 3 * SHORTLIST)).astype(np.float32)
     same_as_reference(draw, logits, rows(6, temperature=1.0, seed=np.arange(6), **options))
 
@@ -133,7 +133,7 @@ def test_cold_and_hot_rows_give_the_tokens_of_the_reference(temperature: float, 
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 6e-38, 1e-30, 1e-9])
-def test_so_cold_that_noise_is_lost_in_rounding_takes_the_largest(temperature: float, draw: Draw) -> None:
+def test_so_cold_that_noise_is_lost_in_rounding_takes_largest(temperature: float, draw: Draw) -> None:
     for shift in (100, 0, -100):
         logits = normal(3, 300, 6) + np.float32(shift)
         how = rows(3, temperature=temperature, top_k=[0, 20, 0], top_p=[1, 1, 0.8], seed=np.arange(3))
@@ -153,7 +153,7 @@ def test_logits_as_large_as_numbers_are_draw_the_largest(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("wild", [np.nan, np.inf, -np.inf])
-def test_rows_that_are_not_finite_say_so_and_leave_the_others_alone(wild: float, draw: Draw) -> None:
+def test_rows_that_are_not_finite_are_reported_alone(wild: float, draw: Draw) -> None:
     for vocab, place in ((3, 0), (33, 32), (1000, 500)):
         logits = normal(5, vocab, 8)
         logits[[1, 2], place] = wild

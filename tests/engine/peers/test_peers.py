@@ -108,7 +108,7 @@ def test_emulated_gpus_copy_out_of_memory_that_they_registered(tmp_path: Path, f
     assert goes_on(theirs, prompts[at], first, host) == outputs[at]
 
 
-def test_own_blocks_and_those_of_two_peers_come_in_one_step(reference: Reference, folder: Path) -> None:
+def test_own_blocks_and_those_of_two_peers_share_a_step(reference: Reference, folder: Path) -> None:
     drivers = [Driver(make_engine(**sharing(reference.path, folder))) for _ in range(3)]
     last = drivers[2].engine
     held = []
@@ -138,7 +138,7 @@ def test_own_blocks_and_those_of_two_peers_come_in_one_step(reference: Reference
         ({"link": True}, "symbolic link"),
     ],
 )
-def test_a_tier_that_cannot_be_read_is_not_acknowledged_and_never_used(
+def test_unreadable_tier_is_not_acknowledged_and_never_used(
     reference: Reference, folder: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], said: str
 ) -> None:
     ours, theirs = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
@@ -178,9 +178,7 @@ def test_a_swap_in_that_cannot_be_meant_is_refused(
         driver.step({}, swap_in_host=pack(hosts), swap_in_gpu=pack(range(len(hosts))), swap_in_peers=pack(peers))
 
 
-def test_a_peer_that_is_gone_is_let_go_when_nothing_is_read_from_it_any_more(
-    reference: Reference, folder: Path
-) -> None:
+def test_lost_peer_is_released_after_its_last_read(reference: Reference, folder: Path) -> None:
     """The device is late: the copy begins after the scheduler has said that the tier is gone, and its process is."""
     prompt, outputs = reference.prompts[0], reference.outputs[0]
     ours = make_engine(**sharing(reference.path, folder))
@@ -228,7 +226,7 @@ def mapped(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_each_rank_copies_from_its_counterpart_and_all_must_be_able_to(
+def test_each_rank_copies_from_its_counterpart_when_all_can(
     processes: Processes, reference: Reference, folder: Path, tmp_path: Path, tp: int, pp: int
 ) -> None:
     prompt, outputs = reference.prompts[0], reference.outputs[0]
@@ -255,7 +253,7 @@ def test_each_rank_copies_from_its_counterpart_and_all_must_be_able_to(
         assert unpack(driver.step({}, peers=[again]).peer_acks).tolist() == []
 
 
-def test_a_prefill_worker_has_a_host_tier_and_roles_need_a_folder(reference: Reference, folder: Path) -> None:
+def test_prefill_worker_has_host_tier_and_roles_need_a_folder(reference: Reference, folder: Path) -> None:
     given = sharing(reference.path, folder, host_blocks=None)
     model = given.pop("model")
     infos = {role: make_engine(model, **given, worker_role=role).info() for role in ("both", "prefill", "decode")}

@@ -56,7 +56,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, model: Path, order: int | None, **
 
 
 @pytest.mark.parametrize("order", [1, 3])
-def test_preempting_swapping_and_sharing_beside_steps_in_flight_gives_transformers_tokens(
+def test_overlapped_preemption_swap_and_sharing_give_transformers_tokens(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, order: int
 ) -> None:
     engine = emulated(monkeypatch, reference.path, order, kv_blocks=9, host_blocks=12)
@@ -98,7 +98,7 @@ def test_a_grammar_is_given_the_tokens_that_the_device_keeps(
         assert end == EOS and re.fullmatch(pattern, bytes(text).decode())
 
 
-def test_the_pool_is_what_weights_and_the_largest_step_leave_of_the_device(
+def test_pool_is_what_weights_and_largest_step_leave_of_device(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kernels.cuda.backend import CudaOps

@@ -139,7 +139,7 @@ def waiting_worker(
 
 
 @pytest.mark.parametrize(("where", "stopping"), [("submit", False), ("submit", True), ("finish", True)])
-def test_a_worker_whose_step_hangs_says_so_and_exits_also_while_it_stops(
+def test_worker_with_a_hung_step_exits_even_while_stopping(
     reference: Reference, tmp_path: Path, where: str, stopping: bool
 ) -> None:
     with waiting_worker(tmp_path, reference.path, where, STEP_TIMEOUT_S=3) as (worker, _):
@@ -157,9 +157,7 @@ def test_a_worker_whose_step_hangs_says_so_and_exits_also_while_it_stops(
         assert any(f"in {where}" in line for line in worker.lines)  # where it hung
 
 
-def test_a_stop_in_a_long_step_leaves_redis_at_once_and_ends_after_the_step(
-    reference: Reference, tmp_path: Path
-) -> None:
+def test_stop_in_a_long_step_leaves_redis_at_once(reference: Reference, tmp_path: Path) -> None:
     with waiting_worker(tmp_path, reference.path) as (worker, redis):
         registered = redis.client.exists
         until("it registers", lambda: registered("orcinus:{tiny}:worker:worker-0"))
@@ -215,7 +213,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "silent"])
-def test_a_run_whose_client_is_gone_ends_and_the_next_begins(
+def test_run_whose_client_is_gone_ends_and_the_next_begins(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     # The same options, ten times as fast.
@@ -250,7 +248,7 @@ def test_a_run_whose_client_is_gone_ends_and_the_next_begins(
         wire.close()
 
 
-def test_only_one_step_that_is_too_long_counts_and_not_many_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_single_too_long_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "POLL_S", 0.01)
     said: list[str] = []
     dog = StepWatchdog(said.append)
@@ -266,7 +264,7 @@ def test_only_one_step_that_is_too_long_counts_and_not_many_in_a_row(monkeypatch
     dog.stop()
 
 
-def test_a_step_that_was_submitted_early_has_its_time_from_the_end_of_the_one_before(
+def test_step_submitted_early_is_timed_from_the_previous_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog, "POLL_S", 0.01)
@@ -285,7 +283,7 @@ def test_a_step_that_was_submitted_early_has_its_time_from_the_end_of_the_one_be
     dog.stop()
 
 
-def test_time_in_which_the_whole_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_whole_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     polls: list[float] = []
 
     def monotonic() -> float:

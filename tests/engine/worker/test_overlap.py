@@ -88,7 +88,7 @@ def decodes(run: Client, prompt: list[int], count: int, first: int = 2) -> None:
         run.send(first + k, **chunk(len(prompt) + first - 2 + k, 1))
 
 
-def test_a_step_is_submitted_while_the_one_before_runs_and_never_a_third(
+def test_step_is_submitted_while_one_before_runs_and_never_third(
     channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(engine, monkeypatch)
@@ -105,7 +105,7 @@ def test_a_step_is_submitted_while_the_one_before_runs_and_never_a_third(
     assert held.most == 2
 
 
-def test_a_failure_while_steps_are_out_is_the_answer_of_that_step_and_of_all_behind_it(
+def test_failure_with_steps_out_answers_that_and_later_steps(
     channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, output = reference.prompts[0], reference.outputs[0]
@@ -126,7 +126,7 @@ def test_a_failure_while_steps_are_out_is_the_answer_of_that_step_and_of_all_beh
     again.call.cancel()
 
 
-def test_a_step_that_is_refused_leaves_the_answers_of_those_before_it_alone(
+def test_refused_step_leaves_earlier_answers_alone(
     channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(engine, monkeypatch)
@@ -143,7 +143,7 @@ def test_a_step_that_is_refused_leaves_the_answers_of_those_before_it_alone(
     run.call.cancel()
 
 
-def test_a_new_run_begins_while_steps_of_the_old_are_out(
+def test_new_run_begins_while_steps_of_the_old_are_out(
     channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(engine, monkeypatch)
@@ -162,7 +162,7 @@ def test_a_new_run_begins_while_steps_of_the_old_are_out(
     new.call.cancel()
 
 
-def test_what_an_older_run_left_behind_is_no_step_that_will_tell_of_copies(
+def test_remains_of_an_older_run_acknowledge_no_copies(
     channel: grpc.Channel, server: WorkerServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(engine, monkeypatch)
@@ -179,7 +179,7 @@ def test_what_an_older_run_left_behind_is_no_step_that_will_tell_of_copies(
     run.call.cancel()
 
 
-def test_copies_of_steps_sent_ahead_are_acknowledged_once_and_in_order(channel: grpc.Channel) -> None:
+def test_copies_of_steps_sent_ahead_are_acknowledged_in_order(channel: grpc.Channel) -> None:
     run = Client(channel, epoch=1)
     for step in range(1, 13):
         run.send(step, swap_out_gpu=pack([step]), swap_out_host=pack([step % 8]))

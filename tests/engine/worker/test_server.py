@@ -84,7 +84,7 @@ def channel(server: WorkerServer) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def test_steps_sent_ahead_are_answered_in_order_with_the_references_tokens(
+def test_steps_sent_ahead_are_answered_in_order_with_references_tokens(
     channel: grpc.Channel, reference: Reference, server: WorkerServer
 ) -> None:
     prompt, output = reference.prompts[0], reference.outputs[0]
@@ -117,9 +117,7 @@ def test_a_newer_run_ends_the_older_and_starts_from_nothing(channel: grpc.Channe
     old.call.cancel()
 
 
-def test_a_smaller_epoch_is_refused_and_leaves_the_current_run_alone(
-    channel: grpc.Channel, reference: Reference
-) -> None:
+def test_smaller_epoch_is_refused_and_leaves_the_current_run_alone(channel: grpc.Channel, reference: Reference) -> None:
     run = Client(channel, epoch=5)
     run.send(1, **first_step(reference.prompts[0], 24))
     next(run.call)
@@ -147,7 +145,7 @@ def test_a_run_that_does_not_begin_with_hello_is_refused(channel: grpc.Channel) 
         ({"id": 2, "free_slots": pack([3])}, "slot 3 holds no sequence"),
     ],
 )
-def test_a_broken_step_gets_an_error_and_the_run_stays_broken_until_a_new_hello(
+def test_broken_step_breaks_the_run_until_a_new_hello(
     channel: grpc.Channel, reference: Reference, step: dict[str, Any], words: str
 ) -> None:
     run = Client(channel, epoch=7)
@@ -164,7 +162,7 @@ def test_a_broken_step_gets_an_error_and_the_run_stays_broken_until_a_new_hello(
     again.call.cancel()
 
 
-def test_an_engine_that_fails_at_everything_ends_the_worker_and_blames_no_step_for_that(
+def test_engine_failing_at_everything_ends_the_worker(
     channel: grpc.Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -184,7 +182,7 @@ def test_an_engine_that_fails_at_everything_ends_the_worker_and_blames_no_step_f
     assert "cannot run one token" in said[0] and "the device is gone" in said[0]
 
 
-def test_a_draining_worker_answers_what_it_has_and_says_so_to_who_comes_late(
+def test_draining_worker_answers_its_steps_and_says_so_to_latecomers(
     server: WorkerServer, channel: grpc.Channel, reference: Reference
 ) -> None:
     run = Client(channel, epoch=1)
@@ -204,7 +202,7 @@ def test_a_draining_worker_answers_what_it_has_and_says_so_to_who_comes_late(
     late.call.cancel()
 
 
-def test_describe_and_health_answer_while_a_run_lasts_and_tell_the_limits(
+def test_describe_and_health_answer_while_run_lasts_and_tell_limits(
     channel: grpc.Channel, engine: Engine, reference: Reference
 ) -> None:
     run = Client(channel, epoch=1)
@@ -226,7 +224,7 @@ def health(channel: grpc.Channel) -> int:
     return int(stub.Check(health_pb2.HealthCheckRequest(service="orcinus.worker.v1.Worker"), timeout=DEADLINE_S).status)
 
 
-def test_a_worker_that_is_still_loading_is_not_serving_and_says_why() -> None:
+def test_loading_worker_is_not_serving_and_says_why() -> None:
     server = WorkerServer("127.0.0.1:0")
     try:
         with grpc.insecure_channel(server.address) as channel:
@@ -265,7 +263,7 @@ def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: 
     until("the engine thread ends", lambda: not any(thread.is_alive() for thread in server._pipeline._threads))
 
 
-def test_the_hello_of_a_run_that_was_replaced_takes_nothing_from_the_newer_one() -> None:
+def test_late_hello_of_a_replaced_run_resets_nothing() -> None:
     """Two Runs begin at once: the older one's hello may come into the queue behind the newer one's."""
     resets: list[int] = []
 

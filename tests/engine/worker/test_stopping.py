@@ -48,7 +48,7 @@ def worker(model: Path, log: Path, **environment: Any) -> Iterator[subprocess.Po
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGTERM)])
-def test_a_rank_that_waits_for_others_ends_when_it_is_told_to(
+def test_rank_waiting_for_others_ends_when_told_to(
     reference: Reference, tmp_path: Path, rank: int, number: signal.Signals
 ) -> None:
     """Its main thread is inside torch's store, for ten minutes."""
@@ -62,7 +62,7 @@ def test_a_rank_that_waits_for_others_ends_when_it_is_told_to(
     assert f"{number.name} while loading: stopping" in log.read_text()
 
 
-def test_a_replica_that_loads_ends_with_all_ranks_also_with_one_that_is_stopped(tmp_path: Path) -> None:
+def test_loading_replica_ends_with_all_ranks_even_a_stopped_one(tmp_path: Path) -> None:
     log, model = tmp_path / "log", tmp_path / "model"
     model.mkdir()
     os.mkfifo(model / "config.json")  # into which nobody writes

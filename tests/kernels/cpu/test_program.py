@@ -100,7 +100,7 @@ def test_a_recorded_pass_equals_its_operations_one_by_one(variant: str, dtype: t
             assert torch.equal(cache.read_block(int(block)), other.read_block(int(block)))
 
 
-def test_exchanges_are_made_with_the_rows_of_each_step_between_its_operations(variant: str) -> None:
+def test_exchanges_see_the_rows_of_each_step_between_operations(variant: str) -> None:
     """Also where one comes first, two meet, or the rows are those that sample; and they keep no buffer from others."""
     ops = CpuOps(library(variant), 2)
     model, cache = Model(ops, torch.float32), make_cache(ops, torch.float32)

@@ -19,7 +19,7 @@ def draw(variant: str, logits: Array, how: SamplingRows, threads: int = 1) -> Sa
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("count", [1, 3, 9])
-def test_a_long_greedy_row_is_cut_among_threads_without_a_trace(count: int, threads: int, variant: str) -> None:
+def test_long_greedy_row_is_cut_among_threads_without_a_trace(count: int, threads: int, variant: str) -> None:
     vocab = 100_003
     logits = normal(count, vocab, 1)
     for place in (0, 16_383, 16_384, 50_001, vocab - 1):
@@ -35,7 +35,7 @@ def test_a_long_greedy_row_is_cut_among_threads_without_a_trace(count: int, thre
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_row_is_the_same_alone_in_a_batch_and_with_any_threads(threads: int, variant: str) -> None:
+def test_row_is_same_alone_in_batch_and_with_any_threads(threads: int, variant: str) -> None:
     count, vocab = 23, 3001
     logits, rng = normal(count, vocab, 11), np.random.default_rng(11)
     columns = {"temperature": rng.choice([0.5, 1.0], count), "top_k": rng.choice([0, 50], count)}

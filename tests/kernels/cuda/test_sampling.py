@@ -38,7 +38,7 @@ def places(*tokens: int) -> Tensor:
 
 
 @in_every_order
-def test_tokens_stay_on_the_device_in_the_place_of_their_slots(order: int) -> None:
+def test_tokens_stay_on_device_in_the_place_of_their_slots(order: int) -> None:
     count, vocab = 6, 97
     slots, last_tokens = np.array([7, 0, -1, 9, 3, 4], np.int32), places(*[-5] * 10)
     logits = normal(count, vocab, 15)
@@ -53,7 +53,7 @@ def test_tokens_stay_on_the_device_in_the_place_of_their_slots(order: int) -> No
 
 
 @in_every_order
-def test_a_history_may_name_the_last_token_of_its_own_slot(order: int) -> None:
+def test_history_may_name_the_last_token_of_its_own_slot(order: int) -> None:
     count, vocab, entries = 6, 97, 40
     rng = np.random.default_rng(17)
     slots, last_tokens = np.array([7, 0, 8, 9, 3, 4], np.int32), places(*range(50, 60))
@@ -70,7 +70,7 @@ def test_a_history_may_name_the_last_token_of_its_own_slot(order: int) -> None:
     assert drawn.logprobs is not None and torch.equal(drawn.logprobs, expected.logprobs)
 
 
-def test_rows_beyond_those_that_sample_and_rows_without_edits_stay_as_they_are() -> None:
+def test_rows_without_edits_or_sampling_stay_unchanged() -> None:
     given = fenced(torch.tensor(normal(7, 501, 18)))
     before = given.clone()
     how = rows(4, temperature=1.0, top_p=0.9, bias=Sparse(np.array([2]), np.array([500]), np.ones(1, np.float32)))
@@ -81,7 +81,7 @@ def test_rows_beyond_those_that_sample_and_rows_without_edits_stay_as_they_are()
 
 
 @pytest.mark.parametrize("seed", [None, *range(6)])
-def test_steps_that_are_under_way_together_draw_what_they_draw_one_by_one(seed: int | None) -> None:
+def test_steps_under_way_together_draw_the_same_tokens(seed: int | None) -> None:
     """Each punishes the token before, which only the device knows when the step is given to it."""
     vocab, slots = 61, np.array([3, 1, 0, 2], np.int32)
     sampler, last_tokens = Sampler(EmulatedDevice(seed, flags=FLAGS), vocab, 1), places(9, 9, 9, 9)
@@ -99,7 +99,7 @@ def test_steps_that_are_under_way_together_draw_what_they_draw_one_by_one(seed: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_most_likely_tokens_of_steps_that_are_under_way_are_each_steps_own(seed: int) -> None:
+def test_most_likely_tokens_belong_to_their_own_step(seed: int) -> None:
     vocab = 61
     sampler, expected, under_way = Sampler(EmulatedDevice(seed, flags=FLAGS), vocab, 1), [], []
     for step, most in enumerate([2, 0, 5, 1, 3]):

@@ -21,7 +21,7 @@ from tests.unit.scheduler.core.twin import House, request
 # -- orca
 
 
-def test_orca_keeps_ab_cd_ef_in_flight_with_three_workers_and_max_bs_two() -> None:
+def test_orca_keeps_three_batches_of_two_in_flight() -> None:
     """Orca, figure 8: three batches of two in flight; AB is selected again when it returns; G takes A's place."""
     h = house("orca", max_seqs=6, microbatches=3)
     for name in "abcdefg":
@@ -58,7 +58,7 @@ def test_orca_selects_by_arrival_and_not_by_slot() -> None:
     h.finish()
 
 
-def test_orca_runs_prompts_whole_and_cuts_only_what_no_step_could_hold() -> None:
+def test_orca_runs_prompts_whole_unless_no_step_holds_them() -> None:
     """12 tokens a step: b (6) waits for a step with room for all of it; c (30) runs as 12, 12, 6 beside nobody else."""
     h = house("orca", step_max=12)
     h.add(request("a", 10, 3, seed=1))
@@ -169,7 +169,7 @@ def test_nobody_enters_in_an_iteration_that_preempted() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_after_its_third_preemption_a_sequence_has_all_it_needs_and_never_yields(seed: int) -> None:
+def test_sequence_preempted_three_times_is_pinned_with_all_blocks(seed: int) -> None:
     """Seen from inside: a pinned row has its whole remainder reserved from its first step on."""
     h = House(Scheduler("sarathi", lookahead=1), Limits(10, 26, 2, 60, 64))
     for i in range(40):
@@ -188,7 +188,7 @@ def test_after_its_third_preemption_a_sequence_has_all_it_needs_and_never_yields
     assert pinned, "the load is not hard enough for this test"
 
 
-def test_the_older_yields_where_the_newer_is_past_its_last_preemption() -> None:
+def test_older_yields_where_the_newer_is_past_its_last_preemption() -> None:
     """10 blocks of 2. b has 7 of them reserved, so a, though he came first, yields when he needs a fourth."""
     h = house("sarathi", blocks=10, block_size=2, context=32)
     h.add(request("a", 4, 10, seed=1))
@@ -236,7 +236,7 @@ def test_nothing_past_the_last_token_is_planned(policy: str) -> None:
     assert computed == 5 + 6 - 1
 
 
-def test_a_sequence_is_planned_again_while_at_most_lookahead_steps_are_unanswered() -> None:
+def test_sequence_is_planned_again_within_the_lookahead() -> None:
     for lookahead in (0, 1, 2):
         h = house("orcinus", lookahead=lookahead)
         h.add(request("a", 5, 9, seed=1))

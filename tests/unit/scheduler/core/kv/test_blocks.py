@@ -123,7 +123,7 @@ def test_check_sees_a_block_that_is_counted_wrongly() -> None:
         pool.check()
 
 
-def test_the_log_of_cached_blocks_stays_in_order_and_bounded_over_many_rounds() -> None:
+def test_log_of_cached_blocks_stays_ordered_and_bounded() -> None:
     random = np.random.default_rng(3)
     pool = BlockPool(40, indexed=True)
     blocks = enter(pool, list(range(1, 41)))
@@ -140,7 +140,7 @@ def test_the_log_of_cached_blocks_stays_in_order_and_bounded_over_many_rounds() 
     pool.check()
 
 
-def test_the_other_tier_finds_copies_also_behind_blocks_of_this_one() -> None:
+def test_other_tier_finds_copies_also_behind_blocks_of_this_one() -> None:
     pool, host = BlockPool(4, indexed=True), BlockPool(4, indexed=True)
     blocks = enter(pool, [7, 8, 9])
     copies = host.take(3)
@@ -180,7 +180,7 @@ def test_a_block_without_a_key_is_not_registered() -> None:
     size=st.sampled_from([1, 2, 4, 16]),
 )
 @settings(max_examples=300)
-def test_the_peak_is_the_most_blocks_that_a_step_by_step_run_holds(rows: list[tuple[int, int]], size: int) -> None:
+def test_peak_is_most_blocks_that_step_by_step_run_holds(rows: list[tuple[int, int]], size: int) -> None:
     held = np.array([h for h, _ in rows], np.int64)
     steps = np.array([s for _, s in rows], np.int64)
     last = max([s for _, s in rows], default=-1)

@@ -35,7 +35,7 @@ def entered(h: House) -> list[int]:
     raise AssertionError("it never ended")
 
 
-def test_a_decode_replica_that_cannot_map_the_tier_computes_and_the_log_says_so(
+def test_decode_replica_computes_and_warns_when_it_cannot_map(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     h, unread = House(Scheduler("orcinus"), P), UnreadableWarnings()
@@ -62,7 +62,7 @@ def test_a_decode_replica_that_cannot_map_the_tier_computes_and_the_log_says_so(
         (replace(D, block_size=8), "8 and 4 tokens"),
     ],
 )
-def test_a_decode_replica_that_is_no_peer_computes_and_the_log_says_why(
+def test_decode_replica_computes_and_warns_when_it_is_no_peer(
     other: Limits, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     h = house(P, other)
@@ -73,7 +73,7 @@ def test_a_decode_replica_that_is_no_peer_computes_and_the_log_says_why(
     assert min(entered(h)) >= 10
 
 
-def test_a_decode_replica_computes_nothing_before_it_has_told_whom_it_can_read() -> None:
+def test_decode_replica_waits_until_it_told_its_readable_peers() -> None:
     h = House(Scheduler("orcinus"), P)
     h.join(D)
     h.add(request("r", 10, 8))
@@ -94,7 +94,7 @@ def test_a_decode_replica_that_one_prefill_replica_feeds_computes_nothing() -> N
 
 
 @pytest.mark.parametrize("by_class", [True, False])
-def test_who_waits_to_be_decoded_elsewhere_is_not_before_a_prompt(by_class: bool) -> None:
+def test_who_waits_to_be_decoded_elsewhere_is_not_before_prompt(by_class: bool) -> None:
     """One decode slot and a prefill replica that stands idle: a prompt that comes now starts at once."""
     policy = "orcinus" if by_class else "sarathi"
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0, policy=policy)
@@ -110,7 +110,7 @@ def test_who_waits_to_be_decoded_elsewhere_is_not_before_a_prompt(by_class: bool
     h.finish()
 
 
-def test_slots_on_a_decode_replica_are_not_free_for_an_urgent_prompt() -> None:
+def test_slots_on_decode_replica_are_not_free_for_urgent_prompt() -> None:
     h = house(replace(P, slots=2), replace(D, blocks=120))
     for i in range(8):
         h.add(request(f"r{i}", 8, 40, seed=i, priority=3))
@@ -140,7 +140,7 @@ def asked(h: House, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
     return calls
 
 
-def test_a_full_host_tier_costs_no_look_at_each_that_decodes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_host_tier_costs_no_look_at_decoding_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     h = house(replace(P, host_blocks=1, blocks=200), D, lookahead=0)
     for i in range(8):
         h.add(request(f"r{i}", 7, 30, seed=i))
@@ -179,9 +179,7 @@ def handed_at_switch(lookahead: int, lag: int = 0) -> House:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("lag", [0, 2])
-def test_who_was_handed_over_goes_on_while_another_policy_waits_for_the_end_of_what_runs(
-    lookahead: int, lag: int
-) -> None:
+def test_handed_over_sequence_continues_while_a_policy_change_waits(lookahead: int, lag: int) -> None:
     h = handed_at_switch(lookahead, lag)
     until(h, lambda: {"x", "y"} <= set(h.ended), h.step_once)
     assert set(h.ended) == {"x", "y"} and h.core.policy.name == "orcinus"
@@ -202,7 +200,7 @@ def test_who_finds_no_slot_before_another_policy_begins_enters_then() -> None:
     assert h.core.policy.name == "vllm"
 
 
-def test_a_policy_that_is_asked_for_no_more_lets_all_enter_again() -> None:
+def test_withdrawn_policy_change_lets_all_enter_again() -> None:
     h = handed_at_switch(1)
     for _ in range(5):
         h.step_once()
@@ -238,7 +236,7 @@ def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
     return h, computed
 
 
-def test_what_was_swapped_out_in_the_middle_of_its_prompt_goes_on_where_prompts_are_computed() -> None:
+def test_prompt_swapped_out_halfway_continues_on_a_prefill_replica() -> None:
     h, computed = swapped_in_its_prompt(D)
     assert computed == [44, 0] and counters(h).handed == 1
     h, computed = swapped_in_its_prompt(D, replace(P, max_step_tokens=16))

@@ -48,7 +48,7 @@ def until(h: House, done: Callable[[], object], step: Callable[[], object]) -> N
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_prompt_is_computed_on_one_replica_and_decoded_on_the_other(lookahead: int, lag: int) -> None:
+def test_prompt_is_computed_on_one_replica_and_decoded_on_other(lookahead: int, lag: int) -> None:
     h = house(P, D, lookahead=lookahead, lag=lag)
     prompts: list[int] = []
     for i in range(12):
@@ -71,7 +71,7 @@ def test_a_prompt_is_computed_on_one_replica_and_decoded_on_the_other(lookahead:
     assert counters(h).handed == 12 and len(h.ended) == 12
 
 
-def test_a_request_of_one_token_ends_where_its_prompt_was_computed() -> None:
+def test_request_of_one_token_ends_where_its_prompt_was_computed() -> None:
     h = house(P, D)
     h.add(request("r", 9, 1))
     h.finish()
@@ -87,7 +87,7 @@ def test_without_the_other_role_a_replica_does_both() -> None:
         assert counters(h).handed == 0
 
 
-def test_peers_are_told_of_who_joins_and_of_who_is_lost() -> None:
+def test_peers_learn_of_joined_and_lost_replicas() -> None:
     h = House(Scheduler("orcinus"), P)
     assert h.plan(0) is None
     h.join(D)
@@ -104,7 +104,7 @@ def test_peers_are_told_of_who_joins_and_of_who_is_lost() -> None:
     assert again is not None and [(p.number, p.host_tier) for p in again.peers] == [(1, "folder/2")]
 
 
-def test_an_acknowledgement_of_a_tier_that_was_replaced_counts_for_nothing() -> None:
+def test_acknowledgement_of_a_tier_that_was_replaced_counts_for_nothing() -> None:
     h = House(Scheduler("orcinus"), P)
     h.join(D)
     h.plan(1)
@@ -133,7 +133,7 @@ def test_nothing_is_loaded_before_its_copy_is_acknowledged() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_second_prompt_with_the_same_prefix_hits_where_the_first_was_computed(lookahead: int) -> None:
+def test_second_prompt_with_same_prefix_hits_where_first_was_computed(lookahead: int) -> None:
     h = house(P, D, lookahead=lookahead)
     h.add(request("a", 33, 4, seed=5))
     h.finish()
@@ -143,7 +143,7 @@ def test_a_second_prompt_with_the_same_prefix_hits_where_the_first_was_computed(
     assert counters(h).handed == 2
 
 
-def test_those_who_wait_for_a_prefix_get_it_though_its_owner_is_about_to_leave() -> None:
+def test_waiting_sequences_get_a_prefix_whose_owner_is_leaving() -> None:
     h = house(P, D, lookahead=1)
     for name in "abcd":
         h.add(request(name, 33, 4, seed=5))
@@ -151,7 +151,7 @@ def test_those_who_wait_for_a_prefix_get_it_though_its_owner_is_about_to_leave()
     assert h.core.replicas[0].prefix_cache.hit_tokens == 3 * 32
 
 
-def test_a_full_host_tier_keeps_sequences_where_they_are_until_there_is_room() -> None:
+def test_full_host_tier_keeps_sequences_in_place_until_room() -> None:
     h = house(replace(P, host_blocks=4), D)
     for i in range(10):
         h.add(request(f"r{i}", 12, 20, seed=i))
@@ -159,7 +159,7 @@ def test_a_full_host_tier_keeps_sequences_where_they_are_until_there_is_room() -
     assert counters(h).not_handed > 0 and counters(h).handed > 0
 
 
-def test_a_lost_prefill_replica_takes_only_what_was_not_loaded_yet() -> None:
+def test_lost_prefill_replica_takes_only_what_was_not_loaded_yet() -> None:
     h = house(P, D, lookahead=0, lag=3)
     for i in range(4):
         h.add(request(f"r{i}", 9, 12, seed=i))
@@ -179,7 +179,7 @@ def test_a_lost_prefill_replica_takes_only_what_was_not_loaded_yet() -> None:
     assert h.core.replicas[1].pool.draining == 0
 
 
-def test_a_lost_decode_replica_leaves_the_kv_that_it_was_loading_for_the_next() -> None:
+def test_lost_decode_replica_leaves_the_loaded_kv_for_another() -> None:
     h = house(P, D, D, lookahead=0, lag=3)
     h.add(request("r", 9, 12))
     until(
@@ -196,7 +196,7 @@ def test_a_lost_decode_replica_leaves_the_kv_that_it_was_loading_for_the_next() 
     assert h.core.stats()["recomputed_tokens"] == before, "loaded from the same host blocks"
 
 
-def test_what_a_decode_replica_preempts_it_swaps_to_its_own_tier() -> None:
+def test_what_decode_replica_preempts_it_swaps_to_its_own_tier() -> None:
     h = house(P, replace(D, blocks=14), policy="orcinus:memory=fits")
     for i in range(6):
         h.add(request(f"r{i}", 8, 24, seed=i))
@@ -204,7 +204,7 @@ def test_what_a_decode_replica_preempts_it_swaps_to_its_own_tier() -> None:
     assert h.core.stats()["preemptions"] > 0 and h.core.stats()["recomputed_tokens"] == 0
 
 
-def test_many_that_wait_to_be_decoded_do_not_keep_prompts_from_being_computed() -> None:
+def test_many_waiting_to_be_decoded_do_not_block_prompts() -> None:
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
     for i in range(40):
         h.add(request(f"r{i}", 8, 8, seed=i))
@@ -234,7 +234,7 @@ def test_a_replica_without_a_role_loads_what_another_swapped_out() -> None:
     assert copied
 
 
-def test_on_trial_a_request_stays_on_the_dock_whatever_its_role() -> None:
+def test_on_trial_request_stays_on_the_dock_whatever_its_role() -> None:
     for dock in (P, D):
         h = house(dock)
         h.add(request("poison", 9, 8))
@@ -246,7 +246,7 @@ def test_on_trial_a_request_stays_on_the_dock_whatever_its_role() -> None:
         assert h.ended["poison"] == [Finish.LENGTH] and h.ended["other"] == [Finish.LENGTH]
 
 
-def test_a_sequence_parked_or_cancelled_on_its_way_gives_back_its_blocks() -> None:
+def test_sequence_parked_or_cancelled_in_transit_returns_its_blocks() -> None:
     h = house(P, D, lookahead=1, lag=1)
     for i in range(12):
         h.add(request(f"r{i}", 9, 14, seed=i))
@@ -282,7 +282,7 @@ def test_peers_and_their_blocks_cross_the_wire() -> None:
     assert result_from_wire(result, 1).peer_acks.tolist() == [0]
 
 
-def test_nothing_is_handed_over_while_another_policy_waits_for_the_end_of_what_runs() -> None:
+def test_no_handover_happens_while_a_policy_change_waits() -> None:
     h = house(P, D)
     h.add(request("r", 9, 10))
     h.plan(0)

@@ -19,7 +19,7 @@ def _serve(order: Fair, tenants: list[int], tokens: list[int]) -> None:
     order.served(np.array(tenants, np.int32), np.full(len(tenants), 2, np.int32), np.array(tokens, np.int32))
 
 
-def test_a_tenant_that_comes_back_is_lifted_to_the_least_of_those_who_were_there() -> None:
+def test_returning_tenant_is_lifted_to_the_least_present_counter() -> None:
     """Tenants 0 and 1 have had 1000 and 1200 tokens while 2 was away: 2 starts at 1000, not at 0."""
     order = Fair()
     queue = order.queue()
