@@ -149,7 +149,7 @@ def test_slot_reused_before_its_last_token_keeps_the_new_sequence(engine: Engine
     in_flight = [ahead.submit({0: (0, 4)}, free_slots=pack([0]), enters=[enter(0, new)])]
     told = ahead.finish(last)
     assert unpack(told.slots).tolist() == [0]
-    assert engine._slots.tokens[0, : len(new)].tolist() == new
+    assert engine.slots.tokens[0, : len(new)].tolist() == new
     assert ahead.finish(in_flight[0]).slots == b""
     ahead.outputs.clear()
     in_flight = [ahead.submit({0: (4, len(new) - 4)})]
@@ -163,7 +163,7 @@ def test_slot_reused_before_its_last_token_keeps_the_new_sequence(engine: Engine
 @pytest.fixture
 def poison(engine: Engine, reference: Reference) -> Iterator[int]:
     """A token after which the model gives NaN."""
-    embedding = engine._decoder.embed_tokens.weight
+    embedding = engine.decoder.embed_tokens.weight
     used = {token for tokens in reference.prompts + reference.outputs for token in tokens}
     token = next(t for t in range(VOCAB) if t not in used)
     kept = embedding[token].clone()
@@ -239,7 +239,7 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, ref
     assert block.any()
     for inflight in in_flight:  # as the server does: somebody waits for them, nobody reads them
         ahead.finish(inflight)
-    assert engine._slots.tokens[0, : len(new)].tolist() == new
+    assert engine.slots.tokens[0, : len(new)].tolist() == new
     assert after.finish(begun).swap_out_acks == b"", "these are of another Run"
     assert torch.equal(engine.read_block(1), block), "a copy of the Run before went on"
     for place in range(len(new), len(new) + 5):
@@ -259,8 +259,7 @@ def test_copies_are_acknowledged_once_in_order_when_complete(engine: Engine, ref
 
     out = ahead.submit({0: (len(prompt), 1)}, swap_out_gpu=pack([1, 0]), swap_out_host=pack([5, 6]))
     in_ = ahead.submit({}, swap_in_host=pack([5]), swap_in_gpu=pack([80]))
-    pending = out.transfers._begun[0].pending[0]
-    pending._patience = 1  # type: ignore[attr-defined]
+    engine.cache.copies[0].patience = 1
     note(ahead.finish(out, more=True))
     last = ahead.submit({0: (len(prompt) + 1, 1)})
     note(ahead.finish(in_, more=False))
@@ -287,10 +286,10 @@ def test_timings_are_the_devices_and_idle_is_between_flights(
         clock += ns
         return clock
 
-    prepare = engine._ops.prepare
-    monkeypatch.setattr(engine._ops, "mark", lambda: later(1))
-    monkeypatch.setattr(engine._ops, "prepare", lambda *given: (later(100), prepare(*given))[1])
-    monkeypatch.setattr(engine, "_compiled", lambda given, run=engine._compiled: (later(30), run(given))[1])
+    prepare = engine.ops.prepare
+    monkeypatch.setattr(engine.ops, "mark", lambda: later(1))
+    monkeypatch.setattr(engine.ops, "prepare", lambda *given: (later(100), prepare(*given))[1])
+    monkeypatch.setattr(engine, "compiled", lambda given, run=engine.compiled: (later(30), run(given))[1])
     monkeypatch.setattr(engine, "_sample", lambda *given, run=engine._sample: (later(9), run(*given))[1])
     prompt = reference.prompts[0]
     ahead = Ahead(engine)

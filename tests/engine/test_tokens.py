@@ -84,8 +84,8 @@ def all_logits(engine: Any, tokens: list[int]) -> torch.Tensor:
         sample_rows=positions,
     )
     with torch.inference_mode():
-        prepared = engine._ops.prepare(batch, engine._cache)
-        return engine._decoder.forward(prepared, engine._cache).clone()
+        prepared = engine.ops.prepare(batch, engine.cache)
+        return engine.decoder.forward(prepared, engine.cache).clone()
 
 
 def test_appended_blocks_serve_as_well_as_a_full_table(grouped: Reference) -> None:
@@ -106,7 +106,7 @@ def test_appended_blocks_serve_as_well_as_a_full_table(grouped: Reference) -> No
         driver.step({0: 64, 1: 64}, append_slots=pack(slots[::-1]), append_blocks=pack(blocks[::-1]))
         for slot in (0, 1):  # the order of one slot's appends is their order in the column
             mine = [b for s, b in zip(slots[::-1], blocks[::-1], strict=True) if s == slot]
-            table = driver.engine._slots.tables[slot, held[slot] - len(mine) : held[slot]]
+            table = driver.engine.slots.tables[slot, held[slot] - len(mine) : held[slot]]
             assert table.tolist() == mine
             twice = twice or len(mine) > 1
     assert twice
@@ -120,13 +120,13 @@ def test_swapping_out_and_in_restores_the_bits_and_the_tokens(
     """The KV bytes, the logits of every further step and the tokens are those of a sequence that was left in peace."""
     engine = make_engine(grouped.path, host_blocks=64, dtype=dtype)
     logits: list[Tensor] = []
-    forward = engine._decoder.forward
+    forward = engine.decoder.forward
 
     def seen(*arguments: Any) -> Tensor:
         logits.append(forward(*arguments))
         return logits[-1].clone()
 
-    monkeypatch.setattr(engine._decoder, "forward", seen)
+    monkeypatch.setattr(engine.decoder, "forward", seen)
     prompt = max(grouped.prompts, key=len)
     calm = Driver(engine)
     calm.enter(0, prompt)

@@ -114,7 +114,7 @@ def test_torchs_matrices_give_transformers_tokens_and_share_tied_weights(
     monkeypatch.setattr(backend, "matrix_kernels", lambda *_: MatrixKernels("torch", "for this test"))
     reference = make_llama(tmp_path / "tiny", seed=7, requests=1, output_tokens=16, tie_word_embeddings=tied)
     engine = make_engine(reference.path, block_size=16)
-    decoder = engine._decoder
+    decoder = engine.decoder
     assert isinstance(decoder.layers[0].attention.qkv_proj.weight, TorchWeight)
     assert isinstance(decoder.lm_head, Packed if tied else TorchWeight)
     assert (decoder.lm_head is decoder.embed_tokens) == tied

@@ -171,7 +171,7 @@ def test_remains_of_an_older_run_acknowledge_no_copies(
     run = Client(channel, epoch=1)
     run.send(1, swap_out_gpu=pack([3]), swap_out_host=pack([0]))
     until("it is out", lambda: held.in_flight)
-    held.in_flight[0].transfers._begun[0].pending[0]._patience = 5  # type: ignore[attr-defined]
+    engine.cache.copies[0].patience = 5
     for id in range(1, 5):
         server._pipeline.put(Item(older, worker_pb2.Step(id=id), 0))
     held.go.set()

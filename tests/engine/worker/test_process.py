@@ -99,7 +99,7 @@ def test_heads_padded_by_cpu_kernels_count_at_their_padded_size(
     engine = make_engine(
         tmp_path, block_size=16, kernels="cpu", load_format="dummy", kv_blocks=0, kv_memory_fraction=0.5
     )
-    info, held = engine.info(), engine._cache.blocks.nbytes
+    info, held = engine.info(), engine.cache.blocks.nbytes
     assert info.block_bytes == 2 * 2 * 2 * 16 * 80 * 4  # K and V, layers, KV heads, tokens, numbers, bytes
     assert info.gpu_blocks * info.block_bytes == held
     assert 2 * MIB - info.block_bytes < held <= 2 * MIB
@@ -162,7 +162,7 @@ def test_a_host_tier_that_does_not_fit_names_the_setting(reference: Reference) -
 def test_warming_up_fits_every_size_and_leaves_no_trace(reference: Reference, values: dict[str, Any]) -> None:
     engine = make_engine(reference.path, **values)
     engine.warm_up()
-    assert not engine._slots.active.any()
+    assert not engine.slots.active.any()
     driver = Driver(engine)
     driver.enter(0, reference.prompts[0][:1], blocks=pack([0]))
     assert len(driver.step({0: 1}).tokens) == 4
@@ -175,8 +175,8 @@ def test_warming_up_copies_as_much_as_the_longest_sequence_has(
     engine = make_engine(reference.path, host_blocks=host_blocks, block_size=16)
     seen = []
     for name in ("copy_out", "copy_in"):
-        copy = getattr(engine._cache, name)
-        monkeypatch.setattr(engine._cache, name, lambda *a, copy=copy: (seen.append(len(a[0])), copy(*a)))
+        copy = getattr(engine.cache, name)
+        monkeypatch.setattr(engine.cache, name, lambda *a, copy=copy: (seen.append(len(a[0])), copy(*a)))
     engine.warm_up()
     assert seen == copied
 

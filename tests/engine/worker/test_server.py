@@ -172,7 +172,7 @@ def test_engine_failing_at_everything_ends_the_worker(
     monkeypatch.setattr(pipeline, "end_process", said.append)
     run = Client(channel, epoch=1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_compiled", broken)
+        patch.setattr(engine, "compiled", broken)
         run.send(1, **first_step(reference.prompts[0], 24))
         assert "the device is gone" in next(run.call).error
         again = Client(channel, epoch=2)
@@ -251,6 +251,7 @@ def test_a_prompt_of_many_megabytes_passes(channel: grpc.Channel) -> None:
 
 
 def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: Reference) -> None:
+    before = threading.enumerate()
     server = WorkerServer("127.0.0.1:0")
     server.serve(engine)
     with grpc.insecure_channel(server.address) as channel:
@@ -260,7 +261,10 @@ def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: 
         server.stop()
         with pytest.raises((StopIteration, grpc.RpcError)):
             next(run.call)
-    until("the engine thread ends", lambda: not any(thread.is_alive() for thread in server._pipeline._threads))
+    until(
+        "the engine thread ends",
+        lambda: not [t for t in threading.enumerate() if t.name == "engine" and t not in before],
+    )
 
 
 def test_late_hello_of_a_replaced_run_resets_nothing() -> None:

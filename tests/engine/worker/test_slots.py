@@ -173,7 +173,7 @@ def test_sequence_that_cannot_run_fails_alone_until_it_is_freed(
 def test_logits_that_are_not_finite_fail_their_sequence_alone(driver: Driver, reference: Reference) -> None:
     driver.enter(0, reference.prompts[0])
     driver.enter(2, PROMPT)
-    embedding = driver.engine._decoder.embed_tokens.weight
+    embedding = driver.engine.decoder.embed_tokens.weight
     outside = next(t for t in range(VOCAB) if t not in PROMPT + reference.prompts[0] + reference.outputs[0])
     driver.enter(3, [1, 2, outside])
     kept = embedding[outside].clone()

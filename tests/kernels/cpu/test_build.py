@@ -115,9 +115,7 @@ def test_a_checkout_compiles_once(empty: Path, compiled: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("home_too", [False, True])
-def test_checkout_that_cannot_be_written_compiles_once(
-    empty: Path, compiled: list[Path], home_too: bool
-) -> None:
+def test_checkout_that_cannot_be_written_compiles_once(empty: Path, compiled: list[Path], home_too: bool) -> None:
     (empty / "cache").touch()  # a file stands in the way, which stops root as well
     if home_too:
         (empty / "home").touch()

@@ -15,7 +15,7 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import CLASS_NAMES, Limits
 from services.scheduler.workers.fleet import UnreadableWarnings
-from tests.unit.scheduler.core.placement.test_roles import D, P, counters, house, until
+from tests.unit.scheduler.core.placement.test_roles import D, P, handed, house, not_handed, until
 from tests.unit.scheduler.core.twin import House, request
 
 
@@ -46,7 +46,7 @@ def test_decode_replica_computes_and_warns_when_it_cannot_map(
     for i in range(40):
         h.add(request(f"r{i}", 10, 8, seed=i))
     found = entered(h)
-    assert min(found) >= 10 and sum(found) == 40 and counters(h).handed == 0
+    assert min(found) >= 10 and sum(found) == 40 and handed(h) == 0
     for _ in range(2):
         unread.look(h.core, {0: "p", 1: "d"})
     (said,) = caplog.messages
@@ -100,7 +100,7 @@ def test_who_waits_to_be_decoded_elsewhere_is_not_before_prompt(by_class: bool) 
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0, policy=policy)
     for i in range(30):
         h.add(request(f"r{i}", 8, 8, seed=i, priority=3 * (i % 2)))
-    until(h, lambda: counters(h).handed == 30, h.step_once)
+    until(h, lambda: handed(h) == 30, h.step_once)
     h.step_once()
     assert h.core.stats()["swapped"] >= 20
     assert [h.core.stats()[f"behind_{name}"] for name in CLASS_NAMES] == [0, 0, 0, 0]
@@ -144,10 +144,10 @@ def test_full_host_tier_costs_no_look_at_decoding_sequences(monkeypatch: pytest.
     h = house(replace(P, host_blocks=1, blocks=200), D, lookahead=0)
     for i in range(8):
         h.add(request(f"r{i}", 7, 30, seed=i))
-    until(h, lambda: counters(h).not_handed, lambda: (h.plan(0), h.answer(0)))
-    assert counters(h).not_handed == 8, "each is counted once"
+    until(h, lambda: not_handed(h), lambda: (h.plan(0), h.answer(0)))
+    assert not_handed(h) == 8, "each is counted once"
     assert asked(h, monkeypatch, 10) == 0
-    assert counters(h).not_handed == 8
+    assert not_handed(h) == 8
     h.finish()
 
 
@@ -158,7 +158,7 @@ def test_who_fits_no_other_replica_is_found_out_once(monkeypatch: pytest.MonkeyP
     assert asked(h, monkeypatch, 1) > 0
     assert asked(h, monkeypatch, 1) == 2 * 8
     assert asked(h, monkeypatch, 10) == 0
-    assert counters(h).handed == counters(h).not_handed == 0
+    assert handed(h) == not_handed(h) == 0
     h.finish()
 
 
@@ -171,7 +171,7 @@ def handed_at_switch(lookahead: int, lag: int = 0) -> House:
     until(h, lambda: h.core.replicas[1].table.count == 3, h.step_once)
     for name in "xy":
         h.add(request(name, 8, 10, seed=9))
-    until(h, lambda: counters(h).handed == 5, lambda: (h.plan(0), counters(h).handed == 5 or h.answer(0)))
+    until(h, lambda: handed(h) == 5, lambda: (h.plan(0), handed(h) == 5 or h.answer(0)))
     h.core.switch("vllm")
     h.add(request("new", 8, 5, seed=10))
     return h
@@ -193,7 +193,7 @@ def test_who_finds_no_slot_before_another_policy_begins_enters_then() -> None:
     h = house(P, replace(D, slots=1), lookahead=0)
     for i in range(4):
         h.add(request(f"r{i}", 8, 20, seed=i))
-    until(h, lambda: counters(h).handed == 4, h.step_once)
+    until(h, lambda: handed(h) == 4, h.step_once)
     h.core.switch("vllm")
     h.add(request("new", 8, 5, seed=10))
     h.finish()
@@ -238,6 +238,6 @@ def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
 
 def test_prompt_swapped_out_halfway_continues_on_a_prefill_replica() -> None:
     h, computed = swapped_in_its_prompt(D)
-    assert computed == [44, 0] and counters(h).handed == 1
+    assert computed == [44, 0] and handed(h) == 1
     h, computed = swapped_in_its_prompt(D, replace(P, max_step_tokens=16))
     assert sum(computed) == 44 and computed[1] == 0, "either prefill replica may load it"

@@ -13,11 +13,10 @@ import pytest
 
 from protos import worker_pb2
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.state import Counters
 from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
 from shared.columns import pack, unpack
-from tests.unit.scheduler.core.twin import House, request
+from tests.unit.scheduler.core.twin import House, answer, request
 
 BOTH = Limits(slots=8, blocks=40, block_size=4, max_model_len=80, max_step_tokens=64, host_blocks=60, kv_format="f")
 BOTH.host_tier = "folder/"
@@ -32,8 +31,12 @@ def house(*limits: Limits, policy: str = "orcinus", lookahead: int = 1, lag: int
     return h
 
 
-def counters(h: House) -> Counters:
-    return h.core._state.counters
+def handed(h: House) -> int:
+    return int(h.core.stats()["handed_over"])
+
+
+def not_handed(h: House) -> int:
+    return int(h.core.stats()["not_handed_over"])
 
 
 def until(h: House, done: Callable[[], object], step: Callable[[], object]) -> None:
@@ -68,14 +71,14 @@ def test_prompt_is_computed_on_one_replica_and_decoded_on_other(lookahead: int, 
         if h.core.idle:
             break
     assert sum(prompts) == sum(6 + i for i in range(12)), "nothing but prompts, each once"
-    assert counters(h).handed == 12 and len(h.ended) == 12
+    assert handed(h) == 12 and len(h.ended) == 12
 
 
 def test_request_of_one_token_ends_where_its_prompt_was_computed() -> None:
     h = house(P, D)
     h.add(request("r", 9, 1))
     h.finish()
-    assert counters(h).handed == 0 and h.core.stats()["swapped_blocks"] == 0
+    assert handed(h) == 0 and h.core.stats()["swapped_blocks"] == 0
 
 
 def test_without_the_other_role_a_replica_does_both() -> None:
@@ -84,7 +87,7 @@ def test_without_the_other_role_a_replica_does_both() -> None:
         for i in range(8):
             h.add(request(f"r{i}", 10, 8, seed=i))
         h.finish()
-        assert counters(h).handed == 0
+        assert handed(h) == 0
 
 
 def test_peers_learn_of_joined_and_lost_replicas() -> None:
@@ -120,7 +123,7 @@ def test_acknowledgement_of_a_tier_that_was_replaced_counts_for_nothing() -> Non
 def test_nothing_is_loaded_before_its_copy_is_acknowledged() -> None:
     h = house(P, D, lookahead=0)
     h.add(request("r", 9, 6))
-    until(h, lambda: counters(h).handed, lambda: h.plan(0) or h.answer(0))
+    until(h, lambda: handed(h), lambda: h.plan(0) or h.answer(0))
     assert h.plan(1) is None, "the swap-out is on its way"
     h.answer(0)
     step = h.plan(1)
@@ -140,7 +143,7 @@ def test_second_prompt_with_same_prefix_hits_where_first_was_computed(lookahead:
     h.add(request("b", 33, 4, seed=5))
     h.finish()
     assert h.core.replicas[0].prefix_cache.hit_tokens == 32
-    assert counters(h).handed == 2
+    assert handed(h) == 2
 
 
 def test_waiting_sequences_get_a_prefix_whose_owner_is_leaving() -> None:
@@ -156,7 +159,7 @@ def test_full_host_tier_keeps_sequences_in_place_until_room() -> None:
     for i in range(10):
         h.add(request(f"r{i}", 12, 20, seed=i))
     h.finish()
-    assert counters(h).not_handed > 0 and counters(h).handed > 0
+    assert not_handed(h) > 0 and handed(h) > 0
 
 
 def test_lost_prefill_replica_takes_only_what_was_not_loaded_yet() -> None:
@@ -210,7 +213,7 @@ def test_many_waiting_to_be_decoded_do_not_block_prompts() -> None:
         h.add(request(f"r{i}", 8, 8, seed=i))
     for _ in range(40):
         h.step_once()
-    assert counters(h).handed == 40, "the decode replica has one slot"
+    assert handed(h) == 40, "the decode replica has one slot"
     h.finish()
 
 
@@ -282,10 +285,24 @@ def test_peers_and_their_blocks_cross_the_wire() -> None:
     assert result_from_wire(result, 1).peer_acks.tolist() == [0]
 
 
+@pytest.mark.parametrize("at_token", [0, 4, 9])
+def test_sequence_stopped_before_its_chunk_is_answered_does_no_harm(at_token: int) -> None:
+    h = house(P, D)
+    again = request("r", 9, 30, seed=3)
+    again.outputs = [np.array(answer(again, 0, 80)[0][:13], np.int32)]
+    h.add(again)
+    h.plan(0)
+    h.plan(0)
+    assert handed(h) == 1
+    h.stop("r", 0, at_token)
+    h.answer(0)
+    h.finish()
+
+
 def test_no_handover_happens_while_a_policy_change_waits() -> None:
     h = house(P, D)
     h.add(request("r", 9, 10))
     h.plan(0)
     h.core.switch("vllm")
     h.finish()
-    assert counters(h).handed == 0
+    assert handed(h) == 0
