@@ -204,22 +204,6 @@ def test_only_its_tenant_may_go_on_with_a_request(stack: Stack, reference: Refer
         assert wrong in answered.json()["error"]["message"]
 
 
-def test_the_newer_of_two_connections_gets_the_stream(
-    stack: Stack, reference: Reference, other: GatewayProcess
-) -> None:
-    older, newer = Told(), Told()
-    asked = body(stack, reference.prompts[1], max_tokens=2 * LONG)
-    with httpx.stream("POST", f"{other.url}/v1/completions", json=asked, headers=headers(), timeout=60) as answer:
-        lines = answer.iter_lines()
-        older.read(lines, events=3)
-        newer.request = older.request
-        newer.go_on(other.url)
-        older.read(lines)
-    assert older.error == "taken_over"
-    assert older.done == 0
-    assert (len(newer.ids[0]), newer.ids[0][:64]) == (2 * LONG, reference.outputs[1])
-
-
 def test_answer_is_made_once_under_its_idempotency_key(
     stack: Stack, reference: Reference, other: GatewayProcess
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from services.launcher.up import share_folder
 from services.worker.kv.share_folder import ID
-from tests.chaos.streams import clients, load
+from tests.chaos.streams import clients
 from tests.stack.test_make_run import MakeRun
 from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
@@ -21,7 +21,6 @@ from tests.support.waiting import until
 
 STREAMS = 6
 TOKENS = 64
-LONG = 1200
 SLOTS = 4
 ROLES = {"worker": "prefill", "worker-1": "decode"}
 MODEL = {
@@ -121,15 +120,3 @@ def test_make_run_starts_both_roles_with_a_folder_in_memory(reference: Reference
         answer = run.complete(prompt=reference.prompts[0], max_tokens=TOKENS, return_token_ids=True, ignore_eos=True)
         assert answer.json()["choices"][0]["token_ids"] == reference.outputs[0]
     assert not folder.exists()
-
-
-def test_both_are_killed_one_after_another_under_long_streams(stack: Stack, reference: Reference) -> None:
-    """Six streams on four slots: what was handed over, what is about to be and what waits all go on."""
-    with load(stack, reference, LONG) as under_way:
-        for name in ("worker-1", "worker"):
-            stack.kill(name)
-            start(stack, name)
-            stack.wait_workers(2)
-        under_way.check(LONG)
-    stack.settled_empty()
-    assert stack.stats()["failed"] == "0"

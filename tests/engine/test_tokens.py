@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.ops import Batch
 from protos import worker_pb2
-from shared.columns import pack, unpack
+from shared.columns import pack
 from shared.logprobs import TokenLogprobs
 from tests.engine.driver import Driver, make_engine
 from tests.support.models import MIN_GAP, Reference, make_llama
@@ -86,84 +86,6 @@ def all_logits(engine: Any, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         prepared = engine.ops.prepare(batch, engine.cache)
         return engine.decoder.forward(prepared, engine.cache).clone()
-
-
-def test_appended_blocks_serve_as_well_as_a_full_table(grouped: Reference) -> None:
-    driver = Driver(make_engine(grouped.path))
-    free = {slot: driver.blocks(slot).tolist() for slot in (0, 1)}
-    for slot in (0, 1):
-        first = [free[slot].pop(0) for _ in range(-(-len(grouped.prompts[slot]) // 4))]
-        driver.enter(slot, grouped.prompts[slot], blocks=pack(first))
-    held = {slot: -(-len(grouped.prompts[slot]) // 4) for slot in (0, 1)}
-    twice = False
-    for _ in range(24):
-        slots, blocks = [], []
-        for slot in (0, 1):
-            while held[slot] * 4 < driver.known[slot] + 9:  # ahead, so that a slot appears twice
-                slots.append(slot)
-                blocks.append(free[slot].pop(0))
-                held[slot] += 1
-        driver.step({0: 64, 1: 64}, append_slots=pack(slots[::-1]), append_blocks=pack(blocks[::-1]))
-        for slot in (0, 1):  # the order of one slot's appends is their order in the column
-            mine = [b for s, b in zip(slots[::-1], blocks[::-1], strict=True) if s == slot]
-            table = driver.engine.slots.tables[slot, held[slot] - len(mine) : held[slot]]
-            assert table.tolist() == mine
-            twice = twice or len(mine) > 1
-    assert twice
-    assert [driver.outputs[0], driver.outputs[1]] == grouped.outputs[:2]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_swapping_out_and_in_restores_the_bits_and_the_tokens(
-    grouped: Reference, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    """The KV bytes, the logits of every further step and the tokens are those of a sequence that was left in peace."""
-    engine = make_engine(grouped.path, host_blocks=64, dtype=dtype)
-    logits: list[Tensor] = []
-    forward = engine.decoder.forward
-
-    def seen(*arguments: Any) -> Tensor:
-        logits.append(forward(*arguments))
-        return logits[-1].clone()
-
-    monkeypatch.setattr(engine.decoder, "forward", seen)
-    prompt = max(grouped.prompts, key=len)
-    calm = Driver(engine)
-    calm.enter(0, prompt)
-    expected = list(calm.run(0, 24))
-    undisturbed = logits[6:]
-    engine.reset()
-    driver = Driver(engine)
-    driver.enter(0, prompt)
-    before = list(driver.run(0, 6))
-    used = driver.blocks(0)[: -(-driver.computed[0] // 4)]
-    kept = [engine.read_block(int(block)) for block in used]
-    host = np.arange(len(used), dtype=np.int32)[::-1].copy()
-    driver.free(0)
-    acked = driver.step({}, swap_out_gpu=pack(used), swap_out_host=pack(host))
-    assert unpack(acked.swap_out_acks).tolist() == used.tolist()
-    assert 0 < acked.timings.swap_ns <= acked.timings.total_ns
-    driver.enter(3, grouped.prompts[0])
-    driver.enter(0, grouped.prompts[1])  # overwrites what was swapped out
-    assert driver.step({0: 64, 3: 64}).timings.swap_ns == 0
-    driver.free(0)
-    there = driver.blocks(6)[: len(used)]
-    acked = driver.step({}, swap_in_host=pack(host), swap_in_gpu=pack(there))
-    assert unpack(acked.swap_in_acks).tolist() == host.tolist()
-    assert all(same_bits(engine.read_block(int(b)), old) for b, old in zip(there, kept, strict=True))
-    tokens = prompt + before
-    driver.enter(6, tokens, prompt=len(prompt), computed=len(tokens) - 1)
-    logits.clear()
-    assert driver.run(6, 24) == expected
-    assert len(logits) == len(undisturbed) == 18
-    assert all(same_bits(got, wanted) for got, wanted in zip(logits, undisturbed, strict=True))
-    if dtype == "float32":
-        assert expected == grouped.outputs[grouped.prompts.index(prompt)]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    kind = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 def test_bfloat16_stays_near_the_reference(grouped: Reference) -> None:

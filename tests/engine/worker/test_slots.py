@@ -117,6 +117,13 @@ def test_slot_freed_and_entered_in_one_step_runs_new_sequence(driver: Driver, re
     assert driver.run(1, 24) == reference.outputs[0]
 
 
+def test_appended_blocks_of_a_slot_keep_their_order(driver: Driver) -> None:
+    driver.enter(2, PROMPT, blocks=pack([9]))
+    driver.step({}, append_slots=pack([2, 1, 2]), append_blocks=pack([20, 21, 22]))
+    tables = driver.engine.slots.tables
+    assert (tables[1, :4].tolist(), tables[2, :3].tolist()) == ([7, 3, 5, 21], [9, 20, 22])
+
+
 def test_chunk_that_stops_short_of_last_known_token_samples_nothing(driver: Driver) -> None:
     driver.enter(2, PROMPT)
     result = driver.step({2: 9})
