@@ -32,6 +32,7 @@ from services.worker.watchdog import StepWatchdog
 from shared.columns import pack, unpack
 from shared.settings import ROOT
 from tests.engine.driver import make_engine
+from tests.support.launcher import settings_env
 from tests.support.models import Reference, make_llama
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
@@ -101,11 +102,10 @@ class WaitingWorker:
         os.mkfifo(self.gate)
         values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": self.address, "THREADS": 1, "DTYPE": "float32"}
         values |= {"KV_BLOCKS": 64, "MAX_SEQS": 4, "MAX_STEP_TOKENS": 256} | settings
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
         self.process = subprocess.Popen(
             [sys.executable, "-c", WAITING_ENGINE, str(self.gate), where],
             cwd=ROOT,
-            env={**clean, **{f"ORCINUS_{name}": str(value) for name, value in values.items()}},
+            env=settings_env(**values),
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from shared.columns import pack
 from shared.errors import ConfigurationError
 from shared.settings import ROOT, WorkerSettings
 from tests.engine.driver import Driver, make_engine
+from tests.support.launcher import settings_env
 from tests.support.models import Reference, make_llama
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
@@ -291,9 +291,8 @@ def start_worker(model: Path, redis_url: str, listen: str, **settings: Any) -> s
         "sys.exit(run(WorkerSettings()))"
     )
     values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": listen, "DEVICE": "auto", "THREADS": 1} | settings
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
-    environment = {**clean, **{f"ORCINUS_{name}": str(value) for name, value in values.items()}}
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, cwd=ROOT, env=settings_env(**values), stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from shared.settings import ROOT
+from tests.support.launcher import settings_env
 from tests.support.models import Reference, make_llama
 from tests.support.waiting import until
 
@@ -32,13 +33,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @contextmanager
 def worker(model: Path, log: Path, **environment: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A worker that knows of no Redis; killed at the end of the block if it is there still."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
-    values = {"ORCINUS_MODEL": model, "ORCINUS_DEVICE": "cpu", "ORCINUS_LISTEN": "127.0.0.1:0", "ORCINUS_THREADS": 1}
-    told = {name: str(value) for name, value in {**values, **environment}.items()}
+    told = settings_env(model=model, device="cpu", listen="127.0.0.1:0", threads=1)
+    told |= {name: str(value) for name, value in environment.items()}
     with log.open("wb") as lines:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "worker"], cwd=ROOT, env={**clean, **told}, stderr=lines
-        )
+        process = subprocess.Popen([sys.executable, "-m", "services.cli", "worker"], cwd=ROOT, env=told, stderr=lines)
         try:
             yield process
         finally:
