@@ -192,7 +192,7 @@ kernels-check: test-kernels test-engine ## test every kernel and the engine, CUD
 # The sanitizers' runtime must be loaded first; Python itself never frees all its memory.
 sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels under AddressSanitizer and UBSan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -k "cpu or cuda and (test_rope.py or test_rows.py or test_backend.py or test_blocks.py or test_sampling.py)"
+		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -k "cpu or cuda and (test_rope.py or test_rows.py or test_backend.py or test_blocks.py or test_sampling.py or test_samplers.py)"
 
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/engine/test_demo_model.py

@@ -78,16 +78,16 @@ class Engine:
         self.config = config
         self.model_hash = weights.fingerprint()
         with room_for("the kernels", "use a smaller model"):
-            self._ops, self.dtype = choose(
+            self.ops, self.dtype = choose(
                 settings, shard_of(config, self.parallel).config(config), self.parallel.size == 1
             )
         self.parallel.demand_same(
-            f"{self.model_hash} {self._ops.name} {self.dtype} {settings.quantize} --block-size {settings.block_size} "
+            f"{self.model_hash} {self.ops.name} {self.dtype} {settings.quantize} --block-size {settings.block_size} "
             f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths}"
         )
-        self.parallel.connect(self._ops.device, settings.deterministic)
+        self.parallel.connect(self.ops.device, settings.deterministic)
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
-            self._decoder = Decoder(config, weights, self._ops, self.dtype, self.lengths.model, method, self.parallel)
+            self.decoder = Decoder(config, weights, self.ops, self.dtype, self.lengths.model, method, self.parallel)
         self._grammars = SlotGrammars(Grammars(settings.model, config.vocab_size), config.vocab_size)
         self._broadcast = TokenBroadcast(self.parallel)
         self._lock = threading.Lock()  # around slots and steps in flight, which both threads change
@@ -101,14 +101,14 @@ class Engine:
 
     def _plan_memory(self) -> None:
         """Take a pool of as many blocks as there may be; on a GPU, of those that weights and the largest step leave."""
-        settings, config = self.settings, self._decoder.config
+        settings, config = self.settings, self.decoder.config
         tokens, heads = settings.block_size, config.kv_heads
         shape = CacheShape(1, 0, config.layers, heads, tokens, config.head_dim, self.dtype)
         gpu_bytes = None
-        if (device := device_of(self._ops)) is not None:
+        if (device := device_of(self.ops)) is not None:
             with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
                 gpu_bytes = self._left_on(device, shape)
-        block_bytes = self._ops.block_bytes(shape)
+        block_bytes = self.ops.block_bytes(shape)
         shape, self.lengths = plan_pool(settings, shape, block_bytes, self.lengths, gpu_bytes, self.parallel)
         with room_for("the KV pool", "lower --kv-blocks, --kv-memory-fraction or --host-blocks"):
             self._take_pool(shape)
@@ -124,16 +124,16 @@ class Engine:
         self._take_pool(shape)
         self._compile()
         self._run_largest()
-        del self._compiled  # and what it holds of the device, before the next is made
+        del self.compiled  # and what it holds of the device, before the next is made
         taken = device.peak_bytes() - before - shape.blocks * shape.block_bytes
         log.info("the largest step takes %.0f MiB of the %.0f that the weights leave", taken / 2**20, free / 2**20)
         return max(0, free - taken)
 
     def _take_pool(self, shape: CacheShape) -> None:
-        host_blocks, host = self._tier.take(shape.host_blocks, self._ops.block_bytes(shape))
+        host_blocks, host = self._tier.take(shape.host_blocks, self.ops.block_bytes(shape))
         shape = dataclasses.replace(shape, host_blocks=host_blocks)
-        self._cache: Cache = self._ops.new_cache(shape, host)
-        self._slots = SlotTable(
+        self.cache: Cache = self.ops.new_cache(shape, host)
+        self.slots = SlotTable(
             self.settings.max_seqs,
             self.lengths.model,
             shape.block_size,
@@ -144,9 +144,9 @@ class Engine:
         self._begin_run()
 
     def _compile(self) -> None:
-        cache, step_tokens = self._cache, self.settings.max_step_tokens
-        self._compiled = self._ops.compile(
-            lambda prepared: self._decoder.forward(prepared, cache),
+        cache, step_tokens = self.cache, self.settings.max_step_tokens
+        self.compiled = self.ops.compile(
+            lambda prepared: self.decoder.forward(prepared, cache),
             cache,
             step_tokens,
             min(self.settings.max_seqs, step_tokens),
@@ -155,7 +155,7 @@ class Engine:
     @property
     def overlaps(self) -> bool:
         """Return whether a step may be submitted before the previous one is finished: up to `max_in_flight`."""
-        return self.parallel.pp > 1 or (self._ops.overlaps and self.parallel.size == 1)
+        return self.parallel.pp > 1 or (self.ops.overlaps and self.parallel.size == 1)
 
     @property
     def max_in_flight(self) -> int:
@@ -165,22 +165,22 @@ class Engine:
     @property
     def matrices(self) -> str:
         """Return the matrix kernels in use: "own" or "torch"."""
-        return self._ops.path if isinstance(self._ops, CpuOps) else "torch"
+        return self.ops.path if isinstance(self.ops, CpuOps) else "torch"
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Return what Describe answers."""
-        shape = self._cache.shape
+        shape = self.cache.shape
         return worker_pb2.WorkerInfo(
             id=self.settings.worker_id,
             identity=self.identity,
             model=self.settings.served_model_name,
             model_hash=self.model_hash,
             dtype=str(self.dtype).removeprefix("torch."),
-            device=str(self._ops.device),
-            backend=self._ops.name,
+            device=str(self.ops.device),
+            backend=self.ops.name,
             layers=self.config.layers,
             block_size=shape.block_size,
-            block_bytes=self._ops.block_bytes(shape),
+            block_bytes=self.ops.block_bytes(shape),
             gpu_blocks=shape.blocks,
             host_blocks=shape.host_blocks,
             max_seqs=self.settings.max_seqs,
@@ -192,7 +192,7 @@ class Engine:
             stages=self.parallel.pp,
             tensor_ranks=self.parallel.tp,
             largest_step_ms=self.speed.largest_ms,
-            **self._tier.describe(self._cache, self._ops.name, self.model_hash),
+            **self._tier.describe(self.cache, self.ops.name, self.model_hash),
         )
 
     def reset(self) -> None:
@@ -200,9 +200,9 @@ class Engine:
         and the results of steps in flight mean nothing."""
         self._transfers.drain()
         if self.parallel.size > 1:  # what the ranks say to each other has an order
-            self._learn(np.arange(self._slots.max_seqs, dtype=np.int32))
+            self._learn(np.arange(self.slots.max_seqs, dtype=np.int32))
         with self._lock:
-            self._slots.clear()
+            self.slots.clear()
             self._begin_run()
 
     def end_run(self) -> None:
@@ -210,10 +210,8 @@ class Engine:
         self._transfers.release_peers()
 
     def _begin_run(self) -> None:
-        self._transfers = KVTransfers(
-            self._cache, self._tier.peers(self._cache, self._ops.block_bytes(self._cache.shape))
-        )
-        self._in_flight = InFlightSteps(self._slots)
+        self._transfers = KVTransfers(self.cache, self._tier.peers(self.cache, self.ops.block_bytes(self.cache.shape)))
+        self._in_flight = InFlightSteps(self.slots)
         self._grammars.clear()
         self._previous: InFlightStep | None = None  # the last that was submitted
         self._last_end: Any = None
@@ -225,11 +223,11 @@ class Engine:
         """
         with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
             self._run_largest()
-            sizes = self._ops.batch_sizes(self.dtype, self.settings.max_step_tokens)
+            sizes = self.ops.batch_sizes(self.dtype, self.settings.max_step_tokens)
             for step in self._warm_steps.sizes(sizes):
                 self._run_alone(step)
-            shape = self._cache.shape
-            if most := min(self._slots.max_blocks, shape.blocks, shape.host_blocks):
+            shape = self.cache.shape
+            if most := min(self.slots.max_blocks, shape.blocks, shape.host_blocks):
                 self._run_alone(self._warm_steps.swap(most))  # the longest sequence, out and in
         if self.parallel.samples:
             self._grammars.prepare()  # here: beside the steps before, it would make them seem slow
@@ -244,7 +242,7 @@ class Engine:
         """Run the largest prefill and the largest decode; `speed` then has their times."""
         step, tokens = self._warm_steps.prefill()
         prefill_s = self._run_alone(step)
-        self.speed = Speed(prefill_s, self._run_alone(self._warm_steps.decode(self._cache.shape.blocks)), tokens)
+        self.speed = Speed(prefill_s, self._run_alone(self._warm_steps.decode(self.cache.shape.blocks)), tokens)
 
     def _run_alone(self, step: worker_pb2.Step) -> float:
         """Return the seconds of a step that nothing comes before or after."""
@@ -259,20 +257,20 @@ class Engine:
 
     def read_block(self, block: int) -> Tensor:
         """Return [layers, 2, kv_heads, block_size, head_dim]: one block's K and V, copied."""
-        return self._cache.read_block(block)
+        return self.cache.read_block(block)
 
     def profile(self, step: worker_pb2.Step) -> list[tuple[str, int]]:
         """Run a step's forward pass; (operation, ns) in order, as the backend measures them. Sample nothing.
 
         Raise ConfigurationError where the backend cannot tell.
         """
-        if not isinstance(self._compiled, Compiled):
-            remedy = "--deterministic uses only those of Orcinus" if self._ops.name == "cpu" else "use --kernels cpu"
+        if not isinstance(self.compiled, Compiled):
+            remedy = "--deterministic uses only those of Orcinus" if self.ops.name == "cpu" else "use --kernels cpu"
             raise ConfigurationError(f"{self.matrices}'s matrix kernels cannot be profiled; {remedy}")
         with torch.inference_mode():
-            chunks = self._slots.apply(step, self._transfers)
-            found = self._compiled.profile(self._ops.prepare(self._slots.batch(chunks), self._cache))
-            self._slots.computed_through(chunks)
+            chunks = self.slots.apply(step, self._transfers)
+            found = self.compiled.profile(self.ops.prepare(self.slots.batch(chunks), self.cache))
+            self.slots.computed_through(chunks)
         return found
 
     def execute(self, step: worker_pb2.Step, received_ns: int = 0) -> worker_pb2.Result:
@@ -290,23 +288,23 @@ class Engine:
             raise ProtocolError("a step cannot carry hello: it begins a Run")
         with torch.inference_mode():
             if self.parallel.size > 1:
-                self._learn(self._slots.slots_of(step.chunk_slots))
+                self._learn(self.slots.slots_of(step.chunk_slots))
             readable = self._transfers.peers.update(step.peers) if step.peers else []
-            marks = Marks(self._last_end, self._ops.mark())
+            marks = Marks(self._last_end, self.ops.mark())
             with self._lock:
                 inflight, batch = self._begin(step, marks, queued_ns)
             inflight.peers = readable
-            prepared = None if batch is None else self._ops.prepare(batch, self._cache)
-            if self._ops.overlaps:
-                marks.start = self._ops.mark()  # a device that has waited for the host until here was idle
+            prepared = None if batch is None else self.ops.prepare(batch, self.cache)
+            if self.ops.overlaps:
+                marks.start = self.ops.mark()  # a device that has waited for the host until here was idle
             inflight.begun_ns = time.monotonic_ns()
-            logits = None if prepared is None else self._compiled(prepared)
+            logits = None if prepared is None else self.compiled(prepared)
             if logits is not None and not self.parallel.first:
-                marks.start = self._decoder.began
-            marks.forwarded = self._ops.mark()
+                marks.start = self.decoder.began
+            marks.forwarded = self.ops.mark()
             if logits is not None:
                 self._sample(inflight, logits)
-            marks.ended = self._last_end = self._ops.mark()
+            marks.ended = self._last_end = self.ops.mark()
         self._previous = inflight
         return inflight
 
@@ -330,7 +328,7 @@ class Engine:
             tokens=pack(tokens),
             logprobs=b"".join(records),
             logprob_sizes=pack([len(record) for record in records]),
-            timings=inflight.timings(self._ops, copied.ns),
+            timings=inflight.timings(self.ops, copied.ns),
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
             peer_acks=pack(inflight.peers),
@@ -342,7 +340,7 @@ class Engine:
 
     def _begin(self, step: worker_pb2.Step, marks: Marks, queued_ns: int) -> tuple[InFlightStep, Batch | None]:
         """Apply the step to the slots; return it with its batch, None when it computes nothing."""
-        table = self._slots
+        table = self.slots
         chunks = table.apply(step, self._transfers)
         if self.parallel.samples:
             self._grammars.enter(step.enters)
@@ -369,7 +367,7 @@ class Engine:
             return inflight, None
         batch = table.batch(chunks)
         table.computed_through(chunks)
-        return inflight, self._decoder.local_tokens(batch)
+        return inflight, self.decoder.local_tokens(batch)
 
     def _learn(self, slots: Int32) -> None:
         """Wait for the tokens, drawn elsewhere, that these slots get in steps that are in flight."""
@@ -380,12 +378,12 @@ class Engine:
 
     def _sample(self, inflight: InFlightStep, logits: Tensor) -> None:
         """Begin to draw one token for each slot that samples, or to receive the tokens from the rank that does."""
-        slots, table = inflight.sampling, self._slots
+        slots, table = inflight.sampling, self.slots
         inflight.positions = positions = table.known[slots]
         inflight.logprobs = table.sampling.logprobs[slots]
         inflight.has_grammars = bool(table.sampling.has_grammar[slots].any())
         if self.parallel.size > 1:
-            logits = self._decoder.gather_logits(logits)
+            logits = self.decoder.gather_logits(logits)
         if not self.parallel.samples:
             with self._lock:
                 table.expect(slots, positions)
@@ -399,7 +397,7 @@ class Engine:
                     self._in_flight.fail(inflight, slot, GRAMMAR, why)
                 rows = table.sampling.rows(slots, positions, table.prompt[slots], table.tokens)
                 table.expect(slots, positions)
-            inflight.sampled = self._ops.sample_later(logits, rows, slots)
+            inflight.sampled = self.ops.sample_later(logits, rows, slots)
         if self.parallel.size > 1:
             self._broadcast.send(inflight)
             self._learn(slots)

@@ -66,11 +66,6 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         """Return the latest step that was answered."""
         return self._pipeline.last_step_id
 
-    @property
-    def is_led(self) -> bool:
-        """Whether a scheduler has a stream of steps open."""
-        return self._current is not None
-
     def serve(self, engine: Engine, observe: Observer | None = None, ranks: Ranks | None = None) -> None:
         """Answer with this engine, which is loaded and warm.
 

@@ -38,7 +38,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 @pytest.mark.timeout(1080)
-def test_nothing_is_lost_nothing_is_told_twice_and_the_stack_comes_back_to_rest(result: Result) -> None:
+def test_nothing_is_lost_or_repeated_and_the_stack_settles(result: Result) -> None:
     assert result.violations == []
 
 
@@ -114,7 +114,7 @@ async def test_what_is_left_in_a_real_redis_is_seen(
     assert [found.where for found in check_rest(before, await observe(redis_alone))] == [where]
 
 
-async def test_a_process_that_is_killed_is_started_again_and_redis_has_what_it_had(redis_alone: ChaosStack) -> None:
+async def test_killed_process_is_restarted_and_redis_keeps_its_data(redis_alone: ChaosStack) -> None:
     redis = redis_alone.processes[REDIS]
     await redis_alone.redis.hset(redis_alone.keys.req("a"), mapping={"state": "running", "gateway": "g"})
     before = redis.pid
@@ -153,7 +153,7 @@ async def said_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
         return await reader.readexactly(len(data))
 
 
-async def test_a_proxy_that_is_slow_or_sends_byte_by_byte_loses_nothing(echo: Proxy) -> None:
+async def test_slow_or_bytewise_proxy_loses_nothing(echo: Proxy) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
     data = random.Random(1).randbytes(300_000)
     assert await said_again(reader, writer, data) == data
@@ -162,7 +162,7 @@ async def test_a_proxy_that_is_slow_or_sends_byte_by_byte_loses_nothing(echo: Pr
     writer.close()
 
 
-async def test_a_proxy_that_is_cut_resets_and_takes_the_next_one(echo: Proxy) -> None:
+async def test_proxy_that_is_cut_resets_and_takes_the_next_one(echo: Proxy) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
     assert await said_again(reader, writer, b"before") == b"before"
     echo.cut()
@@ -174,7 +174,7 @@ async def test_a_proxy_that_is_cut_resets_and_takes_the_next_one(echo: Proxy) ->
     writer.close()
 
 
-async def test_a_half_open_connection_is_silent_and_dead_when_the_proxy_heals(echo: Proxy) -> None:
+async def test_half_open_connection_is_silent_and_dead_when_proxy_heals(echo: Proxy) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
     assert await said_again(reader, writer, b"before") == b"before"
     echo.go_silent()

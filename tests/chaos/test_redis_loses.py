@@ -150,7 +150,7 @@ class Run:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("lose", WAYS)
-def test_what_redis_lost_ends_as_an_error_and_never_as_another_text(lose: Lose, tmp_path: Path) -> None:
+def test_data_lost_by_redis_is_an_error_never_other_text(lose: Lose, tmp_path: Path) -> None:
     async def whole() -> tuple[Run, Rest, list[Violation]]:
         async with ChaosStack(tmp_path / "stack", DEMO_MODEL, **SETTINGS, max_seqs=16, kv_blocks=400) as stack:
             run = Run(stack)

@@ -24,12 +24,8 @@ def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
     directory = tmp_path_factory.mktemp("stack")
     with running_stack(directory, reference.path, dtype="float32", lease_ms=1000, max_seqs=SLOTS, threads=1) as running:
         running.start("worker", "worker-1", worker_id="worker-1")
-        has_workers(running, 2)
+        running.wait_workers(2)
         yield running
-
-
-def has_workers(stack: Stack, count: int) -> None:
-    until(f"the shard has {count} workers", lambda: stack.stats().get("workers") == str(count), 90)
 
 
 def answered(stack: Stack, worker: str) -> int:
@@ -44,12 +40,6 @@ def tells(stack: Stack, worker: str, running: bool) -> bool:
     return bool(figures) and (not running or (figures["running"] > 0 and figures["tok_s"] > 0))
 
 
-def assert_nothing_is_left(stack: Stack) -> None:
-    after = stack.settled()
-    assert after["blocks"] == after["total"]
-    assert after["pending"] == [0, 0, 0, 0]
-
-
 def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference: Reference) -> None:
     """Six streams on workers of four slots need both; those of the killed one go on at the others."""
     with load(stack, reference, LONG) as under_way:
@@ -60,31 +50,21 @@ def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference:
         until("the figures of the killed one are gone", lambda: not tells(stack, "worker-0", running=False))
         stack.start("worker", "worker-2", worker_id="worker-2")
         under_way.check(LONG)
-    has_workers(stack, 2)
+    stack.wait_workers(2)
     with load(stack, reference, LONG) as under_way:
         until("the third worker steps", lambda: answered(stack, "worker-2") > 0)
         under_way.check(LONG)
-    assert_nothing_is_left(stack)
+    stack.settled_empty()
     assert stack.stats()["failed"] == "0"
 
 
-def test_a_worker_that_drains_leaves_its_streams_to_the_other(stack: Stack, reference: Reference) -> None:
-    with load(stack, reference, LONG) as under_way:
-        stack.signal("worker-1", signal.SIGTERM)
-        assert stack.wait("worker-1") == 0
-        under_way.check(LONG)
-    assert_nothing_is_left(stack)
-    has_workers(stack, 1)
-    assert "worker worker-1 left: worker drained" in stack.log("scheduler")
-
-
-def test_a_second_shard_gets_one_of_the_two_workers_and_leaves_it_behind(stack: Stack, reference: Reference) -> None:
+def test_second_shard_gets_one_of_two_workers_and_returns_it(stack: Stack, reference: Reference) -> None:
     """A scheduler that comes without a worker gets one of the first one's; when it ends, the first has both again."""
     with load(stack, reference, LONG) as under_way:
         stack.start("scheduler", "scheduler-1", shard="shard-1")
         until("the second shard has one", lambda: stack.stats("shard-1").get("workers") == "1", 60)
         under_way.check(LONG)
-    has_workers(stack, 1)
+    stack.wait_workers(1)
     assert stack.kill("scheduler-1", signal.SIGTERM) == 0
-    has_workers(stack, 2)
-    assert_nothing_is_left(stack)
+    stack.wait_workers(2)
+    stack.settled_empty()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.chaos.streams import load
 from tests.support import sse
 from tests.support.gateway_process import GatewayProcess
 from tests.support.models import Reference
@@ -65,7 +64,7 @@ class Told:
     error: str = ""
     done: int = 0
 
-    def read(self, lines: Iterable[str], events: int = 1 << 30, started: threading.Event | None = None) -> None:
+    def read(self, lines: Iterable[str], events: int = 1 << 30) -> None:
         """Takes in so many events."""
         for event in sse.events(lines):
             if event.data == sse.DONE:
@@ -73,8 +72,6 @@ class Told:
                 continue
             self._take(event.json, event.id)
             events -= 1
-            if started is not None and sum(map(len, self.ids.values())) > 4:
-                started.set()
             if not events:
                 return
 
@@ -109,35 +106,13 @@ def body(stack: Stack, prompt: list[int], **fields: Any) -> dict[str, Any]:
 def test_streams_of_a_gateway_that_ends_go_on_at_another(
     stack: Stack, reference: Reference, other: GatewayProcess, how: int
 ) -> None:
-    clients = [Told() for _ in range(STREAMS)]
-    flowing = [threading.Event() for _ in clients]
-
-    def first(index: int) -> None:
-        url = f"{stack.url}/v1/completions"
-        try:
-            with httpx.stream(
-                "POST", url, json=body(stack, reference.prompts[index]), headers=headers(), timeout=120
-            ) as answer:
-                clients[index].read(answer.iter_lines(), started=flowing[index])
-        except httpx.TransportError:
-            pass
-
-    with ThreadPoolExecutor(STREAMS) as pool:
-        working = [pool.submit(first, index) for index in range(STREAMS)]
-        until("all streams flow", lambda: all(event.is_set() for event in flowing), 60)
+    with load(stack, reference, LONG, other.url) as under_way:
         stack.kill("gateway", how)
-        for work in working:
-            work.result(60)
-        assert all(client.done == 0 for client in clients), "the streams were over before the gateway was"
-        for work in [pool.submit(client.go_on, other.url) for client in clients]:
-            work.result(120)
+        under_way.check(LONG)
+        assert all(stream.resumed for stream in under_way.streams)
     stack.start("gateway")
     until("the stack is ready", stack.ready, 60)
-    for client, output in zip(clients, reference.outputs, strict=True):
-        assert client.ids[0][: len(output)] == output
-        assert (len(client.ids[0]), client.reasons, client.done) == (LONG, {0: ["length"]}, 1)
-    after = stack.settled()
-    assert (after["blocks"], after["pending"]) == (after["total"], [0, 0, 0, 0])
+    stack.settled_empty()
 
 
 def test_from_every_event_the_rest_is_told_once(stack: Stack, reference: Reference, other: GatewayProcess) -> None:
@@ -167,7 +142,7 @@ def test_from_every_event_the_rest_is_told_once(stack: Stack, reference: Referen
     assert len({last for last, _ in ends}) == len(ends) >= 4 * 3
 
 
-def test_a_chat_goes_on_behind_its_role_and_its_stop_string(stack: Stack, other: GatewayProcess) -> None:
+def test_chat_goes_on_behind_its_role_and_its_stop_string(stack: Stack, other: GatewayProcess) -> None:
     asked = {
         "model": stack.name, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 40,
         "temperature": 0, "ignore_eos": True, "return_token_ids": True,
@@ -192,7 +167,7 @@ def test_a_chat_goes_on_behind_its_role_and_its_stop_string(stack: Stack, other:
         assert (part.text, part.reasons, part.done) == (whole.text, whole.reasons, 1)
 
 
-def test_requests_of_a_gateway_that_died_are_parked_until_they_are_adopted(
+def test_requests_of_a_dead_gateway_are_parked_until_adopted(
     stack: Stack, reference: Reference, other: GatewayProcess
 ) -> None:
     client = Told()
@@ -229,23 +204,7 @@ def test_only_its_tenant_may_go_on_with_a_request(stack: Stack, reference: Refer
         assert wrong in answered.json()["error"]["message"]
 
 
-def test_the_newer_of_two_connections_gets_the_stream(
-    stack: Stack, reference: Reference, other: GatewayProcess
-) -> None:
-    older, newer = Told(), Told()
-    asked = body(stack, reference.prompts[1], max_tokens=2 * LONG)
-    with httpx.stream("POST", f"{other.url}/v1/completions", json=asked, headers=headers(), timeout=60) as answer:
-        lines = answer.iter_lines()
-        older.read(lines, events=3)
-        newer.request = older.request
-        newer.go_on(other.url)
-        older.read(lines)
-    assert older.error == "taken_over"
-    assert older.done == 0
-    assert (len(newer.ids[0]), newer.ids[0][:64]) == (2 * LONG, reference.outputs[1])
-
-
-def test_an_answer_asked_for_again_by_its_idempotency_key_is_made_once(
+def test_answer_is_made_once_under_its_idempotency_key(
     stack: Stack, reference: Reference, other: GatewayProcess
 ) -> None:
     asked = body(stack, reference.prompts[2], stream=False)

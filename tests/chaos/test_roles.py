@@ -13,7 +13,7 @@ import pytest
 
 from services.launcher.up import share_folder
 from services.worker.kv.share_folder import ID
-from tests.chaos.streams import clients, load
+from tests.chaos.streams import clients
 from tests.stack.test_make_run import MakeRun
 from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
@@ -21,7 +21,6 @@ from tests.support.waiting import until
 
 STREAMS = 6
 TOKENS = 64
-LONG = 1200
 SLOTS = 4
 ROLES = {"worker": "prefill", "worker-1": "decode"}
 MODEL = {
@@ -41,7 +40,7 @@ def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
         directory, reference.path, dtype="float32", lease_ms=1000, max_seqs=SLOTS, threads=1, **given
     ) as running:
         start(running, "worker-1")
-        has_workers(running, 2)
+        running.wait_workers(2)
         yield running
 
 
@@ -54,10 +53,6 @@ def start(stack: Stack, name: str) -> None:
     """Starts a worker, again or for the first time."""
     number = {"worker_id": name} if name != "worker" else {}
     stack.start("worker", name, **settings(stack.directory, name), **number)
-
-
-def has_workers(stack: Stack, count: int) -> None:
-    until(f"the shard has {count} workers", lambda: stack.stats().get("workers") == str(count), 90)
 
 
 def mapped(stack: Stack, name: str) -> int:
@@ -75,19 +70,11 @@ def tiers(stack: Stack) -> int:
     return len([name for name in os.listdir(stack.directory / "kv") if name != ID])
 
 
-def assert_nothing_is_left(stack: Stack) -> None:
-    after = stack.settled()
-    assert after["blocks"] == after["total"]
-    assert after["pending"] == [0, 0, 0, 0]
-
-
-def test_one_computes_the_prompts_and_the_other_goes_on_with_the_references_tokens(
-    stack: Stack, reference: Reference
-) -> None:
+def test_one_computes_prompts_and_other_goes_on_with_references_tokens(stack: Stack, reference: Reference) -> None:
     until("the one that decodes reads the other's tier", lambda: mapped(stack, "worker-1"), 20)
     for prompt, known in zip(reference.prompts, reference.outputs, strict=True):
         assert stack.complete(prompt, TOKENS, ignore_eos=True) == known
-    assert_nothing_is_left(stack)
+    stack.settled_empty()
     prefill, decode = steps(stack, "worker"), steps(stack, "worker-1")
     assert sum(step["tokens"] for step in prefill) >= sum(map(len, reference.prompts))
     assert sum(step["sampled"] for step in prefill) == STREAMS, "it decodes, too"
@@ -98,7 +85,7 @@ def test_one_computes_the_prompts_and_the_other_goes_on_with_the_references_toke
 @pytest.mark.parametrize(
     ("name", "how"), [("worker", signal.SIGKILL), ("worker-1", signal.SIGKILL), ("worker", signal.SIGTERM)]
 )
-def test_either_is_killed_or_drains_while_clients_ask_and_comes_again(
+def test_either_role_is_killed_or_drained_under_load_and_returns(
     stack: Stack, reference: Reference, name: str, how: int
 ) -> None:
     """While it is gone the other does both; afterwards it hands over, or takes over, again."""
@@ -106,22 +93,22 @@ def test_either_is_killed_or_drains_while_clients_ask_and_comes_again(
     until("each reads the other's tier", lambda: all(mapped(stack, each) for each in ROLES), 20)
     with clients(stack, reference, TOKENS) as made:
         assert stack.kill(name, how) == (-signal.SIGKILL if how == signal.SIGKILL else 0)
-        has_workers(stack, 1)
+        stack.wait_workers(1)
         alone = len(made)
         until("all were answered by the other alone", lambda: len(made) > alone + 2 * STREAMS, 60)
         seen, before = mapped(stack, other), len(steps(stack, name))
         start(stack, name)
-        has_workers(stack, 2)
+        stack.wait_workers(2)
         until("the other has heard of it", lambda: mapped(stack, other) > seen, 20)
         until("it works again", lambda: len(steps(stack, name)) > before + 50, 60)
         again = len(made)
         until("all were answered by both", lambda: len(made) > again + 2 * STREAMS, 60)
-    assert_nothing_is_left(stack)
+    stack.settled_empty()
     assert stack.stats()["failed"] == "0"
     assert tiers(stack) == 2, "what the killed one left"
 
 
-def test_make_run_starts_both_with_a_folder_in_memory_that_goes_with_them(reference: Reference, tmp_path: Path) -> None:
+def test_make_run_starts_both_roles_with_a_folder_in_memory(reference: Reference, tmp_path: Path) -> None:
     run = MakeRun(tmp_path, reference.path, "--dtype float32 --host-blocks 64")
     run.argv[2:2] = ["PREFILL=1", "DECODE=1"]
     folder = share_folder(run.run_dir)
@@ -133,15 +120,3 @@ def test_make_run_starts_both_with_a_folder_in_memory_that_goes_with_them(refere
         answer = run.complete(prompt=reference.prompts[0], max_tokens=TOKENS, return_token_ids=True, ignore_eos=True)
         assert answer.json()["choices"][0]["token_ids"] == reference.outputs[0]
     assert not folder.exists()
-
-
-def test_both_are_killed_one_after_another_under_long_streams(stack: Stack, reference: Reference) -> None:
-    """Six streams on four slots: what was handed over, what is about to be and what waits all go on."""
-    with load(stack, reference, LONG) as under_way:
-        for name in ("worker-1", "worker"):
-            stack.kill(name)
-            start(stack, name)
-            has_workers(stack, 2)
-        under_way.check(LONG)
-    assert_nothing_is_left(stack)
-    assert stack.stats()["failed"] == "0"

@@ -93,7 +93,7 @@ def test_shards_share_what_comes_and_every_request_ends_once(stack: Stack, refer
     assert min(shares) >= len(asked) // 4, shares
 
 
-def test_requests_of_a_shard_that_nobody_leads_go_on_at_another(stack: Stack, reference: Reference) -> None:
+def test_requests_of_shard_that_nobody_leads_go_on_at_another(stack: Stack, reference: Reference) -> None:
     with load(stack, reference, LONG) as under_way:
         assert_both_have_some(stack, under_way)
         orphans = of_shard(stack, under_way.streams, "shard-1")
@@ -107,7 +107,7 @@ def test_requests_of_a_shard_that_nobody_leads_go_on_at_another(stack: Stack, re
     stack.start("scheduler", OTHER, **SECOND)
 
 
-def test_a_stopped_scheduler_comes_back_to_requests_that_are_another_shards(stack: Stack, reference: Reference) -> None:
+def test_stopped_scheduler_comes_back_to_requests_that_are_another_shards(stack: Stack, reference: Reference) -> None:
     with load(stack, reference, LONG) as under_way:
         assert_both_have_some(stack, under_way)
         stack.signal(OTHER, signal.SIGSTOP)
@@ -119,9 +119,7 @@ def test_a_stopped_scheduler_comes_back_to_requests_that_are_another_shards(stac
     stack.start("scheduler", OTHER, **SECOND)
 
 
-def test_a_shard_whose_worker_does_not_come_back_gives_its_requests_to_another(
-    stack: Stack, reference: Reference
-) -> None:
+def test_shard_whose_worker_stays_away_gives_its_requests_away(stack: Stack, reference: Reference) -> None:
     with load(stack, reference, LONG) as under_way:
         assert_both_have_some(stack, under_way)
         name, settings = worker_of(stack, "shard-1")

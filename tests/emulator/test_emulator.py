@@ -148,7 +148,7 @@ def test_copies_that_the_hardware_refuses_are_named(program: Program, name: str,
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_thread_of_every_block_runs_once_and_knows_its_place(program: Program, order: int) -> None:
+def test_every_thread_of_every_block_runs_once(program: Program, order: int) -> None:
     found = run(program, "places_", made=24 * 30, grid=(2, 3, 4), block=(5, 3, 2), order=order)
     assert np.array_equal(found, [block * 1000 + thread for block in range(24) for thread in range(30)])
 
@@ -204,9 +204,7 @@ def test_a_warning_of_the_compiler_is_an_error(tmp_path: Path) -> None:
         Program(source)
 
 
-def test_a_source_is_compiled_once_until_it_or_a_header_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_source_is_compiled_once_until_it_or_a_header_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
 
     def pretend(command: list[str]) -> str:

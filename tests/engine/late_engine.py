@@ -36,23 +36,23 @@ class Later(Pending[T]):
 
     def __init__(self, queue: deque[Later[Any]], work: Callable[[], T], patience: int = 0) -> None:
         """patience: how often it says that it is not ready before it is."""
-        self._queue, self._work, self._patience = queue, work, patience
-        self._results: list[T] = []
+        self._queue, self.work, self.patience = queue, work, patience
+        self.results: list[T] = []
         queue.append(self)
 
     def ready(self) -> bool:
-        self._patience -= 1
-        if self._patience < 0:
+        self.patience -= 1
+        if self.patience < 0:
             self.wait()
-        return bool(self._results)
+        return bool(self.results)
 
     def wait(self) -> T:
         with _one_at_a_time:
-            while not self._results:
+            while not self.results:
                 first = self._queue.popleft()
-                first._results.append(first._work())
-                del first._work  # and what it keeps alive
-        return self._results[0]
+                first.results.append(first.work())
+                del first.work  # and what it keeps alive
+        return self.results[0]
 
 
 class LateCache(ReferenceCache):
@@ -60,7 +60,7 @@ class LateCache(ReferenceCache):
 
     def __init__(self, shape: CacheShape, device: torch.device, seed: int, host: Tensor | None = None) -> None:
         super().__init__(shape, device, host)
-        self._copies: deque[Later[Any]] = deque()
+        self.copies: deque[Later[Any]] = deque()
         self._random = np.random.default_rng(seed)
 
     def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[int]:
@@ -81,7 +81,7 @@ class LateCache(ReferenceCache):
             copy()
             return 1000
 
-        return Later(self._copies, work, patience=int(self._random.integers(4)))
+        return Later(self.copies, work, patience=int(self._random.integers(4)))
 
 
 class LateOps(ReferenceOps):

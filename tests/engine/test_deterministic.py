@@ -34,7 +34,7 @@ class Recorder(Driver):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.logits: dict[int, list[torch.Tensor]] = {}
-        compiled = engine._compiled
+        compiled = engine.compiled
         self._last = torch.zeros(0)
 
         def keep(prepared: Any) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Recorder(Driver):
             self._last = found.clone()
             return found
 
-        engine._compiled = keep
+        engine.compiled = keep
 
     def step(self, chunks: dict[int, int], **fields: Any) -> worker_pb2.Result:
         result = super().step(chunks, **fields)

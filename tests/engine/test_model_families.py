@@ -57,7 +57,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return make_llama(path, seed=5, requests=3, output_tokens=TOKENS, **FAMILIES[request.param])
 
 
-def test_int8_weights_of_the_layers_stay_near_whatever_way_the_matrices_lie(tmp_path: Path) -> None:
+def test_int8_weights_of_layers_stay_near_whatever_way_matrices_lie(tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     for family in ("llama", "phi3", "qwen2"):

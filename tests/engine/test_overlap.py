@@ -89,7 +89,7 @@ def enter(slot: int, tokens: list[int], **fields: Any) -> worker_pb2.Enter:
 
 @pytest.mark.parametrize("lookahead", [1, 2])
 @pytest.mark.parametrize("policy", ["sarathi", "vllm", "orcinus:memory=watermark"])
-def test_preempting_and_swapping_beside_steps_in_flight_gives_the_references_tokens(
+def test_preempting_and_swapping_beside_steps_in_flight_gives_references_tokens(
     crowded: Engine, load: Load, policy: str, lookahead: int
 ) -> None:
     recorded, core = in_process.run(crowded, load.requests(), policy, lookahead=lookahead)
@@ -100,9 +100,7 @@ def test_preempting_and_swapping_beside_steps_in_flight_gives_the_references_tok
     assert stats["blocks_draining"] == 0
 
 
-def test_draws_with_seeds_and_penalties_are_those_of_the_engine_that_waits(
-    reference: Reference, engine: Engine
-) -> None:
+def test_overlapping_draws_with_seeds_and_penalties_equal_waiting_ones(reference: Reference, engine: Engine) -> None:
     """Penalties read the last token, which the host does not know yet."""
 
     def requests() -> list[Any]:
@@ -126,7 +124,7 @@ def test_draws_with_seeds_and_penalties_are_those_of_the_engine_that_waits(
     assert [late.tokens[f"r{i}", 0] for i in range(4)] != reference.outputs
 
 
-def test_a_token_that_only_the_device_knows_is_named_by_its_slot_until_it_is_told() -> None:
+def test_token_is_named_by_its_slot_until_it_comes() -> None:
     table = SlotTable(max_seqs=3, max_model_len=16, block_size=4, blocks=8, host_blocks=0, vocab=VOCAB)
     table.known[:], table.active[:] = 5, True
     slots = np.array([2, 0], np.int32)
@@ -141,9 +139,7 @@ def test_a_token_that_only_the_device_knows_is_named_by_its_slot_until_it_is_tol
     assert table.departures > before and table.generation.tolist() == [0, 0, 1]
 
 
-def test_a_slot_that_is_freed_and_taken_again_before_its_last_token_came_keeps_the_new_sequence(
-    engine: Engine, reference: Reference
-) -> None:
+def test_slot_reused_before_its_last_token_keeps_the_new_sequence(engine: Engine, reference: Reference) -> None:
     old, new = reference.prompts[0][:12], reference.prompts[1]
     ahead = Ahead(engine)
     ahead.finish(ahead.submit({0: (0, 12)}, enters=[enter(0, old)]))
@@ -153,7 +149,7 @@ def test_a_slot_that_is_freed_and_taken_again_before_its_last_token_came_keeps_t
     in_flight = [ahead.submit({0: (0, 4)}, free_slots=pack([0]), enters=[enter(0, new)])]
     told = ahead.finish(last)
     assert unpack(told.slots).tolist() == [0]
-    assert engine._slots.tokens[0, : len(new)].tolist() == new
+    assert engine.slots.tokens[0, : len(new)].tolist() == new
     assert ahead.finish(in_flight[0]).slots == b""
     ahead.outputs.clear()
     in_flight = [ahead.submit({0: (4, len(new) - 4)})]
@@ -167,7 +163,7 @@ def test_a_slot_that_is_freed_and_taken_again_before_its_last_token_came_keeps_t
 @pytest.fixture
 def poison(engine: Engine, reference: Reference) -> Iterator[int]:
     """A token after which the model gives NaN."""
-    embedding = engine._decoder.embed_tokens.weight
+    embedding = engine.decoder.embed_tokens.weight
     used = {token for tokens in reference.prompts + reference.outputs for token in tokens}
     token = next(t for t in range(VOCAB) if t not in used)
     kept = embedding[token].clone()
@@ -176,9 +172,7 @@ def poison(engine: Engine, reference: Reference) -> Iterator[int]:
     embedding[token] = kept
 
 
-def test_a_sequence_that_fails_with_a_step_in_flight_fails_there_too_and_its_slot_can_be_used_again(
-    engine: Engine, reference: Reference, poison: int
-) -> None:
+def test_failed_sequence_fails_in_the_next_step_too(engine: Engine, reference: Reference, poison: int) -> None:
     good, other = reference.prompts[0], reference.prompts[1]
     ahead = Ahead(engine)
     size = len(good)
@@ -195,7 +189,7 @@ def test_a_sequence_that_fails_with_a_step_in_flight_fails_there_too_and_its_slo
     assert ahead.outputs == {0: reference.outputs[0][:4], 1: reference.outputs[1][:1]}
 
 
-def test_a_failure_of_one_draw_alone_is_told_again_by_the_step_in_flight(engine: Engine, reference: Reference) -> None:
+def test_failed_draw_is_reported_again_by_the_step_in_flight(engine: Engine, reference: Reference) -> None:
     prompt = reference.prompts[0]
     nothing = worker_pb2.Sampling(stop_ids=pack(range(VOCAB)), min_tokens=1)
     ahead = Ahead(engine)
@@ -207,9 +201,7 @@ def test_a_failure_of_one_draw_alone_is_told_again_by_the_step_in_flight(engine:
         assert not result.slots
 
 
-def test_a_sequence_that_fails_after_its_slot_was_taken_again_does_not_fail_the_new_one(
-    engine: Engine, reference: Reference, poison: int
-) -> None:
+def test_late_failure_does_not_touch_the_slots_new_sequence(engine: Engine, reference: Reference, poison: int) -> None:
     ahead = Ahead(engine)
     first = ahead.submit({1: (0, 3)}, enters=[enter(1, [1, 2, poison])])
     new = reference.prompts[1]
@@ -221,9 +213,7 @@ def test_a_sequence_that_fails_after_its_slot_was_taken_again_does_not_fail_the_
     assert ahead.outputs == {1: reference.outputs[1][:2]}
 
 
-def test_a_grammar_that_is_none_fails_its_sequence_here_and_in_the_step_in_flight(
-    engine: Engine, reference: Reference
-) -> None:
+def test_invalid_grammar_fails_its_sequence_in_both_steps(engine: Engine, reference: Reference) -> None:
     prompt = reference.prompts[0]
     masked = enter(1, prompt, sampling=worker_pb2.Sampling(grammar="none at all"))
     ahead = Ahead(engine)
@@ -249,7 +239,7 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, ref
     assert block.any()
     for inflight in in_flight:  # as the server does: somebody waits for them, nobody reads them
         ahead.finish(inflight)
-    assert engine._slots.tokens[0, : len(new)].tolist() == new
+    assert engine.slots.tokens[0, : len(new)].tolist() == new
     assert after.finish(begun).swap_out_acks == b"", "these are of another Run"
     assert torch.equal(engine.read_block(1), block), "a copy of the Run before went on"
     for place in range(len(new), len(new) + 5):
@@ -257,9 +247,7 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, ref
     assert after.outputs[0] == reference.outputs[1][:6]
 
 
-def test_copies_are_acknowledged_once_in_order_by_the_result_that_finds_them_complete(
-    engine: Engine, reference: Reference
-) -> None:
+def test_copies_are_acknowledged_once_in_order_when_complete(engine: Engine, reference: Reference) -> None:
     prompt = reference.prompts[0]
     ahead = Ahead(engine)
     ahead.finish(ahead.submit({0: (0, len(prompt))}, enters=[enter(0, prompt)]))
@@ -271,8 +259,7 @@ def test_copies_are_acknowledged_once_in_order_by_the_result_that_finds_them_com
 
     out = ahead.submit({0: (len(prompt), 1)}, swap_out_gpu=pack([1, 0]), swap_out_host=pack([5, 6]))
     in_ = ahead.submit({}, swap_in_host=pack([5]), swap_in_gpu=pack([80]))
-    pending = out.transfers._begun[0].pending[0]
-    pending._patience = 1  # type: ignore[attr-defined]
+    engine.cache.copies[0].patience = 1
     note(ahead.finish(out, more=True))
     last = ahead.submit({0: (len(prompt) + 1, 1)})
     note(ahead.finish(in_, more=False))
@@ -282,7 +269,7 @@ def test_copies_are_acknowledged_once_in_order_by_the_result_that_finds_them_com
     assert torch.equal(*same) and same[0].any()
 
 
-def test_a_step_that_only_copies_waits_for_its_copies_when_nothing_follows(engine: Engine) -> None:
+def test_step_that_only_copies_waits_when_nothing_follows(engine: Engine) -> None:
     ahead = Ahead(engine)
     for host in range(6):  # whatever the patience of the copy
         inflight = ahead.submit({}, swap_out_gpu=pack([host]), swap_out_host=pack([host]))
@@ -299,10 +286,10 @@ def test_timings_are_the_devices_and_idle_is_between_flights(
         clock += ns
         return clock
 
-    prepare = engine._ops.prepare
-    monkeypatch.setattr(engine._ops, "mark", lambda: later(1))
-    monkeypatch.setattr(engine._ops, "prepare", lambda *given: (later(100), prepare(*given))[1])
-    monkeypatch.setattr(engine, "_compiled", lambda given, run=engine._compiled: (later(30), run(given))[1])
+    prepare = engine.ops.prepare
+    monkeypatch.setattr(engine.ops, "mark", lambda: later(1))
+    monkeypatch.setattr(engine.ops, "prepare", lambda *given: (later(100), prepare(*given))[1])
+    monkeypatch.setattr(engine, "compiled", lambda given, run=engine.compiled: (later(30), run(given))[1])
     monkeypatch.setattr(engine, "_sample", lambda *given, run=engine._sample: (later(9), run(*given))[1])
     prompt = reference.prompts[0]
     ahead = Ahead(engine)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.ops import Batch
 from protos import worker_pb2
-from shared.columns import pack, unpack
+from shared.columns import pack
 from shared.logprobs import TokenLogprobs
 from tests.engine.driver import Driver, make_engine
 from tests.support.models import MIN_GAP, Reference, make_llama
@@ -84,98 +84,8 @@ def all_logits(engine: Any, tokens: list[int]) -> torch.Tensor:
         sample_rows=positions,
     )
     with torch.inference_mode():
-        prepared = engine._ops.prepare(batch, engine._cache)
-        return engine._decoder.forward(prepared, engine._cache).clone()
-
-
-def test_blocks_appended_one_by_one_serve_as_well_as_a_full_table(grouped: Reference) -> None:
-    driver = Driver(make_engine(grouped.path))
-    free = {slot: driver.blocks(slot).tolist() for slot in (0, 1)}
-    for slot in (0, 1):
-        first = [free[slot].pop(0) for _ in range(-(-len(grouped.prompts[slot]) // 4))]
-        driver.enter(slot, grouped.prompts[slot], blocks=pack(first))
-    held = {slot: -(-len(grouped.prompts[slot]) // 4) for slot in (0, 1)}
-    twice = False
-    for _ in range(24):
-        slots, blocks = [], []
-        for slot in (0, 1):
-            while held[slot] * 4 < driver.known[slot] + 9:  # ahead, so that a slot appears twice
-                slots.append(slot)
-                blocks.append(free[slot].pop(0))
-                held[slot] += 1
-        driver.step({0: 64, 1: 64}, append_slots=pack(slots[::-1]), append_blocks=pack(blocks[::-1]))
-        for slot in (0, 1):  # the order of one slot's appends is their order in the column
-            mine = [b for s, b in zip(slots[::-1], blocks[::-1], strict=True) if s == slot]
-            table = driver.engine._slots.tables[slot, held[slot] - len(mine) : held[slot]]
-            assert table.tolist() == mine
-            twice = twice or len(mine) > 1
-    assert twice
-    assert [driver.outputs[0], driver.outputs[1]] == grouped.outputs[:2]
-
-
-def test_a_shared_prefix_is_read_from_another_sequences_blocks(grouped: Reference) -> None:
-    driver = Driver(make_engine(grouped.path))
-    prompt = max(grouped.prompts, key=len)
-    expected = grouped.outputs[grouped.prompts.index(prompt)]
-    driver.enter(0, prompt)
-    driver.run(0, 1)
-    shared = (len(prompt) - 1) // 4
-    driver.enter(1, prompt, computed=4 * shared, blocks=pack([*driver.blocks(0)[:shared], *driver.blocks(1)[shared:]]))
-    assert driver.run(1, 24) == expected
-    assert driver.engine._slots.computed[1] == len(prompt) + 23
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_swapping_out_and_in_restores_the_bits_and_the_tokens(
-    grouped: Reference, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    """The KV bytes, the logits of every further step and the tokens are those of a sequence that was left in peace."""
-    engine = make_engine(grouped.path, host_blocks=64, dtype=dtype)
-    logits: list[Tensor] = []
-    forward = engine._decoder.forward
-
-    def seen(*arguments: Any) -> Tensor:
-        logits.append(forward(*arguments))
-        return logits[-1].clone()
-
-    monkeypatch.setattr(engine._decoder, "forward", seen)
-    prompt = max(grouped.prompts, key=len)
-    calm = Driver(engine)
-    calm.enter(0, prompt)
-    expected = list(calm.run(0, 24))
-    undisturbed = logits[6:]
-    engine.reset()
-    driver = Driver(engine)
-    driver.enter(0, prompt)
-    before = list(driver.run(0, 6))
-    used = driver.blocks(0)[: -(-driver.computed[0] // 4)]
-    kept = [engine.read_block(int(block)) for block in used]
-    host = np.arange(len(used), dtype=np.int32)[::-1].copy()
-    driver.free(0)
-    acked = driver.step({}, swap_out_gpu=pack(used), swap_out_host=pack(host))
-    assert unpack(acked.swap_out_acks).tolist() == used.tolist()
-    assert 0 < acked.timings.swap_ns <= acked.timings.total_ns
-    driver.enter(3, grouped.prompts[0])
-    driver.enter(0, grouped.prompts[1])  # overwrites what was swapped out
-    assert driver.step({0: 64, 3: 64}).timings.swap_ns == 0
-    driver.free(0)
-    there = driver.blocks(6)[: len(used)]
-    acked = driver.step({}, swap_in_host=pack(host), swap_in_gpu=pack(there))
-    assert unpack(acked.swap_in_acks).tolist() == host.tolist()
-    assert all(same_bits(engine.read_block(int(b)), old) for b, old in zip(there, kept, strict=True))
-    tokens = prompt + before
-    driver.enter(6, tokens, prompt=len(prompt), computed=len(tokens) - 1)
-    logits.clear()
-    assert driver.run(6, 24) == expected
-    assert len(logits) == len(undisturbed) == 18
-    assert all(same_bits(got, wanted) for got, wanted in zip(logits, undisturbed, strict=True))
-    if dtype == "float32":
-        assert expected == grouped.outputs[grouped.prompts.index(prompt)]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    kind = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+        prepared = engine.ops.prepare(batch, engine.cache)
+        return engine.decoder.forward(prepared, engine.cache).clone()
 
 
 def test_bfloat16_stays_near_the_reference(grouped: Reference) -> None:
@@ -193,8 +103,11 @@ def test_the_checkpoints_type_is_the_default_and_float16_is_widened(tmp_path: Pa
     assert make_engine(grouped.path, dtype="auto").info().dtype == "float32"
 
 
-def test_a_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Reference) -> None:
-    sampling = worker_pb2.Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=77)
+def test_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Reference) -> None:
+    sampling = worker_pb2.Sampling(
+        temperature=0.9, top_p=0.95, top_k=40, min_p=0.001, seed=77, repetition_penalty=1.2, presence_penalty=0.5,
+        frequency_penalty=0.3, bias_ids=pack([70, 71]), bias_values=np.array([3.5, -50], np.float32).tobytes(),
+    )  # fmt: skip
     engine = make_engine(grouped.path)
     alone = Driver(engine)
     alone.enter(0, grouped.prompts[0], sampling=sampling)
@@ -220,23 +133,7 @@ def test_a_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Re
     assert other.run(0, 20) != expected
 
 
-def test_log_probabilities_are_the_references(grouped: Reference) -> None:
-    driver = Driver(make_engine(grouped.path))
-    prompt, output = grouped.prompts[1], grouped.outputs[1]
-    driver.enter(0, prompt, sampling=worker_pb2.Sampling(logprobs=6))
-    driver.enter(1, grouped.prompts[0])
-    driver.enter(2, prompt, sampling=worker_pb2.Sampling(logprobs=1))
-    for _ in range(10):
-        driver.step({0: 64, 1: 64, 2: 64})
-    exact = grouped.logits(prompt + output).double().log_softmax(-1)[len(prompt) - 1 :]
-    for i in range(10):
-        assert driver.logprobs[0][i].sampled == pytest.approx(float(exact[i, output[i]]), abs=1e-3)
-        assert_likely(driver.logprobs[0][i].best, exact[i], 5)
-    assert driver.logprobs[1] == []
-    assert driver.logprobs[2] == [TokenLogprobs(one.sampled, []) for one in driver.logprobs[0]]
-
-
-def test_log_probabilities_are_the_same_in_chunks_in_company_and_after_a_preemption(grouped: Reference) -> None:
+def test_log_probabilities_are_equal_after_chunks_company_and_preemption(grouped: Reference) -> None:
     """Temperature, penalties and bias change the choice and not the model's distribution."""
     sampling = worker_pb2.Sampling(
         temperature=1.3, top_p=0.9, seed=9, repetition_penalty=1.2, logprobs=21,
@@ -245,9 +142,10 @@ def test_log_probabilities_are_the_same_in_chunks_in_company_and_after_a_preempt
     prompt = grouped.prompts[0]
     driver = Driver(make_engine(grouped.path))
     driver.enter(4, prompt, sampling=sampling)
+    driver.enter(2, prompt, sampling=worker_pb2.Sampling(logprobs=1))
     driver.enter(7, grouped.prompts[2])
     while len(driver.outputs[4]) < 6:
-        driver.step({7: 3, 4: 5})
+        driver.step({7: 3, 4: 5, 2: 64})
     before, first = list(driver.outputs[4]), list(driver.logprobs[4])
     driver.free(4)
     driver.enter(1, prompt + before, prompt=len(prompt), sampling=sampling)
@@ -256,6 +154,10 @@ def test_log_probabilities_are_the_same_in_chunks_in_company_and_after_a_preempt
     tokens, found = driver.outputs[1], first + driver.logprobs[1]
     exact = grouped.logits(prompt + tokens).double().log_softmax(-1)[len(prompt) - 1 :]
     assert len(found) == len(tokens)
+    assert driver.logprobs[7] == []
+    greedy = grouped.logits(prompt + driver.outputs[2]).double().log_softmax(-1)[len(prompt) - 1 :]
+    for i, (token, one) in enumerate(zip(driver.outputs[2], driver.logprobs[2], strict=True)):
+        assert one == TokenLogprobs(pytest.approx(float(greedy[i, token]), abs=1e-3), [])
     for i, token in enumerate(tokens):
         assert found[i].sampled == pytest.approx(float(exact[i, token]), abs=1e-3)
         assert_likely(found[i].best, exact[i], 20)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from kernels.cpu import library
 from tests.kernels import cpu_variants
@@ -26,6 +27,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def best_variant() -> str:
     """The one for tests of which every case in every variant would be too many."""
     return cpu_variants.best()
+
+
+@pytest.fixture(scope="module")
+def reference_on_one_thread() -> Iterator[None]:
+    """Its operations are small: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -49,7 +49,7 @@ def make_norm(kind: str, size: int) -> Norm:
 @in_its_types
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("width", [48, 7, 515])
-def test_norms_are_their_formulas_and_the_residual_is_added_in_place(
+def test_norms_are_their_formulas_and_residual_is_added_in_place(
     ops: AnyOps, width: int, kind: str, dtype: torch.dtype
 ) -> None:
     demand_width(ops, width, dtype)
@@ -144,7 +144,7 @@ def test_activations_are_their_formulas(ops: AnyOps, width: int, activation: str
 @in_its_types
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (64, 64), (24, 24), (80, 32), (16, 0), (10, 4)])
-def test_q_and_k_are_normed_and_turned_and_k_and_v_are_written(
+def test_q_and_k_are_normed_turned_and_written(
     ops: AnyOps, head_dim: int, rotary: int, with_norms: bool, dtype: torch.dtype
 ) -> None:
     cache = new_cache(ops, CacheShape(4, 0, 2, 2, 16, head_dim, dtype))
@@ -228,9 +228,7 @@ def test_attention_of_any_head_size_is_the_formula(ops: AnyOps, head_dim: int, d
 
 @in_its_types
 @pytest.mark.parametrize("window", [0, 5])
-def test_numbers_that_an_earlier_owner_left_in_a_block_reach_nobody(
-    ops: AnyOps, window: int, dtype: torch.dtype
-) -> None:
+def test_numbers_that_earlier_owner_left_in_a_block_reach_nobody(ops: AnyOps, window: int, dtype: torch.dtype) -> None:
     world = Sequences(ops, dtype, [6, 16, 30], 16, replace(PLAIN, window=window))
     world.keys[2][:] = torch.nan
     world.values[2][:] = torch.nan
@@ -255,7 +253,7 @@ def test_what_pads_a_shorter_sequence_in_a_batch_reaches_nobody(
 
 
 @in_its_types
-def test_a_block_comes_back_from_the_host_bit_for_bit_and_elsewhere(ops: AnyOps, dtype: torch.dtype) -> None:
+def test_block_comes_back_from_host_bit_for_bit_and_elsewhere(ops: AnyOps, dtype: torch.dtype) -> None:
     world = Sequences(ops, dtype, [80], 16, PLAIN)
     world.run(1, [0], [0], [80])
     blocks = world.tables[0, [4, 1]]

@@ -56,7 +56,7 @@ def test_noise_is_the_documented_function_of_seed_position_and_token() -> None:
         assert found[1, token] == pytest.approx(-np.log(-np.log1p(-u)), rel=1e-5, abs=1e-5)
 
 
-def test_noise_does_not_depend_on_the_batch_it_is_drawn_in() -> None:
+def test_noise_does_not_depend_on_batch_it_is_drawn_in() -> None:
     seed, position = np.arange(40, dtype=np.uint64), np.arange(40, dtype=np.int64) * 3
     together = gumbel(seed, position, 5003)
     assert np.array_equal(together[17:18], gumbel(seed[17:18], position[17:18], 5003))
@@ -77,20 +77,20 @@ def test_draws_follow_the_distribution_of_float64(ops: AnyOps, name: str) -> Non
     assert follows_float64(lambda logits, how: ops.sample(torch.tensor(logits), how), name, draws)
 
 
-def test_draws_of_one_seed_at_different_positions_follow_the_distribution_too(ops: AnyOps) -> None:
+def test_draws_of_one_seed_at_different_positions_follow_distribution_too(ops: AnyOps) -> None:
     logits = np.random.default_rng(5).normal(0, 1, 7).astype(np.float32)
     tokens = draw(ops, np.tile(logits, (DRAWS, 1)), temperature=1.0, seed=1234, position=np.arange(DRAWS))
     p = np.exp(logits.astype(np.float64))
     assert is_drawn_from(np.bincount(tokens, minlength=7), p / p.sum())
 
 
-def test_top_p_of_a_flat_distribution_looks_past_the_sorted_prefix(ops: AnyOps) -> None:
+def test_top_p_of_flat_distribution_looks_past_the_sorted_prefix(ops: AnyOps) -> None:
     logits = np.linspace(0, 0.5, 800).astype(np.float32)
     tokens = draw(ops, np.tile(logits, (600, 1)), temperature=1.0, top_p=0.5, seed=np.arange(600))
     assert tokens.min() >= nucleus(logits, 0.5).min() and len(np.unique(tokens)) > 200
 
 
-def test_flat_and_peaked_rows_are_cut_each_by_its_own_mass(ops: AnyOps) -> None:
+def test_flat_and_peaked_rows_are_cut_by_their_own_mass(ops: AnyOps) -> None:
     flat, peaked = np.linspace(0, 0.5, 800), np.linspace(0, 80, 800)
     logits = np.tile(np.stack([peaked, flat]), (300, 1)).astype(np.float32)
     tokens = draw(ops, logits, temperature=1.0, top_p=0.5, seed=np.arange(600))
@@ -99,7 +99,7 @@ def test_flat_and_peaked_rows_are_cut_each_by_its_own_mass(ops: AnyOps) -> None:
         assert found.min() >= allowed.min() and len(np.unique(found)) > 0.5 * min(300, len(allowed))
 
 
-def test_a_row_draws_the_same_alone_and_among_rows_of_every_other_kind(ops: AnyOps) -> None:
+def test_row_draws_the_same_alone_and_among_other_rows(ops: AnyOps) -> None:
     logits = np.random.default_rng(3).normal(0, 2, (6, 50)).astype(np.float32)
     columns = {
         "temperature": [0.0, 0.7, 1.0, 1.3, 0.0, 1.0],
@@ -181,7 +181,7 @@ def test_most_likely_tokens_are_the_models_own_before_any_edit(ops: AnyOps) -> N
     assert ops.sample(torch.tensor(logits), rows(count)).likely is None
 
 
-def test_a_vocabulary_with_fewer_tokens_than_are_wanted_is_filled_up(ops: AnyOps) -> None:
+def test_vocabulary_with_fewer_tokens_than_are_wanted_is_filled_up(ops: AnyOps) -> None:
     found = ops.sample(torch.zeros(1, 3), rows(1, want_logprob=True, likely=np.array([5], np.int32))).likely
     assert found is not None
     assert sorted(found.ids[0].tolist()) == [-1, -1, 0, 1, 2]
@@ -190,9 +190,7 @@ def test_a_vocabulary_with_fewer_tokens_than_are_wanted_is_filled_up(ops: AnyOps
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_is_reported_and_leaves_the_others_alone(
-    ops: AnyOps, temperature: float, bad: float
-) -> None:
+def test_row_that_is_not_finite_is_reported_alone(ops: AnyOps, temperature: float, bad: float) -> None:
     logits = np.random.default_rng(2).normal(0, 2, (3, 30)).astype(np.float32)
     before = draw(ops, logits.copy(), temperature=temperature, seed=[1, 2, 3])
     logits[1, 7] = bad

@@ -11,11 +11,7 @@ import openai
 import pytest
 import torch
 
-from services.worker.engine import Engine
-from shared.columns import pack, pack_float
-from shared.logprobs import unpack_records
-from shared.settings import WorkerSettings
-from tests.support import in_process, sse
+from tests.support import sse
 from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
@@ -160,31 +156,3 @@ def test_logprobs_continue_equal_after_scheduler_and_gateway_die(stack: Stack) -
     assert [entry[3] for entry in entries] == [entry[3] for entry in expected]
     with httpx.stream("GET", address, headers=stack.headers) as answer:
         assert entries_of(list(events(answer.iter_lines()))) == (ids, entries), "the record has what was sent"
-
-
-def test_preempted_sequences_draw_equal_tokens_and_logprobs(reference: Reference) -> None:
-    """Every field of the sampling, in a pool so small that sequences lose their slots: histories are rebuilt."""
-    sampling: dict[str, float | bytes] = {
-        "temperature": 1.2, "top_k": 80, "min_p": 0.001, "repetition_penalty": 1.2, "presence_penalty": 0.5,
-        "frequency_penalty": 0.3, "logprobs": 4, "bias_ids": pack([70, 71]), "bias_values": pack_float([3.5, -50.0]),
-    }  # fmt: skip
-    found, preemptions = [], 0
-    for pool in (1200, 96):
-        settings = WorkerSettings(
-            model=reference.path, device="cpu", dtype="float32", block_size=4, max_seqs=12, kv_blocks=pool // 4,
-            max_input_tokens=64, max_output_tokens=32, max_step_tokens=256, threads=1,
-        )  # fmt: skip
-        requests = [
-            in_process.request(f"r{index}", reference.prompts[index % 4][:30], 24, seed=index, **sampling)
-            for index in range(12)
-        ]
-        recorded, core = in_process.run(Engine(settings), requests, "sarathi", lookahead=1, step_tokens=16)
-        found.append(recorded)
-        preemptions = int(core.stats()["preemptions"])
-    ample, small = found
-    assert preemptions > 0 and not small.errors
-    assert small.tokens == ample.tokens
-    for at, records in ample.logprobs.items():
-        expected, told = unpack_records(records, 4), unpack_records(small.logprobs[at], 4)
-        assert [one.sampled for one in told] == about([one.sampled for one in expected])
-        assert [value for one in told for _, value in one.best] == about([v for one in expected for _, v in one.best])

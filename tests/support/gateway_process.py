@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 
 from shared.keys import Keys
+from tests.support.launcher import settings_env
 from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.stack import PLAIN, ROOT, RedisServer
 from tests.support.waiting import free_port, until
@@ -32,8 +32,7 @@ class GatewayProcess:
             "redis_url": redis_url, "model": model, "port": self.port, "ops_port": self.ops_port, "drain_s": 5,
             **settings,
         }  # fmt: skip
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
-        self.environment = {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
+        self.environment = settings_env(**values)
         self._log = directory / f"gateway-{self.port}.log"
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -7,7 +7,6 @@ engine that overlaps is given as many of them as it takes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,13 +79,13 @@ def run(
     step_tokens: int = 0,
     max_seqs: int = 0,
     prefix_cache: bool | None = None,
-    then: Sequence[str] = (),
     known: Recorded | None = None,
 ) -> tuple[Recorded, Scheduler]:
     """Runs all requests to their ends and checks the core's invariants after every step.
 
-    Half of them are there from the beginning, each other one arrives with a step. The policies of `then` are switched
-    to one after another, each when the one before has taken over. known: what clients have of them already.
+    Half of them are there from the beginning, each other one arrives with a step.
+
+    known: what clients have of them already.
     """
     engine.reset()
     info = engine.info()
@@ -100,7 +99,7 @@ def run(
     )
     replica = core.join(limits_from_wire(info))
     recorded = Recorded() if known is None else known
-    later, policies, now, idle = deque(requests), deque(then), 1, 0
+    later, now, idle = deque(requests), 1, 0
     waiting: deque[worker_pb2.Step] = deque()
     in_flight: deque[tuple[worker_pb2.Step, InFlightStep]] = deque()
     for _ in range(len(requests) // 2):
@@ -108,9 +107,6 @@ def run(
     for _ in range(MOST_STEPS):
         if later:
             recorded.take(core.add(later.popleft(), now))
-        if policies and core.policy.name == policy:
-            policy = policies.popleft()
-            core.switch(policy)
         while True:
             plan, outcome = core.plan(now, replica)
             recorded.take(outcome)
@@ -119,7 +115,7 @@ def run(
             wire = step_to_wire(plan, epoch=1).SerializeToString()
             waiting.append(worker_pb2.Step.FromString(wire))
         if not (waiting or in_flight):
-            if not core.unfinished and not later and not policies:
+            if not core.unfinished and not later:
                 break
             idle += 1
             if idle > MOST_IDLE:
@@ -137,7 +133,7 @@ def run(
         now += result.timings.total_ns
         recorded.take(core.apply(result_from_wire(result, replica), now))
         core.check()
-    if core.unfinished or policies:
+    if core.unfinished:
         raise AssertionError(f"{core.unfinished} requests never ended; stats {core.stats()}")
     return recorded, core
 

@@ -30,6 +30,11 @@ def clean_env(**extra: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("ORCINUS_")} | extra
 
 
+def settings_env(**settings: Any) -> dict[str, str]:
+    """This process's environment with these settings of Orcinus alone, named as on the command line with `_`."""
+    return clean_env(**{f"ORCINUS_{name.upper()}": str(value) for name, value in settings.items()})
+
+
 class Stack:
     """A launcher process that runs small scripts as services. `services`: name -> shell-free python source."""
 

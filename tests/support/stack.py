@@ -6,7 +6,6 @@ Everything lies in one temporary directory and ends with the `with` block, by pi
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import ssl
 import subprocess
@@ -21,6 +20,7 @@ import redis
 
 from services.launcher.redis_server import find_binary
 from shared.keys import Keys
+from tests.support.launcher import settings_env
 from tests.support.waiting import free_port, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,8 +101,7 @@ class Stack:
             "ops_port": free_port(), "threads": 2, **({"api_key": self.key} if self.key else {}),
             **self.settings, **settings,
         }  # fmt: skip
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
-        return {**clean, **{f"ORCINUS_{name.upper()}": str(value) for name, value in values.items()}}
+        return settings_env(**values)
 
     def start(self, service: str, name: str = "", by: Sequence[str] = (), **settings: Any) -> None:
         """Starts (again) worker, scheduler or gateway; a second one beside the first has a name of its own, and perhaps
@@ -183,6 +182,9 @@ class Stack:
             "pending": pending,
             "keys without a TTL": lasting,
         }
+
+    def wait_workers(self, count: int) -> None:
+        until(f"the shard has {count} workers", lambda: self.stats().get("workers") == str(count), START_S)
 
     def settled_empty(self) -> None:
         """Wait until nothing is running; all blocks must be free or cached, and no entry pending."""

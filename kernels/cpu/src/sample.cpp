@@ -111,7 +111,8 @@ int64_t draw(const float* scores, int64_t vocab, float temperature, float most, 
 
 // A token of the scores with this peak; bench.scores may be these.
 int64_t draw_truncated(const SampleArgs& a, int64_t row, const float* scores, const Peak& peak, Bench& bench) {
-  const float temperature = a.temperature[row], most = peak.most / temperature;
+  // At least the smallest normal number, so that its inverse is a number.
+  const float temperature = std::max(a.temperature[row], 0x1p-126f), most = peak.most / temperature;
   if (!std::isfinite(most)) return peak.where;  // so cold that it overflows: the limit
   const uint64_t seed = a.seed[row];
   const int64_t position = a.position[row], k = a.top_k[row];

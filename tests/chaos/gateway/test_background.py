@@ -71,7 +71,7 @@ def state(url: str, request_id: str) -> str:
 
 
 @pytest.mark.parametrize("service", ["worker", "scheduler"])
-def test_a_service_that_is_stopped_is_seen_by_health_and_well_again_when_it_goes_on(
+def test_stopped_service_shows_in_health_until_it_continues(
     stack: Stack, reference: Reference, other: GatewayProcess, service: str
 ) -> None:
     assert other.status("/health/progress") == 200
@@ -106,9 +106,7 @@ def refusals(stack: Stack) -> int:
     return int(errors.get("errorstat_OOM", {"count": 0})["count"])
 
 
-def test_a_redis_that_is_nearly_full_takes_no_new_work_and_one_that_is_full_delays_what_runs(
-    stack: Stack, reference: Reference
-) -> None:
+def test_nearly_full_redis_refuses_work_and_a_full_one_delays(stack: Stack, reference: Reference) -> None:
     client = stack.redis.client
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(stack.post, "/v1/completions", body(stack, prompt)) for prompt in reference.prompts[:2]]

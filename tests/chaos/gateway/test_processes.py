@@ -82,7 +82,7 @@ def gateway_of(stack: Stack, request: str) -> str:
     return value.decode() if isinstance(value, bytes) else ""
 
 
-def test_both_processes_get_requests_and_each_one_counts_its_own_whoever_is_asked(stack: Stack) -> None:
+def test_both_processes_get_requests_and_count_their_own(stack: Stack) -> None:
     both(stack)
     before = counted(stack, COMPLETED)
     for _ in range(ASKED):
@@ -110,9 +110,7 @@ def test_calls_over_grpc_are_spread_too(stack: Stack) -> None:
     assert all(number > 0 for number in counted(stack, CALLED))
 
 
-def test_a_killed_process_takes_no_other_stream_along_and_its_own_go_on_at_the_same_port(
-    stack: Stack, reference: Reference
-) -> None:
+def test_killed_process_ends_no_other_stream_and_its_own_resume(stack: Stack, reference: Reference) -> None:
     before = both(stack)
     with load(stack, reference, LONG) as under_way:
         served_by = [gateway_of(stack, stream.request) for stream in under_way.streams]
@@ -125,11 +123,10 @@ def test_a_killed_process_takes_no_other_stream_along_and_its_own_go_on_at_the_s
             assert (stream.resumed > 0) == (gateway == victim)
     after = both(stack)
     assert after[1 - number] == before[1 - number] and after[number] != victim
-    settled = stack.settled()
-    assert (settled["blocks"], settled["pending"]) == (settled["total"], [0, 0, 0, 0])
+    stack.settled_empty()
 
 
-def test_a_process_that_was_restarted_counts_anew_and_the_other_goes_on_counting(stack: Stack) -> None:
+def test_restarted_process_counts_anew_beside_the_other(stack: Stack) -> None:
     before = both(stack)
     for _ in range(ASKED):
         stack.complete("x", 1)
@@ -159,9 +156,7 @@ def leaves(stack: Stack, gateway: str) -> bool:
     return found.get(gateway, True)
 
 
-def test_one_process_that_is_drained_leaves_its_port_to_the_other_and_the_last_one_ends_the_gateway(
-    stack: Stack, reference: Reference
-) -> None:
+def test_drained_process_leaves_its_port_the_last_ends_the_gateway(stack: Stack, reference: Reference) -> None:
     there = both(stack)
     with load(stack, reference, LONG) as under_way:
         stack.redis.client.set(stack.keys.drain("gateway", there[0]), 1, px=60_000)
@@ -179,9 +174,7 @@ def test_one_process_that_is_drained_leaves_its_port_to_the_other_and_the_last_o
     until("the stack is ready", stack.ready, 60)
 
 
-def test_an_order_to_drain_and_sigterm_end_all_processes_once_their_streams_have_ended(
-    stack: Stack, reference: Reference
-) -> None:
+def test_drain_and_sigterm_end_processes_after_their_streams(stack: Stack, reference: Reference) -> None:
     for ask in (lambda: drained(stack, "gateway"), lambda: stack.kill("gateway", signal.SIGTERM)):
         there = both(stack)
         with load(stack, reference, LONG) as under_way:
@@ -233,7 +226,7 @@ def starting(gateway: GatewayProcess, **settings: Any) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_second_gateway_of_the_same_user_is_refused_each_of_the_ports(alone: GatewayProcess, processes: int) -> None:
+def test_second_gateway_of_same_user_is_refused_each_of_ports(alone: GatewayProcess, processes: int) -> None:
     fresh = {"port": free_port(), "ops_port": free_port(), "grpc_port": free_port(), "processes": processes}
     for name, text in (("port", "port"), ("ops_port", "ops port"), ("grpc_port", "gRPC")):
         port = alone.environment[f"ORCINUS_{name.upper()}"]
@@ -243,9 +236,7 @@ def test_a_second_gateway_of_the_same_user_is_refused_each_of_the_ports(alone: G
         assert text in said and port in said and "serving demo" not in refused.stderr
 
 
-def test_what_is_wrong_with_the_settings_is_said_once_and_ends_the_parent(
-    alone: GatewayProcess, tmp_path: Path
-) -> None:
+def test_wrong_settings_are_reported_once_and_end_the_parent(alone: GatewayProcess, tmp_path: Path) -> None:
     fresh = {"port": free_port(), "ops_port": free_port(), "grpc_port": 0, "processes": 3}
     refused = starting(alone, **fresh, model=tmp_path)
     assert refused.returncode == 2

@@ -108,9 +108,7 @@ def test_a_process_that_hangs_is_ended_and_started_again(reference: Reference, t
         assert second.is_running() and not first.is_running()
 
 
-def test_a_process_that_hangs_before_it_serves_is_ended_and_started_again(
-    reference: Reference, tmp_path: Path, keys: Path
-) -> None:
+def test_process_hanging_before_it_serves_is_restarted(reference: Reference, tmp_path: Path, keys: Path) -> None:
     with parent(tmp_path, reference.path, api_key_file=keys, process_start_s=START_S) as gateway:
         gateway.serving(2)
         first, second = gateway.children()
@@ -123,7 +121,7 @@ def test_a_process_that_hangs_before_it_serves_is_ended_and_started_again(
         assert second.is_running()
 
 
-def test_a_gateway_whose_first_process_hangs_before_it_serves_ends_and_says_so(
+def test_gateway_ends_when_its_first_process_hangs_before_serving(
     reference: Reference, tmp_path: Path, keys: Path
 ) -> None:
     hang(keys)
@@ -132,7 +130,7 @@ def test_a_gateway_whose_first_process_hangs_before_it_serves_ends_and_says_so(
         assert "process 0 does not serve after" in gateway.log()
 
 
-def test_a_process_that_dies_as_soon_as_it_serves_waits_longer_each_time(reference: Reference, tmp_path: Path) -> None:
+def test_process_dying_at_once_is_restarted_later_each_time(reference: Reference, tmp_path: Path) -> None:
     with parent(tmp_path, reference.path) as gateway:
         gateway.serving(2)
         kept = gateway.children()[0]
@@ -146,12 +144,3 @@ def test_a_process_that_dies_as_soon_as_it_serves_waits_longer_each_time(referen
             "0.2", "0.4", "0.8", "1.6",
         ]  # fmt: skip
         assert kept.is_running()
-
-
-def test_the_children_of_a_parent_that_is_killed_end_with_it(reference: Reference, tmp_path: Path) -> None:
-    with parent(tmp_path, reference.path) as gateway:
-        gateway.serving(2)
-        children = gateway.children()
-        gateway.process.kill()
-        gateway.process.wait(60)
-        until("all have ended", lambda: not any(child.is_running() for child in children))

@@ -28,6 +28,7 @@ from shared.settings import ROOT
 from shared.supervisor import WRAPPER
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.proxy import Proxy
+from tests.support.launcher import settings_env
 
 GATEWAYS, SCHEDULERS = ("gateway-0", "gateway-1"), ("scheduler-0", "scheduler-1")
 WORKER, REDIS = "worker", "redis"
@@ -164,11 +165,9 @@ class ChaosStack:
             values |= {"advertise": f"127.0.0.1:{self.worker_proxy.port}", "step_log": self.step_log}
         if name in self._http:
             values |= dict(zip(("port", "ops_port"), self._http[name], strict=True))
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("ORCINUS_")}
-        environment = {**clean, **{f"ORCINUS_{key.upper()}": str(value) for key, value in values.items()}}
         role = name.partition("-")[0]
         argv = [sys.executable, "-m", *self._programs.get(role, ("services.cli", role))]
-        return Supervised(name, argv, environment, self.directory / f"{name}.log")
+        return Supervised(name, argv, settings_env(**values), self.directory / f"{name}.log")
 
     async def __aenter__(self) -> ChaosStack:
         try:

@@ -30,7 +30,7 @@ def _compiled() -> None:
 
 
 @pytest.mark.usefixtures("_compiled")
-def test_int8_layers_are_read_as_bytes_and_the_rest_as_it_is_held() -> None:
+def test_int8_layers_are_read_as_bytes() -> None:
     case = Case("decode-1", 1, 160)
     plain, int8 = (make_engine(DEMO_MODEL, block_size=16, quantize=q, deterministic=True) for q in ("none", "int8"))
     c = plain.config
@@ -53,7 +53,7 @@ def test_what_cannot_be_profiled_names_an_option_that_helps(
         engine.profile(worker_pb2.Step())
 
 
-def test_torchs_matrices_are_made_once_and_a_few_layers_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_matrices_are_made_once_for_a_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(DEMO_MODEL)
     monkeypatch.setattr(engine_cases, "TORCH_BYTES", 1)
     monkeypatch.setattr(engine_cases, "TORCH_REPEATS", 1)
@@ -94,7 +94,7 @@ def test_torchs_matrices_of_a_device_are_timed_by_its_clock() -> None:
         (1, "give 1, give 2, answer 1, give 3, answer 2, answer 3"),
     ],
 )
-def test_an_engine_that_overlaps_is_given_a_step_before_it_answers_the_last(lookahead: int, order: str) -> None:
+def test_engine_that_overlaps_is_given_step_before_it_answers_last(lookahead: int, order: str) -> None:
     said: list[str] = []
 
     class Recorder:
@@ -114,7 +114,7 @@ def test_an_engine_that_overlaps_is_given_a_step_before_it_answers_the_last(look
 
 
 @pytest.mark.usefixtures("_compiled")
-def test_the_json_says_whose_matrices_ran_and_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_says_whose_matrices_ran_and_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--deterministic", "--profile", "--cases", CASES[0].name, "--steps", "1", "--threads", "1", "--json"]
     assert bench.main(given) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)

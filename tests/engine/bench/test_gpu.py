@@ -95,7 +95,7 @@ def part(name: str) -> gpu.Part:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_a_part_that_hangs_or_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+def test_part_that_hangs_or_fails_is_named_and_others_continue(tmp_path: Path) -> None:
     context = Context("cuda", False, tmp_path)
     (tmp_path / "probes.json").write_text(json.dumps({"peaks": "of an earlier run"}))
     parts = [dataclasses.replace(part("compile"), limit_s=0.2), part("probes")]
@@ -108,7 +108,7 @@ def test_a_part_that_hangs_or_fails_is_named_and_the_others_go_on(tmp_path: Path
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is a build for CUDA")
-def test_a_machine_that_cannot_be_measured_is_told_why_in_a_line(
+def test_machine_that_cannot_be_measured_is_told_why_in_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gpu.main(["--out", str(tmp_path), "--part", "probes"]) == 2
@@ -135,9 +135,7 @@ def test_what_a_part_found_before_it_failed_is_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "decode.json").read_text()) == {"rows": [1, 2]}
 
 
-def test_sanitizers_are_run_on_small_checks_and_what_they_find_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sanitizers_run_on_small_checks_and_findings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text("#!/bin/sh\necho $PYTORCH_NO_CUDA_MEMORY_CACHING $*; test $2 = memcheck || exit 99\n")
     tool.chmod(0o755)

@@ -74,7 +74,7 @@ def test_a_kernel_that_is_wrong_has_no_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_compiler
-def test_a_case_that_fails_is_a_row_that_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_case_is_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no such kernel")
 

@@ -107,7 +107,7 @@ def test_a_rank_holds_its_share_and_no_more(tmp_path: Path, kind: str) -> None:
         (1, 3, "--pp 3 is more stages than the model's 2 layers; lower it"),
     ],
 )
-def test_a_model_that_cannot_be_cut_so_is_refused_with_a_way_out(tmp_path: Path, tp: int, pp: int, words: str) -> None:
+def test_model_that_cannot_be_cut_is_refused_with_a_remedy(tmp_path: Path, tp: int, pp: int, words: str) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, intermediate_size=90).path
     with pytest.raises(ConfigurationError, match=words):
         shard_of(load_config(path), ParallelState(tp, pp, 0))
@@ -120,9 +120,7 @@ def test_the_stages_share_the_layers_as_evenly_as_can_be(tmp_path: Path) -> None
     assert sorted(len(stage) for stage in layers) == [2, 2, 3]
 
 
-def test_with_three_ranks_and_deterministic_logprobs_do_not_hang_on_chunks_and_batches(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_deterministic_logprobs_of_three_ranks_ignore_chunks_and_batches(processes: Processes, tmp_path: Path) -> None:
     """Three numbers have more than one sum; where in its tensor a number stands must not choose among them."""
     fields = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
     reference = make_llama(tmp_path / "tiny", seed=6, requests=3, prompt_tokens=(30, 60), output_tokens=1, **fields)

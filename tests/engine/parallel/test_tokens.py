@@ -106,9 +106,7 @@ class Ahead:
         return result
 
 
-def test_a_slot_that_is_freed_and_taken_while_its_step_is_in_the_pipe_belongs_to_the_new_sequence(
-    processes: Processes, reference: Reference
-) -> None:
+def test_slot_reused_in_the_pipe_keeps_the_new_sequence(processes: Processes, reference: Reference) -> None:
     with processes.replica(1, 2, reference.path, kernels="reference") as replica:
         ahead, prompts = Ahead(replica), reference.prompts
         first = ahead.submit([0], enters=[ahead.enter(0, prompts[0])])
@@ -126,7 +124,7 @@ def test_a_slot_that_is_freed_and_taken_while_its_step_is_in_the_pipe_belongs_to
         assert ahead.outputs[1] == reference.outputs[1][:9]
 
 
-def test_a_sequence_that_cannot_be_drawn_fails_alone_at_every_rank(processes: Processes, reference: Reference) -> None:
+def test_sequence_that_cannot_be_drawn_fails_alone_at_every_rank(processes: Processes, reference: Reference) -> None:
     """Steps of it that are in flight fail too; the others go on, and its slot serves the next sequence."""
     everything = pack(list(range(VOCAB)))
     with processes.replica(2, 2, reference.path, kernels="reference") as replica:
@@ -166,9 +164,7 @@ def sampled(engine: Engine | Replica, pp: int) -> in_process.Recorded:
     return in_process.run(engine, made, "orcinus", microbatches=pp, lookahead=1)[0]
 
 
-def test_draws_with_seeds_penalties_grammars_and_logprobs_are_those_of_one_process(
-    processes: Processes, reference: Reference
-) -> None:
+def test_seeded_draws_and_logprobs_equal_those_of_one_process(processes: Processes, reference: Reference) -> None:
     expected = sampled(make_engine(reference.path, kernels="reference"), 1)
     with processes.replica(2, 2, reference.path, kernels="reference") as replica:
         found = sampled(replica, 2)
@@ -184,14 +180,14 @@ def test_draws_with_seeds_penalties_grammars_and_logprobs_are_those_of_one_proce
             assert dict(one.best) == pytest.approx(dict(other.best), abs=1e-3)
 
 
-def test_the_warm_up_of_all_ranks_tells_how_long_steps_take(processes: Processes, reference: Reference) -> None:
+def test_warm_up_of_all_ranks_tells_how_long_steps_take(processes: Processes, reference: Reference) -> None:
     with processes.replica(2, 2, reference.path, kernels="reference", **SMALL) as replica:
         replica.warm_up()
         assert replica.info().largest_step_ms > 0
         assert Driver(replica).share > 0
 
 
-def test_the_death_of_a_rank_is_an_error_of_the_others(reference: Reference) -> None:
+def test_death_of_a_rank_is_an_error_of_the_others(reference: Reference) -> None:
     separate = Processes()
     try:
         with separate.replica(1, 2, reference.path, kernels="reference") as replica:

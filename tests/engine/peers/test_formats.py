@@ -37,7 +37,7 @@ def test_what_changes_the_bytes_of_a_block_changes_the_format(reference: Referen
 def test_who_computes_a_block_is_part_of_the_format(reference: Reference) -> None:
     """Kernels that lay a block out alike, and ranks that hold a part of it."""
     engine = make_engine(reference.path, kernels="reference")
-    cache, tier = engine._cache, engine._tier
+    cache, tier = engine.cache, engine._tier
     formats = [engine.info().kv_format, tier.describe(cache, "cuda", engine.model_hash)["kv_format"]]
     for parallel in (ParallelState(), ParallelState(tp=2), ParallelState(pp=2)):
         tier._parallel = parallel

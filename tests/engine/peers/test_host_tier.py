@@ -52,7 +52,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch, most: int, ends_with: str = "") -> N
     monkeypatch.setattr(os, "posix_fallocate", take)
 
 
-def test_a_tier_that_nobody_set_is_smaller_where_others_were_quicker(
+def test_tier_that_nobody_set_is_smaller_where_others_were_quicker(
     reference: Reference, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: dict[str, Any] = {"host_blocks": None, "kv_share_dir": folder, "worker_role": "prefill"}
@@ -95,9 +95,7 @@ def on_two_ranks(given: list[WorkerSettings]) -> list[tuple[HostTier, tuple[int,
         return list(pool.map(start, range(2)))
 
 
-def test_ranks_have_as_many_blocks_as_the_one_with_the_least_room(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_have_as_many_blocks_as_one_with_least_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow(monkeypatch, 60 * BLOCK_BYTES, "-1")
     made = on_two_ranks([settings(folder)] * 2)
     assert [blocks for _, (blocks, _) in made] == [50, 50] and made[0][0].name == made[1][0].name
@@ -107,16 +105,14 @@ def test_ranks_have_as_many_blocks_as_the_one_with_the_least_room(
 @pytest.mark.parametrize(
     ("name", "other"), [("", {}), ("another", {}), ("kv", {"host_blocks": 5}), ("kv", {"worker_role": "decode"})]
 )
-def test_ranks_whose_settings_are_not_the_same_are_told_so_at_once(
-    folder: Path, name: str, other: dict[str, Any]
-) -> None:
+def test_ranks_with_different_settings_are_refused_at_once(folder: Path, name: str, other: dict[str, Any]) -> None:
     """In no call of the ranks does one wait for another that makes a different one."""
     there = folder.parent / name if name else None
     with pytest.raises(ConfigurationError, match="rank 1 of the replica has another --worker-role"):
         on_two_ranks([settings(folder), settings(there, **other)])
 
 
-def test_what_is_amiss_with_the_folder_is_told_before_the_weights_are_read(
+def test_fault_of_the_folder_is_found_before_weights_are_read(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "open_weights", lambda *given: pytest.fail("the weights are opened"))

@@ -6,29 +6,21 @@ The oracle is transformers: what the second one goes on with are the reference's
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
-from protos import worker_pb2, worker_pb2_grpc
+from protos import worker_pb2
 from services.worker.kv.share_folder import ID
-from services.worker.server import OPTIONS
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from tests.engine.driver import Driver, make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.engine.ranks import Processes
-from tests.engine.worker.test_process import start_worker
-from tests.engine.worker.test_server import Client, chunk
 from tests.kernels.cuda.programs import needs_compiler
 from tests.support.models import Reference, make_llama, random_prompts
-from tests.support.waiting import free_port, until
 
 OUTPUTS = 12
 HOST_BLOCKS = 40
@@ -88,6 +80,10 @@ def test_another_worker_goes_on_with_the_references_tokens(
     given = sharing(reference.path, folder, kernels=kernels, block_size=block_size)
     ours, theirs = Driver(make_engine(**given)), Driver(make_engine(**given))
     infos = [driver.engine.info() for driver in (ours, theirs)]
+    assert {path.stat().st_mode & 0o777 for path in (folder, *(folder / name for name in tiers(folder)))} == {
+        0o700,
+        0o600,
+    }
     assert infos[0].kv_format == infos[1].kv_format and infos[0].host_tier != infos[1].host_tier
     assert infos[0].host_tier.partition("/")[0] == infos[1].host_tier.partition("/")[0]
     assert unpack(theirs.step({}, peers=[peer_of(infos[0], 7)]).peer_acks).tolist() == [7]
@@ -112,7 +108,7 @@ def test_emulated_gpus_copy_out_of_memory_that_they_registered(tmp_path: Path, f
     assert goes_on(theirs, prompts[at], first, host) == outputs[at]
 
 
-def test_own_blocks_and_those_of_two_peers_come_in_one_step(reference: Reference, folder: Path) -> None:
+def test_own_blocks_and_those_of_two_peers_share_a_step(reference: Reference, folder: Path) -> None:
     drivers = [Driver(make_engine(**sharing(reference.path, folder))) for _ in range(3)]
     last = drivers[2].engine
     held = []
@@ -142,7 +138,7 @@ def test_own_blocks_and_those_of_two_peers_come_in_one_step(reference: Reference
         ({"link": True}, "symbolic link"),
     ],
 )
-def test_a_tier_that_cannot_be_read_is_not_acknowledged_and_never_used(
+def test_unreadable_tier_is_not_acknowledged_and_never_used(
     reference: Reference, folder: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], said: str
 ) -> None:
     ours, theirs = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
@@ -182,9 +178,7 @@ def test_a_swap_in_that_cannot_be_meant_is_refused(
         driver.step({}, swap_in_host=pack(hosts), swap_in_gpu=pack(range(len(hosts))), swap_in_peers=pack(peers))
 
 
-def test_a_peer_that_is_gone_is_let_go_when_nothing_is_read_from_it_any_more(
-    reference: Reference, folder: Path
-) -> None:
+def test_lost_peer_is_released_after_its_last_read(reference: Reference, folder: Path) -> None:
     """The device is late: the copy begins after the scheduler has said that the tier is gone, and its process is."""
     prompt, outputs = reference.prompts[0], reference.outputs[0]
     ours = make_engine(**sharing(reference.path, folder))
@@ -232,7 +226,7 @@ def mapped(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_each_rank_copies_from_its_counterpart_and_all_must_be_able_to(
+def test_each_rank_copies_from_its_counterpart_when_all_can(
     processes: Processes, reference: Reference, folder: Path, tmp_path: Path, tp: int, pp: int
 ) -> None:
     prompt, outputs = reference.prompts[0], reference.outputs[0]
@@ -259,114 +253,7 @@ def test_each_rank_copies_from_its_counterpart_and_all_must_be_able_to(
         assert unpack(driver.step({}, peers=[again]).peer_acks).tolist() == []
 
 
-@pytest.fixture
-def workers(reference: Reference, folder: Path) -> Iterator[list[tuple[Any, str]]]:
-    """Two processes and their addresses."""
-    with ExitStack() as stack:
-        made = []
-        for _ in range(2):
-            made.append(start(stack, reference.path, folder))
-        yield made
-
-
-def start(stack: ExitStack, model: Path, folder: Path) -> tuple[Any, str]:
-    address = f"127.0.0.1:{free_port()}"
-    values = {"DTYPE": "float32", "HOST_BLOCKS": HOST_BLOCKS, "KV_SHARE_DIR": folder, "DEVICE": "cpu"}
-    process = start_worker(model, "redis://127.0.0.1:1/0", address, **values)
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    return process, address
-
-
-def describe(address: str) -> worker_pb2.WorkerInfo:
-    """When it has loaded."""
-    infos: list[worker_pb2.WorkerInfo] = []
-
-    def answers() -> bool:
-        with grpc.insecure_channel(address) as channel:
-            try:
-                infos.append(worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=10))
-            except grpc.RpcError:
-                return False
-        return True
-
-    until("the worker has loaded", answers, 60)
-    return infos[-1]
-
-
-def test_two_processes_hand_a_sequence_over_and_a_killed_ones_file_goes_with_the_next_start(
-    reference: Reference, folder: Path, workers: list[tuple[Any, str]]
-) -> None:
-    prompt, outputs = reference.prompts[1], reference.outputs[1]
-    infos = [describe(address) for _, address in workers]
-    assert (folder.stat().st_mode & 0o777, {(folder / name).stat().st_mode & 0o777 for name in tiers(folder)}) == (
-        0o700,
-        {0o600},
-    )
-    size = infos[0].block_size
-    used = -(-len(prompt) // size)
-    blocks = list(range(used + 3))
-    with ExitStack() as stack:
-        channels = [stack.enter_context(grpc.insecure_channel(address, options=OPTIONS)) for _, address in workers]
-        ours, theirs = (Client(channel, epoch=1) for channel in channels)
-        entering = worker_pb2.Enter(slot=0, tokens=pack(prompt), prompt_tokens=len(prompt), blocks=pack(blocks))
-        ours.send(1, enters=[entering], **chunk(0, len(prompt)))
-        first = unpack(next(ours.call).tokens).tolist()
-        ours.send(2, free_slots=pack([0]), swap_out_gpu=pack(blocks[:used]), swap_out_host=pack(blocks[:used]))
-        assert unpack(next(ours.call).swap_out_acks).tolist() == blocks[:used]
-        theirs.send(1, peers=[peer_of(infos[0])])
-        assert unpack(next(theirs.call).peer_acks).tolist() == [0]
-        workers[0][0].send_signal(signal.SIGKILL)
-        workers[0][0].wait()
-        assert len(tiers(folder)) == 2, "nobody was there to remove it"
-        swap = {"swap_in_host": pack(blocks[:used]), "swap_in_gpu": pack(blocks[:used])}
-        theirs.send(2, **swap, swap_in_peers=pack([0] * used))
-        assert unpack(next(theirs.call).swap_in_acks).tolist() == blocks[:used]
-        found = list(first)
-        entering = worker_pb2.Enter(
-            slot=0, tokens=pack(prompt + first), prompt_tokens=len(prompt), computed=len(prompt), blocks=pack(blocks)
-        )
-        for at in range(OUTPUTS - 1):
-            theirs.send(3 + at, enters=[] if at else [entering], **chunk(len(prompt) + at, 1))
-            found += unpack(next(theirs.call).tokens).tolist()
-        assert found == outputs[:OUTPUTS]
-        theirs.close()
-        new, address = start(stack, reference.path, folder)
-        names = {info.host_tier.partition("/")[2] for info in (infos[1], describe(address))}
-        assert tiers(folder) == sorted(f"{name}-0" for name in names)
-        for process in (workers[1][0], new):
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-    assert tiers(folder) == []
-
-
-def test_a_folder_that_others_could_read_is_refused(reference: Reference, tmp_path: Path) -> None:
-    for mode in (0o755, 0o710, 0o703):
-        path = tmp_path / f"{mode:o}"
-        path.mkdir()
-        path.chmod(mode)
-        with pytest.raises(ConfigurationError, match=rf"--kv-share-dir {path} .*mode {mode:o}.*mode 700"):
-            make_engine(**sharing(reference.path, path))
-    with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*No such file"):
-        make_engine(**sharing(reference.path, tmp_path / "no" / "such"))
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*Not a directory"):
-        make_engine(**sharing(reference.path, tmp_path / "file"))
-
-
-def test_missing_room_is_an_error_at_the_start_that_names_need_and_remedy(
-    reference: Reference, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(file: int, start: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(ConfigurationError, match=r"no room .*No space left.*needs 4 MiB.*lower --host-blocks"):
-        make_engine(**sharing(reference.path, folder, host_blocks=2048))
-    assert tiers(folder) == []
-
-
-def test_a_prefill_worker_has_a_host_tier_and_roles_need_a_folder(reference: Reference, folder: Path) -> None:
+def test_prefill_worker_has_host_tier_and_roles_need_a_folder(reference: Reference, folder: Path) -> None:
     given = sharing(reference.path, folder, host_blocks=None)
     model = given.pop("model")
     infos = {role: make_engine(model, **given, worker_role=role).info() for role in ("both", "prefill", "decode")}

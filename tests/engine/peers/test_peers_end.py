@@ -38,7 +38,7 @@ def replica(reference: Reference, folder: Path) -> Iterator[Replica]:
     made.stop()
 
 
-def test_every_rank_lets_go_of_what_it_read_when_the_run_ends_however_it_does(
+def test_every_rank_releases_what_it_read_when_the_run_ends(
     reference: Reference, folder: Path, replica: Replica
 ) -> None:
     ours = make_engine(**sharing(reference.path, folder))
@@ -71,7 +71,7 @@ def test_every_rank_lets_go_of_what_it_read_when_the_run_ends_however_it_does(
     assert not replica.lost
 
 
-def test_what_is_read_and_never_acknowledged_is_let_go_as_well(reference: Reference, folder: Path) -> None:
+def test_unacknowledged_reads_are_released_as_well(reference: Reference, folder: Path) -> None:
     ours, theirs = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
     before, driver = mapped(folder), Driver(theirs)
     driver.step({}, peers=[peer_of(ours.info())])

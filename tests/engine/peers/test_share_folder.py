@@ -48,9 +48,7 @@ def test_a_worker_starts_while_another_ones_file_goes(
     assert os.listdir(path) == [ID] and not caplog.records
 
 
-def test_what_cannot_be_removed_is_named_and_keeps_nobody_from_starting(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_file_that_cannot_be_removed_is_named_and_start_continues(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, link, directory, left = ShareFolder(path), tier(), tier(), tier()
     (path / link).symlink_to("/nowhere")
     (path / directory).mkdir()
@@ -61,7 +59,7 @@ def test_what_cannot_be_removed_is_named_and_keeps_nobody_from_starting(
     assert len(said) == 2 and all(any(name in line for line in said) for name in (link, directory))
 
 
-def test_a_folder_that_vanishes_is_an_error_that_names_the_setting(path: Path) -> None:
+def test_folder_that_vanishes_is_an_error_that_names_the_setting(path: Path) -> None:
     folder = ShareFolder(path)
     shutil.rmtree(path)
     with pytest.raises(ConfigurationError, match=rf"--kv-share-dir {path}: No such file.*name a folder"):
@@ -69,7 +67,7 @@ def test_a_folder_that_vanishes_is_an_error_that_names_the_setting(path: Path) -
 
 
 @pytest.mark.parametrize("call", ["open", "posix_fallocate"])
-def test_no_room_is_told_with_the_need_and_leaves_nothing_behind(
+def test_no_room_is_told_with_need_and_leaves_nothing_behind(
     path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Of bytes, or of files."""
@@ -95,14 +93,18 @@ def test_a_folder_is_refused_with_what_to_do(path: Path, tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*/link: .*a symbolic link is not followed"):
         ShareFolder(tmp_path / "link")
-    tmp_path.chmod(0o755)
-    with pytest.raises(ConfigurationError, match="name a folder inside it"):
-        ShareFolder(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*Not a directory"):
+        ShareFolder(tmp_path / "file")
+    with pytest.raises(ConfigurationError, match=r"--kv-share-dir .*No such file"):
+        ShareFolder(tmp_path / "no" / "such")
+    for mode in (0o710, 0o703, 0o755):
+        tmp_path.chmod(mode)
+        with pytest.raises(ConfigurationError, match=rf"mode {mode:o}.*name a folder inside it.*mode 700"):
+            ShareFolder(tmp_path)
 
 
-def test_a_process_that_is_halted_with_the_lock_is_not_waited_for_without_end(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_halted_holder_of_the_lock_is_not_waited_for_forever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(share_folder, "LOCK_S", 0.0)
     folder = ShareFolder(path)
     with folder._locked(), pytest.raises(ConfigurationError, match=f"another process has held the lock of {ID}"):
@@ -129,7 +131,7 @@ def test_a_file_of_another_user_is_not_mapped(path: Path) -> None:
         folder.map(strange, SIZE)
 
 
-def test_an_empty_setting_is_no_folder_and_a_relative_one_is_refused(
+def test_empty_setting_is_no_folder_and_relative_one_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def settings(value: str, **others: Any) -> WorkerSettings:

@@ -63,7 +63,7 @@ def test_our_matrix_kernels_are_taken_without_amx(
 
 
 @pytest.mark.usefixtures("compiled")
-def test_torchs_matrix_kernels_are_taken_for_wide_bfloat16_models_with_amx(
+def test_torchs_matrices_serve_wide_bfloat16_models_with_amx(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -92,7 +92,7 @@ def test_a_type_that_torch_cannot_pack_here_is_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("given", [{"deterministic": True}, {"quantize": "int8"}, {"kernels": "cpu"}])
-def test_blocks_of_another_size_are_named_to_those_who_need_the_cpu_kernels(
+def test_block_size_the_cpu_kernels_cannot_use_is_named(
     given: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"--(deterministic|quantize int8|kernels cpu).*--block-size 8"):
@@ -108,13 +108,13 @@ def test_the_reference_by_name_and_int8_exclude_each_other() -> None:
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_model_by_torchs_matrices_gives_transformers_tokens_and_holds_a_tied_matrix_once(
+def test_torchs_matrices_give_transformers_tokens_and_share_tied_weights(
     tied: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(backend, "matrix_kernels", lambda *_: MatrixKernels("torch", "for this test"))
     reference = make_llama(tmp_path / "tiny", seed=7, requests=1, output_tokens=16, tie_word_embeddings=tied)
     engine = make_engine(reference.path, block_size=16)
-    decoder = engine._decoder
+    decoder = engine.decoder
     assert isinstance(decoder.layers[0].attention.qkv_proj.weight, TorchWeight)
     assert isinstance(decoder.lm_head, Packed if tied else TorchWeight)
     assert (decoder.lm_head is decoder.embed_tokens) == tied
@@ -124,7 +124,7 @@ def test_a_model_by_torchs_matrices_gives_transformers_tokens_and_holds_a_tied_m
 
 
 @pytest.mark.parametrize("most", [1, 33, 1000, 3000])
-def test_the_sizes_that_are_warmed_up_are_no_larger_than_a_step(compiled: None, most: int) -> None:
+def test_sizes_that_are_warmed_up_are_no_larger_than_step(compiled: None, most: int) -> None:
     for ops in (ReferenceOps(torch.device("cpu")), CpuOps(load(), 1, "torch")):
         sizes = ops.batch_sizes(torch.bfloat16, most)
         assert sizes[-1] == most

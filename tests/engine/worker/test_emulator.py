@@ -7,31 +7,22 @@ rounding to float16 decides.
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
 
 from kernels.emulator.device import EmulatedDevice
-from protos import worker_pb2, worker_pb2_grpc
 from services.worker import engine as engine_module
 from services.worker.engine import Engine
-from services.worker.server import OPTIONS
-from shared.columns import pack, unpack
 from shared.logprobs import unpack_records
 from tests.engine.driver import make_engine
-from tests.engine.worker.test_process import start_worker
-from tests.engine.worker.test_server import Client
 from tests.kernels.cuda.programs import needs_compiler
 from tests.support import in_process
 from tests.support.models import EOS, Reference, make_llama, random_prompts
-from tests.support.waiting import free_port, until
 
 pytestmark = needs_compiler
 
@@ -65,7 +56,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, model: Path, order: int | None, **
 
 
 @pytest.mark.parametrize("order", [1, 3])
-def test_preempting_swapping_and_sharing_beside_steps_in_flight_gives_transformers_tokens(
+def test_overlapped_preemption_swap_and_sharing_give_transformers_tokens(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, order: int
 ) -> None:
     engine = emulated(monkeypatch, reference.path, order, kv_blocks=9, host_blocks=12)
@@ -107,7 +98,7 @@ def test_a_grammar_is_given_the_tokens_that_the_device_keeps(
         assert end == EOS and re.fullmatch(pattern, bytes(text).decode())
 
 
-def test_the_pool_is_what_weights_and_the_largest_step_leave_of_the_device(
+def test_pool_is_what_weights_and_largest_step_leave_of_device(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kernels.cuda.backend import CudaOps
@@ -124,81 +115,3 @@ def test_the_pool_is_what_weights_and_the_largest_step_leave_of_the_device(
     assert total // 50 < free, "what the share leaves"
     engine.warm_up()
     assert device.free_bytes()[0] > 0
-
-
-@pytest.fixture
-def worker(reference: Reference) -> Iterator[str]:
-    """The address of a worker process with --kernels emulator."""
-    address = f"127.0.0.1:{free_port()}"
-    settings = {name.upper(): value for name, value in SMALL.items()}
-    process = start_worker(
-        reference.path, "redis://127.0.0.1:1/0", address, KERNELS="emulator", HOST_BLOCKS=4, KV_BLOCKS=24, **settings
-    )
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stderr or []))
-    reader.start()
-
-    def ready() -> bool:
-        assert process.poll() is None, lines
-        return any("ready:" in line for line in lines)
-
-    try:
-        until("it is ready", ready, 120)
-        assert any("a GPU is emulated" in line for line in lines)
-        yield address
-    finally:
-        process.terminate()
-        try:
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
-            reader.join()
-
-
-def test_a_worker_with_the_emulated_backend_answers_with_transformers_tokens(worker: str, reference: Reference) -> None:
-    """Prompts in chunks beside decodes, all steps sent before the first answer; then a swap out and in."""
-    prompts, outputs = reference.prompts[:3], reference.outputs[:3]
-    starts = [0, 2, 5]  # the step in which each enters
-    with grpc.insecure_channel(worker, options=OPTIONS) as channel:
-        info = worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=30)
-        assert (info.backend, info.dtype, info.device) == ("emulator", "float16", "cpu")
-        run = Client(channel, epoch=1)
-        done, found = [0, 0, 0], [list[int](), [], []]
-        step = 0
-        while any(count < len(p) + OUTPUTS - 1 for count, p in zip(done, prompts, strict=True)):
-            chunks = {}
-            for slot, prompt in enumerate(prompts):
-                left = len(prompt) - done[slot]
-                if starts[slot] <= step and done[slot] < len(prompt) + OUTPUTS - 1:
-                    chunks[slot] = (done[slot], min(left, 16) if left > 0 else 1)
-                    done[slot] += chunks[slot][1]
-            entering = [
-                worker_pb2.Enter(
-                    slot=slot,
-                    tokens=pack(prompts[slot]),
-                    prompt_tokens=len(prompts[slot]),
-                    blocks=pack(np.arange(4 * slot, 4 * slot + 4)),
-                )
-                for slot, start in enumerate(starts)
-                if start == step
-            ]
-            step += 1
-            run.send(
-                step,
-                enters=entering,
-                chunk_slots=pack(list(chunks)),
-                chunk_starts=pack([start for start, _ in chunks.values()]),
-                chunk_lengths=pack([length for _, length in chunks.values()]),
-            )
-        for _ in range(step):
-            result = next(run.call)
-            assert not result.error and not result.errors
-            for slot, token in zip(unpack(result.slots).tolist(), unpack(result.tokens).tolist(), strict=True):
-                found[slot].append(token)
-        assert found == outputs
-        run.send(step + 1, swap_out_gpu=pack([0, 1]), swap_out_host=pack([2, 0]), swap_in_host=pack([0]),
-                 swap_in_gpu=pack([20]))  # fmt: skip
-        result = next(run.call)
-        assert unpack(result.swap_out_acks).tolist() == [0, 1] and unpack(result.swap_in_acks).tolist() == [0]
-        assert result.timings.swap_ns > 0
-        run.call.cancel()

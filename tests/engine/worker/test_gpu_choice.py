@@ -62,7 +62,7 @@ def chosen(config: DecoderConfig, **settings: Any) -> tuple[str, str, torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_auto_takes_a_gpu_that_can_be_used_and_says_why_not_one_that_cannot(
+def test_auto_takes_a_usable_gpu_and_explains_an_unusable_one(
     machine: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on(machine, monkeypatch)
@@ -73,7 +73,7 @@ def test_auto_takes_a_gpu_that_can_be_used_and_says_why_not_one_that_cannot(
 
 
 @pytest.mark.parametrize("given", [{"device": "cuda"}, {"kernels": "cuda"}])
-def test_a_gpu_that_is_asked_for_is_used_or_its_lack_is_an_error_with_the_remedy(
+def test_requested_gpu_is_used_or_its_lack_is_an_error(
     machine: str, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(machine, monkeypatch)
@@ -129,7 +129,7 @@ def test_options_that_exclude_each_other_are_named(
         (config_of(heads=512, kv_heads=1), "512 query heads share a KV head"),
     ],
 )
-def test_a_model_that_the_cuda_kernels_cannot_compute_runs_by_the_reference_on_the_gpu(
+def test_model_beyond_the_cuda_kernels_uses_the_reference_on_gpu(
     config: DecoderConfig, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on("usable", monkeypatch)
@@ -143,7 +143,7 @@ def test_a_model_that_the_cuda_kernels_cannot_compute_runs_by_the_reference_on_t
     assert not caplog.text
 
 
-def test_the_emulator_runs_where_it_is_asked_for_and_says_that_it_is_slow(
+def test_emulator_runs_when_requested_and_says_it_is_slow(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on("none", monkeypatch)
@@ -151,7 +151,7 @@ def test_the_emulator_runs_where_it_is_asked_for_and_says_that_it_is_slow(
     assert "slower" in caplog.text
 
 
-def test_a_device_that_fails_when_it_is_created_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_fails_when_it_is_created_is_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     on("usable", monkeypatch)
 
     def create(name: str, device: torch.device) -> None:
@@ -169,16 +169,14 @@ LENGTHS = Lengths(256, 255, 255)  # 16 blocks of SHAPE
     ("values", "expected"),
     [({}, 115), ({"kv_memory_fraction": 0.5}, 64), ({"kv_blocks": 20}, 20), ({"max_seqs": 3}, 48)],
 )
-def test_a_gpus_pool_takes_most_of_what_is_left_and_no_more_than_the_slots_can_use(
-    values: dict[str, Any], expected: int
-) -> None:
+def test_gpu_pool_is_bounded_by_free_memory_and_slots(values: dict[str, Any], expected: int) -> None:
     assert plan_blocks(WorkerSettings(**values), SHAPE.block_bytes, LENGTHS, 1 * MIB, on_gpu=True) == (
         expected,
         LENGTHS,
     )
 
 
-def test_lengths_that_do_not_fit_into_what_a_gpu_has_left_name_the_settings() -> None:
+def test_lengths_that_do_not_fit_the_gpu_name_the_settings() -> None:
     settings = WorkerSettings(max_input_tokens=200, max_output_tokens=56)
     words = r"--kv-memory-fraction 0\.9 of 0 MiB free beside weights and the largest step \(--max-step-tokens\).*lower"
     with pytest.raises(ConfigurationError, match=words):
@@ -189,16 +187,14 @@ def test_lengths_that_do_not_fit_into_what_a_gpu_has_left_name_the_settings() ->
     ("wanted", "blocks", "expected"),
     [(None, 100, 100), (None, 4000, 128), (None, 4096, 0), (1280, 4000, 1280), (0, 100, 0)],
 )
-def test_a_gpus_host_tier_is_a_share_of_main_memory_which_the_pool_does_not_take(
-    wanted: int | None, blocks: int, expected: int
-) -> None:
+def test_gpu_host_tier_is_a_share_of_main_memory(wanted: int | None, blocks: int, expected: int) -> None:
     settings = WorkerSettings(host_blocks=wanted)
     assert plan_host_blocks(settings, blocks, LENGTHS, SHAPE.block_bytes, 10 * MIB, on_gpu=True) == expected
     with pytest.raises(ConfigurationError, match=r"--host-blocks 1281 needs 10 MiB, but the host has 10 MiB"):
         plan_host_blocks(WorkerSettings(host_blocks=1281), 9, LENGTHS, SHAPE.block_bytes, 10 * MIB, on_gpu=True)
 
 
-def test_a_gpus_host_tier_that_nobody_asked_for_is_pinned_in_seconds() -> None:
+def test_default_gpu_host_tier_is_pinned_in_seconds() -> None:
     large = 1 << 40
     assert plan_host_blocks(WorkerSettings(), 1 << 30, LENGTHS, MIB, large, on_gpu=True) == 0
     assert plan_host_blocks(WorkerSettings(max_seqs=8192), 130_000, LENGTHS, MIB, large, on_gpu=True) == 16 << 10
@@ -212,7 +208,7 @@ def test_a_gpus_host_tier_that_nobody_asked_for_is_pinned_in_seconds() -> None:
         BuildError("no g++ is installed to compile the emulated kernels with"),
     ],
 )
-def test_what_a_gpu_or_a_compiler_refuses_is_a_configuration_error(error: Exception) -> None:
+def test_what_gpu_or_a_compiler_refuses_is_a_configuration_error(error: Exception) -> None:
     words = r"Tried to allocate 2.00 GiB\); lower it|cannot be pinned|no g\+\+"
     with pytest.raises(ConfigurationError, match=words), room_for("the pool", "lower it"):
         raise error

@@ -11,7 +11,7 @@ from services.worker.slots import Chunks
 from shared.columns import pack
 
 
-def test_metrics_of_the_worker_add_up_what_its_steps_took_and_ran() -> None:
+def test_worker_metrics_add_up_what_steps_took_and_ran() -> None:
     metrics = Metrics()
     metrics.answering(lambda: 17)
     timings = worker_pb2.Timings(

@@ -62,7 +62,7 @@ SCALINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s['rope_type']}-{len(s)}")
 @pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling"])
-def test_rope_variants_are_those_of_transformers_in_both_forms_of_the_config(
+def test_rope_variants_equal_transformers_in_both_config_forms(
     scaling: dict[str, Any], form: str, head_dim: int
 ) -> None:
     theta = RAW["rope_theta"]
@@ -133,7 +133,7 @@ def test_rope_variants_are_those_of_transformers_in_both_forms_of_the_config(
         ({"intermediate_size": True}, ["intermediate_size is True"]),
     ],
 )
-def test_a_config_that_cannot_be_served_names_the_field_and_its_value(change: dict[str, Any], words: list[str]) -> None:
+def test_config_that_cannot_be_served_names_field_and_its_value(change: dict[str, Any], words: list[str]) -> None:
     refused({**RAW, **change}, words)
 
 
@@ -167,7 +167,7 @@ def refused(raw: dict[str, Any], words: list[str]) -> None:
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": -1}, ["sliding_window is -1"]),
     ],
 )
-def test_what_a_family_has_that_cannot_be_computed_is_refused_by_name(
+def test_unsupported_parts_of_a_family_are_refused_by_name(
     architecture: str, change: dict[str, Any], words: list[str]
 ) -> None:
     refused({**RAW, "architectures": [architecture], **change}, words)
@@ -180,7 +180,7 @@ def test_a_sliding_window_that_is_switched_off_is_no_obstacle(switch: bool | Non
     assert config.biases == {"qkv_proj"} and config.windows == (0, 0)
 
 
-def test_the_page_of_models_names_every_architecture_and_every_field_that_is_refused() -> None:
+def test_models_page_names_every_architecture_and_refused_field() -> None:
     page = (ROOT / "docs" / "models.md").read_text()
     for architecture, family in FAMILIES.items():
         assert f"| `{architecture}` |" in page
@@ -189,7 +189,7 @@ def test_the_page_of_models_names_every_architecture_and_every_field_that_is_ref
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_field_that_is_left_out_means_what_transformers_takes_it_for(architecture: str) -> None:
+def test_missing_field_has_the_default_of_transformers(architecture: str) -> None:
     made = config_class(architecture)()
     # No attributes there: OPT's epsilon, BLOOM's activation, Gemma 3's pattern; Qwen's window is switched off.
     nameless = {"OPTForCausalLM": "norm_eps", "BloomForCausalLM": "hidden_act", "Gemma3ForCausalLM": "_pattern"}
@@ -232,9 +232,7 @@ def test_windows_of_layers_are_those_of_transformers(architecture: str, layers: 
         ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 100, "hidden_activation": "gelu"}),
     ],
 )
-def test_fields_as_older_checkpoints_spell_them_mean_what_transformers_makes_of_them(
-    architecture: str, fields: dict[str, Any]
-) -> None:
+def test_old_spellings_of_fields_mean_the_same_as_in_transformers(architecture: str, fields: dict[str, Any]) -> None:
     made = config_class(architecture)(**fields)
     given = made.to_dict()
     rest = {key: given[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers") if key in given}
@@ -301,7 +299,7 @@ JUNK: list[Any] = [None, True, -1, 0, 0.5, 1e308, float("nan"), 10**30, "x", "",
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_whatever_a_field_holds_the_file_is_read_or_refused_by_name(architecture: str, tmp_path: Path) -> None:
+def test_whatever_field_holds_file_is_read_or_refused_by_name(architecture: str, tmp_path: Path) -> None:
     family = FAMILIES[architecture]
     others = ["architectures", "quantization_config", "rope_scaling", "rope_parameters", "layer_types", "torch_dtype"]
     others += ["dtype", "head_dim", "word_embed_proj_dim", "use_sliding_window", "sliding_window", "hidden_act"]
@@ -325,7 +323,7 @@ def test_whatever_a_field_holds_the_file_is_read_or_refused_by_name(architecture
                     assert "does not hold what" not in str(error), (key, junk)
 
 
-def test_a_directory_without_weights_says_so_and_what_to_do_with_pickled_ones(model: Path, tmp_path: Path) -> None:
+def test_directory_without_weights_says_what_to_do_with_pickles(model: Path, tmp_path: Path) -> None:
     path = copy_of(model, tmp_path / "m")
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no weights.*model\.safetensors"):
@@ -360,7 +358,7 @@ def test_a_file_that_is_cut_off_is_named(model: Path, tmp_path: Path) -> None:
         load(path)
 
 
-def test_an_index_with_a_missing_shard_or_a_path_outside_is_refused(model: Path, tmp_path: Path) -> None:
+def test_index_with_missing_shard_or_a_path_outside_is_refused(model: Path, tmp_path: Path) -> None:
     path = copy_of(model, tmp_path / "m")
     (path / "model.safetensors").rename(path / "a.safetensors")
     index = path / "model.safetensors.index.json"
@@ -372,7 +370,7 @@ def test_an_index_with_a_missing_shard_or_a_path_outside_is_refused(model: Path,
         load(path)
 
 
-def test_a_tensor_in_two_shards_is_refused_with_both_of_them(model: Path, tmp_path: Path) -> None:
+def test_tensor_in_two_shards_is_refused_with_both_of_them(model: Path, tmp_path: Path) -> None:
     path = copy_of(model, tmp_path / "m")
     (path / "model.safetensors").rename(path / "a.safetensors")
     save_file({"model.norm.weight": torch.ones(64)}, path / "b.safetensors")

@@ -88,7 +88,7 @@ def decodes(run: Client, prompt: list[int], count: int, first: int = 2) -> None:
         run.send(first + k, **chunk(len(prompt) + first - 2 + k, 1))
 
 
-def test_a_step_is_submitted_while_the_one_before_runs_and_never_a_third(
+def test_step_is_submitted_while_one_before_runs_and_never_third(
     channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(engine, monkeypatch)
@@ -105,7 +105,7 @@ def test_a_step_is_submitted_while_the_one_before_runs_and_never_a_third(
     assert held.most == 2
 
 
-def test_a_failure_while_steps_are_out_is_the_answer_of_that_step_and_of_all_behind_it(
+def test_failure_with_steps_out_answers_that_and_later_steps(
     channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, output = reference.prompts[0], reference.outputs[0]
@@ -126,7 +126,7 @@ def test_a_failure_while_steps_are_out_is_the_answer_of_that_step_and_of_all_beh
     again.call.cancel()
 
 
-def test_a_step_that_is_refused_leaves_the_answers_of_those_before_it_alone(
+def test_refused_step_leaves_earlier_answers_alone(
     channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(engine, monkeypatch)
@@ -143,7 +143,7 @@ def test_a_step_that_is_refused_leaves_the_answers_of_those_before_it_alone(
     run.call.cancel()
 
 
-def test_a_new_run_begins_while_steps_of_the_old_are_out(
+def test_new_run_begins_while_steps_of_the_old_are_out(
     channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(engine, monkeypatch)
@@ -162,19 +162,7 @@ def test_a_new_run_begins_while_steps_of_the_old_are_out(
     new.call.cancel()
 
 
-def test_copies_are_acknowledged_without_a_further_step(
-    channel: grpc.Channel, engine: Engine, reference: Reference
-) -> None:
-    """Nobody would send one: the scheduler waits for them."""
-    run = Client(channel, epoch=1)
-    for step in range(1, 7):
-        run.send(step, swap_out_gpu=pack([step, 20 + step]), swap_out_host=pack([0, step]))
-        acks = unpack(next(run.call).swap_out_acks).tolist()
-        assert acks == [step, 20 + step]
-    run.call.cancel()
-
-
-def test_what_an_older_run_left_behind_is_no_step_that_will_tell_of_copies(
+def test_remains_of_an_older_run_acknowledge_no_copies(
     channel: grpc.Channel, server: WorkerServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(engine, monkeypatch)
@@ -183,7 +171,7 @@ def test_what_an_older_run_left_behind_is_no_step_that_will_tell_of_copies(
     run = Client(channel, epoch=1)
     run.send(1, swap_out_gpu=pack([3]), swap_out_host=pack([0]))
     until("it is out", lambda: held.in_flight)
-    held.in_flight[0].transfers._begun[0].pending[0]._patience = 5  # type: ignore[attr-defined]
+    engine.cache.copies[0].patience = 5
     for id in range(1, 5):
         server._pipeline.put(Item(older, worker_pb2.Step(id=id), 0))
     held.go.set()
@@ -191,7 +179,7 @@ def test_what_an_older_run_left_behind_is_no_step_that_will_tell_of_copies(
     run.call.cancel()
 
 
-def test_copies_of_steps_sent_ahead_are_acknowledged_once_and_in_order(channel: grpc.Channel) -> None:
+def test_copies_of_steps_sent_ahead_are_acknowledged_in_order(channel: grpc.Channel) -> None:
     run = Client(channel, epoch=1)
     for step in range(1, 13):
         run.send(step, swap_out_gpu=pack([step]), swap_out_host=pack([step % 8]))

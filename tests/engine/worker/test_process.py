@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from shared.columns import pack
 from shared.errors import ConfigurationError
 from shared.settings import ROOT, WorkerSettings
 from tests.engine.driver import Driver, make_engine
+from tests.support.launcher import settings_env
 from tests.support.models import Reference, make_llama
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
@@ -82,7 +82,7 @@ def test_lengths_beyond_the_context_name_the_setting_and_the_remedy(
         assert word in str(caught.value)
 
 
-def test_the_pool_takes_its_fraction_and_no_more_than_the_slots_can_use(reference: Reference) -> None:
+def test_pool_is_bounded_by_its_fraction_and_the_slots(reference: Reference) -> None:
     lengths = Lengths(256, 255, 255)
     given = settings(reference.path, kv_memory_fraction=0.5, max_seqs=10)
     assert plan_blocks(given, SHAPE.block_bytes, lengths, 1 * MIB) == (64, lengths)
@@ -90,7 +90,7 @@ def test_the_pool_takes_its_fraction_and_no_more_than_the_slots_can_use(referenc
     assert plan_blocks(settings(reference.path, kv_blocks=21), SHAPE.block_bytes, lengths, 0) == (21, lengths)
 
 
-def test_heads_that_the_cpu_kernels_pad_count_as_large_as_they_are_held(
+def test_heads_padded_by_cpu_kernels_count_at_their_padded_size(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = json.loads((reference.path / "config.json").read_text())
@@ -99,13 +99,13 @@ def test_heads_that_the_cpu_kernels_pad_count_as_large_as_they_are_held(
     engine = make_engine(
         tmp_path, block_size=16, kernels="cpu", load_format="dummy", kv_blocks=0, kv_memory_fraction=0.5
     )
-    info, held = engine.info(), engine._cache.blocks.nbytes
+    info, held = engine.info(), engine.cache.blocks.nbytes
     assert info.block_bytes == 2 * 2 * 2 * 16 * 80 * 4  # K and V, layers, KV heads, tokens, numbers, bytes
     assert info.gpu_blocks * info.block_bytes == held
     assert 2 * MIB - info.block_bytes < held <= 2 * MIB
 
 
-def test_a_pool_too_small_cuts_the_context_unless_lengths_were_asked_for(reference: Reference) -> None:
+def test_pool_too_small_cuts_context_unless_lengths_were_asked_for(reference: Reference) -> None:
     lengths = Lengths(256, 255, 255)
     assert plan_blocks(settings(reference.path, kv_blocks=5), SHAPE.block_bytes, lengths, 0) == (5, Lengths(80, 79, 79))
     asked = settings(reference.path, kv_blocks=5, max_input_tokens=70, max_output_tokens=10)
@@ -134,7 +134,7 @@ def test_a_pool_too_small_cuts_the_context_unless_lengths_were_asked_for(referen
         (500, 0, 10, 500),
     ],
 )
-def test_the_host_tier_is_as_large_as_asked_or_as_the_pool_within_bounds(
+def test_host_tier_is_as_large_as_requested_or_the_pool(
     reference: Reference, wanted: int | None, blocks: int, free_mib: int, expected: int
 ) -> None:
     given = settings(reference.path, host_blocks=wanted)
@@ -162,7 +162,7 @@ def test_a_host_tier_that_does_not_fit_names_the_setting(reference: Reference) -
 def test_warming_up_fits_every_size_and_leaves_no_trace(reference: Reference, values: dict[str, Any]) -> None:
     engine = make_engine(reference.path, **values)
     engine.warm_up()
-    assert not engine._slots.active.any()
+    assert not engine.slots.active.any()
     driver = Driver(engine)
     driver.enter(0, reference.prompts[0][:1], blocks=pack([0]))
     assert len(driver.step({0: 1}).tokens) == 4
@@ -175,8 +175,8 @@ def test_warming_up_copies_as_much_as_the_longest_sequence_has(
     engine = make_engine(reference.path, host_blocks=host_blocks, block_size=16)
     seen = []
     for name in ("copy_out", "copy_in"):
-        copy = getattr(engine._cache, name)
-        monkeypatch.setattr(engine._cache, name, lambda *a, copy=copy: (seen.append(len(a[0])), copy(*a)))
+        copy = getattr(engine.cache, name)
+        monkeypatch.setattr(engine.cache, name, lambda *a, copy=copy: (seen.append(len(a[0])), copy(*a)))
     engine.warm_up()
     assert seen == copied
 
@@ -203,7 +203,7 @@ RECORD, ALIVE = "orcinus:{tiny}:worker:worker-7", "orcinus:{tiny}:alive:worker:w
 WORKERS = "orcinus:{tiny}:workers"
 
 
-def test_the_record_is_refreshed_without_touching_the_shard_and_leaves_with_the_worker(redis: RedisServer) -> None:
+def test_record_is_refreshed_without_touching_shard_and_leaves_with_worker(redis: RedisServer) -> None:
     registration = make_registration(redis.url)
     registration.start()
     until("the record is there", lambda: redis.client.hget(RECORD, "ready") == b"1")
@@ -229,7 +229,7 @@ def test_a_stopping_worker_leaves_the_record_of_its_successor(redis: RedisServer
     assert redis.client.zrange(WORKERS, 0, -1) == [b"worker-7"]
 
 
-def test_workers_are_listed_by_when_they_were_seen_and_the_lost_ones_go(redis: RedisServer) -> None:
+def test_workers_are_listed_by_last_sight_and_lost_ones_leave(redis: RedisServer) -> None:
     def now_ms() -> int:
         seconds, micros = redis.client.time()
         return int(seconds) * 1000 + int(micros) // 1000
@@ -251,7 +251,7 @@ def test_workers_are_listed_by_when_they_were_seen_and_the_lost_ones_go(redis: R
     assert redis.client.zrange(WORKERS, 0, -1) == [b"seen"]
 
 
-def test_a_redis_that_comes_late_or_forgets_is_registered_with_again(tmp_path: Path) -> None:
+def test_redis_that_comes_late_or_forgets_is_registered_with_again(tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "redis")
     registration = make_registration(server.url)
     registration.start()
@@ -266,7 +266,7 @@ def test_a_redis_that_comes_late_or_forgets_is_registered_with_again(tmp_path: P
         registration.stop()
 
 
-def test_a_password_that_redis_refuses_is_said_once_with_what_to_do_and_nothing_of_it_is_shown(
+def test_refused_redis_password_is_reported_once_and_never_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RedisServer(tmp_path / "redis") as server:
@@ -291,15 +291,12 @@ def start_worker(model: Path, redis_url: str, listen: str, **settings: Any) -> s
         "sys.exit(run(WorkerSettings()))"
     )
     values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": listen, "DEVICE": "auto", "THREADS": 1} | settings
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
-    environment = {**clean, **{f"ORCINUS_{name}": str(value) for name, value in values.items()}}
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, cwd=ROOT, env=settings_env(**values), stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_serves_without_redis_registers_when_it_comes_and_stops_clean(
-    reference: Reference, tmp_path: Path, number: int
-) -> None:
+def test_worker_serves_without_redis_and_registers_later(reference: Reference, tmp_path: Path, number: int) -> None:
     server = RedisServer(tmp_path / "redis")
     address = f"127.0.0.1:{free_port()}"
     process = start_worker(reference.path, server.url, address)

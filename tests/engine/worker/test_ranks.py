@@ -122,9 +122,7 @@ def test_every_rank_runs_every_step_of_each_run_in_order(
     assert replica.busy.keys() == {1, 2} and min(replica.busy.values()) > 0
 
 
-def test_a_step_that_breaks_the_contract_ends_no_rank_and_a_new_run_works(
-    replica: Replica, channel: grpc.Channel, reference: Reference
-) -> None:
+def test_step_breaking_the_contract_ends_no_rank(replica: Replica, channel: grpc.Channel, reference: Reference) -> None:
     run = Client(channel, epoch=1)
     run.send(1, free_slots=pack([3]))
     assert "slot 3 holds no sequence" in next(run.call).error
@@ -137,7 +135,7 @@ def test_a_step_that_breaks_the_contract_ends_no_rank_and_a_new_run_works(
     assert not replica.lost
 
 
-def test_a_leader_that_is_lost_ends_a_rank_in_the_middle_of_a_step(
+def test_leader_that_is_lost_ends_rank_in_middle_of_step(
     replica: Replica, channel: grpc.Channel, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(replica.engines[1], monkeypatch)
@@ -168,7 +166,7 @@ def test_a_leader_whose_steps_end_without_a_word_is_lost(reference: Reference) -
     assert not thread.is_alive()
 
 
-def test_a_rank_that_is_lost_ends_the_leader_also_when_nothing_runs(replica: Replica) -> None:
+def test_rank_that_is_lost_ends_leader_also_when_nothing_runs(replica: Replica) -> None:
     replica.followers[1]._server.stop(0)
     until("the leader notices", lambda: any("rank 2" in line and "is lost" in line for line in replica.lost))
     assert not any("rank 1" in line for line in replica.lost)
@@ -189,7 +187,7 @@ def test_ranks_of_two_models_are_refused_by_name(reference: Reference) -> None:
 @pytest.mark.parametrize(
     ("visible", "local_rank", "own"), [(None, 0, "0"), (None, 3, "3"), ("4,7", 1, "7"), ("4,7", 2, ""), ("", 0, "")]
 )
-def test_each_rank_takes_its_own_of_the_gpus_that_may_be_used(visible: str | None, local_rank: int, own: str) -> None:
+def test_each_rank_takes_its_own_visible_gpu(visible: str | None, local_rank: int, own: str) -> None:
     assert own_gpu(RankSettings(cuda_visible_devices=visible, local_rank=local_rank)) == own
 
 

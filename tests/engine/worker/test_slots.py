@@ -98,7 +98,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("step", "words"), BROKEN, ids=[words[:40] for _, words in BROKEN])
-def test_a_step_that_breaks_the_contract_is_refused_with_the_reason(
+def test_step_that_breaks_the_contract_is_refused_with_the_reason(
     driver: Driver, step: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ProtocolError, match=words):
@@ -111,13 +111,20 @@ def test_swapping_without_a_host_tier_is_refused(reference: Reference) -> None:
         engine.execute(worker_pb2.Step(id=1, swap_out_gpu=pack([0]), swap_out_host=pack([0])))
 
 
-def test_a_slot_freed_and_entered_in_one_step_runs_the_new_sequence(driver: Driver, reference: Reference) -> None:
+def test_slot_freed_and_entered_in_one_step_runs_new_sequence(driver: Driver, reference: Reference) -> None:
     driver.free(1)
     driver.enter(1, reference.prompts[0])
     assert driver.run(1, 24) == reference.outputs[0]
 
 
-def test_a_chunk_that_stops_short_of_the_last_known_token_samples_nothing(driver: Driver) -> None:
+def test_appended_blocks_of_a_slot_keep_their_order(driver: Driver) -> None:
+    driver.enter(2, PROMPT, blocks=pack([9]))
+    driver.step({}, append_slots=pack([2, 1, 2]), append_blocks=pack([20, 21, 22]))
+    tables = driver.engine.slots.tables
+    assert (tables[1, :4].tolist(), tables[2, :3].tolist()) == ([7, 3, 5, 21], [9, 20, 22])
+
+
+def test_chunk_that_stops_short_of_last_known_token_samples_nothing(driver: Driver) -> None:
     driver.enter(2, PROMPT)
     result = driver.step({2: 9})
     assert not result.slots and not result.tokens
@@ -150,7 +157,7 @@ def test_a_step_without_chunks_is_answered(driver: Driver) -> None:
         ({"sampling": {"banned_ids": pack(range(VOCAB))}}, "nothing_allowed", "no token to choose"),
     ],
 )
-def test_a_sequence_that_cannot_run_fails_alone_until_it_is_freed(
+def test_sequence_that_cannot_run_fails_alone_until_it_is_freed(
     driver: Driver, reference: Reference, fields: dict[str, Any], code: str, words: str
 ) -> None:
     driver.enter(0, reference.prompts[0])
@@ -173,7 +180,7 @@ def test_a_sequence_that_cannot_run_fails_alone_until_it_is_freed(
 def test_logits_that_are_not_finite_fail_their_sequence_alone(driver: Driver, reference: Reference) -> None:
     driver.enter(0, reference.prompts[0])
     driver.enter(2, PROMPT)
-    embedding = driver.engine._decoder.embed_tokens.weight
+    embedding = driver.engine.decoder.embed_tokens.weight
     outside = next(t for t in range(VOCAB) if t not in PROMPT + reference.prompts[0] + reference.outputs[0])
     driver.enter(3, [1, 2, outside])
     kept = embedding[outside].clone()

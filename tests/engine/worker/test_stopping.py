@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from shared.settings import ROOT
+from tests.support.launcher import settings_env
 from tests.support.models import Reference, make_llama
 from tests.support.waiting import until
 
@@ -32,13 +33,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @contextmanager
 def worker(model: Path, log: Path, **environment: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A worker that knows of no Redis; killed at the end of the block if it is there still."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("ORCINUS_")}
-    values = {"ORCINUS_MODEL": model, "ORCINUS_DEVICE": "cpu", "ORCINUS_LISTEN": "127.0.0.1:0", "ORCINUS_THREADS": 1}
-    told = {name: str(value) for name, value in {**values, **environment}.items()}
+    told = settings_env(model=model, device="cpu", listen="127.0.0.1:0", threads=1)
+    told |= {name: str(value) for name, value in environment.items()}
     with log.open("wb") as lines:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "worker"], cwd=ROOT, env={**clean, **told}, stderr=lines
-        )
+        process = subprocess.Popen([sys.executable, "-m", "services.cli", "worker"], cwd=ROOT, env=told, stderr=lines)
         try:
             yield process
         finally:
@@ -48,7 +46,7 @@ def worker(model: Path, log: Path, **environment: Any) -> Iterator[subprocess.Po
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGTERM)])
-def test_a_rank_that_waits_for_others_ends_when_it_is_told_to(
+def test_rank_waiting_for_others_ends_when_told_to(
     reference: Reference, tmp_path: Path, rank: int, number: signal.Signals
 ) -> None:
     """Its main thread is inside torch's store, for ten minutes."""
@@ -62,7 +60,7 @@ def test_a_rank_that_waits_for_others_ends_when_it_is_told_to(
     assert f"{number.name} while loading: stopping" in log.read_text()
 
 
-def test_a_replica_that_loads_ends_with_all_ranks_also_with_one_that_is_stopped(tmp_path: Path) -> None:
+def test_loading_replica_ends_with_all_ranks_even_a_stopped_one(tmp_path: Path) -> None:
     log, model = tmp_path / "log", tmp_path / "model"
     model.mkdir()
     os.mkfifo(model / "config.json")  # into which nobody writes

@@ -278,7 +278,7 @@ def test_a_row_is_the_same_bits_however_it_is_computed(library: Library, setting
         same([(0, 1499, 1500)], threads)
 
 
-def test_what_comes_later_in_a_chunk_does_not_touch_a_row_even_if_it_is_nan(library: Library) -> None:
+def test_row_is_unchanged_when_later_rows_are_nan(library: Library) -> None:
     for dtype in (F32, BF16):
         world = World(library, [100], dtype=dtype, seed=2)
         clean = world.attend([(0, 0, 100)])[0]

@@ -59,7 +59,7 @@ def carry(*names: str) -> dict[str, Path]:
         (V3 + " avx512f avx512_bf16", "avx2"),  # no AVX-512 of the kind that servers have
     ],
 )
-def test_an_image_uses_the_best_library_that_the_cpu_can_run(
+def test_image_uses_the_best_library_that_the_cpu_can_run(
     empty: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: str
 ) -> None:
     paths = carry("avx2", "avx512", "avx512bf16")
@@ -115,9 +115,7 @@ def test_a_checkout_compiles_once(empty: Path, compiled: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("home_too", [False, True])
-def test_a_checkout_that_cannot_be_written_to_compiles_once_all_the_same(
-    empty: Path, compiled: list[Path], home_too: bool
-) -> None:
+def test_checkout_that_cannot_be_written_compiles_once(empty: Path, compiled: list[Path], home_too: bool) -> None:
     (empty / "cache").touch()  # a file stands in the way, which stops root as well
     if home_too:
         (empty / "home").touch()
@@ -128,7 +126,7 @@ def test_a_checkout_that_cannot_be_written_to_compiles_once_all_the_same(
     assert first[0].parent == empty / place
 
 
-def test_a_place_into_which_others_may_write_is_not_loaded_from(empty: Path, compiled: list[Path]) -> None:
+def test_place_into_which_others_may_write_is_not_loaded_from(empty: Path, compiled: list[Path]) -> None:
     (empty / "cache").touch()
     (empty / "home").touch()
     find_library()
@@ -168,7 +166,7 @@ def test_processes_that_start_together_compile_once(
     assert not compiled
 
 
-def test_sources_that_are_not_there_and_a_disk_that_is_full_are_errors_of_the_build(
+def test_missing_sources_and_a_full_disk_are_build_errors(
     empty: Path, compiled: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(target: Path, compiler: str, flags: object) -> None:
@@ -208,7 +206,7 @@ def unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "load", fail)
 
 
-def test_without_a_library_the_reference_kernels_serve_and_a_warning_says_why(
+def test_without_library_reference_kernels_serve_and_a_warning_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     unusable(monkeypatch)
@@ -227,7 +225,7 @@ def test_what_was_asked_for_by_name_is_refused_not_replaced(
         backend.choose(WorkerSettings.model_validate(wanted), load_config(DEMO_MODEL))
 
 
-def test_blocks_that_the_cpu_kernels_cannot_use_are_left_to_the_reference(caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_that_cpu_kernels_cannot_use_are_left_to_reference(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         ops, _ = backend.choose(WorkerSettings(block_size=24), load_config(DEMO_MODEL))
     assert ops.name == "reference"

@@ -137,7 +137,7 @@ def test_layer_norm_keeps_its_digits_beside_a_large_mean() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_row_is_the_same_alone_in_a_batch_and_with_any_threads(threads: int) -> None:
+def test_row_is_same_alone_in_batch_and_with_any_threads(threads: int) -> None:
     x, weight = numbers(41, 515), numbers(515, seed=1)
     together = norm(x, weight, layer_norm=True, threads=threads)
     alone = torch.cat([norm(x[i : i + 1].clone(), weight, layer_norm=True, threads=1) for i in range(41)])
@@ -164,7 +164,7 @@ def test_gated_multiplies_the_activated_half_with_the_other(width: int, dtype: t
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
-def test_activations_hold_a_few_units_in_the_last_place_over_all_magnitudes(kind: str) -> None:
+def test_activations_hold_few_units_in_last_place_over_all_magnitudes(kind: str) -> None:
     # Every 2,003rd float32 of either sign up to 80.
     bits = np.arange(0, np.float32(80).view(np.uint32), 2003, dtype=np.uint32)
     x = torch.from_numpy(np.concatenate([bits, bits | np.uint32(1 << 31)]).view(np.float32))

@@ -59,6 +59,11 @@ def device_of(order: int | None) -> Device:
     return CudaDevice()
 
 
+def device_of_threads(order: int) -> Device:
+    """A device that runs the threads of its kernels in an order, or the GPU."""
+    return device_of(order) if order == DEVICE else EmulatedDevice(None, order, flags=FLAGS)
+
+
 def source_of(kernel: str) -> Path:
     return next(source for source in loader.sources() if f"KERNEL({kernel}," in source.read_text())
 

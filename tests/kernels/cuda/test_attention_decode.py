@@ -168,7 +168,7 @@ class Step:
 @in_every_order
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_is_the_mean_of_the_values_that_it_sees(order: int, name: str, dtype: str) -> None:
+def test_row_is_the_mean_of_the_values_that_it_sees(order: int, name: str, dtype: str) -> None:
     step = Step(CASES[name], dtype)
     nobody = (-1, 1 << 30, 1 << 30, 5)
     step.decode([nobody, *map(step.whole, range(len(step.case.lengths))), nobody], order)

@@ -100,7 +100,7 @@ def rms(x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_logits_of_a_decoder_are_the_references_in_float32(family: str, paths: Any) -> None:
+def test_tokens_and_logits_of_decoder_are_the_references_in_float32(family: str, paths: Any) -> None:
     """As near as the reference backend in bfloat16 is, whose roundings are as many."""
     ops = CudaOps(EmulatedDevice())
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def test_split_attention_is_the_formula(kind: str) -> None:
 
 
 @pytest.mark.parametrize("order", SEEDS[1:])
-def test_a_pinned_buffer_is_not_written_again_before_its_copy_is_done(order: int) -> None:
+def test_pinned_buffer_is_not_rewritten_before_its_copy_is_done(order: int) -> None:
     device = EmulatedDevice(order)
     staging, rng = Staging(device), np.random.default_rng(order)
     sent, buffers = [], set()
@@ -177,7 +177,7 @@ def test_a_pinned_buffer_is_not_written_again_before_its_copy_is_done(order: int
 
 
 @pytest.mark.parametrize("order", SEEDS)
-def test_the_time_between_marks_is_known_once_the_device_has_passed_them(order: int | None) -> None:
+def test_time_between_marks_is_known_once_device_has_passed_them(order: int | None) -> None:
     ops = CudaOps(EmulatedDevice(order))
     start = ops.mark()
     ops.activate(torch.ones(4, 8).bfloat16(), "silu")
@@ -200,7 +200,7 @@ def test_what_the_kernels_cannot_do_is_refused_by_name() -> None:
         ops.pack_linear(iter([wide.bfloat16()]), 8, 8, None, "int8")
 
 
-def test_a_step_that_samples_nothing_writes_its_keys_and_has_no_logits(paths: Any) -> None:
+def test_step_that_samples_nothing_writes_keys_and_has_no_logits(paths: Any) -> None:
     with torch.inference_mode():
         world = World(paths("llama"), EmulatedDevice(), True)
         before = world.pool()
@@ -208,7 +208,7 @@ def test_a_step_that_samples_nothing_writes_its_keys_and_has_no_logits(paths: An
         assert not torch.equal(world.pool(), before)
 
 
-def test_the_backends_are_known_by_name_and_cupy_is_left_until_a_gpu_is_wanted() -> None:
+def test_backends_are_listed_by_name_without_importing_cupy() -> None:
     program = "import sys, kernels.cuda.backend, kernels.ops; print(kernels.ops.names(), 'cupy' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "['cuda', 'emulator'] False"

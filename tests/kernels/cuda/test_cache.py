@@ -153,7 +153,7 @@ def test_a_block_that_is_rewritten_while_it_drains_shows(layer_major: bool) -> N
 
 
 @layouts
-def test_a_block_that_is_read_before_it_was_copied_in_shows(layer_major: bool) -> None:
+def test_block_that_is_read_before_it_was_copied_in_shows(layer_major: bool) -> None:
     def found(seed: int, wait: bool) -> float:
         cache = cache_on(EmulatedDevice(seed), layer_major)
         cache.host.fill_(50)
@@ -184,7 +184,7 @@ def test_no_pairs_are_done_at_once() -> None:
 
 
 @pytest.mark.parametrize("block_size", [8, 24, 48])
-def test_a_block_size_that_the_kernels_do_not_take_is_refused(block_size: int) -> None:
+def test_block_size_that_the_kernels_do_not_take_is_refused(block_size: int) -> None:
     shape = CacheShape(1, 1, 1, 1, block_size, 64, torch.bfloat16)
     with pytest.raises(ValueError, match=f"block size {block_size}: the cuda kernels need 16, 32, 64"):
         CudaCache(shape, EmulatedDevice())

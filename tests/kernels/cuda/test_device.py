@@ -103,12 +103,12 @@ def uploaded(seed: int, wait: bool) -> bool:
     return bool((target == 1).all())
 
 
-def test_a_buffer_that_is_rewritten_before_its_copy_is_done_shows() -> None:
+def test_buffer_that_is_rewritten_before_its_copy_is_done_shows() -> None:
     assert all(uploaded(seed, wait=True) for seed in SEEDS)
     assert not all(uploaded(seed, wait=False) for seed in SEEDS) and not uploaded(LAZY, wait=False)
 
 
-def test_a_buffer_that_is_written_only_after_its_copy_was_given_shows() -> None:
+def test_buffer_written_after_its_copy_was_given_shows() -> None:
     def found(seed: int) -> int:
         device = EmulatedDevice(seed)
         buffer, target = device.pinned((1,), torch.int32), device.empty((1,), torch.int32)
@@ -120,7 +120,7 @@ def test_a_buffer_that_is_written_only_after_its_copy_was_given_shows() -> None:
     assert {found(seed) for seed in SEEDS} == {0, 1}
 
 
-def test_a_result_that_is_read_before_its_event_is_not_there() -> None:
+def test_result_that_is_read_before_its_event_is_not_there() -> None:
     device = EmulatedDevice(LAZY)
     result = device.pinned((4,), torch.bfloat16)
     device.main.copy(result, ones(device, 4))
@@ -163,7 +163,7 @@ def test_memory_is_garbage_before_it_is_written(order: int | None) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("touched", [True, False])
-def test_a_tensor_that_a_kernel_touches_is_kept_until_it_has_run(touched: bool) -> None:
+def test_tensor_that_kernel_touches_is_kept_until_it_has_run(touched: bool) -> None:
     device = EmulatedDevice(LAZY)
     x, residual = ones(device, 1, 64), ones(device, 1, 64)
     device.main.record().wait()
@@ -194,7 +194,7 @@ def test_a_kernel_that_no_source_has_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_compiler
-def test_an_error_of_work_that_was_put_off_is_raised_once_where_somebody_waits() -> None:
+def test_error_of_deferred_work_is_raised_once_at_the_wait() -> None:
     device = EmulatedDevice(LAZY)
     x, residual = ones(device, 1, 64), ones(device, 1, 64)
     device.main.launch(add(x, residual)._replace(shared=1 << 20))
@@ -206,7 +206,7 @@ def test_an_error_of_work_that_was_put_off_is_raised_once_where_somebody_waits()
     assert event.done() and (residual == 2).all()
 
 
-def test_an_error_of_torch_is_named_after_the_function_that_was_given() -> None:
+def test_error_of_torch_is_named_after_function_that_was_given() -> None:
     device = EmulatedDevice(LAZY)
 
     def wrong_sizes() -> None:
@@ -289,7 +289,7 @@ def test_host_memory_that_is_not_pinned_is_not_copied() -> None:
 
 
 @orders
-def test_pinned_memory_of_some_megabytes_goes_to_the_device_and_back(order: int | None) -> None:
+def test_pinned_memory_of_some_megabytes_goes_to_device_and_back(order: int | None) -> None:
     device = device_of(order)
     sent, read = (device.pinned((3, 1 << 18), torch.float32) for _ in range(2))
     there = device.empty((3, 1 << 18), torch.float32)
@@ -363,7 +363,7 @@ def test_tensors_of_inference_mode_are_written_by_whoever_waits() -> None:
     assert (made == 0).all()
 
 
-def test_threads_that_wait_together_do_one_piece_of_work_at_a_time() -> None:
+def test_waiting_threads_do_one_piece_of_work_at_a_time() -> None:
     device, count = EmulatedDevice(LAZY), [0]
 
     def work() -> None:

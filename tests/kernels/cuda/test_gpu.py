@@ -85,7 +85,7 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda made: setattr(made.cuda.get_device_capability, "return_value", (7, 5)), r"capability 7\.5.*need 8\.0"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_refused_with_a_remedy(
+def test_gpu_that_cannot_be_used_is_refused_with_a_remedy(
     fake: Torch, broken: Callable[[Torch], None], message: str
 ) -> None:
     broken(fake)
@@ -99,7 +99,7 @@ def test_a_missing_cupy_is_named(fake: Torch, monkeypatch: pytest.MonkeyPatch) -
         CudaDevice()
 
 
-def test_all_kernels_are_loaded_at_start_and_launched_on_the_stream_of_the_call(fake: Torch) -> None:
+def test_kernels_are_loaded_at_start_and_use_the_calls_stream(fake: Torch) -> None:
     device = CudaDevice()
     assert {f"{source.stem}_kernel" for source in loader.sources()} < device.programs.keys()
     device.main.launch(CALL)
@@ -123,7 +123,7 @@ def test_main_is_made_the_current_stream_once_in_each_thread(fake: Torch) -> Non
     assert fake.cuda.set_device.mock_calls[-2:] == [call(torch.device("cuda", 0))] * 2
 
 
-def test_a_second_device_of_a_thread_takes_its_own_stream_and_gives_it_back(fake: Torch) -> None:
+def test_second_device_of_a_thread_takes_and_returns_its_stream(fake: Torch) -> None:
     first = CudaDevice()
     first.main.run(lambda: None)
     fake.cuda.Stream.side_effect = [SimpleNamespace(cuda_stream=number) for number in (9, 10)]
@@ -167,7 +167,7 @@ def test_events_are_recorded_waited_for_and_timed(fake: Torch) -> None:
     assert device.elapsed_ns(start, end) == 1_250_000 and events[0].elapsed_time.mock_calls == [call(events[1])]
 
 
-def test_a_recording_is_a_graph_of_main_that_others_may_work_beside(fake: Torch) -> None:
+def test_recording_is_graph_of_main_that_others_may_work_beside(fake: Torch) -> None:
     device, inside = CudaDevice(), []
     replay = device.capture(lambda: inside.append(fake.cuda.graph.return_value.__enter__.called))
     graph = fake.cuda.CUDAGraph.return_value
@@ -180,7 +180,7 @@ def test_a_recording_is_a_graph_of_main_that_others_may_work_beside(fake: Torch)
     assert graph.replay.call_count == 2
 
 
-def test_recordings_share_a_pool_as_long_as_one_of_them_is_there(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_share_a_pool_while_one_of_them_exists(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     class Graph:
         replay = staticmethod(lambda: None)
 
@@ -219,7 +219,7 @@ def test_large_pinned_memory_is_exactly_as_large_and_given_back(fake: Torch) -> 
         device.pinned((1 << 29,), torch.uint8)
 
 
-def test_memory_of_others_is_registered_as_it_may_be_used_and_given_back(
+def test_foreign_memory_is_registered_by_its_use_and_given_back(
     fake: Torch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = MagicMock(CUDARuntimeError=type("CUDARuntimeError", (Exception,), {}))

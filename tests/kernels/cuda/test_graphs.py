@@ -76,7 +76,7 @@ def test_what_pads_a_batch_belongs_to_nobody() -> None:
     assert list(staged.offsets)[-1] == "pages" and not len(padding["pages"]), "only what is used is copied"
 
 
-def test_a_batch_is_prepared_for_a_graph_only_if_all_of_it_decodes_and_samples(paths: Any) -> None:
+def test_batch_gets_a_graph_when_all_rows_decode_and_sample(paths: Any) -> None:
     with torch.inference_mode():
         world = World(paths("llama"), EmulatedDevice(), True)
         decodes, ends = world.decodes(3), world.ends
@@ -90,7 +90,7 @@ def test_a_batch_is_prepared_for_a_graph_only_if_all_of_it_decodes_and_samples(p
         assert world.ops.prepare(decodes, other).graph == 0, "of another cache"
 
 
-def test_a_batch_prepared_for_a_graph_is_computed_by_operations_as_well(paths: Any) -> None:
+def test_batch_prepared_for_graph_is_computed_by_operations_as_well(paths: Any) -> None:
     with torch.inference_mode():
         eager, graph = (World(paths("llama"), EmulatedDevice(), compiles) for compiles in (False, True))
         batch, other = graph.decodes(3), graph.decodes(1)
@@ -101,9 +101,7 @@ def test_a_batch_prepared_for_a_graph_is_computed_by_operations_as_well(paths: A
         assert torch.equal(graph.forward(prepared), expected), "its buffer is another's by now"
 
 
-def test_a_batch_with_more_pages_than_graphs_have_room_for_is_computed_without_one(
-    paths: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_with_too_many_pages_is_computed_without_graph(paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "PAGES_OF_GRAPHS", 0)
     with torch.inference_mode():
         eager, graph = (World(paths("llama"), EmulatedDevice(), compiles, 8) for compiles in (False, True))

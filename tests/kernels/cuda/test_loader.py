@@ -88,7 +88,7 @@ def test_every_ptx_wrapper_is_taken_by_the_assembler(arch: str) -> None:
     assert made.usage().keys() == made.params_bytes().keys() and len(made.usage()) == 9
 
 
-def test_params_are_as_large_for_the_gpu_as_numpy_packs_them() -> None:
+def test_params_are_as_large_for_gpu_as_numpy_packs_them() -> None:
     found: dict[str, set[int]] = {}
     for source in sources():
         for name, size in compiled(source, "sm_90").params_bytes().items():
@@ -172,7 +172,7 @@ def test_what_is_worse_than_recorded_is_named() -> None:
     assert check.compare({}, table(a=1)) == ["a, sm_90: recorded, but there is no such kernel"]
 
 
-def test_without_a_gpu_a_program_is_compiled_and_only_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpu_program_is_compiled_and_only_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_has_gpu", lambda: False)
     program = Program(sources()[0], "sm_80")
     call = calls.add(calls.BF16, 1, 8, 0, 0)
@@ -184,7 +184,7 @@ def test_without_a_gpu_a_program_is_compiled_and_only_a_launch_fails(monkeypatch
         program.launch(*call[:-1], np.zeros(1, [("x", "u8")]), 0)
 
 
-def test_a_launch_passes_struct_and_stream_and_large_shared_memory_is_asked_for_when_a_kernel_is_loaded(
+def test_launch_passes_struct_and_stream_and_reserves_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A driver that only notes what it is asked: the GPU is the one part that cannot be had here."""

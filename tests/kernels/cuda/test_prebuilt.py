@@ -74,7 +74,7 @@ def test_an_image_carries_every_source_for_every_architecture(image: Path, compi
         ("sm_121", None),
     ],
 )
-def test_a_gpu_takes_the_newest_cubin_of_its_own_major_version(
+def test_gpu_takes_the_newest_cubin_of_its_own_major_version(
     image: Path, compiled: list[str], present: str, taken: str | None
 ) -> None:
     made = {path.name.rpartition("-")[0]: path.read_bytes() for path in prebuilt.build_all()}
@@ -85,7 +85,7 @@ def test_a_gpu_takes_the_newest_cubin_of_its_own_major_version(
     assert compiled == []
 
 
-def test_a_program_runs_what_the_image_carries_and_compiles_the_rest(image: Path, compiled: list[str]) -> None:
+def test_program_runs_what_the_image_carries_and_compiles_the_rest(image: Path, compiled: list[str]) -> None:
     prebuilt.build_all()
     compiled.clear()
     assert Program(image / "one.cu", "sm_89").params_bytes("k") == 8
@@ -152,7 +152,7 @@ def without(image: Path, arch: str, hidden: tuple[str, ...] = (), setting: str =
     return done.stdout.strip()
 
 
-def test_an_image_without_a_compiler_runs_and_says_what_other_architectures_need(image: Path) -> None:
+def test_image_without_compiler_runs_and_says_what_other_architectures_need(image: Path) -> None:
     prebuilt.build_all()
     assert without(image, "sm_86") == "8"
     said = without(image, "sm_100")

@@ -73,7 +73,7 @@ def expected_head(x: Any, case: Case, weight: Any, eps: float, angles: Any) -> A
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_q_is_returned_and_k_and_v_lie_where_the_slots_say(order: int, name: str, dtype: str) -> None:
+def test_q_is_returned_and_kv_lies_in_its_slots(order: int, name: str, dtype: str) -> None:
     case, kind = CASES[name], TYPES[dtype]
     rows, size, all_heads = 6, case.block_size, case.heads + 2 * case.kv_heads
     qkv = numbers(rows, all_heads, case.head_dim, dtype=kind)

@@ -160,9 +160,7 @@ def test_add_is_in_place_and_rounds_once(order: int, width: int, dtype: str) -> 
 @pytest.mark.parametrize("places", [False, True])
 @dtypes
 @pytest.mark.parametrize("width", [8, 136, 2312])
-def test_embed_scales_adds_places_reads_last_tokens_and_leaves_padding_alone(
-    order: int, width: int, dtype: str, places: bool
-) -> None:
+def test_embed_scales_adds_places_and_reads_last_tokens(order: int, width: int, dtype: str, places: bool) -> None:
     table, learned = numbers(50, width, dtype=TYPES[dtype]), numbers(20, width, dtype=TYPES[dtype], seed=1)
     tokens, positions = int32(49, 0, ~2, calls.PADDING, 7, ~0), int32(0, 19, 3, -1, 4, 1)
     last_tokens, out = int32(48, -77, 7), untouched(6, width, dtype=TYPES[dtype])

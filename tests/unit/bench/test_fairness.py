@@ -25,7 +25,7 @@ def test_a_tenant_that_floods_nobody_is_served_what_it_sends() -> None:
 
 
 @pytest.mark.slow
-def test_under_a_flood_the_others_get_their_first_token_long_before_the_one_who_floods() -> None:
+def test_flood_leaves_other_tenants_their_first_token_early() -> None:
     """Simulated time: the same on every machine."""
     ratios = []
     for seed in (1, 2, 3):

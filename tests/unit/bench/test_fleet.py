@@ -55,7 +55,7 @@ def erlang_c(servers: int, load: float) -> float:
     ("servers", "load"),
     [(1, 0.5), pytest.param(3, 0.8, marks=pytest.mark.slow), pytest.param(8, 0.7, marks=pytest.mark.slow)],
 )
-def test_one_queue_waits_as_long_as_the_formula_of_erlang_says(servers: int, load: float) -> None:
+def test_one_queue_waits_as_long_as_formula_of_erlang_says(servers: int, load: float) -> None:
     assert waits_s(servers, "one-queue", load) == pytest.approx(erlang_c(servers, load), rel=0.08)
 
 
@@ -64,7 +64,7 @@ def test_random_routing_waits_as_so_many_queues_of_their_own() -> None:
     assert waits_s(4, "random", 0.7) == pytest.approx(0.7 / 0.3, rel=0.08)
 
 
-def test_decodes_take_as_long_as_their_steps_counted_one_by_one() -> None:
+def test_decodes_take_as_long_as_their_steps_one_by_one() -> None:
     rng = np.random.default_rng(1)
     prompt, output = rng.integers(1, 400, 60), rng.integers(2, 300, 60)
     requests = Requests(prompt.tolist(), output.tolist(), [-1] * 60, 0)
@@ -142,7 +142,7 @@ def test_every_request_ends_once_with_all_its_tokens_whatever_fails(
     assert 0 < result["cost"] <= paid_h * 3.0 + 0.01
 
 
-def test_a_replica_that_stops_gives_back_what_it_had_with_what_was_produced() -> None:
+def test_stopped_replica_gives_back_its_requests_with_their_outputs() -> None:
     requests = Requests([10], [100], [-1], 0)
     replica = Replica(0, requests, SIZE, PLAIN)
     first = replica.take(0, 0.0)
@@ -152,7 +152,7 @@ def test_a_replica_that_stops_gives_back_what_it_had_with_what_was_produced() ->
     assert not replica.up and replica.load == 0
 
 
-def test_prefixes_are_found_where_they_lie_and_affinity_finds_more_without_overload() -> None:
+def test_affinity_finds_more_prefixes_without_overload() -> None:
     asked = build(Spec(20_000, 8 * 12.0, groups=400, prefix_tokens=2048, skew=0.8))
     size = Size(256, 300_000)
     apart = run(Fleet(8, "two-choices", size, GPU), asked).result
@@ -206,7 +206,7 @@ def test_the_rule_doubles_at_most_and_goes_down_by_one() -> None:
     assert max(seen) == 16 and seen[-1] == 15  # a quarter of an hour after the last wish for more, by one
 
 
-def test_the_command_prints_one_object_and_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_one_object_and_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--replicas", "1,3", "--routing", "all", "--requests", "300", "--price", "2", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [(each["replicas"], each["finished"]) for each in results] == [(n, 300) for n in (1, 3) for _ in ROUTERS]

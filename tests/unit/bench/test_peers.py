@@ -85,7 +85,7 @@ def test_median_and_range_are_over_rounds() -> None:
 
 
 @pytest.mark.parametrize("changed", [{"finished": 3}, {"short": 1}, {"requests": 0, "finished": 0}])
-def test_a_cell_with_a_lost_or_short_request_does_not_count(changed: dict[str, int]) -> None:
+def test_cell_with_a_lost_or_short_request_does_not_count(changed: dict[str, int]) -> None:
     found = table.medians([{"cells": {"c8": cell(100)}}, {"cells": {"c8": cell(900, **changed)}}])
     assert found["c8"]["output_tok_s"] == {"median": 100, "low": 100, "high": 100, "n": 1}
 
@@ -98,7 +98,7 @@ def test_a_disturbed_round_does_not_count_where_another_was_quiet() -> None:
     assert found["c32"]["output_tok_s"]["n"] == 2
 
 
-def test_the_ratio_is_that_to_the_best_peer_of_the_class() -> None:
+def test_ratio_is_that_to_the_best_peer_of_the_class() -> None:
     (line,) = THREE["ratios"]  # only c8 has both sides; the peer with 15 answers is not of this class
     assert (line["best_peer"], line["best"], line["orcinus"], line["ratio"]) == ("fast", 1000, 1100, 1.1)
     assert line["reached"]
@@ -115,7 +115,7 @@ def test_less_time_between_tokens_is_better() -> None:
     assert (rate["best_peer"], rate["ratio"], rate["goal"], rate["reached"]) == ("a", 0.8, None, None)
 
 
-def test_the_table_names_each_server_once_with_range_answers_and_error() -> None:
+def test_table_names_each_server_once_with_range_answers_and_error() -> None:
     text = render.section("peers", "classes", {"peers": THREE})
     exact, reduced = (part.split("\n\n")[1] for part in text.split("## ")[1:3])
     lines = exact.splitlines()
@@ -159,7 +159,7 @@ def test_every_server_is_given_its_port_and_has_a_recipe(server: Server) -> None
     assert set(server.concurrency) <= set(client.REQUESTS)
 
 
-def test_end_of_text_is_ignored_in_the_way_of_each_server() -> None:
+def test_end_of_text_is_ignored_in_way_of_each_server() -> None:
     fields = servers.request(named("vllm float32"), "p", 64, stream=True)
     assert fields["ignore_eos"] is True
     assert fields["stream_options"] == {"include_usage": True}
@@ -169,7 +169,7 @@ def test_end_of_text_is_ignored_in_the_way_of_each_server() -> None:
     assert servers.request(named("llama.cpp F16"), "p", 64, stream=False)["cache_prompt"] is False
 
 
-def test_chosen_peers_run_beside_ours_and_a_new_name_is_refused() -> None:
+def test_chosen_peers_run_beside_ours_and_new_name_is_refused() -> None:
     assert [server.name for server in servers.chosen(["vllm"], [EXACT])] == [
         "vllm float32",
         "orcinus float32",
@@ -188,9 +188,7 @@ def test_what_a_server_inherits_holds_nothing_of_ours(monkeypatch: pytest.Monkey
     assert kept["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
-def test_a_failing_recipe_is_a_state_with_its_error_and_stops_only_what_needs_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_failing_recipe_stops_only_what_needs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fails(_log: Path) -> None:
         raise install.InstallError("no compiler")
 
@@ -220,7 +218,7 @@ def stream(start: float, times: list[float], tokens: int, asked: int = 4) -> Rec
     )
 
 
-def test_tokens_of_the_mix_are_those_that_came_within_the_window() -> None:
+def test_tokens_of_mix_are_those_that_came_within_the_window() -> None:
     streams = [stream(10.0, [10.1, 10.2, 10.6, 11.5], 4), stream(10.0, [10.5, 11.0], 4)]
     longs = [stream(10.2, [10.7], 1, asked=1)]
     figures = client.mix_figures(streams, longs, 1.0)

@@ -58,7 +58,7 @@ def test_static_counts_with_its_best_batch_size_in_each_claim() -> None:
     assert (saturation["ratio"], saturation["holds"]) == (1.9, False)
 
 
-def test_the_rate_at_the_limit_is_found_between_two_points_of_the_curve() -> None:
+def test_rate_at_limit_is_found_between_two_points_of_curve() -> None:
     """Latency = 10 / (1 - rate / 8): 20 ms at a rate of 4, and never over 20 at a capacity of 100."""
     capacity = {"small": 8.0, "large": 100.0, "none": 0.5}
 
@@ -75,7 +75,7 @@ def test_the_rate_at_the_limit_is_found_between_two_points_of_the_curve() -> Non
     assert found[2] is None
 
 
-def test_no_policy_is_faster_than_the_bound_and_its_sums_are_those_of_the_tokens() -> None:
+def test_no_policy_beats_the_bound_summed_over_tokens() -> None:
     work = all_at_once([3, 5], [4, 1])
     context = (3) + (3 + 1) + (3 + 2)  # read by the three outputs that are fed again
     pairs = (1 + 2 + 3) + (1 + 2 + 3 + 4 + 5)
@@ -85,7 +85,7 @@ def test_no_policy_is_faster_than_the_bound_and_its_sums_are_those_of_the_tokens
     assert all(one["saturation"]["throughput_tok_s"] < static["bound_tok_s"] for one in static["policies"])
 
 
-def test_a_load_is_a_multiple_of_what_orca_reaches_with_the_same_requests() -> None:
+def test_load_is_multiple_of_what_orca_reaches_with_same_requests() -> None:
     study = Study("main", Spec(trace=CHAT, requests=60), replica(), (0.5, 2.0), ("orca", "orcinus"))
     jobs: list[Job] = []
 

@@ -43,7 +43,7 @@ def test_json_has_plan_apply_and_total_for_each_count(capsys: pytest.CaptureFixt
     assert "curves" not in found
 
 
-def test_admission_is_measured_with_half_of_each_prompt_cached_and_with_none(
+def test_admission_is_measured_with_half_the_prompts_cached_and_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     half, none, full = printed(capsys, "--quick", "--parts", "admission")["admission"]
@@ -103,14 +103,14 @@ def test_a_cache_that_was_filled_leaves_hardly_a_block_free() -> None:
     assert drive.running == 1
 
 
-def test_figures_are_medians_over_the_rounds_with_the_best_round_beside_them() -> None:
+def test_figures_are_medians_over_rounds_with_best_round_beside_them() -> None:
     rounds = [[1000, 2000, 3000], [5000, 5000, 5000], [2000, 4000, 9000]]
     taken = [value for each in rounds for value in each]
     assert figure(taken, 3) == {"p50": 4.0, "p99": 5.0, "lowest": 2.0, "lowest_p99": 3.0}
     assert figure(taken[:2], 5)["p50"] == 1.5  # no round is empty
 
 
-def test_an_iteration_is_answered_after_as_many_more_as_the_lookahead() -> None:
+def test_iteration_is_answered_after_as_many_more_as_the_lookahead() -> None:
     drive = Drive(Limits(2, 64, 16, 256, 256), Setup(lookahead=1))
     drive.add(drive.prompt(20), 100)
     assert drive.step() is None
@@ -148,6 +148,6 @@ def test_wrong_use_ends_with_2_before_anything_is_measured(
     assert says in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_policy_that_runs_fewer_says_so_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_policy_that_runs_fewer_says_so_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--parts", "decode", "--policy", "lmdeploy", "--running", "200", "--steps", "1"]) == 1
     assert "lmdeploy" in capsys.readouterr().err

@@ -36,14 +36,14 @@ def test_latencies_of_one_request_are_those_worked_out_by_hand() -> None:
     assert figures["throughput_tok_s"] == pytest.approx(14.0)
 
 
-def test_time_to_first_token_counts_from_the_due_time_not_from_the_late_sending() -> None:
+def test_time_to_first_token_counts_from_the_due_time() -> None:
     record = finished(10.0, [12.0], [1], 12.0)
     record.sent_s = 11.9
     assert summarise([record])["ttft_ms"]["p50"] == pytest.approx(2000)
     assert summarise([record])["late_ms"]["p50"] == pytest.approx(1900)
 
 
-def test_rates_divide_by_the_time_from_the_first_due_request_to_the_last_end() -> None:
+def test_rates_divide_by_first_due_time_to_last_end() -> None:
     figures = summarise([finished(0.0, [1.0], [1], 1.0), finished(4.0, [9.0], [1], 10.0)])
     assert figures["wall_s"] == 10.0
     assert figures["output_tok_s"] == pytest.approx(0.2)
@@ -62,7 +62,7 @@ def test_rates_divide_by_the_time_from_the_first_due_request_to_the_last_end() -
         (0.5, [], True),
     ],
 )
-def test_goodput_takes_ttft_and_the_p99_of_the_requests_own_gaps(ttft: float, gaps: list[float], good: bool) -> None:
+def test_goodput_takes_ttft_and_p99_of_the_requests_own_gaps(ttft: float, gaps: list[float], good: bool) -> None:
     events = [ttft]
     for gap in gaps:
         events.append(events[-1] + gap)
@@ -73,7 +73,7 @@ def test_goodput_takes_ttft_and_the_p99_of_the_requests_own_gaps(ttft: float, ga
     assert record.is_good(DEFAULT_SLO) is good
 
 
-def test_a_failed_request_is_counted_by_kind_and_enters_no_latency() -> None:
+def test_failed_request_is_counted_by_kind_and_enters_no_latency() -> None:
     failed = Record(1, 10, 4, scheduled_s=0.0, sent_s=0.0, end_s=20.0, event_s=[5.0], event_tokens=[1], error="cut")
     figures = summarise([finished(0.0, [1.0, 2.0], [1, 1], 2.0), failed])
     assert (figures["requests"], figures["finished"], figures["failed"]) == (2, 1, 1)
@@ -82,7 +82,7 @@ def test_a_failed_request_is_counted_by_kind_and_enters_no_latency() -> None:
     assert figures["output_tok_s"] == pytest.approx(2 / 20)  # it ends the run all the same
 
 
-def test_tokens_that_the_server_reports_beyond_its_events_are_gaps_of_zero() -> None:
+def test_tokens_reported_beyond_events_are_gaps_of_zero() -> None:
     record = finished(0.0, [1.0, 1.4], [1, 1], 1.4)
     record.reported_tokens = 5
     assert record.output_tokens == 5
@@ -90,7 +90,7 @@ def test_tokens_that_the_server_reports_beyond_its_events_are_gaps_of_zero() -> 
     assert record.tpot_s() == pytest.approx(0.1)
 
 
-def test_a_run_in_which_nothing_finished_has_no_latencies_and_no_division_by_zero() -> None:
+def test_run_without_finished_requests_has_no_latencies() -> None:
     figures = summarise([Record(0, 1, 1, 0.0, sent_s=0.0, end_s=0.0, error="connect")])
     assert figures["ttft_ms"]["p50"] is None
     assert figures["output_tok_s"] is None

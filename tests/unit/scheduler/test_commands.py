@@ -66,7 +66,7 @@ async def shard() -> AsyncIterator[Shard]:
     running.cancel()
 
 
-async def test_a_command_stays_in_the_stream_until_its_outcome_is_written(shard: Shard) -> None:
+async def test_command_stays_in_the_stream_until_its_outcome_is_written(shard: Shard) -> None:
     shard.held.add("a")
     await shard.read(stop("a"))
     assert (shard.obeyed, shard.trimmed) == (["a"], [])
@@ -75,7 +75,7 @@ async def test_a_command_stays_in_the_stream_until_its_outcome_is_written(shard:
     assert shard.trimmed == ["1-1"]
 
 
-async def test_one_that_was_kept_for_a_claim_stays_until_its_outcome_is_written(shard: Shard) -> None:
+async def test_command_kept_for_a_claim_stays_until_its_outcome(shard: Shard) -> None:
     shard.commands.claim_begins()
     await shard.read(stop("a"))
     assert (shard.obeyed, shard.trimmed) == ([], [])
@@ -88,7 +88,7 @@ async def test_one_that_was_kept_for_a_claim_stays_until_its_outcome_is_written(
     assert shard.trimmed == ["1-1"]
 
 
-async def test_while_it_drains_a_scheduler_keeps_no_command_for_a_claim_that_failed(
+async def test_draining_scheduler_keeps_no_command_of_a_failed_claim(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = Service(SchedulerSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0"))

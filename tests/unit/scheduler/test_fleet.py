@@ -87,7 +87,7 @@ class Shard:
         return name in self.core.records and self.core.records[name].sequences[0].slot >= 0
 
 
-def test_a_poisonous_request_kills_one_worker_at_a_time_and_all_others_run_on() -> None:
+def test_poisonous_request_kills_one_worker_at_a_time() -> None:
     shard = Shard(2)
     for number in range(8):
         shard.arrive(f"r{number}", number)
@@ -108,7 +108,7 @@ def test_a_poisonous_request_kills_one_worker_at_a_time_and_all_others_run_on() 
     assert all(shard.house.ended[f"r{n}"] != [Finish.ERROR] for n in range(8))
 
 
-def test_a_silent_worker_is_dead_and_another_is_emptied_for_those_it_had() -> None:
+def test_silent_worker_is_dead_and_another_is_emptied() -> None:
     shard = Shard(2)
     for number in range(6):
         shard.arrive(f"r{number}", number)
@@ -130,7 +130,7 @@ def test_a_silent_worker_is_dead_and_another_is_emptied_for_those_it_had() -> No
     assert not shard.given_up and not shard.quarantine.has_suspects
 
 
-async def test_the_figures_of_replicas_are_of_each_and_add_up_to_those_of_all() -> None:
+async def test_figures_of_replicas_add_up_to_those_of_all() -> None:
     shard = Shard(2)
     for number in range(5):
         shard.arrive(f"r{number}", number)
@@ -258,7 +258,7 @@ async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tup
         ({"w0": "b", "w1": "a/2", "w2": "b", "w3": "a"}, Others(("b", "c"), ("c",)), ("w1", "w3"), [], "w1"),
     ],
 )
-async def test_a_shard_takes_its_share_of_the_slots_and_gives_one_worker_back_where_another_has_none(
+async def test_shard_takes_its_share_of_slots_and_returns_a_worker(
     records: dict[str, str], others: Others, held: tuple[str, ...], takes: list[str], gives: str
 ) -> None:
     assert await taken(Redis(**records), others, held) == (takes, gives)
@@ -280,7 +280,7 @@ class OneRecord(Lease):
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_shards_that_come_one_after_another_all_have_a_worker_and_then_nothing_moves(seed: int) -> None:
+async def test_shards_joining_in_turn_get_workers_and_then_settle(seed: int) -> None:
     rng = random.Random(seed)
     names = [f"s{number}" for number in range(rng.randint(1, 4))]
     redis = Redis(**{f"w{n}": f"/{rng.choice((8, 8, 64))}" for n in range(rng.randint(len(names), 8))})
@@ -319,9 +319,7 @@ async def until_cancelled() -> None:
     ("record", "others", "gives"),
     [("a", Others(("b",), ("b",)), [["w1", 1, "a", 5]]), ("b", Others(("b",), ()), [])],
 )
-async def test_a_lost_worker_that_the_shard_will_not_take_again_is_free_and_nobody_waits_for_it(
-    record: str, others: Others, gives: list[list[Any]]
-) -> None:
+async def test_lost_worker_that_the_shard_avoids_is_freed(record: str, others: Others, gives: list[list[Any]]) -> None:
     shard, lease = Shard(1), Lease()
     shard.arrive("r0", 0)
     shard.quarantine.link_lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives

@@ -24,7 +24,7 @@ def exposed(registry: CollectorRegistry) -> dict[str, float]:
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if "_created" not in line}
 
 
-def test_a_histogram_of_columns_says_what_one_of_single_values_says() -> None:
+def test_histogram_of_columns_says_what_one_of_single_values_says() -> None:
     theirs, ours = CollectorRegistry(), CollectorRegistry()
     single = Histogram("x_seconds", "x", ["class"], buckets=BOUNDS, registry=theirs)
     columns = ColumnHistogram("x_seconds", "x", BOUNDS, "class", ("a", "b"))
@@ -81,7 +81,7 @@ def test_metrics_of_the_scheduler_are_what_its_statistics_were_fed() -> None:
     assert len({name.partition("{")[0] for name in found if name.startswith("vllm:")}) >= len(ALIASES)
 
 
-def test_each_replica_has_series_of_its_own_and_those_of_a_lost_one_go() -> None:
+def test_each_replica_has_its_own_series_until_it_is_lost() -> None:
     metrics = Metrics("demo", aliases=True)
     before = exposed(metrics.registry)
     stats = Stats(0, metrics)
@@ -100,7 +100,7 @@ def test_each_replica_has_series_of_its_own_and_those_of_a_lost_one_go() -> None
     assert left and all('replica="worker-1"' in name for name in left)
 
 
-def test_the_pace_of_a_worker_is_of_what_it_answered_since_the_last_report() -> None:
+def test_pace_of_a_worker_covers_answers_since_the_last_report() -> None:
     pace = WorkerRates()
     pace.answered(step_ns=30_000_000, idle_ns=10_000_000, tokens=12)
     pace.answered(step_ns=10_000_000, idle_ns=0, tokens=8)
@@ -129,7 +129,7 @@ def one(request_id: str, first: int) -> Outcome:
     return Outcome(requests=[request], gateways=["g"], choices=column, first=column, counts=np.array([1], np.int32))
 
 
-def test_a_request_has_a_start_a_first_token_and_an_end_and_leaves_nothing_behind() -> None:
+def test_request_has_start_first_token_and_end_and_leaves_nothing() -> None:
     told: list[tuple[str, Timeline]] = []
     request_times = RequestTimes(lambda finished, life: told.append((finished.request.id, life)))
     request_times.record(Outcome(started=["a", "b"]), 10)

@@ -77,7 +77,7 @@ def shard() -> Shard:
     return Shard()
 
 
-def test_who_runs_for_a_gateway_that_is_gone_is_parked_and_the_others_run_on(shard: Shard) -> None:
+def test_requests_of_a_lost_gateway_are_parked_alone(shard: Shard) -> None:
     shard.arrive("a", "g1")
     shard.arrive("b", "g2")
     assert set(shard.steps(4)) == {"a", "b"}
@@ -133,7 +133,7 @@ def test_one_whose_gateway_died_before_the_claim_never_runs(shard: Shard) -> Non
     assert set(shard.steps(4)) == {"a"}
 
 
-def test_one_whose_gateway_was_only_silent_at_the_claim_runs_at_the_next_look(shard: Shard) -> None:
+def test_request_of_a_silent_gateway_runs_at_the_next_look(shard: Shard) -> None:
     shard.arrive("a", "g1", delivered=False)
     shard.look("g1")
     assert set(shard.steps(4)) == {"a"}
@@ -188,7 +188,7 @@ def test_one_that_is_suspected_stays_parked_when_it_is_adopted() -> None:
     assert set(shard.steps(4)) == {"a", "b"}
 
 
-def test_nobody_waits_for_one_on_trial_that_is_parked_as_its_gateway_is_gone() -> None:
+def test_parked_suspect_of_a_lost_gateway_blocks_no_others() -> None:
     shard = on_trial("a", "b")
     shard.arrive("c", "g2")
     for _ in range(2):
@@ -200,7 +200,7 @@ def test_nobody_waits_for_one_on_trial_that_is_parked_as_its_gateway_is_gone() -
     assert set(shard.steps(6)) == {"c"}
 
 
-def test_one_that_was_parked_as_its_gateway_is_gone_can_be_tried() -> None:
+def test_request_parked_for_its_lost_gateway_can_be_tried() -> None:
     shard = Shard()
     shard.arrive("a", "g1")
     shard.arrive("c", "g2")
@@ -214,7 +214,7 @@ def test_one_that_was_parked_as_its_gateway_is_gone_can_be_tried() -> None:
     assert set(shard.steps(1)) == {"a"}
 
 
-def test_what_was_swapped_out_gives_up_its_blocks_in_the_host_tier_when_it_is_parked() -> None:
+def test_parked_swapped_sequence_gives_up_its_host_blocks() -> None:
     h = House(Scheduler("sarathi:relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
     h.add(request("stays", 4, 8, seed=3))
     h.add(request("yields", 4, 8, seed=4))
@@ -231,7 +231,7 @@ def test_what_was_swapped_out_gives_up_its_blocks_in_the_host_tier_when_it_is_pa
 
 
 @pytest.mark.parametrize(("again", "suspected"), [("another", True), ("the same", False)])
-def test_a_broken_connection_to_a_worker_that_lives_makes_nobody_a_suspect(again: str, suspected: bool) -> None:
+def test_broken_connection_to_worker_that_lives_makes_nobody_a_suspect(again: str, suspected: bool) -> None:
     shard = Shard()
     shard.arrive("a", "g1")
     shard.steps(2)

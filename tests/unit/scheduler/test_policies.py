@@ -16,7 +16,7 @@ STEP_NS = 1_000_000
 KEY = "policy:shard-0"
 
 
-def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_once() -> None:
+def test_policy_takes_over_when_idle_and_answers_each_command_once() -> None:
     core = make_scheduler(SchedulerSettings(policy="orca", lookahead=0))
     events: list[tuple[str, str]] = []
 
@@ -50,7 +50,7 @@ def test_a_policy_takes_over_when_nothing_runs_and_every_command_is_answered_onc
     assert len(events) == 3
 
 
-def test_the_policy_in_force_undoes_a_pending_change_and_admission_is_open_at_once() -> None:
+def test_policy_in_force_undoes_a_pending_change() -> None:
     core = make_scheduler(SchedulerSettings(policy="orca:tokens=fixed-9", lookahead=0))
     events: list[tuple[str, str, str]] = []
     switch = PolicySwitch(core, lambda kind, text, **ids: events.append((kind, ids["policy"], text)), KEY)
@@ -77,7 +77,7 @@ def test_the_policy_in_force_undoes_a_pending_change_and_admission_is_open_at_on
     assert events[2:] == [("policy_refused", "tgi", "tgi:order=fair was requested before it could take over")]
 
 
-def test_the_settings_decide_over_the_prefix_cache_or_leave_it_to_the_policy() -> None:
+def test_settings_decide_over_prefix_cache_or_leave_it_to_policy() -> None:
     limits = Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64)
     found = {}
     for policy in ("orca", "sglang"):

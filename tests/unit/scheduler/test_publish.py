@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from protos import queue_pb2
-from services.scheduler.core.types import Enter, Finish, FinishedRequest, NewRequest, Outcome, StepPlan
+from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
 from services.scheduler.requests.intake import Clock, Entry, decode, extend, room_by_class
 from services.scheduler.requests.publisher import arguments, batches
 from services.scheduler.telemetry import Stats, Window
-from services.scheduler.workers.loop import InFlight
 from shared.columns import pack, unpack
 
 SECOND = 1_000_000_000
@@ -77,7 +76,7 @@ def test_an_end_whose_entry_is_gone_is_not_written_again() -> None:
     assert arguments([(9, outcome())], 4, "prefix:", {})[-2:] == [0, 0]
 
 
-def test_log_probabilities_go_to_those_who_asked_and_to_their_places_in_the_record() -> None:
+def test_log_probabilities_go_to_their_requests_and_record_places() -> None:
     told = outcome()
     told.logprobs = np.array([b"aaaaaaaaaaaa", b""], object)
     (_, one), (_, two) = batches(told, epoch=4, step=9)
@@ -87,7 +86,7 @@ def test_log_probabilities_go_to_those_who_asked_and_to_their_places_in_the_reco
     assert arguments([(9, told)], 4, "prefix:", {})[-5:] == [1, "a", 0, 36, b"aaaaaaaaaaaa"]
 
 
-def test_more_log_probabilities_than_there_may_be_make_a_request_unservable() -> None:
+def test_more_log_probabilities_than_there_may_be_make_request_unservable() -> None:
     wire = queue_pb2.Request(id="a", n=1, max_tokens=4, sampling=queue_pb2.Sampling(logprobs=21))
     prompts = queue_pb2.Prompts(tokens=[pack([5])])
     assert decode(wire, prompts, 0, "g", Clock()).payload is wire
@@ -153,7 +152,7 @@ def test_two_workers_compute_twice_as_many_prompt_tokens() -> None:
     assert stats.snapshot({}, SECOND, 77, 4, "orcinus", 2)["prefill_tok_s"] == 4000.0
 
 
-def test_the_age_of_a_queue_is_that_of_its_oldest_wherever_it_waits() -> None:
+def test_age_of_a_queue_is_that_of_its_oldest_anywhere() -> None:
     core = {"oldest_ns_high": 2 * SECOND, "oldest_ns_low": 9 * SECOND}
     fields = Stats(0).snapshot(core, 10 * SECOND, 77, 4, "orcinus", 1, unclaimed_ms=[0, 300, 1500, 2000])
     assert [fields[f"queue_age_ms_{name}"] for name in ("realtime", "high", "normal", "low")] == [0, 8000, 1500, 2000]
@@ -170,7 +169,7 @@ def start(stats: Stats, now_s: float, starts: int) -> None:
         stats.outcome(outcome(), int(now_s * SECOND))  # one first token each
 
 
-def test_the_rate_of_starts_is_that_of_whole_bursts_wherever_the_reports_lie() -> None:
+def test_rate_of_starts_is_that_of_whole_bursts() -> None:
     """Eight slots, all of which change hands every 1.1 s."""
     for shift in np.arange(0.0, 1.1, 0.1):
         stats = Stats(0)
@@ -186,7 +185,7 @@ def test_the_rate_of_starts_is_that_of_whole_bursts_wherever_the_reports_lie() -
         assert known == pytest.approx([8 / 1.1] * len(known), rel=0.001), shift
 
 
-def test_the_predicted_ttft_is_that_of_those_before_a_request_once_all_slots_changed_hands() -> None:
+def test_predicted_ttft_counts_those_before_once_all_slots_turned_over() -> None:
     stats = Stats(0)
     start(stats, 0.5, 4)
     assert crowd(stats, 1, 0, 4)["predicted_ttft_ms"] == 500  # nobody waits: the rate is that of the demand
@@ -207,7 +206,7 @@ def test_the_predicted_ttft_is_that_of_those_before_a_request_once_all_slots_cha
     assert crowd(stats, 6, 40, 4, low=40)["predicted_ttft_ms"] == 500  # forgotten
 
 
-def test_those_who_wait_only_to_be_decoded_elsewhere_tell_no_rate_of_starts() -> None:
+def test_sequences_waiting_for_decode_elsewhere_tell_no_start_rate() -> None:
     stats = Stats(0)
     for second in range(1, 11):
         start(stats, second, 4)
@@ -258,24 +257,3 @@ def test_what_was_published_after_the_last_checkpoint_stands() -> None:
         ],
     )
     assert [output.tolist() for output in new.outputs] == [[1, 2, 3, 4], [7]]
-
-
-def test_the_suspects_are_those_who_had_the_slots_when_the_dead_step_was_sent() -> None:
-    flight = InFlight()
-
-    def plan(step: int, enters: list[tuple[int, str]], slots: list[int]) -> StepPlan:
-        empty = np.zeros(0, np.int32)
-        entered = [Enter(slot, request(name, "g"), 0, empty, 0, 0, empty) for slot, name in enters]
-        columns = np.array(slots, np.int32)
-        return StepPlan(
-            step, 0, empty, empty, empty, empty, empty, entered, empty, empty, columns, columns, columns, columns > 0
-        )
-
-    flight.sent(plan(1, [(0, "a"), (1, "b")], [0, 1]))
-    flight.answered(1)
-    assert flight.oldest() == set()
-    flight.sent(plan(2, [], [0, 1]))
-    flight.sent(plan(3, [(0, "c")], [0, 1]))  # a has left; c has its slot
-    assert flight.oldest() == {"a", "b"}
-    flight.answered(2)
-    assert flight.oldest() == {"c", "b"}

@@ -134,7 +134,7 @@ def simulated(seed: int, poisons: int, cancels: bool) -> dict[str, Simulated]:
 
 
 @pytest.mark.parametrize("poisons", [0, 1, 2, 3, 6])
-def test_every_poison_is_given_up_in_few_deaths_and_nobody_else(poisons: int) -> None:
+def test_every_poison_is_given_up_in_few_deaths_alone(poisons: int) -> None:
     for seed in range(150):
         requests = simulated(seed, poisons, cancels=False)
         simulation = Simulation(requests, random.Random(seed), slots=1 + seed % 24)
@@ -145,7 +145,7 @@ def test_every_poison_is_given_up_in_few_deaths_and_nobody_else(poisons: int) ->
 
 
 @pytest.mark.parametrize("poisons", [1, 2, 6])
-def test_requests_that_leave_and_workers_that_are_lost_otherwise_cost_no_innocent_and_leave_nobody_parked(
+def test_cancels_and_lost_workers_cost_no_innocent_request(
     poisons: int,
 ) -> None:
     for seed in range(150):
@@ -155,7 +155,7 @@ def test_requests_that_leave_and_workers_that_are_lost_otherwise_cost_no_innocen
         assert all(requests[name].kills_at is not None for name in simulation.given_up), seed
 
 
-def test_who_is_on_trial_is_not_blamed_for_a_newcomer_in_the_same_step() -> None:
+def test_suspect_on_trial_is_not_blamed_for_a_newcomer() -> None:
     suspects = Bisection()
     suspects.died({"innocent"}, {"innocent"}, {"innocent"})
     assert suspects.arrived("poison").park == ["poison"]
@@ -164,7 +164,7 @@ def test_who_is_on_trial_is_not_blamed_for_a_newcomer_in_the_same_step() -> None
     assert suspects.progressed({"innocent"}).resume == ["poison"]
 
 
-def test_who_was_cleared_and_runs_on_takes_the_blame_off_the_one_on_trial() -> None:
+def test_cleared_request_that_still_runs_takes_the_blame() -> None:
     suspects = Bisection()
     everybody = {"a", "b"}
     assert suspects.died(everybody, everybody, everybody).park == ["b"]
@@ -175,7 +175,7 @@ def test_who_was_cleared_and_runs_on_takes_the_blame_off_the_one_on_trial() -> N
     assert suspects.died({"b"}, {"b"}, everybody) == Actions(resume=["a"], dead=["b"])
 
 
-def test_a_worker_that_died_for_another_reason_costs_nobody_his_request() -> None:
+def test_worker_that_died_for_another_reason_costs_nobody_his_request() -> None:
     suspects = Bisection()
     everybody = {"a", "b", "c", "d", "e"}
     step = everybody - {"e"}

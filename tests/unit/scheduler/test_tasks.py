@@ -28,7 +28,7 @@ async def sends_and_waits(sent: asyncio.Future[None]) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_cancellation_that_comes_when_a_send_is_complete_is_not_lost() -> None:
+async def test_cancellation_that_comes_when_send_is_complete_is_not_lost() -> None:
     sent = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(sends_and_waits(sent))
     await asyncio.sleep(0)
@@ -37,7 +37,7 @@ async def test_a_cancellation_that_comes_when_a_send_is_complete_is_not_lost() -
     assert task.cancelled()
 
 
-async def test_the_others_end_with_the_first_though_one_loses_its_cancellation() -> None:
+async def test_others_end_with_the_first_though_one_loses_its_cancellation() -> None:
     sent = asyncio.get_running_loop().create_future()
 
     async def completes_the_send() -> None:
@@ -66,7 +66,7 @@ async def obeys_at_last(times: list[int]) -> None:
             times[0] += 1
 
 
-async def test_work_that_takes_too_long_is_ended_and_other_work_is_not() -> None:
+async def test_overlong_work_is_ended_and_other_work_is_not() -> None:
     async def quick() -> None:
         await asyncio.sleep(0)
 
@@ -96,7 +96,7 @@ def plan(step: int, slots: list[int], enters: list[tuple[int, str]]) -> StepPlan
     )
 
 
-def test_steps_are_told_whose_they_were_however_often_their_slots_changed_hands() -> None:
+def test_steps_know_their_requests_though_slots_change_hands() -> None:
     steps = InFlight()
     steps.sent(plan(1, [0, 1], [(0, "a"), (1, "b")]))
     for step in range(2, 9):
@@ -147,7 +147,7 @@ class EndingLink:
         pass
 
 
-async def test_a_step_whose_answer_is_unread_when_a_send_fails_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_step_with_an_unread_answer_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service(SchedulerSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0", lookahead=1))
     link = EndingLink()
     fleet, blamed = service.fleet, []

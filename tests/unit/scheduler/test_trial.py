@@ -92,7 +92,7 @@ async def test_a_cancel_on_trial_or_while_parked_leaves_nobody_parked(worker: On
     worker.core.check()
 
 
-async def test_a_drain_hands_back_who_waits_for_a_trial_to_end_and_keeps_who_has_run(
+async def test_drain_hands_back_waiting_requests_and_keeps_started_ones(
     worker: OneWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handed: list[Any] = []

@@ -46,7 +46,7 @@ def test_a_preempted_sequence_recomputes_its_outputs_when_corrected() -> None:
     assert rows[3:7] == [(1, 30, 0, 2, 0), (1, 24, 0, 2, 1), (1, 25, 0, 2, 1), (1, 0, 0, 1, 0)]
 
 
-def test_the_first_steps_of_the_usage_example_are_those_worked_out_by_hand() -> None:
+def test_first_steps_of_the_usage_example_equal_those_by_hand() -> None:
     """Highs first, by number. Step 1: 128 of number 0, all; 178 of 5, 228 of 10 and 256 of 15 to 35 make 1,814, so 40
     is the last to enter. Rounded down they are 128, 192 and 256, which leaves 40 a chunk of 256.
 
@@ -71,7 +71,7 @@ def test_the_preset_keeps_to_the_corrected_program_at_its_quirks(name: str) -> N
     assert run_case(case, PROGRAMS["iteration-level"](case)) == run_case(case, PROGRAMS["article-corrected"](case))
 
 
-def test_a_prompt_of_one_token_that_gets_no_chunk_stays_a_prompt() -> None:
+def test_prompt_of_one_token_that_gets_no_chunk_stays_prompt() -> None:
     """Both enter, and the one that came later has less time: its chunk is the whole budget of 10."""
     case = case_of(Arrival(0, 1, 5, 2, 2000, 100), Arrival(0, 70, 5, 2, 300, 100), batch_tokens=10, steps=1)
     core = Core(case.settings, longest=75)
@@ -98,7 +98,7 @@ def test_steps_prints_the_file_again(capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out) == json.loads(CASES.read_text())
 
 
-def test_check_counts_equal_cases_and_exits_with_1_if_one_differs(
+def test_check_counts_equal_cases_and_exits_1_on_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = json.loads(CASES.read_text())[:3]
@@ -149,7 +149,7 @@ REQUEST = [0, 1, 1, 2, 2000, 100]
         ([{"name": "a", "requests": [REQUEST], "steps": [[-1, 2, 3, 4, 5]]}], "steps[0]: decode: -1 is negative"),
     ],
 )
-def test_a_bad_case_is_refused_with_its_field_value_and_remedy(
+def test_bad_case_is_refused_with_its_field_value_and_remedy(
     wrong: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "cases.json"
@@ -157,20 +157,3 @@ def test_a_bad_case_is_refused_with_its_field_value_and_remedy(
     assert main(["--cases", str(file), "--check"]) == 2
     printed = capsys.readouterr()
     assert says in printed.err and printed.err.startswith("error: ") and not printed.out
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--cases", "x"], "--steps or --check"),
-        (["--cases", "x", "--steps", "--check"], "--steps or --check"),
-        (["--check"], "add --cases"),
-        (["--cases", "nowhere.json", "--check"], "nowhere.json: No such file"),
-        (["--cases", "x", "--check", "--requests", "3"], "ignores --requests"),
-    ],
-)
-def test_options_of_cases_that_do_not_fit_are_refused(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    assert says in capsys.readouterr().err

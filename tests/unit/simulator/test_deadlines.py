@@ -60,7 +60,7 @@ def test_a_sequence_that_will_be_late_has_slack_1() -> None:
     assert forecast(30).slack([late, later], 100 * MS_NS).tolist() == [1, 1]
 
 
-def test_the_ttft_limit_stands_for_a_deadline_that_is_not_given() -> None:
+def test_ttft_limit_stands_for_a_deadline_that_is_not_given() -> None:
     own, limited, plain = waiting(0, arrived=5, ttft=700), waiting(1, arrived=5, ttft=700), waiting(2, arrived=5)
     with_deadline(own, 900)
     nothing = Forecast(Lengths())

@@ -78,9 +78,7 @@ def test_cells_are_workloads_by_limits_by_loads(tmp_path: Path) -> None:
         (result(ttft=50, throughput=99), ["ttft_p99"]),
     ],
 )
-def test_a_policy_beats_ours_when_it_is_better_in_one_figure_and_worse_in_none(
-    theirs: dict[str, Any], better: list[str]
-) -> None:
+def test_policy_beats_ours_if_better_once_and_worse_never(theirs: dict[str, Any], better: list[str]) -> None:
     assert beaten_by((result(), theirs)) == ({"theirs": better} if better else {})
 
 

@@ -120,7 +120,7 @@ def test_by_capacity_lets_one_enter_for_each_that_ends() -> None:
     assert run.result["finished"] == 11
 
 
-def test_by_capacity_lets_all_that_arrive_enter_while_there_is_room() -> None:
+def test_by_capacity_lets_all_enter_while_there_is_room() -> None:
     entered = observed("request-capacity", [16] * 6, [5] * 6, max_seqs=4)[1]
     assert [len(step) for step in entered] == [4, 2]
 

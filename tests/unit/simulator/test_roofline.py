@@ -51,7 +51,7 @@ def test_kv_of_llama_8b_is_128_kib_a_token() -> None:
     assert Roofline("llama-8b", "h100").kv_bytes_per_token == 128 * 1024
 
 
-def test_a_step_of_few_tokens_costs_its_weights_and_one_of_many_its_flops() -> None:
+def test_small_step_costs_its_weights_and_a_large_one_flops() -> None:
     roofline = Roofline(SMALL, PLAIN, dtype_bytes=1)
     # weights read: 48 + 96 + 10*4 = 184 bytes; a token: 2 * 144 = 288 FLOPs; fixed 110 ns
     assert roofline.step_ns(0, 0, 0) == pytest.approx(110 + 184)
@@ -100,7 +100,7 @@ def test_steps_grow_with_tokens_and_context(device: str) -> None:
         assert roofline.step_ns(args[0], args[1], args[2] + 1) > base
 
 
-def test_llama_8b_on_an_h200_reads_weights_and_context_below_the_ridge_and_multiplies_above_it() -> None:
+def test_llama_8b_on_an_h200_has_its_published_ridge() -> None:
     roofline = Roofline("llama-8b", "h200")
     # 128 sequences of 1k: 15.0 GB of weights and 17.2 GB of KV at 0.85 of 4.8 TB/s, 0.3 ms and 32 layers of 6 us
     assert roofline.step_ns(128, 128 * 1024, 0) / 1e6 == pytest.approx((15.0 + 17.2) / 4.08 + 0.492, rel=0.01)

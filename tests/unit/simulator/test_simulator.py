@@ -31,7 +31,7 @@ def of(run: Run, name: str) -> list[float]:
     return (getattr(run.seen, name) / MS).tolist()
 
 
-def test_three_at_once_get_their_tokens_at_the_end_of_each_step() -> None:
+def test_three_at_once_get_tokens_at_each_steps_end() -> None:
     run = simulate("orca", all_at_once([5, 6, 7], [1, 3, 2]), BARE, TEN)
     assert of(run, "ttft_ns") == [10, 10, 10]
     assert of(run, "e2e_ns") == [10, 30, 20]
@@ -81,23 +81,6 @@ def test_orca_is_as_a_loop_over_lists_says(seed: int) -> None:
     assert seen.worst_ns.tolist() == [int(max(np.diff(times), default=0)) for times in told]
 
 
-def test_an_arrival_inside_a_step_waits_for_the_next_one() -> None:
-    run = simulate("orca", at([0, 4, 95], [4, 4, 4], [3, 2, 2]), BARE, TEN)
-    assert of(run, "ttft_ns") == [10, 16, 10]  # the second enters at 10; the third finds the device idle
-    assert of(run, "e2e_ns") == [30, 26, 20]
-    assert run.result["duration_s"] == 0.115
-
-
-def test_a_long_prefill_is_the_gap_of_those_who_decode() -> None:
-    clock = Linear(c0=1 * MS, c1=1 * MS)  # 1 ms + 1 ms a token
-    run = simulate("orca", at([0, 1], [2, 100], [4, 2]), BARE, clock)
-    # 0..3 prefill of 2; 3..105 its decode with 100 prompt tokens; then 2 decodes, 3 ms; then 1 decode, 2 ms
-    assert of(run, "ttft_ns") == [3, 104]
-    assert of(run, "worst_ns") == [102, 3]
-    assert of(run, "e2e_ns") == [110, 107]
-    assert run.result["goodput_rps"] == pytest.approx(1 / 0.110, rel=1e-4)  # the first had a gap of 102 ms
-
-
 def test_chunks_keep_the_gap_short() -> None:
     clock = Linear(c0=1 * MS, c1=1 * MS)
     run = simulate("sarathi", at([0, 1], [2, 100], [4, 2]), replace(BARE, step_tokens=40), clock)
@@ -118,7 +101,7 @@ def test_contexts_count_as_the_model_says() -> None:
     assert steps == [(6, 0, 21, 6), (4, 0, 34, 4), (1, 10, 0, 0), (1, 11, 0, 0)]
 
 
-def test_the_schedulers_time_shows_without_lookahead_and_hides_behind_the_step_with_it() -> None:
+def test_lookahead_hides_the_schedulers_time_behind_the_step() -> None:
     work = all_at_once([4], [4])
     paid = simulate("orca", work, replace(BARE, host_us=2000), TEN)
     hidden = simulate("orca", work, replace(BARE, host_us=2000, lookahead=1), TEN)
@@ -126,7 +109,7 @@ def test_the_schedulers_time_shows_without_lookahead_and_hides_behind_the_step_w
     assert of(hidden, "e2e_ns") == [42]  # only before the first step nothing runs that could hide it
 
 
-def test_lookahead_computes_one_token_too_many_and_delivers_none_of_it() -> None:
+def test_lookahead_computes_one_token_more_and_delivers_none() -> None:
     run = simulate("orca", all_at_once([4], [3], [9]), replace(BARE, lookahead=1), TEN)
     assert run.seen.tokens.tolist() == [3]
     assert run.result["computed_tokens"] == 4 + 2 + 1
@@ -179,7 +162,7 @@ def test_a_request_refused_meanwhile_does_not_end_the_batch() -> None:
     assert of(run, "e2e_ns")[:2] == [50, 50] and run.result["finished"] == 2
 
 
-def test_padding_is_prompts_to_the_longest_and_a_token_a_step_of_the_finished() -> None:
+def test_padding_is_prompts_to_longest_and_token_step_of_finished() -> None:
     run = simulate(static(), all_at_once([4, 8], [2, 5]), BARE, TEN)
     # prefill 2 x 8, then four steps of 2 rows; of them 4 of the prompt and 3 decodes are padding
     assert run.result["computed_tokens"] == 16 + 8
@@ -306,7 +289,7 @@ def test_a_setup_that_its_routing_cannot_have_is_refused(changes: dict[str, Any]
         simulate("orca", all_at_once([4], [2]), replace(BARE, replicas=3, **changes), TEN)
 
 
-def test_prompts_are_distinct_from_their_first_token_on_except_in_a_group() -> None:
+def test_prompts_differ_from_their_first_token_on_outside_groups() -> None:
     work = Workload(np.zeros(2000, np.int64), np.full(2000, 20), np.ones(2000, np.int64), group=np.full(2000, -1))
     firsts = {int(work.request(i, 0).prompts[0][0]) for i in range(2000)}
     assert len(firsts) == 2000 and min(firsts) > STOP_ID
@@ -326,7 +309,7 @@ def test_classes_are_counted_apart() -> None:
     assert classes["low"]["finished"] == 2 and classes["low"]["ttft_ms"]["p50"] == 10
 
 
-def test_a_request_that_can_never_run_is_told_and_not_counted() -> None:
+def test_request_that_can_never_run_is_told_and_not_counted() -> None:
     run = simulate("orca", all_at_once([10, 4000], [2, 2]), replace(BARE, blocks=20), TEN)
     assert run.result["finished"] == 1 and run.result["requests"] == 2
     assert run.result["slo_violations"] == 0.5

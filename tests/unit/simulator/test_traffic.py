@@ -16,7 +16,7 @@ def trace_file(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_the_same_seed_gives_the_same_poisson_schedule_and_another_seed_another() -> None:
+def test_same_seed_gives_same_poisson_schedule_and_another_seed_another() -> None:
     first, again, other = (gamma_times(50, 4.0, 1.0, seed) for seed in (7, 7, 8))
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
@@ -25,9 +25,7 @@ def test_the_same_seed_gives_the_same_poisson_schedule_and_another_seed_another(
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
-def test_intervals_have_the_asked_rate_and_the_variation_of_their_gamma_shape(
-    burstiness: float, variation: float
-) -> None:
+def test_intervals_have_asked_rate_and_variation_of_their_gamma_shape(burstiness: float, variation: float) -> None:
     intervals = np.diff(gamma_times(40_000, 5.0, burstiness, 3))
     assert intervals.mean() == pytest.approx(0.2, rel=0.05)
     assert intervals.std() / intervals.mean() == pytest.approx(variation, rel=0.05)
@@ -38,14 +36,14 @@ def test_lengths_stay_in_their_bounds_and_reach_both() -> None:
     assert set(drawn.tolist()) == {3, 4, 5, 6}
 
 
-def test_a_trace_keeps_its_times_from_its_first_request_divided_by_the_scale(tmp_path: Path) -> None:
+def test_trace_keeps_its_times_divided_by_the_scale(tmp_path: Path) -> None:
     path = trace_file(tmp_path, "arrived_at,num_prefill_tokens,num_decode_tokens\n9.0,30,3\n5.0,10,1\n6.0,20,2\n")
     trace = read_trace(path)
     assert from_trace(trace, 0, 0.0, 2.0, 1.0, 1) == [Arrival(0.0, 10, 1), Arrival(0.5, 20, 2), Arrival(2.0, 30, 3)]
     assert from_trace(trace, 2, 0.0, 1.0, 1.0, 1) == [Arrival(0.0, 10, 1), Arrival(1.0, 20, 2)]
 
 
-def test_a_trace_without_times_gets_poisson_arrivals_by_rate_and_refuses_without_one(tmp_path: Path) -> None:
+def test_trace_without_times_gets_poisson_arrivals_or_is_refused(tmp_path: Path) -> None:
     trace = read_trace(trace_file(tmp_path, "num_prefill_tokens,num_decode_tokens\n10,1\n20,2\n"))
     arrivals = from_trace(trace, 0, 3.0, 1.0, 1.0, 5)
     assert [a.at_s for a in arrivals] == gamma_times(2, 3.0, 1.0, 5).tolist()
@@ -77,7 +75,7 @@ def test_a_bad_trace_is_refused_with_its_line_or_column(tmp_path: Path, text: st
         read_trace(trace_file(tmp_path, text))
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path: Path) -> None:
+def test_byte_order_mark_is_no_part_of_the_first_column(tmp_path: Path) -> None:
     path = trace_file(tmp_path, "")
     path.write_bytes(b"\xef\xbb\xbfarrived_at,num_prefill_tokens,num_decode_tokens\n2,10,1\n")
     trace = read_trace(path)

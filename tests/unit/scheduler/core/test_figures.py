@@ -32,7 +32,7 @@ def full(policy: str, priorities: list[int]) -> Named:
 
 
 @pytest.mark.parametrize("policy", BY_CLASS)
-def test_where_the_order_goes_by_class_only_better_ones_and_its_own_are_before_a_request(policy: str) -> None:
+def test_ordering_by_class_counts_only_better_and_equal_classes_before(policy: str) -> None:
     h = full(policy, [0, 1])
     assert by_class(h, "behind") == [1, 2, 4, 5]
     assert by_class(h, "queued_tokens") == [10, 30, 110, 190]
@@ -47,7 +47,7 @@ def test_where_it_does_not_all_that_wait_are_before_everybody(policy: str) -> No
     assert by_class(h, "queued_tokens") == [190, 190, 190, 190]
 
 
-def test_slots_of_lower_classes_are_as_good_as_free_for_those_who_may_take_them() -> None:
+def test_slots_of_lower_classes_count_as_free_for_takers() -> None:
     """Realtime and high take from normal and low ones; who waits before them needs such slots first."""
     assert by_class(full("orcinus", [2, 3]), "behind") == [0, 0, 4, 5]
     assert by_class(full("orcinus", [1, 3]), "behind") == [0, 1, 4, 5]
@@ -55,16 +55,14 @@ def test_slots_of_lower_classes_are_as_good_as_free_for_those_who_may_take_them(
 
 
 @pytest.mark.parametrize(("policy", "tokens"), [("orcinus", [0, 0, 83, 83]), ("sarathi", [83, 83, 83, 83])])
-def test_running_prompts_of_lower_classes_are_not_before_those_who_may_take_slots(
-    policy: str, tokens: list[int]
-) -> None:
+def test_running_prompts_of_lower_classes_are_not_before_takers(policy: str, tokens: list[int]) -> None:
     h = house(policy, step_max=16)
     h.add(request("long", 100, 5, seed=1, priority=2))
     h.step()
     assert by_class(h, "queued_tokens") == tokens
 
 
-def test_the_tokens_of_the_waiting_are_exact_when_one_gets_a_token_after_it_was_preempted() -> None:
+def test_waiting_tokens_are_exact_after_a_late_token() -> None:
     h = house("sarathi", slots=4, blocks=8, block_size=2, context=32, lookahead=1)
     for index in range(3):
         h.add(request(f"{index}", 4, 10, seed=index, priority=index))
@@ -72,7 +70,7 @@ def test_the_tokens_of_the_waiting_are_exact_when_one_gets_a_token_after_it_was_
     assert h.core.stats()["preemptions"] and by_class(h, "queued_tokens") == [0, 0, 0, 0]
 
 
-def test_the_predicted_first_token_is_a_steps_time_while_little_is_before_it_and_the_pace_of_full_steps_else() -> None:
+def test_predicted_first_token_is_one_step_or_the_full_pace() -> None:
     """4 ms a step and 0.1 ms a token, steps of 512 tokens: what full steps would take plays no part for 30 tokens."""
     h = house("sarathi:order=class", slots=2, blocks=4000, context=8000)
     model = h.core.replicas[0].model
@@ -85,7 +83,7 @@ def test_the_predicted_first_token_is_a_steps_time_while_little_is_before_it_and
     assert h.core.predicted_ttft_ns() == pytest.approx(10 * (4 * MS + 51.2 * MS) + 4.1 * MS)
 
 
-def test_the_oldest_of_a_class_is_the_first_that_waits_and_never_ran() -> None:
+def test_oldest_of_class_is_first_that_waits_and_never_ran() -> None:
     h = house("orcinus", slots=1)
     for index, (priority, arrived) in enumerate([(3, 5), (2, 7), (2, 9), (3, 8), (1, 11)]):
         h.add(request(f"{index}", 10, 3, seed=index, priority=priority, arrived_ns=arrived))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Finish, Int32, Limits, Records, StepResult
+from services.scheduler.core.types import Finish, Int32, Limits, NewRequest, Records, StepResult
 from tests.unit.scheduler.core.twin import MS, House, answer, request
 
 LIMITS = Limits(slots=8, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128)
@@ -34,7 +34,7 @@ def blocks_free(h: House) -> bool:
 # -- ends
 
 
-def test_a_stop_id_ends_a_sequence_and_is_part_of_what_is_published() -> None:
+def test_stop_id_ends_a_sequence_and_is_published() -> None:
     new = request("a", 4, 30, seed=3)
     tokens, _ = answer(new, 0, 64)
     new.stop_ids = np.array([22, tokens[6]], np.int32)
@@ -45,7 +45,7 @@ def test_a_stop_id_ends_a_sequence_and_is_part_of_what_is_published() -> None:
     assert h.published["a", 0] == tokens[: tokens.index(tokens[6]) + 1]
 
 
-def test_the_last_of_many_stop_ids_counts_beside_a_request_without_any() -> None:
+def test_last_of_many_stop_ids_counts_beside_request_without_any() -> None:
     many = request("many", 4, 30, seed=3)
     tokens, _ = answer(many, 0, 64)
     many.stop_ids = np.array([*range(100, 115), tokens[6]], np.int32)
@@ -78,7 +78,7 @@ def test_max_tokens_zero_ends_at_once() -> None:
     assert h.ended["a"] == [Finish.LENGTH] and h.core.idle
 
 
-def test_each_prompt_and_each_n_is_a_sequence_of_its_own() -> None:
+def test_each_prompt_and_each_n_is_sequence_of_its_own() -> None:
     h = house()
     h.add(request("a", (3, 7), 6, seed=4, n=2))
     h.finish()
@@ -89,7 +89,7 @@ def test_each_prompt_and_each_n_is_a_sequence_of_its_own() -> None:
 
 @pytest.mark.parametrize("in_flight", [0, 1, 2, 3])
 @pytest.mark.parametrize("answered", [0, 1, 4])
-def test_a_cancel_at_any_moment_frees_slots_and_blocks_at_once(in_flight: int, answered: int) -> None:
+def test_cancel_at_any_moment_frees_slots_and_blocks_at_once(in_flight: int, answered: int) -> None:
     h = house(lookahead=2)
     h.add(request("a", (5, 9), 20, seed=1, n=2))
     rounds(h, answered)
@@ -130,7 +130,7 @@ def test_a_stop_string_ends_its_choice_alone_and_trims_it() -> None:
     assert h.ended["a"] == [Finish.LENGTH, Finish.STOP]
 
 
-def test_a_stop_for_what_has_ended_or_never_was_tells_nothing() -> None:
+def test_stop_for_what_has_ended_or_never_was_tells_nothing() -> None:
     h = house()
     h.add(request("a", 5, 3, seed=1, n=2))
     h.finish()
@@ -198,7 +198,7 @@ def test_one_sequence_fails_alone() -> None:
     ],
 )
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_request_that_can_never_run_is_an_error_that_names_the_values(
+def test_request_that_can_never_run_is_error_that_names_values(
     prompt: int, max_tokens: int, says: tuple[str, ...], joined: bool
 ) -> None:
     limits = Limits(slots=8, blocks=10, block_size=4, max_model_len=64, max_step_tokens=128)
@@ -236,6 +236,9 @@ def test_wrong_calls_are_refused() -> None:
         h.core.apply(StepResult(1, 0, np.array([3], np.int32), np.array([1], np.int32)), h.now)
     with pytest.raises(ValueError, match="2 tokens for 1"):
         h.core.apply(StepResult(1, 0, np.array([0], np.int32), np.array([1, 2], np.int32)), h.now)
+    for wrong in (NewRequest("x", [], 4), NewRequest("y", [request("z").prompts[0]], 4, n=0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            h.core.add(wrong, h.now)
     assert h.core.unfinished == 1
 
 
@@ -298,7 +301,7 @@ def test_logprobs_of_the_preempted_stay_with_their_tokens() -> None:
     assert late, "nobody was preempted with a step unanswered"
 
 
-def test_a_checkpoint_is_due_after_32_tokens_a_second_and_at_the_end() -> None:
+def test_checkpoint_is_due_after_32_tokens_one_second_or_end() -> None:
     h = house(limits=Limits(2, 64, 16, 256, 128), lookahead=0)
     h.add(request("a", 4, 71, seed=1))
     seen: list[tuple[int, int]] = []

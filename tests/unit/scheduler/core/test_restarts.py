@@ -45,7 +45,7 @@ def test_the_lost_keep_their_arrival_and_their_tokens() -> None:
     h.finish()
 
 
-def test_a_request_goes_on_from_the_outputs_of_before_a_restart() -> None:
+def test_request_goes_on_from_the_outputs_of_before_a_restart() -> None:
     new = request("a", 5, 10, seed=1, n=2)
     both = [answer(new, c, 64)[0] for c in range(2)]
     new.outputs = [np.array(both[0][:4], np.int32), np.array(both[1][:2], np.int32)]
@@ -57,7 +57,7 @@ def test_a_request_goes_on_from_the_outputs_of_before_a_restart() -> None:
     assert h.published["a", 0] == both[0] and h.published["a", 1] == both[1][:2]
 
 
-def test_outputs_that_no_checkpoint_has_carried_before_a_restart_are_in_the_first_one() -> None:
+def test_outputs_without_a_checkpoint_are_in_the_first_after_restart() -> None:
     new = request("a", 5, 10, seed=1, n=3)
     whole = [answer(new, choice, 64)[0] for choice in range(3)]
     new.outputs = [np.array(tokens[:count], np.int32) for tokens, count in zip(whole, (7, 4, 10), strict=True)]
@@ -67,7 +67,7 @@ def test_outputs_that_no_checkpoint_has_carried_before_a_restart_are_in_the_firs
     assert carried == [(0, 3, whole[0][3:7]), (2, 9, whole[2][9:10])]
 
 
-def test_a_request_that_was_complete_before_a_restart_ends_at_once() -> None:
+def test_request_that_was_complete_before_a_restart_ends_at_once() -> None:
     new = request("a", 5, 4, seed=1)
     new.outputs = [np.array(answer(new, 0, 64)[0], np.int32)]
     h = house()
@@ -78,7 +78,7 @@ def test_a_request_that_was_complete_before_a_restart_ends_at_once() -> None:
 # -- back to the queue
 
 
-def test_a_request_that_never_ran_is_released_without_a_word_and_one_that_ran_is_not() -> None:
+def test_request_that_never_ran_is_released_silently() -> None:
     h = house(limits=Limits(slots=1, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128))
     h.add(request("runs", 4, 8, seed=1))
     rounds(h, 2)
@@ -93,7 +93,7 @@ def test_a_request_that_never_ran_is_released_without_a_word_and_one_that_ran_is
     assert not h.core.add(waits, h.now).errors  # the same id may come again
 
 
-def test_a_request_that_ran_is_let_go_with_a_checkpoint_and_goes_on_elsewhere() -> None:
+def test_request_that_ran_is_released_with_a_checkpoint() -> None:
     h, other = house(), house()
     h.add(request("goes", 4, 20, seed=1))
     h.add(request("stays", 4, 20, seed=2))
@@ -125,7 +125,7 @@ def test_a_restarted_request_with_outputs_is_not_released() -> None:
 # -- set aside
 
 
-def test_a_parked_request_gets_no_step_until_it_is_resumed_in_its_old_place() -> None:
+def test_parked_request_gets_no_step_until_resumed_in_place() -> None:
     h = house(limits=Limits(slots=1, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128))
     for index, name in enumerate("abc"):
         h.add(request(name, 4, 8, seed=index))
@@ -140,7 +140,7 @@ def test_a_parked_request_gets_no_step_until_it_is_resumed_in_its_old_place() ->
     assert h.started == ["b", "a", "c"]
 
 
-def test_a_running_request_that_is_parked_gives_up_slot_and_blocks_and_no_token() -> None:
+def test_parked_running_request_gives_up_slot_and_blocks() -> None:
     h = house()
     h.add(request("a", 4, 20, seed=1))
     h.add(request("b", 4, 20, seed=2))

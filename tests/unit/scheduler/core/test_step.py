@@ -26,9 +26,7 @@ def decoding(block_size: int, policy: str = "sarathi") -> Named:
 @pytest.mark.parametrize("policy", ["sarathi", "orcinus"])  # the second has a prefix cache
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 @pytest.mark.parametrize("drafts", [0, 1, 5])
-def test_rollback_leaves_a_row_as_if_refused_tokens_were_never_planned(
-    drafts: int, block_size: int, policy: str
-) -> None:
+def test_rollback_leaves_row_as_if_refused_tokens_were_never_planned(drafts: int, block_size: int, policy: str) -> None:
     """The step computes 1 + drafts tokens, of which only the first is accepted."""
     facts = []
     for scheduled in (1, 1 + drafts):
@@ -69,7 +67,7 @@ def test_a_row_is_scheduled_once_a_step() -> None:
         builder.schedule(ROW, np.array([1]))
 
 
-def test_new_sequence_has_one_chunk_a_step_while_an_urgent_one_waits() -> None:
+def test_new_sequence_has_one_chunk_step_while_urgent_one_waits() -> None:
     """A capped chunk leaves budget; the pass for running prompts of lower classes must not spend it on the same row."""
     h = Named(Scheduler(parse("orcinus:batch=capped-64,tokens=fixed-1024"), lookahead=0), Limits(8, 1000, 4, 400, 2048))
     h.add(request("low", 300, 4, seed=1, priority=3))

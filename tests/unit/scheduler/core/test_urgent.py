@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Finish, Limits, NewRequest
+from services.scheduler.core.types import Finish, Limits
 from tests.unit.scheduler.core.named import house
 from tests.unit.scheduler.core.twin import MS, House, request
 
@@ -18,7 +18,7 @@ def steps_until_first_token(h: House, name: str, most: int) -> int:
     raise AssertionError(f"{name} has no token after {most} steps")
 
 
-def test_a_victim_that_has_aged_does_not_come_back_before_the_one_it_yielded_to() -> None:
+def test_aged_victim_does_not_return_before_its_preemptor() -> None:
     h = house("orcinus", slots=1, blocks=200)
     h.add(request("low", 40, 300, seed=1, priority=3))
     for _ in range(6):
@@ -30,7 +30,7 @@ def test_a_victim_that_has_aged_does_not_come_back_before_the_one_it_yielded_to(
     h.finish()
 
 
-def test_the_prompt_of_an_urgent_one_goes_before_the_rest_of_a_lower_ones_prompt() -> None:
+def test_urgent_prompt_goes_before_the_rest_of_a_lower_one() -> None:
     h = house("orcinus", blocks=4000, context=8000, step_tokens=64)
     h.add(request("low", 4000, 4, seed=1, priority=3))
     assert h.step() == {"low": (0, 64)}
@@ -39,7 +39,7 @@ def test_the_prompt_of_an_urgent_one_goes_before_the_rest_of_a_lower_ones_prompt
     h.finish()
 
 
-def test_an_urgent_one_whose_blocks_are_free_enters_though_the_forecast_is_full_of_lower_ones() -> None:
+def test_urgent_request_with_free_blocks_enters_despite_the_forecast() -> None:
     h = House(Scheduler("orcinus", lookahead=0), Limits(16, 100, 4, 400, 2048))
     for i in range(3):
         h.add(request(f"low{i}", 20, 100, seed=i, priority=3))
@@ -64,7 +64,7 @@ def test_nobody_yields_while_another_policy_is_about_to_take_over() -> None:
     assert h.core.policy.name == "sarathi"
 
 
-def test_nobody_yields_to_a_choice_that_waits_for_its_siblings_prompt() -> None:
+def test_nobody_yields_to_choice_that_waits_for_its_siblings_prompt() -> None:
     h = house("orcinus", slots=2, blocks=400, step_tokens=32)
     for i in range(2):
         h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
@@ -104,7 +104,7 @@ def test_nobody_yields_on_a_replica_that_the_head_cannot_enter() -> None:
     h.finish()
 
 
-def test_one_that_fits_only_a_lost_replica_holds_nobody_else_up() -> None:
+def test_one_that_fits_only_lost_replica_holds_nobody_else_up() -> None:
     h = House(Scheduler("orcinus", lookahead=0), Limits(2, 20, 4, 80, 64))
     h.join(Limits(2, 4, 4, 80, 64))
     h.add(request("big", 40, 4, seed=1))
@@ -142,7 +142,7 @@ def test_the_kv_of_a_chunk_that_failed_is_never_shared() -> None:
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_parked_and_swapped_sequence_goes_on_wherever_its_worker_is(lost: bool) -> None:
+def test_parked_and_swapped_sequence_goes_on_wherever_its_worker_is(lost: bool) -> None:
     limits = Limits(8, 8, 2, 32, 64, host_blocks=8)
     h = House(Scheduler("sarathi:relief=newest-swap", lookahead=1), limits)
     for seed, name in enumerate("ab"):
@@ -162,7 +162,7 @@ def test_a_parked_and_swapped_sequence_goes_on_wherever_its_worker_is(lost: bool
 
 
 @pytest.mark.parametrize("lag", [1, 3])
-def test_a_cancel_during_a_load_does_not_free_blocks_under_the_copy(lag: int) -> None:
+def test_cancel_during_load_does_not_free_blocks_under_the_copy(lag: int) -> None:
     """b is cancelled while its KV comes back; its blocks may be taken only when the copy is acknowledged."""
     limits = Limits(8, 10, 2, 40, 64, host_blocks=16)
     h = House(Scheduler("sarathi:relief=newest-swap", lookahead=1), limits, lag)
@@ -186,7 +186,7 @@ def test_a_cancel_during_a_load_does_not_free_blocks_under_the_copy(lag: int) ->
     h.finish()
 
 
-def test_who_shares_blocks_with_one_that_is_swapped_out_may_end_during_the_copy() -> None:
+def test_sharer_of_swapped_blocks_may_end_during_the_copy() -> None:
     limits = Limits(8, 12, 2, 40, 64, host_blocks=32)
     h = House(Scheduler("sarathi:relief=newest-swap", lookahead=0, prefix_cache=True), limits, 3)
     h.add(request("a", 12, 12, seed=5))
@@ -200,11 +200,3 @@ def test_who_shares_blocks_with_one_that_is_swapped_out_may_end_during_the_copy(
     for i in range(4):  # these take whatever is free, while the copy is under way
         h.add(request(f"d{i}", 10, 4, seed=30 + i))
     h.finish()
-
-
-def test_a_request_without_prompt_or_choice_is_refused() -> None:
-    core = Scheduler("orcinus")
-    for wrong in (NewRequest("x", [], 4), NewRequest("y", [request("z").prompts[0]], 4, n=0)):
-        with pytest.raises(ValueError, match="at least 1"):
-            core.add(wrong, 0)
-    assert core.idle

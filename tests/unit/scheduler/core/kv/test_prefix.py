@@ -211,7 +211,7 @@ def test_a_second_copy_is_free_when_given() -> None:
     assert (pool.free, pool.cached) == (6, 2)
 
 
-def test_later_blocks_are_found_again_when_an_evicted_beginning_comes_again() -> None:
+def test_later_blocks_are_found_again_when_evicted_beginning_comes_again() -> None:
     pool = BlockPool(4, indexed=True)
     one = enter(pool, [1, 1])
     two = enter(pool, [1, 1])

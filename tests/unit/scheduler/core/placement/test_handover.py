@@ -15,7 +15,7 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import CLASS_NAMES, Limits
 from services.scheduler.workers.fleet import UnreadableWarnings
-from tests.unit.scheduler.core.placement.test_roles import D, P, counters, house, until
+from tests.unit.scheduler.core.placement.test_roles import D, P, handed, house, not_handed, until
 from tests.unit.scheduler.core.twin import House, request
 
 
@@ -35,7 +35,7 @@ def entered(h: House) -> list[int]:
     raise AssertionError("it never ended")
 
 
-def test_a_decode_replica_that_cannot_map_the_tier_computes_and_the_log_says_so(
+def test_decode_replica_computes_and_warns_when_it_cannot_map(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     h, unread = House(Scheduler("orcinus"), P), UnreadableWarnings()
@@ -46,7 +46,7 @@ def test_a_decode_replica_that_cannot_map_the_tier_computes_and_the_log_says_so(
     for i in range(40):
         h.add(request(f"r{i}", 10, 8, seed=i))
     found = entered(h)
-    assert min(found) >= 10 and sum(found) == 40 and counters(h).handed == 0
+    assert min(found) >= 10 and sum(found) == 40 and handed(h) == 0
     for _ in range(2):
         unread.look(h.core, {0: "p", 1: "d"})
     (said,) = caplog.messages
@@ -62,7 +62,7 @@ def test_a_decode_replica_that_cannot_map_the_tier_computes_and_the_log_says_so(
         (replace(D, block_size=8), "8 and 4 tokens"),
     ],
 )
-def test_a_decode_replica_that_is_no_peer_computes_and_the_log_says_why(
+def test_decode_replica_computes_and_warns_when_it_is_no_peer(
     other: Limits, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     h = house(P, other)
@@ -73,7 +73,7 @@ def test_a_decode_replica_that_is_no_peer_computes_and_the_log_says_why(
     assert min(entered(h)) >= 10
 
 
-def test_a_decode_replica_computes_nothing_before_it_has_told_whom_it_can_read() -> None:
+def test_decode_replica_waits_until_it_told_its_readable_peers() -> None:
     h = House(Scheduler("orcinus"), P)
     h.join(D)
     h.add(request("r", 10, 8))
@@ -94,13 +94,13 @@ def test_a_decode_replica_that_one_prefill_replica_feeds_computes_nothing() -> N
 
 
 @pytest.mark.parametrize("by_class", [True, False])
-def test_who_waits_to_be_decoded_elsewhere_is_not_before_a_prompt(by_class: bool) -> None:
+def test_who_waits_to_be_decoded_elsewhere_is_not_before_prompt(by_class: bool) -> None:
     """One decode slot and a prefill replica that stands idle: a prompt that comes now starts at once."""
     policy = "orcinus" if by_class else "sarathi"
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0, policy=policy)
     for i in range(30):
         h.add(request(f"r{i}", 8, 8, seed=i, priority=3 * (i % 2)))
-    until(h, lambda: counters(h).handed == 30, h.step_once)
+    until(h, lambda: handed(h) == 30, h.step_once)
     h.step_once()
     assert h.core.stats()["swapped"] >= 20
     assert [h.core.stats()[f"behind_{name}"] for name in CLASS_NAMES] == [0, 0, 0, 0]
@@ -110,7 +110,7 @@ def test_who_waits_to_be_decoded_elsewhere_is_not_before_a_prompt(by_class: bool
     h.finish()
 
 
-def test_slots_on_a_decode_replica_are_not_free_for_an_urgent_prompt() -> None:
+def test_slots_on_decode_replica_are_not_free_for_urgent_prompt() -> None:
     h = house(replace(P, slots=2), replace(D, blocks=120))
     for i in range(8):
         h.add(request(f"r{i}", 8, 40, seed=i, priority=3))
@@ -140,14 +140,14 @@ def asked(h: House, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
     return calls
 
 
-def test_a_full_host_tier_costs_no_look_at_each_that_decodes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_host_tier_costs_no_look_at_decoding_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     h = house(replace(P, host_blocks=1, blocks=200), D, lookahead=0)
     for i in range(8):
         h.add(request(f"r{i}", 7, 30, seed=i))
-    until(h, lambda: counters(h).not_handed, lambda: (h.plan(0), h.answer(0)))
-    assert counters(h).not_handed == 8, "each is counted once"
+    until(h, lambda: not_handed(h), lambda: (h.plan(0), h.answer(0)))
+    assert not_handed(h) == 8, "each is counted once"
     assert asked(h, monkeypatch, 10) == 0
-    assert counters(h).not_handed == 8
+    assert not_handed(h) == 8
     h.finish()
 
 
@@ -158,7 +158,7 @@ def test_who_fits_no_other_replica_is_found_out_once(monkeypatch: pytest.MonkeyP
     assert asked(h, monkeypatch, 1) > 0
     assert asked(h, monkeypatch, 1) == 2 * 8
     assert asked(h, monkeypatch, 10) == 0
-    assert counters(h).handed == counters(h).not_handed == 0
+    assert handed(h) == not_handed(h) == 0
     h.finish()
 
 
@@ -171,7 +171,7 @@ def handed_at_switch(lookahead: int, lag: int = 0) -> House:
     until(h, lambda: h.core.replicas[1].table.count == 3, h.step_once)
     for name in "xy":
         h.add(request(name, 8, 10, seed=9))
-    until(h, lambda: counters(h).handed == 5, lambda: (h.plan(0), counters(h).handed == 5 or h.answer(0)))
+    until(h, lambda: handed(h) == 5, lambda: (h.plan(0), handed(h) == 5 or h.answer(0)))
     h.core.switch("vllm")
     h.add(request("new", 8, 5, seed=10))
     return h
@@ -179,9 +179,7 @@ def handed_at_switch(lookahead: int, lag: int = 0) -> House:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("lag", [0, 2])
-def test_who_was_handed_over_goes_on_while_another_policy_waits_for_the_end_of_what_runs(
-    lookahead: int, lag: int
-) -> None:
+def test_handed_over_sequence_continues_while_a_policy_change_waits(lookahead: int, lag: int) -> None:
     h = handed_at_switch(lookahead, lag)
     until(h, lambda: {"x", "y"} <= set(h.ended), h.step_once)
     assert set(h.ended) == {"x", "y"} and h.core.policy.name == "orcinus"
@@ -195,14 +193,14 @@ def test_who_finds_no_slot_before_another_policy_begins_enters_then() -> None:
     h = house(P, replace(D, slots=1), lookahead=0)
     for i in range(4):
         h.add(request(f"r{i}", 8, 20, seed=i))
-    until(h, lambda: counters(h).handed == 4, h.step_once)
+    until(h, lambda: handed(h) == 4, h.step_once)
     h.core.switch("vllm")
     h.add(request("new", 8, 5, seed=10))
     h.finish()
     assert h.core.policy.name == "vllm"
 
 
-def test_a_policy_that_is_asked_for_no_more_lets_all_enter_again() -> None:
+def test_withdrawn_policy_change_lets_all_enter_again() -> None:
     h = handed_at_switch(1)
     for _ in range(5):
         h.step_once()
@@ -238,8 +236,8 @@ def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
     return h, computed
 
 
-def test_what_was_swapped_out_in_the_middle_of_its_prompt_goes_on_where_prompts_are_computed() -> None:
+def test_prompt_swapped_out_halfway_continues_on_a_prefill_replica() -> None:
     h, computed = swapped_in_its_prompt(D)
-    assert computed == [44, 0] and counters(h).handed == 1
+    assert computed == [44, 0] and handed(h) == 1
     h, computed = swapped_in_its_prompt(D, replace(P, max_step_tokens=16))
     assert sum(computed) == 44 and computed[1] == 0, "either prefill replica may load it"

@@ -37,7 +37,7 @@ def test_who_has_ended_is_forgotten_by_the_order(policy: str, roles: bool) -> No
 
 
 @pytest.mark.parametrize("policy", ["orcinus", "orcinus:order=fair"])
-def test_what_tenants_had_is_remembered_when_the_last_role_goes_and_one_comes(policy: str) -> None:
+def test_tenant_counters_survive_when_roles_leave_and_join(policy: str) -> None:
     h = house(BOTH, BOTH, policy=policy)
     order, made = h.core.policy.order, list[Queue]()
     new = order.queue
@@ -53,7 +53,7 @@ def test_what_tenants_had_is_remembered_when_the_last_role_goes_and_one_comes(po
     assert not made, "one queue, with what it knows of the tenants"
 
 
-def test_who_is_swapped_out_where_he_alone_may_run_does_not_wait_for_all_prompts() -> None:
+def test_swapped_sequence_bound_to_one_replica_passes_prompts() -> None:
     """The decode replica's context is too short for every third request: these are decoded, preempted and taken again
     where prompts wait at any time."""
     prefill, decode = replace(P, blocks=36, slots=6), replace(D, blocks=200, slots=16, max_model_len=40)
@@ -72,7 +72,7 @@ def test_who_is_swapped_out_where_he_alone_may_run_does_not_wait_for_all_prompts
 
 
 @pytest.mark.parametrize("role", ["", DECODE])
-def test_a_prompt_of_a_better_class_goes_before_who_is_swapped_out(role: str) -> None:
+def test_prompt_of_better_class_goes_before_who_is_swapped_out(role: str) -> None:
     h = house(*[replace(BOTH, role=role, blocks=24)] * 2, lookahead=0, policy="orcinus:memory=fits,relief=newest-swap")
     for i in range(8):
         h.add(request(f"low{i}", 12, 60, seed=i, priority=3))
@@ -84,7 +84,7 @@ def test_a_prompt_of_a_better_class_goes_before_who_is_swapped_out(role: str) ->
 
 
 @pytest.mark.parametrize("role", ["", DECODE, PREFILL])
-def test_lower_ones_yield_to_a_prompt_wherever_it_may_be_computed(role: str) -> None:
+def test_lower_ones_yield_to_prompt_wherever_it_may_be_computed(role: str) -> None:
     h = house(*[replace(BOTH, role=role, slots=2)] * 2, lookahead=0)
     for i in range(4):
         h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
@@ -111,7 +111,7 @@ def test_a_prompt_for_another_replica_makes_nobody_yield() -> None:
     h.finish()
 
 
-def test_those_handed_over_in_one_folder_do_not_hide_those_of_another() -> None:
+def test_handed_over_sequences_of_one_folder_hide_no_others() -> None:
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
     for i in range(40):
         h.add(request(f"a{i}", 8, 60, seed=i))
@@ -126,7 +126,7 @@ def test_those_handed_over_in_one_folder_do_not_hide_those_of_another() -> None:
     assert h.core.stats()["swapped"] > 30 and h.core.replicas[3].table.count > 1
 
 
-def test_those_who_need_a_longer_context_do_not_hide_short_ones() -> None:
+def test_those_who_need_longer_context_do_not_hide_short_ones() -> None:
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
     for i in range(24):
         h.add(request(f"long{i}", 8, 60, seed=i))

@@ -41,6 +41,11 @@ def where(h: House, name: str) -> int:
     return sequence.replica if sequence.slot >= 0 else -1
 
 
+def dock(h: House) -> int:
+    """Return the number of the replica that is the dock; -1: none."""
+    return next((number for number in sorted(h.workers) if h.core.replica_stats(number)["dock"]), -1)
+
+
 def run_to_end(h: House) -> None:
     h.finish()
     h.core.check()
@@ -56,7 +61,7 @@ def warmed(h: House) -> None:
     run_to_end(h)
 
 
-def test_who_has_a_prefix_cached_takes_the_request_though_another_plans_first() -> None:
+def test_who_has_prefix_cached_takes_request_though_another_plans_first() -> None:
     h = house()
     warmed(h)
     h.add(with_prefix("a", 1, 50))
@@ -83,7 +88,7 @@ def test_nobody_waits_for_a_favourite_longer_than_that_is_worth() -> None:
     run_to_end(h)
 
 
-def test_a_request_without_a_prefix_goes_where_less_is_to_do() -> None:
+def test_request_without_a_prefix_goes_where_less_is_to_do() -> None:
     h = house()
     warmed(h)
     for number in range(4):
@@ -114,7 +119,7 @@ def spread(h: House, count: int) -> list[int]:
     return [h.core.replicas[number].table.count for number in sorted(h.workers)]
 
 
-def test_a_replica_whose_first_steps_were_slow_gets_its_part_and_one_that_is_slow_does_not() -> None:
+def test_replica_slow_at_first_gets_its_part() -> None:
     for steps, takes in ((3, [2, 2, 2]), (40, [3, 3, 0])):
         h = house(3)
         timed(h, 0, 40, 1e6)
@@ -124,7 +129,7 @@ def test_a_replica_whose_first_steps_were_slow_gets_its_part_and_one_that_is_slo
         run_to_end(h)
 
 
-def test_a_request_goes_to_a_slower_replica_where_it_costs_those_who_run_less() -> None:
+def test_request_goes_to_a_slower_replica_that_it_slows_less() -> None:
     """A step of a tenth more is nothing against rows that each slow down all others."""
     h = house(2)
     timed(h, 0, 40, 1e6, row_ns=2e5)
@@ -147,7 +152,7 @@ def test_a_hot_prefix_does_not_keep_others_idle(monkeypatch: pytest.MonkeyPatch)
     run_to_end(h)
 
 
-def test_no_more_than_sixteen_later_ones_go_before_a_request_whose_own_replica_has_no_room() -> None:
+def test_at_most_sixteen_later_requests_pass_one_without_room() -> None:
     h = house()
     warmed(h)
     h.add(with_prefix("first", 1, 50, max_tokens=4))
@@ -176,7 +181,7 @@ def test_a_request_runs_only_where_all_of_it_fits() -> None:
     assert h.ended["long"] == [Finish.LENGTH] and len(h.published["long", 0]) == 60
 
 
-def test_a_request_whose_longest_replica_has_too_few_blocks_runs_as_far_as_another_goes() -> None:
+def test_request_too_long_for_blocks_runs_as_another_allows() -> None:
     h = house(replicas=1)
     h.join(replace(LIMITS, max_model_len=256, blocks=8))
     h.most = LIMITS.max_model_len
@@ -185,7 +190,7 @@ def test_a_request_whose_longest_replica_has_too_few_blocks_runs_as_far_as_anoth
     assert len(h.published["a", 0]) == LIMITS.max_model_len - 20
 
 
-def test_the_microbatches_of_a_replica_are_its_stages_unless_they_are_set() -> None:
+def test_microbatches_of_replica_are_its_stages_unless_they_are_set() -> None:
     for setting, found in ((0, [1, 2]), (3, [3, 3])):
         core = Scheduler("orcinus", microbatches=setting)
         numbers = [core.join(LIMITS), core.join(replace(LIMITS, stages=2))]
@@ -201,7 +206,7 @@ def test_another_block_size_works_without_sharing() -> None:
     run_to_end(h)
 
 
-def test_those_on_trial_run_alone_on_the_next_replica_that_joins_and_all_others_elsewhere() -> None:
+def test_suspects_run_alone_on_the_next_replica_that_joins() -> None:
     h = house(2)
     for number in range(4):
         h.add(request(f"r{number}", 5, 30, seed=number))
@@ -232,11 +237,11 @@ def test_a_dock_is_emptied_where_no_replica_joins() -> None:
     h.core.confine({"r0"})
     h.core.resume("r0", h.now)
     h.core.assign_dock(h.now)
-    dock = h.core._router.placement.dock
+    chosen = dock(h)
     for _ in range(4):
         h.step_once()
-    assert where(h, "r0") == dock
-    assert all(where(h, f"r{number}") != dock for number in range(2, 6))
+    assert where(h, "r0") == chosen
+    assert all(where(h, f"r{number}") != chosen for number in range(2, 6))
     h.core.confine(())
     h.core.resume("r1", h.now)
     run_to_end(h)
@@ -265,43 +270,43 @@ def test_the_dock_is_a_replica_that_those_on_trial_fit() -> None:
     h.core.assign_dock(h.now)
     for _ in range(3):
         h.step_once()
-    assert where(h, "r0") == 1 and h.core._router.placement.dock == 1
+    assert where(h, "r0") == 1 and dock(h) == 1
     h.core.confine(())
     run_to_end(h)
     assert len(h.published["r0", 0]) == 60
 
 
-def test_a_replica_that_joins_is_the_dock_only_if_no_other_fits_more_of_those_on_trial() -> None:
+def test_joining_replica_is_the_dock_when_it_fits_most_suspects() -> None:
     h = of_two_sizes()
     assert h.join(SMALL) == 0
-    assert h.core._router.placement.dock == -1
+    assert dock(h) == -1
     h.core.confine({"r1", "r2"})
     assert h.join(SMALL) == 3
-    assert h.core._router.placement.dock == 3
+    assert dock(h) == 3
     h.core.confine(())
     run_to_end(h)
 
 
-def test_the_dock_moves_on_for_those_on_trial_who_do_not_fit_it() -> None:
+def test_dock_moves_on_for_suspects_that_do_not_fit() -> None:
     h = of_two_sizes()
     h.lose(1)
     h.core.confine({"r0", "r1", "r2"})
     h.core.assign_dock(h.now)
-    assert h.core._router.placement.dock == 2
+    assert dock(h) == 2
     assert h.join(LIMITS) == 0
-    assert h.core._router.placement.dock == 2, "two of them fit it"
+    assert dock(h) == 2, "two of them fit it"
     h.step_once()
     assert where(h, "r0") == -1
     h.core.confine({"r0"})  # the others got a token each
     h.core.assign_dock(h.now)
-    assert h.core._router.placement.dock == 0
+    assert dock(h) == 0
     h.step_once()
     assert where(h, "r0") == 0
     h.core.confine(())
     run_to_end(h)
 
 
-def test_no_replica_is_emptied_for_those_on_trial_who_fit_none() -> None:
+def test_no_replica_is_emptied_for_suspects_that_fit_none() -> None:
     h = of_two_sizes()
     h.lose(1)
     h.add(request("bystander", 5, 20, seed=9))
@@ -309,14 +314,14 @@ def test_no_replica_is_emptied_for_those_on_trial_who_fit_none() -> None:
     h.core.confine({"r0"})
     h.core.assign_dock(h.now)
     h.step_once()
-    assert where(h, "bystander") == 2 and h.core._router.placement.dock == -1
-    assert h.join(LIMITS) == 0 and h.core._router.placement.dock == 0
+    assert where(h, "bystander") == 2 and dock(h) == -1
+    assert h.join(LIMITS) == 0 and dock(h) == 0
     h.core.confine(())
     run_to_end(h)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> None:
+def test_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> None:
     """Against brute force: the moment at which each replica would have the request's prompt computed and decoded, from
     what is in its table and cache, computed here from scratch. The least is who may take it at once."""
     rng = random.Random(seed)

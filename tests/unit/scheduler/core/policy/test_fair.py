@@ -19,48 +19,7 @@ def _serve(order: Fair, tenants: list[int], tokens: list[int]) -> None:
     order.served(np.array(tenants, np.int32), np.full(len(tenants), 2, np.int32), np.array(tokens, np.int32))
 
 
-def test_the_tenant_that_was_served_least_is_next() -> None:
-    """Three tenants, each request of 10 tokens; whoever is served gets them counted at the step's end."""
-    order = Fair()
-    queue = order.queue()
-    for number, tenant in enumerate([0, 0, 0, 0, 1, 1, 2]):
-        queue.push(waiting(number, number, tenant=tenant), 0)
-    served = []
-    while (head := queue.head(0)) is not None:
-        queue.pop(head)
-        served.append(head.record.tenant)
-        _serve(order, [head.record.tenant], [10])
-    assert served == [0, 1, 2, 0, 1, 0, 0]
-
-
-def test_within_a_step_what_was_taken_counts_at_once() -> None:
-    """Eight are admitted in one step, before anything is told of tokens: no tenant gets it for himself."""
-    order = Fair()
-    queue = order.queue()
-    for number in range(16):
-        queue.push(waiting(number, number, tenant=0 if number < 12 else 1), 0)
-    taken = []
-    for _ in range(8):
-        queue.pop(head := queue.head(0))
-        taken.append(head.record.tenant)
-    assert sorted(taken) == [0] * 4 + [1] * 4
-
-
-def test_one_that_is_taken_and_put_back_changes_nothing() -> None:
-    order = Fair()
-    queue = order.queue()
-    for number, tenant in enumerate([0, 1]):
-        queue.push(waiting(number, number, tenant=tenant), 0)
-    _serve(order, [0, 1], [100, 500])
-    for _ in range(3):
-        head = queue.head(0)
-        assert head.record.tenant == 0
-        queue.pop(head)
-        assert queue.head(0).record.tenant == 1
-        queue.push(head, 0)
-
-
-def test_a_tenant_that_comes_back_is_lifted_to_the_least_of_those_who_were_there() -> None:
+def test_returning_tenant_is_lifted_to_the_least_present_counter() -> None:
     """Tenants 0 and 1 have had 1000 and 1200 tokens while 2 was away: 2 starts at 1000, not at 0."""
     order = Fair()
     queue = order.queue()

@@ -121,7 +121,7 @@ def test_a_declared_limit_bounds_the_model_budget(
     assert budget(waiting=crowd) == count + (min(most(declared), operator) if declared else operator)
 
 
-def test_prompts_get_the_share_of_a_step_that_they_have_of_the_requests() -> None:
+def test_prompts_get_share_of_step_that_they_have_of_requests() -> None:
     """10 ms a step and 10 us a token; the share s becomes (s + 0.25) / 1.25, and n is 1000 * share / (1 - share)."""
     replica = decoding(10)
     known_model(replica, 9.9 * MS, 0.01 * MS, 0, 0)
@@ -146,7 +146,7 @@ def test_the_error_of_the_model_is_kept_as_a_margin() -> None:
     assert ModelBudget().budget(replica, replica.slots, 0, 0, waiting=1_000_000) == 50
 
 
-def test_a_budget_by_time_takes_its_target_in_milliseconds_by_name() -> None:
+def test_budget_by_time_takes_its_target_in_milliseconds_by_name() -> None:
     replica = decoding(1)
     known_model(replica, 0, MS, 0, 0)  # a token a millisecond
 
@@ -165,7 +165,7 @@ def test_before_sixteen_measured_steps_the_model_budget_is_512() -> None:
     assert ModelBudget().budget(replica, replica.slots, 0, 0) != 512
 
 
-def test_a_limit_that_cannot_be_kept_does_not_keep_prompts_out_for_ever() -> None:
+def test_impossible_limit_does_not_keep_prompts_out_forever() -> None:
     replica = decoding(4, tbt_slo_ns=5 * MS)
     known_model(replica, 20e6, 1e4, 0, 0)
     part = ModelBudget()
@@ -175,7 +175,7 @@ def test_a_limit_that_cannot_be_kept_does_not_keep_prompts_out_for_ever() -> Non
 # -- batch
 
 
-def test_whole_prompts_wait_for_room_and_only_the_first_of_a_step_is_cut() -> None:
+def test_whole_prompts_wait_and_only_the_first_is_cut() -> None:
     chunks = WholePrefill().chunks
     none = column(0, 0, 0)
     assert chunks(column(5, 3, 9), none, 16, True, False).tolist() == [5, 3]
@@ -218,13 +218,13 @@ def test_chunks_are_those_of_a_loop_over_the_prompts(
     assert sum(said) <= left and all(0 < a <= b for a, b in zip(said, rest, strict=False))
 
 
-def test_alone_in_a_small_step_a_prompt_gets_what_there_is() -> None:
+def test_alone_in_small_step_a_prompt_gets_what_there_is() -> None:
     for part in (Chunked(64), Chunked(least=64)):
         assert part.chunks(column(500, 3), column(0, 0), 40, True, True).tolist() == [40]
         assert part.chunks(column(500, 3), column(0, 0), 40, False, False).tolist() == []
 
 
-def test_chunks_shrink_behind_much_context_and_align_but_for_a_rest() -> None:
+def test_chunks_shrink_behind_much_context_and_align_but_for_rest() -> None:
     part = Chunked(64, most=512, depth=4096)
     ask = [part.chunks(column(9000), column(b), 4000, True, False)[0] for b in (0, 1000, 4096, 12_288, 10**6)]
     assert ask == [512, 384, 256, 128, 64]
@@ -237,7 +237,7 @@ def test_chunks_shrink_behind_much_context_and_align_but_for_a_rest() -> None:
     assert Chunked(slots=128).max_running(256) == 128 and Chunked().max_step_seqs(3, 8, 2) == 2
 
 
-def test_a_static_batch_is_formed_when_nothing_runs_and_closed_until_it_is_empty_again() -> None:
+def test_static_batch_forms_when_idle_and_closes_until_empty() -> None:
     replica, part = Rows(), Static(max_bs=4)
     assert part.max_new_seqs(replica, 3, 8, 0, 0) == 3, "a batch of three"
     part.joined(replica, 2)  # the third finds no budget in this step
@@ -254,7 +254,7 @@ def test_a_static_batch_is_formed_when_nothing_runs_and_closed_until_it_is_empty
     assert part.max_running(100) == 4 and part.max_running(3) == 3 and part.padded and part.at_end
 
 
-def test_a_static_batch_is_no_larger_than_what_may_run_though_more_wait() -> None:
+def test_static_batch_is_no_larger_than_what_may_run() -> None:
     replica, part = Rows(), Static(max_bs=32)
     assert part.max_new_seqs(replica, 20, 4, 0, 0) == 4
     part.joined(replica, 4)
@@ -262,7 +262,7 @@ def test_a_static_batch_is_no_larger_than_what_may_run_though_more_wait() -> Non
     assert part.max_new_seqs(replica, 16, 4, 0, 0) == 0
 
 
-def test_a_request_level_batch_waits_for_its_size_or_for_the_delay() -> None:
+def test_request_level_batch_waits_for_its_size_or_for_delay() -> None:
     replica, part = Rows(), Static(32, 50 * MS, padded=False)
     assert part.max_new_seqs(replica, 31, 64, 1000 * MS, 1049 * MS) == 0
     assert part.max_new_seqs(replica, 31, 64, 1000 * MS, 1050 * MS) == 31
@@ -360,7 +360,7 @@ def test_the_running_are_sorted_as_a_sort_by_key_would() -> None:
         assert order.sort(table, slots, now).tolist() == sorted(slots.tolist(), key=key), order
 
 
-def test_a_step_of_prompts_that_are_handed_over_takes_half_of_the_limit() -> None:
+def test_step_of_handed_over_prompts_takes_half_the_limit() -> None:
     """2 ms and 10 us a token: of 100 ms the half less 5 % leaves 45.5 ms, of 20 ms 7.5."""
     replica = Rows(slots=64, blocks=4000)
     for tokens in range(10, 330, 10):

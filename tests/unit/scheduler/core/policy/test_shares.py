@@ -16,9 +16,9 @@ from tests.unit.scheduler.core.policy.rows import Rows, drained, waiting
 NORMAL, LOW = 2, 3
 
 
-def _share() -> ByShare:
-    """Nobody is ever late; inside it the first come is first."""
-    return ByShare(lambda: BySlack(lambda sequence: 1 << 60, arrival), Spare())
+def _share(spare: Spare | None = None) -> ByShare:
+    """Make a share in which no sequence is ever late; inside it the first come is first."""
+    return ByShare(lambda: BySlack(lambda sequence: 1 << 60, arrival), spare or Spare())
 
 
 def _serve(order: ClassThenSlack, tenants: list[int], tokens: list[int], priority: int = NORMAL) -> None:
@@ -26,7 +26,7 @@ def _serve(order: ClassThenSlack, tenants: list[int], tokens: list[int], priorit
     order.served(np.array(tenants, np.int32), classes, np.array(tokens, np.int32))
 
 
-def test_a_tenant_that_is_ahead_by_more_than_the_allowance_stands_behind_those_who_came_later() -> None:
+def test_tenant_beyond_the_allowance_stands_behind_later_ones() -> None:
     share = _share()
     for number, tenant in enumerate([0, 0, 0, 1, 2]):
         share.push(waiting(number, number, tenant=tenant), 1)
@@ -34,7 +34,7 @@ def test_a_tenant_that_is_ahead_by_more_than_the_allowance_stands_behind_those_w
     assert [s.number for s in drained(share, 2)] == [3, 4, 0, 1, 2]
 
 
-def test_a_whole_flood_stands_back_at_once_and_comes_back_in_its_order() -> None:
+def test_whole_flood_stands_back_and_returns_in_its_order() -> None:
     share = _share()
     for number in range(1_000):
         share.push(waiting(number, number, tenant=0), 1)
@@ -51,7 +51,7 @@ def test_within_the_allowance_order_is_that_of_arrival() -> None:
     assert [s.number for s in drained(share, 2)] == [0, 1, 2, 3]
 
 
-def test_who_stood_back_comes_again_when_the_others_have_caught_up() -> None:
+def test_who_stood_back_comes_again_when_others_have_caught_up() -> None:
     share = _share()
     for number, tenant in enumerate([0, 1, 0, 1]):
         share.push(waiting(number, number, tenant=tenant), 1)
@@ -61,7 +61,7 @@ def test_who_stood_back_comes_again_when_the_others_have_caught_up() -> None:
     assert share.head(3).number == 0
 
 
-def test_a_tenant_alone_is_served_in_order_however_far_it_is_ahead() -> None:
+def test_tenant_alone_is_served_in_order_however_far_ahead() -> None:
     share = _share()
     for number, tenant in enumerate([0, 0, 1]):
         share.push(waiting(number, number, tenant=tenant), 1)
@@ -109,21 +109,16 @@ def test_each_class_has_counters_of_its_own() -> None:
     assert [s.number for s in drained(queue, 2)] == [2, 3, 1, 0, 4]
 
 
-def test_tokens_of_one_tenant_alone_are_not_counted() -> None:
-    """Nor is anything kept for it: what is not counted costs no time."""
-    order = ClassThenSlack()
-    queue = order.queue()
+def test_several_tenants_wait_only_once_a_second_one_comes() -> None:
+    """The order counts no tokens before: what is not counted costs no time."""
+    share = _share()
     for number in range(3):
-        queue.push(waiting(number, number, tenant=7), 1)
-    share = order._shares[NORMAL]
-    assert not share.several
+        share.push(waiting(number, number, tenant=7), 1)
     before = share.counters.counter[7]
-    queue.pop(queue.head(2))
-    _serve(order, [7], [10])
-    assert not share.several
-    assert share.counters.counter[7] == before
-    assert not share._taken
-    assert not share._charged
+    share.pop(share.head(2))
+    assert not share.several and share.counters.counter[7] == before
+    share.push(waiting(3, 3, tenant=8), 2)
+    assert share.several
 
 
 def _full(order: ClassThenSlack, tenants: list[int], running: list[int], most: int) -> Queue:
@@ -139,7 +134,7 @@ def _full(order: ClassThenSlack, tenants: list[int], running: list[int], most: i
     return queue
 
 
-def test_who_holds_more_than_an_even_share_of_the_slots_leaves_the_last_ones_to_others() -> None:
+def test_tenant_above_its_even_share_leaves_the_last_slots() -> None:
     queue = _full(ClassThenSlack(), [0, 0, 0, 0, 1, 1, 1], [40, 21], 64)  # three are free, two are to be left
     queue.pop(first := queue.head(2))
     assert first.number == 0
@@ -149,14 +144,14 @@ def test_who_holds_more_than_an_even_share_of_the_slots_leaves_the_last_ones_to_
     assert sorted(s.number for s in queue) == [0, 1, 2, 3]
 
 
-def test_what_is_taken_within_a_step_counts_for_the_share_of_the_slots() -> None:
+def test_what_is_taken_within_step_counts_for_share_of_slots() -> None:
     """Nobody runs: 32 of 64 slots are an even share, and two of the others are left."""
     queue = _full(ClassThenSlack(), [0] * 80 + [1], [], 64)
     taken = drained(queue, 2)
     assert [s.record.tenant for s in taken] == [0] * 62 + [1]
 
 
-def test_who_leaves_slots_enters_again_when_more_are_free_or_its_share_is_even() -> None:
+def test_tenant_that_left_slots_enters_when_more_are_free() -> None:
     order = ClassThenSlack()
     queue = _full(order, [0, 0, 1], [40, 22], 64)
     assert [s.number for s in drained(queue, 2)] == [2]
@@ -173,7 +168,7 @@ def test_a_tenant_alone_leaves_no_slot() -> None:
     assert len(drained(_full(ClassThenSlack(), [0, 0, 0], [62], 64), 2)) == 3
 
 
-def test_urgent_ones_leave_none_while_there_are_slots_of_lower_classes_to_take() -> None:
+def test_urgent_tenants_leave_no_slot_while_lower_classes_can_yield() -> None:
     order = ClassThenSlack()
     queue = order.queue()
     for number, tenant in enumerate([0, 0, 1]):
@@ -202,8 +197,8 @@ def test_urgent_ones_leave_none_while_there_are_slots_of_lower_classes_to_take()
 def test_whoever_is_head_is_not_ahead_unless_all_are(events: list[tuple[str, int, int]]) -> None:
     """Nothing is lost or invented, whatever happens; and the head's tenant is within the allowance of the least served
     of those who wait, at the moment's beginning, or has the least of all who may enter."""
-    share = _share()
-    spare = share._spare
+    spare = Spare()
+    share = _share(spare)
     all_of: list[Sequence] = []
     charged: dict[int, int] = {}
     for now, (kind, tenant, tokens) in enumerate(events, 1):

@@ -138,7 +138,7 @@ def test_a_large_chunk_says_nothing_of_attention() -> None:
     assert model.predict(*deep) < 1.5 * roofline.step_ns(*deep)
 
 
-def test_a_pause_is_an_error_of_at_most_the_whole_step() -> None:
+def test_pause_is_an_error_of_at_most_the_whole_step() -> None:
     machine = Machine(4)
     machine.steps(640)
     for _ in range(4):
@@ -168,7 +168,7 @@ def test_a_bad_first_timing_is_soon_forgotten(factor: float) -> None:
 
 
 @pytest.mark.parametrize("speed", [0.25, 0.5, 1.3, 2.0, 3.0, 10.0])
-def test_a_lasting_change_of_speed_is_followed_within_a_hundred_steps(speed: float) -> None:
+def test_lasting_change_of_speed_is_followed_within_a_hundred_steps(speed: float) -> None:
     machine = Machine(5)
     machine.steps(1000)
     machine.steps(100, TRUE * speed)
@@ -192,7 +192,7 @@ def test_what_prefills_cost_is_remembered_through_hours_of_decode() -> None:
     assert machine.worst() < 0.06
 
 
-def test_decode_alone_of_one_batch_size_says_nothing_of_prefill_and_blows_nothing_up() -> None:
+def test_decode_of_one_batch_size_says_nothing_of_prefill() -> None:
     machine = Machine(9)
     for i in range(5000):
         machine.step((256, 256 * (1000 + i % 500), 0.0))
@@ -208,7 +208,7 @@ def test_decode_alone_of_one_batch_size_says_nothing_of_prefill_and_blows_nothin
     assert machine.model.predict(*long) == pytest.approx(exact(long), rel=0.1)
 
 
-def test_no_coefficient_in_use_is_negative_even_where_the_data_fall() -> None:
+def test_no_coefficient_in_use_is_negative_even_where_data_fall() -> None:
     """Longer steps for fewer tokens: the slope is 0, not negative."""
     model, rng = StepTime(), np.random.default_rng(1)
     for _ in range(500):
@@ -228,9 +228,7 @@ def trained() -> StepTime:
 
 @pytest.mark.parametrize("knees", [[], [(128, 5e3)], [(64, 1e4), (256, 2e4), (512, 1.0)]])
 @pytest.mark.parametrize("prefix", [0, 100, 5000])
-def test_largest_is_the_last_that_brute_force_finds_within_the_limit(
-    prefix: int, knees: list[tuple[int, float]]
-) -> None:
+def test_largest_is_last_that_brute_force_finds_within_the_limit(prefix: int, knees: list[tuple[int, float]]) -> None:
     model = trained()
     model.knees = knees
     for limit_ms in (3, 8, 11.5, 12, 20, 33.3, 100):
@@ -261,7 +259,7 @@ def test_balanced_is_the_size_at_which_prompts_have_their_share(knees: list[tupl
     assert model.balanced(1.0, 10, 100) == UNBOUNDED
 
 
-def test_largest_is_exact_where_the_limit_is_the_time_of_a_chunk() -> None:
+def test_largest_is_exact_where_limit_is_time_of_a_chunk() -> None:
     model = StepTime()
     model.c1, model.c2, model.c3 = 30_000.7, 12.3, 1.1
     for chunk in range(1, 3000):
@@ -293,7 +291,7 @@ def test_the_dynamic_budget_follows_the_mean_time_per_token() -> None:
     assert time.budget(50e6, 2048, 460) == 0
 
 
-def test_the_largest_chunk_for_a_limit_is_that_of_the_facts_sheet() -> None:
+def test_largest_chunk_for_limit_is_that_of_the_facts_sheet() -> None:
     # (100 - 25 - 2) ms / 0.34 ms = 214.7 tokens; less 32 decodes: 182
     assert largest_chunk(100e6, 25e6, 2e6, 0.34e6, 32) == 128
     assert largest_chunk(100e6, 25e6, 2e6, 0.34e6, 22) == 192
@@ -301,7 +299,7 @@ def test_the_largest_chunk_for_a_limit_is_that_of_the_facts_sheet() -> None:
     assert largest_chunk(20e6, 25e6, 2e6, 0.34e6, 0) == 0
 
 
-def test_swap_time_starts_at_the_link_and_follows_what_is_measured() -> None:
+def test_swap_time_starts_at_link_and_follows_what_is_measured() -> None:
     time = SwapTime(2 << 20, 25e9)
     assert time.predict(10) == pytest.approx(10 * (2 << 20) / 25)
     for _ in range(100):
