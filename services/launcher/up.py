@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
 from shared.options import Values, build, env_name, fields_of, flag, without_password
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
-from shared.supervisor import ServiceSpec
+from shared.supervisor import WRAPPER, ServiceSpec
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
@@ -55,6 +56,7 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
         screen.event(f"the GPU of this machine is not used: {problem}")
     with RunDir(launcher.run_dir) as run_dir:
         check_ports(gateway)
+        _compile_kernels(worker)
         local_redis = None
         access: dict[str, Any]
         if "redis_url" not in gateway.model_fields_set:
@@ -203,6 +205,18 @@ def _check_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
         raise ConfigurationError(f"{problem} (MODEL=, --model or ORCINUS_MODEL)")
     if problem := memory_problem(worker.model, worker, len(launcher.roles())):
         raise ConfigurationError(problem)
+
+
+def _compile_kernels(worker: WorkerSettings) -> None:
+    """Compile the CPU kernels unless that was done before, and show how far that is. Without a compiler the worker takes
+    slower ones.
+
+    In a process of its own, which ends with this one: the launcher itself never imports torch.
+    """
+    if on_gpu(worker) or worker.kernels not in ("auto", "cpu"):
+        return
+    guarded = [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid())]
+    subprocess.run([*guarded, sys.executable, str(ROOT / "kernels/cpu/build.py"), "--for-run"], check=False)
 
 
 def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings) -> None:
