@@ -208,10 +208,11 @@ def _check_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
 
 
 def _compile_kernels(worker: WorkerSettings) -> None:
-    """Compile the CPU kernels unless that was done before, and show how far that is. Without a compiler the worker takes
-    slower ones.
+    """Compile the CPU kernels unless that was done before, and show the progress.
 
-    In a process of its own, which ends with this one: the launcher itself never imports torch.
+    Without a compiler the worker takes slower ones.
+
+    A process that ends with this one does it: the launcher never imports torch.
     """
     if on_gpu(worker) or worker.kernels not in ("auto", "cpu"):
         return

@@ -36,7 +36,8 @@ def test_compilation_has_a_line_while_no_file_is_complete(
     os.mkfifo(gate)
     compiler = tmp_path / "g++"
     compiler.write_text(
-        f'#!/bin/sh\ncase "$*" in *" -c "*) cat "{gate}" > /dev/null;; esac\nfor last; do :; done\necho made > "$last"\n'
+        f'#!/bin/sh\ncase "$*" in *" -c "*) cat "{gate}" > /dev/null;; esac\n'
+        'for last; do :; done\necho made > "$last"\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setattr(build, "_sources", lambda: [tmp_path / "a.cpp"])
