@@ -141,7 +141,7 @@ def _undrawable(folder: Path | None) -> str:
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except ImportError as error:
-        return f"--plots needs matplotlib: pip install 'orcinus[bench]' ({error})"
+        return f"--plots: needs matplotlib ({error}); run `make install-dev` in a checkout"
     except OSError as error:
         return f"--plots {folder}: {error.strerror}; give a folder"
 

@@ -8,6 +8,7 @@ Commands really run; only the ports, which are free ones, are written as 8000 an
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import platform
 import re
@@ -118,9 +119,12 @@ def picture(cold: Start, warm: Start) -> str:
         console.print(Text("  ^C\n", "dim"))
         show("$ make run                  # again", warm)
         console.print(
-            Text(f"\n$ curl ...                  # the line above: answered in {warm.answer_s:.1f} s", "bold")
+            Text(
+                f"\n$ curl ... | jq -r '.choices[0].message.content'    # that line: answered in {warm.answer_s:.1f} s",
+                "bold",
+            )
         )
-        console.print_json(warm.answer, indent=2)
+        console.print(Text(json.loads(warm.answer)["choices"][0]["message"]["content"]))
         return FONTS.sub("", console.export_svg(title="orcinus", theme=MONOKAI, unique_id="terminal"))
 
 
