@@ -48,7 +48,6 @@ help: ## list the targets
 
 # `exec`: the launcher is make's own child, so a signal to make alone reaches it; --stop-with-parent covers SIGKILL.
 run: redis-at-hand install ## serve a model: make run [MODEL=dir or ORG/NAME] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1 | PREFILL=1 DECODE=1] [ARGS="..."]
-	@$(if $(GPU),,$(PY) kernels/cpu/build.py --for-run)
 	@exec $(PY) -m services.cli up --stop-with-parent $(UP_OPTIONS) $(ARGS)
 
 # Before the long installation. The extra `embedded` brings a server to the machines that its marker in pyproject.toml names.
@@ -204,7 +203,8 @@ $(VENV)/.made:
 	@$(PYTHON) --version >/dev/null 2>&1 || { echo "error: $(PYTHON) not found: sudo apt-get install python3 python3-venv, or make PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) is too old, 3.11 to 3.14 is needed: make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv module: sudo apt-get install python3-venv" >&2; exit 2; }
-	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV) & made=$$!; n=0; \
+		while kill -0 $$made 2>/dev/null; do sleep 0.5; n=$$((n + 1)); [ $$((n % 8)) -ne 0 ] || echo "making $(VENV): $$((n / 2)) s"; done; wait $$made; }
 	@touch $@
 
 # `===` takes PyPI's own build, for CUDA 13, and passes over builds with a name of their own such as +cpu.
@@ -217,7 +217,7 @@ $(CUDA_STAMP): | $(VENV)/.made gpu-at-hand
 
 # torch first, alone: pip then takes the build that its settings offer (a CPU build is a tenth of the size).
 $(RUN_STAMP): | $(VENV)/.made $(if $(GPU),$(CUDA_STAMP))
-	@echo "installing the pinned dependencies into $(VENV): 1.1 GB, once; one to three minutes"
+	@echo "installing the pinned dependencies into $(VENV): 1.1 GB, once; two to four minutes"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(call quoted,$(TORCH_INDEX))) $(call quoted,$(TORCH))
 	@$(PIP) $(call quoted,$(BACKEND))
 	@$(PIP) --no-build-isolation -e '.[build,embedded]'
@@ -233,6 +233,7 @@ $(DEV_STAMP): $(RUN_STAMP)
 	@rm -f $(VENV)/.dev-* $(VENV)/.test-*; touch $@ $(TEST_STAMP)
 
 $(PROTOS) &: $(PROTOS:_pb2.py=.proto) $(RUN_STAMP)
+	@echo "generating the protobuf modules"
 	@$(PY) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:_pb2.py=.proto)
 
 # Refuse an existing environment of another Python than the requested one.

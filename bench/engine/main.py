@@ -25,6 +25,7 @@ from bench.kernels.clock import Clock
 from bench.result import provenance
 from services.worker.engine import Engine
 from services.worker.quantization import METHODS
+from shared.arguments import Parser
 from shared.errors import OrcinusError
 from shared.settings import DEMO_MODEL, WorkerSettings
 
@@ -36,13 +37,17 @@ ON_A_DEVICE = ("cuda", "emulator")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="orcinus bench engine", description=__doc__.splitlines()[0])
+    parser = Parser("orcinus bench engine", __doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="Hugging Face model directory")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--kernels", choices=("auto", "cpu", "reference", *ON_A_DEVICE), default="auto")
-    parser.add_argument("--quantize", choices=tuple(METHODS), default="none")
-    parser.add_argument("--deterministic", action="store_true", help="our matrix kernels, whosever are faster")
-    parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="as of a worker"
+    )
+    parser.add_argument(
+        "--kernels", choices=("auto", "cpu", "reference", *ON_A_DEVICE), default="auto", help="likewise"
+    )
+    parser.add_argument("--quantize", choices=tuple(METHODS), default="none", help="likewise")
+    parser.add_argument("--deterministic", action="store_true", help="use our matrix kernels, whichever are faster")
+    parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto", help="likewise")
     parser.add_argument("--threads", type=int, default=0, help="0: every core")
     parser.add_argument("--cases", type=_cases, default=CASES, help="some of " + ",".join(c.name for c in CASES))
     parser.add_argument("--steps", type=int, default=60, help="iterations of a case; the median is given")

@@ -23,6 +23,7 @@ from bench.fleet.run import Fleet, Ran, Rule, run
 from bench.fleet.traffic import Spec, build
 from services.simulator.device.roofline import DEVICES, SHAPES, Roofline
 from services.simulator.workload.arrivals import CHAT, Lengths
+from shared.arguments import Parser
 
 WIDTH = 150
 COLUMNS = (
@@ -42,30 +43,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="orcinus fleet", description=__doc__, allow_abbrev=False)
+def parser() -> Parser:
+    found = Parser(
+        "orcinus fleet", "Simulate up to 1,000 replicas and millions of requests with a fluid model of a replica."
+    )
     add = found.add_argument
-    add("--replicas", type=_counts, default=[16], metavar="N,..", help="1 to 10,000; several: a run each; 16")
+    add("--replicas", type=_counts, default=[16], metavar="N,..", help="1 to 10,000; several: a run each (default 16)")
     add("--routing", type=_routers, default=["least-tokens"], metavar="A,..", help=f"of {', '.join(ROUTERS)}, or all")
-    add("--requests", type=int, default=100_000, metavar="N", help="of a run; 100,000")
-    add("--rate", type=float, default=16.0, metavar="R", help="requests a second and replica, on average; 16")
-    add("--trace", type=Path, default=CHAT, help="CSV of lengths, drawn with repetition; the chat trace")
+    add("--requests", type=int, default=100_000, metavar="N", help="of a run")
+    add("--rate", type=float, default=16.0, metavar="R", help="requests a second and replica, on average")
+    add("--trace", type=Path, default=CHAT, help="CSV of lengths, drawn with repetition (default: the chat trace)")
     add("--prompt-tokens", type=Lengths.parse, metavar="L", help="lengths instead: N, LOW:HIGH or lognormal:MEAN:SIGMA")
-    add("--output-tokens", type=Lengths.parse, metavar="L")
+    add("--output-tokens", type=Lengths.parse, metavar="L", help="likewise")
     add("--prefix-groups", type=int, default=0, metavar="N", help="so many shared beginnings of prompts")
-    add("--prefix-tokens", type=int, default=512, metavar="N", help="of each, before the prompt; 512")
+    add("--prefix-tokens", type=int, default=512, metavar="N", help="of each, before the prompt")
     add("--prefix-skew", type=float, default=0.0, metavar="A", help="popularity of the i-th is 1/i^A; 0: all alike")
     add("--swing", type=float, default=0.0, metavar="S", help="of the rate over a day, 0 to below 1; 0: constant")
-    add("--day-s", type=float, default=86_400.0, metavar="S", help="length of that day; 86,400")
-    add("--model-shape", choices=sorted(SHAPES), default="llama-8b")
-    add("--device", choices=sorted(DEVICES), default="h100")
-    add("--max-seqs", type=int, default=256, help="slots of a replica; 256")
-    add("--step-tokens", type=int, default=512, help="token budget of a step; 512")
-    add("--speeds", type=_speeds, default=(1.0,), metavar="X,..", help="of the replicas, in turn; 1")
+    add("--day-s", type=float, default=86_400.0, metavar="S", help="length of that day")
+    add("--model-shape", choices=sorted(SHAPES), default="llama-8b", help="sizes of the model")
+    add("--device", choices=sorted(DEVICES), default="h100", help="rates of the device")
+    add("--max-seqs", type=int, default=256, help="slots of a replica")
+    add("--step-tokens", type=int, default=512, help="token budget of a step")
+    add("--speeds", type=_speeds, default=(1.0,), metavar="X,..", help="of the replicas, in turn (default 1)")
     add("--mtbf-h", type=float, default=0.0, metavar="H", help="mean hours between a replica's failures; 0: none")
-    add("--restart-s", type=float, default=120.0, metavar="S", help="until it serves again; 120")
+    add("--restart-s", type=float, default=120.0, metavar="S", help="until it serves again")
     add("--autoscale", type=_range, metavar="MIN:MAX", help="the rule of deploy/kubernetes/overlays/autoscaling")
-    add("--startup-s", type=float, default=180.0, metavar="S", help="until a new replica serves; 180")
+    add("--startup-s", type=float, default=180.0, metavar="S", help="until a new replica serves")
     add(
         "--price",
         type=float,
@@ -73,9 +76,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="P",
         help="price of an hour of a replica of speed 1; 0 shows no cost",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the traffic")
     add("--calibrate", action="store_true", help="compare with the scheduler's own core, instead (some minutes)")
-    add("--json", action="store_true", help="one object on stdout, nothing else")
+    add("--json", action="store_true", help="print one JSON object on stdout")
     return found
 
 

@@ -31,6 +31,7 @@ from bench.gateway.stack import Core, Stack, running
 from bench.gateway.streams import BrokenStreamError, Streams
 from bench.result import provenance
 from services.scheduler.core.types import Finish
+from shared.arguments import Parser
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL
 
@@ -222,7 +223,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="orcinus bench gateway", description=__doc__.splitlines()[0])
+    parser = Parser("orcinus bench gateway", "Measure tokens per second and delay of one gateway process on one core.")
     parser.add_argument("--cases", type=_some_of(CASES), default=CASES, help=f"some of {','.join(CASES)}")
     parser.add_argument("--endpoints", type=_some_of(PATHS), default=tuple(PATHS), help=f"some of {','.join(PATHS)}")
     parser.add_argument("--clients", type=int, default=256, help="streams at once")

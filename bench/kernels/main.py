@@ -23,6 +23,7 @@ from bench.kernels.backends import DEVICES, TYPES, Backend, Peaks, opened
 from bench.kernels.case import Bench, Maker, run
 from bench.kernels.shapes import CPU, GPU, QUICK, Plan
 from bench.result import provenance
+from shared.arguments import Parser
 from shared.errors import OrcinusError
 
 HEAD = ("operation", "size", "type", "us", "GB/s", "TFLOP/s", "of floor", "error", "beside it, us")
@@ -74,10 +75,10 @@ def _measure(options: argparse.Namespace, backend: Backend, peaks: Peaks) -> dic
     return {"device": options.device, "model": plan.model.name, "peaks": peaks.as_dict(), "rows": rows}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="orcinus bench kernels", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=DEVICES, default="cpu")
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), help="default: the first")
+def _parser() -> Parser:
+    parser = Parser("orcinus bench kernels", (__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="backend")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), help="default the first")
     parser.add_argument("--ops", nargs="+", metavar="OP", help="only these operations, as the first column names them")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: every core")
     parser.add_argument("--repeats", type=int, default=9, help="of a case; the median is given")

@@ -21,6 +21,7 @@ from bench.scheduler.drive import NotRunningError, Setup
 from bench.scheduler.parts import admission, decode, wire
 from bench.scheduler.report import show
 from services.scheduler.core.policy.presets import parse
+from shared.arguments import Parser
 
 COUNTS = (32, 256, 1024, 4096)
 AT = 256  # sequences running where something else varies
@@ -65,13 +66,13 @@ def measure(parts: Sequence[str], counts: Sequence[int], setup: Setup, quick: bo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="orcinus bench scheduler", description=__doc__.splitlines()[0])
+    parser = Parser("orcinus bench scheduler", "Measure plan and apply, and how their cost grows with the load.")
     parser.add_argument("--parts", type=_parts, default=PARTS, help=f"some of {','.join(PARTS)}; all unless given")
     parser.add_argument("--running", type=_counts, default=COUNTS, help="sequences in steady decode, as 32,256")
     parser.add_argument("--steps", type=int, default=1000, help="iterations of a figure of steady decode, at most 1500")
     parser.add_argument("--rounds", type=int, default=5, help="that they are divided into; medians over them are given")
     parser.add_argument("--policy", type=_policy, default="orcinus", help="a preset, or one with parts replaced")
-    parser.add_argument("--lookahead", type=int, default=1)
+    parser.add_argument("--lookahead", type=int, default=1, help="steps planned ahead of the answers")
     parser.add_argument("--gateways", type=int, default=2, help="gateways that the tokens go to")
     parser.add_argument("--quick", action="store_true", help="everything small, in seconds: does it run?")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the curves there, as scheduler.png")
@@ -140,7 +141,7 @@ def _undrawable(folder: Path | None) -> str:
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except ImportError as error:
-        return f"--plots needs matplotlib: pip install 'orcinus[bench]' ({error})"
+        return f"--plots: needs matplotlib ({error}); run `make install-dev` in a checkout"
     except OSError as error:
         return f"--plots {folder}: {error.strerror}; give a folder"
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from shared.arguments import Parser
+
 Number = TypeVar("Number", int, float)
 
 
@@ -49,10 +51,8 @@ def several(one: Callable[[str], Number]) -> Callable[[str], list[Number]]:
     return read
 
 
-def parser() -> argparse.ArgumentParser:
-    build = argparse.ArgumentParser(
-        prog="orcinus bench serve", description="Measures an OpenAI-compatible server with streaming completions."
-    )
+def parser() -> Parser:
+    build = Parser("orcinus bench serve", "Measure an OpenAI-compatible server with streaming completions.")
     add = build.add_argument
     add(
         "--url",
@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--rate",
         type=several(positive),
+        metavar="X,..",
         help="open loop: requests a second, Poisson unless --burstiness is given; "
         "R,R,... runs one after another (a sweep)",
     )
@@ -74,31 +75,30 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--concurrency",
         type=several(count),
-        help="closed loop: so many requests at a time, the next when one ends; C,C,... is a sweep (default: 8, without "
+        metavar="N,..",
+        help="closed loop: so many requests at a time, the next when one ends; C,C,... is a sweep (default 8, without "
         "--rate and --trace)",
     )
     add("--trace", type=Path, help="CSV with num_prefill_tokens, num_decode_tokens and perhaps arrived_at")
     add("--rate-scale", type=positive, default=1.0, help="divides the trace's arrival times")
     add("--clip-tokens", type=count, default=0, help="cut requests to so many tokens of prompt and output together")
-    add("--requests", type=count, default=0, help="how many (default: 100, or the whole trace)")
+    add("--requests", type=count, default=0, help="how many (default 100, or the whole trace)")
     add("--seconds", type=positive, help="open loop, instead of --requests: as many as --rate sends in so long")
-    add("--prompt-tokens", type=length_range, default=(128, 128), help="P or LOW:HIGH (default: 128)")
-    add("--output-tokens", type=length_range, default=(64, 64), help="O or LOW:HIGH (default: 64)")
-    add("--warmup", type=count, default=4, help="requests sent first and not counted (default: %(default)s)")
+    add("--prompt-tokens", type=length_range, default=(128, 128), help="P or LOW:HIGH (default 128)")
+    add("--output-tokens", type=length_range, default=(64, 64), help="O or LOW:HIGH (default 64)")
+    add("--warmup", type=count, default=4, help="requests sent first and not counted")
     add("--text", action="store_true", help="send prompts as text, for servers that take no token ids")
-    add("--vocab-size", type=count, default=2048, help="token ids of prompts are below it (default: %(default)s)")
-    add("--first-id", type=count, default=256, help="smallest token id of prompts (default: %(default)s)")
-    add("--temperature", type=float, default=0.0)
-    add("--seed", type=count, default=1)
-    add("--timeout", type=positive, default=600.0, help="seconds that one request may take (default: %(default)s)")
+    add("--vocab-size", type=count, default=2048, help="token ids of prompts are below it")
+    add("--first-id", type=count, default=256, help="smallest token id of prompts")
+    add("--temperature", type=float, default=0.0, help="of every request")
+    add("--seed", type=count, default=1, help="of prompts, lengths and times")
+    add("--timeout", type=positive, default=600.0, help="seconds that one request may take")
     add("--api-key", default="", help="key for the server (default: ORCINUS_API_KEY, or that of ORCINUS_API_KEY_FILE)")
-    add("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    add("--json", action="store_true", help="print one JSON object on stdout")
     add("--output", type=Path, help="writes the JSON object to a file too")
     add("--records", type=Path, help="writes one JSON line a request: times of every event")
-    add("--ttft-slo-ms", type=positive, default=2000.0, help="for goodput: TTFT (default: %(default)g)")
-    add(
-        "--tbt-slo-ms", type=positive, default=100.0, help="for goodput: P99 of a request's gaps (default: %(default)g)"
-    )
+    add("--ttft-slo-ms", type=positive, default=2000.0, help="for goodput: TTFT")
+    add("--tbt-slo-ms", type=positive, default=100.0, help="for goodput: P99 of a request's gaps")
     add("--csv", type=Path, help="writes one row a run: loads and figures")
     add("--html", type=Path, help="writes a report with pictures, one file: throughput and latency against load")
     add("--plot", type=Path, help="writes a PNG: TTFT, TBT and throughput over time")

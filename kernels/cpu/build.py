@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "lib"
@@ -33,6 +34,7 @@ log = logging.getLogger("orcinus.kernels")
 
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-Wall", "-Wextra")
 COMPILE_S = 300
+PROGRESS_S = 3.0  # between two lines of progress at most
 KEPT = 32
 """Libraries in the cache; those that were not used for the longest time go."""
 
@@ -123,7 +125,7 @@ def compile_cached(compiler: str, flags: Sequence[str], machine: str) -> Path:
         with _alone(target.parent / "lock"):
             if not target.is_file():
                 begun = time.monotonic()
-                log.info("compiling the CPU kernels for this machine, once")
+                log.info("compiling the CPU kernels for this machine, once; about a minute on two cores")
                 compile_to(target, compiler, flags)
                 log.info("compiled the CPU kernels in %.0f s: %s", time.monotonic() - begun, target)
                 for old in sorted(target.parent.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
@@ -187,10 +189,15 @@ def compile_to(target: Path, compiler: str, flags: Sequence[str]) -> None:
             [compiler, *FLAGS, *flags, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
         ]
+        begun = time.monotonic()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for done, compiled in enumerate(as_completed([pool.submit(_run, command) for command in commands]), 1):
-                compiled.result()
-                log.info("compiling the CPU kernels: %d %%", 100 * done // len(commands))
+            waiting = {pool.submit(_run, command) for command in commands}
+            while waiting:
+                compiled, waiting = wait(waiting, PROGRESS_S, FIRST_COMPLETED)
+                for one in compiled:
+                    one.result()
+                percent = 100 * (len(commands) - len(waiting)) // len(commands)
+                log.info("compiling the CPU kernels: %d %%, %.0f s", percent, time.monotonic() - begun)
         linked = work / "all.so"
         extra = [flag for flag in flags if flag.startswith("-fsanitize")]
         _run([compiler, "-shared", "-fopenmp", *extra, *map(str, objects), "-o", str(linked)])
@@ -233,13 +240,31 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+class _MovingLine(logging.StreamHandler[TextIO]):
+    """Write each message over the one before, on a terminal."""
+
+    terminator = ""
+    is_used = False
+
+    def format(self, record: logging.LogRecord) -> str:
+        self.is_used = True
+        return f"\r\x1b[K{record.getMessage()}"
+
+    def close(self) -> None:
+        if self.is_used:
+            self.stream.write("\n")
+        self.is_used = False
+        super().close()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the library for this machine, or with --all those of an image."""
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu.build", description=main.__doc__)
     parser.add_argument("--all", action="store_true", help="every variant, into kernels/cpu/lib")
     parser.add_argument("--for-run", action="store_true", help="print progress only; without a compiler go on, too")
     options = parser.parse_args(arguments)
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    moving = _MovingLine() if options.for_run and sys.stderr.isatty() else None
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[moving] if moving else None)
     try:
         if options.all:
             for path in build_all(shutil.which("g++") or "g++"):
@@ -250,10 +275,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(*find_library())
     except BuildError as error:
         if options.for_run:
+            if moving:
+                moving.close()
             print(f"slower kernels will serve: {error}", file=sys.stderr)
             return 0
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -19,7 +19,7 @@ import typer
 
 from services.cli import keys as cli_keys
 from services.cli import models
-from services.cli.options import build, settings_command
+from services.cli.options import Command, build, settings_command
 from shared.errors import ConfigurationError
 from shared.hub import require_local
 from shared.options import Values, env_name, shown, source
@@ -43,13 +43,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(
-    rich_markup_mode=None, help="Run a benchmark; BENCH --help lists its options.", no_args_is_help=True
+    rich_markup_mode=None, help="Run a benchmark; `orcinus bench NAME --help` lists its options.", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
 app.add_typer(cli_keys.app, name="keys")
-app.command("pull")(models.pull)
-app.command("list")(models.list_models)
-app.command("rm")(models.rm)
+app.command("pull", cls=Command)(models.pull)
+app.command("list", cls=Command)(models.list_models)
+app.command("rm", cls=Command)(models.rm)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -296,7 +296,7 @@ def status(values: Values, json: Json = False) -> None:
     raise typer.Exit(run(find(values), json))
 
 
-@app.command()
+@app.command(cls=Command)
 def version(json: Json = False) -> None:
     """Print the version."""
     print(json_module.dumps({"version": _version()}) if json else f"orcinus {_version()}")
@@ -347,7 +347,7 @@ for _name, _help in BENCHES.items():
 
 @app.command("simulate", context_settings=PASS_ON, add_help_option=False)
 def simulate(context: typer.Context) -> None:
-    """Compare scheduling policies on a virtual clock, without a worker (simulate --help)."""
+    """Compare scheduling policies on a virtual clock, without a worker."""
     from services.simulator.command.main import main as run
 
     raise typer.Exit(run(context.args))
@@ -355,13 +355,13 @@ def simulate(context: typer.Context) -> None:
 
 @app.command("fleet", context_settings=PASS_ON, add_help_option=False)
 def fleet(context: typer.Context) -> None:
-    """Simulate up to 1,000 replicas and millions of requests: routing, failures, autoscaling, cost (fleet --help)."""
+    """Simulate up to 1,000 replicas and millions of requests: routing, failures, autoscaling, cost."""
     raise typer.Exit(run_tool("fleet", context.args))
 
 
 @app.command("chaos", context_settings=PASS_ON, add_help_option=False)
 def chaos(context: typer.Context) -> None:
-    """Start a stack, load it, inject faults at random, and check every answer (chaos --help)."""
+    """Start a stack, load it, inject faults at random, and check every answer."""
     raise typer.Exit(run_tool("chaos", context.args))
 
 

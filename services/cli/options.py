@@ -7,21 +7,47 @@ options.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
-from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
+from typer.core import TyperCommand
 
 from shared import options
+from shared.arguments import KINDS
 from shared.errors import ConfigurationError
 from shared.options import Values, env_name, fields_of, flag, is_secret
 from shared.settings import ROOT, SchedulerSettings
 
 S = TypeVar("S", bound=BaseSettings)
+
+
+class Command(TyperCommand):
+    """A command with arguments and options declared by hand that look like those made of settings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write two columns: `--timeout-s X`, and the text with `(default 60.0)`."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                name, text = record
+                is_argument = parameter.param_type_name == "argument"
+                if is_argument:
+                    name = name.partition(" <")[0]
+                for kind, word in KINDS.items():
+                    name = re.sub(f"<{kind}( range)?>", word, name, flags=re.IGNORECASE)
+                text = re.sub(
+                    r" *\[default: (.*?)(; .*)?\]$", r" (default \1)", text.removesuffix("[required]").rstrip()
+                )
+                sections["Arguments" if is_argument else "Options"].append((name, text))
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def settings_command(app: typer.Typer, name: str, *classes: type[BaseSettings]) -> Callable[[Any], Any]:
@@ -43,7 +69,7 @@ def settings_command(app: typer.Typer, name: str, *classes: type[BaseSettings]) 
             all_parameters := [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in declared] + parameters
         )
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in all_parameters}
-        app.command(name, help=inspect.getdoc(run))(command)
+        app.command(name, cls=Command, help=inspect.getdoc(run))(command)
         return run
 
     return decorate
@@ -98,5 +124,4 @@ def _metavar(field: FieldInfo) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(str(choice) for choice in get_args(annotation))
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
-    names = {int: "N", float: "X", Path: "PATH", SecretStr: "SECRET"}
-    return names.get(kinds[0], "TEXT")
+    return KINDS.get(kinds[0].__name__, "TEXT")

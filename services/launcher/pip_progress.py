@@ -1,4 +1,4 @@
-"""Run pip and say what it does, at least every four seconds: `python -m services.launcher.pip_progress ARGUMENTS`.
+"""Run pip and say what it does, at least every three seconds: `python -m services.launcher.pip_progress ARGUMENTS`.
 
 Called by the Makefile before anything is installed, so it needs the standard library alone. On a terminal one line
 moves; elsewhere, as in a log, lines follow each other. When pip fails, the end of its output is shown.
@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-EVERY_S = 4.0
+EVERY_S = 3.0
 ON_TERMINAL_S = 0.2
 KEPT_LINES = 40
 _WORK = re.compile(
@@ -79,9 +79,11 @@ def run(command: list[str], packages: Path, out: TextIO) -> int:
     ended = threading.Event()
 
     def show() -> None:
-        while not ended.wait(ON_TERMINAL_S if terminal else EVERY_S):
+        while True:
             out.write(f"\r\x1b[K{progress.text()[:100]}" if terminal else f"{progress.text()}\n")
             out.flush()
+            if ended.wait(ON_TERMINAL_S if terminal else EVERY_S):
+                return
 
     shower = threading.Thread(target=show, daemon=True)
     shower.start()

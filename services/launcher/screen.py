@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from shared.supervisor import Service
 
 STYLES = {"warning": "yellow", "error": "bold red", "good": "green", "log": "dim", "info": ""}
-
-
 LINE_S = 3.0
 """Without a terminal, a service that starts has a line this often: the last one of its log."""
+BAR_CELLS = 24
+_PREFIX = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [A-Z]+ [\w.]+: ")  # shared/telemetry/logs.py
+_PERCENT = re.compile(r"\b(\d{1,3}) %")
 
 
 class _Console(Console):
@@ -79,18 +83,34 @@ class Screen:
                 self._console.print(escape(f"{service.name}: {describe(service)}"))
             elif service.state == "starting" and time.monotonic() - self._said_s[service.name] >= LINE_S:
                 self._said_s[service.name] = time.monotonic()
-                words = [f"{service.name}: {describe(service)}, {self.elapsed_s():.0f} s", *service.tail(1)]
-                self._console.print(escape(": ".join(words)))
+                words = f"{service.name}: {describe(service)}, {self.elapsed_s():.0f} s"
+                self._console.print(escape(": ".join(filter(None, (words, last_line(service))))))
 
     def _table(self, services: list[Service]) -> Table:
         table = Table.grid(padding=(0, 1))
         for service in services:
             mark = "[green]✓[/]" if service.state == "ready" else self._spinner
-            detail = describe(service)
-            if service.state == "starting" and (lines := service.tail(1)):
-                detail += f"  [dim]{escape(lines[0][: max(20, self._console.width - 45)])}[/]"
-            table.add_row(mark, service.name, detail)
+            row: list[RenderableType] = [mark, service.name, describe(service)]
+            if service.state == "starting":
+                row.append(self._doing(last_line(service)))
+            table.add_row(*row)
         return table
+
+    def _doing(self, line: str) -> RenderableType:
+        """Return what a starting service does: the end of its log, behind a bar if it says how much is done."""
+        text = Text(line[: max(20, self._console.width - 75)], "dim", no_wrap=True)
+        percent = _PERCENT.search(line)
+        if percent is None:
+            return text
+        table = Table.grid(padding=(0, 1))
+        table.add_row(ProgressBar(100, min(100, int(percent[1])), width=BAR_CELLS), text)
+        return table
+
+
+def last_line(service: Service) -> str:
+    """Return the last line of a service's log without time, level and name; empty if there is none."""
+    lines = service.tail(1)
+    return _PREFIX.sub("", lines[0], count=1) if lines else ""
 
 
 def describe(service: Service) -> str:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ from shared.hub import as_hub_name, parse_name
 from shared.listeners import listen
 from shared.options import Values, build, env_name, fields_of, flag, without_password
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
-from shared.supervisor import ServiceSpec
+from shared.supervisor import WRAPPER, ServiceSpec
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
@@ -58,6 +59,7 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
         screen.event(f"the GPU of this machine is not used: {problem}")
     with RunDir(launcher.run_dir) as run_dir, contextlib.ExitStack() as held:
         check_ports(gateway)
+        _compile_kernels(worker)
         local_redis = None
         access: dict[str, Any]
         if "redis_url" not in gateway.model_fields_set:
@@ -210,6 +212,19 @@ def _check_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
         raise ConfigurationError(f"{problem} (MODEL=, --model or ORCINUS_MODEL)")
     if problem := memory_problem(worker.model, worker, len(launcher.roles())):
         raise ConfigurationError(problem)
+
+
+def _compile_kernels(worker: WorkerSettings) -> None:
+    """Compile the CPU kernels unless that was done before, and show the progress.
+
+    Without a compiler the worker takes slower ones.
+
+    A process that ends with this one does it: the launcher never imports torch.
+    """
+    if on_gpu(worker) or worker.kernels not in ("auto", "cpu"):
+        return
+    guarded = [sys.executable, "-I", "-S", str(WRAPPER), str(os.getpid())]
+    subprocess.run([*guarded, sys.executable, str(ROOT / "kernels/cpu/build.py"), "--for-run"], check=False)
 
 
 def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings) -> None:

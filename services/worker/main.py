@@ -175,11 +175,13 @@ class _Progress:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._begun = time.monotonic()
-        self._next = self._begun + PROGRESS_S
+        self._begun = self._next = 0.0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
+        if not self._begun:
+            self._begun, self._next = now, now + PROGRESS_S
+            log.info("loading %s: %.0f MiB of weights", self._name, total / 2**20)
         if now < self._next:
             return
         self._next = now + PROGRESS_S

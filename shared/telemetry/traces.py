@@ -40,7 +40,8 @@ class Tracer:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ConfigurationError(
-                "ORCINUS_OTLP_ENDPOINT: needs the extra `otel`; pip install 'orcinus[otel]', or leave it empty"
+                "ORCINUS_OTLP_ENDPOINT: needs the extra `otel`; leave it empty, or run "
+                "`.venv/bin/pip install -e '.[otel]'` in the checkout"
             ) from error
         base = endpoint.rstrip("/")
         address = base if base.endswith("/v1/traces") else f"{base}/v1/traces"

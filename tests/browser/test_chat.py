@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from services.launcher.up import DEMO_PROMPT
 from tests.browser.conftest import Visit
 from tests.browser.test_dashboard import contrast
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.scripted_scheduler import LENGTH, STOP, Claimed, Line, ScriptedScheduler
 from tests.support.stack import RedisServer
 from tests.support.tokenizers import byte_level
@@ -105,6 +106,21 @@ def test_answer_appears_while_it_is_computed_and_survives_a_reload(
     visit.page.reload()
     visit.says("#empty", "tiny")
     assert visit.complaints == []
+
+
+def test_demo_model_has_a_prompt_to_choose(
+    tmp_path: Path, model: Path, redis_server: RedisServer, tokenizer: Tokenizer, open_page: OpenPage
+) -> None:
+    with led_gateway(tmp_path, model, redis_server, served_model_name="demo-model") as (gateway, scheduler):
+        visit = open_page(address=gateway.url + "/")
+        visit.says("#model", "demo-model")
+        visit.page.locator("#suggestion").focus()
+        visit.page.keyboard.press("Enter")
+        replies = Replies(scheduler, tokenizer)
+        assert DEMO_PROMPT in replies.prompt(replies.answer("def read(self):"))
+        complete(visit)
+        assert visit.text(".mine") == DEMO_PROMPT
+        assert visit.page.locator("#empty").is_hidden()
 
 
 def test_page_is_used_by_keyboard_alone(chat: Callable[..., Visit], replies: Replies) -> None:

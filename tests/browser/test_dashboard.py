@@ -218,10 +218,12 @@ def test_page_fits_the_width_of_a_phone(open_page: OpenPage, written: WrittenSta
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
     beyond = visit.page.evaluate(
         """[...document.querySelectorAll("main *, header *")].filter(
-          (one) => !one.closest(".scroll") && one.getBoundingClientRect().right > innerWidth + 1
+          (one) => one.getBoundingClientRect().right > innerWidth + 1
         ).map((one) => one.outerHTML)"""
     )
     assert beyond == []
+    label = "[...document.querySelectorAll('#classes td')].map((one) => getComputedStyle(one, '::before').content)"
+    assert '"SLO missed"' in visit.page.evaluate(label), "a cell says its column"
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -77,3 +77,11 @@ def test_user_of_redis_may_send_nothing_dangerous(role: str) -> None:
     }  # fmt: skip
     assert not allowed(role) & dangerous
     assert not [word for word in allowed(role) if word.startswith("@")]
+
+
+def test_documented_line_is_what_the_compose_test_runs() -> None:
+    """deploy/smoke.py runs it in the containers of `make compose-test`."""
+    (inner,) = re.findall(
+        r"docker compose exec redis sh -c '(.*)'$", (ROOT / "docs" / "redis.md").read_text(), re.MULTILINE
+    )
+    assert f'"{inner} hget' in (ROOT / "deploy" / "smoke.py").read_text()

@@ -126,6 +126,21 @@ def test_printed_curl_line_works(shared_run: MakeRun) -> None:
     assert json.loads(answer.stdout)["choices"][0]["finish_reason"] in ("length", "stop")
 
 
+def test_documented_redis_cli_line_reads_the_stack(shared_run: MakeRun, tmp_path: Path) -> None:
+    (tmp_path / ".run").symlink_to(shared_run.run_dir)
+    line = documented_line("redis-cli -s ")
+    asked = subprocess.run(
+        ["bash", "-c", f"{line} --raw keys '*:lease:*'"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert asked.stdout.strip().endswith(":lease:shard-0"), asked.stderr
+
+
+def documented_line(part: str) -> str:
+    """Return the one line of docs/redis.md with this part."""
+    (line,) = [line.strip() for line in (ROOT / "docs" / "redis.md").read_text().splitlines() if part in line]
+    return line
+
+
 def test_password_is_on_no_command_line_and_in_no_log(shared_run: MakeRun) -> None:
     record = shared_run.run_dir / "socket-dir"
     private = Path(record.read_text().strip()) if record.exists() else shared_run.run_dir / "socket"

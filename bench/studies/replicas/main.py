@@ -7,7 +7,6 @@ virtual clock (routing.py): hits, imbalance, first tokens, with routing by prefi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -30,6 +29,7 @@ from services.scheduler.telemetry import Stats
 from services.scheduler.workers.fleet import Fleet
 from services.scheduler.workers.loop import WorkerContext
 from services.scheduler.workers.registry import Registration
+from shared.arguments import Parser
 from shared.settings import ROOT, SchedulerSettings
 
 COUNTS = (1, 2, 4, 8)
@@ -111,11 +111,11 @@ def _steps(fleet: Fleet) -> int:
 
 def main(words: list[str]) -> int:
     """Run the command and print JSON."""
-    parser = argparse.ArgumentParser(prog="orcinus bench replicas", description=__doc__)
+    parser = Parser("orcinus bench replicas", "Measure one scheduler with 1, 2, 4 and 8 replicas.")
     parser.add_argument("--step-ms", type=float, default=20.0, help="how long a sleep worker sleeps for a step")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each number of replicas")
     parser.add_argument("--requests", type=int, default=400, help="of the workload for each replica")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     options = parser.parse_args(words)
     command = f"--step-ms {options.step_ms:g} --seconds {options.seconds:g} --requests {options.requests}"
     facts = provenance(["orcinus", "bench", "replicas", *command.split()], "grpcio", "numpy")

@@ -33,6 +33,13 @@ function fill(tag, texts, names = []) {
   return element;
 }
 
+// Cells get the heading of their column, for phones, where a row is a block.
+function fillTable(id, rows) {
+  const [headings] = by(id).closest("table").tHead.rows;
+  for (const row of rows) [...row.cells].forEach((cell, at) => (cell.dataset.label = headings.cells[at].textContent));
+  by(id).replaceChildren(...rows);
+}
+
 function state(name, text, banner = "", kind = "") {
   by("state").dataset.state = name;
   say("state", text);
@@ -188,8 +195,9 @@ function tier(name, total, rest) {
 }
 
 function classes(all) {
-  by("classes").replaceChildren(
-    ...CLASSES.map((name) => {
+  fillTable(
+    "classes",
+    CLASSES.map((name) => {
       const missed = sum(all, `slo_violations_${name}`);
       const predicted = all.length ? Math.min(...all.map((stats) => Number(stats[`predicted_ttft_ms_${name}`]) || 0)) : 0;
       const worst = (field) => Math.max(0, ...all.map((stats) => Number(stats[`${field}_${name}`]) || 0));
@@ -238,8 +246,9 @@ function processes(frame) {
   }
   const { used_bytes: used, most_bytes: most } = frame.redis;
   rows.push(["redis", "alive", ...usage(frame.redis), most ? `${bytes(used)} of ${bytes(most)}` : bytes(used), true]);
-  by("processes").replaceChildren(
-    ...rows.map(([id, words, cpu, memory, what, alive]) =>
+  fillTable(
+    "processes",
+    rows.map(([id, words, cpu, memory, what, alive]) =>
       fill("tr", [id, words, cpu, memory, what], ["", alive ? "good" : "bad"]),
     ),
   );

@@ -321,6 +321,10 @@ function main() {
     send();
   });
   by("prompt").addEventListener("input", grow);
+  by("suggestion").addEventListener("click", () => {
+    by("prompt").value = by("suggestion").textContent;
+    send();
+  });
   by("stop").addEventListener("click", stop);
   by("new").addEventListener("click", clear);
   by("settings-button").addEventListener("click", () => showSettings(by("settings").hidden));

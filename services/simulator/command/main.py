@@ -110,7 +110,7 @@ def _drawing(options: argparse.Namespace) -> Callable[[list[Finished], Path, str
         with tempfile.TemporaryFile(dir=options.plots):
             pass
     except ImportError as error:
-        raise WrongUse(f"--plots: needs matplotlib ({error}); pip install 'orcinus[bench]'") from error
+        raise WrongUse(f"--plots: needs matplotlib ({error}); run `make install-dev` in a checkout") from error
     except OSError as error:
         raise WrongUse(f"--plots {options.plots}: {error.strerror}; give a folder that can be written") from error
     return draw

@@ -25,6 +25,7 @@ from services.simulator.literature.cases import PROGRAMS
 from services.simulator.routing import ROUTERS, SCHEDULER
 from services.simulator.workload.arrivals import CHAT, MOST_RATE, MOST_REQUESTS, SLOWEST, Spec
 from services.simulator.workload.traffic import MOST_TOKENS
+from shared.arguments import Parser
 
 MAX_BLOCKS = 10_000_000  # of a replica
 MAX_TOTAL = {"blocks": 100_000_000, "slots": 1_000_000}  # of all replicas together
@@ -40,23 +41,21 @@ class WrongUse(Exception):  # noqa: N818 - the term of the exit codes
     """A wrong command line; the message names the remedy. Exit code 2."""
 
 
-class Parser(argparse.ArgumentParser):
+class SimulateParser(Parser):
     """A parser that raises WrongUse instead of ending the program."""
 
     def error(self, message: str) -> NoReturn:
         raise WrongUse(f"{message} (orcinus simulate --help lists the options)")
 
 
-def parser() -> Parser:
-    build = Parser(
-        prog="orcinus simulate",
-        description="Run the scheduler's core on a virtual clock: compare policies without a GPU.",
-        allow_abbrev=False,
+def parser() -> SimulateParser:
+    build = SimulateParser(
+        "orcinus simulate", "Run the scheduler's core on a virtual clock: compare policies without a GPU."
     )
     add = build.add_argument_group("policies and step times").add_argument
-    add("--policy", type=policies, default=None, metavar="A,B", help="presets, or 'all' (default: orcinus)")
-    add("--model-shape", choices=sorted(SHAPES), default="llama-8b", help="default: %(default)s")
-    add("--device", choices=sorted(DEVICES), default="h100", help="default: %(default)s")
+    add("--policy", type=policies, default=None, metavar="A,B", help="presets, or 'all' (default orcinus)")
+    add("--model-shape", choices=sorted(SHAPES), default="llama-8b", help="sizes of the model")
+    add("--device", choices=sorted(DEVICES), default="h100", help="rates of the device")
     add("--step-time", type=Path, metavar="FILE", help='JSON {"c0".."c3"} in ns; replaces shape and device')
     add("--fit", type=Path, metavar="FILE", help="fit the coefficients to a worker's --step-log")
     add = build.add_argument_group("requests").add_argument
@@ -77,7 +76,7 @@ def parser() -> Parser:
         "--cv",
         type=real(0.001, 100),
         default=1.0,
-        help="with --rate: coefficient of variation of the gamma intervals (default: 1, Poisson)",
+        help="with --rate: coefficient of variation of the gamma intervals (default 1, Poisson)",
     )
     add("--at-once", action="store_true", help="all requests arrive at the start")
     add("--prompt-tokens", type=lengths, metavar="P", help="N, LOW:HIGH or lognormal:MEAN:SIGMA; replaces the trace's")
@@ -87,7 +86,7 @@ def parser() -> Parser:
         type=max_tokens,
         default=1024,
         metavar="N|exact",
-        help="max_tokens of a request (default: %(default)s, at least the true length)",
+        help="max_tokens of a request (default %(default)s, at least the true length)",
     )
     add("--classes", type=classes, default={}, metavar="NAME:SHARE,..", help="such as realtime:0.1,normal:0.9")
     add("--ttft-slo-ms", type=by_class, default={}, metavar="MS", help="limit of every request, or NAME:MS,.. by class")
@@ -103,31 +102,41 @@ def parser() -> Parser:
         "--prefix-tokens",
         type=integer(1, MOST_TOKENS),
         default=512,
-        help="tokens of each, before the prompt (default: %(default)s)",
+        help="tokens of each, before the prompt",
     )
-    add("--seed", type=integer(0, 2**32 - 1), default=0)
+    add("--seed", type=integer(0, 2**32 - 1), default=0, help="of the workload")
     add = build.add_argument_group("replicas").add_argument
-    add("--max-seqs", type=integer(1, 8192), default=256, help="sequences that run at most (default: %(default)s)")
-    add("--microbatches", type=integer(1, 16), default=1)
+    add("--max-seqs", type=integer(1, 8192), default=256, help="sequences that run at most")
+    add("--microbatches", type=integer(1, 16), default=1, help="disjoint sets of sequences")
     add("--lookahead", type=integer(0, 4), help="steps planned ahead of the answers (default: the policy's)")
     add("--step-tokens", type=integer(0, MOST_TOKENS), default=0, help="token budget of a step (default: the policy's)")
     add(
         "--max-step-tokens",
         type=integer(1, MOST_TOKENS),
         default=8192,
-        help="tokens in one step of a worker at most (default: %(default)s)",
+        help="tokens in one step of a worker at most",
     )
-    add("--block-size", type=integer(1, 256), default=16)
-    add("--kv-blocks", type=integer(0, MAX_BLOCKS), default=0, help="default: the device's memory beside the weights")
-    add("--host-blocks", type=integer(0, MAX_BLOCKS), default=-1, help="default: the device's host memory")
-    add("--replicas", type=integer(1, 1000), default=1)
+    add("--block-size", type=integer(1, 256), default=16, help="tokens of a KV block")
+    add(
+        "--kv-blocks",
+        type=integer(0, MAX_BLOCKS),
+        default=0,
+        help="(default: the device's memory beside the weights)",
+    )
+    add(
+        "--host-blocks",
+        type=integer(0, MAX_BLOCKS),
+        default=-1,
+        help="(default: the device's host memory)",
+    )
+    add("--replicas", type=integer(1, 1000), default=1, help="copies of the model")
     add(
         "--routing",
         choices=[*ROUTERS, SCHEDULER],
         default="round-robin",
-        help="front router of replicas with a scheduler each; `scheduler` is one for all (default: %(default)s)",
+        help="front router of replicas with a scheduler each; `scheduler` is one for all",
     )
-    add("--host-us", type=real(0, 1e8), default=300.0, help="time of the scheduler for a step (default: %(default)s)")
+    add("--host-us", type=real(0, 1e8), default=300.0, help="time of the scheduler for a step")
     add = build.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object on stdout")
     add("--plots", type=Path, metavar="DIR", help="write PNGs")
@@ -142,9 +151,9 @@ def parser() -> Parser:
     add("--cases", type=Path, metavar="FILE", help="run cases of the article's scheduler; needs --steps or --check")
     add("--steps", action="store_true", help="print the cases with their step tables as JSON")
     add("--check", action="store_true", help="compare with the step tables in the file; exit 1 if one differs")
-    add("--program", choices=sorted(PROGRAMS), default="article", help="what runs the cases (default: %(default)s)")
+    add("--program", choices=sorted(PROGRAMS), default="article", help="what runs the cases")
     add("--speed", action="store_true", help="measure simulated iterations a minute (default: of orca and orcinus)")
-    add("--jobs", type=integer(1, 64), default=2, help="processes (default: %(default)s)")
+    add("--jobs", type=integer(1, 64), default=2, help="processes")
     return build
 
 

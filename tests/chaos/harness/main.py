@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 import uvloop
 
+from shared.arguments import Parser
 from shared.errors import ConfigurationError
 
 try:
@@ -34,24 +35,22 @@ from tests.chaos.harness.stack import NotReadyError
 SHOWN = 20
 
 
-def parser() -> argparse.ArgumentParser:
-    build = argparse.ArgumentParser(
-        prog="orcinus chaos", description="Starts a stack, loads it, hurts it, and checks every answer."
-    )
+def parser() -> Parser:
+    build = Parser("orcinus chaos", "Start a stack, load it, inject faults, and check every answer.")
     add = build.add_argument
-    add("--seconds", type=float, default=120.0, help="of load and faults (default: %(default)s)")
+    add("--seconds", type=float, default=120.0, help="of load and faults")
     add("--faults", type=int, default=1 << 30, help="stop after so many (default: as many as fit)")
     add("--kinds", default=",".join(KINDS), help="of faults, separated by commas (default: all)")
-    add("--at-once", type=int, default=AT_ONCE, help="faults under way at a time (default: %(default)s)")
-    add("--gap", type=float, default=3.0, help="seconds between two faults, on average (default: %(default)s)")
-    add("--clients", type=int, default=12, help="requests at a time (default: %(default)s)")
-    add("--slots", type=int, default=SLOTS, help="sequences that run at a time (default: %(default)s)")
-    add("--tokens", type=int, default=240, help="longest output (default: %(default)s)")
+    add("--at-once", type=int, default=AT_ONCE, help="faults under way at a time")
+    add("--gap", type=float, default=3.0, help="seconds between two faults, on average")
+    add("--clients", type=int, default=12, help="requests at a time")
+    add("--slots", type=int, default=SLOTS, help="sequences that run at a time")
+    add("--tokens", type=int, default=240, help="longest output")
     add("--seed", type=int, help="of load and faults (default: drawn, and printed)")
     add("--model", type=Path, default=DEMO_MODEL, help="model directory (default: the demo model)")
     add("--directory", type=Path, help="for logs and data, kept (default: a temporary one, kept when something fails)")
     add("--output", type=Path, help="writes the JSON object there, with machine, versions, commit and command")
-    add("--json", action="store_true", help="one JSON object on stdout, nothing else")
+    add("--json", action="store_true", help="print one JSON object on stdout")
     return build
 
 

@@ -325,6 +325,7 @@ def test_progress_of_one_large_tensor_is_reported_in_pieces(
     found = Checkpoint(tmp_path, main._Progress("large")).read("embed", (16, 1 << 17), 0, 16)
     assert bool((found == 1).all())
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("loading large: ")]
+    assert lines.pop(0) == "loading large: 8 MiB of weights"
     shares = [int(line.split(", ")[1].removesuffix(" %")) for line in lines]
     assert shares == [12, 24, 37, 49, 62, 74, 87, 99]  # the file has a header as well
     assert lines[3].startswith("loading large: 4 of 8 MiB, ") and lines[-1].endswith(" s left")

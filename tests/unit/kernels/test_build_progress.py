@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kernels.cpu import build
+from tests.support.waiting import until
 
 
 def test_compilation_is_shown_in_percent(
@@ -21,7 +24,37 @@ def test_compilation_is_shown_in_percent(
     with caplog.at_level(logging.INFO):
         build.compile_to(tmp_path / "all.so", str(compiler), [])
     assert (tmp_path / "all.so").read_text() == "made\n"
-    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["25 %", "50 %", "75 %", "100 %"]
+    said = [record.getMessage() for record in caplog.records]
+    assert set(said) <= {f"compiling the CPU kernels: {percent} %, 0 s" for percent in (25, 50, 75, 100)}
+    assert said[-1].startswith("compiling the CPU kernels: 100 %")
+
+
+def test_compilation_has_a_line_while_no_file_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "*) cat "{gate}" > /dev/null;; esac\n'
+        'for last; do :; done\necho made > "$last"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "_sources", lambda: [tmp_path / "a.cpp"])
+    monkeypatch.setattr(build, "PROGRESS_S", 0.01)
+
+    def lines_of_nothing() -> int:
+        return sum(": 0 %, " in record.getMessage() for record in caplog.records)
+
+    def open_gate() -> None:
+        until("two lines came", lambda: lines_of_nothing() >= 2)
+        gate.write_text("")
+
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(open_gate)
+        build.compile_to(tmp_path / "all.so", str(compiler), [])
+        opened.result()
+    assert lines_of_nothing() >= 2
 
 
 def test_run_without_compiler_goes_on(

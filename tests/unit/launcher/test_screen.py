@@ -1,7 +1,8 @@
-"""The lines of a start that is not on a terminal."""
+"""What a start shows of a service that loads: lines, and on a terminal a bar."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,22 +10,49 @@ import pytest
 from services.launcher import screen
 from shared.supervisor import Service, ServiceSpec
 
+LOADING = "loading large: 1 of 8 MiB, 12 %, 7 s left"
+
+
+def starting(log: Path, line: str = LOADING) -> Service:
+    log.write_text(f"2026-11-24 09:12:08 INFO orcinus.worker: {line}\n")
+    worker = Service(ServiceSpec("worker", ["true"], {}), log)
+    worker.state = "starting"
+    return worker
+
 
 def test_service_that_loads_has_lines_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "worker.log"
-    log.write_text("loading large: 1 of 8 MiB, 12 %, 7 s left\n")
-    worker = Service(ServiceSpec("worker", ["true"], {}), log)
-    worker.state = "starting"
+    worker = starting(tmp_path / "worker.log")
     shown = screen.Screen()
     shown.update([worker])
     shown.update([worker])
     assert "MiB" not in capsys.readouterr().err, "not more often than every LINE_S"
     monkeypatch.setattr(screen, "LINE_S", 0.0)
     shown.update([worker])
-    assert "loading large: 1 of 8 MiB, 12 %, 7 s left" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f" s: {LOADING}\n"), "without time and level"
     worker.state = "ready"
     shown.update([worker])
     shown.update([worker])
     assert capsys.readouterr().err == "worker: ready\n"
+
+
+def test_service_that_loads_has_a_bar_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "120", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = screen.Screen()
+    for line, done in ((LOADING.replace("12 %", "25 %"), 6), (LOADING.replace("12 %", "50 %"), 12), ("warming up", 0)):
+        shown.update([starting(tmp_path / "worker.log", line)])
+        text = capsys.readouterr().err
+        assert line in text
+        assert bar_cells(text) == done
+    shown.settle()
+
+
+def bar_cells(text: str) -> int:
+    """Return the cells of a bar that are done; the rest has another colour."""
+    found = re.search(r"\x1b\[[\d;]*m(━+)", text)
+    return len(found[1]) if found else 0

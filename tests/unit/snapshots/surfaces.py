@@ -81,9 +81,7 @@ def _help(path: list[str]) -> str:
         )
     if result.exit_code:
         raise RuntimeError(f"orcinus {' '.join(path)} --help: exit code {result.exit_code}: {result.output}")
-    # argparse folds its usage line differently in each Python; the options below it say the same.
-    text = re.sub(r"\Ausage: .*?\n\n", "", result.output, flags=re.DOTALL)
-    return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in result.output.strip().splitlines()) + "\n"
 
 
 def metrics() -> str:

@@ -1,0 +1,42 @@
+"""One style for the help of all commands, whichever library reads their options."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shared.arguments import KINDS
+from tests.unit.snapshots import surfaces
+
+COMMANDS = dict(re.findall(r"^\$ (orcinus.*?) ?--help\n(.*?)(?=^\$ |\Z)", surfaces.cli(), re.MULTILINE | re.DOTALL))
+OPTION = re.compile(r"^  (-[\w-]+(?:, --[\w-]+| / --[\w-]+)*)(?: (\S+))?(?:  |$)", re.MULTILINE)
+KIND = re.compile(rf"{'|'.join(set(KINDS.values()))}|[A-Z]+(,(\.\.|[A-Z]))?|[\w.|-]*\|[\w.|-]+|[A-Z]+:[A-Z]+(,\.\.)?")
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_of_a_command_has_the_common_style(command: str) -> None:
+    text = COMMANDS[command]
+    assert text.startswith(f"Usage: {command} [OPTIONS]")
+    assert re.search(r"\n\n  [A-Z][^\n]+", text), "a description"
+    assert not re.search(r"<\w+>|\[default|\[required|^options:", text, re.MULTILINE)
+    options = OPTION.findall(text)
+    assert "-h, --help" in [name for name, _ in options]
+    wrong = [(name, kind) for name, kind in options if kind and not KIND.fullmatch(kind)]
+    assert not wrong
+
+
+def test_every_kind_of_command_is_looked_at() -> None:
+    assert {"orcinus", "orcinus up", "orcinus keys add", "orcinus pull", "orcinus fleet"} <= COMMANDS.keys()
+    assert {"orcinus bench serve", "orcinus simulate", "orcinus chaos"} <= COMMANDS.keys()
+
+
+def test_wrong_option_is_one_line_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    from bench.serve.options import parser
+
+    with pytest.raises(SystemExit) as end:
+        parser().parse_args(["--rat", "3"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: unrecognized arguments: --rat 3; orcinus bench serve --help lists the options\n"
+    )
