@@ -14,7 +14,7 @@ import pytest
 
 from kernels.cpu.commands import BFLOAT16 as BF16
 from kernels.cpu.commands import FLOAT32 as F32
-from kernels.cpu.commands import AttentionArgs, CopyArgs, Pool, RopeArgs, Step, command
+from kernels.cpu.commands import AttentionArgs, CopyArgs, Pool, Step, command
 from tests.kernels import cpu_variants
 
 Array = npt.NDArray[Any]
@@ -202,29 +202,12 @@ CONTEXTS = [1, 17, 200, 64, 130, 33, 600, 15, 47]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("window", [0, 7, 100])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1), (8, 1)])
-def test_mixed_batches_are_the_formula(
-    best: Library, heads: int, kv_heads: int, window: int, alibi: bool, dtype: int
-) -> None:
-    world = World(best, CONTEXTS, heads, kv_heads, 32, dtype=dtype, window=window, alibi=alibi, seed=heads)
-    world.check(mixed(CONTEXTS, window))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("head_dim", [1, 8, 20, 64, 72, 80, 96, 128, 256])
-@pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_any_head_and_block_size(best: Library, block_size: int, head_dim: int, dtype: int) -> None:
-    world = World(best, CONTEXTS, 4, 2, head_dim, block_size, dtype, seed=head_dim)
-    world.check(mixed(CONTEXTS, block_size))
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (20, 64), (128, 32)])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (20, 64), (128, 32), (72, 48), (1, 256)])
 def test_every_variant_is_the_formula(library: Library, head_dim: int, block_size: int, dtype: int) -> None:
-    for window, alibi in ((0, False), (40, True)):
-        world = World(library, CONTEXTS, 6, 2, head_dim, block_size, dtype, window=window, alibi=alibi, seed=1)
+    for window, alibi, heads, kv_heads in ((0, False, 6, 2), (40, True, 7, 1)):
+        world = World(
+            library, CONTEXTS, heads, kv_heads, head_dim, block_size, dtype, window=window, alibi=alibi, seed=1
+        )
         world.check(mixed(CONTEXTS, 1))
 
 
@@ -288,56 +271,6 @@ def test_row_is_unchanged_when_later_rows_are_nan(library: Library) -> None:
         found = world.attend([(0, 0, 100)])[0]
         assert np.array_equal(found[:70].view(np.uint8), clean[:70].view(np.uint8))
         assert np.isnan(decode(found[70:])).all()
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 32), (20, 10), (64, 0), (8, 2)])
-def test_rope_splits_norms_rotates_and_writes(
-    best: Library, head_dim: int, rotary: int, normed: bool, dtype: int
-) -> None:
-    rng = np.random.default_rng(head_dim + rotary)
-    contexts, heads, kv_heads, size = [40, 21, 16], 3, 1, 16
-    world = World(best, contexts, heads, kv_heads, head_dim, size, dtype)
-    positions = np.array([38, 39, 20, *range(16)], np.int32)
-    owner = np.array([0, 0, 1] + [2] * 16)
-    rows = len(positions)
-    qkv = encode(rng.standard_normal((rows, heads + 2 * kv_heads, head_dim)), dtype)
-    angles = rng.uniform(0, 6, (40, rotary // 2))
-    rope = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-    weights = [rng.standard_normal(head_dim).astype(np.float32) if normed else None for _ in range(2)]
-    blocks = world.tables[owner, positions // size]
-    offsets = (positions % size).astype(np.int32)
-    before = world.memory.copy()
-    q = empty((rows, heads, head_dim), dtype)
-
-    step = Step(rows, 0, 0, 0, None, address(positions))
-    step.write_blocks, step.write_offsets = address(blocks), address(offsets)
-    args = RopeArgs(
-        address(qkv), address(q), address(rope) if rotary else None, address(weights[0]), address(weights[1])
-    )
-    args.pool, args.heads, args.layer = ctypes.pointer(world.pool), heads, world.layer
-    args.rotary, args.dtype, args.eps = rotary, dtype, 1e-5
-    best.run(args, rows, step, 2)
-
-    def turned(x: Array, weight: Array | None) -> Array:
-        if weight is not None:
-            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float64)
-        half = rotary // 2
-        cos, sin = (rope[positions].astype(np.float64)[:, None, i * half : (i + 1) * half] for i in range(2))
-        a, b = x[..., :half], x[..., half:rotary]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., rotary:]], axis=-1)
-
-    exact = decode(qkv)
-    close(decode(q), turned(exact[:, :heads], weights[0]), dtype)
-    k, v = turned(exact[:, heads : heads + kv_heads], weights[1]), qkv[:, heads + kv_heads :]
-    plain = {int(block): world.read_block(int(block)) for block in np.unique(blocks)}
-    for row in range(rows):
-        found = plain[int(blocks[row])][world.layer, :, :, offsets[row]]
-        close(decode(found[0]), k[row], dtype)
-        assert np.array_equal(found[1], v[row])
-    untouched = np.setdiff1d(np.arange(len(before)), blocks)
-    assert np.array_equal(world.memory[untouched], before[untouched])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -77,21 +77,6 @@ def test_random_copies_give_what_they_give_one_after_another(order: int | None, 
 
 
 @layouts
-@orders
-def test_a_block_comes_back_as_it_went(order: int | None, layer_major: bool) -> None:
-    cache = CudaCache(SHAPE, device_of(order), layer_major)
-    shape = (SHAPE.layers, 2, SHAPE.kv_heads, SHAPE.block_size, SHAPE.head_dim)
-    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(SHAPE.dtype)
-    part = cache.pool[:, :, 3] if layer_major else cache.pool[3]
-    cache.device.main.run(lambda: part.copy_(numbers))
-    assert torch.equal(cache.read_block(3), numbers)
-    cache.copy_out(int32(3), int32(7))
-    assert torch.equal(cache.host[7], numbers)
-    cache.copy_in(int32(7, 7), int32(0, 11))
-    assert torch.equal(cache.read_block(0), numbers) and torch.equal(cache.read_block(11), numbers)
-
-
-@layouts
 def test_addresses_are_those_of_a_layers_keys_and_values(layer_major: bool) -> None:
     cache = CudaCache(SHAPE, EmulatedDevice(), layer_major)
     cache.pool.copy_(torch.randn(cache.pool.shape, generator=torch.Generator().manual_seed(0)))
