@@ -12,6 +12,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from shared.end_of_text import end_ids
 from shared.errors import ModelError, OrcinusError
 from shared.tokenizer import no_panic, tokenizer_json
@@ -26,14 +28,21 @@ ENTRY_BYTES, BYTES_PER_BYTE = 64 * 1024, 32
 """Estimated size of a compiled grammar. Measured: 44 KiB for a schema of 300 bytes, growing with its length."""
 
 LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 100_000,  # 50 ms
-    "step_lexer_fuel": 100_000,  # 7 ms a mask at most
-    "step_max_items": 20_000,
+    "initial_lexer_fuel": 50_000,
+    "step_lexer_fuel": 20_000,
+    "max_items_in_row": 500,
+    "step_max_items": 5_000,
     "max_lexer_states": 20_000,  # 1 to 2 KiB each
-    "max_grammar_size": 200_000,
+    "max_grammar_size": 10_000,
     "verbose_errors": False,
 }
-"""Arguments of llguidance's LLParserLimits."""
+"""Arguments of llguidance's LLParserLimits. docs/structured-output.md has the milliseconds.
+
+An item of an ambiguous grammar is found in about as many ways as its row has items, and each is compared with the row:
+the time of a mask grows with step_max_items * max_items_in_row ** 2.
+"""
+SCHEMA_LIMITS = LIMITS | {"max_items_in_row": 2_500, "step_max_items": 12_000}
+"""Of a grammar that is one JSON schema. It has four items in a row for each optional property, and is not ambiguous."""
 
 
 NOT_FOLLOWED = "the grammar cannot be followed"
@@ -45,6 +54,10 @@ The request is at fault: the gateway compiles a grammar but does not walk throug
 
 class GrammarError(OrcinusError):
     """A grammar that cannot be used; the message is for its author."""
+
+
+class GrammarEndedError(GrammarError):
+    """A grammar that ended the process which compiled or followed it: the last resort, where no fuel ran out."""
 
 
 class NoGrammarsError(GrammarError):
@@ -99,7 +112,7 @@ class Grammars:
         tokenizer = self._read_tokenizer()
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits_of(grammar)))
         _raise_if_wrong(matcher)
         matcher.compute_bitmask()  # the lexer is built at the first use
         _raise_if_wrong(matcher)
@@ -138,6 +151,16 @@ class Grammars:
                 return LLTokenizer(source, n_vocab=self._vocab_size, eos_token=ends), ""
         except NoGrammarsError as error:
             return None, f"llguidance cannot use its tokenizer ({str(error)[:120]})"
+
+
+def limits_of(grammar: str) -> dict[str, Any]:
+    """Return the bounds of a grammar, by its text alone."""
+    try:
+        parts = orjson.loads(grammar)["grammars"]
+        is_schema = len(parts) == 1 and set(parts[0]) == {"json_schema"}
+    except (ValueError, KeyError, TypeError):
+        is_schema = False
+    return SCHEMA_LIMITS if is_schema else LIMITS
 
 
 def _raise_if_wrong(matcher: LLMatcher) -> None:

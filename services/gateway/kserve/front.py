@@ -217,7 +217,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         if fields["stream"] and not streams:
             raise invalid("stream", "ModelInfer returns one response; use ModelStreamInfer to stream")
         body = parse_body(body_of(fields), CompletionBody)
-        spec = await completion_spec(body, gateway.model, self._name, gateway.cluster.limits)
+        spec = await completion_spec(body, gateway.model, self._name, gateway.cluster.limits, tenant=call.caller.tenant)
         if spec.max_tokens == 0:
             raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
         spec.traceparent = call.traceparent

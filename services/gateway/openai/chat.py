@@ -44,16 +44,18 @@ def router(gateway: Gateway) -> APIRouter:
         """Answer a conversation."""
         started = time.monotonic()
         body = await read_body(request, ChatBody)
-        spec = await chat_spec(body, gateway.model, served, gateway.cluster.limits)
+        spec = await chat_spec(body, gateway.model, served, gateway.cluster.limits, tenant=request.state.tenant)
         return await serve(gateway, request, spec, started)
 
     return routes
 
 
 async def chat_spec(
-    body: ChatBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
+    body: ChatBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None, tenant: str = ""
 ) -> GenerationSpec:
-    """Return the request that a body describes. request_id: None for a new one. Raise ApiError."""
+    """Return the request that a body describes. request_id: None for a new one. tenant: whose grammars wait in turn.
+    Raise ApiError.
+    """
     check_model(body.model, served)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; send only max_completion_tokens")
@@ -69,7 +71,7 @@ async def chat_spec(
     check_output(max_tokens, len(prompt), room, limits, name)
     spec = generation_spec(body, model, limits, "chat", [prompt], [], max_tokens, False, request_id)
     if body.model_fields_set & OUTPUT_FIELDS:
-        await bind_output(spec, body, model, tools)
+        await bind_output(spec, body, model, tools, tenant)
     return spec
 
 

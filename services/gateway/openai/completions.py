@@ -47,16 +47,18 @@ def router(gateway: Gateway) -> APIRouter:
         """Continue one or several prompts."""
         started = time.monotonic()
         body = await read_body(request, CompletionBody)
-        spec = await completion_spec(body, gateway.model, served, gateway.cluster.limits)
+        spec = await completion_spec(body, gateway.model, served, gateway.cluster.limits, tenant=request.state.tenant)
         return await serve(gateway, request, spec, started)
 
     return routes
 
 
 async def completion_spec(
-    body: CompletionBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None
+    body: CompletionBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None, tenant: str = ""
 ) -> GenerationSpec:
-    """Return the request that a body describes. request_id: None for a new one. Raise ApiError."""
+    """Return the request that a body describes. request_id: None for a new one. tenant: whose grammars wait in turn.
+    Raise ApiError.
+    """
     check_model(body.model, served)
     prompts, texts = await _prompts(body, model, limits)
     echo = bool(body.echo)
@@ -78,7 +80,7 @@ async def completion_spec(
         body, model, limits, "completions", prompts, texts if echo else [], max_tokens, echo, request_id
     )
     if body.model_fields_set & OUTPUT_FIELDS:
-        await bind_output(spec, body, model, ToolPlan())
+        await bind_output(spec, body, model, ToolPlan(), tenant)
     return spec
 
 

@@ -75,23 +75,25 @@ def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
     return ToolPlan(use, dumped, grammar, _control_id(opening, model) is not None)
 
 
-async def bind_output(spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: ToolPlan) -> None:
+async def bind_output(
+    spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: ToolPlan, tenant: str
+) -> None:
     """Set the grammar that binds the output, and how tool calls are read from it. Raise ApiError."""
-    spec.grammar_field, spec.sampling.grammar = await output_grammar(body, model, tools)
+    spec.grammar_field, spec.sampling.grammar = await output_grammar(body, model, tools, tenant)
     spec.tools = tools.use
     if tools.has_control:
         spec.skip_special_tokens = False  # calls are found by it
 
 
-async def output_grammar(body: GenerationBody, model: ModelText, tools: ToolPlan) -> tuple[str, str]:
+async def output_grammar(body: GenerationBody, model: ModelText, tools: ToolPlan, tenant: str) -> tuple[str, str]:
     """Return the field that binds the output, and its grammar, compiled once; empty where nothing binds it. Raise
     ApiError.
     """
-    field, grammar = await body_grammar(body, model.grammars)
+    field, grammar = await body_grammar(body, model.grammars, tenant)
     if grammar and tools.use is not None:
         raise invalid("tools", "tools cannot be combined with structured output; send tool_choice none")
     if tools.grammar:
-        await model.grammars.check("tools", tools.grammar)
+        await model.grammars.check("tools", tools.grammar, tenant)
         field, grammar = "tools", tools.grammar
     for name in ("ignore_eos", "min_tokens"):
         if grammar and getattr(body, name):
@@ -124,7 +126,7 @@ def _control_id(opening: str, model: ModelText) -> int | None:
     return found if found in model.text.special else None
 
 
-async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, str]:
+async def body_grammar(body: StructuredBody, check: GrammarCheck, tenant: str) -> tuple[str, str]:
     """Return the field that binds the output of a request, and its grammar; empty without one. Raise ApiError."""
     grammars = dict(_field_grammars(body))
     if not grammars:
@@ -132,7 +134,7 @@ async def body_grammar(body: StructuredBody, check: GrammarCheck) -> tuple[str, 
     if len(grammars) > 1:
         raise invalid(list(grammars)[1], f"only one of {', '.join(grammars)} can be given")
     ((field, grammar),) = grammars.items()
-    await check.check(field, grammar)
+    await check.check(field, grammar, tenant)
     return field, grammar
 
 

@@ -514,7 +514,7 @@ def router(gateway: Gateway) -> APIRouter:
         """Answer a conversation."""
         started = time.monotonic()
         body = await read_body(request, ResponsesBody)
-        spec = await _spec(gateway, body)
+        spec = await _spec(gateway, body, request.state.tenant)
         await take_headers(request, spec)
         response = shell(body, spec.id, spec.created, gateway.model.defaults)
         if spec.background:
@@ -551,12 +551,12 @@ def router(gateway: Gateway) -> APIRouter:
     return routes
 
 
-async def _spec(gateway: Gateway, body: ResponsesBody) -> GenerationSpec:
+async def _spec(gateway: Gateway, body: ResponsesBody, tenant: str) -> GenerationSpec:
     """Raise ApiError in the words of this endpoint."""
     chat = chat_body(body)
     served, limits = gateway.settings.served_model_name, gateway.cluster.limits
     try:
-        return await chat_spec(chat, gateway.model, served, limits, ids.request_id(KIND))
+        return await chat_spec(chat, gateway.model, served, limits, ids.request_id(KIND), tenant)
     except ApiError as error:
         raise in_words_of_responses(error) from None
 

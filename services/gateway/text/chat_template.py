@@ -8,17 +8,9 @@ another unguessable name only: control tokens of the template are renamed, user 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
-import socket
-import struct
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import jinja2
@@ -26,7 +18,7 @@ import orjson
 
 from services.gateway.errors import invalid, untokenizable
 from services.gateway.text.template_process import FAILED, MOST_CHARS, REFUSED, environment
-from shared.settings import ROOT
+from shared.jail import Jail, JailError
 from shared.tokenizer import BoundedTokenizer, TokenizerError
 
 MEMORY_BYTES = 256 << 20
@@ -45,26 +37,23 @@ class Renderer:
     def __init__(self, source: str, timeout_s: float) -> None:
         """Raise jinja2.TemplateSyntaxError. Nothing of the template runs, or is folded, in this process."""
         environment().parse(source)
-        self._first = orjson.dumps({"source": source, "seconds": timeout_s, "bytes": MEMORY_BYTES})
-        self._patience_s = PATIENCE * timeout_s
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self.connection: Connection | None = None
-        self._end: weakref.finalize[..., Any] = weakref.finalize(self, _nothing)
+        first = orjson.dumps({"source": source, "seconds": timeout_s, "bytes": MEMORY_BYTES})
+        self.jail = Jail("services.gateway.text.template_process", first, PATIENCE * timeout_s, 4 * MOST_CHARS + 1)
 
     @property
     def pid(self) -> int | None:
         """Return the pid of the process, if it runs."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
+        return self.jail.pid
 
     def render(self, **context: Any) -> str:
         """Return the text. `context`: JSON values.
 
         Raise jinja2.TemplateError with the template's words, RenderError for all else.
         """
-        payload = orjson.dumps(context)
-        with self._lock:
-            answer = self._ask(payload)
+        try:
+            answer = self.jail.ask(orjson.dumps(context))
+        except JailError as error:
+            raise RenderError(f"the process that renders it {error}") from error
         kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
         if kind == REFUSED:
             raise jinja2.TemplateError(text)
@@ -74,52 +63,7 @@ class Renderer:
 
     def close(self) -> None:
         """End the process."""
-        with self._lock:
-            self._end()
-
-    def _ask(self, payload: bytes) -> bytes:
-        connection = self._connected()
-        try:
-            connection.send_bytes(payload)
-            return connection.recv_bytes(4 * MOST_CHARS + 1)
-        except EOFError as error:
-            self._end()
-            raise RenderError("the process that renders it died") from error
-        except OSError as error:
-            self._end()
-            raise RenderError(f"the process that renders it gave no answer: {error}") from error
-
-    def _connected(self) -> Connection:
-        if self.connection is not None and self.pid is not None:
-            return self.connection
-        self._end()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # No environment: no key or password of the gateway's is within a template's reach.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.gateway.text.template_process"],
-                stdin=theirs.fileno(),
-                cwd=ROOT,
-                env={},
-            )
-        microseconds = round(1e6 * self._patience_s)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(microseconds, 1_000_000)))
-        self.connection = Connection(ours.detach())
-        self._end = weakref.finalize(self, _stop, self._process, self.connection)
-        self.connection.send_bytes(self._first)
-        return self.connection
-
-
-def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    connection.close()
-    process.kill()
-    with contextlib.suppress(OSError):
-        process.wait()
-
-
-def _nothing() -> None:
-    """There is no process yet."""
+        self.jail.close()
 
 
 Message = Mapping[str, Any]

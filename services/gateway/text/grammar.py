@@ -1,54 +1,114 @@
 """Make grammars in their wire form and compile each once, before its request is accepted.
 
-llguidance bounds a compilation by counting work (shared/grammars.py), so a thread is enough: at most a fraction of a
-second, the same verdict as the worker's, and no request waits for another's but through a short queue.
+A process of the lowest priority compiles them (shared/grammar_process.py), one at a time, the tenants in turn: however
+many grammars a tenant sends, another tenant's waits for one of them. Verdicts are kept, so a grammar that is sent again
+waits for none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 from llguidance import LLMatcher
 
-from services.gateway.errors import invalid, shown, unavailable
-from shared.grammars import MOST_GRAMMAR_BYTES, GrammarError, Grammars, NoGrammarsError
+from services.gateway.errors import ApiError, invalid, shown, unavailable
+from shared.errors import OrcinusError
+from shared.grammar_process import GrammarProcess
+from shared.grammars import MOST_GRAMMAR_BYTES, GrammarEndedError, GrammarError, NoGrammarsError
 
-MOST_WAITING = 64
-"""Grammars that may wait to be compiled; more get a 503."""
+MOST_WAITING = 16
+"""Grammars of one tenant that may wait to be compiled; more get a 503."""
+MOST_VERDICTS = 4096
 OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 """Of JSON: with no bound a model may write blanks until its tokens run out."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    grammar: str
+    verdict: asyncio.Future[OrcinusError | None]
 
 
 class GrammarCheck:
     """Compile the grammars of requests. One for each model."""
 
     def __init__(self, model: Path, vocab_size: int) -> None:
-        self._grammars = Grammars(model, vocab_size)
-        self._threads = ThreadPoolExecutor(1, "grammars")
-        self._waiting = 0
+        self.process = GrammarProcess(model, vocab_size)
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._turns: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by tenant, the next one first
+        self._compiling: asyncio.Task[None] | None = None
+        self._verdicts: OrderedDict[bytes, OrcinusError | None] = OrderedDict()  # by hash
 
-    async def check(self, field: str, grammar: str) -> None:
+    async def check(self, field: str, grammar: str, tenant: str) -> None:
         """Raise ApiError: 400 that names the field where a worker could not follow the grammar, 503 when too many
-        wait.
+        of the tenant's wait.
         """
-        if self._waiting >= MOST_WAITING:
-            raise unavailable("too many grammars are waiting to be compiled; retry later", "grammars_busy")
-        self._waiting += 1
         try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.matcher, grammar)
+            if (error := await self._verdict(grammar, tenant)) is not None:
+                raise error.with_traceback(None)
         except NoGrammarsError as error:
             raise invalid(field, f"{field}: {error}", "structured_output_unavailable") from error
         except GrammarError as error:
             raise invalid(field, f"{field} cannot be used: {error}", "invalid_grammar") from error
-        finally:
-            self._waiting -= 1
+
+    def close(self) -> None:
+        """End the process; another grammar starts it again."""
+        self.process.close()
+
+    async def _verdict(self, grammar: str, tenant: str) -> OrcinusError | None:
+        name = hashlib.sha256(grammar.encode()).digest()
+        if name in self._verdicts:
+            self._verdicts.move_to_end(name)
+            return self._verdicts[name]
+        waiting = self._turns.setdefault(tenant, deque())
+        if len(waiting) >= MOST_WAITING:
+            raise _busy()
+        one = _Waiting(grammar, asyncio.get_running_loop().create_future())
+        waiting.append(one)
+        if self._compiling is None or self._compiling.done():
+            self._compiling = asyncio.create_task(self._compile())
+        verdict = await one.verdict
+        if not isinstance(verdict, GrammarEndedError):  # which may be a fault of the machine's
+            self._verdicts[name] = verdict
+        while len(self._verdicts) > MOST_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    async def _compile(self) -> None:
+        """Compile until no grammar waits, one of each tenant in turn."""
+        loop = asyncio.get_running_loop()
+        while self._turns:
+            tenant, waiting = self._turns.popitem(last=False)
+            one = waiting.popleft()
+            if waiting:
+                self._turns[tenant] = waiting
+            if one.verdict.done():  # its client has left
+                continue
+            verdict = await loop.run_in_executor(self._thread, self._ask, one.grammar)
+            if not one.verdict.done():
+                one.verdict.set_result(verdict)
+
+    def _ask(self, grammar: str) -> OrcinusError | None:
+        try:
+            self.process.check(grammar)
+        except OrcinusError as error:
+            return error
+        return None
+
+
+def _busy() -> ApiError:
+    text = f"too many grammars of this tenant wait to be compiled (limit {MOST_WAITING}); retry later"
+    return unavailable(text, "grammars_busy")
 
 
 def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:

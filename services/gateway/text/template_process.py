@@ -3,7 +3,8 @@
 A template is a program that comes with a model. The gateway starts this module with an empty environment and one end of
 a socket as its standard input, and sends JSON in frames of multiprocessing's: first {source, seconds, bytes}, then
 contexts. Each context is answered by a frame: TEXT, REFUSED or FAILED, and words. The process ends when the socket is
-closed. It imports jinja2, orjson and the standard library only. The environment is that of transformers, sandboxed.
+closed. It imports jinja2, orjson, shared/jail.py and the standard library only. The environment is that of
+transformers, sandboxed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pprint
-import resource
 import signal
 import sys
 import textwrap
@@ -25,6 +25,8 @@ import jinja2.debug
 import jinja2.ext
 import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.jail import confine
 
 
 def environment() -> ImmutableSandboxedEnvironment:
@@ -109,9 +111,7 @@ def main() -> int:
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError):
         settings = orjson.loads(connection.recv_bytes(64 << 20))
         environment().from_string(WARM_UP).render()
-        resource.setrlimit(resource.RLIMIT_DATA, (settings["bytes"], settings["bytes"]))
-        for nothing in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
-            resource.setrlimit(nothing, (0, 0))
+        confine(settings["bytes"])
         # Compiling folds constants, so it is bounded as well; its refusals come with the first context.
         template: list[jinja2.Template] = []
 

@@ -93,8 +93,9 @@ class ModelText:
         return ""
 
     def close(self) -> None:
-        """End the process that renders the chat template; another call starts it again."""
+        """End the processes that render the chat template and compile grammars; another call starts them again."""
         self.chat.close()
+        self.grammars.close()
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's strings of some ids."""

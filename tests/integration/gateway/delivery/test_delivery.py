@@ -205,6 +205,14 @@ def test_grammar_beyond_a_bound_is_a_fault_of_the_request(
     assert stream.join().error == error
 
 
+def test_schema_beyond_the_fuel_is_refused_with_400(gateway: GatewayProcess) -> None:
+    schema = {"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(2250)}}
+    answer = gateway.post("/v1/completions", {"prompt": "x", "guided_json": schema})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_grammar", "guided_json")
+    assert "too big" in error["message"]
+
+
 def test_deadline_is_a_finish_reason(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     with posted(gateway, {"prompt": "x", "deadline_ms": 5}) as answers:
         scheduler.serve(scheduler.claim(), [50], finish=DEADLINE)

@@ -102,8 +102,8 @@ def test_template_process_is_confined_and_ends_with_its_gateway(renderer: Make) 
     assert re.search(rf"Max data size +{MEMORY_BYTES} ", limits)
     for name in ("open files", "processes", "file size", "core file size"):
         assert re.search(rf"Max {name} +0 +0 ", limits), name
-    assert template.connection is not None
-    template.connection.close()  # as the kernel does when the gateway is killed
+    assert template.jail.connection is not None
+    template.jail.connection.close()  # as the kernel does when the gateway is killed
     until("the process has ended", lambda: process.status() == psutil.STATUS_ZOMBIE or not process.is_running())
 
 

@@ -68,7 +68,7 @@ def completion(**fields: Any) -> CompletionBody:
 def grammar_of(body: Any, model: ModelText) -> str:
     async def work() -> str:
         tools = plan_tools(body, model) if isinstance(body, ChatBody) else plan_tools(chat(), model)
-        return (await output_grammar(body, model, tools))[1]
+        return (await output_grammar(body, model, tools, ""))[1]
 
     return asyncio.run(work())
 

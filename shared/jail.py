@@ -1,0 +1,117 @@
+"""Run a module in a process apart that a request can be ended with: both ends of the socket between them.
+
+The process has an empty environment and one end of a socket as its standard input. Frames are multiprocessing's. It
+ends when the socket is closed, and is started again by the next question. Chat templates (services/gateway/text) and
+grammars (shared/grammar_process.py) run in such processes. This module imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+class JailError(Exception):
+    """The process died over a question, or gave no answer in time; it is started again by the next one."""
+
+
+class Jail:
+    """One process. Methods block and may be called by several threads; one at a time is served."""
+
+    def __init__(self, module: str, first: bytes, timeout_s: float, answer_bytes: int) -> None:
+        """first: the frame that begins each new process. timeout_s: for one answer. answer_bytes: at most of one."""
+        self._module = module
+        self._first = first
+        self._timeout_us = round(1e6 * timeout_s)
+        self._answer_bytes = answer_bytes
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.connection: Connection | None = None
+        self._end: weakref.finalize[..., Any] = weakref.finalize(self, _nothing)
+
+    @property
+    def pid(self) -> int | None:
+        """Return the pid of the process, if it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def ask(self, payload: bytes) -> bytes:
+        """Return the answer to one question. Raise JailError."""
+        return next(self.ask_all(payload, 1))
+
+    def ask_all(self, payload: bytes, answers: int) -> Iterator[bytes]:
+        """Yield the answers to a frame of several questions as they come. Raise JailError, after which none comes."""
+        with self._lock:
+            connection = self._connected()
+            try:
+                connection.send_bytes(payload)
+                for _ in range(answers):
+                    yield connection.recv_bytes(self._answer_bytes)
+            except EOFError as error:
+                self._end()
+                raise JailError("died") from error
+            except OSError as error:
+                self._end()
+                raise JailError(f"gave no answer: {error}") from error
+            except GeneratorExit:
+                if answers > 1:  # answers that are still to come belong to no later question
+                    self._end()
+                raise
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _connected(self) -> Connection:
+        if self.connection is not None and self.pid is not None:
+            return self.connection
+        self._end()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # No environment: no key or password of the service's is within reach.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module], stdin=theirs.fileno(), cwd=_ROOT, env={}
+            )
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(self._timeout_us, 1_000_000)))
+        self.connection = Connection(ours.detach())
+        self._end = weakref.finalize(self, _stop, self._process, self.connection)
+        self.connection.send_bytes(self._first)
+        return self.connection
+
+
+def confine(memory_bytes: int) -> None:
+    """Take from this process, for good, files, sockets and children that it has not yet, and memory beyond a bound."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    for nothing in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        resource.setrlimit(nothing, (0, 0))
+
+
+def yield_to_all() -> None:
+    """Give this process the lowest priority: it computes where nothing else would."""
+    with contextlib.suppress(OSError):
+        os.nice(19)
+
+
+def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    with contextlib.suppress(OSError):
+        process.wait()
+
+
+def _nothing() -> None:
+    """There is no process yet."""

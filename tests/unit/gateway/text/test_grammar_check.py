@@ -1,0 +1,84 @@
+"""The gateway's check of grammars: tenants in turn, a bound for each, and an end for a grammar beyond all bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llguidance import LLMatcher
+
+from services.gateway.errors import ApiError
+from services.gateway.text.grammar import MOST_WAITING, GrammarCheck
+from shared import grammar_process
+from tests.support.tokenizers import write_model
+
+SLOW = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "integer"} for i in range(2250)}})
+"""Takes 0.1 s until its fuel is spent."""
+
+
+def simple(number: int) -> str:
+    return LLMatcher.grammar_from_regex(f"a{number}")
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Iterator[GrammarCheck]:
+    made = GrammarCheck(write_model(tmp_path / "m"), 400)
+    yield made
+    made.close()
+
+
+def answers(check: GrammarCheck, grammars: list[tuple[str, str]]) -> list[tuple[str, int]]:
+    """Send (tenant, grammar) at once; return tenants and statuses in the order of the answers."""
+    found = []
+
+    async def one(tenant: str, grammar: str) -> None:
+        try:
+            await check.check("guided_regex", grammar, tenant)
+        except ApiError as error:
+            found.append((tenant, error.status))
+        else:
+            found.append((tenant, 200))
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(one(tenant, grammar) for tenant, grammar in grammars))
+
+    asyncio.run(all_at_once())
+    return found
+
+
+def test_tenants_grammars_are_compiled_in_turn(check: GrammarCheck) -> None:
+    sent = [("a", simple(at)) for at in range(10)] + [("b", simple(at)) for at in range(20, 23)]
+    order = [tenant for tenant, _ in answers(check, sent)]
+    assert order == ["a", "b", "a", "b", "a", "b"] + 7 * ["a"]
+
+
+def test_only_the_tenant_with_too_many_grammars_is_refused(check: GrammarCheck) -> None:
+    sent = [("a", simple(at)) for at in range(MOST_WAITING + 3)] + [("b", simple(at)) for at in range(50, 54)]
+    statuses = answers(check, sent)
+    assert sorted(status for tenant, status in statuses if tenant == "a") == [200] * MOST_WAITING + [503] * 3
+    assert [status for tenant, status in statuses if tenant == "b"] == [200] * 4
+
+
+def test_grammar_beyond_its_processor_time_is_refused_and_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_process, "QUESTION_S", 0.001)
+    monkeypatch.setattr(grammar_process, "PATIENCE", 120_000)  # so that processor time alone ends it
+    check = GrammarCheck(write_model(tmp_path / "m"), 400)
+    for ended in (1, 2):
+        with pytest.raises(
+            ApiError, match=r"guided_json cannot be used: it takes more than 0\.001 s of processor"
+        ) as at:
+            asyncio.run(check.check("guided_json", SLOW, "a"))
+        assert (at.value.status, check.process.ended) == (400, ended)
+    check.close()
+
+
+def test_verdict_is_kept_for_a_grammar_that_comes_again(check: GrammarCheck) -> None:
+    bad = LLMatcher.grammar_from_regex("(a")
+    first = answers(check, [("a", simple(0)), ("a", bad)])
+    check.close()
+    assert answers(check, [("b", simple(0)), ("b", bad)]) == [("b", status) for _, status in first]
+    assert check.process.jail.pid is None
