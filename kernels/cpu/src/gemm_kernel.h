@@ -42,7 +42,7 @@ void kernel(const Tile<typename W::Input>& t) {
   const int64_t ahead_step = t.ahead_step;
   for (const char* const end = w + t.steps * W::BYTES; w < end; w += W::BYTES, x += W::DEPTH, ahead += ahead_step) {
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++)
+    for (int p = 0; p < P * W::PREFETCHED; p++)
 #pragma GCC unroll 2
       for (int at = 0; at < W::BYTES; at += 64) __builtin_prefetch(ahead + p * panel_bytes + at);
     typename W::Register weights[2 * P];
