@@ -33,7 +33,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case; times are microseconds per multiplication, ratios how often ours is faster (4, 8 bits: than float32)."""
+    """One case; times are microseconds a multiplication, ratios how often ours is faster (4, 8 bits: than float32)."""
 
     type: str
     outputs: int

@@ -147,12 +147,12 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
 
     def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> Packed:
         if not self.group_formats:
-            return super().pack_groups(parts, outputs, inputs, bias)
+            super().pack_groups(parts, outputs, inputs, bias)
         return self._pack(parts, outputs, inputs, bias, "")
 
     def stack(self, packed: Sequence[Packed]) -> Stacked:
         if not self.group_formats:
-            return super().stack(packed)
+            super().stack(packed)
         return Stacked(tuple(packed))
 
     def pack_tied(self, parts: Iterable[Tensor], tokens: int, hidden: int, bias: Tensor | None) -> Packed:

@@ -170,9 +170,28 @@ class Linear {
       multiply_packed(panel, count);
   }
 
+  // Few rows: two panels at a time, unpacked in registers.
+  void multiply_grouped(int64_t panel, int64_t count) {
+    Tile<Input> t = {};
+    t.x = x_;
+    t.x_stride = stride_;
+    t.panel_bytes = packed_.panel_bytes;
+    t.steps = ceil_div(args_.inputs, W::DEPTH);
+    t.sums_rows = block_rows_;
+    for (int64_t p = 0; p < count; p += 2) {
+      t.weights = weights(panel + p, 0);
+      t.sums = sums_ + p * block_rows_ * WIDTH;
+      if (p + 1 < count)
+        grouped_kernel<W, 2>(t, end_ - begin_);
+      else
+        grouped_kernel<W, 1>(t, end_ - begin_);
+    }
+  }
+
   // Some inputs of some panels become float32, then all tiles multiply by them.
   void multiply_unpacked(int64_t panel, int64_t count) {
     const int64_t inputs = round_up(args_.inputs, W::DEPTH), tiles = end_tile_ - first_tile_;
+    if (end_ - begin_ <= GROUPED_ROWS) return multiply_grouped(panel, count);
     const int64_t at_once = tiles == 1 ? LONE_INPUTS : UNPACKED_INPUTS;
     for (int64_t p = 0, together = tiles == 1 ? panels_together(end_ - begin_) : 1; p < count; p += together) {
       while (together > count - p) together /= 2;

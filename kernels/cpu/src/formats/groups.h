@@ -16,18 +16,24 @@ struct Groups {
   typedef Groups ForBfloat16;
   static constexpr int SCALE_BYTES = (MINS ? 2 : 1) * WIDTH * 4;
   static constexpr int DEPTH = GROUP, BYTES = SCALE_BYTES + GROUP * WIDTH * BITS / 8;
-  static constexpr int NUMBERS = 32 / BITS, PIECE = GROUP < 32 ? GROUP : 32;  // of a word; unpacked together
+  static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS, PIECE = GROUP < 32 ? GROUP : 32;  // of a word; unpacked together
   static constexpr bool SCALED = false, GROUPED = true;
   static constexpr float MIDDLE = BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
 
+  // Scales of half `h` of a step, and what is added besides.
+  static void load_scale(const char* step, int h, vf& scale, vf& below) {
+    const float* scales = reinterpret_cast<const float*>(step) + h * LANES;
+    scale = load(scales);
+    below = MINS ? -load(scales + WIDTH) : splat(-MIDDLE);
+  }
+
   // The numbers of inputs first .. first + PIECE of a step, [PIECE][WIDTH].
   static void unpack_piece(const char* step, int64_t first, float* out) {
-    const float* scales = reinterpret_cast<const float*>(step);
     const char* words_at = step + SCALE_BYTES + first * WIDTH * BITS / 8;
 #pragma GCC unroll 2
     for (int h = 0; h < 2; h++) {
-      const vf scale = load(scales + h * LANES);
-      const vf below = MINS ? -load(scales + WIDTH + h * LANES) : splat(-MIDDLE);
+      vf scale, below;
+      load_scale(step, h, scale, below);
       for (int word = 0; word < PIECE / NUMBERS; word++) {
         vu words;
         memcpy(&words, words_at + (word * 2 + h) * LANES * 4, sizeof words);
@@ -63,7 +69,6 @@ struct Groups {
     }
   }
 
- private:
   static constexpr int AHEAD = 4096;  // bytes of a panel that are fetched before they are unpacked
 
   // The lowest BITS of each word as a weight. q * scale is exact where there is a minimum, so one rounding is left.
