@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -93,6 +93,35 @@ class Batch:
     write_blocks: Int32  # [N] block that row's K and V go to
     write_offsets: Int32  # [N] and its place inside the block
     sample_rows: Int32  # [R] rows with logits wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Some rows of a weight in 4 or 8 bits. Each `group` inputs of an output share a scale, and perhaps a minimum.
+
+    A weight is scale * number - min where there are minima, else scale * (number - 8), or 128 with 8 bits; in float32
+    with one rounding. Where there are minima the scales have at most 24 - bits significant bits, so that scale * number
+    is exact and a multiply-add rounds like a product and a difference.
+    """
+
+    bits: int
+    group: int
+    numbers: Tensor  # [rows, inputs] uint8, contiguous, below 2^bits
+    scales: Tensor  # [rows, ceil(inputs / group)] float32, contiguous
+    mins: Tensor | None = None  # as scales
+
+    @property
+    def weight_format(self) -> str:
+        """Return the name of a format of these bits and groups; a backend may have none (Ops.group_formats)."""
+        return f"int{self.bits}-{self.group}{'' if self.mins is None else '-mins'}"
+
+    def plain(self) -> Tensor:
+        """Return the weights, [rows, inputs] float32."""
+        inputs = self.numbers.shape[1]
+        scales = self.scales.repeat_interleave(self.group, 1)[:, :inputs]
+        if self.mins is None:
+            return (self.numbers.float() - (1 << self.bits - 1)) * scales
+        return self.numbers.float() * scales - self.mins.repeat_interleave(self.group, 1)[:, :inputs]
 
 
 class Prepared:
@@ -260,6 +289,8 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     given to it meanwhile. Only then may ids be below zero (Batch.tokens)."""
     weight_formats: frozenset[str] = frozenset()
     """Formats of pack_linear beside the model's type; kernels/cpu/src/formats/ says what each is."""
+    group_formats: frozenset[str] = frozenset()
+    """Formats of pack_groups (Groups.weight_format): int4-32, int8-128-mins and so on."""
 
     def block_bytes(self, shape: CacheShape) -> int:
         """Return the bytes of one block as this backend's caches hold it."""
@@ -293,6 +324,17 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         """Raise ValueError for a weight format that this backend cannot multiply."""
         if weight_format and weight_format not in self.weight_formats:
             raise ValueError(f"weight format {weight_format}: the {self.name} backend has no kernels for it")
+
+    def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> Any:
+        """Return a matrix as pack_linear, of parts that are all of one of the backend's group_formats.
+
+        `linear` multiplies it as pack_linear's float32 matrix of `Groups.plain`, to the bit where sums are in float32.
+        """
+        raise ValueError(f"weights in groups: the {self.name} backend has no kernels for them")
+
+    def stack(self, packed: Sequence[Any]) -> Any:
+        """Return matrices of several weight formats, one under the other, as one for `linear`."""
+        raise ValueError(f"weights in several formats: the {self.name} backend has one")
 
     @abstractmethod
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Any:

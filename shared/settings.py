@@ -276,8 +276,9 @@ class WorkerSettings(InternalSettings):
         description="auto uses the kernels of the device, or plain torch (reference) where they are not available; "
         "emulator runs those of a GPU on a CPU, for tests",
     )
-    quantize: Literal["none", "int8"] = Field(
-        "none", description="int8 keeps the weights of linear layers in 8 bits; needs the cpu kernels"
+    quantize: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="int8 and int4 round the weights of linear layers to so many bits; they need the cpu kernels",
     )
     deterministic: bool = Field(
         False,

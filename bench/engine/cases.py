@@ -20,7 +20,7 @@ from protos import worker_pb2
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.models.config import DecoderConfig
-from services.worker.quantization import METHODS
+from services.worker.quantization import method_of
 from shared.columns import pack
 
 
@@ -213,7 +213,7 @@ def work(engine: Engine, case: Case, steps: int) -> tuple[float, float]:
     """Bytes that an iteration must read (weights once, every sequence's KV once) and operations it must do."""
     c, info = engine.config, engine.info()
     matrices = sum(outputs * inputs for outputs, inputs in layer_matrices(c)) * c.layers
-    method = METHODS[engine.settings.quantize]
+    method = method_of(engine.settings.quantize, engine.config.stored)
     layers_bytes = c.layers * sum(method.weight_bytes(*shape, engine.dtype) for shape in layer_matrices(c))
     head = c.vocab_size * c.hidden_size
     rows, sampled = case.decodes + case.prefill * case.prompts, case.sequences

@@ -27,12 +27,13 @@ from kernels.cpu.matrices import torch_multiplies
 
 CHUNK_US = 500
 SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896", "896x896", "9728x896", "896x4864")
+TYPES = ("float32", "bfloat16", "int8", "int4-32", "int4-128-mins")
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case; times are microseconds per multiplication, ratios how often ours is faster (int8: than float32)."""
+    """One case; times are microseconds a multiplication, ratios how often ours is faster (4, 8 bits: than float32)."""
 
     type: str
     outputs: int
@@ -55,15 +56,20 @@ def measure(
     weight_bytes = library.packed_bytes(weight_format, outputs, inputs)
     copies = max(1, options.megabytes * 1_000_000 // weight_bytes)
     plain_copies = max(1, options.megabytes * 1_000_000 // (outputs * inputs * dtype.itemsize))
+    grouped = name in library.group_formats
     weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(min(copies, 4))]
+    group, mins = (int(name.split("-")[1]), name.endswith("mins")) if grouped else (1, False)
+    bits = 8 if name.startswith("int8") else 4
+    numbers = [torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8) for _ in weights]
+    scales = torch.rand(outputs, -(-inputs // group)) / 8
     packed = []
     for i in range(copies):
         memory = torch.empty(library.packed_bytes(weight_format, outputs, inputs) + 64, dtype=torch.uint8)
         at = -(-memory.data_ptr() // 64) * 64
-        source = weights[i % len(weights)]
-        library.pack(
-            weight_format, at, shape, 0, outputs, source.data_ptr(), BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
-        )
+        source = (numbers if grouped else weights)[i % len(weights)]
+        held = scales.data_ptr(), scales.data_ptr() if mins else None
+        kind = BFLOAT16 if dtype is torch.bfloat16 else FLOAT32
+        library.pack(weight_format, at, shape, 0, outputs, source.data_ptr(), kind, *(held if grouped else ()))
         packed.append((memory, at))
     # Different memory each, as different layers are.
     plain = [weights[i % len(weights)].clone() for i in range(plain_copies)]
@@ -122,6 +128,7 @@ def _command(x: Tensor, packed: int, out: Tensor, weight_format: int, dtype: tor
         out=out.data_ptr(),
         inputs=x.shape[1],
         outputs=out.shape[1],
+        out_stride=out.shape[1],
         dtype=kind,
         weight_format=weight_format,
         out_dtype=kind,
@@ -152,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels.gemm", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="OUTPUTSxINPUTS")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--types", nargs="+", choices=formats, default=formats)
+    parser.add_argument("--types", nargs="+", choices=formats, default=TYPES)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--megabytes", type=int, default=96, help="of different weights per shape")
     parser.add_argument("--repeats", type=int, default=40)

@@ -6,7 +6,7 @@ here divides work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import pointer
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.cpu.cache import CpuCache
 from kernels.cpu.commands import (
     ACTIVATIONS,
+    FLOAT32,
     ROWS_SAMPLES,
     ROWS_TOKENS,
     ActivateArgs,
@@ -36,7 +37,7 @@ from kernels.cpu.matrices import TorchWeight
 from kernels.cpu.memory import large
 from kernels.cpu.program import DTYPE_NAMES, DTYPES, Immediate, Program, Recording, Runner, address, dtype_code
 from kernels.cpu.sampling import sample
-from kernels.ops import Attention, Batch, CacheShape, Norm, Ops, Prepared, Sampled, SamplingRows
+from kernels.ops import Attention, Batch, CacheShape, Groups, Norm, Ops, Prepared, Sampled, SamplingRows
 from kernels.reference.backend import batch_size
 
 
@@ -59,6 +60,13 @@ class Packed:
     inputs: int
     weight_format: int  # a number of Library.weight_formats
     computes_in: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Weights one under the other that are held in different formats."""
+
+    parts: tuple[Packed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,8 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         self.device = torch.device("cpu")
         self.path = path
         self.library = library
-        self.weight_formats = frozenset(library.weight_formats) - set(DTYPE_NAMES.values())
+        self.group_formats = library.group_formats if path == "own" else frozenset()
+        self.weight_formats = frozenset(library.weight_formats) - set(DTYPE_NAMES.values()) - library.group_formats
         self.threads = threads
         self._immediate = Immediate(library, threads)
         self._runner: Runner = self._immediate
@@ -136,26 +145,49 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             return TorchWeight(parts, outputs, inputs, bias)
         return self._pack(parts, outputs, inputs, bias, weight_format)
 
+    def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> Packed:
+        if not self.group_formats:
+            super().pack_groups(parts, outputs, inputs, bias)
+        return self._pack(parts, outputs, inputs, bias, "")
+
+    def stack(self, packed: Sequence[Packed]) -> Stacked:
+        if not self.group_formats:
+            super().stack(packed)
+        return Stacked(tuple(packed))
+
     def pack_tied(self, parts: Iterable[Tensor], tokens: int, hidden: int, bias: Tensor | None) -> Packed:
         """Pack for these kernels whatever the path: torch's order cannot be looked up, a second copy costs memory."""
         return self._pack(parts, tokens, hidden, bias, "")
 
     def _pack(
-        self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str
+        self, parts: Iterable[Tensor | Groups], outputs: int, inputs: int, bias: Tensor | None, weight_format: str
     ) -> Packed:
         packed: Packed | None = None
         first = 0
         for part in parts:
-            source = dtype_code(part.dtype)
+            groups = part if isinstance(part, Groups) else None
+            numbers = part.numbers if isinstance(part, Groups) else part
+            source = FLOAT32 if groups else dtype_code(numbers.dtype)
+            name = groups.weight_format if groups else weight_format or DTYPE_NAMES[numbers.dtype]
+            number = self.library.weight_formats[name]
             if packed is None:
-                number = self.library.weight_formats[weight_format or DTYPE_NAMES[part.dtype]]
                 memory = large(self.library.packed_bytes(number, outputs, inputs))
-                packed = Packed(memory, bias, outputs, inputs, number, part.dtype)
-            rows = part.shape[0]
+                packed = Packed(memory, bias, outputs, inputs, number, torch.float32 if groups else numbers.dtype)
+            rows = numbers.shape[0]
+            if number != packed.weight_format or numbers.shape[1] != inputs:
+                raise ValueError(f"rows of {numbers.shape[1]} numbers in {name} were given after others")
             if first + rows > outputs:
                 raise ValueError(f"{first + rows} rows were given for a weight of {outputs}")
             self.library.pack(
-                packed.weight_format, packed.memory.data_ptr(), (outputs, inputs), first, rows, part.data_ptr(), source
+                number,
+                packed.memory.data_ptr(),
+                (outputs, inputs),
+                first,
+                rows,
+                numbers.data_ptr(),
+                source,
+                _pointer(groups.scales) if groups else None,
+                _pointer(groups.mins) if groups else None,
             )
             first += rows
         if packed is None or first != outputs:
@@ -176,31 +208,36 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             raise ValueError(f"{first} rows were given for an embedding of {tokens}")
         return table
 
-    def linear(self, x: Tensor, packed: Packed | TorchWeight) -> Tensor:
+    def linear(self, x: Tensor, packed: Packed | Stacked | TorchWeight) -> Tensor:
         if isinstance(packed, TorchWeight):
             return packed.linear(x)
         return self._linear(x, packed, x.dtype)
 
-    def logits(self, x: Tensor, packed: Packed | TorchWeight) -> Tensor:
+    def logits(self, x: Tensor, packed: Packed | Stacked | TorchWeight) -> Tensor:
         if isinstance(packed, TorchWeight):
             return packed.linear(x).float()
         return self._linear(x, packed, torch.float32)
 
-    def _linear(self, x: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
-        rows = self._runner.rows(x)
-        out = self._runner.out(rows, packed.outputs, dtype)
-        args = LinearArgs(
-            x=x.data_ptr(),
-            weight=packed.memory.data_ptr(),
-            bias=_pointer(packed.bias),
-            out=out.data_ptr(),
-            inputs=packed.inputs,
-            outputs=packed.outputs,
-            dtype=DTYPES[x.dtype],
-            weight_format=packed.weight_format,
-            out_dtype=DTYPES[dtype],
-        )
-        self._runner.emit(rows, args, None, packed)
+    def _linear(self, x: Tensor, packed: Packed | Stacked, dtype: torch.dtype) -> Tensor:
+        rows, parts = self._runner.rows(x), packed.parts if isinstance(packed, Stacked) else (packed,)
+        outputs = sum(part.outputs for part in parts)
+        out = self._runner.out(rows, outputs, dtype)
+        at = out.data_ptr()
+        for part in parts:
+            args = LinearArgs(
+                x=x.data_ptr(),
+                weight=part.memory.data_ptr(),
+                bias=_pointer(part.bias),
+                out=at,
+                inputs=part.inputs,
+                outputs=part.outputs,
+                out_stride=outputs,
+                dtype=DTYPES[x.dtype],
+                weight_format=part.weight_format,
+                out_dtype=DTYPES[dtype],
+            )
+            self._runner.emit(rows, args, None, part)
+            at += part.outputs * dtype.itemsize
         return out
 
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:

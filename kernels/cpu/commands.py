@@ -47,6 +47,7 @@ class LinearArgs(Structure):
         ("out", c_void_p),
         ("inputs", c_int32),
         ("outputs", c_int32),
+        ("out_stride", c_int32),
         ("dtype", c_int32),
         ("weight_format", c_int32),
         ("out_dtype", c_int32),

@@ -41,7 +41,7 @@ class Library:
         self._packed_bytes = lib.orcinus_packed_bytes
         self._packed_bytes.argtypes, self._packed_bytes.restype = (c_int32, c_int64, c_int64), c_int64
         self._pack = lib.orcinus_pack
-        self._pack.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int32)
+        self._pack.argtypes = (c_int32, c_void_p, *(c_int64,) * 4, c_void_p, c_int32, c_void_p, c_void_p)
         self._pack.restype = None
         self._block_bytes = lib.orcinus_block_bytes
         self._block_bytes.argtypes, self._block_bytes.restype = (c_int32,) * 5, c_int64
@@ -58,6 +58,8 @@ class Library:
         names = iter(map(lib.orcinus_weight_format, map(c_int32, itertools.count())).__next__, None)
         self.weight_formats = {name.decode(): number for number, name in enumerate(names)}
         """Name of a weight format (src/formats.h) -> its number."""
+        self.group_formats = frozenset(n for n, number in self.weight_formats.items() if lib.orcinus_is_grouped(number))
+        """Those that are packed from Groups."""
 
     def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None:
         """Run `count` Commands at an address with the Step at another; release the GIL meanwhile."""
@@ -75,9 +77,11 @@ class Library:
         rows: int,
         source: int,
         source_dtype: int,
+        scales: int | None = None,
+        mins: int | None = None,
     ) -> None:
         """Pack rows first .. first + rows of a weight of that whole shape, [outputs, inputs]."""
-        self._pack(weight_format, packed, shape[0], shape[1], first, rows, source, source_dtype)
+        self._pack(weight_format, packed, shape[0], shape[1], first, rows, source, source_dtype, scales, mins)
 
     def block_bytes(self, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: int) -> int:
         return int(self._block_bytes(layers, kv_heads, block_size, head_dim, dtype))

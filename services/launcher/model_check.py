@@ -18,6 +18,7 @@ import psutil
 
 from services.launcher.gpu_facts import device_files, gather_driver
 from services.worker.models.registry import FAMILIES
+from services.worker.models.stored import Stored, read_stored
 from shared.errors import ModelError
 from shared.hub import repository_of, require_local
 from shared.settings import WorkerSettings
@@ -33,7 +34,11 @@ WORK_BYTES = GIB // 2
 
 NO_GGUF = "GGUF files cannot be served yet, only fetched; serve a repository or directory with safetensors"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-EMBEDDINGS = ("embed", "wte", "wpe")  # parts of names of tables, which --quantize int8 leaves alone
+ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
+EMBEDDINGS = ("embed", "wte", "wpe")  # parts of names of tables, which --quantize leaves alone
+WORDS = (".weight_packed", ".qweight")  # ends of names in quantized checkpoints
+SCALES = (".weight_scale", ".scales")
+UNPACKED = (".weight_zero_point", ".qzeros", ".g_idx", ".weight_g_idx", ".weight_shape", ".weight_scale_inv")
 
 
 def model_problem(model: Path, load_format: str) -> str:
@@ -54,15 +59,21 @@ class ModelFacts:
 
     dtype: str
     tensors: dict[str, tuple[int, ...]]  # shape by name; empty for dummy weights
+    stored: Stored | None = None  # how the layers' matrices are quantized
 
     def held_bytes(self, worker: WorkerSettings) -> int:
         """Return the memory that the weights take with these settings, all ranks of one replica together."""
-        item = _held_item_bytes(self.dtype, worker)
+        bits, kept = 8 * _held_item_bytes(self.dtype, worker), self.stored is not None and _keeps(self.stored, worker)
         total = 0
         for name, shape in self.tensors.items():
-            is_matrix = len(shape) == 2 and not any(part in name for part in EMBEDDINGS)
-            total += math.prod(shape) * (1 if worker.quantize == "int8" and is_matrix else item)
-        return total
+            count, is_matrix = math.prod(shape), len(shape) == 2 and not any(part in name for part in EMBEDDINGS)
+            if self.stored is not None and name.endswith(WORDS):
+                total += 32 * count if kept else 32 // self.stored.bits * count * bits
+            elif self.stored is not None and name.endswith(SCALES):
+                total += (64 if self.stored.zeros else 32) * count if kept else 0
+            elif self.stored is None or not name.endswith(UNPACKED):
+                total += count * (ROUNDED_BITS.get(worker.quantize, bits) if is_matrix else bits)
+        return total // 8
 
 
 def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
@@ -75,7 +86,7 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
             tensors.update(_shapes(file))
     read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
-    return ModelFacts(_dtype(config), tensors)
+    return ModelFacts(_dtype(config), tensors, read_stored(config, str(model / "config.json")))
 
 
 def read_config(model: Path) -> dict[str, Any]:
@@ -88,20 +99,17 @@ def read_config(model: Path) -> dict[str, Any]:
         raise ModelError(
             f"{where}: architecture {name!r} is not supported; choose a model of one of {', '.join(FAMILIES)}"
         )
-    if given := config.get("quantization_config"):
-        method = given.get("quant_method", "?") if isinstance(given, dict) else given
-        raise ModelError(
-            f"{where}: quantization_config ({method}) is not supported; choose the unquantized model, "
-            "and --quantize int8 if it is too large"
-        )
+    read_stored(config, str(where))
     return config
 
 
 def expected_bytes(config: dict[str, Any], weights_bytes: int, worker: WorkerSettings) -> int:
     """Return what weights of that size on disk will take in memory, roughly: for a model that is not here yet."""
-    dtype = _dtype(config)
-    held = 1 if worker.quantize == "int8" else _held_item_bytes(dtype, worker)
-    return weights_bytes * held // ITEM_BYTES.get(dtype, 4)
+    dtype, stored = _dtype(config), read_stored(config, "config.json")
+    held = ROUNDED_BITS.get(worker.quantize, 8 * _held_item_bytes(dtype, worker))
+    if stored is not None:
+        return weights_bytes if _keeps(stored, worker) else weights_bytes * held // stored.bits
+    return weights_bytes * held // (8 * ITEM_BYTES.get(dtype, 4))
 
 
 def memory_problem(model: Path, worker: WorkerSettings, replicas: int = 1) -> str:
@@ -154,6 +162,11 @@ def _held_item_bytes(dtype: str, worker: WorkerSettings) -> int:
     elif dtype == "float16" and not _on_gpu(worker):
         dtype = "float32"
     return ITEM_BYTES.get(dtype, 4)
+
+
+def _keeps(stored: Stored, worker: WorkerSettings) -> bool:
+    """Return whether the worker multiplies the packed numbers, and does not unpack them while it reads."""
+    return stored.unit > 0 and worker.kernels in ("auto", "cpu") and not _on_gpu(worker)
 
 
 def _on_gpu(worker: WorkerSettings) -> bool:

@@ -192,8 +192,9 @@ def _cpu_ops(
     """
     threads, weights = torch.get_num_threads(), str(dtype).removeprefix("torch.")
     path, source = "own", "the only ones for these settings"
-    if settings.quantize != "none":
-        weights = f"{weights}, {settings.quantize} weights,"
+    if settings.quantize != "none" or config.stored is not None:
+        held = settings.quantize if config.stored is None else f"{config.stored.method} {config.stored.bits}-bit"
+        weights = f"{weights}, {held} weights,"
     elif alone and not settings.deterministic:
         row = matrix_kernels(cpu_flags(), dtype, config.hidden_size)
         path, source = row.path, row.source

@@ -33,7 +33,7 @@ from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.weights import shard_of
 from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
-from services.worker.quantization import METHODS
+from services.worker.quantization import method_of
 from services.worker.slots import SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
@@ -70,8 +70,12 @@ class Engine:
             settings, self.parallel
         )  # first: what is amiss with the folder shows before the weights come
         set_threads(settings, self.parallel.ranks_here)
-        method = METHODS[settings.quantize]
-        config = load_config(settings.model, method.quant_methods)
+        config = load_config(settings.model)
+        if config.stored is not None and settings.load_format == "dummy":
+            raise ConfigurationError(
+                "--load-format dummy: config.json has a quantization_config, random weights are plain; take it out"
+            )
+        method = method_of(settings.quantize, config.stored)
         self.lengths = wanted_lengths(settings, config)
         weights = open_weights(settings.model, settings.load_format, progress)
         check_matrices(config, weights, method)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops as kernel_ops
-from kernels.ops import ACTIVATIONS, AnyOps, Attention, Cache, CacheShape, Norm
+from kernels.ops import ACTIVATIONS, AnyOps, Attention, Cache, CacheShape, Groups, Norm
 from tests.kernels.sequences import Float64, Sequences, chunk, close, demand_width, in_its_types, new_cache, random
 from tests.kernels.sequences import ops as ops  # the fixture
 
@@ -102,6 +102,25 @@ def test_int8_weights_are_rounded_row_by_row_or_refused(ops: AnyOps, dtype: torc
     rounded = np.rint(f64(weight) / scale) * scale
     # Rounding to nearest may go either way at a tie in float32: half a step of the widest row is allowed once.
     close(ops.linear(x, packed), f64(x) @ rounded.T, dtype, extra=float(scale.max()) * float(x.abs().max()) / 2)
+
+
+def test_groups_and_stacks_are_multiplied_or_refused(ops: AnyOps) -> None:
+    numbers = torch.from_numpy(np.random.default_rng(4).integers(0, 16, (40, 64), np.uint8))
+    part = Groups(4, 32, numbers, random((40, 2), 5, torch.float32))
+    x, plain, bias = (random(shape, at, torch.float32) for at, shape in enumerate([(5, 64), (7, 64), (47,)]))
+    if not ops.group_formats:
+        with pytest.raises(ValueError, match=f"{ops.name} backend has no kernels"):
+            ops.pack_groups(iter([part]), 40, 64, None)
+        with pytest.raises(ValueError, match=f"{ops.name} backend has one"):
+            ops.stack([])
+        return
+    grouped = ops.pack_groups(iter([part]), 40, 64, bias[:40])
+    stack = ops.stack([grouped, ops.pack_linear(iter([plain]), 7, 64, bias[40:])])
+    exact = f64(x) @ np.concatenate([f64(part.plain()), f64(plain)]).T + f64(bias)
+    close(ops.linear(x, stack), exact, torch.float32)
+    close(ops.linear(x, grouped), exact[:, :40], torch.float32)
+    with pytest.raises(ValueError, match="no kernels for it"):
+        ops.pack_linear(iter([plain]), 7, 64, None, "int4-32")
 
 
 @in_its_types

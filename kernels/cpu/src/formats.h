@@ -14,14 +14,20 @@
 //                 has one part for both
 //   add           sums plus one part times one row's activations
 //   pack, unpack  the DEPTH numbers of one output of a panel in a step; `inverse` is 1 / scale. Zeros must give zeros
+//   PREFETCHED    whether the kernel fetches weights that are needed soon
 //   ForBfloat16   the struct that multiplies bfloat16 activations: itself, or one with the same packed form
+//   GROUPED       whether it is packed from Groups (kernels/ops.py). Such a format is multiplied as float32, PIECE inputs
+//                 at a time at least: in place of Register, PARTS, part, add and PREFETCHED it has unpack_piece
 #pragma once
 #include "formats/bfloat16.h"
 #include "formats/float32.h"
+#include "formats/groups.h"
 #include "formats/int8.h"
 
 template <class... W>
 struct Formats {};
 
 // A format's place is its number in LinearArgs and EmbedArgs; Python asks for the names (orcinus_weight_format).
-typedef Formats<Float32, Bfloat16, Int8> WeightFormats;
+typedef Formats<Float32, Bfloat16, Int8, Int4x32, Int4x32Mins, Int4x128, Int4x128Mins, Int8x32, Int8x32Mins, Int8x128,
+                Int8x128Mins>
+    WeightFormats;

@@ -16,6 +16,8 @@ constexpr int64_t BLOCK_TILES = 8;          // tiles of rows per block
 constexpr int64_t GROUP = 4;                // panels per piece, at most
 constexpr int64_t PASS_STEPS = 512;         // of a panel that the tiles of a block go through before the next one
 constexpr int64_t AHEAD = 8192;             // bytes of weights that a lone tile fetches ahead: 53 GB/s times latency
+constexpr int64_t UNPACKED_INPUTS = 512;    // of a panel in float32 at once, for several tiles: half of a second cache
+constexpr int64_t LONE_INPUTS = 32;         // for each panel of a lone tile: half of the first cache
 constexpr int64_t COPY_BYTES = 512 * 1024;  // of a block's activations, when they have to be copied
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -123,9 +125,11 @@ class Linear {
     blocks_ = ceil_div(tiles_, most);
     block_rows_ = most * TILE;
     const int64_t copy_bytes = copied_ ? round_up(block_rows_ * stride_ * sizeof(Input), 64) : 0;
-    char* memory = team.scratch(copy_bytes + GROUP * block_rows_ * WIDTH * 4);
+    const int64_t sums_bytes = GROUP * block_rows_ * WIDTH * 4;
+    char* memory = team.scratch(copy_bytes + sums_bytes + (W::GROUPED ? UNPACKED_INPUTS * WIDTH * 4 : 0));
     copy_ = reinterpret_cast<Input*>(memory);
     sums_ = reinterpret_cast<float*>(memory + copy_bytes);
+    unpacked_ = reinterpret_cast<float*>(memory + copy_bytes + sums_bytes);
   }
 
   void run() {
@@ -160,6 +164,62 @@ class Linear {
 
   // Some panels of the block at hand; while it computes, each kernel fetches weights that are needed soon.
   void multiply(int64_t panel, int64_t count) {
+    if constexpr (W::GROUPED)
+      multiply_unpacked(panel, count);
+    else
+      multiply_packed(panel, count);
+  }
+
+  // Few rows: two panels at a time, unpacked in registers.
+  void multiply_grouped(int64_t panel, int64_t count) {
+    Tile<Input> t = {};
+    t.x = x_;
+    t.x_stride = stride_;
+    t.panel_bytes = packed_.panel_bytes;
+    t.steps = ceil_div(args_.inputs, W::DEPTH);
+    t.sums_rows = block_rows_;
+    for (int64_t p = 0; p < count; p += 2) {
+      t.weights = weights(panel + p, 0);
+      t.sums = sums_ + p * block_rows_ * WIDTH;
+      if (p + 1 < count)
+        grouped_kernel<W, 2>(t, end_ - begin_);
+      else
+        grouped_kernel<W, 1>(t, end_ - begin_);
+    }
+  }
+
+  // Some inputs of some panels become float32, then all tiles multiply by them.
+  void multiply_unpacked(int64_t panel, int64_t count) {
+    const int64_t inputs = round_up(args_.inputs, W::DEPTH), tiles = end_tile_ - first_tile_;
+    if (end_ - begin_ <= GROUPED_ROWS) return multiply_grouped(panel, count);
+    const int64_t at_once = tiles == 1 ? LONE_INPUTS : UNPACKED_INPUTS;
+    for (int64_t p = 0, together = tiles == 1 ? panels_together(end_ - begin_) : 1; p < count; p += together) {
+      while (together > count - p) together /= 2;
+      for (int64_t first = 0; first < inputs; first += at_once) {
+        const int64_t last = std::min(inputs, first + at_once);
+        float* out = unpacked_;
+        for (int64_t q = 0; q < together; q++)
+          for (int64_t k = first; k < last; k += W::PIECE, out += W::PIECE * WIDTH)
+            W::unpack_piece(weights(panel + p + q, k / W::DEPTH), k % W::DEPTH, out);
+        for (int64_t tile = first_tile_; tile < end_tile_; tile++) {
+          const int64_t row = first_row(tile);
+          Tile<Input> t;
+          t.x = x_ + (row - begin_) * stride_ + first;
+          t.x_stride = stride_;
+          t.weights = t.ahead = reinterpret_cast<const char*>(unpacked_);
+          t.panel_bytes = (last - first) * WIDTH * 4;
+          t.steps = last - first;
+          t.sums = sums_ + (p * block_rows_ + row - begin_) * WIDTH;
+          t.sums_rows = block_rows_;
+          t.resume = first > 0;
+          t.ahead_step = 0;
+          pick<Unpacked>(first_row(tile + 1) - row, together)(t);
+        }
+      }
+    }
+  }
+
+  void multiply_packed(int64_t panel, int64_t count) {
     if (end_tile_ - first_tile_ == 1) return stream(panel, count);
     const int64_t steps = ceil_div(args_.inputs, W::DEPTH), tiles = end_tile_ - first_tile_;
     const int64_t passes = ceil_div(steps, PASS_STEPS);
@@ -217,11 +277,11 @@ class Linear {
     const float* scales = nullptr;
     if constexpr (W::SCALED)
       scales = reinterpret_cast<const float*>(static_cast<const char*>(args_.weight) + packed_.scales_at()) + column;
-    const int64_t at = begin_ * args_.outputs + column;
+    const int64_t at = begin_ * args_.out_stride + column;
     if (args_.out_dtype == F32)
-      finish(sums, end_ - begin_, scales, bias, static_cast<float*>(args_.out) + at, args_.outputs, count);
+      finish(sums, end_ - begin_, scales, bias, static_cast<float*>(args_.out) + at, args_.out_stride, count);
     else
-      finish(sums, end_ - begin_, scales, bias, static_cast<bf16*>(args_.out) + at, args_.outputs, count);
+      finish(sums, end_ - begin_, scales, bias, static_cast<bf16*>(args_.out) + at, args_.out_stride, count);
   }
 
   const LinearArgs& args_;
@@ -231,7 +291,7 @@ class Linear {
   int64_t tiles_, blocks_, block_rows_, stride_;
   bool copied_;
   Input* copy_;
-  float* sums_;
+  float *sums_, *unpacked_;
   int64_t block_ = -1, first_tile_ = 0, end_tile_ = 0, begin_ = 0, end_ = 0;
   int64_t next_ = 0;  // panel of the piece that this thread will likely take next
   const Input* x_ = nullptr;
@@ -243,6 +303,7 @@ struct Source {
   const void* data;
   int32_t dtype;
   int64_t inputs;
+  const float *scales, *mins;  // of Groups, [rows, groups]; their numbers are `data`, [rows, inputs] of 8 bits
   float at(int64_t row, int64_t input) const {
     const int64_t i = row * inputs + input;
     return dtype == F32 ? static_cast<const float*>(data)[i] : widen(static_cast<const bf16*>(data)[i]);
@@ -251,7 +312,8 @@ struct Source {
 
 // Packs `count` rows of `source` as rows first_row.. of a weight. Padding after the last row is zeroed with that row.
 template <class W>
-void pack(char* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count, const Source& source) {
+void pack_numbers(char* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count,
+                  const Source& source) {
   const Packed<W> p(outputs, inputs);
   const int64_t end = first_row + count, padded_end = end == outputs ? p.panels * WIDTH : end;
   for (int64_t begin = first_row; begin < padded_end; begin = (begin / WIDTH + 1) * WIDTH) {
@@ -276,6 +338,35 @@ void pack(char* packed, int64_t outputs, int64_t inputs, int64_t first_row, int6
         W::pack(step, row % WIDTH, numbers, inverse[row % WIDTH]);
       }
   }
+}
+
+// The same for Groups.
+template <class W>
+void pack_groups(char* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count,
+                 const Source& source) {
+  const Packed<W> p(outputs, inputs);
+  const int64_t groups = ceil_div(inputs, W::DEPTH), end = first_row + count;
+  const int64_t padded_end = end == outputs ? p.panels * WIDTH : end;
+  for (int64_t row = first_row; row < padded_end; row++) {
+    char* step = packed + row / WIDTH * p.panel_bytes;
+    const uint8_t* numbers = static_cast<const uint8_t*>(source.data) + (row - first_row) * inputs;
+    for (int64_t group = 0; group < groups; group++, step += W::BYTES) {
+      const int64_t at = (row - first_row) * groups + group, first = group * W::DEPTH;
+      if (row < end)
+        W::pack(step, row % WIDTH, numbers + first, inputs - first, source.scales[at],
+                source.mins ? source.mins[at] : 0);
+      else
+        W::pack(step, row % WIDTH, nullptr, 0, 0, 0);
+    }
+  }
+}
+
+template <class W>
+void pack(char* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count, const Source& source) {
+  if constexpr (W::GROUPED)
+    pack_groups<W>(packed, outputs, inputs, first_row, count, source);
+  else
+    pack_numbers<W>(packed, outputs, inputs, first_row, count, source);
 }
 
 // One row of a packed weight, [inputs] float32.
@@ -310,6 +401,7 @@ void multiply(const LinearArgs& args, int64_t rows, Team& team) {
 
 struct Format {
   const char* name;
+  bool grouped;
   int64_t (*packed_bytes)(int64_t outputs, int64_t inputs);
   void (*pack)(char*, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count, const Source&);
   void (*unpack)(const char*, int64_t outputs, int64_t inputs, int64_t row, float* out);
@@ -318,7 +410,7 @@ struct Format {
 
 template <class... W>
 constexpr std::array<Format, sizeof...(W)> table_of(Formats<W...>) {
-  return {Format{W::NAME, packed_bytes<W>, pack<W>, unpack<W>, multiply<W>}...};
+  return {Format{W::NAME, W::GROUPED, packed_bytes<W>, pack<W>, unpack<W>, multiply<W>}...};
 }
 
 constexpr auto FORMATS = table_of(WeightFormats{});
@@ -340,15 +432,19 @@ const char* orcinus_weight_format(int32_t number) {
   return number < int32_t(FORMATS.size()) ? FORMATS[number].name : nullptr;
 }
 
+// Whether a format is packed from Groups.
+int32_t orcinus_is_grouped(int32_t number) { return FORMATS[number].grouped; }
+
 // Bytes of a packed weight; its memory is the caller's, aligned to 64.
 int64_t orcinus_packed_bytes(int32_t weight_format, int64_t outputs, int64_t inputs) {
   return FORMATS[weight_format].packed_bytes(outputs, inputs);
 }
 
-// Packs `source` [rows, inputs], row-major, F32 or BF16, as rows first_row.. of a weight of `outputs` rows.
+// Packs `source` [rows, inputs], row-major, F32 or BF16, as rows first_row.. of a weight of `outputs` rows. A format of
+// Groups takes numbers of 8 bits, scales and perhaps mins [rows, groups] instead.
 void orcinus_pack(int32_t weight_format, void* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t rows,
-                  const void* source, int32_t source_dtype) {
-  const Source from{source, source_dtype, inputs};
+                  const void* source, int32_t source_dtype, const float* scales, const float* mins) {
+  const Source from{source, source_dtype, inputs, scales, mins};
   FORMATS[weight_format].pack(static_cast<char*>(packed), outputs, inputs, first_row, rows, from);
 }
 

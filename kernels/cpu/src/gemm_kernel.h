@@ -42,7 +42,7 @@ void kernel(const Tile<typename W::Input>& t) {
   const int64_t ahead_step = t.ahead_step;
   for (const char* const end = w + t.steps * W::BYTES; w < end; w += W::BYTES, x += W::DEPTH, ahead += ahead_step) {
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++)
+    for (int p = 0; p < P * W::PREFETCHED; p++)
 #pragma GCC unroll 2
       for (int at = 0; at < W::BYTES; at += 64) __builtin_prefetch(ahead + p * panel_bytes + at);
     typename W::Register weights[2 * P];
@@ -61,6 +61,51 @@ void kernel(const Tile<typename W::Input>& t) {
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < 2 * P; c++) store(rest + c / 2 * panel + r * WIDTH + c % 2 * LANES, sums[r][c]);
+}
+
+// The same of a format of Groups for few rows, which are unpacked in registers: as many multiplications, no memory between.
+// `steps` are groups.
+template <class W, int R, int P>
+void grouped_kernel(const Tile<float>& t) {
+  vf sums[R][2 * P] = {};
+  const float* x = t.x;
+  const char* step = t.weights;
+  for (int64_t group = 0; group < t.steps; group++, step += W::BYTES) {
+    vf scale[2 * P], below[2 * P];
+#pragma GCC unroll 4
+    for (int c = 0; c < 2 * P; c++) W::load_scale(step + c / 2 * t.panel_bytes, c % 2, scale[c], below[c]);
+    const char* numbers = step + W::SCALE_BYTES;
+    for (int word = 0; word < W::DEPTH / W::NUMBERS; word++, numbers += WIDTH * 4, x += W::NUMBERS) {
+      vu words[2 * P];
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * P; c++) {
+        const char* at = numbers + c / 2 * t.panel_bytes + c % 2 * LANES * 4;
+        memcpy(&words[c], at, sizeof words[c]);
+        __builtin_prefetch(at + W::AHEAD);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < W::NUMBERS; i++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * P; c++) {
+          const vf weight = W::value(words[c] >> (i * W::BITS_EACH), scale[c], below[c]);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) sums[r][c] = fused(splat(x[r * t.x_stride + i]), weight, sums[r][c]);
+        }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < 2 * P; c++) store(t.sums + (c / 2 * t.sums_rows + r) * WIDTH + c % 2 * LANES, sums[r][c]);
+}
+
+constexpr int GROUPED_ROWS = 3;  // with more, unpacking into memory once costs less than the registers that are short
+
+template <class W, int P>
+void grouped_kernel(const Tile<float>& t, int64_t rows) {
+  if (rows == 1) return grouped_kernel<W, 1, P>(t);
+  if (rows == 2) return grouped_kernel<W, 2, P>(t);
+  grouped_kernel<W, 3, P>(t);
 }
 
 // How many panels run together for a tile of so many rows: few rows alone have too few independent sums to keep the

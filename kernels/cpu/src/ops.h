@@ -59,8 +59,8 @@ struct LinearArgs {
   const void* x;       // [rows, inputs] of `dtype`
   const void* weight;  // packed
   const float* bias;   // [outputs] or null
-  void* out;           // [rows, outputs] of `out_dtype`
-  int32_t inputs, outputs;
+  void* out;           // [rows, outputs] of `out_dtype`, out_stride numbers from row to row
+  int32_t inputs, outputs, out_stride;
   int32_t dtype, weight_format, out_dtype;  // weight_format: its place in formats.h
 };
 

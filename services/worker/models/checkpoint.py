@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from services.worker.models.config import read_json
+from services.worker.models.fields import read_json
 from shared.errors import ModelError
 
 SINGLE = "model.safetensors"
@@ -55,6 +55,14 @@ class Source(ABC):
 
     @abstractmethod
     def __contains__(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor that is there."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> str:
+        """Return the type (DTYPES) of a tensor that is there."""
 
     @abstractmethod
     def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
@@ -133,6 +141,12 @@ class Checkpoint(Source):
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._where[name].shape
+
+    def dtype(self, name: str) -> str:
+        return self._where[name].dtype
+
     def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
         place = self._where.get(name)
         if place is None:
@@ -142,7 +156,10 @@ class Checkpoint(Source):
                 f"{self.model}: tensor {name} has shape {list(place.shape)}, config.json says {list(shape)}"
             )
         if place.dtype not in dtypes:
-            raise ModelError(f"{self.model}: tensor {name} is {place.dtype}; use an unquantized checkpoint")
+            raise ModelError(
+                f"{self.model}: tensor {name} is {place.dtype}, expected {' or '.join(sorted(dtypes))}; "
+                "use another checkpoint of the model"
+            )
 
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
         place = self._where[name]
@@ -190,6 +207,13 @@ class Dummy(Source):
 
     def __contains__(self, name: str) -> bool:
         return True
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return that of a scalar: no random tensor is asked for its shape."""
+        return ()
+
+    def dtype(self, name: str) -> str:
+        return "F32"
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
         """Accept every tensor."""

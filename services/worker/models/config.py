@@ -1,29 +1,28 @@
 """Read config.json of a Hugging Face directory into one frozen DecoderConfig that describes the whole decoder.
 
-A checkpoint that this worker cannot compute exactly as it is meant is refused here, before any weight is read. `Fields`
-gives each field a type and bounds, so that no value of the file reaches the arithmetic unchecked. The part that the
-architecture's name decides is in `registry`.
+A checkpoint that this worker cannot compute exactly as it is meant is refused here, before any weight is read. Each
+field is read with a type and bounds (`fields`). The part that the architecture's name decides is in `registry`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from services.worker.models.fields import Fields, read_json
 from services.worker.models.registry import FAMILIES, Family
 from services.worker.models.rope import Rope
+from services.worker.models.stored import Stored, read_stored
 from shared.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_LAYERS = 4096
 LAYER_TYPES = ("full_attention", "sliding_attention")
-LARGEST = 1 << 24  # of any size; a vocabulary or a context beyond it is a mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,7 @@ class DecoderConfig:
     rope: Rope | None
     local_rope: Rope | None  # of the layers with a window; None: as the others
     checkpoint_dtype: torch.dtype
+    stored: Stored | None = None  # how a quantized checkpoint holds the layers' matrices
 
     @property
     def gate_up_size(self) -> int:
@@ -57,104 +57,18 @@ class DecoderConfig:
         return self.intermediate_size * (2 if self.family.gated else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """Fields under their usual names, defaults filled in; `field_names` gives the names that the file uses instead.
-
-    A field that is null is as one that is left out. All methods raise ModelError.
-    """
-
-    raw: Mapping[str, Any]
-    where: str  # the file, for errors
-    field_names: Mapping[str, str] = field(default_factory=dict)
-
-    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
-        value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            wanted = f"a positive integer up to {most}" if least == 1 else f"an integer from {least} to {most}"
-            raise self._refused(key, value, wanted)
-        return value
-
-    def number(self, key: str, least: float, most: float, default: float | None = None) -> float:
-        value = self._value(key, default)
-        # NaN is in no range.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-            raise self._refused(key, value, f"a number from {least:g} to {most:g}")
-        return float(value)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise self._refused(key, value, "true or false")
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self._refused(key, value, "a string")
-        return value
-
-    def fields(self, key: str) -> dict[str, Any]:
-        """Return an object; empty when there is none."""
-        value = self._value(key, {})
-        if not isinstance(value, dict):
-            raise self._refused(key, value, "an object")
-        return value
-
-    def name(self, key: str) -> str:
-        """Return the field's name for people, with the one that the file uses."""
-        name = self.field_names.get(key)
-        return f"{key} ({name})" if name else key
-
-    def _value(self, key: str, default: Any) -> Any:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ModelError(f"{self.where}: {self.name(key)} is missing")
-        return value
-
-    def _refused(self, key: str, value: Any, wanted: str) -> ModelError:
-        said = repr(value)
-        said = said if len(said) <= 60 else said[:57] + "..."
-        return ModelError(f"{self.where}: {self.name(key)} is {said}, expected {wanted}")
-
-
-JSON_BYTES = 64 << 20
-"""Bound of a JSON file of a model directory; the index of the largest models has a few MB."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of the model directory. Raise ModelError."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ModelError(f"{path}: no regular file; replace it with the file of the model")
-        if (size := path.stat().st_size) > JSON_BYTES:
-            raise ModelError(f"{path}: {size} bytes, more than {JSON_BYTES}; replace it with the file of the model")
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} is missing: MODEL must name a Hugging Face model directory") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    return value
-
-
-def load_config(model: Path, quant_methods: frozenset[str] = frozenset()) -> DecoderConfig:
-    """Read `model`/config.json. Raise ModelError naming the field, its value and what would work.
-
-    quant_methods: kinds of quantized checkpoints that can be read (`LinearMethod.quant_methods`).
-    """
+def load_config(model: Path) -> DecoderConfig:
+    """Read `model`/config.json. Raise ModelError naming the field, its value and what would work."""
     if not model.is_dir():
         raise ModelError(f"model directory {model} does not exist; set MODEL to a Hugging Face model directory")
     raw, where = read_json(model / "config.json"), str(model / "config.json")
     try:
-        return parse_config(raw, where, quant_methods)
+        return parse_config(raw, where)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ModelError(f"{where} does not hold what a config holds: {type(error).__name__}: {error}") from error
 
 
-def parse_config(raw: dict[str, Any], where: str, quant_methods: frozenset[str] = frozenset()) -> DecoderConfig:
+def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     """Return the pure part of load_config; `where` names the file in errors."""
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
@@ -163,7 +77,7 @@ def parse_config(raw: dict[str, Any], where: str, quant_methods: frozenset[str] 
     family = FAMILIES[name]
     raw = {**family.defaults, **{key: raw[name] for key, name in family.field_names.items() if name in raw}, **raw}
     read = Fields(raw, where, family.field_names)
-    _refuse_unsupported(read, family, quant_methods)
+    _refuse_unsupported(read, family)
     hidden = read.integer("hidden_size")
     heads = read.integer("num_attention_heads")
     kv_heads = read.integer("num_key_value_heads", heads)
@@ -201,18 +115,12 @@ def parse_config(raw: dict[str, Any], where: str, quant_methods: frozenset[str] 
         rope=rope,
         local_rope=local_rope,
         checkpoint_dtype=_dtype(read),
+        stored=read_stored(raw, where),
     )
 
 
-def _refuse_unsupported(read: Fields, family: Family, quant_methods: frozenset[str]) -> None:
+def _refuse_unsupported(read: Fields, family: Family) -> None:
     raw, where = read.raw, read.where
-    if raw.get("quantization_config"):
-        given = raw["quantization_config"]
-        method = given.get("quant_method", "?") if isinstance(given, dict) else given
-        if not isinstance(method, str) or method not in quant_methods:
-            raise ModelError(
-                f"{where}: quantization_config ({method}) is not supported; use the unquantized checkpoint"
-            )
     for key, value in family.only.items():
         found = raw.get(key)
         if found is not None and found != value:

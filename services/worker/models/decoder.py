@@ -62,6 +62,10 @@ class Decoder:
         tables = PositionTables(loader)
         self.layers = [DecoderLayer(loader, self.parallel, index, tables) for index in self.shard.layers]
         self.norm = loader.norm(f"{names.prefix}{names.norm}") if last else None
+        if config.stored is not None:
+            plain, grouped = loader.packed
+            stored, name = config.stored, str(dtype).removeprefix("torch.")
+            log.info("%s, %d bits: %d matrices stay so, %d are in %s", stored.method, stored.bits, grouped, plain, name)
         if first and last and (unused := loader.unused()):  # of several stages, the others read the rest
             log.warning(
                 "%s: %d tensors are of no use to %s: %s, ...", source.model, len(unused), config.architecture, unused[0]

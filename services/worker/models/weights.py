@@ -20,7 +20,7 @@ from kernels.ops import AnyOps, Norm
 from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig
 from services.worker.parallel.state import ParallelState
-from services.worker.quantization.base import LinearMethod, Matrix
+from services.worker.quantization.base import LinearMethod, Matrix, Part
 from shared.errors import ConfigurationError
 
 BUFFERS = ("inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
@@ -134,6 +134,7 @@ class WeightLoader:
         self.config, self.shard, self.names = config, shard, config.family.names
         self.source, self.ops, self.dtype, self.method = source, ops, dtype, method
         self.positions = positions
+        self.packed = [0, 0]  # parts of matrices in the model's type, and in Groups
 
     def layer_prefix(self, index: int) -> str:
         """Return the beginning of the names of layer `index`."""
@@ -189,15 +190,14 @@ class WeightLoader:
             biases = {name: self._vector(f"{name}.bias", total) for name, total in totals.items()}
             bias = torch.cat([biases[part.name][part.rows.start : part.rows.stop] for part in parts])
         hidden = self.config.hidden_size
-        pieces = (piece for part in parts for piece in self._read(part, hidden, range(hidden)))
-        return self.method.pack(self.ops, pieces, sum(len(part.rows) for part in parts), hidden, bias)
+        return self.method.pack(self.ops, [self._read(part, hidden, range(hidden)) for part in parts], hidden, bias)
 
     def row_parallel(self, name: str, inputs: int, columns: range, bias_kind: str) -> Any:
         """Return a packed matrix [hidden, these columns]. The ranks' products are summed: one rank adds the bias."""
         hidden = self.config.hidden_size
         bias = self._vector(f"{name}.bias", hidden) if bias_kind in self.config.biases and self.shard.adds else None
-        pieces = self._read(Rows(name, hidden, range(hidden)), inputs, columns)
-        return self.method.pack(self.ops, pieces, hidden, len(columns), bias)
+        part = self._read(Rows(name, hidden, range(hidden)), inputs, columns)
+        return self.method.pack(self.ops, [part], len(columns), bias)
 
     def norm(self, name: str, size: int = 0) -> Norm:
         """Return the norm of `size` numbers, by default hidden_size."""
@@ -219,10 +219,12 @@ class WeightLoader:
         head = f"{self.names.lm_head}."
         return [name for name in self.source.unread() if not name.endswith(BUFFERS) and not name.startswith(head)]
 
-    def _read(self, part: Rows, inputs: int, columns: range) -> Iterator[Tensor]:
-        name = self._find(f"{part.name}.weight").removesuffix(".weight")
-        matrix = Matrix(name, part.total, inputs, part.rows, columns, self.config.family.transposed)
-        return self.method.read(self.source, matrix, self.dtype)
+    def _read(self, rows: Rows, inputs: int, columns: range) -> Part:
+        name = self._find(f"{rows.name}.weight").removesuffix(".weight")
+        matrix = Matrix(name, rows.total, inputs, rows.rows, columns, self.config.family.transposed)
+        part = Part(self.ops, len(rows.rows), self.method.read(self.source, matrix, self.dtype), self.dtype)
+        self.packed[bool(part.weight_format)] += 1
+        return part
 
     def _vocab_rows(self, name: str) -> Iterator[Tensor]:
         """Yield the shard's rows of the embedding or the head, and zeros behind them."""

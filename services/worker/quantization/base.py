@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kernels.ops import AnyOps
+from kernels.ops import AnyOps, Groups
 from services.worker.models.checkpoint import Source, as_piece
 
 
@@ -30,6 +31,22 @@ class Matrix:
     transposed: bool = False  # the checkpoint holds [inputs, outputs]
 
 
+class Part:
+    """Rows of a matrix that are about to be packed."""
+
+    def __init__(self, ops: AnyOps, rows: int, pieces: Iterator[Tensor | Groups], dtype: torch.dtype) -> None:
+        """Look at the first piece. Groups that the backend cannot multiply are unpacked into `dtype`."""
+        self.rows = rows
+        first = next(pieces)
+        self.weight_format = first.weight_format if isinstance(first, Groups) else ""
+        self.unpacked = self.weight_format not in ("", *ops.group_formats)
+        """Whether Groups are unpacked."""
+        self.pieces: Iterator[Tensor | Groups] = chain([first], pieces)
+        if self.unpacked:
+            self.weight_format = ""
+            self.pieces = (as_piece(piece.plain(), dtype) for piece in self.pieces if isinstance(piece, Groups))
+
+
 class LinearMethod(ABC):
     """How the linear layers of a model hold their weights."""
 
@@ -39,17 +56,16 @@ class LinearMethod(ABC):
     """Kernel backends (`Ops.name`) that can multiply it; empty means all."""
     weight_format: ClassVar[str] = ""
     """Format of Ops.pack_linear that it is held in; empty means the model's type."""
-    quant_methods: ClassVar[frozenset[str]] = frozenset()
-    """`quant_method` of the quantized checkpoints that it reads; empty means plain checkpoints alone."""
 
     def check(self, source: Source, matrix: Matrix) -> None:
         """Raise ModelError when the checkpoint lacks the matrix or holds it in another shape. Read headers alone."""
         source.check(f"{matrix.name}.weight", _stored_shape(matrix))
 
-    def read(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield [some of the rows, columns] of the rank's part in `dtype`, from the first row to the last.
+    def read(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
+        """Yield [some of the rows, columns] of the rank's part, from the first row to the last.
 
-        Pieces are read as they are asked for, so that the peak of memory is one of them. Raise ModelError.
+        They are in `dtype`, or all are Groups of one weight_format. Pieces are read as they are asked for, so that the
+        peak of memory is one of them. Raise ModelError.
         """
         name, rows, columns = f"{matrix.name}.weight", matrix.rows, matrix.columns
         if not matrix.transposed:
@@ -61,9 +77,20 @@ class LinearMethod(ABC):
         for first in range(rows.start, rows.stop, step):
             yield as_piece(stored[:, first : min(first + step, rows.stop)].t(), dtype)
 
-    def pack(self, ops: AnyOps, pieces: Iterator[Tensor], outputs: int, inputs: int, bias: Tensor | None) -> Any:
-        """Return the weight [outputs, inputs] as `multiply` takes it; see Ops.pack_linear."""
-        return ops.pack_linear(pieces, outputs, inputs, bias, self.weight_format)
+    def pack(self, ops: AnyOps, parts: list[Part], inputs: int, bias: Tensor | None) -> Any:
+        """Return the parts, one under the other, as `multiply` takes them; see Ops.pack_linear."""
+        runs, first = [], 0
+        for weight_format, run in groupby(parts, lambda part: part.weight_format):
+            same = list(run)
+            rows = sum(part.rows for part in same)
+            some = None if bias is None else bias[first : first + rows]
+            first += rows
+            pieces: Iterator[Any] = (piece for part in same for piece in part.pieces)
+            if weight_format:
+                runs.append(ops.pack_groups(pieces, rows, inputs, some))
+            else:
+                runs.append(ops.pack_linear(pieces, rows, inputs, some, self.weight_format))
+        return runs[0] if len(runs) == 1 else ops.stack(runs)
 
     def multiply(self, ops: AnyOps, x: Tensor, packed: Any) -> Tensor:
         """Return x @ weight.T + bias: x [N, inputs] -> [N, outputs]."""

@@ -109,7 +109,7 @@ def test_rope_variants_equal_transformers_in_both_config_forms(
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
         ({"rope_scaling": {"rope_type": "dynamic", "full_attention": {}}}, ["per layer type", "full_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "unquantized"]),
+        ({"quantization_config": {"quant_method": "exl3"}}, ["exl3", "awq", "unquantized"]),
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         ({"torch_dtype": {"a": 1}}, ["torch_dtype is {'a': 1}", "a string"]),
         ({"hidden_act": ["silu"]}, ["hidden_act is ['silu']", "a string"]),

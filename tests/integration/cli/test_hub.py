@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from services.cli.app import app
 from services.launcher.model_check import ModelFacts, model_problem
+from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, WorkerSettings
 from tests.support.hub import StandInHub
@@ -361,8 +362,8 @@ _BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "weights cut off": ("model.safetensors", weights()[:-1], "cut off"),
     "no tokenizer": ("tokenizer.json", None, "missing; save the fast tokenizer"),
     "quantized": (
-        "config.json", b'{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "gptq"}}',
-        "quantization_config (gptq) is not supported",
+        "config.json", b'{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "exl3"}}',
+        "quantization_config (exl3) is not supported, compressed-tensors, awq, gptq, fp8 are",
     ),
 }  # fmt: skip
 
@@ -397,3 +398,17 @@ def test_size_is_that_of_the_weights_as_they_are_held() -> None:
     assert held("float16") == 4 * 60  # widened on a CPU
     assert held("float32", dtype="bfloat16") == 2 * 60
     assert held("bfloat16", quantize="int8") == 2 * 44 + 16
+    assert held("bfloat16", quantize="int4") == 2 * 44 + 10
+
+
+def test_size_of_a_quantized_model_is_its_words_and_scales_or_unpacked() -> None:
+    tensors = {
+        "norm.weight": (64,),
+        "up.qweight": (8, 64),
+        "up.qzeros": (2, 8),
+        "up.scales": (2, 64),
+        "up.g_idx": (64,),
+    }
+    for in_order, kernels, expected in ((True, "auto", 2048 + 1024), (False, "auto", 8192), (True, "reference", 8192)):
+        facts = ModelFacts("bfloat16", tensors, Stored("gptq", 4, 32, zeros=True, in_order=in_order))
+        assert facts.held_bytes(WorkerSettings(device="cpu", kernels=kernels)) == 128 + expected

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from kernels.cpu.commands import BFLOAT16, FLOAT32, EmbedArgs, LinearArgs, Step, command
 from kernels.cpu.library import Library
+from kernels.ops import Groups
 from tests.kernels import cpu_variants
 
 KINDS = (
@@ -23,6 +25,8 @@ KINDS = (
     ("int8", BFLOAT16, BFLOAT16),
 )
 KIND_NAMES = [f"{weights}-{('f32', 'bf16')[x]}-{('f32', 'bf16')[out]}" for weights, x, out in KINDS]
+GROUPS = [(bits, group, mins) for bits in (4, 8) for group in (32, 128) for mins in (False, True)]
+"""Bits, inputs of a group, whether there are minima."""
 SHAPES = ((1, 1), (31, 7), (33, 64), (129, 65), (96, 1024), (40, 2048), (200, 1111))
 """Outputs, inputs. Rows of 1024 float32 or 2048 bfloat16 are the distance that caches dislike."""
 ROWS = (1, 2, 3, 4, 6, 7, 13, 14, 15, 29)
@@ -79,6 +83,24 @@ class Gemm:
         assert (memory[end:] == 0xA5).all()
         return Weight(memory[end - size : end], packed, number, outputs, inputs)
 
+    def pack_groups(self, parts: list[Groups]) -> Weight:
+        """As pack."""
+        outputs, inputs = sum(len(part.numbers) for part in parts), parts[0].numbers.shape[1]
+        number = self._library.weight_formats[parts[0].weight_format]
+        size = self._library.packed_bytes(number, outputs, inputs)
+        memory = np.full(size + 64, 0xA5, np.uint8)
+        packed = -(-memory.ctypes.data // 64) * 64
+        for i in reversed(range(len(parts))):
+            first, part = sum(len(part.numbers) for part in parts[:i]), parts[i]
+            pointers = part.scales.data_ptr(), None if part.mins is None else part.mins.data_ptr()
+            rows = len(part.numbers)
+            self._library.pack(
+                number, packed, (outputs, inputs), first, rows, part.numbers.data_ptr(), FLOAT32, *pointers
+            )
+        end = packed - memory.ctypes.data + size
+        assert (memory[end:] == 0xA5).all()
+        return Weight(memory[end - size : end], packed, number, outputs, inputs)
+
     def unpack(self, weight: Weight) -> NDArray[np.float64]:
         """Row by row, as embeddings read it."""
         out = np.empty((weight.outputs, weight.inputs), np.float32)
@@ -112,6 +134,7 @@ class Gemm:
             out=out[1:].ctypes.data,
             inputs=weight.inputs,
             outputs=weight.outputs,
+            out_stride=weight.outputs,
             dtype=dtype,
             weight_format=weight.weight_format,
             out_dtype=out_dtype,
@@ -120,6 +143,27 @@ class Gemm:
         self._library.run(ctypes.addressof(made), 1, ctypes.addressof(step), threads)
         assert (out[0] == 12345).all() and (out[-1] == 12345).all()
         return out[1:-1]
+
+
+def groups(rng: np.random.Generator, kind: tuple[int, int, bool], size: tuple[int, int]) -> Groups:
+    """Random ones with scales of 11 bits, as float16 has, and the mins of zero points or others of 17 bits."""
+    bits, group, has_mins = kind
+    outputs, inputs = size
+    numbers = torch.from_numpy(rng.integers(0, 1 << bits, size, np.uint8))
+    scales = torch.from_numpy(rng.standard_normal((outputs, -(-inputs // group)), np.float32)).half().float()
+    mins = scales * torch.from_numpy(rng.integers(0, 64, scales.shape).astype(np.float32)) if has_mins else None
+    return Groups(bits, group, numbers, scales, mins)
+
+
+def exact(part: Groups) -> NDArray[np.float64]:
+    """The weights in float64, rounded once."""
+    scales, numbers = (x.double().numpy() for x in (part.scales, part.numbers))
+    spread = [
+        np.repeat(x, part.group, 1)[:, : numbers.shape[1]]
+        for x in (scales, *(() if part.mins is None else (part.mins.double().numpy(),)))
+    ]
+    found = (numbers - (1 << part.bits - 1)) * spread[0] if part.mins is None else numbers * spread[0] - spread[1]
+    return found.astype(np.float32).astype(np.float64)
 
 
 @pytest.fixture
@@ -175,6 +219,33 @@ def test_row_is_equal_to_the_bit_in_any_batch(gemm: Gemm, kind: tuple[str, int, 
             assert np.array_equal(part, whole[at : at + rows]), rows
         places = rng.permutation(MANY_ROWS)[:40]
         assert np.array_equal(gemm.linear(x[places], dtype, weight, bias, out_dtype), whole[places])
+
+
+@pytest.mark.parametrize("kind", GROUPS, ids=[f"{bits}-{group}-{mins}" for bits, group, mins in GROUPS])
+def test_groups_multiply_as_their_float32_weights_to_the_bit(gemm: Gemm, kind: tuple[int, int, bool]) -> None:
+    rng = np.random.default_rng(7)
+    for outputs, inputs in ((1, 1), (33, 40), (200, 1111), (65, 1024)):
+        part = groups(rng, kind, (outputs, inputs))
+        weight = exact(part)
+        assert np.array_equal(part.plain().double().numpy(), weight)
+        packed = gemm.pack_groups([part])
+        assert np.array_equal(gemm.unpack(packed), weight)
+        plain = gemm.pack("float32", [weight.astype(np.float32)], FLOAT32)
+        bias = rng.standard_normal(outputs, np.float32)
+        x = rng.standard_normal((MANY_ROWS, inputs), np.float32)
+        for dtype in (FLOAT32, BFLOAT16):
+            for rows in (1, 2, 3, 4, 7, 14, 15, 29, 113, MANY_ROWS):
+                some = stored(x[:rows], dtype)
+                found = gemm.linear(some, dtype, packed, bias, dtype, 1 + rows // MANY_ROWS)
+                assert np.array_equal(found, gemm.linear(some, dtype, plain, bias, dtype)), (dtype, rows)
+
+
+def test_packing_groups_in_parts_is_packing_the_whole(gemm: Gemm) -> None:
+    rng = np.random.default_rng(8)
+    for kind in GROUPS:
+        parts = [groups(rng, kind, (rows, 136)) for rows in (48, 3, 1, 70, 9)]
+        found = gemm.unpack(gemm.pack_groups(parts))
+        assert np.array_equal(found, np.concatenate([exact(part) for part in parts]))
 
 
 def test_one_output_is_one_ascending_chain_of_float32_sums(gemm: Gemm) -> None:

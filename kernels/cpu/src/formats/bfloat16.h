@@ -11,7 +11,7 @@ struct Bfloat16 {
   typedef vu Register;
   static constexpr const char* NAME = "bfloat16";
   static constexpr int DEPTH = 2, BYTES = 4 * WIDTH, PARTS = 2;
-  static constexpr bool SCALED = false;
+  static constexpr bool SCALED = false, GROUPED = false, PREFETCHED = true;
 #if LANES == 16 && defined(__AVX512BF16__)
   typedef Bfloat16Pairs ForBfloat16;
 #else

@@ -11,7 +11,7 @@ struct Int8 {
   typedef Int8 ForBfloat16;
   static constexpr const char* NAME = "int8";
   static constexpr int DEPTH = 1, BYTES = WIDTH, PARTS = 1;
-  static constexpr bool SCALED = true;
+  static constexpr bool SCALED = true, GROUPED = false, PREFETCHED = true;
 
   static Register load_weights(const char* p) {
 #if LANES == 16

@@ -1,0 +1,118 @@
+// Weights of 4 or 8 bits in groups of inputs with one float32 scale per output, and perhaps one minimum: Groups of
+// kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers. gemm.cpp writes some steps
+// as float32 panels and multiplies these, so that a product has the bits of the float32 weight.
+#pragma once
+#include "float32.h"
+
+// The panels that unpacked steps become; they lie in the first cache already.
+struct Unpacked : Float32 {
+  static constexpr bool PREFETCHED = false;
+};
+
+template <int BITS, int GROUP, bool MINS>
+struct Groups {
+  static_assert((BITS == 4 || BITS == 8) && GROUP % 8 == 0 && (GROUP < 32 || GROUP % 32 == 0));
+  typedef float Input;
+  typedef Groups ForBfloat16;
+  static constexpr int SCALE_BYTES = (MINS ? 2 : 1) * WIDTH * 4;
+  static constexpr int DEPTH = GROUP, BYTES = SCALE_BYTES + GROUP * WIDTH * BITS / 8;
+  static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS, PIECE = GROUP < 32 ? GROUP : 32;  // of a word; unpacked together
+  static constexpr bool SCALED = false, GROUPED = true;
+  static constexpr float MIDDLE = BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
+
+  // Scales of half `h` of a step, and what is added besides.
+  static void load_scale(const char* step, int h, vf& scale, vf& below) {
+    const float* scales = reinterpret_cast<const float*>(step) + h * LANES;
+    scale = load(scales);
+    below = MINS ? -load(scales + WIDTH) : splat(-MIDDLE);
+  }
+
+  // The numbers of inputs first .. first + PIECE of a step, [PIECE][WIDTH].
+  static void unpack_piece(const char* step, int64_t first, float* out) {
+    const char* words_at = step + SCALE_BYTES + first * WIDTH * BITS / 8;
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+      vf scale, below;
+      load_scale(step, h, scale, below);
+      for (int word = 0; word < PIECE / NUMBERS; word++) {
+        vu words;
+        memcpy(&words, words_at + (word * 2 + h) * LANES * 4, sizeof words);
+        __builtin_prefetch(words_at + (word * 2 + h) * LANES * 4 + AHEAD);
+#pragma GCC unroll 8
+        for (int i = 0; i < NUMBERS; i++)
+          store(out + (word * NUMBERS + i) * WIDTH + h * LANES, value(words >> (i * BITS), scale, below));
+      }
+    }
+  }
+
+  // `place`: of an output in its panel. `count` numbers, GROUP at most; those behind them are zero.
+  static void pack(char* step, int64_t place, const uint8_t* numbers, int64_t count, float scale, float min) {
+    float* scales = reinterpret_cast<float*>(step) + place;
+    scales[0] = scale;
+    if (MINS) scales[WIDTH] = min;
+    for (int first = 0; first < GROUP; first += NUMBERS) {
+      uint32_t word = 0;
+      for (int i = 0; i < NUMBERS; i++)
+        word |= uint32_t(first + i < count ? numbers[first + i] : MINS ? 0 : int(MIDDLE)) << (i * BITS);
+      memcpy(step + SCALE_BYTES + (first / NUMBERS * WIDTH + place) * 4, &word, 4);
+    }
+  }
+
+  // One output of a step, [DEPTH].
+  static void unpack(const char* step, int64_t place, float* numbers) {
+    const float* scales = reinterpret_cast<const float*>(step) + place;
+    for (int i = 0; i < GROUP; i++) {
+      uint32_t word;
+      memcpy(&word, step + SCALE_BYTES + (i / NUMBERS * WIDTH + place) * 4, 4);
+      const float q = float(word >> (i % NUMBERS * BITS) & ((1 << BITS) - 1));
+      numbers[i] = MINS ? q * scales[0] - scales[WIDTH] : (q - MIDDLE) * scales[0];
+    }
+  }
+
+  static constexpr int AHEAD = 4096;  // bytes of a panel that are fetched before they are unpacked
+
+  // The lowest BITS of each word as a weight. q * scale is exact where there is a minimum, so one rounding is left.
+  static vf value(vu words, vf scale, vf below) {
+#if LANES == 16
+    if (BITS == 4 && !MINS) {  // the lowest 4 bits of a word choose among 16 numbers
+      const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+      return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)words, table) * scale;
+    }
+#endif
+    const vf q = __builtin_convertvector((vi)(words & ((1u << BITS) - 1)), vf);
+    return MINS ? fused(q, scale, below) : (q + below) * scale;
+  }
+};
+
+struct Int4x32 : Groups<4, 32, false> {
+  typedef Int4x32 ForBfloat16;
+  static constexpr const char* NAME = "int4-32";
+};
+struct Int4x32Mins : Groups<4, 32, true> {
+  typedef Int4x32Mins ForBfloat16;
+  static constexpr const char* NAME = "int4-32-mins";
+};
+struct Int4x128 : Groups<4, 128, false> {
+  typedef Int4x128 ForBfloat16;
+  static constexpr const char* NAME = "int4-128";
+};
+struct Int4x128Mins : Groups<4, 128, true> {
+  typedef Int4x128Mins ForBfloat16;
+  static constexpr const char* NAME = "int4-128-mins";
+};
+struct Int8x32 : Groups<8, 32, false> {
+  typedef Int8x32 ForBfloat16;
+  static constexpr const char* NAME = "int8-32";
+};
+struct Int8x32Mins : Groups<8, 32, true> {
+  typedef Int8x32Mins ForBfloat16;
+  static constexpr const char* NAME = "int8-32-mins";
+};
+struct Int8x128 : Groups<8, 128, false> {
+  typedef Int8x128 ForBfloat16;
+  static constexpr const char* NAME = "int8-128";
+};
+struct Int8x128Mins : Groups<8, 128, true> {
+  typedef Int8x128Mins ForBfloat16;
+  static constexpr const char* NAME = "int8-128-mins";
+};

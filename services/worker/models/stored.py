@@ -1,0 +1,150 @@
+"""How a quantized checkpoint holds the matrices of its layers, as `quantization_config` of config.json says.
+
+Imports no torch: `orcinus up` looks here before anything starts. `quantization/` has a file for each method, which
+reads the tensors. A matrix that the file has unquantized is read as it is, whatever the config says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.worker.models.fields import LARGEST, Fields
+from shared.errors import ModelError
+
+BITS = (4, 8)
+UNITS = (128, 32)  # groups that kernels have, kernels/cpu/src/formats/groups.h
+REMEDY = "choose the unquantized model, and --quantize int4 or int8 if it is too large"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A kind of quantized matrix."""
+
+    method: str  # quant_method: compressed-tensors, awq, gptq or fp8
+    bits: int
+    group: int = 0  # inputs that share a scale; 0: all of a row
+    zeros: bool = False  # each group has a zero point
+    zero_offset: int = 0  # is added to a zero point as it is stored
+    in_order: bool = True  # whether the inputs of a group lie side by side
+    block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale, of fp8; 0: all
+
+    @property
+    def unit(self) -> int:
+        """Return the largest group of a kernel that the groups can be cut into; 0 where they have to be unpacked."""
+        if self.method == "fp8" or not self.in_order:
+            return 0
+        return next((unit for unit in UNITS if self.group % unit == 0), 0)
+
+
+def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
+    """Return how the matrices are stored; None for plain ones. Raise ModelError naming the field that is refused."""
+    given = config.get("quantization_config")
+    if not given:
+        return None
+    if not isinstance(given, dict):
+        raise ModelError(f"{where}: quantization_config {_short(given)} is not supported; {REMEDY}")
+    method = given.get("quant_method")
+    if not isinstance(method, str) or method not in _READERS:
+        raise ModelError(
+            f"{where}: quantization_config ({_short(method)}) is not supported, {', '.join(_READERS)} are; {REMEDY}"
+        )
+    return _READERS[method](Fields(given, f"{where}: quantization_config"))
+
+
+def _compressed_tensors(read: Fields) -> Stored:
+    """https://github.com/vllm-project/compressed-tensors: pack-quantized, weights alone; float-quantized."""
+    _demand(read, "format", ("pack-quantized", "float-quantized"))
+    for key in ("kv_cache_scheme", "transform_config"):
+        if read.raw.get(key):
+            raise ModelError(f"{read.where}: {key} is not supported; {REMEDY}")
+    if read.fields("sparsity_config").get("format", "dense") != "dense":
+        raise ModelError(f"{read.where}: sparsity_config is not supported; {REMEDY}")
+    kinds = {_scheme(read, name, scheme) for name, scheme in read.fields("config_groups").items()}
+    if len(kinds) != 1:
+        raise ModelError(f"{read.where}: config_groups has {len(kinds)} kinds of weights, one is supported; {REMEDY}")
+    return kinds.pop()
+
+
+def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
+    where = f"{read.where}: config_groups.{name[:40]}"
+    if not isinstance(scheme, dict):
+        raise ModelError(f"{where} is no object; {REMEDY}")
+    group = Fields(scheme, where)
+    weights = Fields(group.fields("weights"), f"{where}.weights")
+    if read.raw["format"] == "float-quantized":
+        _demand(weights, "type", ("float",))
+        _demand(weights, "num_bits", (8,))
+        _demand(weights, "strategy", ("tensor", "channel"))
+        return Stored("fp8", 8, block=(0 if weights.raw["strategy"] == "tensor" else 1, 0))
+    for key in ("input_activations", "output_activations"):
+        if scheme.get(key):
+            raise ModelError(f"{where}: {key} is not supported, activations stay exact; {REMEDY}")
+    _demand(weights, "type", ("int",))
+    _demand(weights, "num_bits", BITS)
+    _demand(weights, "strategy", ("group", "channel"))
+    size = weights.integer("group_size") if weights.raw["strategy"] == "group" else 0
+    return Stored(
+        "compressed-tensors",
+        weights.raw["num_bits"],
+        size,
+        zeros=not weights.flag("symmetric", True),
+        in_order=weights.raw.get("actorder") not in ("group", "dynamic", True),
+    )
+
+
+def _awq(read: Fields) -> Stored:
+    """https://github.com/casper-hansen/AutoAWQ: the layout `gemm`."""
+    _demand(read, "bits", (4,))
+    _demand(read, "version", ("gemm", "GEMM"), "gemm")
+    _demand(read, "zero_point", (True,), True)
+    return Stored("awq", 4, _group_size(read), zeros=True)
+
+
+def _gptq(read: Fields) -> Stored:
+    """https://github.com/ModelCloud/GPTQModel: `gptq` stores a zero point less one, `gptq_v2` as it is."""
+    _demand(read, "bits", BITS)
+    _demand(read, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    _demand(read, "lm_head", (False,), False)
+    if read.raw.get("dynamic"):
+        raise ModelError(f"{read.where}: dynamic is not supported, all layers must be alike; {REMEDY}")
+    offset = 0 if read.raw.get("checkpoint_format") == "gptq_v2" else 1
+    in_order = not read.flag("desc_act")
+    return Stored("gptq", read.raw["bits"], _group_size(read), zeros=True, zero_offset=offset, in_order=in_order)
+
+
+def _fp8(read: Fields) -> Stored:
+    """Blocks of 8-bit floats as Qwen3 and DeepSeek have them, `weight_scale_inv`; or one scale for a matrix."""
+    _demand(read, "fmt", ("e4m3",), "e4m3")
+    block = read.raw.get("weight_block_size")
+    if block is None:
+        return Stored("fp8", 8)
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n <= LARGEST for n in block)):
+        raise ModelError(f"{read.where}: weight_block_size {_short(block)}, expected two sizes; {REMEDY}")
+    return Stored("fp8", 8, block=(block[0], block[1]))
+
+
+_READERS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8}
+
+
+def _group_size(read: Fields) -> int:
+    """Return group_size, -1 as 0."""
+    size = read.integer("group_size", -1, least=-1)
+    if size == 0:
+        raise ModelError(f"{read.where}: group_size 0, expected -1 or a positive integer; {REMEDY}")
+    return max(size, 0)
+
+
+def _demand(read: Fields, key: str, allowed: tuple[Any, ...], default: Any = None) -> None:
+    value = read.raw.get(key)
+    value = default if value is None else value
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        names = ", ".join(str(one) for one in allowed)
+        raise ModelError(f"{read.where}: {key} {_short(value)} is not supported, {names} is; {REMEDY}")
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,45 @@
+"""Checkpoints in 8-bit floats (E4M3), unpacked into the model's type while they are read.
+
+weight = q * scale in float32. A scale is for a matrix or for an output (`weight_scale`), or for a block of outputs and
+inputs (`weight_scale_inv`, by which numbers are multiplied, too). Activations stay exact; scales for them are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from services.worker.models.checkpoint import Source, as_piece
+from services.worker.quantization.base import Matrix
+from services.worker.quantization.stored import SCALES, StoredMethod, read_whole, row_steps
+
+
+class Fp8(StoredMethod):
+    def check_stored(self, source: Source, matrix: Matrix) -> None:
+        source.check(f"{matrix.name}.weight", (matrix.outputs, matrix.inputs), ("F8_E4M3",))
+        name, shape = self._scale(source, matrix)
+        source.check(name, shape, SCALES)
+
+    def read_stored(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor]:
+        columns, shape = matrix.columns, (matrix.outputs, matrix.inputs)
+        name, scale_shape = self._scale(source, matrix)
+        scales = read_whole(source, name, scale_shape or (1,)).float()
+        scales = scales.reshape(scales.shape if scales.ndim == 2 else (1, 1))
+        per_row, per_column = (given or size for given, size in zip(self.stored.block, shape, strict=True))
+        at = torch.arange(columns.start, columns.stop) // per_column
+        for rows in row_steps(matrix.rows, matrix.inputs):
+            numbers = source.read(f"{matrix.name}.weight", shape, rows.start, len(rows)).float()
+            some = scales[torch.arange(rows.start, rows.stop) // per_row]
+            yield as_piece(numbers[:, columns.start : columns.stop] * some[:, at], dtype)
+
+    def _scale(self, source: Source, matrix: Matrix) -> tuple[str, tuple[int, ...]]:
+        """Return the name and the shape of a matrix's scales."""
+        down, across = self.stored.block
+        if down and across:
+            return f"{matrix.name}.weight_scale_inv", (-(-matrix.outputs // down), -(-matrix.inputs // across))
+        name = f"{matrix.name}.weight_scale"
+        if down:
+            return name, (matrix.outputs, 1)
+        return name, () if name in source and source.shape(name) == () else (1,)

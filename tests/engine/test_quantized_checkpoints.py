@@ -1,0 +1,244 @@
+"""Quantized checkpoints against the weights that they mean: the same bits as they are read, and transformers' tokens.
+
+The oracle is numpy's (q - zero) * scale of integers that are packed as each format's specification says; the words of
+compressed-tensors are also compared with some that its own package (0.20) wrote.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kernels.ops import Groups
+from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.config import load_config
+from services.worker.models.stored import Stored
+from services.worker.quantization import method_of
+from services.worker.quantization.base import Matrix
+from services.worker.quantization.int4 import rounded as int4_rounded
+from services.worker.quantization.stored import unpacked
+from shared.errors import ConfigurationError, ModelError
+from tests.engine.driver import make_engine
+from tests.support import in_process
+from tests.support.models import Reference, make_llama
+from tests.support.quantized import Format, add_config, words, write_quantized
+
+TOKENS = 24
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+CASES = (
+    (Format("compressed-tensors", group=128, symmetric=True), "int4-128"),
+    (Format("compressed-tensors", group=32), "int4-32-mins"),
+    (Format("compressed-tensors", 8, symmetric=True), "int8-128"),
+    (Format("compressed-tensors", 8, 64), "int8-32-mins"),
+    (Format("compressed-tensors", group=16), ""),
+    (Format("compressed-tensors", group=32, act_order=True), ""),
+    (Format("awq", group=128), "int4-128-mins"),
+    (Format("awq", group=64), "int4-32-mins"),
+    (Format("gptq", group=128), "int4-128-mins"),
+    (Format("gptq", group=32, symmetric=True), "int4-32"),
+    (Format("gptq", group=64, act_order=True), ""),
+    (Format("gptq", 8, first_zeros=False), "int8-128-mins"),
+)
+"""And the format that the matrices are held in; empty where no kernel has it."""
+NAMES = [f"{kind.method}-{kind.bits}-{kind.group}{'-order' * kind.act_order}" for kind, _ in CASES]
+
+
+def read(model: Path, name: str, weight: Tensor, rows: range, columns: range) -> list[Tensor | Groups]:
+    """What the model's method yields of a matrix."""
+    config = load_config(model)
+    method = method_of("none", config.stored)
+    matrix = Matrix(name.removesuffix(".weight"), *weight.shape, rows, columns)
+    return list(method.read(Checkpoint(model), matrix, torch.float32))
+
+
+def plain(pieces: list[Tensor | Groups]) -> Tensor:
+    return torch.cat([piece.plain() if isinstance(piece, Groups) else piece for piece in pieces])
+
+
+def tokens(model: Path, prompts: list[list[int]], **settings: object) -> list[list[int]]:
+    engine = make_engine(model, **settings)
+    made = [in_process.request(f"r{at}", prompt, TOKENS) for at, prompt in enumerate(prompts)]
+    recorded = in_process.run(engine, made, "orcinus")[0]
+    return [recorded.tokens[f"r{at}", 0] for at in range(len(prompts))]
+
+
+@pytest.mark.parametrize(("kind", "held"), CASES, ids=NAMES)
+def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: Path, kind: Format, held: str) -> None:
+    model = tmp_path / "quantized"
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES)
+    meant = write_quantized(tmp_path / "plain", model, kind)
+    for name, weight in meant.items():
+        outputs, inputs = weight.shape
+        whole = read(model, name, weight, range(outputs), range(inputs))
+        assert {piece.weight_format if isinstance(piece, Groups) else "" for piece in whole} == {held}
+        assert torch.equal(plain(whole), weight), name
+        for rows, columns in (
+            (range(3, 30), range(inputs)),
+            (range(outputs), range(32, inputs)),
+            (range(8), range(5, 77)),
+        ):
+            part = read(model, name, weight, rows, columns)
+            assert torch.equal(plain(part), weight[rows.start : rows.stop, columns.start : columns.stop]), name
+    cases = Reference(tmp_path / "plain").cases(3, (4, 40), TOKENS, seed=3)
+    prompts = [case.prompt for case in cases]
+    kernels = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
+    for name in kernels:
+        assert tokens(model, prompts, kernels=name, block_size=16) == [case.tokens for case in cases], name
+
+
+@pytest.mark.parametrize(
+    ("bits", "numbers", "packed", "packed_down"),
+    [
+        (
+            4,
+            [
+                [2, 0, 1, -5, 0, 0, -8, -3, 5, -5],
+                [2, 3, 1, 1, 2, -3, -1, -2, -8, -4],
+                [4, 5, -1, 6, 0, 2, -7, 2, -2, -6],
+            ],
+            [[1351104906, 61], [1733990842, 64], [-1582766116, 38]],
+            [[3242, 3512, 1945, 3731, 2216, 2648, 368, 2661, 1549, 579]],
+        ),
+        (
+            8,
+            [[-126, 63, -68, 1, 51, -38], [29, -22, 24, 123, -66, -121], [-49, 48, -91, -108, -34, -79]],
+            [[-2126725374, 23219], [-73897315, 1854], [338014287, 12638]],
+            [[5217538, 11561663, 2463804, 1375105, 6176435, 3213146]],
+        ),
+    ],
+)
+def test_words_are_those_of_the_compressed_tensors_package(
+    bits: int, numbers: list[list[int]], packed: list[list[int]], packed_down: list[list[int]]
+) -> None:
+    above = np.array(numbers) + (1 << bits - 1)
+    for found, values in ((packed, above), (packed_down, above.T)):
+        wanted = torch.tensor(found, dtype=torch.int32)
+        wanted = wanted.t() if values is not above else wanted
+        assert np.array_equal(words(values, bits), wanted.numpy())
+        assert np.array_equal(unpacked(wanted, bits)[:, : values.shape[1]].numpy(), values)
+
+
+def test_matrices_in_several_formats_are_stacked_and_plain_ones_stay(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    model = tmp_path / "quantized"
+    make_llama(tmp_path / "plain", seed=6, requests=1, output_tokens=1, **SIZES)
+    meant = write_quantized(tmp_path / "plain", model, Format("gptq", group=32, symmetric=True))
+    kept = "model.layers.1.self_attn.k_proj"
+    written = {
+        name: tensor for name, tensor in load_file(model / "model.safetensors").items() if not name.startswith(kept)
+    }
+    save_file({**written, f"{kept}.weight": meant[f"{kept}.weight"]}, model / "model.safetensors", {"format": "pt"})
+    cases = Reference(tmp_path / "plain").cases(2, (4, 40), TOKENS, seed=3)
+    found = tokens(model, [case.prompt for case in cases], kernels="cpu", block_size=16)
+    assert found == [case.tokens for case in cases]
+
+
+def test_int4_of_a_plain_checkpoint_gives_the_tokens_of_rounded_weights(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    make_llama(tmp_path / "plain", seed=7, requests=1, output_tokens=1, **SIZES)
+    reference = Reference(tmp_path / "plain")
+    with torch.no_grad():
+        for name, weight in reference.model.named_parameters():
+            if ".layers." in name and weight.ndim == 2:
+                exact = weight.numpy().reshape(len(weight), -1, 32)
+                scale = np.abs(exact).max(2, keepdims=True) / np.float32(7)
+                made = (np.clip(np.rint(exact / scale), -7, 7) * scale).reshape(weight.shape)
+                assert np.array_equal(int4_rounded(weight).plain().numpy(), made)
+                weight.copy_(torch.from_numpy(made))
+    cases = reference.cases(3, (4, 40), TOKENS, seed=3)
+    found = tokens(tmp_path / "plain", [case.prompt for case in cases], kernels="cpu", quantize="int4", block_size=16)
+    assert found == [case.tokens for case in cases]
+
+
+@pytest.mark.parametrize("block", [(0, 0), (1, 0), (64, 48)])
+def test_fp8_weights_are_unpacked_by_their_scales(tmp_path: Path, block: tuple[int, int]) -> None:
+    make_llama(tmp_path / "plain", seed=8, requests=1, output_tokens=1, **SIZES)
+    model = tmp_path / "quantized"
+    shutil.copytree(tmp_path / "plain", model)
+    stored, written, meant = load_file(model / "model.safetensors"), {}, {}
+    for name, weight in stored.items():
+        if ".layers." not in name or weight.ndim != 2:
+            written[name] = weight
+            continue
+        down, across = block[0] or weight.shape[0], block[1] or weight.shape[1]
+        scales = torch.empty(-(-weight.shape[0] // down), -(-weight.shape[1] // across))
+        numbers, exact = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                here = (slice(i * down, (i + 1) * down), slice(j * across, (j + 1) * across))
+                scales[i, j] = weight[here].abs().max() / 448
+                numbers[here] = (weight[here] / scales[i, j]).to(torch.float8_e4m3fn)
+                exact[here] = numbers[here].float() * scales[i, j]
+        written[name], meant[name] = numbers, exact
+        suffix = "_scale_inv" if all(block) else "_scale"
+        written[name + suffix] = scales if block[0] else scales.reshape(())
+    save_file(written, model / "model.safetensors", {"format": "pt"})
+    if block == (1, 0):
+        weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+        scheme = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
+        given = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": scheme},
+        }
+    else:
+        given = {"quant_method": "fp8", "weight_block_size": list(block) if block[0] else None}
+    add_config(model, quantization_config=given)
+    for name, weight in meant.items():
+        rows, columns = range(3, weight.shape[0]), range(5, weight.shape[1])
+        assert torch.equal(plain(read(model, name, weight, rows, columns)), weight[3:, 5:]), name
+    save_file({**stored, **meant}, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    case = Reference(tmp_path / "plain").cases(1, (4, 40), TOKENS, seed=3)[0]
+    assert tokens(model, [case.prompt], kernels="reference") == [case.tokens]
+
+
+def test_a_zero_point_of_sixteen_is_one_more_than_fits_in_gptq(tmp_path: Path) -> None:
+    make_llama(tmp_path / "plain", seed=9, requests=1, output_tokens=1, **SIZES)
+    model = tmp_path / "quantized"
+    write_quantized(tmp_path / "plain", model, Format("gptq", group=128))
+    stored = load_file(model / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    stored[f"{name}.qzeros"].fill_(-1)  # 15 everywhere
+    save_file(stored, model / "model.safetensors", {"format": "pt"})
+    words = stored[f"{name}.qweight"].numpy().view(np.uint32)
+    numbers = np.stack([words >> 4 * i & 15 for i in range(8)], 1).reshape(128, 128).T.astype(np.float64)
+    exact = (numbers - 16) * stored[f"{name}.scales"].double().numpy().T
+    found = plain(read(model, f"{name}.weight", torch.empty(128, 128), range(128), range(128)))
+    assert np.array_equal(found.double().numpy(), exact)
+
+
+def test_groups_of_an_input_are_checked_and_shapes_are(tmp_path: Path) -> None:
+    make_llama(tmp_path / "plain", seed=10, requests=1, output_tokens=1, **SIZES)
+    model = tmp_path / "quantized"
+    meant = write_quantized(tmp_path / "plain", model, Format("gptq", group=32, act_order=True))
+    name = "model.layers.0.mlp.down_proj"
+    weight = meant[f"{name}.weight"]
+    good = load_file(model / "model.safetensors")
+    for part, spoilt, said in (
+        ("g_idx", good[f"{name}.g_idx"].clone().fill_(8), "names group 8, there are 8"),
+        ("g_idx", good[f"{name}.g_idx"] - 2, "names group -2"),
+        ("g_idx", good[f"{name}.g_idx"][1:].clone(), r"shape \[255\]"),
+        ("qweight", good[f"{name}.qweight"][1:].clone(), r"shape \[31, 128\]"),
+        ("qweight", good[f"{name}.qweight"].float(), "is F32, expected I32"),
+        ("scales", good[f"{name}.scales"].float(), "is F32, expected BF16 or F16"),
+        ("qzeros", good[f"{name}.qzeros"][:, 1:].contiguous(), r"shape \[8, 15\]"),
+    ):
+        save_file({**good, f"{name}.{part}": spoilt}, model / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=said):
+            read(model, f"{name}.weight", weight, range(128), range(256))
+    save_file({key: value for key, value in good.items() if key != f"{name}.qzeros"}, model / "model.safetensors")
+    with pytest.raises(ModelError, match=f"{name}.qzeros is missing"):
+        read(model, f"{name}.weight", weight, range(128), range(256))
+
+
+def test_a_quantized_checkpoint_is_not_rounded_again() -> None:
+    with pytest.raises(ConfigurationError, match="quantized already"):
+        method_of("int8", Stored("awq", 4, 128, zeros=True))
