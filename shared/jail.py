@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,26 +48,17 @@ class Jail:
 
     def ask(self, payload: bytes) -> bytes:
         """Return the answer to one question. Raise JailError."""
-        return next(self.ask_all(payload, 1))
-
-    def ask_all(self, payload: bytes, answers: int) -> Iterator[bytes]:
-        """Yield the answers to a frame of several questions as they come. Raise JailError, after which none comes."""
         with self._lock:
             connection = self._connected()
             try:
                 connection.send_bytes(payload)
-                for _ in range(answers):
-                    yield connection.recv_bytes(self._answer_bytes)
+                return connection.recv_bytes(self._answer_bytes)
             except EOFError as error:
                 self._end()
                 raise JailError("died") from error
             except OSError as error:
                 self._end()
                 raise JailError(f"gave no answer: {error}") from error
-            except GeneratorExit:
-                if answers > 1:  # answers that are still to come belong to no later question
-                    self._end()
-                raise
 
     def close(self) -> None:
         """End the process."""

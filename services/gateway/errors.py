@@ -100,8 +100,11 @@ def failed(why: str, grammar_field: str = "") -> ApiError:
 
     grammar_field: the field that brought the grammar; empty when that was not recorded.
     """
-    if why.startswith(NOT_FOLLOWED):
-        text = f"{why}; send a simpler one in {grammar_field}" if grammar_field else why
+    _, is_grammar, rest = why.partition(NOT_FOLLOWED)  # the scheduler puts the worker's code before its words
+    if is_grammar:
+        text = NOT_FOLLOWED + rest
+        if grammar_field:
+            text += f"; send a simpler one in {grammar_field}"
         return ApiError(400, text, param=grammar_field or None, code="invalid_grammar")
     return ApiError(500, why or "the generation failed", code="generation_failed")
 

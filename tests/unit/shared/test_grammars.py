@@ -1,4 +1,4 @@
-"""What the fuel of grammars allows and refuses; the process that follows them outlives each of its questions."""
+"""What the fuel of grammars allows and refuses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from shared import grammar_process, grammars
-from shared.errors import OrcinusError
-from shared.grammar_process import Followed, GrammarProcess
-from shared.grammars import LIMITS, SCHEMA_LIMITS, GrammarEndedError, GrammarError, Grammars
+from shared import grammars
+from shared.grammars import LIMITS, SCHEMA_LIMITS, GrammarError, Grammars
 from tests.support.tokenizers import byte_level, write_model
 
 TEXT = {"type": "string"}
@@ -137,35 +135,3 @@ def test_schema_of_2250_properties_is_refused(kept: Grammars) -> None:
 )
 def test_wide_rows_are_allowed_to_schemas_alone(grammar: str, limits: dict[str, Any]) -> None:
     assert grammars.limits_of(grammar) == limits
-
-
-def test_each_question_beyond_its_processor_time_ends_one_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both take 0.1 s, wherever this runs; the second is asked again after the first."""
-    monkeypatch.setattr(grammar_process, "QUESTION_S", 0.001)
-    monkeypatch.setattr(grammar_process, "PATIENCE", 120_000)  # so that processor time alone ends it
-    process = GrammarProcess(model, 400)
-    slow = LLMatcher.grammar_from_json_schema({"properties": {f"p{at}": {"type": "integer"} for at in range(2250)}})
-    found = list(process.masks([Followed(0, slow), Followed(1, slow)]))
-    assert [type(error) for error in found] == [GrammarEndedError, GrammarEndedError]
-    assert process.ended == 2
-    process.close()
-
-
-def test_masks_are_those_of_a_matcher_here(model: Path, kept: Grammars) -> None:
-    process, random = GrammarProcess(model, 400), np.random.default_rng(5)
-    names = ["mail", "arithmetic", "nested"]
-    sequences = [Followed(at, ORDINARY[name]) for at, name in enumerate(names)]
-    matchers = [kept.matcher(ORDINARY[name]) for name in names]
-    for step in range(20):
-        if step == 10:
-            process.close()
-        found: list[bytes | OrcinusError] = list(process.masks(sequences))
-        assert found == [matcher.compute_bitmask() for matcher in matchers]
-        for sequence, matcher in zip(sequences, matchers, strict=True):
-            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-            token = int(random.choice(np.flatnonzero(bits[:400])))
-            if matcher.is_stopped():
-                continue
-            matcher.consume_token(token)
-            sequence.outputs = np.append(sequence.outputs, np.int32(token))
-    process.close()

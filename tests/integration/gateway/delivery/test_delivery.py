@@ -193,12 +193,13 @@ def test_grammar_beyond_a_bound_is_a_fault_of_the_request(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     bound = {"prompt": "x", "guided_grammar": 'start: "a"*'}
-    why = f"{NOT_FOLLOWED}: too many items"
+    said = f"{NOT_FOLLOWED}: too many items"
+    why = f"grammar: {said}"  # the scheduler puts the worker's code before its words
     with posted(gateway, bound) as answers:
         scheduler.publish(Line(scheduler.claim().id, 0, finish=ERROR, error=why))
     error = answers[0].json()["error"]
     assert (answers[0].status_code, error["code"], error["param"]) == (400, "invalid_grammar", "guided_grammar")
-    assert error["message"] == f"{why}; send a simpler one in guided_grammar"
+    assert error["message"] == f"{said}; send a simpler one in guided_grammar"
     stream, claimed = streamed(gateway, scheduler, guided_grammar=bound["guided_grammar"])
     scheduler.publish(Line(claimed.id, 0, [50]))
     scheduler.publish(Line(claimed.id, 1, finish=ERROR, error=why))
