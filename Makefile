@@ -14,11 +14,11 @@ PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 QUICK := tests/unit tests/integration tests/stack -m "(unit or integration or smoke) and not slow"
 
 # A misspelt MODLE=... must not be ignored. (Values from the environment are not checked.)
-KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS TESTS EXAMPLES SECONDS MAKEFLAGS SHELL
+KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS TESTS EXAMPLES SECONDS SEEDS MAKEFLAGS SHELL
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $(v))),$(v)))
 UNKNOWN := $(filter-out $(KNOWN) -*,$(GIVEN))
 ifneq ($(strip $(UNKNOWN)),)
-$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS PYTHON TORCH_INDEX TESTS EXAMPLES SECONDS)
+$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS PYTHON TORCH_INDEX TESTS EXAMPLES SECONDS SEEDS)
 endif
 
 # A stamp marks an installation and is named after the pins: touching pyproject.toml reinstalls nothing.
@@ -100,12 +100,19 @@ test-clients: clients ## the same as clients
 test-deploy: install-dev ## images, Kubernetes, Prometheus, Makefile, CI
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/deploy)
 
-test-all: test-unit test-integration test-deploy kernels-check test-stack test-chaos browser clients schemathesis ## every test there is (an hour)
+test-all: test-unit test-integration test-deploy kernels-check test-stack test-chaos simulation browser clients schemathesis ## every test there is (an hour)
 
 # The seed is that of tests/chaos/test_chaos.py. Without ARGS the result is the one in docs/faults.md.
 test-faults: install-dev ## 200 faults at random under load, every answer checked (a quarter of an hour; ARGS="--faults 50 --seed 1")
 	$(PY) -m services.cli chaos --faults 200 --seconds 3600 --gap 1 --clients 8 --seed 20261120 \
 		$(if $(ARGS),$(ARGS),--output bench/results/chaos.json)
+
+simulation: install-dev ## the services on one virtual clock, with faults, one run for each seed (SEEDS=200; ARGS="--first 1000")
+	$(PY) -m pytest tests/simulation
+	$(PY) -m tests.simulation $(call option,seeds,$(SEEDS)) $(ARGS)
+
+simulation-mutants: install-dev ## plant bugs one after another, until a seed finds each (SEEDS=200; ARGS="--mutants NAME" for one)
+	$(PY) -m tests.simulation $(call option,seeds,$(SEEDS)) $(if $(ARGS),$(ARGS),--mutants)
 
 soak: install-dev ## half an hour of load with clients of all kinds: does anything grow? (ARGS="--minutes 1")
 	$(PY) -m tests.chaos.soak $(if $(ARGS),$(ARGS),--output bench/results/soak.json --plot docs/img/soak.png)
@@ -247,4 +254,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults simulation simulation-mutants soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean

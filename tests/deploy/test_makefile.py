@@ -184,6 +184,7 @@ STAGES = {
     "test": "test test-slow test-deploy",
     "kernels-and-engine": "kernels-check",
     "stack-and-chaos": "test-stack test-chaos",
+    "simulation": "simulation",
     "compose-test": "compose-test",
     "browser-and-clients": "browser clients",
     "sanitizers": "sanitizers",

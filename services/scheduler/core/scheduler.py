@@ -194,7 +194,10 @@ class Scheduler:
     def release(self, request_id: str, begun: bool = False) -> bool:
         """Forget a request, without its end. Return False if it has begun; with `begun` it is checkpointed instead."""
         record = self.records.get(request_id)
-        if record is None or (not begun and (record.started or any(s.outputs.size for s in record.sequences))):
+        if record is None:
+            return False
+        has_begun = record.started or record.request.begun or any(s.outputs.size for s in record.sequences)
+        if has_begun and not begun:
             return False
         for sequence in record.sequences:
             if sequence.state is State.RUNNING:

@@ -66,6 +66,7 @@ class NewRequest:
     outputs: list[Int32] | None = None  # per choice, tokens already produced (after a restart)
     recorded: list[int] | None = None  # per choice, how many of them a checkpoint has carried; None: all
     finished: list[Finish] | None = None  # per choice, RUNNING where it still has to run
+    begun: bool = False  # before a restart, perhaps without a token: its record cannot return to the queue
 
 
 MAX_STOP_IDS = 16

@@ -339,6 +339,7 @@ class Intake:
             request.finished = [read(key, value, _finish) or Finish.RUNNING for value in fields[:count]]
             stops = (read(key, at, integer) if at else None for at in fields[count:])
             item.stops.update({choice: at for choice, at in enumerate(stops) if at is not None})
+            request.begun = bool(started)
             if started:  # written with its first tokens at the latest
                 gateways |= {request.gateway, *(read(key, former or b"", _names) or [])}
         return gateways

@@ -100,6 +100,24 @@ async def test_requests_of_an_orphan_keep_tokens_and_commands(taker: Taker, shar
     assert [item.request.id for item in await taker.intake.read([4, 4, 4, 4])] == ["waits"]
 
 
+async def test_request_that_began_without_a_token_is_taken_up_as_begun(
+    taker: Taker, shard_0: ScriptedScheduler
+) -> None:
+    """Its scheduler died behind the first step. The record says `running`, so it cannot return to the queue."""
+    for name in ("began", "waits"):
+        await taker.enqueue(name)
+    shard_0.lead()
+    for _ in range(2):
+        shard_0.claim()
+    shard_0.publish(started=["began"])
+    lease = taker.lease_of("shard-0")
+    lease.epoch = int(await taker.redis.get(lease.key) or 0)
+    rebuilt = Intake(taker.redis, taker.redis, taker.scripts, taker.keys, "shard-0", lease, Clock())
+    found: list[Claimed] = []
+    await rebuilt.pending([], found.extend)
+    assert {item.request.id: item.request.begun for item in found} == {"began": True, "waits": False}
+
+
 async def test_shard_that_is_led_again_keeps_its_requests(taker: Taker, shard_0: ScriptedScheduler) -> None:
     await taker.enqueue("r")
     shard_0.lead().claim()  # it has not resigned

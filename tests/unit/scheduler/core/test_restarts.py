@@ -122,6 +122,15 @@ def test_a_restarted_request_with_outputs_is_not_released() -> None:
     assert not core.release("r")
 
 
+def test_restarted_request_that_began_without_a_token_is_not_released() -> None:
+    core = Scheduler()
+    new = request("r", 4, 8, seed=1)
+    new.begun = True
+    core.add(new, 1)
+    assert not core.release("r")
+    assert core.release("r", begun=True)
+
+
 # -- set aside
 
 

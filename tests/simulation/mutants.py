@@ -1,0 +1,87 @@
+"""Bugs that are planted to see that the checker finds them: `python -m tests.simulation --mutants`.
+
+The first four are those of the chaos runs, planted before there was a simulation. The product has none of them and no
+switch for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from services.gateway.delivery.stream import Offer, RequestStream
+from services.scheduler.core.kv.prefix_index import Hasher
+from services.scheduler.requests.claims import Claims
+from shared import redis_client
+from shared.redis_client import source
+from tests.chaos.harness.planted import BUGS
+
+Plant = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _script(name: str, before: str, after: str) -> Plant:
+    """Replace text in a script, or in what all scripts begin with (`lib`)."""
+
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        def edited(asked: str) -> bytes:
+            text = source(asked)
+            if name not in (asked, "lib"):
+                return text
+            assert before.encode() in text, f"{name}.lua: {before!r} is not in it; plant the bug anew"
+            return text.replace(before.encode(), after.encode())
+
+        with patch.object(redis_client, "source", edited):
+            yield
+
+    return plant
+
+
+def _method(owner: Any, name: str, replacement: Any) -> Plant:
+    return lambda: patch.object(owner, name, replacement)
+
+
+def _fence(name: str) -> Plant:
+    return _script(name, "if redis.call('GET', KEYS[1]) ~= ARGV[1] then", "if false then")
+
+
+def _takes_gaps(self: RequestStream, row: Any, first: int) -> Offer:
+    return _OFFER(self, row, min(first, self.received[row.choice]) if 0 <= row.choice < self.choices else first)
+
+
+def _keeps_repeats(self: RequestStream, row: Any, first: int) -> Offer:
+    return _OFFER(self, row, max(first, self.received[row.choice]) if 0 <= row.choice < self.choices else first)
+
+
+async def _takes_nothing_up(self: Claims) -> bool:
+    return False
+
+
+def _knows_no_parent(self: Hasher, tokens: Any, salt: bytes = b"", before: int = 0) -> Any:
+    size = self.block_size
+    parts = [_KEYS(self, tokens[at : at + size], salt) for at in range(0, tokens.size - size + 1, size)]
+    return np.concatenate(parts) if parts else _KEYS(self, tokens[:0])
+
+
+_OFFER, _KEYS = RequestStream.offer, Hasher.keys
+
+MUTANTS: dict[str, Plant] = {
+    **{name.replace("_", "-"): plant for name, (_, plant) in BUGS.items()},
+    "publish-unfenced": _fence("publish"),
+    "claim-unfenced": _fence("claim"),
+    "lease-taken-twice": _script("lease", "if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end", ""),
+    "started-counted-twice": _script("publish", "if record[2] and not record[1] then", "if record[2] then"),
+    "bytes-not-counted-back": _script("lib", "if bytes > 0 then count_bytes(queue, tenant, -bytes) end", ""),
+    "bucket-not-refunded": _script("publish", "count(bucket, 'running', -1)", ""),
+    "entry-not-deleted": _script("lib", "redis.call('XDEL', stream, entry)", ""),
+    "record-cut-too-short": _script("publish", "0, 4 * length - 1))", "0, 4 * length - 5))"),
+    "gap-taken-as-next": _method(RequestStream, "offer", _takes_gaps),
+    "repeat-taken-as-next": _method(RequestStream, "offer", _keeps_repeats),
+    "stranded-not-taken-up": _method(Claims, "_stranded", _takes_nothing_up),
+    "prefix-key-without-parent": _method(Hasher, "keys", _knows_no_parent),
+}
+"""By name."""

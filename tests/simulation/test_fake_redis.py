@@ -1,0 +1,240 @@
+"""The simulated Redis beside real servers: the same generated calls of the real scripts give the same answers and leave
+the same keys.
+
+Each call runs on both before the next one. Ids of entries and times of the clock differ between the two; both are named
+by the order in which they appear.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import redis as redis_client
+
+from shared.keys import CLASSES, GROUP, Keys
+from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, STREAM_KEEP_MS, source
+from tests.integration.redis.script_calls import server as server  # the fixture
+from tests.simulation.redis_server import Server, Socket
+from tests.support.stack import RedisServer
+
+KEYS = Keys("tiny")
+SHARDS = ("shard-0", "shard-1")
+NAMES = [f"r{number}" for number in range(6)]
+SCRIPTS = {name: source(name) for name in ("enqueue", "claim", "publish", "release", "control", "lease", "give", "drop",
+                                           "fenced", "take_worker", "give_worker")}  # fmt: skip
+ID = re.compile(rb"^\d{13}-\d+$")
+CLOCK_MS = re.compile(rb"^1[789]\d{11}$")
+CLOCK_S = re.compile(rb"^1[789]\d{8}$")
+
+
+class Both:
+    """A real server and the simulated one."""
+
+    def __init__(self, real: str) -> None:
+        self.real = redis_client.Redis.from_url(real, protocol=2)
+        self.replies: list[Any] = []
+        self.fake = Socket(Server(), self.replies.append)
+        self.entries: list[tuple[bytes, bytes]] = []  # ids of the same entry at both
+        self.epochs: dict[str, tuple[int, int]] = {}
+
+    def call(self, *words: Any) -> tuple[Any, Any]:
+        """Run a command at both: a pair (at the real one, at the simulated one) stands for a word that differs."""
+        found = []
+        for side in range(2):
+            chosen = [word[side] if isinstance(word, tuple) else word for word in words]
+            encoded = [word if isinstance(word, bytes) else str(word).encode() for word in chosen]
+            if side == 0:
+                connection = self.real.connection_pool.get_connection()
+                try:
+                    connection.send_command(*encoded)
+                    found.append(connection.read_response())
+                except redis_client.ResponseError as error:
+                    found.append(error)
+                finally:
+                    self.real.connection_pool.release(connection)
+            else:
+                self.fake.run_words(encoded)
+                found.append(self.replies.pop())
+        real, fake = self.named(found[0], 0), self.named(found[1], 1)
+        assert real == fake, f"{words[:3]}: the real server answers {real}, the simulated one {fake}"
+        return found[0], found[1]
+
+    def script(self, name: str, keys: list[str], *args: Any) -> tuple[Any, Any]:
+        return self.call("EVAL", SCRIPTS[name], len(keys), *keys, *args)
+
+    def named(self, reply: Any, side: int) -> Any:
+        """Return a reply with what depends on the clock replaced."""
+        if isinstance(reply, (list, tuple)):
+            return [self.named(item, side) for item in reply]
+        if isinstance(reply, dict):
+            return [self.named(item, side) for pair in reply.items() for item in pair]
+        if isinstance(reply, Exception):
+            return str(reply).split(" script: ")[0].removeprefix("ERR ")
+        if isinstance(reply, str):
+            reply = reply.encode()
+        if isinstance(reply, bytes):
+            for number, pair in enumerate(self.entries):
+                if pair[side] == reply:
+                    return f"entry {number}"
+            if CLOCK_MS.match(reply) or ID.match(reply):
+                return "a time"
+            if CLOCK_S.match(reply):
+                return "an epoch"
+            return reply
+        if isinstance(reply, int) and 1_700_000_000 <= reply < 2_000_000_000:
+            return "an epoch"
+        if isinstance(reply, int) and 1_700_000_000_000 <= reply < 2_000_000_000_000:
+            return "a time"
+        return reply
+
+    def keyspace(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what each holds, as named."""
+        return self._dump(0), self._dump(1)
+
+    def _dump(self, side: int) -> dict[str, Any]:
+        def run(*words: Any) -> Any:
+            encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+            if side == 0:
+                return self.real.execute_command(*words)
+            self.fake.run_words(encoded)
+            return self.replies.pop()
+
+        held: dict[str, Any] = {}
+        for key in sorted(run("KEYS", "*")):
+            kind = run("TYPE", key)
+            kind = kind if isinstance(kind, bytes) else kind.encode()
+            if kind == b"hash":
+                reply = run("HGETALL", key)
+                flat = reply if isinstance(reply, list) else [item for pair in reply.items() for item in pair]
+                value: Any = sorted((flat[i], self.named(flat[i + 1], side)) for i in range(0, len(flat), 2))
+            elif kind == b"string":
+                value = self.named(run("GET", key), side)
+            elif kind == b"set":
+                value = sorted(run("SMEMBERS", key))
+            elif kind == b"stream":
+                rows = run("XRANGE", key, "-", "+")
+                value = [self.named([row[0], _flat(row[1])], side) for row in rows]
+            else:
+                value = run("ZRANGE", key, 0, -1)
+            ttl = run("PTTL", key)
+            held[key.decode()] = (kind, value, -1 if ttl < 0 else round(ttl / 20_000))
+        return held
+
+
+def _flat(fields: Any) -> list[Any]:
+    return fields if isinstance(fields, list) else [item for pair in fields.items() for item in pair]
+
+
+def play(both: Both, seed: int, calls: int) -> None:
+    """Make generated calls on both."""
+    draw = random.Random(seed)
+    for stream in KEYS.request_streams():
+        both.call("XGROUP", "CREATE", stream, GROUP, "0", "MKSTREAM")
+    held: dict[str, tuple[str, tuple[bytes, bytes], str]] = {}  # request -> stream, entry, shard
+    for _ in range(calls):
+        name, shard = draw.choice(NAMES), draw.choice(SHARDS)
+        epoch: Any = both.epochs.get(shard, (1, 1)) if draw.random() < 0.9 else 7
+        lease = KEYS.lease(shard)
+        kind = draw.choice(["enqueue", "enqueue", "lease", "claim", "publish", "publish", "control", "release", "give",
+                            "drop", "fenced", "worker", "lapse"])  # fmt: skip
+        if kind == "enqueue":
+            class_name = draw.choice(CLASSES)
+            keys = [KEYS.req(name), KEYS.requests(class_name), KEYS.queue, KEYS.bucket("a"), KEYS.prompt(name)]
+            keys += [KEYS.background, KEYS.background_of("g")]
+            real, fake = both.script(
+                "enqueue", keys, draw.randbytes(draw.randrange(40)), draw.choice([b"", b"prompts"]),
+                draw.randrange(1, 50), 120, draw.randrange(1, 500), 0, 0, draw.choice([0, 2]), LIVE_TTL_MS,
+                draw.choice(["alice", "bob"]), "g", class_name, b"\x00\xffdelivery", draw.choice(["", name]), 0.75,
+                draw.choice([60, 100]), draw.choice([0, 0, 1]), draw.choice([0, 9000]), draw.choice([0, 5000]),
+            )  # fmt: skip
+            if real[0] == b"ok":
+                both.entries.append((real[1], fake[1]))
+        elif kind == "lease":
+            keys = [lease, KEYS.epoch, KEYS.shard_epoch(shard)]
+            verb = draw.choice(["acquire", "acquire", "renew", "release"])
+            real, fake = both.script("lease", keys, verb, 600_000, epoch, LIVE_TTL_MS)
+            if verb == "acquire" and real:
+                both.epochs[shard] = (real, fake)
+        elif kind == "claim":
+            streams = KEYS.request_streams()
+            real, fake = both.call(
+                "XREADGROUP", "GROUP", GROUP, shard, "COUNT", 2, "STREAMS", *streams, *[">"] * len(streams)
+            )
+            args: list[Any] = []
+            for (stream, rows), (_, others) in zip(real or [], fake or [], strict=True):
+                for (entry, _), (other, _) in zip(rows, others, strict=True):
+                    owner = next((n for n in NAMES if both.real.hget(KEYS.req(n), "entry") == entry), "gone")
+                    held[owner] = (stream.decode(), (entry, other), shard)
+                    args += [KEYS.req(owner), draw.choice([0, 3]), stream.decode().rpartition(":")[2], "alice"]
+            if args:
+                both.script("claim", [lease, KEYS.queue], epoch, shard, *args)
+        elif kind == "publish":
+            stream, entry, _ = held.get(name, (KEYS.requests("normal"), (b"1-1", b"1-1"), shard))
+            first, count = draw.randrange(4), draw.randrange(4)
+            tokens = draw.randbytes(4 * count)
+            finish = draw.choice([0, 0, 1, 2])
+            words: list[Any] = [epoch, KEYS.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS]
+            words += [draw.choice([0, 0, 1])]
+            words += [1, draw.choice("gh"), draw.randbytes(9)]
+            words += [1, name, 0, 4 * first, tokens, finish, first + count]
+            words += [1, name] if draw.random() < 0.5 else [0]
+            ends = draw.random() < 0.3
+            words += [1, name, stream, entry, draw.choice("1234"), 10, draw.randrange(5), ""] if ends else [0]
+            words += [1, name, 0, 8 * draw.randrange(3), draw.randbytes(8)]
+            both.script("publish", [lease, KEYS.queue], *words)
+        elif kind == "control":
+            verb = draw.choice(["cancel", "stop", "adopt"])
+            more: list[Any] = [0, draw.randrange(4)] if verb == "stop" else []
+            gateway, tenant = draw.choice(["g", "h", ""]), draw.choice(["", "alice", "bob"])
+            both.script("control", [KEYS.req(name)], KEYS.prefix, verb, b"command", gateway or "g", tenant, *more)
+        elif name in held and kind == "release":
+            stream, entry, _ = held[name]
+            both.script("release", [lease, KEYS.queue], epoch, GROUP, KEYS.req(name), stream, entry, b"again")
+            ids = both.real.hget(KEYS.req(name), "entry"), both.fake._server.dbs[0].get(KEYS.req(name).encode())
+            if ids[0] and ids[1] is not None:
+                pair = ids[0], bytes(dict(ids[1].value.getall())[b"entry"])
+                if pair not in both.entries:
+                    both.entries.append(pair)
+        elif name in held and kind == "give":
+            stream, entry, owner = held[name]
+            other = SHARDS[1 - SHARDS.index(owner)]
+            args = [both.epochs.get(owner, (1, 1)), GROUP, owner, other, KEYS.req(name), stream, entry]
+            both.script("give", [KEYS.lease(owner), KEYS.queue], *args)
+        elif name in held and kind == "drop" and draw.random() < 0.3:
+            stream, entry, _ = held[name]
+            both.script("drop", [lease, KEYS.queue], epoch, GROUP, stream, entry)
+        elif kind == "fenced":
+            both.script("fenced", [lease, KEYS.events], epoch, 4, "HSET", KEYS.stats(shard), "n", draw.randrange(9))
+        elif kind == "worker":
+            both.call("HSET", KEYS.worker("w"), "ready", draw.choice("011"))
+            keys = [lease, KEYS.worker("w"), KEYS.epoch, KEYS.worker("w")]
+            both.script("take_worker", keys, epoch, shard, KEYS.prefix, draw.choice([0, 0, 1_999_000_000]))
+            both.script("give_worker", [lease, KEYS.worker("w")], epoch, shard, draw.choice([epoch, 3]))
+        elif kind == "lapse" and draw.random() < 0.3:
+            both.call("DEL", draw.choice([lease, KEYS.req(name), KEYS.bucket("a"), KEYS.queue]))
+        real_keys, fake_keys = both.keyspace()
+        assert real_keys == fake_keys, f"after {kind} of {name}"
+        for stream in KEYS.request_streams():
+            both.call("XPENDING", stream, GROUP)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scripts_answer_and_write_as_on_a_real_server(server: RedisServer, seed: int) -> None:
+    server.client.flushall()
+    play(Both(server.url), seed, 120)
+
+
+def test_difference_between_the_servers_is_found(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that checks no epoch at one of the two."""
+    server.client.flushall()
+    both = Both(server.url)
+    fenced = SCRIPTS["fenced"]
+    begin, end = fenced.index(b"if redis.call('GET', KEYS[1])"), fenced.index(b"local at = 2")
+    sloppy = fenced[:begin] + fenced[end:]
+    run = both.fake.eval
+    monkeypatch.setattr(both.fake, "eval", lambda text, *rest: run(sloppy if text == fenced else text, *rest))
+    with pytest.raises(AssertionError, match="the real server answers"):
+        play(both, 1, 400)

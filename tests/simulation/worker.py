@@ -1,0 +1,292 @@
+"""The simulated worker: the step protocol of worker.proto over the simulated network, with arithmetic for a model.
+
+The KV of a position is a hash of the KV before it and of its token, kept in the blocks that the steps name. A token
+follows from the KV of the last position, the seed and the position, so a wrong block, a lost copy or a sequence that
+continues from other tokens gives other tokens. `Channel` takes the place of a gRPC channel in link.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from redis.exceptions import RedisError
+
+from protos import worker_pb2
+from services.worker.registration import TTL_MS, WORKERS_MS
+from shared.columns import pack, unpack
+from shared.ids import identity
+from shared.keys import Keys
+from shared.redis_client import connect
+from shared.settings import SchedulerSettings
+from tests.simulation.clock import Loop, Process
+from tests.simulation.network import Endpoint, Network
+
+MODEL = "tiny"
+BLOCK = 4
+MASK = (1 << 64) - 1
+
+
+def follow(before: int, token: int) -> int:
+    """Return the KV of a position, by that of the position before."""
+    mixed = (before * 6364136223846793005 + token * 1442695040888963407 + 12345) & MASK
+    return mixed ^ (mixed >> 29)
+
+
+def sample(kv: int, seed: int, position: int, letters: Sequence[int], eos: int) -> int:
+    """Return the token behind a position: a letter, seldom the end."""
+    drawn = follow(follow(kv, seed & MASK), position) >> 7
+    return eos if drawn % 41 == 0 else letters[drawn % 1009 % len(letters)]
+
+
+def continuation(prompt: Sequence[int], seed: int, count: int, letters: Sequence[int], eos: int) -> list[int]:
+    """Return all tokens of a sequence, at most `count`, the end included."""
+    kv = functools.reduce(follow, prompt, 0)
+    tokens: list[int] = []
+    while len(tokens) < count:
+        token = sample(kv, seed, len(prompt) + len(tokens) - 1, letters, eos)
+        tokens.append(token)
+        if token == eos:
+            break
+        kv = follow(kv, token)
+    return tokens
+
+
+@dataclass(slots=True)
+class _Slot:
+    tokens: list[int]
+    blocks: list[int]
+    seed: int
+
+
+class WorkerProcess:
+    """One start of a worker."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        network: Network,
+        process: Process,
+        name: str,
+        letters: Sequence[int],
+        eos: int,
+        violation: Callable[[str], None],
+    ) -> None:
+        self._loop, self._network, self.process, self.name = loop, network, process, name
+        self._letters, self._eos, self._violation = letters, eos, violation
+        self.identity = ""
+        self.highest = 0
+        self.info: dict[str, Any] = {
+            "id": name, "model": MODEL, "model_hash": "hash", "dtype": "float32", "backend": "reference", "layers": 2,
+            "stages": 1, "max_seqs": 4, "gpu_blocks": 28, "host_blocks": 12, "block_size": BLOCK, "max_model_len": 128,
+            "max_step_tokens": 16, "max_input_tokens": 127, "max_output_tokens": 127, "vocab_size": 512,
+            "block_bytes": 64, "largest_step_ms": 5,
+        }  # fmt: skip
+        self._run: asyncio.Task[None] | None = None
+        self.step_s = 0.01
+
+    async def main(self) -> None:
+        self.identity = identity()
+        self._network.listen(self.name, self.process, self._accept)
+        redis = connect(SchedulerSettings(served_model_name=MODEL, redis_url="redis://redis:6379/0?protocol=2"))
+        keys = Keys(MODEL)
+        while True:
+            try:
+                seconds, micros = await redis.time()
+                now_ms = seconds * 1000 + micros // 1000
+                pipe = redis.pipeline(transaction=False)
+                fields = {"address": self.name, "identity": self.identity, "slots": self.info["max_seqs"], "ready": 1}
+                pipe.hset(keys.worker(self.name), mapping=fields)
+                pipe.pexpire(keys.worker(self.name), TTL_MS)
+                pipe.set(keys.alive("worker", self.name), 1, px=TTL_MS)
+                pipe.zadd(keys.workers, {self.name: now_ms})
+                pipe.zremrangebyscore(keys.workers, "-inf", now_ms - WORKERS_MS)
+                await pipe.execute()
+            except (RedisError, OSError):
+                await asyncio.sleep(0.2)
+                continue
+            await asyncio.sleep(1.0)
+
+    def _accept(self, endpoint: Endpoint) -> None:
+        self._loop.create_task(self._serve(endpoint))
+
+    async def _serve(self, endpoint: Endpoint) -> None:
+        try:
+            method = await endpoint.receive()
+            if method.endswith("/Describe"):
+                await endpoint.receive()
+                info = worker_pb2.WorkerInfo(**self.info, identity=self.identity, highest_epoch=self.highest)
+                endpoint.send(info.SerializeToString())
+                return
+            step = worker_pb2.Step.FromString(await endpoint.receive())
+            if not step.HasField("hello") or step.epoch < self.highest:
+                endpoint.send((grpc.StatusCode.FAILED_PRECONDITION, f"epoch {step.epoch} < {self.highest}"))
+                return
+            self.highest = step.epoch
+            if self._run is not None:
+                self._run.cancel()
+            self._run = asyncio.current_task()
+            await self._steps(endpoint, step.epoch)
+        except asyncio.CancelledError:
+            if not endpoint.broken and not endpoint.closed:
+                endpoint.send((grpc.StatusCode.ABORTED, "another Run took its place"))
+        except ConnectionResetError:
+            pass
+
+    async def _steps(self, endpoint: Endpoint, epoch: int) -> None:
+        slots: dict[int, _Slot] = {}
+        kv: dict[int, list[int | None]] = {}
+        host: dict[int, list[int | None]] = {}
+        while True:
+            step = worker_pb2.Step.FromString(await endpoint.receive())
+            if step.epoch != epoch:
+                self._violation(f"worker {self.name}: a step of epoch {step.epoch} in the Run of {epoch}")
+            await asyncio.sleep(self.step_s * self._loop.random.uniform(0.2, 1.5))
+            endpoint.send(self._execute(step, slots, kv, host).SerializeToString())
+
+    def _execute(
+        self, step: worker_pb2.Step, slots: dict[int, _Slot], kv: dict[int, list[int | None]],
+        host: dict[int, list[int | None]],
+    ) -> worker_pb2.Result:  # fmt: skip
+        columns = {name: unpack(getattr(step, name)).tolist() for name in (
+            "free_slots", "swap_out_gpu", "swap_out_host", "swap_in_host", "swap_in_gpu", "append_slots",
+            "append_blocks", "chunk_slots", "chunk_starts", "chunk_lengths")}  # fmt: skip
+        for slot in columns["free_slots"]:
+            slots.pop(slot, None)
+        for block, at in zip(columns["swap_out_gpu"], columns["swap_out_host"], strict=True):
+            host[at] = list(kv.get(block, [None] * BLOCK))
+        for at, block in zip(columns["swap_in_host"], columns["swap_in_gpu"], strict=True):
+            kv[block] = list(host.get(at, [None] * BLOCK))
+        for enter in step.enters:
+            slots[enter.slot] = _Slot(unpack(enter.tokens).tolist(), unpack(enter.blocks).tolist(), enter.sampling.seed)
+        for slot, block in zip(columns["append_slots"], columns["append_blocks"], strict=True):
+            slots[slot].blocks.append(block)
+        result = worker_pb2.Result(epoch=step.epoch, id=step.id)
+        sampled: list[tuple[int, int]] = []
+        for slot, start, length in zip(
+            *(columns[f"chunk_{name}"] for name in ("slots", "starts", "lengths")), strict=True
+        ):
+            row = slots[slot]
+            for position in range(start, start + length):
+                before: int | None = 0
+                if position:
+                    before = kv.get(row.blocks[(position - 1) // BLOCK], [None] * BLOCK)[(position - 1) % BLOCK]
+                if before is None:
+                    self._violation(
+                        f"worker {self.name}: slot {slot} reads KV of position {position - 1}, never written"
+                    )
+                    before = 0
+                place = kv.setdefault(row.blocks[position // BLOCK], [None] * BLOCK)
+                place[position % BLOCK] = follow(before, row.tokens[position])
+            if start + length == len(row.tokens):
+                last = start + length - 1
+                state = kv[row.blocks[last // BLOCK]][last % BLOCK]
+                token = sample(state or 0, row.seed, last, self._letters, self._eos)
+                row.tokens.append(token)
+                sampled.append((slot, token))
+        result.slots, result.tokens = pack([slot for slot, _ in sampled]), pack([token for _, token in sampled])
+        result.swap_out_acks, result.swap_in_acks = step.swap_out_gpu, step.swap_in_host
+        result.timings.total_ns = 1_000_000
+        return result
+
+
+def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+
+
+@dataclass
+class _Call:
+    """A stream of steps and results, as link.py uses one."""
+
+    network: Network
+    address: str
+    method: str
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+    _endpoint: Endpoint | None = None
+    _error: grpc.aio.AioRpcError | None = None
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def _open(self) -> Endpoint:
+        async with self._opening:
+            if self._error is not None:
+                raise self._error
+            if self._endpoint is None:
+                try:
+                    self._endpoint = await self.network.connect(self.address)
+                    self._endpoint.send(self.method)
+                except ConnectionError as error:
+                    raise self._fail(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+            return self._endpoint
+
+    def _fail(self, code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+        self._error = self._error or _error(code, details)
+        return self._error
+
+    async def write(self, message: Any) -> None:
+        endpoint = await self._open()
+        try:
+            endpoint.send(self.encode(message))
+        except ConnectionResetError:
+            raise asyncio.InvalidStateError("RPC already finished") from None
+        await asyncio.sleep(0)
+
+    async def read(self) -> Any:
+        endpoint = await self._open()
+        try:
+            message = await endpoint.receive()
+        except ConnectionResetError as error:
+            raise self._fail(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        if isinstance(message, tuple):
+            raise self._fail(*message)
+        return self.decode(message)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while True:
+            yield await self.read()
+
+    def cancel(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+
+class Channel:
+    """A gRPC channel to the worker at an address."""
+
+    network: Network
+
+    def __init__(self, address: str, credentials: Any = None, options: Any = None) -> None:
+        self._address = address
+        self._calls: list[_Call] = []
+
+    def _call(self, method: str, encode: Any, decode: Any) -> _Call:
+        call = _Call(self.network, self._address, method, encode, decode)
+        self._calls.append(call)
+        return call
+
+    def unary_unary(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        async def ask(request: Any, timeout: float) -> Any:
+            call = self._call(method, request_serializer, response_deserializer)
+            try:
+                async with asyncio.timeout(timeout):
+                    await call.write(request)
+                    return await call.read()
+            except TimeoutError:
+                raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from None
+            except asyncio.InvalidStateError:
+                raise _error(grpc.StatusCode.UNAVAILABLE, "the connection was closed") from None
+            finally:
+                call.cancel()
+
+        return ask
+
+    def stream_stream(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        return lambda: self._call(method, request_serializer, response_deserializer)
+
+    async def close(self, grace: float | None) -> None:
+        for call in self._calls:
+            call.cancel()
