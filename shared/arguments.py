@@ -1,6 +1,7 @@
 """Read the options of commands that are not made of settings: benches, `simulate`, `fleet`, `chaos`.
 
-Their help and errors read as those of the other commands, which services/cli/options.py makes.
+Their help and errors read as those of the other commands, which services/cli/options.py makes. The standard library
+alone: benches run on machines for GPUs with few packages.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared.settings import ROOT
-
+ROOT = Path(__file__).parents[1]
 KINDS = {"int": "N", "float": "X", "str": "TEXT", "Path": "PATH", "SecretStr": "SECRET"}
 """Types of values -> words of the help."""
 

@@ -182,8 +182,16 @@ def greeting(gateway: GatewaySettings) -> list[str]:
         lines.append(
             "The demo model is a toy of 4 million parameters that shows the system; MODEL=ORG/NAME serves another"
         )
-    lines.append(f"chat: {url}/   live page: {ops_url(gateway)}/dashboard   state: orcinus status")
+    lines.append(f"chat: {url}/   live page: {ops_url(gateway)}/dashboard   state: {own_command()} status")
     return [*lines, f"{curl} -d {shlex.quote(json.dumps(request))}"]
+
+
+def own_command() -> str:
+    """Return what to type for `orcinus` here: its path where no active environment has it on PATH."""
+    path = Path(sys.executable).with_name("orcinus")
+    if shutil.which("orcinus") or not path.exists():
+        return "orcinus"
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def _fetch_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:

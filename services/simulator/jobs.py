@@ -26,6 +26,7 @@ from services.simulator.workload.workload import Int64
 
 _POLL_S = 0.1
 LINE_S = 3.0
+SURE_SHARE = 0.02  # of the requests: the time left is shown from here on
 _EVERY = 64  # requests between two reports of progress
 _done: Any = None  # in a worker process: finished requests of every job, shared with the parent
 
@@ -122,7 +123,7 @@ class _Lines:
             return
         self._next = now + LINE_S
         share = done / max(1, self._total)
-        left = f", {(now - self._begun) * (1 - share) / share:.0f} s left" if share else ""
+        left = f", {(now - self._begun) * (1 - share) / share:.0f} s left" if share > SURE_SHARE else ""
         print(f"simulated {done:,} of {self._total:,} requests, {share:.0%}{left}", file=sys.stderr, flush=True)
 
 

@@ -8,6 +8,7 @@ programs; the CPU time of the process does not.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import Any
 
@@ -26,8 +27,13 @@ ROUNDS = 3
 
 
 def measure_all(policies: list[str]) -> list[dict[str, Any]]:
-    """Return a result for each policy and number of running requests."""
-    return [measure(policy, running) for policy in policies for running in RUNNING]
+    """Return a result for each policy and number of running requests, and show on stderr which is measured."""
+    results = []
+    for policy in policies:
+        for running in RUNNING:
+            print(f"{policy}, {running} running ...", file=sys.stderr, flush=True)
+            results.append(measure(policy, running))
+    return results
 
 
 def measure(policy: str, running: int, requests: int = 0) -> dict[str, Any]:

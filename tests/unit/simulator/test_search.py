@@ -105,7 +105,9 @@ def test_speed_measures_orca_and_orcinus_against_the_goal(
     monkeypatch.setattr("services.simulator.command.speed.measure", small)
     monkeypatch.setattr("services.simulator.command.speed.GOALS", {32: 1, 64: 10**12, 256: 1})
     assert main(["--speed", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert err.splitlines()[0] == "orca, 32 running ..." and len(err.splitlines()) == 6
+    printed = json.loads(out)
     assert [(r["policy"], r["running"]) for r in printed["results"]] == [
         (policy, running) for policy in ("orca", "orcinus") for running in (32, 64, 256)
     ]
