@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from services.gateway.auth import Caller, Keyring
-from services.gateway.cluster import MEMORY_MOST, RETRY_MOST_S, STALE_S, Cluster, Forecast
+from services.gateway.cluster import MEMORY_MOST, STALE_S, Cluster, Forecast, Snapshot
 from services.gateway.delivery.background import BackgroundTasks
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Generation, Position, RequestStream
 from services.gateway.errors import ApiError, invalid, memory_low, taken_over, unavailable
 from services.gateway.metrics import Metrics
+from services.gateway.places import HORIZON_S, Places
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
+from shared.keys import CLASSES
 from shared.settings import GatewaySettings
 
 CLASS_SHARES = {"realtime": 1.0, "high": 0.95, "normal": 0.8, "low": 0.5}
@@ -31,12 +34,23 @@ REDIS_SHARE = 0.5
 """Share of Redis's maxmemory that requests may hold until they end, where ORCINUS_MAX_QUEUED_BYTES is 0. The rest below
 MEMORY_MOST is for tokens, records of ended requests and what the allocator adds.
 """
+PLACES_SHARE = 0.1
+"""By how much requests that were told to come back may exceed the bounds of the queue."""
+PLACED = frozenset({"queue_full", "tenant_queue_full", "overloaded", "slo_unreachable", "deadline_unreachable"})
+"""Refusals that name a place."""
+DEADLINE_GRACE_S = 0.5
+"""The scheduler ends a request at its deadline; after so much more the gateway does."""
+RECENT = 65_536
+UNSEEN_S = 0.5
+"""Mean age of statistics when they are first seen: they are read once a second."""
 RETRY = "retry after the time in Retry-After"
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits that enqueue.lua checks for one request. `late`: the refusal when its class waits too long, else None."""
+    """Limits that enqueue.lua checks for one request, and the dispatcher's backlog before it. `late`: the refusal when
+    its class waits too long, else None.
+    """
 
     priority: str
     prompt_tokens: int
@@ -44,6 +58,9 @@ class Bounds:
     tenant_tokens: int  # of its tenant that may wait
     class_bytes: int  # in Redis of requests that have not ended, of all classes together; 0 means no limit
     tenant_bytes: int  # of its tenant
+    share: float  # of the backlog, for all classes together
+    tenant_share: float  # of that, for its tenant
+    deadline_ms: int  # that it sets; 0 means none
     late: ApiError | None
 
     @classmethod
@@ -54,15 +71,17 @@ class Bounds:
         caller: Caller,
         forecast: Forecast | None,
         redis_bytes: int = 0,
+        has_place: bool = False,
     ) -> Bounds:
         """Compute the bounds of a request. forecast: of its class, None when unknown. redis_bytes: Redis's maxmemory,
-        0 when it has none.
+        0 when it has none. has_place: it was refused and told to come now.
         """
-        class_tokens = int(CLASS_SHARES[spec.priority] * settings.max_queued_tokens)
+        class_share = CLASS_SHARES[spec.priority] * (1 + PLACES_SHARE if has_place else 1)
+        class_tokens = int(class_share * settings.max_queued_tokens)
         most_bytes = settings.max_queued_bytes or REDIS_SHARE * redis_bytes
-        class_bytes = math.ceil(CLASS_SHARES[spec.priority] * most_bytes)
+        class_bytes = math.ceil(class_share * most_bytes)
         share = settings.tenant_queue_share if caller.has_others else 1.0
-        late = overloaded(forecast, spec, settings.max_wait_s) if forecast else None
+        late = overloaded(forecast, spec, settings.max_wait_s) if forecast and not has_place else None
         return cls(
             spec.priority,
             spec.prompt_tokens,
@@ -70,6 +89,9 @@ class Bounds:
             int(share * class_tokens),
             class_bytes,
             math.ceil(share * class_bytes),
+            CLASS_SHARES[spec.priority],
+            share,
+            spec.deadline_ms,
             late,
         )
 
@@ -77,27 +99,35 @@ class Bounds:
     def is_late(self) -> bool:
         return self.late is not None
 
-    def refusal(self, answer: list[Any], retry_after_s: Callable[[float], float]) -> ApiError | None:
-        """Return the error for the answer of enqueue.lua; None when the request was accepted. retry_after_s: maps
+    def refusal(self, answer: list[Any], wait_s: Callable[[float], float]) -> ApiError | None:
+        """Return the error for the answer of enqueue.lua; None when the request was accepted. wait_s: maps
         waiting tokens to the seconds until they have run.
         """
         match answer[0]:
             case b"full":
-                return self._full(answer[1], retry_after_s)
+                return self._full(answer[1], wait_s)
             case b"tenant":
-                return self._tenant_full(answer[1], answer[2], retry_after_s)
+                return self._tenant_full(answer[1], answer[2], wait_s)
             case b"bytes":
                 held, size, waiting = answer[1:]
                 where = f"queue full for class {self.priority}"
-                return self._bytes_full("queue_full", where, held, size, self.class_bytes, waiting, retry_after_s)
+                return self._bytes_full("queue_full", where, held, size, self.class_bytes, waiting, wait_s)
             case b"tenant bytes":
                 held, size, waiting, tenants = answer[1:]
                 where = f"queue full for this tenant in class {self.priority}"
                 return self._bytes_full(
-                    "tenant_queue_full", where, held, size, self.tenant_bytes, tenants * waiting, retry_after_s
+                    "tenant_queue_full", where, held, size, self.tenant_bytes, tenants * waiting, wait_s
                 )
             case b"late":
                 return self.late
+            case b"backlog":
+                waiting, most, room_s = answer[1:]
+                where = f"queue full for class {self.priority}"
+                text = f"{where}: {waiting} of at most {most} requests are waiting for Redis; {RETRY}"
+                return ApiError(429, text, code="queue_full", retry_after_s=room_s)
+            case b"expired":
+                text = f"deadline_ms: {self.deadline_ms} ms passed before the request was in the queue; {RETRY}"
+                return ApiError(429, text, param="deadline_ms", code="deadline_unreachable", retry_after_s=1)
             case b"memory":
                 return memory_low(answer[1] / answer[2])
             case b"rate":
@@ -106,16 +136,16 @@ class Bounds:
                 return ApiError(429, text, code="rate_limit_exceeded", retry_after_s=answer[1] / 1000)
         return None
 
-    def _full(self, waiting: int, retry_after_s: Callable[[float], float]) -> ApiError:
+    def _full(self, waiting: int, wait_s: Callable[[float], float]) -> ApiError:
         return ApiError(
             429,
             f"queue full for class {self.priority}: {waiting} of at most {self.class_tokens} prompt tokens are "
             f"waiting; {RETRY}",
             code="queue_full",
-            retry_after_s=retry_after_s(self._excess(waiting, self.class_tokens)),
+            retry_after_s=wait_s(self._excess(waiting, self.class_tokens)),
         )
 
-    def _tenant_full(self, held: int, tenants: int, retry_after_s: Callable[[float], float]) -> ApiError:
+    def _tenant_full(self, held: int, tenants: int, wait_s: Callable[[float], float]) -> ApiError:
         """Return the 429 for a tenant with too many waiting tokens. Waiting tenants share the workers, so its tokens
         drain slower.
         """
@@ -124,7 +154,7 @@ class Bounds:
             f"queue full for this tenant in class {self.priority}: {held} of at most {self.tenant_tokens} prompt "
             f"tokens are waiting; {RETRY}, or send less at a time",
             code="tenant_queue_full",
-            retry_after_s=retry_after_s(tenants * self._excess(held, self.tenant_tokens)),
+            retry_after_s=wait_s(tenants * self._excess(held, self.tenant_tokens)),
         )
 
     def _bytes_full(
@@ -135,7 +165,7 @@ class Bounds:
         size: int,
         most: int,
         waiting: int,
-        retry_after_s: Callable[[float], float],
+        wait_s: Callable[[float], float],
     ) -> ApiError:
         """Return the 429 for too many bytes in Redis. Bytes leave as requests do, so the wait is that of an equal share
         of the waiting tokens.
@@ -146,7 +176,7 @@ class Bounds:
             f"{where}: requests that have not ended hold {held} of at most {most} bytes in Redis; {RETRY}, or send "
             "smaller schemas and prompts",
             code=code,
-            retry_after_s=retry_after_s(share * waiting),
+            retry_after_s=wait_s(share * waiting),
         )
 
     def _excess(self, waiting: int, most: int) -> int:
@@ -172,23 +202,47 @@ def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> A
     )
 
 
-def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str) -> None:
-    """Raise ApiError(429) when the first token would come after a limit that the request sets."""
-    if not limit_ms or forecast.ttft_ms <= limit_ms:
+def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str, more_ms: float = 0.0) -> None:
+    """Raise ApiError(429) when the first token would come after a limit that the request sets. more_ms: of the limit
+    that are needed for something else, such as the tokens after the first.
+    """
+    if not limit_ms or forecast.ttft_ms + more_ms <= limit_ms:
         return
+    about_ms = 100 * round(more_ms / 100)
+    more = f" and about {about_ms} ms more are needed" if about_ms else ""
     raise ApiError(
         429,
-        f"{name}: the first token is predicted in {forecast.ttft_ms:.0f} ms, later than {limit_ms} ms "
+        f"{name}: the first token is predicted in {forecast.ttft_ms:.0f} ms{more}, later than {limit_ms} ms "
         f"({forecast.why}); {RETRY}, or send a longer {name}",
         param=name,
         code=code,
-        retry_after_s=rest_s(forecast, limit_ms),
+        retry_after_s=rest_s(forecast, limit_ms - more_ms),
     )
 
 
 def rest_s(forecast: Forecast, limit_ms: float) -> float:
     """Return the seconds after which the remaining wait is within the limit."""
-    return min(RETRY_MOST_S, math.ceil((forecast.ttft_ms - limit_ms) / 1000))
+    return min(HORIZON_S, (forecast.ttft_ms - limit_ms) / 1000)
+
+
+class Recent:
+    """What this gateway has admitted and the statistics of the schedulers do not show yet: they are a second old, and
+    in an overload a second brings more than a deadline allows.
+    """
+
+    def __init__(self) -> None:
+        self._admitted: deque[tuple[float, int, int, int]] = deque(maxlen=RECENT)  # when, class, tokens, sequences
+
+    def admitted(self, spec: GenerationSpec, now: float) -> None:
+        self._admitted.append((now, CLASSES.index(spec.priority), spec.prompt_tokens, spec.choices))
+
+    def added_to(self, forecast: Forecast, priority: str, snapshot: Snapshot) -> Forecast:
+        """Return the forecast of a class behind what was admitted of it and better ones since the schedulers wrote."""
+        since = min(snapshot.renewed.values(), default=snapshot.at) - UNSEEN_S
+        while self._admitted and self._admitted[0][0] < since:
+            self._admitted.popleft()
+        before = [row for row in self._admitted if row[1] <= CLASSES.index(priority)]
+        return forecast.behind_more(sum(row[2] for row in before), sum(row[3] for row in before))
 
 
 class Admission:
@@ -214,6 +268,8 @@ class Admission:
         self._background = background
         self._metrics = metrics
         self._tracing = tracing
+        self._recent = Recent()
+        self._places = Places()
         self.draining = False
         """Set once the process is to end: every request is refused."""
 
@@ -228,23 +284,25 @@ class Admission:
         if last_event and spec.survives_client:  # the client has a part: a new beginning would repeat it
             return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
         forecast = self._forecast(spec.priority)
+        content = hash((tenant, spec.priority, spec.max_tokens, *map(tuple, spec.prompts)))
+        has_place = self._places.take(content, time.monotonic())
         try:
-            self.admit(spec, forecast)
-        except ApiError:
+            self.admit(spec, forecast, time.monotonic() - started)
+        except ApiError as error:
             if not (spec.survives_client and await self._dispatcher.record(spec.id)):
-                raise
+                raise self._placed(error, content, spec) from None
             return await self.resume(spec.id, tenant, started, same_as=spec)  # an old request is no new work
         stream = self._open_stream(spec)
         generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started)
         generation.span = self._tracing.begin(spec, started) if self._tracing is not None else None
         snapshot = self._cluster.snapshot
         redis_bytes = snapshot.memory_most if snapshot else 0
-        bounds = Bounds.of(self._settings, spec, caller, forecast, redis_bytes)
+        bounds = Bounds.of(self._settings, spec, caller, forecast, redis_bytes, has_place)
         delivery = spec.to_delivery(self._model.text.tail)
         try:
-            answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds)
-            if refusal := bounds.refusal(answer, self._cluster.retry_after_s):
-                raise refusal
+            answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds, started)
+            if refusal := bounds.refusal(answer, self._cluster.wait_s):
+                raise self._placed(refusal, content, spec)
         except ApiError:
             self._dispatcher.close(stream)
             raise
@@ -255,6 +313,10 @@ class Admission:
             self._dispatcher.close(stream)
             return await self.resume(spec.id, tenant, started, same_as=spec)
         self._metrics.prompt_tokens.inc(spec.prompt_tokens)
+        self._recent.admitted(spec, time.monotonic())
+        self._places.admitted(spec.priority, self._cluster.wait_s(spec.prompt_tokens), time.monotonic())
+        if spec.deadline_ms and not spec.survives_client:  # else the record has the end
+            generation.end_at(started + spec.deadline_ms / 1000 + DEADLINE_GRACE_S)
         return generation
 
     async def begin_background(self, spec: GenerationSpec, caller: Caller, started: float) -> None:
@@ -315,15 +377,27 @@ class Admission:
         self._metrics.resumed.inc()
         return generation
 
+    def _placed(self, refusal: ApiError, content: int, spec: GenerationSpec) -> ApiError:
+        """Return the refusal of a request with the time of its place."""
+        if refusal.code in PLACED and refusal.retry_after_s is not None:
+            work_s = self._cluster.wait_s(spec.prompt_tokens)
+            place_s = self._places.promise(content, spec.priority, refusal.retry_after_s, work_s, time.monotonic())
+            refusal.headers["Retry-After"] = str(place_s)
+        return refusal
+
     def _forecast(self, priority: str) -> Forecast | None:
         """Return the wait that is predicted for a class; None when unknown, or when Redis was read too long ago."""
         snapshot = self._cluster.snapshot
         if snapshot is None or time.monotonic() - snapshot.at > STALE_S:
             return None
-        return snapshot.forecasts.get(priority)
+        forecast = snapshot.forecasts.get(priority)
+        return forecast and self._recent.added_to(forecast, priority, snapshot)
 
-    def admit(self, spec: GenerationSpec, forecast: Forecast | None) -> None:
-        """Raise ApiError 429 or 503 when new work cannot be accepted. enqueue.lua checks the bounds of the queue."""
+    def admit(self, spec: GenerationSpec, forecast: Forecast | None, passed_s: float = 0.0) -> None:
+        """Raise ApiError 429 or 503 when new work cannot be accepted. enqueue.lua checks the bounds of the queue.
+
+        passed_s: since its arrival; its deadline counts from there.
+        """
         cluster = self._cluster
         self._refuse_while_draining()
         if cluster.redis_error or cluster.snapshot is None:
@@ -336,7 +410,8 @@ class Admission:
             raise unavailable("the keys have not been read yet", "keys_unread", 2)
         if forecast is not None:
             refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
-            refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable")
+            passed_ms = 1000 * passed_s + forecast.token_ms * (spec.least_tokens - 1)
+            refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable", passed_ms)
 
     def _refuse_while_draining(self) -> None:
         if self.draining:

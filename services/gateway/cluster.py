@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -32,7 +31,6 @@ DISCOVER_FIRST_S = 5.0
 """While no worker was found; `stats` shows sooner that there are some, and their limits."""
 HEARTBEAT_MS = 5000
 MEMORY_MOST = 0.75
-RETRY_MOST_S = 60.0
 STALE_S = 5.0
 MOST = float(1 << 53)
 """A snapshot older than this is not used."""
@@ -99,7 +97,8 @@ class Snapshot:
                 return None
             predicted_ms = number(stats.get(f"predicted_ttft_ms_{priority}"))
             behind, starts_s = int(number(stats.get(f"behind_{priority}"))), number(stats.get("starts_s"))
-            found.append(Forecast(predicted_ms, queued, rate, behind, starts_s))
+            token_ms = number(stats.get("tbt_ms_p50"))
+            found.append(Forecast(predicted_ms, queued, rate, behind, starts_s, token_ms))
         return min(found, key=lambda each: each.ttft_ms, default=None)
 
 
@@ -112,6 +111,22 @@ class Forecast:
     prefill_tok_s: float
     behind: int = 0  # sequences that wait for slots or memory before it, where that is what takes longest
     starts_s: float = 0.0
+    token_ms: float = 0.0  # between two tokens of a sequence
+
+    def behind_more(self, tokens: int, sequences: int) -> Forecast:
+        """Return the forecast with so much more before it: at the pace of prompts or, where slots or memory are what is
+        missing, of starts.
+        """
+        if self.behind and self.starts_s > 0:
+            more_ms = 1000 * sequences / self.starts_s
+        else:
+            more_ms = 1000 * tokens / self.prefill_tok_s
+        return replace(
+            self,
+            ttft_ms=self.ttft_ms + more_ms,
+            queued_tokens=self.queued_tokens + tokens,
+            behind=self.behind and self.behind + sequences,
+        )
 
     @property
     def why(self) -> str:
@@ -208,12 +223,12 @@ class Cluster:
             return ""
         return f"{where} has work, and no step was answered for {seconds:.0f} s"
 
-    def retry_after_s(self, waiting_tokens: float) -> float:
-        """Return the seconds until so many more tokens of the queue will have begun to run, at the measured rates; 1
+    def wait_s(self, waiting_tokens: float) -> float:
+        """Return the seconds until so many more tokens of the queue will have begun to run, at the measured rates; 0
         before any rate was measured.
         """
         rate = sum(self._drain_tok_s(stats) for stats in self._led())
-        return float(min(RETRY_MOST_S, max(1, math.ceil(waiting_tokens / rate)))) if rate > 0 else 1.0
+        return waiting_tokens / rate if rate > 0 else 0.0
 
     def _drain_tok_s(self, stats: dict[str, str]) -> float:
         """Return prompt tokens that leave the queue a second: as fast as prompts run, or as sequences get slots and

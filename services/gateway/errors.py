@@ -6,6 +6,7 @@ the first byte has left already.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import orjson
@@ -31,7 +32,7 @@ TYPES = {
 
 
 class ApiError(OrcinusError):
-    """One answer that is not a success. `retry_after_s` becomes the Retry-After header."""
+    """One answer that is not a success. `retry_after_s`, rounded up, becomes the Retry-After header."""
 
     def __init__(
         self,
@@ -48,9 +49,10 @@ class ApiError(OrcinusError):
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
         self.headers = dict(headers or {})
         if retry_after_s is not None:
-            self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
 
     def body(self) -> dict[str, Any]:
         """Return the error object of OpenAI's API."""

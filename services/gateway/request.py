@@ -118,6 +118,12 @@ class GenerationSpec:
         return len(self.prompts) * self.n
 
     @property
+    def least_tokens(self) -> int:
+        """Return the tokens that each choice has at least: all, where nothing but their number ends it."""
+        ends_early = self.stop_ids or self.stop or self.sampling.grammar
+        return max(1, self.min_tokens if ends_early else self.max_tokens)
+
+    @property
     def cost_tokens(self) -> int:
         """Return the tokens that the tenant's bucket pays in advance: the prompts and the longest possible output."""
         return self.prompt_tokens + self.choices * self.max_tokens

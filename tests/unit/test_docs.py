@@ -66,7 +66,7 @@ def fields_of_the_request_record() -> set[str]:
     for script in ("enqueue", "claim", "publish", "control"):
         source = text(f"shared/lua/{script}.lua")
         for target, arguments in re.findall(
-            r"'HSET', (KEYS\[1\]|key|record|ARGV\[i\]),((?:[^()]|\([^()]*\))*)\)", source
+            r"'HSET', (KEYS\[1\]|req|key|record|ARGV\[i\]),((?:[^()]|\([^()]*\))*)\)", source
         ):
             if target == "key" and "'started_ms'" not in arguments and "'finished'" not in arguments:
                 continue

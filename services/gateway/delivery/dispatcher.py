@@ -1,8 +1,10 @@
 """Talk to Redis for all requests: one task writes and asks, one task reads tokens. No handler awaits Redis.
 
 A handler that is cancelled (its client left) leaves its work to the dispatcher, so no reply is read by the wrong
-request and no cancel is lost. Jobs run in the order in which they were handed over. Commands about requests (cancel,
-stop) outlive a Redis that is away; questions and new requests fail at once with 503. A job that fails ends alone.
+request and no cancel is lost. The working task goes round: jobs in the order in which they were handed over, then the
+most urgent new requests of the backlog in one call, then records of silent requests in another, so that no kind waits
+for all of another. Commands about requests (cancel, stop) outlive a Redis that is away; questions and new requests fail
+at once with 503. A job that fails ends alone.
 """
 
 from __future__ import annotations
@@ -10,26 +12,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from protos import queue_pb2
 from services.gateway.auth import Caller
 from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
+from services.gateway.delivery.backlog import Backlog, Entry
 from services.gateway.delivery.stream import Offer, RequestStream, Row, ends, fill, lacks_tokens, rows_of
 from services.gateway.errors import ApiError, broken_record, slow_client, taken_over, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
 from shared.columns import unpack
 from shared.dead_letters import DeadLetters
-from shared.keys import Keys
+from shared.keys import CLASSES, Keys
 from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Scripts, Unreachable, Value, backoff_s, connect
 from shared.settings import GatewaySettings
 from shared.tasks import end
@@ -99,8 +103,12 @@ class Retries:
 
 
 MOST_JOBS = 4096
+ROUND = 64
+"""Jobs, and records read, in one round of the working task."""
 SILENT_S = 5.0
-"""A request unheard of for so long has its record read: its tokens may have left the stream unread."""
+"""A request unheard of for so long has its record read: its tokens may have left the stream unread. Then again when it
+was silent for twice as long, until SILENT_MOST_S: those that wait in a long queue are many."""
+SILENT_MOST_S = 30.0
 READ_ENTRIES = 64
 FLUSH_S = 2.0
 """Time for the last commands at a clean stop."""
@@ -132,6 +140,16 @@ class QueueBounds(Protocol):
         ...
 
     @property
+    def share(self) -> float:
+        """Share of a backlog that all requests together may fill when one of this class enters."""
+        ...
+
+    @property
+    def tenant_share(self) -> float:
+        """Share of that for its tenant."""
+        ...
+
+    @property
     def is_late(self) -> bool:
         """Whether its class waits too long for a tenant that has at least an even share of the queue."""
         ...
@@ -157,6 +175,8 @@ class Dispatcher:
         self._reader: Redis = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
         self.scripts = Scripts(self._redis, metrics.call)
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
+        self._backlog = Backlog()
+        self._unread: dict[str, RequestStream] = {}  # their records are to be read
         self._more = asyncio.Event()
         self._retries = Retries()
         self._streams: dict[str, RequestStream] = {}
@@ -175,7 +195,10 @@ class Dispatcher:
             flushed = asyncio.Event()
 
             async def last() -> None:
-                flushed.set()
+                if self._jobs or self._backlog or self._unread:
+                    self.submit(last)
+                else:
+                    flushed.set()
 
             self.submit(last)
             with contextlib.suppress(TimeoutError):
@@ -204,31 +227,33 @@ class Dispatcher:
     # What handlers call
 
     async def enqueue(
-        self, spec: GenerationSpec, stream: RequestStream, caller: Caller, delivery: bytes, bounds: QueueBounds
+        self,
+        spec: GenerationSpec,
+        stream: RequestStream,
+        caller: Caller,
+        delivery: bytes,
+        bounds: QueueBounds,
+        started: float | None = None,
     ) -> list[Any]:
         """Put the request into its class's stream, unless its id is there. Return the answer of enqueue.lua: `ok`,
-        `duplicate` or a refusal, after which the stream gets nothing.
+        `duplicate` or a refusal, after which the stream gets nothing. Refusals of the backlog have the same form:
+        {backlog, waiting requests, most, seconds until there is room} and {expired}, for a deadline that passed.
 
-        Raise ApiError(503). `close` has to follow, except after a refusal. A connection that reads the request already
-        keeps it: only `adopt` takes it over.
+        started: time.monotonic() at its arrival, from which its deadline counts; None means now. Raise ApiError(503).
+        `close` has to follow, except after a refusal. A connection that reads the request already keeps it: only
+        `adopt` takes it over.
         """
+        self._refuse_without_redis()
         if spec.id not in self._streams:
             self._register(stream)
-        request, prompts = spec.to_request(self.gateway_id, caller.tenant, caller.salt)
-        keys = self._keys
-        # fmt: off
-        redis_keys = [
-            keys.req(spec.id), keys.requests(spec.priority), keys.queue, keys.bucket(caller.bucket),
-            keys.prompt(spec.id), keys.background, keys.background_of(self.gateway_id),
-        ]
-        arguments: list[Value] = [
-            request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
-            *caller.rates.arguments, LIVE_TTL_MS, caller.tenant, self.gateway_id, spec.priority, delivery,
-            spec.id if spec.background else "", MEMORY_MOST, bounds.tenant_tokens, int(bounds.is_late),
-            bounds.class_bytes, bounds.tenant_bytes,
-        ]
-        # fmt: on
-        answer: list[Any] = await self.ask(lambda: self._enqueue(spec, redis_keys, arguments))
+        entry = self._entry(spec, caller, delivery, bounds, time.monotonic() if started is None else started)
+        if self._backlog.has_room(entry.tenant, bounds.share, bounds.tenant_share, entry.size_bytes):
+            self._backlog.put(entry)
+            self._more.set()
+            answer = await self._answered(entry)
+        else:
+            most = self._backlog.most(bounds.share)
+            answer = [b"backlog", len(self._backlog), most, self._backlog.wait_s(bounds.share)]
         match answer[0]:
             case b"ok":
                 stream.left = (answer[2], answer[3])
@@ -239,6 +264,45 @@ class Dispatcher:
             case _:
                 self._forget(stream)
         return answer
+
+    def _entry(
+        self, spec: GenerationSpec, caller: Caller, delivery: bytes, bounds: QueueBounds, started: float
+    ) -> Entry:
+        """Return what the backlog keeps of a request."""
+        keys = self._keys
+        request, prompts = spec.to_request(self.gateway_id, caller.tenant, caller.salt)
+
+        def arguments(left_ms: int) -> list[Value]:
+            request.deadline_ms = left_ms  # the client's deadline counts from the arrival here
+            return [
+                request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
+                *caller.rates.arguments, caller.tenant, spec.priority, delivery, spec.id if spec.background else "",
+                bounds.tenant_tokens, int(bounds.is_late), bounds.class_bytes, bounds.tenant_bytes,
+            ]  # fmt: skip
+
+        return Entry(
+            spec.id,
+            caller.tenant,
+            CLASSES.index(spec.priority),
+            request.ByteSize() + len(prompts) + len(delivery),
+            spec.survives_client,
+            spec.is_named,
+            started + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
+            [keys.req(spec.id), keys.requests(spec.priority), keys.bucket(caller.bucket), keys.prompt(spec.id)],
+            arguments,
+            asyncio.get_running_loop().create_future(),
+        )
+
+    async def _answered(self, entry: Entry) -> list[Any]:
+        """Wait for the answer to an entry of the backlog, until its deadline. Raise ApiError(503)."""
+        left_s = None if math.isinf(entry.expires_at) else entry.expires_at - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                return await entry.answer
+        except TimeoutError:
+            if not entry.is_named:  # it may be in the call that runs now
+                self.cancel(entry.request_id, "its deadline passed before it was enqueued")
+            return [b"expired"]
 
     async def adopt(self, stream: RequestStream, tenant: str, former: str = "") -> bool:
         """Deliver a request that was enqueued before, here or by another gateway. Return False if the tenant has no
@@ -311,26 +375,41 @@ class Dispatcher:
 
     async def read(self, stream: RequestStream) -> None:
         """Fill a stream that gets nothing else from the record of its request. Raise ApiError(503)."""
-        record, rows = await self.ask(lambda: _missing(self._redis, self._keys, stream))
+
+        async def question() -> Missing:
+            (found,) = await _missing(self._redis, self._keys, [stream])
+            if isinstance(found, RedisError):
+                raise found
+            return found
+
+        record, rows = await self.ask(question)
         self.decoded(stream.request_id, record, lambda found: fill(stream, found, rows))
 
     # The working task
 
     async def _work(self) -> None:
         while True:
-            if not self._jobs:
+            if not (self._jobs or self._backlog or self._unread):
                 self._more.clear()
                 await self._more.wait()
-            job = self._jobs.popleft()
-            try:
-                await job()
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                log.error("a job for Redis was cancelled from within")
-            except Exception:
-                log.exception("a job for Redis failed")
+            for _ in range(min(ROUND, len(self._jobs))):
+                await self._attempt(self._jobs.popleft())
+            if self._backlog:
+                await self._attempt(self._enqueue_batch)
+            if self._unread:
+                await self._attempt(self._read_batch)
+
+    async def _attempt(self, job: Callable[[], Awaitable[None]]) -> None:
+        """Run a job; log its failure."""
+        try:
+            await job()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            log.error("a job for Redis was cancelled from within")
+        except Exception:
+            log.exception("a job for Redis failed")
 
     def submit(self, job: Callable[[], Awaitable[None]]) -> None:
         self._jobs.append(job)
@@ -340,10 +419,10 @@ class Dispatcher:
         """Queue a question for the working task and wait for the answer. A cancelled caller leaves the question to the
         task.
         """
-        if self._cluster.redis_error:
-            raise unavailable(f"Redis does not answer: {self._cluster.redis_error}", "redis_unavailable", 2)
+        self._refuse_without_redis()
         if len(self._jobs) >= MOST_JOBS:
-            raise unavailable("too many requests are waiting for Redis; retry later", "redis_unavailable", 2)
+            text = f"too many questions: {MOST_JOBS} are waiting for Redis; retry after the time in Retry-After"
+            raise ApiError(429, text, code="overloaded", retry_after_s=2)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         async def job() -> None:
@@ -369,20 +448,55 @@ class Dispatcher:
         self.submit(job)
         return await answer
 
-    async def _enqueue(self, spec: GenerationSpec, keys: list[str], arguments: list[Value]) -> Any:
+    def _refuse_without_redis(self) -> None:
+        """Raise ApiError(503) while Redis does not answer."""
+        if silent := self._cluster.redis_error:
+            raise unavailable(f"Redis does not answer: {silent}", "redis_unavailable", 2)
+
+    async def _enqueue_batch(self) -> None:
+        """Put the next requests of the backlog into Redis by one call, and answer each."""
+        begin = time.monotonic()
+        batch, late = self._backlog.take(begin)
+        for entry in late:
+            _set(entry.answer, [b"expired"])
+        if not batch:
+            return
+        keys = self._keys
+        redis_keys = [keys.queue, keys.background, keys.background_of(self.gateway_id)]
+        arguments: list[Value] = [LIVE_TTL_MS, self.gateway_id, MEMORY_MOST]
+        try:
+            self._refuse_without_redis()
+            for entry in batch:
+                redis_keys += entry.keys
+                arguments += entry.arguments(entry.left_ms(begin))
+            answers = await self._enqueue(redis_keys, arguments)
+        except asyncio.CancelledError:
+            _fail(batch, unavailable("Redis call interrupted; retry later", "redis_unavailable", 2))
+            raise
+        except Exception as error:
+            if isinstance(error, Unreachable):
+                self._cluster.note_unreachable(str(error) or type(error).__name__)
+                # They may be in the queue all the same; a client gets a 503, and asks again if it named its request.
+                for entry in batch:
+                    if not entry.is_named:
+                        self.cancel(entry.request_id, "its enqueueing got no answer")
+            _fail(batch, error if isinstance(error, ApiError) else failed(error))
+            return
+        self._backlog.taken(len(batch), time.monotonic() - begin)
+        for entry, answer in zip(batch, answers, strict=True):
+            if answer[0] == b"error":
+                _fail([entry], failed(ResponseError(answer[1].decode("utf-8", "replace"))))
+            else:
+                _set(entry.answer, answer)
+
+    async def _enqueue(self, keys: list[str], arguments: list[Value]) -> list[list[Any]]:
         """Run enqueue.lua, twice at most: a connection that Redis closed shows only at the first use, and an id is
         queued once.
         """
         try:
-            return await self.scripts.enqueue(keys, arguments)
+            return list(await self.scripts.enqueue(keys, arguments))
         except Unreachable:
-            try:
-                return await self.scripts.enqueue(keys, arguments)
-            except Unreachable:
-                # It may be in the queue all the same; its client gets a 503, and asks for it again if it named it.
-                if not spec.is_named:
-                    self.cancel(spec.id, "its enqueueing got no answer")
-                raise
+            return list(await self.scripts.enqueue(keys, arguments))
 
     def _command(self, key: tuple[str, str], send: Callable[[], Awaitable[Any]]) -> None:
         self._put_command(Command(key, send))
@@ -479,29 +593,37 @@ class Dispatcher:
                 self._put_command(command)
             now = time.monotonic()
             for stream in self._streams.values():
-                if stream.ahead or now - max(stream.heard_at, stream.asked_at) > SILENT_S:
+                if stream.ahead or now - max(stream.heard_at, stream.asked_at) > _patience_s(stream):
                     self._refill(stream)
 
     def _refill(self, stream: RequestStream) -> None:
+        """Have the record of a request read, together with others."""
         if stream.refilling or stream.failure is not None:
             return
         stream.refilling = True
         stream.asked_at = time.monotonic()
+        if (before := self._unread.get(stream.request_id)) is not None:
+            before.refilling = False
+        self._unread[stream.request_id] = stream
+        self._more.set()
 
-        async def job() -> None:
-            try:
-                await self._read_record(stream)
-            except (*Unreachable, RedisError) as error:
-                log.warning("record of %s not read: %s", stream.request_id, error)
-            finally:
+    async def _read_batch(self) -> None:
+        """Read the next records by one call, and give each request what it lacks."""
+        taken = [self._unread.pop(name) for name in list(self._unread)[:ROUND]]
+        streams = [one for one in taken if self._streams.get(one.request_id) is one]
+        try:
+            for stream, found in zip(streams, await _missing(self._redis, self._keys, streams), strict=True):
+                if isinstance(found, Exception):
+                    log.warning("record of %s not read: %s", stream.request_id, found)
+                else:
+                    self._take_record(stream, *found)
+        except (*Unreachable, RedisError) as error:
+            log.warning("records of %d requests not read: %s", len(streams), error)
+        finally:
+            for stream in taken:
                 stream.refilling = False
 
-        self.submit(job)
-
-    async def _read_record(self, stream: RequestStream) -> None:
-        if self._streams.get(stream.request_id) is not stream:
-            return
-        record, rows = await _missing(self._redis, self._keys, stream)
+    def _take_record(self, stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
         if not record:
             stream.fail(ApiError(500, "request record missing from Redis; send the request again", code="record_lost"))
             return
@@ -530,24 +652,60 @@ class Dispatcher:
             self._settle(stream, row, at, stream.offer(row, at))
 
 
-async def _missing(redis: Redis, keys: Keys, stream: RequestStream) -> tuple[dict[bytes, bytes], list[tuple[int, Row]]]:
-    """Read `req:{id}` (empty when it has expired) and the tokens in `out` that the stream lacks, as (index of the
-    first token, row).
+def _patience_s(stream: RequestStream) -> float:
+    """Return how long a request may be silent before its record is read, and read again."""
+    return min(SILENT_MOST_S, max(SILENT_S, stream.asked_at - stream.heard_at))
+
+
+def _set(answer: asyncio.Future[T], value: T) -> None:
+    """Answer a handler that may have gone."""
+    if not answer.done():
+        answer.set_result(value)
+
+
+def _fail(entries: list[Entry], error: Exception) -> None:
+    """Answer the handlers of these, which may have gone, with an error."""
+    for entry in entries:
+        if not entry.answer.done():
+            entry.answer.set_exception(error)
+
+
+Missing = tuple[dict[bytes, bytes], list[tuple[int, Row]]]
+
+
+async def _missing(redis: Redis, keys: Keys, streams: Sequence[RequestStream]) -> list[Missing | RedisError]:
+    """Read of each stream `req:{id}` (empty when it has expired) and the tokens in `out` that it lacks, as (index of
+    the first token, row); where Redis refused that, the error.
     """
+    if not streams:
+        return []
     pipe: Any = redis.pipeline(transaction=True)
-    pipe.hgetall(keys.req(stream.request_id))
-    before, size = list(stream.received), stream.record_bytes
-    for choice, have in enumerate(before):
-        pipe.getrange(keys.out(stream.request_id, choice), 4 * have, -1)
-        if size:
-            pipe.getrange(keys.logprobs(stream.request_id, choice), size * have, -1)
-    record, *found = await pipe.execute()
-    outputs, logprobs = (found[::2], found[1::2]) if size else (found, [b""] * len(found))
+    before = [list(stream.received) for stream in streams]
+    for stream, received in zip(streams, before, strict=True):
+        pipe.hgetall(keys.req(stream.request_id))
+        for choice, have in enumerate(received):
+            pipe.getrange(keys.out(stream.request_id, choice), 4 * have, -1)
+            if size := stream.record_bytes:
+                pipe.getrange(keys.logprobs(stream.request_id, choice), size * have, -1)
+    replies = iter(await pipe.execute(raise_on_error=False))
+    found: list[Missing | RedisError] = []
+    for stream, received in zip(streams, before, strict=True):
+        parts = 2 if stream.record_bytes else 1
+        own = [next(replies) for _ in range(1 + parts * len(received))]
+        error = next((each for each in own if isinstance(each, RedisError)), None)
+        found.append(error or (own[0], _rows(stream, received, own[1:])))
+    return found
+
+
+def _rows(stream: RequestStream, before: list[int], stored: list[bytes]) -> list[tuple[int, Row]]:
+    """Return the tokens of each choice behind those it had `before`. stored: of each its tokens, and records if any."""
+    size = stream.record_bytes
+    outputs, logprobs = (stored[::2], stored[1::2]) if size else (stored, [b""] * len(stored))
     rows = []
     for choice, output in enumerate(outputs):
         if tokens := unpack(output[: len(output) // 4 * 4]).tolist():
             rows.append((before[choice], Row(choice, tokens, logprobs=logprobs[choice][: size * len(tokens)])))
-    return record, rows
+    return rows
 
 
 def failed(error: Exception) -> Exception:

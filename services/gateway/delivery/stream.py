@@ -178,6 +178,12 @@ class RequestStream:
         waiting, self.ahead = sorted(self.ahead, key=lambda item: item.first), []
         return waiting
 
+    def expire(self) -> None:
+        """End all choices that have not ended, as past the deadline."""
+        for choice, finished in enumerate(self.finished):
+            if not finished:
+                self.offer(Row(choice, [], Finish.DEADLINE), self.received[choice])
+
     def end_choice(self, choice: int) -> None:
         """End a choice at a stop string: its later rows are dropped."""
         self.finished[choice] = True
@@ -482,6 +488,7 @@ class Generation:
         self.span: RequestSpan | None = None  # set where traces are sent
         self._left = left
         self._held_finishes = HeldFinishes(stream.wake)
+        self._deadline: asyncio.TimerHandle | None = None
         self._ended: ApiError | None = None  # raised by the next call of `next`
         self.failure: ApiError | None = None
         prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
@@ -500,6 +507,13 @@ class Generation:
     @property
     def usage(self) -> Usage:
         return Usage(self.spec.prompt_tokens, sum(choice.count for choice in self.choices))
+
+    def end_at(self, when: float) -> None:
+        """End the request as past its deadline at time.monotonic() `when`, unless it has ended: a client that set one
+        waits no longer, whatever its tokens wait for.
+        """
+        delay_s = max(0.0, when - time.monotonic())
+        self._deadline = asyncio.get_running_loop().call_later(delay_s, self.stream.expire)
 
     async def next(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Delta]:
         """Return the gain since the last call, at most one Delta a choice; empty after `timeout_s`.
@@ -614,6 +628,8 @@ class Generation:
             self._metrics.cancelled.inc()
             self._commands.close(self.stream, "the client left")
         self._held_finishes.close()
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     @property
     def _taken_from_here(self) -> bool:

@@ -42,7 +42,7 @@ def test_full_queue_is_429_until_retry_after(
     [
         ("ttft_slo_ms", 1000, 5000, "4"),
         ("ttft_slo_ms", 4999, 5000, "1"),
-        ("ttft_slo_ms", 100, 10_000_000, "60"),
+        ("ttft_slo_ms", 100, 10_000_000, "beyond"),
         ("deadline_ms", 1500, 5000, "4"),
     ],
 )
@@ -59,7 +59,9 @@ def test_late_first_token_is_429_with_its_prediction(
     until("the forecast is known", lambda: shard(gateway).get("predicted_ttft_ms_normal") == known)
     answer = gateway.post("/v1/completions", {"prompt": "x", field: limit_ms})
     scheduler.stats(predicted_ttft_ms_normal=0)
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, retry_after)
+    assert answer.status_code == 429
+    after = answer.headers["retry-after"]
+    assert 60 <= int(after) <= 120 if retry_after == "beyond" else after == retry_after
     error = answer.json()["error"]
     code = "slo_unreachable" if field == "ttft_slo_ms" else "deadline_unreachable"
     assert (error["code"], error["param"]) == (code, field)

@@ -50,16 +50,25 @@ def scripts(client: Redis) -> Scripts:
 
 
 async def enqueue(scripts: Scripts, name: str, **changes: Any) -> list[Any]:
-    values = {
-        "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
-        "concurrent": 0, "ttl": 60_000, "tenant": "alice", "gateway": "g", "class": "normal", "delivery": b"go on",
-        "background": "", "share": 0.75, "of_tenant": 100, "late": 0, "most_bytes": 0,
-        "tenant_bytes": 0,
-    } | changes  # fmt: skip
-    keys = [KEYS.req(name), KEYS.requests(values["class"]), KEYS.queue, KEYS.bucket("alice"), KEYS.prompt(name)]
-    keys += [KEYS.background, KEYS.background_of("g")]
-    reply: list[Any] = await scripts.enqueue(keys, list(values.values()))
-    return reply
+    (answer,) = await enqueue_all(scripts, {name: changes})
+    return answer
+
+
+async def enqueue_all(
+    scripts: Scripts, requests: dict[str, dict[str, Any]], ttl: int = 60_000, share: float = 0.75
+) -> list[list[Any]]:
+    """Enqueue requests in one call; return the answer of each."""
+    keys, arguments = [KEYS.queue, KEYS.background, KEYS.background_of("g")], [ttl, "g", share]
+    for name, changes in requests.items():
+        values = {
+            "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
+            "concurrent": 0, "tenant": "alice", "class": "normal", "delivery": b"go on", "background": "",
+            "of_tenant": 100, "late": 0, "most_bytes": 0, "tenant_bytes": 0,
+        } | changes  # fmt: skip
+        keys += [KEYS.req(name), KEYS.requests(values["class"]), KEYS.bucket("alice"), KEYS.prompt(name)]
+        arguments += values.values()
+    answers: list[list[Any]] = await scripts.enqueue(keys, arguments)
+    return answers
 
 
 async def lease(scripts: Scripts, verb: str, epoch: int = 0, ms: int = 5000) -> int:

@@ -9,7 +9,7 @@ from services.scheduler.requests.intake import Clock, Intake
 from services.scheduler.shard.lease import Lease
 from shared.keys import GROUP
 from shared.redis_client import Scripts
-from tests.integration.redis.script_calls import KEYS, SHARD, claim, enqueue, lease, publication, publish
+from tests.integration.redis.script_calls import KEYS, SHARD, claim, enqueue, enqueue_all, lease, publication, publish
 from tests.integration.redis.script_calls import client as client  # the fixtures
 from tests.integration.redis.script_calls import scripts as scripts
 from tests.integration.redis.script_calls import server as server
@@ -60,6 +60,31 @@ async def test_stale_count_of_a_tenant_ends_with_the_queue(client: Redis, script
     await client.hset(KEYS.queue_tenants, mapping={"alice": 5000, "bob": 3})
     assert (await enqueue(scripts, "a", of_tenant=50))[0] == b"ok"
     assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10"}
+
+
+async def test_refusal_leaves_the_others_of_its_call_alone(client: Redis, scripts: Scripts) -> None:
+    calls = {
+        "a": {"tokens": 60},
+        "b": {"tokens": 41},
+        "c": {"tokens": 40, "tenant": "bob"},
+        "d": {"rpm": 1, "tokens": 0},
+    }
+    answers = await enqueue_all(scripts, calls)
+    assert [answer[0] for answer in answers] == [b"ok", b"full", b"ok", b"ok"]
+    assert answers[1] == [b"full", 60], "what came before it in the call counts"
+    assert [bool(await client.exists(KEYS.req(name))) for name in "abcd"] == [True, False, True, True]
+    again, limited = await enqueue_all(scripts, {"a": {}, "e": {"rpm": 1, "tokens": 0}})
+    assert again == [b"duplicate", b"queued"]
+    assert (limited[0], limited[2]) == (b"rate", b"requests a minute")
+    assert await client.hget(KEYS.queue, "requests") == b"3"
+
+
+async def test_error_of_redis_leaves_the_others_of_the_call_alone(client: Redis, scripts: Scripts) -> None:
+    await client.set(KEYS.requests("low"), "of another type")
+    answers = await enqueue_all(scripts, {"a": {}, "b": {"class": "low"}, "c": {}})
+    assert [answer[0] for answer in answers] == [b"ok", b"error", b"ok"]
+    assert b"WRONGTYPE" in answers[1][1]
+    assert await client.xlen(KEYS.requests("normal")) == 2
 
 
 SIZE = len(b"payload" + b"go on") + 2048

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.admission import CLASS_SHARES, Bounds
+from services.gateway.admission import CLASS_SHARES, Bounds, Recent, refuse_late
 from services.gateway.auth import Caller
-from services.gateway.cluster import Forecast
+from services.gateway.cluster import Forecast, Snapshot
 from services.gateway.errors import ApiError
 from services.gateway.request import GenerationSpec
 from shared.keys import CLASSES
@@ -117,6 +117,49 @@ def test_full_of_bytes_retries_when_an_equal_share_of_tokens_has_run() -> None:
     assert "this tenant in class normal" in error.message and "at most 40000 bytes" in error.message
     error = refusal(found, b"bytes", 100, 200_000, 70)
     assert int(error.headers["Retry-After"]) == 1, "until nothing is held"
+
+
+def test_place_exceeds_the_bounds_by_a_tenth_and_any_wait() -> None:
+    asked, caller = spec("low"), Caller("t")
+    settings = GatewaySettings(model=DEMO_MODEL, max_queued_tokens=1000, max_wait_s=60)
+    found = Bounds.of(settings, asked, caller, Forecast(40_000, 500, RATE), has_place=True)
+    assert (found.class_tokens, found.tenant_tokens, found.late) == (550, 550, None)
+
+
+def test_backlog_and_expiry_before_redis_are_429() -> None:
+    error = refusal(bounds(spec("low")), b"backlog", 2050, 2048, 2.5)
+    assert (error.code, error.headers["Retry-After"]) == ("queue_full", "3")
+    assert "class low: 2050 of at most 2048 requests are waiting for Redis" in error.message
+    error = refusal(bounds(spec(deadline_ms=70)), b"expired")
+    assert (error.code, error.param) == ("deadline_unreachable", "deadline_ms")
+
+
+def test_deadline_allows_for_the_tokens_after_the_first() -> None:
+    forecast = Forecast(1000.0, 500, RATE, token_ms=50.0)
+    for deadline_ms, max_tokens in ((1000, 1), (2500, 31)):
+        asked = spec(max_tokens=max_tokens, stop_ids=[])
+        more_ms = forecast.token_ms * (asked.least_tokens - 1)
+        refuse_late(forecast, "deadline_ms", deadline_ms, "deadline_unreachable", more_ms)
+        with pytest.raises(ApiError) as refused:
+            refuse_late(forecast, "deadline_ms", deadline_ms - 1, "deadline_unreachable", more_ms)
+        assert refused.value.headers["Retry-After"] == "1"
+    assert spec(max_tokens=31, min_tokens=5).least_tokens == 5, "an end-of-text token may end it"
+
+
+def test_forecast_counts_what_statistics_do_not_show_yet() -> None:
+    recent, now = Recent(), 100.0
+    seen = Snapshot(now, frozenset(), {}, {}, renewed={"a": now - 0.2})
+    recent.admitted(spec("normal"), now - 5)  # the statistics have it
+    recent.admitted(spec("normal", prompts=[[1] * 70] * 2), now - 0.1)
+    recent.admitted(spec("low"), now)
+    recent.admitted(spec("realtime"), now)
+    before = Forecast(500.0, 35, RATE)
+    assert recent.added_to(before, "realtime", seen).ttft_ms == pytest.approx(500 + 1000 * 10 / RATE)
+    after = recent.added_to(before, "normal", seen)
+    assert (after.queued_tokens, after.ttft_ms) == (35 + 150, pytest.approx(500 + 1000 * 150 / RATE))
+    crowded = Forecast(500.0, 35, RATE, behind=4, starts_s=2.0)
+    after = recent.added_to(crowded, "normal", seen)
+    assert (after.behind, after.ttft_ms) == (7, pytest.approx(2000))
 
 
 def test_accepted_or_duplicate_request_is_not_refused() -> None:

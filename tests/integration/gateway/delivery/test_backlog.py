@@ -1,0 +1,194 @@
+"""New requests on their way through the gateway's backlog into a real Redis: many in one call, by class, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.auth import Caller
+from services.gateway.delivery import backlog, dispatcher
+from services.gateway.delivery.stream import Generation
+from services.gateway.errors import ApiError
+from services.gateway.gateway import Gateway
+from services.gateway.text.tokenizer import ModelText
+from shared.keys import CLASSES
+from shared.settings import GatewaySettings
+from tests.support import generations
+from tests.support.scripted_scheduler import DEADLINE, Line, ScriptedScheduler
+from tests.support.stack import RedisServer
+from tests.support.tokenizers import write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
+    return ModelText(write_model(tmp_path_factory.mktemp("model") / "m"))
+
+
+@pytest.fixture
+def scheduler(redis_server: RedisServer, gateway: Gateway) -> ScriptedScheduler:
+    return ScriptedScheduler(redis_server.client, gateway.settings.keys).lead()
+
+
+@pytest.fixture
+async def gateway(redis_server: RedisServer, model: ModelText, tmp_path: Path) -> AsyncIterator[Gateway]:
+    """One that sees a scheduler, over an empty Redis."""
+    redis_server.client.flushall()
+    running = Gateway(GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url), model)
+    ScriptedScheduler(redis_server.client, running.settings.keys).lead()
+    running.start()
+    async with asyncio.timeout(20):
+        while running.reason_not_ready():
+            await asyncio.sleep(0.01)
+    yield running
+    await running.stop()
+
+
+async def begin(gateway: Gateway, name: str, priority: str = "normal", tenant: str = "t", **more: Any) -> Generation:
+    started = more.pop("started", time.monotonic())
+    spec = generations.spec(id=f"cmpl-{name}", priority=priority, **more)
+    return await gateway.admission.begin(spec, Caller(tenant), started)
+
+
+class Held:
+    """Jobs for Redis that stand still while a test fills the backlog."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._go = asyncio.Event()
+        gateway.dispatcher.submit(self._hold)
+        self._gateway = gateway
+
+    async def _hold(self) -> None:
+        await self._go.wait()
+
+    async def __aenter__(self) -> Held:
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._go.set()
+
+
+def order(gateway: Gateway, redis_server: RedisServer) -> dict[str, list[str]]:
+    """Return the ids in each stream, in the order in which they came."""
+    client: Any = redis_server.client
+    found = {}
+    for name in CLASSES:
+        rows = client.xrange(gateway.settings.keys.requests(name))
+        found[name] = [generations.queue_pb2.Request.FromString(row[b"r"]).id for _, row in rows]
+    return found
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_requests_that_wait_are_enqueued_by_one_call(
+    gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    enqueue = gateway.dispatcher.scripts.enqueue
+
+    async def counted(keys: Any, arguments: Any) -> Any:
+        calls.append((len(keys) - 3) // 4)
+        return await enqueue(keys, arguments)
+
+    monkeypatch.setattr(gateway.dispatcher.scripts, "enqueue", counted)
+    async with Held(gateway):
+        begun = [asyncio.create_task(begin(gateway, f"{name}-{n}", name)) for n in range(5) for name in CLASSES]
+        await turns(10)
+    generations_ = await asyncio.gather(*begun)
+    assert calls == [20]
+    assert order(gateway, redis_server) == {name: [f"cmpl-{name}-{n}" for n in range(5)] for name in CLASSES}
+    for one in generations_:
+        one.close()
+
+
+async def test_urgent_request_is_enqueued_before_a_flood(
+    gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "BATCH_REQUESTS", 2)
+    ended: list[str] = []
+
+    async def note(name: str, *words: str) -> None:
+        generation = await begin(gateway, name, *words)
+        ended.append(name)
+        generation.close()
+
+    async with Held(gateway):
+        flood = [asyncio.create_task(note(f"low-{n}", "low")) for n in range(6)]
+        await turns(10)
+        late = [asyncio.create_task(note("urgent", "realtime")), asyncio.create_task(note("other", "low", "u"))]
+        await turns(10)
+    await asyncio.gather(*flood, *late)
+    assert set(ended[:2]) == {"urgent", "low-0"}
+    assert "other" in ended[2:4], "another tenant has its turn"
+
+
+async def test_deadline_that_passes_before_redis_answers_is_429(gateway: Gateway, redis_server: RedisServer) -> None:
+    async with Held(gateway):
+        with pytest.raises(ApiError) as refused:
+            await begin(gateway, "r", deadline_ms=50)
+    assert (refused.value.status, refused.value.code) == (429, "deadline_unreachable")
+    assert not gateway.dispatcher.streams
+    (await begin(gateway, "next")).close()
+    assert not redis_server.client.exists(gateway.settings.keys.req("cmpl-r"))
+
+
+async def test_deadline_counts_from_the_arrival_at_the_gateway(gateway: Gateway, scheduler: ScriptedScheduler) -> None:
+    generation = await begin(gateway, "r", deadline_ms=60_000, started=time.monotonic() - 50)
+    claimed = await asyncio.to_thread(scheduler.claim)
+    assert 5_000 < claimed.request.deadline_ms <= 10_000
+    generation.close()
+
+
+async def test_gateway_ends_a_request_past_its_deadline(gateway: Gateway, scheduler: ScriptedScheduler) -> None:
+    generation = await begin(gateway, "r", deadline_ms=300)
+    claimed = await asyncio.to_thread(scheduler.claim)
+    scheduler.publish(Line(claimed.id, 0, [50]))
+    deltas = []
+    async with asyncio.timeout(30):
+        while not generation.done:
+            deltas += await generation.next()
+    assert [delta.finish_reason for delta in deltas] == [None, "deadline"]
+    scheduler.publish(Line(claimed.id, 1, [51], finish=DEADLINE))
+    generation.close()
+
+
+async def test_full_backlog_is_429_by_class_and_tenant(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "MOST_REQUESTS", 10)
+    async with Held(gateway):
+        waiting = [asyncio.create_task(begin(gateway, str(n))) for n in range(8)]
+        await turns(10)
+        with pytest.raises(ApiError) as refused:
+            await begin(gateway, "more")
+        waiting.append(asyncio.create_task(begin(gateway, "urgent", "realtime")))
+        await turns(10)
+    assert (refused.value.status, refused.value.code) == (429, "queue_full")
+    assert int(refused.value.headers["Retry-After"]) >= 1
+    for one in await asyncio.gather(*waiting):
+        one.close()
+
+
+async def test_records_of_silent_requests_are_read_together(
+    gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = [await begin(gateway, str(n)) for n in range(5)]
+    keys = gateway.settings.keys
+    scheduler.client.config_resetstat()
+    for n in range(5):
+        scheduler.client.set(keys.out(f"cmpl-{n}", 0), b"\x32\0\0\0")
+    scheduler.client.delete(keys.out("cmpl-3", 0))
+    scheduler.client.lpush(keys.out("cmpl-3", 0), "of another type")
+    monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
+    rows = await asyncio.gather(*(one.next(30) for n, one in enumerate(begun) if n != 3))
+    assert [[delta.token_ids for delta in deltas] for deltas in rows] == [[[50]]] * 4
+    stats: Any = scheduler.client.info("commandstats")
+    assert stats["cmdstat_exec"]["calls"] < 5, "not one for each request"
+    for one in begun:
+        one.close()

@@ -1,0 +1,97 @@
+"""The order in which requests leave the gateway's backlog for Redis, and which of them may wait in it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from services.gateway.delivery import backlog as module
+from services.gateway.delivery.backlog import Backlog, Entry
+from shared.keys import CLASSES
+
+
+def entry(name: str, priority: str = "normal", tenant: str = "t", **changes: Any) -> Entry:
+    fields: dict[str, Any] = {
+        "request_id": name, "tenant": tenant, "priority": CLASSES.index(priority), "size_bytes": 1000,
+        "survives": False, "is_named": False, "expires_at": math.inf, "keys": [], "arguments": lambda _: [],
+        "answer": asyncio.Future(loop=asyncio.new_event_loop()),
+    }  # fmt: skip
+    return Entry(**fields | changes)
+
+
+def filled(*entries: Entry) -> Backlog:
+    waiting = Backlog()
+    for one in entries:
+        waiting.put(one)
+    return waiting
+
+
+def taken(waiting: Backlog, now: float = 0.0) -> str:
+    return " ".join(one.request_id for one in waiting.take(now)[0])
+
+
+def test_backlog_gives_better_classes_first() -> None:
+    waiting = filled(entry("a", "low"), entry("b"), entry("c", "realtime"), entry("d", "high"), entry("e", "realtime"))
+    assert taken(waiting) == "c e d b a"
+    assert len(waiting) == 0
+
+
+def test_backlog_gives_tenants_of_a_class_turns() -> None:
+    flood = [entry(f"a{number}", tenant="a") for number in range(4)]
+    assert taken(filled(*flood, entry("b0", tenant="b"), entry("b1", tenant="b"))) == "a0 b0 a1 b1 a2 a3"
+
+
+def test_turn_of_a_tenant_lasts_over_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_REQUESTS", 1)
+    waiting = filled(*(entry(f"a{number}", tenant="a") for number in range(3)), entry("b0", tenant="b"))
+    assert [taken(waiting) for _ in range(4)] == ["a0", "b0", "a1", "a2"]
+
+
+def test_call_is_bounded_in_requests_and_bytes() -> None:
+    many = filled(*(entry(str(number), size_bytes=10) for number in range(module.BATCH_REQUESTS + 1)))
+    assert [len(many.take(0.0)[0]) for _ in range(3)] == [module.BATCH_REQUESTS, 1, 0]
+    big = module.BATCH_BYTES
+    waiting = filled(entry("a", size_bytes=2 * big), entry("b", size_bytes=big - 10), entry("c", size_bytes=11))
+    assert [taken(waiting) for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_request_past_its_deadline_is_not_enqueued() -> None:
+    waiting = filled(entry("a", expires_at=5.0), entry("b", expires_at=5.1), entry("c"))
+    batch, late = waiting.take(5.0)
+    assert ([one.request_id for one in batch], [one.request_id for one in late]) == (["b", "c"], ["a"])
+    assert [one.left_ms(5.0) for one in batch] == [99, 0]
+
+
+def test_request_without_its_client_is_enqueued_only_if_it_survives() -> None:
+    gone, kept = entry("gone"), entry("kept", survives=True)
+    for one in (gone, kept):
+        one.answer.cancel()
+    assert taken(filled(gone, kept)) == "kept"
+
+
+def test_backlog_leaves_room_for_better_classes_and_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_REQUESTS", 10)
+    waiting = filled(*(entry(str(number)) for number in range(5)))
+    assert not waiting.has_room("u", 0.5, 0.5, 1), "low: half of it"
+    assert waiting.has_room("u", 1.0, 0.5, 1)
+    assert not waiting.has_room("t", 1.0, 0.5, 1), "the tenant has half"
+    assert waiting.has_room("t", 1.0, 1.0, 1), "there are no others"
+
+
+def test_backlog_is_bounded_in_bytes_beyond_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    assert Backlog().has_room("t", 0.5, 1.0, 5000)
+    assert not filled(entry("a")).has_room("t", 1.0, 1.0, 1)
+    assert filled(entry("a", size_bytes=400)).has_room("t", 0.5, 1.0, 100)
+
+
+def test_wait_for_room_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_REQUESTS", 100)
+    waiting = filled(*(entry(str(number)) for number in range(79)))
+    assert waiting.wait_s(0.5) == 1.0, "nothing is measured"
+    waiting.taken(10, 1.0)
+    assert waiting.wait_s(0.5) == 3.0
+    assert waiting.wait_s(1.0) == 0.1

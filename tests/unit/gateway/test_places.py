@@ -1,0 +1,64 @@
+"""Retry-After of refused requests: behind those that were sent away before, and kept when they come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway import places as module
+from services.gateway.places import HORIZON_S, Places
+
+
+def test_first_refused_request_comes_when_there_is_room() -> None:
+    assert Places().promise(1, "normal", 3.2, 0.5, 100.0) == 4
+    assert Places().promise(1, "normal", 0.0, 0.5, 100.0) == 1
+
+
+def test_refused_requests_come_one_behind_the_other() -> None:
+    found = Places()
+    assert [found.promise(number, "normal", 2.0, 1.5, 100.0) for number in range(4)] == [2, 4, 5, 7]
+    assert found.promise(9, "normal", 2.0, 1.5, 106.0) == 2, "the work of four has drained"
+
+
+def test_time_is_that_at_the_rate_which_admitted_requests_leave() -> None:
+    found = Places()
+    for _ in range(10):
+        found.admitted("high", 0.5, 100.0)
+    assert found.spare("normal", 100.0) == pytest.approx(0.5)
+    assert found.promise(1, "normal", 3.0, 0.0, 100.0) == 6
+    assert found.promise(2, "realtime", 3.0, 0.0, 100.0) == 3, "the others are behind it"
+    assert found.promise(3, "normal", 3.0, 0.0, 200.0) == 3, "nothing came for long"
+    found.admitted("low", 10.0, 200.0)
+    assert found.promise(4, "low", 3.1, 0.0, 200.0) >= HORIZON_S, "a lasting overload"
+
+
+def test_time_beyond_the_horizon_is_spread_and_promises_nothing() -> None:
+    found = Places()
+    after = {found.promise(number, "normal", HORIZON_S, 1.0, 100.0) for number in range(50)}
+    assert min(after) >= HORIZON_S and max(after) <= 2 * HORIZON_S and len(after) > 10
+    assert found.promise(99, "normal", 2.0, 1.0, 100.0) == 2
+    assert not found.take(0, 100.0 + HORIZON_S)
+
+
+@pytest.mark.parametrize(("after_s", "kept"), [(1.9, False), (2.0, True), (3.0, True), (18.0, True), (18.1, False)])
+def test_place_is_kept_from_shortly_before_its_time(after_s: float, kept: bool) -> None:
+    found = Places()
+    found.promise(1, "normal", 3.0, 1.0, 100.0)
+    assert found.take(1, 100.0 + after_s) is kept
+
+
+def test_place_is_taken_once_by_the_same_request() -> None:
+    found = Places()
+    found.promise(1, "normal", 3.0, 1.0, 100.0)
+    assert not found.take(2, 103.0)
+    assert not found.take(1, 100.5), "too early, which does not lose it"
+    assert found.take(1, 103.0)
+    assert not found.take(1, 103.0)
+
+
+def test_places_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST", 2)
+    found = Places()
+    assert [found.promise(number, "normal", 1.0, 0.0, 100.0) for number in range(2)] == [1, 1]
+    assert found.promise(3, "normal", 1.0, 0.0, 100.0) >= HORIZON_S
+    assert not found.take(3, 200.0)
+    assert found.promise(3, "normal", 1.0, 0.0, 200.0) == 1
