@@ -63,8 +63,7 @@ void kernel(const Tile<typename W::Input>& t) {
     for (int c = 0; c < 2 * P; c++) store(rest + c / 2 * panel + r * WIDTH + c % 2 * LANES, sums[r][c]);
 }
 
-// The same of a format of Groups for few rows, which are unpacked in registers: as many multiplications, no memory between.
-// `steps` are groups.
+// The same of a format of Groups for few rows: weights are unpacked in registers. `steps` are groups.
 template <class W, int R, int P>
 void grouped_kernel(const Tile<float>& t) {
   vf sums[R][2 * P] = {};

@@ -11,12 +11,12 @@ struct Unpacked : Float32 {
 
 template <int BITS, int GROUP, bool MINS>
 struct Groups {
-  static_assert((BITS == 4 || BITS == 8) && GROUP % 8 == 0 && (GROUP < 32 || GROUP % 32 == 0));
+  static_assert((BITS == 4 || BITS == 8) && GROUP % 32 == 0);
   typedef float Input;
   typedef Groups ForBfloat16;
   static constexpr int SCALE_BYTES = (MINS ? 2 : 1) * WIDTH * 4;
   static constexpr int DEPTH = GROUP, BYTES = SCALE_BYTES + GROUP * WIDTH * BITS / 8;
-  static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS, PIECE = GROUP < 32 ? GROUP : 32;  // of a word; unpacked together
+  static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS, PIECE = 32;  // of a word; unpacked together
   static constexpr bool SCALED = false, GROUPED = true;
   static constexpr float MIDDLE = BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
 
