@@ -77,7 +77,7 @@ def test_password_is_in_a_private_file_and_differs_each_time(tmp_path: Path) -> 
 
 def test_documented_line_of_redis_cli_reaches_the_server(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "redis.md").read_text()
-    (line,) = [line.strip() for line in page.splitlines() if "redis-cli -s .run" in line]
+    (line,) = [line.strip() for line in page.splitlines() if "redis-cli -s redis.sock" in line]
     with running(configure(tmp_path / ".run", memory_bytes=64 << 20)) as connection:
         connection.set("here", "yes")
         done = subprocess.run(f"{line} get here", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=20)

@@ -126,7 +126,8 @@ def test_parameters_reach_the_scheduler(
     waiting = stub.ModelInfer.future(request, metadata=(*METADATA, ("traceparent", "00-aa-bb-01")))
     claimed = scheduler.claim()
     assert claimed.stream == gateway.keys.requests("low")
-    assert (claimed.request.max_tokens, claimed.request.deadline_ms) == (3, 90_000)
+    assert claimed.request.max_tokens == 3
+    assert 0 < claimed.request.deadline_ms <= 90_000  # what is left of it
     assert (claimed.request.sampling.seed, claimed.request.sampling.top_p) == (7, 0.5)
     assert len(claimed.request.sampling.bias_ids) == 4
     assert claimed.request.traceparent == "00-aa-bb-01"
