@@ -1,4 +1,4 @@
-"""Compile grammars in a process of the lowest priority (shared/jail.py): both ends.
+"""Compile grammars in a process of low priority (shared/jail.py): both ends.
 
 llguidance's fuel decides which grammars can be used, the same on any machine (shared/grammars.py). It counts neither
 every comparison nor every byte, so processor time and memory of one question are bounded as well: a question beyond
@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from shared.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError
-from shared.jail import Jail, JailError, confine, yield_to_all
+from shared.jail import Jail, JailError, confine, yield_to_others
 
 log = logging.getLogger("orcinus.grammars")
 
@@ -81,8 +81,8 @@ def main() -> int:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for llguidance to return
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = orjson.loads(connection.recv_bytes(1 << 20))
-        yield_to_all()
         grammars = _opened(settings)
+        yield_to_others()
         confine(settings["bytes"])
         while True:
             grammar = connection.recv_bytes(MOST_QUESTION_BYTES).decode()

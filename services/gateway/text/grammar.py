@@ -1,6 +1,6 @@
 """Make grammars in their wire form and compile each once, before its request is accepted.
 
-A process of the lowest priority compiles them (shared/grammar_process.py), one at a time, the tenants in turn: however
+A process of low priority compiles them (shared/grammar_process.py), one at a time, the tenants in turn: however
 many grammars a tenant sends, another tenant's waits for one of them. Verdicts are kept, so a grammar that is sent again
 waits for none.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -25,6 +26,8 @@ from services.gateway.errors import ApiError, invalid, shown, unavailable
 from shared.errors import OrcinusError
 from shared.grammar_process import GrammarProcess
 from shared.grammars import MOST_GRAMMAR_BYTES, GrammarEndedError, GrammarError, NoGrammarsError
+
+log = logging.getLogger("orcinus.grammars")
 
 MOST_WAITING = 16
 """Grammars of one tenant that may wait to be compiled; more get a 503."""
@@ -78,7 +81,7 @@ class GrammarCheck:
         if self._compiling is None or self._compiling.done():
             self._compiling = asyncio.create_task(self._compile())
         verdict = await one.verdict
-        if not isinstance(verdict, GrammarEndedError):  # which may be a fault of the machine's
+        if not isinstance(verdict, GrammarEndedError | ApiError):  # which may be a fault of the machine's
             self._verdicts[name] = verdict
         while len(self._verdicts) > MOST_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -103,6 +106,9 @@ class GrammarCheck:
             self.process.check(grammar)
         except OrcinusError as error:
             return error
+        except Exception:  # a request must not wait for a verdict that never comes
+            log.exception("a grammar could not be compiled")
+            return unavailable("the process that compiles grammars cannot be started; retry later", "grammars_busy")
         return None
 
 

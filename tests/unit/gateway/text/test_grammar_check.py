@@ -82,3 +82,15 @@ def test_verdict_is_kept_for_a_grammar_that_comes_again(check: GrammarCheck) -> 
     check.close()
     assert answers(check, [("b", simple(0)), ("b", bad)]) == [("b", status) for _, status in first]
     assert check.process.jail.pid is None
+
+
+def test_process_that_cannot_be_started_refuses_one_request_for_now(
+    check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shared.jail.subprocess.Popen", fails)
+        assert answers(check, [("a", simple(0))]) == [("a", 503)]
+    assert answers(check, [("a", simple(0))]) == [("a", 200)]
