@@ -7,12 +7,11 @@ to another document is an error. The wire form of a grammar is llguidance's (`LL
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from shared.end_of_text import end_ids
 from shared.errors import ModelError, OrcinusError
@@ -156,9 +155,9 @@ class Grammars:
 def limits_of(grammar: str) -> dict[str, Any]:
     """Return the bounds of a grammar, by its text alone."""
     try:
-        parts = orjson.loads(grammar)["grammars"]
+        parts = json.loads(grammar)["grammars"]
         is_schema = len(parts) == 1 and set(parts[0]) == {"json_schema"}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         is_schema = False
     return SCHEMA_LIMITS if is_schema else LIMITS
 

@@ -35,7 +35,7 @@ WORK_BYTES = GIB // 2
 NO_GGUF = "GGUF files cannot be served yet, only fetched; serve a repository or directory with safetensors"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
-EMBEDDINGS = ("embed", "wte", "wpe")  # parts of names of tables, which --quantize leaves alone
+EMBEDDINGS = ("embed", "wte", "wpe", "lm_head")  # parts of names of tables and heads, which --quantize leaves alone
 WORDS = (".weight_packed", ".qweight")  # ends of names in quantized checkpoints
 SCALES = (".weight_scale", ".scales")
 UNPACKED = (".weight_zero_point", ".qzeros", ".g_idx", ".weight_g_idx", ".weight_shape", ".weight_scale_inv")
@@ -68,10 +68,9 @@ class ModelFacts:
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) == 2 and not any(part in name for part in EMBEDDINGS)
             if self.stored is not None and name.endswith(WORDS):
-                total += 32 * count if kept else 32 // self.stored.bits * count * bits
-            elif self.stored is not None and name.endswith(SCALES):
-                total += (64 if self.stored.zeros else 32) * count if kept else 0
-            elif self.stored is None or not name.endswith(UNPACKED):
+                numbers, scale = 32 // self.stored.bits * count, 64 if self.stored.zeros else 32
+                total += 32 * count + numbers * scale // self.stored.unit if kept else numbers * bits
+            elif self.stored is None or not name.endswith(SCALES + UNPACKED):
                 total += count * (ROUNDED_BITS.get(worker.quantize, bits) if is_matrix else bits)
         return total // 8
 
@@ -115,24 +114,30 @@ def expected_bytes(config: dict[str, Any], weights_bytes: int, worker: WorkerSet
 def memory_problem(model: Path, worker: WorkerSettings, replicas: int = 1) -> str:
     """Return that the model does not fit, with both sizes and the remedy; empty when it fits. Raise ModelError."""
     facts = read_model(model, worker.load_format)
-    return size_problem(repository_of(model) or str(model), facts.held_bytes(worker), worker, replicas)
+    return size_problem(
+        repository_of(model) or str(model), facts.held_bytes(worker), worker, replicas, bool(facts.stored)
+    )
 
 
-def size_problem(name: str, held_bytes: int, worker: WorkerSettings, replicas: int = 1) -> str:
-    """The same for weights of that size, a part of them in each of several replicas."""
+def size_problem(
+    name: str, held_bytes: int, worker: WorkerSettings, replicas: int = 1, is_quantized: bool = False
+) -> str:
+    """The same for weights of that size, a part of them in each of several replicas. is_quantized: the checkpoint."""
     if _on_gpu(worker):
         ranks = worker.tp * worker.pp
         devices = gather_driver().devices[:1]  # the first stands for all
-        needed, free, remedy = held_bytes // ranks, sum(device.total_bytes for device in devices), "more ranks (TP=)"
+        needed, free, remedies = held_bytes // ranks, sum(one.total_bytes for one in devices), ["more ranks (TP=)"]
         if not devices or needed <= free:
             return ""
     else:
         needed, free = replicas * held_bytes + WORK_BYTES, free_memory()
-        remedy = "--quantize int8" + ("" if replicas == 1 else " or fewer replicas")
+        smaller = {"none": ["--quantize int8 or int4"], "int8": ["--quantize int4"]}.get(worker.quantize, [])
+        remedies = [*([] if is_quantized else smaller), *(["fewer replicas"] if replicas > 1 else [])]
         if needed <= free:
             return ""
+    choices = ", ".join(["a smaller model", *remedies])
     return (
-        f"{name}: needs {needed / GIB:.1f} GiB, {free / GIB:.1f} are free; choose a smaller model, {remedy}, "
+        f"{name}: needs {needed / GIB:.1f} GiB, {free / GIB:.1f} are free; choose {choices} "
         "or a machine with more memory"
     )
 
@@ -229,8 +234,11 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
         if 8 + length + max(ends, default=0) > size:
             raise ValueError(f"cut off: {size} of {8 + length + max(ends)} bytes")
-        return {name: tuple(int(number) for number in entry["shape"]) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        shapes = {name: tuple(int(number) for number in entry["shape"]) for name, entry in entries.items()}
+        if any(number < 0 for shape in shapes.values() for number in shape):
+            raise ValueError("a tensor of a negative size")
+        return shapes
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{file}: {error}; {_again(file.parent)}") from error
 
 

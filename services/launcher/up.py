@@ -27,6 +27,7 @@ from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, W
 from services.launcher.rundir import RunDir, StackFacts
 from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
+from services.worker.models.stored import read_stored
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
 from shared.listeners import listen
@@ -206,8 +207,9 @@ def _fetch_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
     from services.hub.progress import Bars
 
     def look(snapshot: Path, weights_bytes: int) -> None:
-        held = expected_bytes(read_config(snapshot), weights_bytes, worker)
-        if problem := size_problem(str(name), held, worker, len(launcher.roles())):
+        config = read_config(snapshot)
+        held, is_quantized = expected_bytes(config, weights_bytes, worker), read_stored(config, str(name)) is not None
+        if problem := size_problem(str(name), held, worker, len(launcher.roles()), is_quantized):
             raise ConfigurationError(problem)
 
     bars = Bars()

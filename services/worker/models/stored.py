@@ -41,7 +41,7 @@ class Stored:
 
 def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
     """Return how the matrices are stored; None for plain ones. Raise ModelError naming the field that is refused."""
-    given = config.get("quantization_config")
+    given = config.get("quantization_config") or config.get("compression_config")  # the name of older files
     if not given:
         return None
     if not isinstance(given, dict):
@@ -69,7 +69,7 @@ def _compressed_tensors(read: Fields) -> Stored:
 
 
 def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
-    where = f"{read.where}: config_groups.{name[:40]}"
+    where = f"{read.where}: config_groups.{_short(name)}"
     if not isinstance(scheme, dict):
         raise ModelError(f"{where} is no object; {REMEDY}")
     group = Fields(scheme, where)
@@ -111,8 +111,9 @@ def _gptq(read: Fields) -> Stored:
     if read.raw.get("dynamic"):
         raise ModelError(f"{read.where}: dynamic is not supported, all layers must be alike; {REMEDY}")
     offset = 0 if read.raw.get("checkpoint_format") == "gptq_v2" else 1
-    in_order = not read.flag("desc_act")
-    return Stored("gptq", read.raw["bits"], _group_size(read), zeros=True, zero_offset=offset, in_order=in_order)
+    size = _group_size(read)
+    in_order = not read.flag("desc_act") or size == 0  # one group has one order
+    return Stored("gptq", read.raw["bits"], size, zeros=True, zero_offset=offset, in_order=in_order)
 
 
 def _fp8(read: Fields) -> Stored:
@@ -146,5 +147,6 @@ def _demand(read: Fields, key: str, allowed: tuple[Any, ...], default: Any = Non
 
 
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = json.dumps(value, default=str)  # printable, whatever a file holds
+    text = text[1:-1] if isinstance(value, str) else text
     return text if len(text) <= 60 else text[:57] + "..."

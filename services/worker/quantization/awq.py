@@ -32,13 +32,16 @@ class Awq(StoredMethod):
     def read_stored(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
         name, inputs, columns = matrix.name, matrix.inputs, matrix.columns
         groups, words = self.groups(inputs), matrix.outputs // 8
-        scales = read_whole(source, f"{name}.scales", (groups, matrix.outputs)).float().t()
-        zeros = _in_order(read_whole(source, f"{name}.qzeros", (groups, words))).t().float()
-        stored = source.read(f"{name}.qweight", (inputs, words), columns.start, len(columns))
+        # Words of these rows, copied: parts of one matrix are held side by side.
+        held = slice(matrix.rows.start // 8, -(-matrix.rows.stop // 8))
+        scales = read_whole(source, f"{name}.scales", (groups, matrix.outputs))[:, 8 * held.start : 8 * held.stop]
+        scales = scales.float().t()
+        zeros = _in_order(read_whole(source, f"{name}.qzeros", (groups, words))[:, held]).t().float()
+        stored = source.read(f"{name}.qweight", (inputs, words), columns.start, len(columns))[:, held].contiguous()
         for rows in row_steps(matrix.rows, inputs):
-            first = rows.start // 8
-            numbers = _in_order(stored[:, first : -(-rows.stop // 8)]).t()[rows.start - 8 * first :][: len(rows)]
-            some = slice(rows.start, rows.stop)
+            some = slice(rows.start - 8 * held.start, rows.stop - 8 * held.start)
+            first = some.start // 8
+            numbers = _in_order(stored[:, first : -(-some.stop // 8)]).t()[some.start - 8 * first :][: len(rows)]
             yield self.piece(numbers, scales[some], zeros[some], columns, dtype)
 
 

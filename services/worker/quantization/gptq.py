@@ -40,13 +40,15 @@ class Gptq(StoredMethod):
         group_of = None
         if f"{name}.g_idx" in source:
             group_of = group_order(source, f"{name}.g_idx", inputs, self.stored.group, groups)
-        scales = read_whole(source, f"{name}.scales", (groups, outputs)).float().t()
+        held = slice(matrix.rows.start, matrix.rows.stop)  # copies: parts of one matrix are held side by side
+        scales = read_whole(source, f"{name}.scales", (groups, outputs))[:, held].float().t()
         packed = unpacked(read_whole(source, f"{name}.qzeros", (groups, outputs // many)), bits)
         zeros = packed.t().float() + self.stored.zero_offset
         symmetric = bool(zeros.eq(1 << bits - 1).all())  # as with `sym`: no minima to hold
-        stored = read_whole(source, f"{name}.qweight", (inputs // many, outputs))
+        zeros = zeros[held].clone()
+        stored = read_whole(source, f"{name}.qweight", (inputs // many, outputs))[:, held].contiguous()
         for rows in row_steps(matrix.rows, inputs):
-            some = slice(rows.start, rows.stop)
+            some = slice(rows.start - held.start, rows.stop - held.start)
             yield self.piece(
                 unpacked(stored[:, some].t(), bits)[:, columns.start : columns.stop],
                 scales[some],

@@ -39,7 +39,8 @@ class StoredMethod(LinearMethod):
             return
         if matrix.transposed:
             raise ModelError(
-                f"{source.model}: {matrix.name} lies transposed, quantized matrices of that form are not read"
+                f"{source.model}: {matrix.name} lies transposed, quantized matrices of that form are not read; "
+                "choose the unquantized model"
             )
         self.check_stored(source, matrix)
 

@@ -37,6 +37,7 @@ def stored(given: Any) -> Stored | None:
         (GPTQ, Stored("gptq", 4, 128, zeros=True, zero_offset=1), 128),
         ({**GPTQ, "checkpoint_format": "gptq_v2", "group_size": -1}, Stored("gptq", 4, 0, zeros=True), 128),
         ({**GPTQ, "desc_act": True}, Stored("gptq", 4, 128, zeros=True, zero_offset=1, in_order=False), 0),
+        ({**GPTQ, "desc_act": True, "group_size": -1}, Stored("gptq", 4, 0, zeros=True, zero_offset=1), 128),
         ({"quant_method": "fp8", "weight_block_size": [128, 64]}, Stored("fp8", 8, block=(128, 64)), 0),
         (None, None, 0),
     ],
@@ -44,6 +45,10 @@ def stored(given: Any) -> Stored | None:
 def test_a_config_says_how_matrices_are_stored(given: Any, expected: Stored | None, unit: int) -> None:
     assert stored(given) == expected
     assert expected is None or expected.unit == unit
+
+
+def test_the_older_name_of_the_config_is_read() -> None:
+    assert read_stored({"compression_config": compressed()}, "config.json") == stored(compressed())
 
 
 def test_configs_of_the_tests_checkpoints_say_their_groups() -> None:
@@ -56,6 +61,7 @@ def test_configs_of_the_tests_checkpoints_say_their_groups() -> None:
     ("given", "said"),
     [
         ({"quant_method": "exl3"}, r"\(exl3\) is not supported, compressed-tensors, awq"),
+        ({"quant_method": "\ud800\x1b[31mX"}, r"\(\\ud800\\u001b\[31mX\)"),
         ({"quant_method": ["awq"]}, r'\(\["awq"\]\)'),
         ([1], r"quantization_config \[1\]"),
         ({**AWQ, "bits": 3}, "bits 3 is not supported, 4 is"),

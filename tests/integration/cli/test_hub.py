@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from services.launcher.model_check import ModelFacts, model_problem
+from services.launcher.model_check import ModelFacts, model_problem, size_problem
 from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, WorkerSettings
@@ -412,3 +412,35 @@ def test_size_of_a_quantized_model_is_its_words_and_scales_or_unpacked() -> None
     for in_order, kernels, expected in ((True, "auto", 2048 + 1024), (False, "auto", 8192), (True, "reference", 8192)):
         facts = ModelFacts("bfloat16", tensors, Stored("gptq", 4, 32, zeros=True, in_order=in_order))
         assert facts.held_bytes(WorkerSettings(device="cpu", kernels=kernels)) == 128 + expected
+
+
+def test_size_of_a_quantized_model_counts_the_scales_that_kernels_hold() -> None:
+    tensors = {"up.qweight": (128, 8), "up.qzeros": (2, 8), "up.scales": (2, 64)}
+    facts = ModelFacts("bfloat16", tensors, Stored("awq", 4, 64, zeros=True))
+    assert facts.held_bytes(WorkerSettings(device="cpu")) == 64 * 128 // 2 + 64 * (128 // 32) * 8
+
+
+def test_head_keeps_its_type_when_layers_are_rounded() -> None:
+    facts = ModelFacts("bfloat16", {"lm_head.weight": (10, 4)})
+    assert facts.held_bytes(WorkerSettings(device="cpu", quantize="int4")) == 2 * 40
+
+
+@pytest.mark.parametrize(
+    ("is_quantized", "quantize", "remedies"),
+    [
+        (False, "none", "choose a smaller model, --quantize int8 or int4 or a machine"),
+        (False, "int8", "choose a smaller model, --quantize int4 or a machine"),
+        (True, "none", "choose a smaller model or a machine"),
+    ],
+)
+def test_model_that_does_not_fit_gets_remedies_that_it_takes(is_quantized: bool, quantize: str, remedies: str) -> None:
+    worker = WorkerSettings(device="cpu", quantize=quantize)
+    assert remedies in size_problem("m", 1 << 60, worker, is_quantized=is_quantized)
+
+
+@pytest.mark.parametrize("shape", ["[Infinity]", "[-5, 7]"])
+def test_header_with_impossible_sizes_is_refused(tmp_path: Path, shape: str) -> None:
+    model = _broken(tmp_path / "model", "model.safetensors", None)
+    header = f'{{"x": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 0]}}}}'.encode()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "model.safetensors" in model_problem(model, "auto")
