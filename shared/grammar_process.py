@@ -41,10 +41,12 @@ class GrammarProcess:
         self.jail = Jail("shared.grammar_process", orjson.dumps(first), PATIENCE * QUESTION_S, MOST_ANSWER_BYTES)
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar. Raise GrammarError."""
+        """Compile a grammar. Raise GrammarError, or JailError where it was the machine that failed."""
         try:
             answer = self.jail.ask(grammar.encode())
         except JailError as error:
+            if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
+                raise
             raise self._ended(error) from error
         _raise(answer)
 
@@ -72,6 +74,8 @@ def _answer(grammars: Grammars, grammar: str) -> bytes:
         return NO_GRAMMARS + str(error).encode()
     except GrammarError as error:
         return REFUSED + str(error).encode()
+    except MemoryError:
+        return REFUSED + f"it needs more than {MEMORY_BYTES >> 20} MiB".encode()
     return TAKEN
 
 

@@ -24,7 +24,14 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 class JailError(Exception):
-    """The process died over a question, or gave no answer in time; it is started again by the next one."""
+    """The process died over a question, or gave no answer in time; it is started again by the next one.
+
+    signal: that ended it; 0 where none did.
+    """
+
+    def __init__(self, problem: str, signal: int = 0) -> None:
+        super().__init__(problem)
+        self.signal = signal
 
 
 class Jail:
@@ -49,19 +56,22 @@ class Jail:
     def ask(self, payload: bytes) -> bytes:
         """Return the answer to one question. Raise JailError."""
         with self._lock:
-            connection = self._connected()
             try:
+                connection = self._connected()
                 connection.send_bytes(payload)
                 return connection.recv_bytes(self._answer_bytes)
             except EOFError as error:
                 self._end()
-                raise JailError("died") from error
+                code = self._process.returncode if self._process is not None else 0
+                raise JailError("died", max(0, -code)) from error
             except OSError as error:
                 self._end()
                 raise JailError(f"gave no answer: {error}") from error
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; a question that it works at fails."""
+        if (process := self._process) is not None and process.poll() is None:
+            process.kill()
         with self._lock:
             self._end()
 

@@ -66,6 +66,9 @@ class Places:
 
         wait_s: until there is room when nothing else comes. work_s: its own work at the rate of the workers.
         """
+        due = self._due.get(content)
+        if due is not None and now < due:  # its work is counted
+            return max(1, math.ceil(due - now))
         wait_s = (wait_s + self._backlog.after(now)) / self.spare(priority, now)
         if wait_s >= HORIZON_S or len(self._due) >= MOST:
             return math.ceil(random.uniform(HORIZON_S, 2 * HORIZON_S))  # noqa: S311 - spread, no secret

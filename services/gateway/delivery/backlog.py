@@ -52,6 +52,7 @@ class Backlog:
         self._lanes: list[dict[str, deque[Entry]]] = [{} for _ in CLASSES]  # by class, by tenant; the next tenant first
         self._held: Counter[str] = Counter()  # by tenant
         self._bytes = 0
+        self._bytes_of: Counter[str] = Counter()  # by tenant
         self._requests_s = 0.0
 
     def __len__(self) -> int:
@@ -63,14 +64,16 @@ class Backlog:
 
     def has_room(self, tenant: str, share: float, tenant_share: float, size_bytes: int) -> bool:
         """Return whether a request may wait: of all up to `share`, of its tenant's up to `tenant_share` of that."""
-        held = len(self)
-        fits = not held or self._bytes + size_bytes <= share * MOST_BYTES
+        held, most, of_tenant = len(self), share * MOST_BYTES, self._bytes_of[tenant]
+        fits = not held or self._bytes + size_bytes <= most
+        fits = fits and (not of_tenant or of_tenant + size_bytes <= tenant_share * most)
         return fits and held < self.most(share) and self._held[tenant] < self.most(share * tenant_share)
 
     def put(self, entry: Entry) -> None:
         self._lanes[entry.priority].setdefault(entry.tenant, deque()).append(entry)
         self._held[entry.tenant] += 1
         self._bytes += entry.size_bytes
+        self._bytes_of[entry.tenant] += entry.size_bytes
 
     def take(self, now: float) -> tuple[list[Entry], list[Entry]]:
         """Return the requests of the next call, and those with a deadline that has passed; forget both, and those with
@@ -101,8 +104,9 @@ class Backlog:
         if entries:
             lane[entry.tenant] = entries
         self._held[entry.tenant] -= 1
+        self._bytes_of[entry.tenant] -= entry.size_bytes
         if not self._held[entry.tenant]:
-            del self._held[entry.tenant]
+            del self._held[entry.tenant], self._bytes_of[entry.tenant]
         self._bytes -= entry.size_bytes
 
     def taken(self, requests: int, seconds: float) -> None:

@@ -206,6 +206,9 @@ class Dispatcher:
                     await flushed.wait()
         tasks, self._tasks = self._tasks, []
         await end(*tasks)
+        while self._backlog:
+            batch, late = self._backlog.take(time.monotonic())
+            _fail([*batch, *late], unavailable("gateway: it stops; send the request again", "redis_unavailable", 2))
         if not self._cluster.redis_error and not self._outlived:
             try:
                 await self._redis.delete(self._keys.tokens(self.gateway_id))

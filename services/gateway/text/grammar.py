@@ -40,6 +40,7 @@ OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 class _Waiting:
     grammar: str
     verdict: asyncio.Future[OrcinusError | None]
+    users: int = 0  # requests that wait for it
 
 
 class GrammarCheck:
@@ -49,6 +50,7 @@ class GrammarCheck:
         self.process = GrammarProcess(model, vocab_size)
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._turns: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # by tenant, the next one first
+        self._pending: dict[tuple[str, bytes], _Waiting] = {}  # by tenant and hash
         self._compiling: asyncio.Task[None] | None = None
         self._verdicts: OrderedDict[bytes, OrcinusError | None] = OrderedDict()  # by hash
 
@@ -73,19 +75,31 @@ class GrammarCheck:
         if name in self._verdicts:
             self._verdicts.move_to_end(name)
             return self._verdicts[name]
-        waiting = self._turns.setdefault(tenant, deque())
-        if len(waiting) >= MOST_WAITING:
-            raise _busy()
-        one = _Waiting(grammar, asyncio.get_running_loop().create_future())
-        waiting.append(one)
-        if self._compiling is None or self._compiling.done():
-            self._compiling = asyncio.create_task(self._compile())
-        verdict = await one.verdict
+        one = self._pending.get((tenant, name)) or self._queued(grammar, tenant, name)
+        one.users += 1
+        try:
+            verdict = await asyncio.shield(one.verdict)
+        finally:
+            one.users -= 1
+            if not one.users:
+                one.verdict.cancel()  # of no effect once it is there
+                self._pending.pop((tenant, name), None)
         if not isinstance(verdict, GrammarEndedError | ApiError):  # which may be a fault of the machine's
             self._verdicts[name] = verdict
         while len(self._verdicts) > MOST_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
+
+    def _queued(self, grammar: str, tenant: str, name: bytes) -> _Waiting:
+        """Put a grammar in its tenant's queue. Raise ApiError when that is full."""
+        waiting = self._turns.get(tenant, ())
+        if len(waiting) >= MOST_WAITING:
+            raise _busy()
+        one = self._pending[tenant, name] = _Waiting(grammar, asyncio.get_running_loop().create_future())
+        self._turns.setdefault(tenant, deque()).append(one)
+        if self._compiling is None or self._compiling.done():
+            self._compiling = asyncio.create_task(self._compile())
+        return one
 
     async def _compile(self) -> None:
         """Compile until no grammar waits, one of each tenant in turn."""
@@ -108,12 +122,12 @@ class GrammarCheck:
             return error
         except Exception:  # a request must not wait for a verdict that never comes
             log.exception("a grammar could not be compiled")
-            return unavailable("the process that compiles grammars cannot be started; retry later", "grammars_busy")
+            return unavailable("grammars: the process that compiles them failed; retry later", "grammars_busy")
         return None
 
 
 def _busy() -> ApiError:
-    text = f"too many grammars of this tenant wait to be compiled (limit {MOST_WAITING}); retry later"
+    text = f"grammars: {MOST_WAITING} of this tenant wait to be compiled, which is the limit; retry later"
     return unavailable(text, "grammars_busy")
 
 

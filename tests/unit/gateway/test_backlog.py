@@ -58,6 +58,14 @@ def test_call_is_bounded_in_requests_and_bytes() -> None:
     assert [taken(waiting) for _ in range(3)] == ["a", "b", "c"]
 
 
+def test_tenant_may_hold_its_share_of_the_bytes() -> None:
+    waiting = filled(entry("a", tenant="a", size_bytes=module.MOST_BYTES // 4))
+    assert not waiting.has_room("a", 0.8, 0.5, module.MOST_BYTES // 4)
+    assert waiting.has_room("b", 0.8, 0.5, module.MOST_BYTES // 4)
+    waiting.take(0.0)
+    assert waiting.has_room("a", 0.8, 0.5, module.MOST_BYTES // 4)
+
+
 def test_request_past_its_deadline_is_not_enqueued() -> None:
     waiting = filled(entry("a", expires_at=5.0), entry("b", expires_at=5.1), entry("c"))
     batch, late = waiting.take(5.0)

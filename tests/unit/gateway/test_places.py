@@ -55,6 +55,12 @@ def test_place_is_taken_once_by_the_same_request() -> None:
     assert not found.take(1, 103.0)
 
 
+def test_request_that_comes_back_early_moves_no_other_back() -> None:
+    found = Places()
+    assert [found.promise(1, "normal", 1.0, 0.5, 100.0 + at / 10) for at in range(10)] == [1] * 10
+    assert found.promise(2, "normal", 1.0, 0.5, 100.0) == 2
+
+
 def test_places_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST", 2)
     found = Places()

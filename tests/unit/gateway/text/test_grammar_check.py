@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from llguidance import LLMatcher
 from services.gateway.errors import ApiError
 from services.gateway.text.grammar import MOST_WAITING, GrammarCheck
 from shared import grammar_process
+from shared.jail import JailError
 from tests.support.tokenizers import write_model
 
 SLOW = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "integer"} for i in range(2250)}})
@@ -59,6 +61,28 @@ def test_only_the_tenant_with_too_many_grammars_is_refused(check: GrammarCheck) 
     statuses = answers(check, sent)
     assert sorted(status for tenant, status in statuses if tenant == "a") == [200] * MOST_WAITING + [503] * 3
     assert [status for tenant, status in statuses if tenant == "b"] == [200] * 4
+
+
+def test_requests_with_the_same_grammar_wait_for_one_verdict(
+    check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(check.process, "check", asked.append)
+    assert answers(check, [("a", simple(0))] * (4 * MOST_WAITING)) == [("a", 200)] * (4 * MOST_WAITING)
+    assert asked == [simple(0)]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(0, 503), (signal.SIGKILL, 503), (signal.SIGPROF, 400), (signal.SIGABRT, 400)]
+)
+def test_fault_of_the_machine_is_not_the_grammars(
+    check: GrammarCheck, monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    def fails(_: bytes) -> bytes:
+        raise JailError("died", number)
+
+    monkeypatch.setattr(check.process.jail, "ask", fails)
+    assert answers(check, [("a", simple(0))]) == [("a", status)]
 
 
 def test_grammar_beyond_its_processor_time_is_refused_and_not_remembered(
