@@ -38,7 +38,19 @@ class Both:
         self.replies: list[Any] = []
         self.fake = Socket(Server(), self.replies.append)
         self.entries: list[tuple[bytes, bytes]] = []  # ids of the same entry at both
+        self.numbers: list[int] = []  # of each entry; equal where ids are, as in two streams within a millisecond
         self.epochs: dict[str, tuple[int, int]] = {}
+
+    def add_entry(self, real: bytes, fake: bytes) -> None:
+        """Note an entry that both have added."""
+        alike = {
+            number
+            for number, pair in zip(self.numbers, self.entries, strict=True)
+            if pair[0] == real or pair[1] == fake
+        }
+        lowest = min(alike, default=len(self.entries))
+        self.numbers = [lowest if number in alike else number for number in self.numbers] + [lowest]
+        self.entries.append((real, fake))
 
     def call(self, *words: Any) -> tuple[Any, Any]:
         """Run a command at both: a pair (at the real one, at the simulated one) stands for a word that differs."""
@@ -76,7 +88,7 @@ class Both:
         if isinstance(reply, str):
             reply = reply.encode()
         if isinstance(reply, bytes):
-            for number, pair in enumerate(self.entries):
+            for number, pair in zip(self.numbers, self.entries, strict=True):
                 if pair[side] == reply:
                     return f"entry {number}"
             if CLOCK_MS.match(reply) or ID.match(reply):
@@ -141,17 +153,20 @@ def play(both: Both, seed: int, calls: int) -> None:
         kind = draw.choice(["enqueue", "enqueue", "lease", "claim", "publish", "publish", "control", "release", "give",
                             "drop", "fenced", "worker", "lapse"])  # fmt: skip
         if kind == "enqueue":
-            class_name = draw.choice(CLASSES)
-            keys = [KEYS.req(name), KEYS.requests(class_name), KEYS.queue, KEYS.bucket("a"), KEYS.prompt(name)]
-            keys += [KEYS.background, KEYS.background_of("g")]
-            real, fake = both.script(
-                "enqueue", keys, draw.randbytes(draw.randrange(40)), draw.choice([b"", b"prompts"]),
-                draw.randrange(1, 50), 120, draw.randrange(1, 500), 0, 0, draw.choice([0, 2]), LIVE_TTL_MS,
-                draw.choice(["alice", "bob"]), "g", class_name, b"\x00\xffdelivery", draw.choice(["", name]), 0.75,
-                draw.choice([60, 100]), draw.choice([0, 0, 1]), draw.choice([0, 9000]), draw.choice([0, 5000]),
-            )  # fmt: skip
-            if real[0] == b"ok":
-                both.entries.append((real[1], fake[1]))
+            keys = [KEYS.queue, KEYS.background, KEYS.background_of("g")]
+            args: list[Any] = [LIVE_TTL_MS, "g", 0.75]
+            for one in draw.sample(NAMES, draw.randrange(1, 4)):
+                class_name = draw.choice(CLASSES)
+                keys += [KEYS.req(one), KEYS.requests(class_name), KEYS.bucket("a"), KEYS.prompt(one)]
+                args += [
+                    draw.randbytes(draw.randrange(40)), draw.choice([b"", b"prompts"]), draw.randrange(1, 50), 120,
+                    draw.randrange(1, 500), 0, 0, draw.choice([0, 2]), draw.choice(["alice", "bob"]), class_name,
+                    b"\x00\xffdelivery", draw.choice(["", one]), draw.choice([60, 100]), draw.choice([0, 0, 1]),
+                    draw.choice([0, 9000]), draw.choice([0, 5000]),
+                ]  # fmt: skip
+            for real, fake in zip(*both.script("enqueue", keys, *args), strict=True):
+                if real[0] == b"ok":
+                    both.add_entry(real[1], fake[1])
         elif kind == "lease":
             keys = [lease, KEYS.epoch, KEYS.shard_epoch(shard)]
             verb = draw.choice(["acquire", "acquire", "renew", "release"])
@@ -163,10 +178,11 @@ def play(both: Both, seed: int, calls: int) -> None:
             real, fake = both.call(
                 "XREADGROUP", "GROUP", GROUP, shard, "COUNT", 2, "STREAMS", *streams, *[">"] * len(streams)
             )
-            args: list[Any] = []
+            args = []
             for (stream, rows), (_, others) in zip(real or [], fake or [], strict=True):
                 for (entry, _), (other, _) in zip(rows, others, strict=True):
-                    owner = next((n for n in NAMES if both.real.hget(KEYS.req(n), "entry") == entry), "gone")
+                    here = [entry, stream]  # ids are unique in a stream alone
+                    owner = next((n for n in NAMES if both.real.hmget(KEYS.req(n), "entry", "stream") == here), "gone")
                     held[owner] = (stream.decode(), (entry, other), shard)
                     args += [KEYS.req(owner), draw.choice([0, 3]), stream.decode().rpartition(":")[2], "alice"]
             if args:
@@ -197,7 +213,7 @@ def play(both: Both, seed: int, calls: int) -> None:
             if ids[0] and ids[1] is not None:
                 pair = ids[0], bytes(dict(ids[1].value.getall())[b"entry"])
                 if pair not in both.entries:
-                    both.entries.append(pair)
+                    both.add_entry(*pair)
         elif name in held and kind == "give":
             stream, entry, owner = held[name]
             other = SHARDS[1 - SHARDS.index(owner)]
