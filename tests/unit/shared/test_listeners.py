@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_reserved_port_takes_only_listeners_that_share_it(listening: bool) -> No
 
 
 @pytest.mark.parametrize("opened", [sharing, lambda port: listen(HOST, port, "port")])
-def test_port_with_a_listener_is_not_reserved(opened) -> None:  # type: ignore[no-untyped-def]
+def test_port_with_a_listener_is_not_reserved(opened: Callable[[int], socket.socket]) -> None:
     port = free_port()
     with opened(port), pytest.raises(ConfigurationError, match="is in use"):
         reserve(HOST, port, "port")
