@@ -284,7 +284,8 @@ class Admission:
         if last_event and spec.survives_client:  # the client has a part: a new beginning would repeat it
             return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
         forecast = self._forecast(spec.priority)
-        content = hash((tenant, spec.priority, spec.max_tokens, *map(tuple, spec.prompts)))
+        limits = spec.max_tokens, spec.ttft_slo_ms, spec.deadline_ms
+        content = hash((tenant, spec.priority, limits, *map(tuple, spec.prompts)))
         has_place = self._places.take(content, time.monotonic())
         try:
             self.admit(spec, forecast, time.monotonic() - started)
