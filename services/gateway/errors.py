@@ -87,7 +87,7 @@ def untokenizable(param: str, error: TokenizerError) -> ApiError:
 
 
 def undecodable(error: TokenizerError) -> ApiError:
-    """Return the error of a request whose tokens the model's tokenizer cannot turn into text."""
+    """Return the error of a request with tokens that the model's tokenizer cannot turn into text."""
     message = f"answer: this model's tokenizer cannot decode its tokens ({error}); send another prompt"
     return ApiError(500, message, code="tokenizer_failed")
 
