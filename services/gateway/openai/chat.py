@@ -53,7 +53,7 @@ def router(gateway: Gateway) -> APIRouter:
 async def chat_spec(
     body: ChatBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None, tenant: str = ""
 ) -> GenerationSpec:
-    """Return the request that a body describes. request_id: None for a new one. tenant: whose grammars wait in turn.
+    """Return the request that a body describes. request_id: None for a new one. tenant: for the turns of grammars.
     Raise ApiError.
     """
     check_model(body.model, served)
