@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
@@ -79,6 +80,11 @@ class Visit:
             "([selector, words]) => document.querySelector(selector)?.textContent.includes(words)",
             arg=[selector, words],
         )
+
+    def says_in_row(self, selector: str, name: str, pattern: str) -> None:
+        """Waits until the row that contains `name` matches the regular expression `pattern`."""
+        row = self.page.locator(selector, has_text=name)
+        expect(row).to_contain_text(re.compile(pattern), use_inner_text=True, timeout=60_000)
 
     def text(self, selector: str) -> str:
         return self.page.locator(selector).inner_text()
