@@ -26,8 +26,8 @@ from bench.local import free_ports
 from services.launcher.redis_server import find_binary, missing_binary_message
 from shared.errors import ConfigurationError
 from shared.keys import Keys, model_tag
+from shared.processes.supervisor import WRAPPER
 from shared.settings import ROOT
-from shared.supervisor import WRAPPER
 
 CONTEXT = 1 << 20
 START_S = 60.0

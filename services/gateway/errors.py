@@ -13,8 +13,8 @@ import orjson
 from starlette.types import Send
 
 from shared.errors import OrcinusError
-from shared.grammars import NOT_FOLLOWED
-from shared.tokenizer import TokenizerError
+from shared.text.grammars import NOT_FOLLOWED
+from shared.text.tokenizer import TokenizerError
 
 TYPES = {
     400: "invalid_request_error",

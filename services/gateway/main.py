@@ -21,9 +21,9 @@ from services.gateway.http.server import GRACE_S, Server, renew_certificates, sc
 from services.gateway.kserve.front import GrpcFront
 from services.gateway.processes import Place, Siblings
 from services.gateway.text.tokenizer import ModelText
-from shared.listeners import listen
+from shared.processes.listeners import listen
+from shared.processes.supervisor import beat
 from shared.settings import GatewaySettings
-from shared.supervisor import beat
 from shared.tasks import end
 from shared.telemetry import logs
 

@@ -27,10 +27,10 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
 from shared.errors import ConfigurationError
-from shared.listeners import listen, reserve
-from shared.restarts import Backoff
+from shared.processes.listeners import listen, reserve
+from shared.processes.restarts import Backoff
+from shared.processes.supervisor import Service, ServiceSpec, Supervisor, describe_exit
 from shared.settings import GatewaySettings
-from shared.supervisor import Service, ServiceSpec, Supervisor, describe_exit
 from shared.telemetry import logs
 
 log = logging.getLogger("orcinus.gateway")

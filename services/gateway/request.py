@@ -20,8 +20,8 @@ from protos import queue_pb2
 from shared.columns import pack, unpack
 from shared.ids import BEGINNINGS
 from shared.keys import CLASSES
-from shared.logprobs import record_bytes
 from shared.redis_client import PROMPT_APART_BYTES
+from shared.text.logprobs import record_bytes
 
 
 @dataclass(frozen=True, slots=True)

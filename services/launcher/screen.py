@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from shared.supervisor import Service
+from shared.processes.supervisor import Service
 
 STYLES = {"warning": "yellow", "error": "bold red", "good": "green", "log": "dim", "info": ""}
 LINE_S = 3.0

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from services.launcher.rundir import RunDir
-from shared.restarts import Backoff
-from shared.supervisor import Service, ServiceSpec, Supervisor, describe_exit
+from shared.processes.restarts import Backoff
+from shared.processes.supervisor import Service, ServiceSpec, Supervisor, describe_exit
 
 LOG_LIMIT_BYTES = 64 << 20
 LOG_CHECK_S = 10.0

@@ -30,10 +30,10 @@ from services.launcher.supervisor import StackSupervisor
 from services.worker.models.stored import read_stored
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
-from shared.listeners import listen
 from shared.options import Values, build, env_name, fields_of, flag, without_password
+from shared.processes.listeners import listen
+from shared.processes.supervisor import WRAPPER, ServiceSpec
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
-from shared.supervisor import WRAPPER, ServiceSpec
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1

@@ -39,8 +39,8 @@ from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
 from shared.columns import pack
 from shared.errors import ConfigurationError, ProtocolError
-from shared.grammars import Grammars
 from shared.ids import identity
+from shared.text.grammars import Grammars
 
 if TYPE_CHECKING:
     from shared.settings import WorkerSettings  # pydantic: an engine in process does without

@@ -22,7 +22,7 @@ from services.worker.in_flight import InFlightStep
 from services.worker.slots import SlotTable
 from shared.columns import unpack
 from shared.errors import OrcinusError
-from shared.grammars import NOT_FOLLOWED, GrammarError, Grammars, NoGrammarsError, reason
+from shared.text.grammars import NOT_FOLLOWED, GrammarError, Grammars, NoGrammarsError, reason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

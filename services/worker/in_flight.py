@@ -14,7 +14,7 @@ from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, 
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
 from services.worker.slots import Chunks, SlotTable
-from shared.logprobs import pack_record
+from shared.text.logprobs import pack_record
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
 

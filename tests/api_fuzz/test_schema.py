@@ -19,8 +19,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.tokenizers import write_model
 
 KEY = "sk-test"

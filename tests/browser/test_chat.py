@@ -13,8 +13,8 @@ from services.launcher.up import DEMO_PROMPT
 from tests.browser.conftest import Visit
 from tests.browser.test_dashboard import contrast
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
-from tests.support.scripted_scheduler import LENGTH, STOP, Claimed, Line, ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import LENGTH, STOP, Claimed, Line, ScriptedScheduler
 from tests.support.tokenizers import byte_level
 
 OpenPage = Callable[..., Visit]

@@ -11,7 +11,7 @@ import pytest
 from tests.browser.conftest import Visit
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
-from tests.support.written_stack import WrittenStack
+from tests.support.stand_ins.written_stack import WrittenStack
 
 OpenPage = Callable[..., Visit]
 EVIL = '<img src=/evil.png onerror="window.stolen=1"><script>window.stolen=1</script>&amp;'

@@ -11,8 +11,8 @@ from protos import worker_pb2
 from services.worker.engine import Engine
 from services.worker.parallel.state import ParallelState
 from shared.columns import pack, unpack
-from shared.logprobs import TokenLogprobs, split_records, unpack_records
 from shared.settings import WorkerSettings
+from shared.text.logprobs import TokenLogprobs, split_records, unpack_records
 
 
 def make_engine(model: Path, host_blocks: int = 0, parallel: ParallelState | None = None, **settings: Any) -> Engine:

@@ -21,9 +21,9 @@ from protos import worker_pb2
 from services.scheduler.core.types import Finish, NewRequest
 from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
-from shared import grammars as grammars_module
 from shared.columns import pack, unpack
-from shared.grammars import NOT_FOLLOWED
+from shared.text import grammars as grammars_module
+from shared.text.grammars import NOT_FOLLOWED
 from tests.engine.driver import Driver, make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process

@@ -14,7 +14,7 @@ from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.slots import SlotTable
 from shared.columns import pack, unpack
-from shared.logprobs import unpack_records
+from shared.text.logprobs import unpack_records
 from tests.engine.driver import make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.ops import Batch
 from protos import worker_pb2
 from shared.columns import pack
-from shared.logprobs import TokenLogprobs
+from shared.text.logprobs import TokenLogprobs
 from tests.engine.driver import Driver, make_engine
 from tests.support.models import MIN_GAP, Reference, make_llama
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.hub import StandInHub
 from tests.support.launcher import ROOT, clean_env
 from tests.support.models import make_llama
 from tests.support.stack import PLAIN
+from tests.support.stand_ins.hub import StandInHub
 from tests.support.waiting import free_port, until
 
 NAME = "Acme/Tiny"

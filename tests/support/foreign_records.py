@@ -17,8 +17,8 @@ import httpx
 import redis
 
 from tests.support.stack import RedisServer
-from tests.support.token_stack import PROMPT, TokenStack
-from tests.support.token_worker import answer
+from tests.support.stand_ins.token_stack import PROMPT, TokenStack
+from tests.support.stand_ins.token_worker import answer
 
 TEXTS = [
     b"", b"x", b"-1", b"0", b"1e308", b"nan", b"inf", b"1.5", b"9" * 30, str(1 << 62).encode(), str(1 << 31).encode(),

@@ -10,7 +10,7 @@ import httpx
 
 from tests.support import sse
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_scheduler import Claimed, ScriptedScheduler
+from tests.support.stand_ins.scripted_scheduler import Claimed, ScriptedScheduler
 
 
 class Stream:

@@ -14,8 +14,8 @@ import httpx
 
 from shared.keys import Keys
 from tests.support.launcher import settings_env
-from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.stack import PLAIN, ROOT, RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import free_port, until
 
 

@@ -31,7 +31,7 @@ class Recorded:
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finish: dict[tuple[str, int], Finish] = field(default_factory=dict)
-    logprobs: dict[tuple[str, int], bytes] = field(default_factory=dict)  # records (shared/logprobs.py)
+    logprobs: dict[tuple[str, int], bytes] = field(default_factory=dict)  # records (shared/text/logprobs.py)
     errors: list[str] = field(default_factory=list)
 
     def take(self, outcome: Outcome | None) -> None:

@@ -38,7 +38,7 @@ from services.gateway.text.tools.reader import CallPiece, ToolReader
 from services.gateway.tracing import RequestSpan
 from shared.columns import unpack
 from shared.dead_letters import integer
-from shared.logprobs import split_records
+from shared.text.logprobs import split_records
 
 NOTHING, PREAMBLE = -2, -1
 """Positions before the first token: nothing was sent; what comes before the text was (a role, an echoed prompt)."""
@@ -100,7 +100,7 @@ class Row:
     tokens: list[int]
     finish: int = 0
     error: str = ""
-    logprobs: bytes = b""  # a record of each token, if the request asked (shared/logprobs.py)
+    logprobs: bytes = b""  # a record of each token, if the request asked (shared/text/logprobs.py)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from services.gateway.http.protocol import Bounds, Protocol
-from shared.listeners import BACKLOG
+from shared.processes.listeners import BACKLOG
 from shared.security.tls import check_pair
 from shared.settings import GatewaySettings, is_loopback
 

@@ -33,8 +33,8 @@ from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.columns import pack, pack_float
-from shared.logprobs import MOST as MOST_LOGPROBS
-from shared.logprobs import record_bytes
+from shared.text.logprobs import MOST as MOST_LOGPROBS
+from shared.text.logprobs import record_bytes
 
 MAX_PATTERN_CHARS = 16 * 1024
 MAX_CHOICES = 1024
@@ -540,7 +540,7 @@ def requested_choices(body: GenerationBody) -> tuple[int, int]:
 
 
 def check_records(choices: int, max_tokens: int, wanted: int) -> None:
-    """Raise ApiError for records (shared/logprobs.py) of so many choices that could take too much of Redis."""
+    """Raise ApiError for records (shared/text/logprobs.py) of so many choices that could take too much of Redis."""
     size = choices * max_tokens * record_bytes(wanted)
     if size > MOST_RECORD_BYTES:
         raise invalid(

@@ -27,7 +27,7 @@ from services.gateway.openai.document import body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output
 from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
-from shared.tokenizer import TokenizerError
+from shared.text.tokenizer import TokenizerError
 
 THREAD_TOKENS = 8 * 1024
 """More ids are checked and turned into text beside the event loop."""

@@ -18,8 +18,8 @@ import orjson
 
 from services.gateway.errors import invalid, untokenizable
 from services.gateway.text.template_process import FAILED, MOST_CHARS, REFUSED, environment
-from shared.jail import Jail, JailError
-from shared.tokenizer import BoundedTokenizer, TokenizerError
+from shared.processes.jail import Jail, JailError
+from shared.text.tokenizer import BoundedTokenizer, TokenizerError
 
 MEMORY_BYTES = 256 << 20
 """Of the process, all together. A conversation of 4 MiB takes some 50."""

@@ -16,7 +16,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from services.gateway.errors import undecodable
-from shared.tokenizer import MOST_DECODED_BYTES, MOST_DECODER_GROWTH, TokenizerError, decode
+from shared.text.tokenizer import MOST_DECODED_BYTES, MOST_DECODER_GROWTH, TokenizerError, decode
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 8  # prompt tokens that the window method starts from; more while they decode to nothing

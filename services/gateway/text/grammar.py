@@ -1,6 +1,6 @@
 """Make grammars in their wire form and compile each once, before its request is accepted.
 
-A process of low priority compiles them (shared/grammar_process.py), one at a time, the tenants in turn: however
+A process of low priority compiles them (shared/text/grammar_process.py), one at a time, the tenants in turn: however
 many grammars a tenant sends, another tenant's waits for one of them. Verdicts are kept, so a grammar that is sent again
 waits for none.
 """
@@ -24,8 +24,8 @@ from llguidance import LLMatcher
 
 from services.gateway.errors import ApiError, invalid, shown, unavailable
 from shared.errors import OrcinusError
-from shared.grammar_process import GrammarProcess
-from shared.grammars import MOST_GRAMMAR_BYTES, GrammarEndedError, GrammarError, NoGrammarsError
+from shared.text.grammar_process import GrammarProcess
+from shared.text.grammars import MOST_GRAMMAR_BYTES, GrammarEndedError, GrammarError, NoGrammarsError
 
 log = logging.getLogger("orcinus.grammars")
 

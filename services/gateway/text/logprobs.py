@@ -1,4 +1,4 @@
-"""Make OpenAI's log-probabilities from the records that come with the tokens (shared/logprobs.py).
+"""Make OpenAI's log-probabilities from the records that come with the tokens (shared/text/logprobs.py).
 
 A log-probability is the log softmax of the model's logits before temperature, penalties, bias and masks. There is one
 entry for each token that counts, also where its text is held back, left out (special tokens) or cut off (stop strings).
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from services.gateway.request import GenerationSpec
 from services.gateway.text.detokenizer import TokenText
-from shared.logprobs import TokenLogprobs, unpack_records
+from shared.text.logprobs import TokenLogprobs, unpack_records
 
 LEAST = -9999.0
 """The log-probability of an impossible token, as OpenAI sends it: JSON has no number for minus infinity."""

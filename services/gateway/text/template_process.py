@@ -3,7 +3,7 @@
 A template is a program that comes with a model. The gateway starts this module with an empty environment and one end of
 a socket as its standard input, and sends JSON in frames of multiprocessing's: first {source, seconds, bytes}, then
 contexts. Each context is answered by a frame: TEXT, REFUSED or FAILED, and words. The process ends when the socket is
-closed. It imports jinja2, orjson, shared/jail.py and the standard library only. The environment is that of
+closed. It imports jinja2, orjson, shared/processes/jail.py and the standard library only. The environment is that of
 transformers, sandboxed.
 """
 
@@ -26,7 +26,7 @@ import jinja2.ext
 import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shared.jail import confine
+from shared.processes.jail import confine
 
 
 def environment() -> ImmutableSandboxedEnvironment:

@@ -20,9 +20,9 @@ from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
 from services.gateway.text.tools.formats import format_of
-from shared.end_of_text import end_ids
 from shared.errors import ModelError
-from shared.tokenizer import MOST_ID, load_tokenizer
+from shared.text.end_of_text import end_ids
+from shared.text.tokenizer import MOST_ID, load_tokenizer
 
 log = logging.getLogger("orcinus.gateway")
 

@@ -23,8 +23,8 @@ from services.scheduler.shard.lease import Lease
 from shared.columns import unpack
 from shared.dead_letters import DeadLetters, integer, remove_foreign, text
 from shared.keys import CLASSES, GROUP, Keys
-from shared.logprobs import wrong_number as wrong_logprobs
 from shared.redis_client import BLOCK_MS, GONE, WRONG_TYPE, Scripts, Value
+from shared.text.logprobs import wrong_number as wrong_logprobs
 from shared.token_batches import decode_batch
 
 log = logging.getLogger("orcinus.scheduler")

@@ -23,8 +23,8 @@ from services.scheduler.workers.contract import ContractError, check_result
 from services.scheduler.workers.link import WorkerLink, WorkerLostError, brief
 from services.scheduler.workers.wire import result_from_wire, step_to_wire
 from shared.errors import ProtocolError
-from shared.logprobs import record_bytes
 from shared.tasks import first_of
+from shared.text.logprobs import record_bytes
 
 log = logging.getLogger("orcinus.scheduler")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import EMPTY, Enter, Limits, StepPlan, StepResult
 from shared.columns import pack, unpack
-from shared.logprobs import split_records
+from shared.text.logprobs import split_records
 
 _OF_WORKER = worker_pb2.Sampling.DESCRIPTOR.fields_by_name
 SAMPLING_FIELDS = [field.name for field in queue_pb2.Sampling.DESCRIPTOR.fields if field.name in _OF_WORKER]

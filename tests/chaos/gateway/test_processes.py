@@ -22,7 +22,7 @@ import pytest
 
 from deploy import certs
 from protos import kserve_pb2, kserve_pb2_grpc
-from shared.listeners import reserve
+from shared.processes.listeners import reserve
 from tests.chaos.streams import load
 from tests.support.gateway_process import GatewayProcess
 from tests.support.models import Reference

@@ -25,7 +25,7 @@ from tests.support.waiting import free_port, until
 IMPATIENT = """
 import sys
 from services.cli.app import main
-from shared import supervisor
+from shared.processes import supervisor
 
 supervisor.HUNG_S, supervisor.LAST_WORDS_S = 3.0, 0.5
 sys.argv = ["orcinus", "gateway"]

@@ -24,8 +24,8 @@ from bench.local import free_ports
 from services.launcher.redis_server import find_binary, missing_binary_message
 from shared.errors import ConfigurationError
 from shared.keys import Keys, model_tag
+from shared.processes.supervisor import WRAPPER
 from shared.settings import ROOT
-from shared.supervisor import WRAPPER
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.proxy import Proxy
 from tests.support.launcher import settings_env

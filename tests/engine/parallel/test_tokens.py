@@ -17,7 +17,7 @@ from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
 from shared.columns import pack, unpack
 from shared.errors import RankError
-from shared.logprobs import unpack_records
+from shared.text.logprobs import unpack_records
 from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes, Replica
 from tests.support import in_process

@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from kernels.emulator.device import EmulatedDevice
 from services.worker import engine as engine_module
 from services.worker.engine import Engine
-from shared.logprobs import unpack_records
+from shared.text.logprobs import unpack_records
 from tests.engine.driver import make_engine
 from tests.kernels.cuda.programs import needs_compiler
 from tests.support import in_process

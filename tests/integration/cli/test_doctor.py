@@ -19,7 +19,7 @@ from services.launcher.model_check import model_problem
 from services.launcher.rundir import RunDir
 from shared.settings import GatewaySettings, WorkerSettings
 from tests.support.launcher import ROOT, clean_env
-from tests.support.recorded_gpus import machine
+from tests.support.stand_ins.recorded_gpus import machine
 from tests.support.waiting import free_port
 
 

@@ -11,8 +11,8 @@ from protos import queue_pb2
 from services.cli.drain import drain
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, LauncherSettings
-from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import free_port, until
 
 

@@ -23,8 +23,8 @@ from services.launcher.model_check import ModelFacts, model_problem, size_proble
 from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, WorkerSettings
-from tests.support.hub import StandInHub
 from tests.support.launcher import ROOT, clean_env
+from tests.support.stand_ins.hub import StandInHub
 
 NAME = "acme/tiny"
 TOKEN = "hf_do-not-show"

@@ -11,8 +11,8 @@ from services.cli.policy import switch
 from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
-from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import free_port
 
 

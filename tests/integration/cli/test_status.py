@@ -16,8 +16,8 @@ from services.launcher.rundir import RunDir, StackFacts
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.written_stack import WrittenStack
 from tests.support.waiting import free_port
-from tests.support.written_stack import WrittenStack
 
 MODEL = "Some/Model-7B"
 

@@ -18,7 +18,7 @@ from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.launcher import ROOT, clean_env
 from tests.support.stack import RedisServer
-from tests.support.written_stack import REPLICA, STATS, WrittenStack
+from tests.support.stand_ins.written_stack import REPLICA, STATS, WrittenStack
 
 MODEL = "tiny"
 ESCAPE = "\x1b]0;owned\x07\x1b[31m[bold]loud[/bold]"

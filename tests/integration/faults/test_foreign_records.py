@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.foreign_records import run
 from tests.support.stack import RedisServer
-from tests.support.token_stack import TokenStack
-from tests.support.token_worker import answer
+from tests.support.stand_ins.token_stack import TokenStack
+from tests.support.stand_ins.token_worker import answer
 from tests.support.waiting import until
 
 

@@ -16,8 +16,8 @@ from shared.telemetry.stack_view import HISTORY
 from tests.support import sse
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.written_stack import STATS, WrittenStack
 from tests.support.waiting import until
-from tests.support.written_stack import STATS, WrittenStack
 
 GATEWAY: dict[str, Any] = {}
 

@@ -11,8 +11,8 @@ import pytest
 from protos import queue_pb2
 from tests.support.gateway_clients import posted
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_scheduler import LENGTH, Line, ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
 from tests.support.tokenizers import write_model
 from tests.support.waiting import until
 

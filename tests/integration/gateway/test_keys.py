@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from services.cli.app import app
 from shared.security.api_keys import KeyRecord
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 

@@ -20,8 +20,8 @@ from services.gateway.gateway import Gateway
 from services.gateway.http.server import server as http_server
 from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
-from tests.support.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.tokenizers import write_model
 from tests.support.waiting import free_port
 

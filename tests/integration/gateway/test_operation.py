@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
-from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.stack import ROOT, RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.tokenizers import CONTEXT, write_model
 from tests.support.waiting import free_port, until
 

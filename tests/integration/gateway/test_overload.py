@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_scheduler import ScriptedScheduler
 from tests.support.stack import PLAIN
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import until
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.integration.conftest import KEY, OTHER
 from tests.support.gateway_process import GatewayProcess, led_gateway
-from tests.support.scripted_scheduler import CANCELLED, ERROR, Line, ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import CANCELLED, ERROR, Line, ScriptedScheduler
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from services.launcher.gpu_checks import judge
 from services.launcher.gpu_facts import Device, gather, gather_driver, torch_cuda
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.support.launcher import ROOT, clean_env
-from tests.support.recorded_gpus import GIB, PROC_VERSION, SMI, driver
+from tests.support.stand_ins.recorded_gpus import GIB, PROC_VERSION, SMI, driver
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 

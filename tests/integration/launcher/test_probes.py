@@ -15,7 +15,7 @@ import redis
 from deploy import certs
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.redis_server import client, configure
-from shared.listeners import listen
+from shared.processes.listeners import listen
 from tests.support.waiting import free_port, until
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.listeners import listen
-from shared.supervisor import Service, ServiceSpec, describe_exit
+from shared.processes.listeners import listen
+from shared.processes.supervisor import Service, ServiceSpec, describe_exit
 from tests.support.launcher import ROOT, Stack, alive, clean_env
 from tests.support.waiting import free_port, until
 
@@ -54,7 +54,7 @@ def test_killed_service_is_restarted_and_named_with_its_log(tmp_path: Path) -> N
 
 
 ANSWERS = """
-from shared.listeners import listen
+from shared.processes.listeners import listen
 listener = listen("", 0, "port")
 listener.setblocking(True)
 while True:

@@ -25,8 +25,8 @@ from services.scheduler.workers.fleet import Fleet
 from services.scheduler.workers.loop import WorkerContext
 from services.scheduler.workers.registry import Registration
 from shared.columns import pack, unpack
-from shared.logprobs import record_bytes
 from shared.settings import SchedulerSettings
+from shared.text.logprobs import record_bytes
 
 SLOTS, VOCABULARY, TOKENS, REQUESTS = 4, 512, 12, 10
 SETTINGS = SchedulerSettings(lookahead=1)

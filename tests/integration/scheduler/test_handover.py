@@ -19,8 +19,8 @@ from shared.errors import LeaseLostError
 from shared.keys import GROUP, Keys
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
-from tests.support.scripted_scheduler import Line, ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import Line, ScriptedScheduler
 
 
 class Taker:

@@ -27,8 +27,8 @@ from shared.settings import ROOT
 from tests.support.docs.bad_calls import CALLS, USER, Called
 from tests.support.docs.bad_requests import CROWDED, MOST_BODY, NOBODY_SERVES, SECTIONS, Sent
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.tokenizers import write_model
 from tests.support.waiting import free_port, until
 

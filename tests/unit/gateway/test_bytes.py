@@ -24,7 +24,7 @@ from services.gateway.openai.bodies import (
     parse_body,
 )
 from services.gateway.openai.responses import ResponsesBody
-from shared.grammars import GrammarError, Grammars
+from shared.text.grammars import GrammarError, Grammars
 from tests.support.tokenizers import byte_level, write_model
 
 BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, ResponsesBody]

@@ -13,7 +13,7 @@ from services.launcher.check import Check
 from services.launcher.gpu_checks import CUDA, OLDEST_CAPABILITY, judge, judge_driver
 from services.launcher.gpu_facts import Facts
 from tests.support.launcher import ROOT
-from tests.support.recorded_gpus import (
+from tests.support.stand_ins.recorded_gpus import (
     ADA,
     BLACKWELL,
     GIB,

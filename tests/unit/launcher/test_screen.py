@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.launcher import screen
-from shared.supervisor import Service, ServiceSpec
+from shared.processes.supervisor import Service, ServiceSpec
 
 LOADING = "loading large: 1 of 8 MiB, 12 %, 7 s left"
 

@@ -13,7 +13,7 @@ from services.scheduler.tracing import RequestTimes, Timeline
 from services.scheduler.workers.loop import WorkerRates
 from shared.columns import unpack
 from shared.telemetry.metrics import PENDING_COLUMNS, Alias, Aliases, ColumnHistogram, ColumnHistograms
-from tests.support.written_stack import REPLICA
+from tests.support.stand_ins.written_stack import REPLICA
 
 BOUNDS = (0.1, 0.5, 1, 2.5)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from shared import grammars
-from shared.grammars import LIMITS, SCHEMA_LIMITS, GrammarError, Grammars
+from shared.text import grammars
+from shared.text.grammars import LIMITS, SCHEMA_LIMITS, GrammarError, Grammars
 from tests.support.tokenizers import byte_level, write_model
 
 TEXT = {"type": "string"}

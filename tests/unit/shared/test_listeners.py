@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from shared.errors import ConfigurationError
-from shared.listeners import handed_on, listen, reserve
+from shared.processes.listeners import handed_on, listen, reserve
 from tests.support.waiting import free_port
 
 HOST = "127.0.0.1"
@@ -58,7 +58,7 @@ def test_reservation_takes_no_connection_of_the_listeners() -> None:
 
 
 ANSWER = """
-from shared.listeners import listen
+from shared.processes.listeners import listen
 listener = listen("127.0.0.1", {port}, "port")
 listener.setblocking(True)
 listener.accept()[0].sendall(b"hello")

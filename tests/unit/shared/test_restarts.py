@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.restarts import Backoff
+from shared.processes.restarts import Backoff
 
 
 def delays(backoff: Backoff, lives: list[tuple[float, float | None]]) -> list[float]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from shared import tokenizer as bounds
 from shared.errors import ModelError
-from shared.regex_bounds import regex_problem
-from shared.tokenizer import TokenizerError, load_tokenizer, tokenizer_json
+from shared.text import tokenizer as bounds
+from shared.text.regex_bounds import regex_problem
+from shared.text.tokenizer import TokenizerError, load_tokenizer, tokenizer_json
 
 GPT4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"

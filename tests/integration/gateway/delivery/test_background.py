@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.support.gateway_process import GatewayProcess, led_gateway
-from tests.support.scripted_scheduler import LENGTH, Claimed, Line, ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import LENGTH, Claimed, Line, ScriptedScheduler
 from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 

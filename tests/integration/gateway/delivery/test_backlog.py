@@ -19,8 +19,8 @@ from services.gateway.text.tokenizer import ModelText
 from shared.keys import CLASSES
 from shared.settings import GatewaySettings
 from tests.support import generations
-from tests.support.scripted_scheduler import DEADLINE, Line, ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import DEADLINE, Line, ScriptedScheduler
 from tests.support.tokenizers import write_model
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from shared.grammars import NOT_FOLLOWED
-from shared.logprobs import pack_record
+from shared.text.grammars import NOT_FOLLOWED
+from shared.text.logprobs import pack_record
 from tests.support.gateway_clients import posted, raw_post, streamed
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_scheduler import CANCELLED, DEADLINE, ERROR, LENGTH, STOP, Line, ScriptedScheduler
+from tests.support.stand_ins.scripted_scheduler import CANCELLED, DEADLINE, ERROR, LENGTH, STOP, Line, ScriptedScheduler
 from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 

@@ -22,8 +22,8 @@ from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.settings import GatewaySettings
-from tests.support.scripted_scheduler import Line, ScriptedScheduler
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import Line, ScriptedScheduler
 from tests.support.tokenizers import write_model
 
 NAMED = {"Idempotency-Key": "k"}

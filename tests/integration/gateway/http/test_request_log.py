@@ -10,8 +10,8 @@ import pytest
 
 from tests.integration.conftest import KEY, TEXT
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
-from tests.support.scripted_scheduler import answering
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import answering
 from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 

@@ -17,8 +17,8 @@ from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.docs.bad_fields import BAD, CHAT, NO_TOOLS
 from tests.support.gateway_clients import posted
 from tests.support.gateway_process import GatewayProcess, led_gateway
-from tests.support.scripted_scheduler import LENGTH, STOP, Line, ScriptedScheduler
 from tests.support.stack import PLAIN, RedisServer
+from tests.support.stand_ins.scripted_scheduler import LENGTH, STOP, Line, ScriptedScheduler
 from tests.support.tokenizers import CONTEXT, token_ids, write_model
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.gateway_process import GatewayProcess
-from tests.support.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler
+from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler
 from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 

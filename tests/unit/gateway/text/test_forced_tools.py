@@ -14,7 +14,7 @@ from services.gateway.openai.output import plan_tools
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import ToolReader, merged
-from shared.grammars import NOT_FOLLOWED
+from shared.text.grammars import NOT_FOLLOWED
 from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import write_model
 from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, grammar_of, walk

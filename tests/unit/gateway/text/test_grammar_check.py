@@ -12,8 +12,8 @@ from llguidance import LLMatcher
 
 from services.gateway.errors import ApiError
 from services.gateway.text.grammar import MOST_WAITING, GrammarCheck
-from shared import grammar_process
-from shared.jail import JailError
+from shared.processes.jail import JailError
+from shared.text import grammar_process
 from tests.support.tokenizers import write_model
 
 SLOW = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "integer"} for i in range(2250)}})
@@ -115,6 +115,6 @@ def test_process_that_cannot_be_started_refuses_one_request_for_now(
         raise OSError(11, "Resource temporarily unavailable")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shared.jail.subprocess.Popen", fails)
+        patch.setattr("shared.processes.jail.subprocess.Popen", fails)
         assert answers(check, [("a", simple(0))]) == [("a", 503)]
     assert answers(check, [("a", simple(0))]) == [("a", 200)]

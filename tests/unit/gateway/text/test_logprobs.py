@@ -23,7 +23,7 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.request import GenerationSpec
 from shared.columns import pack
-from shared.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
+from shared.text.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
 from tests.support import sse
 from tests.support.generations import CUTS, generation, model, rows, spec
 

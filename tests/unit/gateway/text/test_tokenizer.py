@@ -18,9 +18,9 @@ from services.gateway.openai.completions import encode_text
 from services.gateway.request import Limits, SamplingDefaults
 from services.gateway.text.tokenizer import ModelText
 from shared.errors import ModelError
-from shared.grammars import Grammars, NoGrammarsError
 from shared.settings import DEMO_MODEL
-from shared.tokenizer import TokenizerError
+from shared.text.grammars import Grammars, NoGrammarsError
+from shared.text.tokenizer import TokenizerError
 from tests.support.generations import model as small_model
 from tests.support.tokenizers import CHAT_TEMPLATE, CONTEXT, SPECIALS, byte_fallback, byte_level, write_model
 

@@ -26,7 +26,7 @@ from services.gateway.openai.output import output_grammar, plan_tools
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import ToolReader, merged
-from shared.grammars import CACHE_BYTES, Grammars
+from shared.text.grammars import CACHE_BYTES, Grammars
 from tests.support.generations import generation
 from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import byte_fallback, byte_level, metaspace, write_model
@@ -351,7 +351,7 @@ def test_answer_has_the_calls_of_the_stream(model: ModelText) -> None:
 
 
 def test_grammar_cache_is_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shared import grammars as module
+    from shared.text import grammars as module
 
     monkeypatch.setattr(module, "CACHE_BYTES", 200_000)
     directory = write_model(tmp_path / "m")

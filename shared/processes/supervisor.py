@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
-from shared.listeners import handed_on
-from shared.restarts import Backoff
+from shared.processes.listeners import handed_on
+from shared.processes.restarts import Backoff
 
 WRAPPER = Path(__file__).with_name("child.py")
 BEAT_S = 1.0

@@ -1,8 +1,8 @@
-"""Compile grammars in a process of low priority (shared/jail.py): both ends.
+"""Compile grammars in a process of low priority (shared/processes/jail.py): both ends.
 
-llguidance's fuel decides which grammars can be used, the same on any machine (shared/grammars.py). It counts neither
-every comparison nor every byte, so processor time and memory of one question are bounded as well: a question beyond
-them ends the process and itself alone. The gateway checks grammars here.
+llguidance's fuel decides which grammars can be used, the same on any machine (shared/text/grammars.py). It counts
+neither every comparison nor every byte, so processor time and memory of one question are bounded as well: a question
+beyond them ends the process and itself alone. The gateway checks grammars here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import orjson
 
-from shared.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError
-from shared.jail import Jail, JailError, confine, yield_to_others
+from shared.processes.jail import Jail, JailError, confine, yield_to_others
+from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError
 
 log = logging.getLogger("orcinus.grammars")
 
@@ -38,7 +38,7 @@ class GrammarProcess:
         first = {"model": str(model.resolve()), "vocab": vocab_size, "seconds": QUESTION_S, "bytes": MEMORY_BYTES}
         self.ended = 0
         """Times that a question ended the process."""
-        self.jail = Jail("shared.grammar_process", orjson.dumps(first), PATIENCE * QUESTION_S, MOST_ANSWER_BYTES)
+        self.jail = Jail("shared.text.grammar_process", orjson.dumps(first), PATIENCE * QUESTION_S, MOST_ANSWER_BYTES)
 
     def check(self, grammar: str) -> None:
         """Compile a grammar. Raise GrammarError, or JailError where it was the machine that failed."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ModelError, OrcinusError
-from shared.regex_bounds import regex_problem
+from shared.text.regex_bounds import regex_problem
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -2,7 +2,7 @@
 
 The process has an empty environment and one end of a socket as its standard input. Frames are multiprocessing's. It
 ends when the socket is closed, and is started again by the next question. Chat templates (services/gateway/text) and
-grammars (shared/grammar_process.py) run in such processes. This module imports the standard library only.
+grammars (shared/text/grammar_process.py) run in such processes. This module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class JailError(Exception):

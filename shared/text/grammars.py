@@ -13,9 +13,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.end_of_text import end_ids
 from shared.errors import ModelError, OrcinusError
-from shared.tokenizer import no_panic, tokenizer_json
+from shared.text.end_of_text import end_ids
+from shared.text.tokenizer import no_panic, tokenizer_json
 
 if TYPE_CHECKING:  # an engine without grammars, as the GPU's bench runs it, does without llguidance
     from llguidance import LLMatcher, LLTokenizer

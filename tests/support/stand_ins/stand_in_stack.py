@@ -11,8 +11,8 @@ from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
 from shared.errors import ConfigurationError
-from shared.restarts import Backoff
-from shared.supervisor import ServiceSpec
+from shared.processes.restarts import Backoff
+from shared.processes.supervisor import ServiceSpec
 
 
 class FileProbe:

@@ -14,7 +14,7 @@ import httpx
 from shared.keys import Keys
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import PLAIN, ROOT, RedisServer
-from tests.support.token_worker import TokenWorker, answer
+from tests.support.stand_ins.token_worker import TokenWorker, answer
 from tests.support.tokenizers import write_model
 from tests.support.waiting import until
 

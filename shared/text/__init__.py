@@ -1,0 +1,1 @@
+"""Text: tokenizers, grammars and log probabilities, as gateway, worker and commands share them."""
