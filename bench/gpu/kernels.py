@@ -33,7 +33,7 @@ from shared.errors import ConfigurationError
 
 Rows = Iterator[tuple[str, Any]]
 REPEATS = 9
-SOURCE, HEADER = (loader.SOURCES / f"attention_decode.{kind}" for kind in ("cu", "cuh"))
+SOURCE, HEADER = (loader.SOURCES / f"attention/attention_decode.{kind}" for kind in ("cu", "cuh"))
 UNITS = (3, 4, 5, 6)  # depths of a ring that are tried
 ITEMS = (4, 6, 8, 12)  # work items for each processor
 SHAPES = ((64, 1024), (8, 4096), (8, 32768))

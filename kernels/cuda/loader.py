@@ -126,7 +126,7 @@ class Program:
 
 def sources() -> list[Path]:
     """Return every source with kernels, sorted."""
-    return sorted(SOURCES.glob("*.cu"))
+    return sorted(SOURCES.rglob("*.cu"))
 
 
 @cache
@@ -226,7 +226,7 @@ def compiled(source: Path, arch: str) -> Cubin:
 
 
 def _headers() -> list[Path]:
-    return sorted(SOURCES.glob("*.cuh"))
+    return sorted(SOURCES.rglob("*.cuh"))
 
 
 def _options(arch: str) -> tuple[str, ...]:

@@ -285,4 +285,4 @@ def program_of(kernel: str, flags: tuple[str, ...] = ()) -> Program:
 
 @cache
 def _program(source: Path, flags: tuple[str, ...]) -> Program:
-    return Program(source, flags=flags)
+    return Program(source, include=(loader.SOURCES,), flags=flags)

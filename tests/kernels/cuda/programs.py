@@ -42,7 +42,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"
 @cache
 def program_of(kernel: str) -> Program:
     """The emulated program that has a kernel of that name."""
-    return Program(source_of(kernel), flags=FLAGS)
+    return Program(source_of(kernel), include=(loader.SOURCES,), flags=FLAGS)
 
 
 @cache

@@ -118,7 +118,7 @@ def test_a_change_of_source_header_or_compiler_compiles_again(
     assert len(empty) == 2
     headers = tmp_path / "src"
     headers.mkdir()
-    for path in loader.SOURCES.glob("*.cuh"):
+    for path in loader.SOURCES.rglob("*.cuh"):
         (headers / path.name).write_text(path.read_text() + "\n")
     monkeypatch.setattr(loader, "SOURCES", headers)
     compiled(small(tmp_path), "sm_90")

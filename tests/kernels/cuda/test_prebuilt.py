@@ -28,7 +28,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two sources with the real headers, and empty places for what is made of them."""
     folder = tmp_path / "src"
     folder.mkdir()
-    for header in loader.SOURCES.glob("*.cuh"):
+    for header in loader.SOURCES.rglob("*.cuh"):
         shutil.copy(header, folder)
     for name in ("one", "two"):
         (folder / f"{name}.cu").write_text(SMALL)

@@ -7,7 +7,7 @@
 #include "attention_kernel.h"
 #include "attention_plan.h"
 #include "attention_softmax.h"
-#include "kernels.h"
+#include "../kernels.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 //
 // Noise is made only where it can matter. A token with score and random word that cannot reach the best so far is dropped
 // by a bound that costs a few instructions; the logarithms of the exact noise are taken for the few that are left.
-#include "kernels.h"
+#include "../kernels.h"
 #include "philox.h"
 #include "sample_floor.h"
 

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstring>
 
-#include "ops.h"
+#include "../ops.h"
 
 static const int TILE_ROWS = 48;  // query rows, all heads of a group counted, that are worked on together
 static const int SPLIT = 512;     // keys of one state of the softmax; the states of a row are merged in order
