@@ -121,10 +121,13 @@ class Bounds:
             case b"late":
                 return self.late
             case b"backlog":
-                waiting, most, room_s = answer[1:]
-                where = f"queue full for class {self.priority}"
-                text = f"{where}: {waiting} of at most {most} requests are waiting for Redis; {RETRY}"
-                return ApiError(429, text, code="queue_full", retry_after_s=room_s)
+                of_tenant, unit, held, most, room_s = answer[1:]
+                code, where = ("tenant_queue_full", "this tenant in ") if of_tenant else ("queue_full", "")
+                text = (
+                    f"queue full for {where}class {self.priority}: {held} of at most {most} {unit} are waiting for "
+                    f"Redis; {RETRY}"
+                )
+                return ApiError(429, text, code=code, retry_after_s=room_s)
             case b"expired":
                 text = f"deadline_ms: {self.deadline_ms} ms passed before the request was in the queue; {RETRY}"
                 return ApiError(429, text, param="deadline_ms", code="deadline_unreachable", retry_after_s=1)
@@ -231,18 +234,30 @@ class Recent:
     """
 
     def __init__(self) -> None:
-        self._admitted: deque[tuple[float, int, int, int]] = deque(maxlen=RECENT)  # when, class, tokens, sequences
+        self._admitted: deque[tuple[float, int, int, int]] = deque()  # when, class, tokens, sequences
+        self._tokens = [0] * len(CLASSES)
+        self._sequences = [0] * len(CLASSES)
 
     def admitted(self, spec: GenerationSpec, now: float) -> None:
-        self._admitted.append((now, CLASSES.index(spec.priority), spec.prompt_tokens, spec.choices))
+        number = CLASSES.index(spec.priority)
+        self._admitted.append((now, number, spec.prompt_tokens, spec.choices))
+        self._tokens[number] += spec.prompt_tokens
+        self._sequences[number] += spec.choices
+        if len(self._admitted) > RECENT:
+            self._forget()
 
     def added_to(self, forecast: Forecast, priority: str, snapshot: Snapshot) -> Forecast:
         """Return the forecast of a class behind what was admitted of it and better ones since the schedulers wrote."""
         since = min(snapshot.renewed.values(), default=snapshot.at) - UNSEEN_S
         while self._admitted and self._admitted[0][0] < since:
-            self._admitted.popleft()
-        before = [row for row in self._admitted if row[1] <= CLASSES.index(priority)]
-        return forecast.behind_more(sum(row[2] for row in before), sum(row[3] for row in before))
+            self._forget()
+        upto = CLASSES.index(priority) + 1
+        return forecast.behind_more(sum(self._tokens[:upto]), sum(self._sequences[:upto]))
+
+    def _forget(self) -> None:
+        _, number, tokens, sequences = self._admitted.popleft()
+        self._tokens[number] -= tokens
+        self._sequences[number] -= sequences
 
 
 class Admission:

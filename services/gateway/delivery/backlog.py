@@ -11,7 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.keys import CLASSES
 from shared.redis_client import Value
@@ -45,6 +45,16 @@ class Entry:
         return 0 if math.isinf(self.expires_at) else max(1, int(1000 * (self.expires_at - now)))
 
 
+class Full(NamedTuple):
+    """A bound of the backlog that is reached."""
+
+    of_tenant: bool
+    unit: str  # of `held` and `most`: requests or bytes
+    held: int
+    most: int
+    wait_s: float  # until there is room
+
+
 class Backlog:
     """All requests that wait for enqueue.lua."""
 
@@ -62,12 +72,22 @@ class Backlog:
         """Return how many requests may wait when one enters that may fill `share` of the backlog."""
         return max(1, int(share * MOST_REQUESTS))
 
-    def has_room(self, tenant: str, share: float, tenant_share: float, size_bytes: int) -> bool:
-        """Return whether a request may wait: of all up to `share`, of its tenant's up to `tenant_share` of that."""
-        held, most, of_tenant = len(self), share * MOST_BYTES, self._bytes_of[tenant]
-        fits = not held or self._bytes + size_bytes <= most
-        fits = fits and (not of_tenant or of_tenant + size_bytes <= tenant_share * most)
-        return fits and held < self.most(share) and self._held[tenant] < self.most(share * tenant_share)
+    def full(self, tenant: str, share: float, tenant_share: float, size_bytes: int) -> Full | None:
+        """Return the bound that keeps a request out: of all requests `share` may wait, of its tenant's `tenant_share`
+        of that. Return None when there is room; alone a request always has.
+        """
+        for owner, held, held_bytes, part in (
+            ("", len(self), self._bytes, share),
+            (tenant, self._held[tenant], self._bytes_of[tenant], share * tenant_share),
+        ):
+            most, most_bytes = self.most(part), int(part * MOST_BYTES)
+            tenants = len(self._held) if owner else 1
+            if held >= most:
+                return Full(bool(owner), "requests", held, most, self._wait_s(tenants * (held - most + 1)))
+            if held and (excess := held_bytes + size_bytes - most_bytes) > 0:
+                ahead = min(held, math.ceil(excess * held / held_bytes))
+                return Full(bool(owner), "bytes", held_bytes, most_bytes, self._wait_s(tenants * ahead))
+        return None
 
     def put(self, entry: Entry) -> None:
         self._lanes[entry.priority].setdefault(entry.tenant, deque()).append(entry)
@@ -114,7 +134,6 @@ class Backlog:
         rate = requests / max(seconds, 1e-4)
         self._requests_s += RATE_SHARE * (rate - self._requests_s) if self._requests_s else rate
 
-    def wait_s(self, share: float) -> float:
-        """Return the seconds until there is room again for a request that may fill `share`, at the measured rate."""
-        ahead = max(1, len(self) - self.most(share) + 1)
+    def _wait_s(self, ahead: int) -> float:
+        """Return the seconds until this many requests have left, at the measured rate."""
         return ahead / self._requests_s if self._requests_s else 1.0

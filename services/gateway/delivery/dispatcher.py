@@ -240,7 +240,7 @@ class Dispatcher:
     ) -> list[Any]:
         """Put the request into its class's stream, unless its id is there. Return the answer of enqueue.lua: `ok`,
         `duplicate` or a refusal, after which the stream gets nothing. Refusals of the backlog have the same form:
-        {backlog, waiting requests, most, seconds until there is room} and {expired}, for a deadline that passed.
+        {backlog, *Full} and {expired}, for a deadline that passed.
 
         started: time.monotonic() at its arrival, from which its deadline counts; None means now. Raise ApiError(503).
         `close` has to follow, except after a refusal. A connection that reads the request already keeps it: only
@@ -250,13 +250,13 @@ class Dispatcher:
         if spec.id not in self._streams:
             self._register(stream)
         entry = self._entry(spec, caller, delivery, bounds, time.monotonic() if started is None else started)
-        if self._backlog.has_room(entry.tenant, bounds.share, bounds.tenant_share, entry.size_bytes):
+        full = self._backlog.full(entry.tenant, bounds.share, bounds.tenant_share, entry.size_bytes)
+        if full is None:
             self._backlog.put(entry)
             self._more.set()
             answer = await self._answered(entry)
         else:
-            most = self._backlog.most(bounds.share)
-            answer = [b"backlog", len(self._backlog), most, self._backlog.wait_s(bounds.share)]
+            answer = [b"backlog", *full]
         match answer[0]:
             case b"ok":
                 stream.left = (answer[2], answer[3])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway import admission
 from services.gateway.admission import CLASS_SHARES, Bounds, Recent, refuse_late
 from services.gateway.auth import Caller
 from services.gateway.cluster import Forecast, Snapshot
@@ -127,7 +128,10 @@ def test_place_exceeds_the_bounds_by_a_tenth_and_any_wait() -> None:
 
 
 def test_backlog_and_expiry_before_redis_are_429() -> None:
-    error = refusal(bounds(spec("low")), b"backlog", 2050, 2048, 2.5)
+    error = refusal(bounds(spec("low")), b"backlog", True, "bytes", 50, 48, 2.5)
+    assert error.code == "tenant_queue_full"
+    assert "queue full for this tenant in class low: 50 of at most 48 bytes are waiting" in error.message
+    error = refusal(bounds(spec("low")), b"backlog", False, "requests", 2050, 2048, 2.5)
     assert (error.code, error.headers["Retry-After"]) == ("queue_full", "3")
     assert "class low: 2050 of at most 2048 requests are waiting for Redis" in error.message
     error = refusal(bounds(spec(deadline_ms=70)), b"expired")
@@ -160,6 +164,14 @@ def test_forecast_counts_what_statistics_do_not_show_yet() -> None:
     crowded = Forecast(500.0, 35, RATE, behind=4, starts_s=2.0)
     after = recent.added_to(crowded, "normal", seen)
     assert (after.behind, after.ttft_ms) == (7, pytest.approx(2000))
+
+
+def test_recent_admissions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "RECENT", 2)
+    recent, seen = Recent(), Snapshot(100.0, frozenset(), {}, {}, renewed={"a": 100.0})
+    for tokens in (1000, 20, 10):
+        recent.admitted(spec("normal", prompts=[[1] * tokens]), 100.0)
+    assert recent.added_to(Forecast(0.0, 5, RATE), "normal", seen).queued_tokens == 35
 
 
 def test_accepted_or_duplicate_request_is_not_refused() -> None:
