@@ -19,7 +19,7 @@ from services.gateway.cluster import MEMORY_MOST, STALE_S, Cluster, Forecast, Sn
 from services.gateway.delivery.background import BackgroundTasks
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Generation, Position, RequestStream
-from services.gateway.errors import ApiError, invalid, memory_low, taken_over, unavailable
+from services.gateway.errors import RETRY, ApiError, invalid, memory_low, redis_silent, taken_over, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.places import HORIZON_S, Places
 from services.gateway.request import GenerationSpec
@@ -43,7 +43,6 @@ DEADLINE_GRACE_S = 0.5
 RECENT = 65_536
 UNSEEN_S = 0.5
 """Mean age of statistics when they are first seen: they are read once a second."""
-RETRY = "retry after the time in Retry-After"
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,13 +416,13 @@ class Admission:
         cluster = self._cluster
         self._refuse_while_draining()
         if cluster.redis_error or cluster.snapshot is None:
-            raise unavailable(f"Redis does not answer: {cluster.redis_error}", "redis_unavailable", 2)
+            raise redis_silent(cluster.redis_error)
         if cluster.snapshot.memory_share > MEMORY_MOST:
             raise memory_low(cluster.snapshot.memory_share)
         if not cluster.snapshot.leases:
-            raise unavailable("no scheduler is alive", "no_scheduler", 2)
+            raise unavailable(f"no scheduler is alive; {RETRY}", "no_scheduler", 2)
         if not self._keyring.read:
-            raise unavailable("the keys have not been read yet", "keys_unread", 2)
+            raise unavailable(f"the keys have not been read yet; {RETRY}", "keys_unread", 2)
         if forecast is not None:
             refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
             passed_ms = 1000 * passed_s + forecast.token_ms * (spec.least_tokens - 1)
@@ -431,7 +430,7 @@ class Admission:
 
     def _refuse_while_draining(self) -> None:
         if self.draining:
-            raise unavailable("the gateway is shutting down", "shutting_down", 5)
+            raise unavailable("the gateway is shutting down; send the request again", "shutting_down", 5)
 
     def _open_stream(self, spec: GenerationSpec) -> RequestStream:
         bound = self._settings.client_buffer_events if spec.stream else 0

@@ -92,9 +92,22 @@ def undecodable(error: TokenizerError) -> ApiError:
     return ApiError(500, message, code="tokenizer_failed")
 
 
+RETRY = "retry after the time in Retry-After"
+
+
 def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError:
     """Return a 503: nothing is wrong with the request, the client can retry."""
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
+
+
+def redis_silent(why: object) -> ApiError:
+    """Return a 503 for what needs Redis while it does not answer."""
+    return unavailable(f"Redis does not answer: {why}; {RETRY}", "redis_unavailable", 2)
+
+
+def interrupted() -> ApiError:
+    """Return a 503 for a call to Redis that was cancelled."""
+    return unavailable("Redis call interrupted; send the request again", "redis_unavailable", 2)
 
 
 def failed(why: str, grammar_field: str = "") -> ApiError:
@@ -127,17 +140,23 @@ def handed_over(request_id: str) -> ApiError:
 
 def taken_over() -> ApiError:
     """Return 409 for the older of two connections that read one request."""
-    return ApiError(409, "request continued on another connection", code=TAKEN_OVER)
+    return ApiError(409, "request continued on another connection; read it there", code=TAKEN_OVER)
 
 
 def memory_low(share: float) -> ApiError:
     """Return 503 for new work while Redis keeps the rest of its memory for what runs."""
-    return unavailable(f"Redis uses {share:.0%} of its memory; the rest is for running requests", "redis_memory", 5)
+    return unavailable(
+        f"Redis uses {share:.0%} of its memory; the rest is for running requests; {RETRY}", "redis_memory", 5
+    )
 
 
 def slow_client(bound: int) -> ApiError:
     """Return 503 for a client that does not read what waits for it."""
-    return ApiError(503, f"client reads too slowly: {bound} events are waiting", code=SLOW_CLIENT)
+    return ApiError(
+        503,
+        f"client reads too slowly: {bound} events are waiting; read faster, or ask without stream",
+        code=SLOW_CLIENT,
+    )
 
 
 def shown(value: object, most: int = 80) -> str:

@@ -107,7 +107,7 @@ class Grammars:
         Copies of one matcher share the states of a lexer, so they count together against a bound of LIMITS.
         """
         if len(grammar.encode()) > MOST_GRAMMAR_BYTES:
-            raise GrammarError(f"it is longer than {MOST_GRAMMAR_BYTES} bytes")
+            raise GrammarError(f"it is longer than {MOST_GRAMMAR_BYTES} bytes; send a shorter one")
         tokenizer = self._read_tokenizer()
         from llguidance import LLMatcher, LLParserLimits
 

@@ -28,7 +28,16 @@ from services.gateway.auth import Caller
 from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
 from services.gateway.delivery.backlog import Backlog, Entry
 from services.gateway.delivery.stream import Offer, RequestStream, Row, ends, fill, lacks_tokens, rows_of
-from services.gateway.errors import ApiError, broken_record, slow_client, taken_over, unavailable
+from services.gateway.errors import (
+    RETRY,
+    ApiError,
+    broken_record,
+    interrupted,
+    redis_silent,
+    slow_client,
+    taken_over,
+    unavailable,
+)
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
 from shared.columns import unpack
@@ -431,13 +440,13 @@ class Dispatcher:
         async def job() -> None:
             if silent := self._cluster.redis_error:  # since it was queued: those behind must not wait as long
                 if not answer.done():
-                    answer.set_exception(unavailable(f"Redis does not answer: {silent}", "redis_unavailable", 2))
+                    answer.set_exception(redis_silent(silent))
                 return
             try:
                 result = await question()
             except asyncio.CancelledError:
                 if not answer.done():
-                    answer.set_exception(unavailable("Redis call interrupted; retry later", "redis_unavailable", 2))
+                    answer.set_exception(interrupted())
                 raise
             except Exception as error:
                 if isinstance(error, Unreachable):
@@ -454,7 +463,7 @@ class Dispatcher:
     def _refuse_without_redis(self) -> None:
         """Raise ApiError(503) while Redis does not answer."""
         if silent := self._cluster.redis_error:
-            raise unavailable(f"Redis does not answer: {silent}", "redis_unavailable", 2)
+            raise redis_silent(silent)
 
     async def _enqueue_batch(self) -> None:
         """Put the next requests of the backlog into Redis by one call, and answer each."""
@@ -474,7 +483,7 @@ class Dispatcher:
                 arguments += entry.arguments(entry.left_ms(begin))
             answers = await self._enqueue(redis_keys, arguments)
         except asyncio.CancelledError:
-            _fail(batch, unavailable("Redis call interrupted; retry later", "redis_unavailable", 2))
+            _fail(batch, interrupted())
             raise
         except Exception as error:
             if isinstance(error, Unreachable):
@@ -714,12 +723,12 @@ def _rows(stream: RequestStream, before: list[int], stored: list[bytes]) -> list
 def failed(error: Exception) -> Exception:
     """Return the error that the client gets when a Redis call failed; any other exception is returned as it is."""
     if isinstance(error, Unreachable):
-        return unavailable(f"Redis does not answer: {error}", "redis_unavailable", 2)
+        return redis_silent(error)
     if isinstance(error, RedisError) and "OOM" in str(error):
-        return unavailable("Redis has no memory left for new requests; retry later", "redis_memory", 5)
+        return unavailable("Redis has no memory left for new requests; " + RETRY, "redis_memory", 5)
     if isinstance(error, RedisError):
         log.error("Redis refused a request: %s", error)
-        return unavailable(f"Redis refuses: {error}", "redis_refused", 5)
+        return unavailable(f"Redis refuses: {error}; {RETRY}", "redis_refused", 5)
     log.error("a Redis call failed", exc_info=error)
     return error
 

@@ -141,7 +141,7 @@ def json_grammar(field: str, schema: Any, lenient: bool = False) -> str:
     if not isinstance(schema, dict):
         raise invalid(field, f"{field} must be a JSON schema, an object; got {shown(schema)}")
     if len(orjson.dumps(schema)) > MOST_GRAMMAR_BYTES - 1024:
-        raise invalid(field, f"{field} has more than {MOST_GRAMMAR_BYTES - 1024} bytes")
+        raise invalid(field, f"{field} has more than {MOST_GRAMMAR_BYTES - 1024} bytes; send a smaller schema")
     return LLMatcher.grammar_from_json_schema({**schema, "x-guidance": {**OPTIONS, "lenient": lenient}})
 
 
