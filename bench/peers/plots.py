@@ -1,7 +1,8 @@
-"""Draw the chart of docs/peers.md. Called by `python -m bench.peers`; needs matplotlib."""
+"""Draw the charts of docs/peers.md. Called by `python -m bench.peers` and `bench.peers.kill`; needs matplotlib."""
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,39 @@ def chart(result: Row, path: Path) -> None:
         axes.legend(fontsize=7, frameon=False)
         axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=110)
+
+
+def kill_chart(result: Row, path: Path) -> None:
+    """Draw what became of the streams and how long the next token took, one bar a case; medians of the rounds."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in result["rows"] if row["rounds"]]
+    names = [f"{row['server']}\n{row['killed']} killed" for row in rows]
+    figure = Figure(figsize=(11, 0.55 * len(rows) + 1.4), layout="constrained")
+    answers, waits = figure.subplots(1, 2, sharey=True)
+    left = [0.0] * len(rows)
+    parts = (("right", "whole and right", "#5b8e7d"), ("resumed_right", "cut off, right after going on", "#a9c5a0"),
+             ("lost", "lost", "#d1495b"))  # fmt: skip
+    for part, label, colour in parts:
+        widths = [statistics.median(kept(found)[part] for found in row["rounds"]) for row in rows]
+        answers.barh(names, widths, left=left, color=colour, label=label)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    answers.set_xlabel(f"answers, of {result['settings']['streams']} streams at once")
+    answers.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    answers.invert_yaxis()
+    bars = waits.barh(
+        names,
+        [row["first_token_s"] for row in rows],
+        color=[OURS_COLOUR if row["peer"] == OURS else THEIR_COLOURS[0] for row in rows],
+    )
+    waits.bar_label(bars, fmt=" %.1f s", fontsize=8)
+    waits.set_xlabel("seconds until a new request has its first token")
+    waits.margins(x=0.15)
+    for axes in (answers, waits):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+def kept(found: Row) -> Row:
+    """Return a round with `lost`: streams that gave no right answer, also not after going on."""
+    return {**found, "lost": found["streams"] - found["right"] - found["resumed_right"]}

@@ -63,24 +63,15 @@ class Running:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start_s = 0.0
+        log.unlink(missing_ok=True)
 
     def __enter__(self) -> Running:
-        self._scratch = Path(tempfile.mkdtemp(prefix="peers-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix="peers-"))
         started = time.monotonic()
         try:
-            with self.log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    self.server.command(self.port, self._scratch),
-                    cwd=ROOT,
-                    env=environment(self.server),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    preexec_fn=_die_with_parent,
-                )
+            self._start()
         except OSError as error:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            shutil.rmtree(self.scratch, ignore_errors=True)
             raise StartError(str(error)) from error
         try:
             self._wait(started + self.server.start_s)
@@ -92,6 +83,29 @@ class Running:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.server.command(self.port, self.scratch),
+                cwd=ROOT,
+                env=environment(self.server),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Wait until the process that was started has ended. Raises subprocess.TimeoutExpired."""
+        self._process.wait(timeout_s)
+
+    def start_again(self) -> None:
+        """Run the same command at the same address, after the process has ended; return without waiting."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._start()
 
     def _wait(self, deadline: float) -> None:
         while not self._answers():
@@ -162,4 +176,4 @@ class Running:
                     process.kill()
             self._process.wait()
             psutil.wait_procs(left, timeout=STOP_S)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            shutil.rmtree(self.scratch, ignore_errors=True)
