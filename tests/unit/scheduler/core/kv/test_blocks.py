@@ -62,7 +62,7 @@ def test_other_tier_finds_copies_also_behind_blocks_of_this_one() -> None:
     host.check()
 
 
-def test_wrong_registrations_and_shares_are_refused() -> None:
+def test_wrong_registrations_are_refused() -> None:
     pool = BlockPool(4, indexed=True)
     blocks = enter(pool, [1])
     with pytest.raises(ValueError, match="registered already"):
