@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits, StepResult
@@ -113,19 +116,10 @@ def test_request_that_ran_is_released_with_a_checkpoint() -> None:
     assert h.published["goes", 0] == told
 
 
-def test_a_restarted_request_with_outputs_is_not_released() -> None:
+@pytest.mark.parametrize("before", [{"outputs": [np.array([5], np.int32)]}, {"begun": True}], ids=["a token", "none"])
+def test_restarted_request_is_released_only_as_begun(before: dict[str, Any]) -> None:
     core = Scheduler()
-    new = request("r", 4, 8, seed=1)
-    new.outputs = [np.array([5], np.int32)]
-    core.add(new, 1)
-    assert not core.release("r")
-
-
-def test_restarted_request_that_began_without_a_token_is_not_released() -> None:
-    core = Scheduler()
-    new = request("r", 4, 8, seed=1)
-    new.begun = True
-    core.add(new, 1)
+    core.add(request("r", 4, 8, seed=1, **before), 1)
     assert not core.release("r")
     assert core.release("r", begun=True)
 
