@@ -213,7 +213,7 @@ def compiled(source: Path, arch: str) -> Cubin:
     try:
         return Cubin(image.read_bytes(), log.read_text())
     except OSError:
-        made = _compile(source, _headers(), _options(arch))
+        made = compile_source(source, _headers(), _options(arch))
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         write_whole(log, made.log.encode())  # first: a process that finds the image finds the log
@@ -241,7 +241,7 @@ def _digest(source: Path, *more: object) -> str:
     return digest.hexdigest()[:20]
 
 
-def _compile(source: Path, headers: list[Path], options: tuple[str, ...]) -> Cubin:
+def compile_source(source: Path, headers: list[Path], options: tuple[str, ...]) -> Cubin:
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(
         source.read_text(),

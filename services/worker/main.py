@@ -112,7 +112,7 @@ def load(settings: WorkerSettings, parallel: ParallelState | None = None) -> Eng
     """Read the model, or this rank's part of it, take the memory and run the largest batch."""
     started = time.monotonic()
     process = psutil.Process()
-    engine = Engine(settings, _Progress(settings.served_model_name), parallel)
+    engine = Engine(settings, Progress(settings.served_model_name), parallel)
     info = engine.info()
     loaded = process.memory_info().rss
     log.info(
@@ -170,7 +170,7 @@ def _of_rank(rank: int) -> Callable[[logging.LogRecord], bool]:
     return name
 
 
-class _Progress:
+class Progress:
     """Loading progress on the log, which goes to stderr."""
 
     def __init__(self, name: str) -> None:

@@ -148,7 +148,7 @@ def test_page_is_used_by_keyboard_alone(chat: Callable[..., Visit], replies: Rep
     assert {"theme", "settings-button", "new", "live", "model", "Copy", "Answer again"} <= seen
 
 
-def test_stop_button_cancels_and_an_answer_can_be_asked_for_again(chat: Callable[..., Visit], replies: Replies) -> None:
+def test_stop_button_cancels_and_an_answer_is_repeated_on_demand(chat: Callable[..., Visit], replies: Replies) -> None:
     visit = chat()
     write(visit, "Hello")
     claimed = replies.begin("fox ")
@@ -188,7 +188,7 @@ def f():
 """
 
 
-def test_markup_of_a_model_is_shown_by_rules_and_everything_else_stays_text(
+def test_markup_is_shown_by_rules_and_all_else_stays_text(
     chat: Callable[..., Visit], replies: Replies, gateway: GatewayProcess
 ) -> None:
     visit = chat()
@@ -430,7 +430,7 @@ def test_history_that_is_kept_is_bounded(chat: Callable[..., Visit]) -> None:
     assert '"q0"' not in kept
 
 
-def test_everything_on_the_page_has_a_name_for_those_who_hear_it(chat: Callable[..., Visit], replies: Replies) -> None:
+def test_everything_on_the_page_has_an_accessible_name(chat: Callable[..., Visit], replies: Replies) -> None:
     visit = chat()
     write(visit, "Hello")
     replies.answer(MARKUP)

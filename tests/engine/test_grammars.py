@@ -105,7 +105,7 @@ def test_outputs_are_valid_and_end_where_the_grammar_is_complete(engine: Engine)
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
-def test_tokens_are_the_same_ahead_in_chunks_preempted_and_on_a_device_that_keeps_them(
+def test_tokens_are_the_same_ahead_in_chunks_and_preempted(
     model: Path, alone: in_process.Recorded, late: bool, lookahead: int
 ) -> None:
     make = make_late_engine if late else make_engine
@@ -117,7 +117,7 @@ def test_tokens_are_the_same_ahead_in_chunks_preempted_and_on_a_device_that_keep
     assert core.stats()["preemptions"] > 0, "nothing was preempted: the pool is too large"
 
 
-def test_a_sequence_goes_on_elsewhere_with_the_tokens_that_it_has(engine: Engine, alone: in_process.Recorded) -> None:
+def test_sequence_goes_on_elsewhere_with_the_tokens_it_has(engine: Engine, alone: in_process.Recorded) -> None:
     moved, known = requests(COUNT), in_process.Recorded()
     for at, request in enumerate(moved):
         had = alone.tokens[request.id, 0][: at % 12][:-1]
@@ -147,7 +147,7 @@ def test_a_sequence_whose_grammar_cannot_be_used_fails_alone(engine: Engine, gra
     assert unpack(result.slots).tolist() == [0]
 
 
-def test_a_grammar_that_breaks_a_bound_on_the_way_says_that_it_cannot_be_followed(engine: Engine) -> None:
+def test_grammar_beyond_a_bound_says_that_it_cannot_be_followed(engine: Engine) -> None:
     """Gateways compile it without a fault, as its first row is small; they answer 400 by these words."""
     grammar = LLMatcher.grammar_from_lark("start: " + " ".join(f'"a{at}"?' for at in range(1000)))
     driver = Driver(engine)
@@ -162,9 +162,7 @@ def test_a_grammar_that_breaks_a_bound_on_the_way_says_that_it_cannot_be_followe
     assert unpack(results[1].slots).tolist() == [0]
 
 
-def test_a_grammar_that_is_not_compiled_in_time_fails_its_sequence_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammar_not_compiled_in_time_fails_its_sequence_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     done = threading.Event()
     monkeypatch.setattr(grammar_module, "COMPILE_S", 0.0)
     monkeypatch.setattr(engine._grammars, "_make", lambda *_: done.wait(60))
@@ -178,9 +176,7 @@ def test_a_grammar_that_is_not_compiled_in_time_fails_its_sequence_alone(
     assert "not compiled within" in result.errors[0].message
 
 
-def test_sequences_of_one_grammar_do_not_use_up_the_states_of_its_lexer_for_each_other(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences_of_one_grammar_share_no_lexer_states(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a matcher share its lexer: one that finds it full begins with a lexer of its own."""
     limits = {"max_lexer_states": 90, "verbose_errors": False}  # enough for one
     monkeypatch.setattr(grammars_module, "LIMITS", limits)

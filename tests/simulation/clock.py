@@ -85,11 +85,11 @@ class Process:
 class _Task(asyncio.Task):  # type: ignore[type-arg]
     """A task whose place in a set is the same in every run."""
 
-    _numbers = 0
+    numbers = 0
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        _Task._numbers += 1
-        self._number = _Task._numbers
+        _Task.numbers += 1
+        self._number = _Task.numbers
         super().__init__(*args, **options)
         self._log_destroy_pending = False
 
@@ -113,7 +113,7 @@ class Loop(asyncio.BaseEventLoop):
         self._order = 0
         self._nothing = Process(self, "-")
         self._runnable: list[Process] = []
-        _Task._numbers = 0
+        _Task.numbers = 0
         self.set_task_factory(self._make_task)
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
@@ -188,7 +188,7 @@ class Loop(asyncio.BaseEventLoop):
         handle = process.queue.popleft()
         if not process.queue:
             runnable.remove(process)
-        if not handle._cancelled:  # type: ignore[attr-defined]
+        if not handle.cancelled():
             handle._run()
 
     def _write_to_self(self) -> None:

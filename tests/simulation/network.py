@@ -64,9 +64,9 @@ class Endpoint:
             peer.received(message)
         else:
             peer.inbox.append(message)
-            peer._wake()
+            peer.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -83,7 +83,7 @@ class Endpoint:
         """Take the loss of the connection."""
         if not self.broken:
             self.broken = True
-            self._wake()
+            self.wake()
             if self.lost is not None:
                 self.lost()
             self.network.endpoints.pop(self, None)
@@ -92,7 +92,7 @@ class Endpoint:
         """Close this end; the peer learns of it behind the messages that are under way."""
         if not self.closed:
             self.closed = True
-            self._wake()
+            self.wake()
             self._transmit(_END)
             self.network.endpoints.pop(self, None)
 

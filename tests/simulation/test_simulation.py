@@ -33,7 +33,7 @@ def test_planted_bug_fails_with_the_command_that_repeats_it() -> None:
     assert repeated.returncode == 1 and "VIOLATION" in repeated.stdout
 
 
-def test_hunt_for_planted_bugs_ends_at_the_first_seed_that_finds_each() -> None:
+def test_hunt_for_a_planted_bug_ends_at_the_first_seed() -> None:
     done = simulate("--seeds", "3", "--mutants", "lost-ack", "doubled-token")
     assert done.returncode == 0, done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines() if ": seed " in line] == ["lost-ack", "doubled-token"]

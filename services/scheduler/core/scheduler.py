@@ -75,9 +75,9 @@ class Scheduler:
         self._names = Names()
         self.waiting = WaitingQueue(self.policy.order)
         self._state = SchedulerState(self.policy, self.waiting, max_seqs, lookahead, step_tokens)
-        self._router = Router(self._state, affinity)
-        self._planner = Planner(self._state, self._router)
-        self._results = Results(self, self._router, self.waiting, self._names, checkpoint_tokens, checkpoint_ns)
+        self.router = Router(self._state, affinity)
+        self._planner = Planner(self._state, self.router)
+        self._results = Results(self, self.router, self.waiting, self._names, checkpoint_tokens, checkpoint_ns)
         self._deadlines: list[tuple[int, int, Record]] = []
         self._pending = OutcomeBuilder()  # known in calls that return no Outcome; goes out with the next one
         self._sequences = 0
@@ -101,9 +101,9 @@ class Scheduler:
         replica = Replica(number, limits, hasher, *self.policy.parts_of(number), self.microbatches or limits.stages)
         replica.table.stagger = max(self._checkpoint_tokens, 1)
         self.replicas[number : number + 1] = [replica]
-        self._router.joined(replica, self.alive)
+        self.router.joined(replica, self.alive)
         for sequence in list(self.waiting):
-            finish, error = self._router.examine(sequence)
+            finish, error = self.router.examine(sequence)
             if finish is not Finish.RUNNING:
                 self._drop(sequence, finish, error, self._pending)
         return number
@@ -118,7 +118,7 @@ class Scheduler:
         self._hit += lost.prefix_cache.hit_tokens if lost.prefix_cache is not None else 0
         lost.alive = False
         lose(lost, self.alive, self.records.values(), self.waiting, self._pending, now_ns)
-        self._router.changed(self.alive)
+        self.router.changed(self.alive)
 
     def confine(self, request_ids: Iterable[str]) -> None:
         """Confine requests to one replica, the dock: they run there only, and no other sequence enters it.
@@ -126,12 +126,12 @@ class Scheduler:
         The dock is the next replica that joins and fits most of them, or that of assign_dock(). It stays the dock until
         it is lost or fits none of the confined sequences that are left.
         """
-        self._router.confine({name: self.records[name] for name in request_ids if name in self.records})
+        self.router.confine({name: self.records[name] for name in request_ids if name in self.records})
 
     def assign_dock(self, now_ns: int) -> None:
         """Make the replica that fits most confined sequences the dock, and empty it, if one is needed."""
-        if (chosen := self._router.assign_dock()) is not None:
-            clear(chosen, self._router.placement.confined.values(), self.waiting, self._pending, now_ns)
+        if (chosen := self.router.assign_dock()) is not None:
+            clear(chosen, self.router.placement.confined.values(), self.waiting, self._pending, now_ns)
 
     def add(self, request: NewRequest, now_ns: int) -> Outcome:
         """Add a request, with the outputs it has already after a restart. One that can never run ends at once.
@@ -288,7 +288,7 @@ class Scheduler:
         policy.
         """
         self._next_policy = None if (chosen := parse(policy)).name == self.policy.name else chosen
-        self._router.close(self._next_policy is not None)
+        self.router.close(self._next_policy is not None)
 
     # -- statistics
 
@@ -317,11 +317,11 @@ class Scheduler:
 
     def predicted_ttft_ns(self, priority: int = CLASS_COUNT - 1) -> int:
         """Return the predicted time to first token of a request of that class that comes now; 0 before any step."""
-        return ttft_ns(self._state, self._router.for_prompts, priority)
+        return ttft_ns(self._state, self.router.for_prompts, priority)
 
     def stats(self) -> dict[str, float | int]:
         """Return the statistics (docs/operations.md#stats) that need neither clock nor I/O."""
-        fields = figures(self._state, self._router, self.alive, self.records.values(), self._parked.values())
+        fields = figures(self._state, self.router, self.alive, self.records.values(), self._parked.values())
         return fields | {
             "swapped_blocks": fields["swapped_blocks"] + self._moved,
             "prefix_hit_tokens": fields["prefix_hit_tokens"] + self._hit,
@@ -332,7 +332,7 @@ class Scheduler:
         }
 
     def replica_stats(self, number: int) -> dict[str, int]:
-        return of_replica(self._state, self._router, self.replicas[number])
+        return of_replica(self._state, self.router, self.replicas[number])
 
     def check(self) -> None:
         """Raise RuntimeError when an invariant of docs/protocol.md#steps is broken."""
@@ -410,7 +410,7 @@ class Scheduler:
         self.policy = self._state.policy = policy
         self._next_policy = None
         self.waiting.rebuild(policy.order, now_ns)
-        self._router.close(False)
+        self.router.close(False)
         for replica in self.replicas:
             replica.memo, replica.beneficiary = AdmissionMemo(), None
             replica.memory, replica.tokens = policy.parts_of(replica.number)
@@ -422,7 +422,7 @@ class Scheduler:
         if before is not Finish.RUNNING:
             self.end(sequence, before, "", out)
             return
-        finish, error = self._router.examine(sequence)
+        finish, error = self.router.examine(sequence)
         if finish is Finish.RUNNING:
             self.waiting.push(sequence, now_ns)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -106,9 +107,11 @@ def test_a_folder_is_refused_with_what_to_do(path: Path, tmp_path: Path) -> None
 
 def test_halted_holder_of_the_lock_is_not_waited_for_forever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(share_folder, "LOCK_S", 0.0)
-    folder = ShareFolder(path)
-    with folder._locked(), pytest.raises(ConfigurationError, match=f"another process has held the lock of {ID}"):
-        ShareFolder(path)
+    ShareFolder(path)
+    with (path / ID).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigurationError, match=f"another process has held the lock of {ID}"):
+            ShareFolder(path)
 
 
 def test_only_files_of_the_own_user_are_mapped(path: Path) -> None:

@@ -85,7 +85,7 @@ LARGE: dict[str, tuple[Any, str, str]] = {
         ("gpt2", "reference", (2, 1, 1)),
     ],
 )
-def test_the_peak_of_memory_while_loading_is_little_more_than_the_weights(
+def test_peak_memory_while_loading_is_little_above_the_weights(
     name: str, kernels: str, parallel: tuple[int, int, int], tmp_path: Path
 ) -> None:
     """Everything counts: what is allocated and the pages of files that are in memory. parallel: tp, pp and the rank."""
@@ -112,7 +112,7 @@ def test_the_peak_of_memory_while_loading_is_little_more_than_the_weights(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3", "phi", "opt"])
-def test_dummy_weights_serve_any_config_and_are_the_same_every_time(family: str, tmp_path: Path) -> None:
+def test_dummy_weights_serve_any_config_the_same_every_time(family: str, tmp_path: Path) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[family]).path
     real = make_engine(path).model_hash
     (path / "model.safetensors").unlink()
@@ -128,7 +128,7 @@ def test_dummy_weights_serve_any_config_and_are_the_same_every_time(family: str,
     assert len(driver.run(0, 8)) == 8
 
 
-def test_dummy_weights_differ_from_tensor_to_tensor_and_piece_to_piece() -> None:
+def test_dummy_weights_differ_between_tensors_and_pieces() -> None:
     dummy, shape = Dummy(Path()), (4096, 4096)
     pieces = list(dummy.pieces("a.weight", shape, torch.float32, range(shape[0]), range(shape[1])))
     assert len(pieces) > 1 and sum(len(piece) for piece in pieces) == 4096
@@ -138,7 +138,7 @@ def test_dummy_weights_differ_from_tensor_to_tensor_and_piece_to_piece() -> None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_matrices_of_every_family_are_checked_before_anything_is_held(name: str, tmp_path: Path) -> None:
+def test_matrices_of_every_family_are_checked_before_loading(name: str, tmp_path: Path) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[name]).path
     config, source = load_config(path), Checkpoint(path)
     check_matrices(config, source, METHODS["none"])
@@ -150,7 +150,7 @@ def test_the_matrices_of_every_family_are_checked_before_anything_is_held(name: 
             check_matrices(config, Checkpoint(path), METHODS["none"])
 
 
-def test_an_absurd_size_is_a_misshapen_tensor_before_any_memory_is_asked_for(
+def test_absurd_size_is_a_misshapen_tensor_before_any_allocation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1).path
@@ -175,7 +175,7 @@ def test_made_up_weights_that_no_memory_holds_are_refused(tied: bool, tmp_path: 
     "ask",
     [lambda: torch.empty(1 << 45), lambda: mmap.mmap(-1, 1 << 45), lambda: np.zeros(1 << 45), lambda: large(1 << 45)],
 )
-def test_memory_that_the_system_refuses_is_an_error_of_configuration_with_a_remedy(ask: Any) -> None:
+def test_refused_memory_is_a_configuration_error_with_a_remedy(ask: Any) -> None:
     with (
         pytest.raises(ConfigurationError, match=r"no memory for the pool \(.*; lower it"),
         room_for("the pool", "lower it"),
@@ -189,7 +189,7 @@ def test_errors_that_are_not_about_memory_stay_what_they_are(error: Exception) -
         raise error
 
 
-def test_a_size_that_no_step_can_have_is_refused_as_a_setting() -> None:
+def test_impossible_step_size_is_refused_as_a_setting() -> None:
     for name in ("max_step_tokens", "kv_blocks", "host_blocks"):
         with pytest.raises(ValueError, match=name):
             WorkerSettings.model_validate({name: 10**12})
@@ -207,7 +207,7 @@ def test_names_without_what_stands_before_all_of_them_are_found(family: str, tmp
     assert torch.equal(all_logits(make_engine(path), [3, 1, 4, 1, 5]), before)
 
 
-def test_tensors_of_no_use_are_named_unless_they_are_known_buffers(
+def test_unused_tensors_are_named_unless_they_are_known_buffers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, tie_word_embeddings=True).path
@@ -257,7 +257,7 @@ def header_of(path: Path, header: object, data: bytes = b"") -> None:
         (3, "'int' object"),
     ],
 )
-def test_a_header_that_is_not_what_the_format_allows_is_refused(entry: object, message: str, tmp_path: Path) -> None:
+def test_header_that_the_format_does_not_allow_is_refused(entry: object, message: str, tmp_path: Path) -> None:
     header_of(tmp_path / "model.safetensors", {"__metadata__": {"format": "pt"}, "x": entry}, bytes(8))
     with pytest.raises(ModelError, match=rf"model\.safetensors.*{message}"):
         Checkpoint(tmp_path)
@@ -284,7 +284,7 @@ def test_a_header_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/full"])
-def test_a_file_of_the_model_that_is_a_device_is_refused_unread(device: str, tmp_path: Path) -> None:
+def test_model_file_that_is_a_device_is_refused_unread(device: str, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(device)
     with pytest.raises(ModelError, match="no regular file"):
@@ -300,7 +300,7 @@ def test_a_file_that_is_no_safetensors_at_all_is_refused(tmp_path: Path) -> None
             Checkpoint(tmp_path)
 
 
-def test_the_fingerprint_changes_with_the_config_and_with_numbers_of_any_tensor(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_the_config_and_any_tensors_numbers(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "m", seed=1, requests=1, output_tokens=2).path
     before = Checkpoint(path).fingerprint()
     assert before == Checkpoint(shutil.copytree(path, tmp_path / "same")).fingerprint()
@@ -322,7 +322,7 @@ def test_progress_of_one_large_tensor_is_reported_in_pieces(
     monkeypatch.setattr(main, "PROGRESS_S", 0.0)
     save_file({"embed": torch.ones(16, 1 << 17)}, tmp_path / "model.safetensors")  # 8 MiB
     caplog.set_level("INFO")
-    found = Checkpoint(tmp_path, main._Progress("large")).read("embed", (16, 1 << 17), 0, 16)
+    found = Checkpoint(tmp_path, main.Progress("large")).read("embed", (16, 1 << 17), 0, 16)
     assert bool((found == 1).all())
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("loading large: ")]
     assert lines.pop(0) == "loading large: 8 MiB of weights"

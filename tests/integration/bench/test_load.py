@@ -224,7 +224,7 @@ def test_key_is_sent_and_not_in_the_result(
     assert "secret" not in json.dumps(result)
 
 
-def test_stack_that_runs_here_is_found_with_its_model_and_key(
+def test_running_stack_is_found_with_its_model_and_key(
     server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.script = "locked"

@@ -184,7 +184,7 @@ def test_commands_change_and_save_the_conversation(server: OpenAI, tmp_path: Pat
         assert f"\n{command}" in notes
 
 
-def test_refusals_are_told_in_the_words_of_the_server_and_forgotten(server: OpenAI) -> None:
+def test_refusals_are_told_in_the_servers_words_and_forgotten(server: OpenAI) -> None:
     server.refusal = (429, "queue full; retry later")
     terminal = Typed(["Hi", "Ho"], is_interactive=False)
     assert chat.run(ChatSettings(url=server.url + "/v1/"), "", "", {}, terminal) == 1

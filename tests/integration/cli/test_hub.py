@@ -373,7 +373,7 @@ def test_fault_of_a_model_directory_is_named(tmp_path: Path, name: str, content:
     assert said in model_problem(_broken(tmp_path / "model", name, content), "auto")
 
 
-def test_tokenizer_that_is_a_fifo_is_named_and_not_waited_for(tmp_path: Path) -> None:
+def test_tokenizer_fifo_is_named_and_not_waited_for(tmp_path: Path) -> None:
     model = _broken(tmp_path / "model", "tokenizer.json", None)
     os.mkfifo(model / "tokenizer.json")
     assert "tokenizer.json: not a regular file" in model_problem(model, "auto")

@@ -37,7 +37,7 @@ def guarded(
         yield running
 
 
-def test_every_file_of_the_pages_is_served_and_every_served_file_exists() -> None:
+def test_files_of_the_pages_are_those_that_are_served() -> None:
     folder = Path(web.__file__).parent
     here = {path.name for path in folder.iterdir() if path.suffix in {".html", ".css", ".js", ".svg"}}
     assert {file.name for file in web.FILES.values()} == here
@@ -76,7 +76,7 @@ def test_root_answers_a_program_as_any_unknown_path(
     assert httpx.get(gateway.url + "/", headers=BROWSER).headers["vary"] == "Accept"
 
 
-def test_live_page_is_on_the_api_port_where_a_key_protects_its_events(guarded: GatewayProcess) -> None:
+def test_live_page_is_on_the_api_port_behind_a_key(guarded: GatewayProcess) -> None:
     page = httpx.get(guarded.url + "/dashboard")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert PAGE_HEADERS.items() <= dict(page.headers).items()
@@ -86,7 +86,7 @@ def test_live_page_is_on_the_api_port_where_a_key_protects_its_events(guarded: G
         assert next(events.iter_lines()).startswith("event: ")
 
 
-def test_live_page_without_a_key_is_a_redirect_to_the_ops_port_on_this_machine(gateway: GatewayProcess) -> None:
+def test_live_page_without_a_key_redirects_to_the_ops_port(gateway: GatewayProcess) -> None:
     for host in ("127.0.0.1", "localhost"):
         answer = httpx.get(gateway.url + "/dashboard", headers={"Host": f"{host}:{gateway.port}"})
         assert (answer.status_code, answer.headers["location"]) == (307, f"http://{host}:{gateway.ops_port}/dashboard")

@@ -227,7 +227,7 @@ def column(name: str, change: Callable[[bytes], bytes]) -> Spoil:
         (column("swap_in_acks", lambda _: pack([-5])), "acknowledged"),
     ],
 )
-async def test_worker_that_answers_wrongly_is_dropped_and_its_requests_go_on(spoil: Spoil, named: str) -> None:
+async def test_wrongly_answering_worker_is_dropped_and_its_requests_go_on(spoil: Spoil, named: str) -> None:
     bad = ScriptedWorker(described(id="bad"), spoil)
     shard = await run_beside_a_good_worker(bad)
     assert bad.spoiled

@@ -100,9 +100,7 @@ async def test_requests_of_an_orphan_keep_tokens_and_commands(taker: Taker, shar
     assert [item.request.id for item in await taker.intake.read([4, 4, 4, 4])] == ["waits"]
 
 
-async def test_request_that_began_without_a_token_is_taken_up_as_begun(
-    taker: Taker, shard_0: ScriptedScheduler
-) -> None:
+async def test_request_begun_without_a_token_is_taken_up_as_begun(taker: Taker, shard_0: ScriptedScheduler) -> None:
     """Its scheduler died behind the first step. The record says `running`, so it cannot return to the queue."""
     for name in ("began", "waits"):
         await taker.enqueue(name)

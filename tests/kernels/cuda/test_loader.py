@@ -51,14 +51,14 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spilling(const __grid_cons
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A cache of this test's own; the list grows with every compilation."""
     done: list[str] = []
-    real = loader._compile
+    real = loader.compile_source
 
     def counted(source: Path, headers: list[Path], options: tuple[str, ...]) -> loader.Cubin:
         done.append(options[-1])
         return real(source, headers, options)
 
     monkeypatch.setattr(loader, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(loader, "_compile", counted)
+    monkeypatch.setattr(loader, "compile_source", counted)
     return done
 
 

@@ -43,13 +43,13 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with every compilation."""
     done: list[str] = []
-    real = loader._compile
+    real = loader.compile_source
 
     def counted(source: Path, headers: list[Path], options: tuple[str, ...]) -> loader.Cubin:
         done.append(f"{source.stem} {options[-1]}")
         return real(source, headers, options)
 
-    monkeypatch.setattr(loader, "_compile", counted)
+    monkeypatch.setattr(loader, "compile_source", counted)
     return done
 
 

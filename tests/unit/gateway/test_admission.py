@@ -108,7 +108,7 @@ def test_tenant_queue_drains_slower_with_more_waiting_tenants() -> None:
     assert int(error.headers["Retry-After"]) == 15  # 350 tokens at a third of 70 a second
 
 
-def test_full_of_bytes_retries_when_an_equal_share_of_tokens_has_run() -> None:
+def test_full_of_bytes_retries_after_an_equal_share_of_tokens() -> None:
     found = bounds(spec(), others=True, max_queued_bytes=100_000)
     error = refusal(found, b"bytes", 78_000, 10_000, 1400)
     assert (error.code, int(error.headers["Retry-After"])) == ("queue_full", 3)  # 8/78 of 1400 tokens, 70 a second

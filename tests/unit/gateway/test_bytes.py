@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -16,7 +15,6 @@ from pydantic import BaseModel
 from services.gateway.delivery.stream import Position
 from services.gateway.errors import ApiError
 from services.gateway.openai.bodies import (
-    MAX_JSON_DEPTH,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -54,14 +52,6 @@ def test_any_json_value_is_accepted_or_refused_with_a_code(data: st.DataObject, 
     fields: dict[str, Any] = data.draw(st.dictionaries(names, VALUES, max_size=5))
     checked = taken(json.dumps({"model": "m", **fields}).encode("utf-8", "surrogatepass"), kind)
     assert checked is None or set(checked.model_fields_set) <= {"model", *fields}
-
-
-@given(st.integers(1, 3 * MAX_JSON_DEPTH))
-def test_json_is_read_to_its_maximum_depth(depth: int) -> None:
-    body = b'{"a":' * depth + b"1" + b"}" * depth
-    with pytest.raises(ApiError) as refused:
-        parse_body(body, CompletionBody)
-    assert (refused.value.code == "json_too_deep") == (depth > MAX_JSON_DEPTH)
 
 
 @given(st.lists(st.integers(-2, 10**9 - 1), min_size=1, max_size=5), st.booleans())

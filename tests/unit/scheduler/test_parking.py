@@ -10,7 +10,7 @@ import pytest
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits, NewRequest, StepResult
 from services.scheduler.quarantine import ABANDONED_S, GATEWAY_GONE_S, NEVER_SEEN_S, Quarantine
-from tests.unit.scheduler.core.twin import House, request
+from tests.unit.scheduler.core.twin import House
 
 SECOND = 1_000_000_000
 
@@ -49,6 +49,12 @@ class Shard:
     def look(self, *alive: str, after_s: float = 1.0) -> None:
         self.now_s += after_s
         self.quarantine.check_gateways(set(alive), self.now_ns)
+
+    def lose_the_gateway(self) -> None:
+        """Gateway g1 was heard and then not, for as long as makes it gone."""
+        self.look("g1")
+        self.look()
+        self.look(after_s=GATEWAY_GONE_S)
 
     def steps(self, count: int) -> list[str]:
         """Runs so many steps, each answered after the next was planned; who got tokens."""
@@ -92,9 +98,7 @@ def test_requests_of_a_lost_gateway_are_parked_alone(shard: Shard) -> None:
 def test_who_adopts_gets_the_rest(shard: Shard) -> None:
     shard.arrive("a", "g1")
     shard.steps(4)
-    shard.look("g1")
-    shard.look()
-    shard.look(after_s=GATEWAY_GONE_S)
+    shard.lose_the_gateway()
     assert shard.steps(4) == []
     shard.core.adopt("a", "g2")
     shard.quarantine.adopted("a", "g2", shard.now_ns)
@@ -105,9 +109,7 @@ def test_who_adopts_gets_the_rest(shard: Shard) -> None:
 
 def test_a_gateway_that_was_only_silent_has_its_requests_back(shard: Shard) -> None:
     shard.arrive("a", "g1")
-    shard.look("g1")
-    shard.look()
-    shard.look(after_s=GATEWAY_GONE_S)
+    shard.lose_the_gateway()
     assert shard.steps(4) == []
     shard.look("g1")
     assert set(shard.steps(4)) == {"a"}
@@ -141,9 +143,7 @@ def test_request_of_a_silent_gateway_runs_at_the_next_look(shard: Shard) -> None
 
 def test_one_in_the_background_waits_for_a_gateway_however_long(shard: Shard) -> None:
     shard.arrive("a", "g1", background=True)
-    shard.look("g1")
-    shard.look()
-    shard.look(after_s=GATEWAY_GONE_S)
+    shard.lose_the_gateway()
     shard.look(after_s=3 * ABANDONED_S)
     assert (shard.abandoned, shard.steps(4)) == ([], [])
     shard.quarantine.adopted("a", "g2", shard.now_ns)
@@ -152,9 +152,7 @@ def test_one_in_the_background_waits_for_a_gateway_however_long(shard: Shard) ->
 
 def test_nobody_asks_for_five_minutes_and_it_is_cancelled(shard: Shard) -> None:
     shard.arrive("a", "g1")
-    shard.look("g1")
-    shard.look()
-    shard.look(after_s=GATEWAY_GONE_S)
+    shard.lose_the_gateway()
     shard.look(after_s=ABANDONED_S - 1)
     assert shard.abandoned == []
     shard.look(after_s=2)
@@ -216,16 +214,14 @@ def test_request_parked_for_its_lost_gateway_can_be_tried() -> None:
 
 def test_parked_swapped_sequence_gives_up_its_host_blocks() -> None:
     h = House(Scheduler("sarathi:relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
-    h.add(request("stays", 4, 8, seed=3))
-    h.add(request("yields", 4, 8, seed=4))
+    h.add_all(("stays", 4, 8, 3), ("yields", 4, 8, 4))
     while not h.core.stats()["swapped"]:
         h.step_once()
     h.core.park("yields")
     h.core.check()
     stats = h.core.stats()
     assert (stats["parked"], stats["swapped"], stats["host_blocks_free"]) == (1, 0, 8)
-    for _ in range(4):
-        h.step_once()
+    h.steps(4)
     h.core.resume("yields", h.now)
     h.finish()  # with the tokens that it gets alone
 

@@ -14,6 +14,7 @@ from shared.settings import SchedulerSettings
 
 STEP_NS = 1_000_000
 KEY = "policy:shard-0"
+LIMITS = Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64)
 
 
 def test_policy_takes_over_when_idle_and_answers_each_command_once() -> None:
@@ -25,7 +26,7 @@ def test_policy_takes_over_when_idle_and_answers_each_command_once() -> None:
         events.append((kind, ids["policy"]))
 
     switch = PolicySwitch(core, tell, KEY)
-    core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
+    core.join(LIMITS)
     core.add(NewRequest("runs", [np.arange(5, dtype=np.int32)], max_tokens=3), 0)
     plan, _ = core.plan(1)
     core.add(NewRequest("waits", [np.arange(5, dtype=np.int32)], max_tokens=3), 2)
@@ -54,7 +55,7 @@ def test_policy_in_force_undoes_a_pending_change() -> None:
     core = make_scheduler(SchedulerSettings(policy="orca:tokens=fixed-9", lookahead=0))
     events: list[tuple[str, str, str]] = []
     switch = PolicySwitch(core, lambda kind, text, **ids: events.append((kind, ids["policy"], text)), KEY)
-    core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
+    core.join(LIMITS)
     core.add(NewRequest("runs", [np.arange(5, dtype=np.int32)], max_tokens=30), 0)
     plan, _ = core.plan(1)
     assert plan is not None
@@ -78,12 +79,11 @@ def test_policy_in_force_undoes_a_pending_change() -> None:
 
 
 def test_settings_decide_over_prefix_cache_or_leave_it_to_policy() -> None:
-    limits = Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64)
     found = {}
     for policy in ("orca", "sglang"):
         for choice in ("auto", "on", "off"):
             core = make_scheduler(SchedulerSettings(policy=policy, prefix_cache=choice))
-            found[policy, choice] = core.replicas[core.join(limits)].prefix_cache is not None
+            found[policy, choice] = core.replicas[core.join(LIMITS)].prefix_cache is not None
     assert [key for key, kept in found.items() if kept] == [("orca", "on"), ("sglang", "auto"), ("sglang", "on")]
 
 
@@ -93,21 +93,17 @@ def restarted(configured: str, stored: bytes | None) -> tuple[str, list[Any]]:
     commands: list[Any] = []
     switch = PolicySwitch(core, lambda kind, text, first, policy: commands.append(first), KEY)
     switch.restore(stored)
-    core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
+    core.join(LIMITS)
     core.plan(1)
     switch.look()
     return switch.name, commands
 
 
-def test_policy_set_at_run_time_outlives_restart() -> None:
+def test_record_outlives_a_restart_unless_it_names_the_configured_policy() -> None:
     record = json.dumps({"policy": "sarathi", "configured": "orcinus"})
-    name, commands = restarted("orcinus", record.encode())
-    assert (name, commands) == ("sarathi", [["SET", KEY, record]])
-
-
-def test_configured_policy_takes_its_record_away() -> None:
-    name, commands = restarted("orcinus", json.dumps({"policy": "orcinus", "configured": "orcinus"}).encode())
-    assert (name, commands) == ("orcinus", [["DEL", KEY]])
+    assert restarted("orcinus", record.encode()) == ("sarathi", [["SET", KEY, record]])
+    record = json.dumps({"policy": "orcinus", "configured": "orcinus"})
+    assert restarted("orcinus", record.encode()) == ("orcinus", [["DEL", KEY]])
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,7 @@ def test_expression_with_a_bound_passes(regex: str) -> None:
     assert regex_problem(regex) == ""
 
 
-def test_panic_of_one_text_is_an_error_and_the_next_is_encoded(tmp_path: Path) -> None:
+def test_panic_is_an_error_and_the_next_text_is_encoded(tmp_path: Path) -> None:
     loaded = load_tokenizer(write(tmp_path, pre_tokenizer=split("(?:a|a)+c(?!c)")))
     with pytest.raises(TokenizerError, match="retry-limit"):
         loaded.encode("a" * 60 + "cc")

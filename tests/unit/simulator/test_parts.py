@@ -36,11 +36,17 @@ def observed(policy: str, prompts: list[int], outputs: list[int], **setup: int) 
 # -- AIMD
 
 
+def refused(blocks: int, limit: int) -> tuple[Rows, ExactAimd]:
+    """21 blocks of 4 are in use, and a sequence of `limit` tokens in the end was held back, or let in, once."""
+    replica, memory = Rows(blocks=blocks), ExactAimd()
+    replica.add(known=84, limit=400)
+    assert bool(memory.admit(replica, entrants((4, limit)), PACE).size) is (blocks > 100)
+    return replica, memory
+
+
 def test_aimd_adds_100_while_the_need_exceeds_the_limit() -> None:
     """21 of 100 blocks of 4 are in use; with (4, 399) the peak is 180 blocks: 720 tokens."""
-    replica, memory = Rows(blocks=100), ExactAimd()
-    replica.add(known=84, limit=400)
-    assert memory.admit(replica, entrants((4, 399)), PACE).size == 0
+    replica, memory = refused(100, 399)
     limits = []
     for _ in range(12):  # also at steps at which no candidate is judged again
         memory.stepped(replica, 0)
@@ -50,9 +56,7 @@ def test_aimd_adds_100_while_the_need_exceeds_the_limit() -> None:
 
 
 def test_aimd_adds_nothing_when_90_percent_are_used() -> None:
-    replica, memory = Rows(blocks=100), ExactAimd()
-    replica.add(known=84, limit=400)
-    memory.admit(replica, entrants((4, 399)), PACE)
+    replica, memory = refused(100, 399)
     replica.reserved = 69
     memory.stepped(replica, 0)
     assert memory.limit == 400
@@ -62,9 +66,7 @@ def test_aimd_adds_nothing_when_90_percent_are_used() -> None:
 
 
 def test_aimd_subtracts_1000_once_a_step_whatever_is_swapped() -> None:
-    replica, memory = Rows(blocks=2_000), ExactAimd()
-    replica.add(known=84, limit=400)
-    memory.admit(replica, entrants((4, 99)), PACE)
+    replica, memory = refused(2_000, 99)
     limits = []
     for preempted in (1, 0, 3, 1):
         memory.stepped(replica, preempted)
@@ -73,9 +75,7 @@ def test_aimd_subtracts_1000_once_a_step_whatever_is_swapped() -> None:
 
 
 def test_aimd_adds_and_subtracts_at_one_step() -> None:
-    replica, memory = Rows(blocks=100), ExactAimd()
-    replica.add(known=84, limit=400)
-    memory.admit(replica, entrants((4, 399)), PACE)
+    replica, memory = refused(100, 399)
     memory.stepped(replica, 2)
     assert memory.limit == 400 + 100 - 1_000
 

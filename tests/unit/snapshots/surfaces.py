@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -228,32 +227,13 @@ def _enum(enum: EnumDescriptor) -> list[str]:
     return [f"enum {enum.full_name}", *(f"  {value.number} {value.name}" for value in enum.values)]
 
 
-class FieldType(Enum):
-    """Protobuf's types, by the numbers of `FieldDescriptor.type`."""
-
-    double = FieldDescriptor.TYPE_DOUBLE
-    float = FieldDescriptor.TYPE_FLOAT
-    int64 = FieldDescriptor.TYPE_INT64
-    uint64 = FieldDescriptor.TYPE_UINT64
-    int32 = FieldDescriptor.TYPE_INT32
-    fixed64 = FieldDescriptor.TYPE_FIXED64
-    fixed32 = FieldDescriptor.TYPE_FIXED32
-    bool = FieldDescriptor.TYPE_BOOL
-    string = FieldDescriptor.TYPE_STRING
-    message = FieldDescriptor.TYPE_MESSAGE
-    bytes = FieldDescriptor.TYPE_BYTES
-    uint32 = FieldDescriptor.TYPE_UINT32
-    enum = FieldDescriptor.TYPE_ENUM
-    sfixed32 = FieldDescriptor.TYPE_SFIXED32
-    sfixed64 = FieldDescriptor.TYPE_SFIXED64
-    sint32 = FieldDescriptor.TYPE_SINT32
-    sint64 = FieldDescriptor.TYPE_SINT64
+TYPES = {number: name for name, number in vars(FieldDescriptor).items() if name.startswith("TYPE_")}
 
 
 def _message(message: Descriptor) -> list[str]:
     lines = [f"message {message.full_name}"]
     for field in sorted(message.fields, key=lambda field: field.number):
-        kind = next((t.full_name for t in (field.message_type, field.enum_type) if t), FieldType(field.type).name)
+        kind = next((t.full_name for t in (field.message_type, field.enum_type) if t), TYPES[field.type][5:].lower())
         oneof = f" in {field.containing_oneof.name}" if field.containing_oneof else ""
         lines.append(f"  {field.number} {field.name}: {'repeated ' if field.is_repeated else ''}{kind}{oneof}")
     for enum in message.enum_types:

@@ -230,7 +230,7 @@ def test_request_is_cancelled_when_its_client_leaves_the_stream(
     until_idle(gateway)
 
 
-def test_stream_with_a_pipelined_request_is_cancelled_when_its_client_leaves(
+def test_pipelined_stream_is_cancelled_when_its_client_leaves(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     with raw_post(gateway, body_of(gateway, stream=True, max_tokens=400)) as connection:

@@ -40,16 +40,6 @@ def test_stop_matcher_finds_what_brute_force_finds(text: str, stops: list[str], 
     assert (shown, matcher.matched) == brute_force(text, stops, include)
 
 
-@given(LETTERS, st.text(alphabet="ab\n€🐋", min_size=1, max_size=5), st.lists(st.integers(0, 100), max_size=10))
-@settings(max_examples=300, deadline=None)
-def test_stop_string_is_found_as_by_str_find(text: str, stop: str, cuts: list[int]) -> None:
-    matcher = StopMatcher([stop])
-    shown = "".join(matcher.feed(piece) for piece in pieces_of(text, cuts)) + matcher.flush()
-    at = text.find(stop)
-    assert shown == (text if at < 0 else text[:at])
-    assert (matcher.matched is not None) == (at >= 0)
-
-
 @given(LETTERS, STOPS, st.lists(st.integers(0, 100), max_size=10))
 @settings(max_examples=300, deadline=None)
 def test_only_the_beginning_of_a_stop_string_is_held(text: str, stops: list[str], cuts: list[int]) -> None:

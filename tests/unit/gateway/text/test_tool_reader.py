@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from services.gateway.request import ToolUse
-from services.gateway.text.tools.formats import OPENINGS, PYTHON_TAG
 from services.gateway.text.tools.reader import ToolReader, merged
 
 NAMES = ("get_weather", "add")
@@ -85,19 +82,6 @@ def test_reader_finds_calls_and_keeps_other_text(
 ) -> None:
     assert read([text], kind) == (content, calls)
     assert read(list(text), kind) == (content, calls), "cut into characters"
-
-
-@given(st.data())
-def test_reader_finds_the_same_calls_however_text_is_cut(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(sorted(OPENINGS)))
-    parts = [
-        OPENINGS[kind], PYTHON_TAG, "</tool_call>", CALL, LLAMA, "[", "]", ",", ";", " ", "\n", "text", '{"', "}",
-        "<tool", "add", "[ARGS]", "[CALL_ID]", '"',
-    ]  # fmt: skip
-    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=12)))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(pieces, kind) == read([text], kind)
 
 
 def test_reader_returns_one_call_without_parallel_calls() -> None:

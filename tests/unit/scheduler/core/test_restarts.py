@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, Limits, StepResult
-from tests.unit.scheduler.core.test_requests import LIMITS, house, rounds
+from tests.unit.scheduler.core.test_requests import LIMITS, house
 from tests.unit.scheduler.core.twin import answer, request
 
 # -- workers that come and go
@@ -31,7 +34,7 @@ def test_the_lost_keep_their_arrival_and_their_tokens() -> None:
     h = house(limits=Limits(2, 64, 4, 64, 128))
     for seed, name in enumerate("ab"):
         h.add(request(name, 5, 12, seed=seed))
-    rounds(h, 5)
+    h.steps(5)
     h.add(request("c", 5, 12, seed=2))
     produced = len(h.published["a", 0])
     assert produced
@@ -81,7 +84,7 @@ def test_request_that_was_complete_before_a_restart_ends_at_once() -> None:
 def test_request_that_never_ran_is_released_silently() -> None:
     h = house(limits=Limits(slots=1, blocks=64, block_size=4, max_model_len=64, max_step_tokens=128))
     h.add(request("runs", 4, 8, seed=1))
-    rounds(h, 2)
+    h.steps(2)
     waits = request("waits", 4, 8, seed=2)
     assert not h.core.add(waits, h.now).requests
     assert not h.core.release("runs")
@@ -95,9 +98,8 @@ def test_request_that_never_ran_is_released_silently() -> None:
 
 def test_request_that_ran_is_released_with_a_checkpoint() -> None:
     h, other = house(), house()
-    h.add(request("goes", 4, 20, seed=1))
-    h.add(request("stays", 4, 20, seed=2))
-    rounds(h, 6)
+    h.add_all(("goes", 4, 20, 1), ("stays", 4, 20, 2))
+    h.steps(6)
     assert h.core.release("goes", begun=True)
     assert not h.core.release("goes", begun=True)
     h.core.check()
@@ -114,19 +116,10 @@ def test_request_that_ran_is_released_with_a_checkpoint() -> None:
     assert h.published["goes", 0] == told
 
 
-def test_a_restarted_request_with_outputs_is_not_released() -> None:
+@pytest.mark.parametrize("before", [{"outputs": [np.array([5], np.int32)]}, {"begun": True}], ids=["a token", "none"])
+def test_restarted_request_is_released_only_as_begun(before: dict[str, Any]) -> None:
     core = Scheduler()
-    new = request("r", 4, 8, seed=1)
-    new.outputs = [np.array([5], np.int32)]
-    core.add(new, 1)
-    assert not core.release("r")
-
-
-def test_restarted_request_that_began_without_a_token_is_not_released() -> None:
-    core = Scheduler()
-    new = request("r", 4, 8, seed=1)
-    new.begun = True
-    core.add(new, 1)
+    core.add(request("r", 4, 8, seed=1, **before), 1)
     assert not core.release("r")
     assert core.release("r", begun=True)
 
@@ -141,7 +134,7 @@ def test_parked_request_gets_no_step_until_resumed_in_place() -> None:
     h.core.park("a")
     h.core.check()
     assert h.core.stats()["parked"] == 1
-    rounds(h, 3)
+    h.steps(3)
     assert h.started == ["b"]
     h.core.resume("a", h.now)
     assert h.core.stats()["parked"] == 0
@@ -151,18 +144,17 @@ def test_parked_request_gets_no_step_until_resumed_in_place() -> None:
 
 def test_parked_running_request_gives_up_slot_and_blocks() -> None:
     h = house()
-    h.add(request("a", 4, 20, seed=1))
-    h.add(request("b", 4, 20, seed=2))
-    rounds(h, 3)
+    h.add_all(("a", 4, 20, 1), ("b", 4, 20, 2))
+    h.steps(3)
     h.core.park("a")
     h.core.park("a")  # asked again while a step of it is unanswered
     h.core.check()
-    rounds(h, 3)
+    h.steps(3)
     stats = h.core.stats()
     assert (stats["parked"], stats["running"]) == (1, 1)
     known = list(h.published["a", 0])
     assert h.records["a", 0] == known, "what it has is in the record"
-    rounds(h, 3)
+    h.steps(3)
     assert h.published["a", 0] == known
     h.core.resume("a", h.now)
     h.finish()
@@ -174,7 +166,7 @@ def test_parked_running_request_gives_up_slot_and_blocks() -> None:
 def test_a_parked_request_can_be_cancelled() -> None:
     h = house()
     h.add(request("runs", 4, 8, seed=1))
-    rounds(h, 2)
+    h.steps(2)
     h.add(request("waits", 4, 8, seed=2))
     h.core.park("waits")
     h.core.park("unknown")
@@ -189,7 +181,7 @@ def test_a_last_checkpoint_carries_everything_that_is_known() -> None:
     h = house(checkpoint_tokens=1000)
     new = request("a", 4, 30, seed=1)
     h.add(new)
-    rounds(h, 6)
+    h.steps(6)
     assert h.records["a", 0] == []
     h.take(h.core.checkpoint())
     assert h.records["a", 0] == h.published["a", 0] != []

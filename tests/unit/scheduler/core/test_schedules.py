@@ -44,8 +44,7 @@ def test_orca_keeps_three_batches_of_two_in_flight() -> None:
 def test_orca_selects_by_arrival_and_not_by_slot() -> None:
     """Two batches of one. c takes the slot that a left, before b's, and is still selected after him."""
     h = house("orca", max_seqs=2, microbatches=2)
-    h.add(request("a", 3, 1, seed=1))
-    h.add(request("b", 3, 6, seed=1))
+    h.add_all(("a", 3, 1), ("b", 3, 6), seed=1)
     assert [set(h.plan_named()) for _ in range(2)] == [{"a"}, {"b"}]
     h.answer()
     h.answer()
@@ -61,13 +60,11 @@ def test_orca_selects_by_arrival_and_not_by_slot() -> None:
 def test_orca_runs_prompts_whole_unless_no_step_holds_them() -> None:
     """12 tokens a step: b (6) waits for a step with room for all of it; c (30) runs as 12, 12, 6 beside nobody else."""
     h = house("orca", step_max=12)
-    h.add(request("a", 10, 3, seed=1))
-    h.add(request("b", 6, 2, seed=1))
+    h.add_all(("a", 10, 3), ("b", 6, 2), seed=1)
     assert h.step() == {"a": (0, 10)}
     assert h.step() == {"a": (10, 1), "b": (0, 6)}
     assert h.step() == {"a": (11, 1), "b": (6, 1)}
-    h.add(request("c", 30, 2, seed=1))
-    h.add(request("d", 4, 2, seed=1))
+    h.add_all(("c", 30, 2), ("d", 4, 2), seed=1)
     assert h.step() == {"c": (0, 12)}
     assert h.step() == {"c": (12, 12)}
     assert h.step() == {"c": (24, 6), "d": (0, 4)}
@@ -81,8 +78,7 @@ def test_orca_runs_prompts_whole_unless_no_step_holds_them() -> None:
 def test_sarathi_fills_the_budget_with_decodes_first_then_chunks() -> None:
     """Budget 8: B = n_decode + n_prefill at every step while the long prompt lasts."""
     h = house("sarathi", step_tokens=8)
-    h.add(request("a", 4, 6, seed=1))
-    h.add(request("b", 20, 3, seed=1))
+    h.add_all(("a", 4, 6), ("b", 20, 3), seed=1)
     assert h.step() == {"a": (0, 4), "b": (0, 4)}
     assert h.step() == {"a": (4, 1), "b": (4, 7)}
     assert h.step() == {"a": (5, 1), "b": (11, 7)}
@@ -94,8 +90,7 @@ def test_sarathi_fills_the_budget_with_decodes_first_then_chunks() -> None:
 
 def test_sarathi_continues_a_started_prompt_before_it_admits_another() -> None:
     h = house("sarathi", step_tokens=8)
-    h.add(request("a", 12, 2, seed=1))
-    h.add(request("b", 6, 2, seed=1))
+    h.add_all(("a", 12, 2), ("b", 6, 2), seed=1)
     assert h.step() == {"a": (0, 8)}
     assert h.step() == {"a": (8, 4), "b": (0, 4)}
     assert h.step() == {"a": (12, 1), "b": (4, 2)}
@@ -108,8 +103,7 @@ def test_sarathi_preempts_the_newest_and_he_keeps_his_place() -> None:
     Back in, b needs ceil(9 / 2) = 5 of them, so he waits until a has ended, and computes his 9 tokens in one chunk.
     """
     h = house("sarathi", blocks=8, block_size=2, context=32)
-    h.add(request("a", 4, 10, seed=1))
-    h.add(request("b", 4, 10, seed=2))
+    h.add_all(("a", 4, 10, 1), ("b", 4, 10, 2))
     assert h.step() == {"a": (0, 4), "b": (0, 4)}
     for at in range(4, 8):
         assert h.step() == {"a": (at, 1), "b": (at, 1)}
@@ -133,21 +127,13 @@ def test_orcinus_serves_classes_in_order_and_arrival_within_a_class() -> None:
     assert [*(next(iter(h.step())) for _ in range(5))] == ["realtime", "high", "normal-1", "normal-2", "low"]
 
 
-def test_first_come_ignores_classes() -> None:
-    h = house("sarathi", slots=1)
-    h.add(request("low", 2, 1, seed=1, priority=3))
-    h.add(request("realtime", 2, 1, seed=1, priority=0))
-    assert list(h.step()) == ["low"]
-
-
 # -- rules that hold for every policy
 
 
 @pytest.mark.parametrize(("max_seqs", "most"), [(0, 4), (3, 3), (9, 4)])
 def test_as_many_run_as_max_seqs_and_the_slots_allow(max_seqs: int, most: int) -> None:
     h = house("orcinus", slots=4, max_seqs=max_seqs)
-    for i in range(8):
-        h.add(request(f"r{i}", 3, 6, seed=i))
+    h.add_many(8, 3, 6)
     assert len(h.step()) == most
     assert h.core.stats()["running"] == most
     h.finish()
@@ -191,8 +177,7 @@ def test_sequence_preempted_three_times_is_pinned_with_all_blocks(seed: int) -> 
 def test_older_yields_where_the_newer_is_past_its_last_preemption() -> None:
     """10 blocks of 2. b has 7 of them reserved, so a, though he came first, yields when he needs a fourth."""
     h = house("sarathi", blocks=10, block_size=2, context=32)
-    h.add(request("a", 4, 10, seed=1))
-    h.add(request("b", 4, 10, seed=2))
+    h.add_all(("a", 4, 10, 1), ("b", 4, 10, 2))
     h.core.records["b"].sequences[0].preemptions = PINNED_AFTER
     assert h.step() == {"a": (0, 4), "b": (0, 4)}
     for at in (4, 5):
@@ -210,8 +195,7 @@ def test_no_over_run_token_costs_anybody_his_memory() -> None:
     8 blocks of 2; both ask for a fifth block at position 8, when a's ninth token is not known yet.
     """
     h = house("sarathi", blocks=8, block_size=2, context=32, lookahead=1)
-    h.add(request("a", 4, 10, seed=1))
-    h.add(request("b", 4, 10, seed=2))
+    h.add_all(("a", 4, 10, 1), ("b", 4, 10, 2))
     assert h.plan_named() == {"a": (0, 4), "b": (0, 4)}
     for at in range(4, 8):
         assert h.plan_named() == {"a": (at, 1), "b": (at, 1)}
@@ -261,8 +245,7 @@ def test_microbatches_share_what_runs() -> None:
 def test_those_who_wait_for_memory_do_not_unbalance_the_microbatches() -> None:
     """Four sequences of 11 blocks fit 46, ten wait: the four, entered together, are split two and two at once."""
     h = house("sarathi", blocks=46, microbatches=2)
-    for i in range(14):
-        h.add(request(f"r{i}", 40, 4, seed=i))
+    h.add_many(14, 40, 4)
     assert [set(h.plan_named()), h.plan()] == [{"r0", "r1", "r2", "r3"}, None]
     h.answer()
     assert [set(h.plan_named()) for _ in range(2)] == [{"r0", "r1"}, {"r2", "r3"}]

@@ -21,8 +21,7 @@ def steps_until_first_token(h: House, name: str, most: int) -> int:
 def test_aged_victim_does_not_return_before_its_preemptor() -> None:
     h = house("orcinus", slots=1, blocks=200)
     h.add(request("low", 40, 300, seed=1, priority=3))
-    for _ in range(6):
-        h.step_once()
+    h.steps(6)
     h.now += 31_000 * MS  # by age it is as urgent as any
     h.add(request("urgent", 8, 4, seed=2, priority=0))
     assert steps_until_first_token(h, "urgent", 4) <= 3
@@ -41,10 +40,8 @@ def test_urgent_prompt_goes_before_the_rest_of_a_lower_one() -> None:
 
 def test_urgent_request_with_free_blocks_enters_despite_the_forecast() -> None:
     h = House(Scheduler("orcinus", lookahead=0), Limits(16, 100, 4, 400, 2048))
-    for i in range(3):
-        h.add(request(f"low{i}", 20, 100, seed=i, priority=3))
-    for _ in range(6):
-        h.step_once()
+    h.add_many(3, 20, 100, name="low", priority=3)
+    h.steps(6)
     h.add(request("urgent", 80, 200, seed=9, priority=0))
     assert steps_until_first_token(h, "urgent", 4) <= 2
     h.finish()
@@ -57,8 +54,7 @@ def test_nobody_yields_while_another_policy_is_about_to_take_over() -> None:
     h.add(request("urgent", 8, 4, seed=2, priority=0))
     h.plan()
     h.core.switch("sarathi")
-    for _ in range(6):
-        h.step_once()
+    h.steps(6)
     assert h.core.stats()["preemptions"] == 0, "what runs goes to its end"
     h.finish()
     assert h.core.policy.name == "sarathi"
@@ -66,13 +62,10 @@ def test_nobody_yields_while_another_policy_is_about_to_take_over() -> None:
 
 def test_nobody_yields_to_choice_that_waits_for_its_siblings_prompt() -> None:
     h = house("orcinus", slots=2, blocks=400, step_tokens=32)
-    for i in range(2):
-        h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
-    for _ in range(3):
-        h.step_once()
+    h.add_many(2, 8, 60, name="low", priority=3)
+    h.steps(3)
     h.add(request("urgent", 120, 4, seed=9, n=2, priority=0))
-    for _ in range(4):
-        h.step_once()
+    h.steps(4)
     assert h.core.stats()["preemptions"] == 1, "the second choice needs no slot before the prompt is there"
     h.finish()
 
@@ -110,8 +103,7 @@ def test_one_that_fits_only_lost_replica_holds_nobody_else_up() -> None:
     h.add(request("big", 40, 4, seed=1))
     h.lose(0)
     h.add(request("small", 4, 4, seed=2))
-    for _ in range(10):
-        h.step_once()
+    h.steps(10)
     assert h.ended["small"] == [Finish.LENGTH]
     h.join(Limits(2, 20, 4, 80, 64))
     h.finish()
@@ -119,8 +111,7 @@ def test_one_that_fits_only_lost_replica_holds_nobody_else_up() -> None:
 
 def test_a_prefix_is_waited_for_once_and_then_computed_again() -> None:
     h = house("orcinus", block_size=4, step_tokens=16, microbatches=2)
-    h.add(request("a", 60, 3, seed=1))
-    h.add(request("b", 60, 3, seed=1))
+    h.add_all(("a", 60, 3), ("b", 60, 3), seed=1)
     assert h.plan_named() == {"a": (0, 16)}
     assert h.plan() is None, "b waits for a"
     h.now += 10_000 * MS
@@ -181,8 +172,7 @@ def test_cancel_during_load_does_not_free_blocks_under_the_copy(lag: int) -> Non
         h.now += 10 * MS
     else:
         raise AssertionError("nothing was loaded")
-    for i in range(4):
-        h.add(request(f"d{i}", 9, 6, seed=20 + i))
+    h.add_many(4, 9, 6, name="d", seed=20)
     h.finish()
 
 

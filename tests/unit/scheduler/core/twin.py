@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -229,6 +230,16 @@ class House:
             self.published[request.id, choice], self.records[request.id, choice] = list(known), list(known)
         self.take(self.core.add(request, self.now))
 
+    def add_all(self, *rows: tuple[Any, ...], seed: int | None = None, **more: Any) -> None:
+        """Add requests of (name, tokens of prompt, max_tokens[, seed]); without a seed the last letter is the seed."""
+        for name, prompt, max_tokens, *own in rows:
+            seeds = [*own, *([] if seed is None else [seed]), ord(name[-1])]
+            self.add(request(name, prompt, max_tokens, seed=seeds[0], **more))
+
+    def add_many(self, count: int, prompt: int, max_tokens: int, name: str = "r", seed: int = 0, **more: Any) -> None:
+        """Add requests of one size, called `name` and a number, which also counts their seeds up."""
+        self.add_all(*((f"{name}{i}", prompt, max_tokens, seed + i) for i in range(count)), **more)
+
     def plan(self, replica: int = 0) -> StepPlan | None:
         step, outcome = self.core.plan(self.now, replica)
         if outcome is not None:
@@ -313,6 +324,10 @@ class House:
             self.answer(replica)
             self.core.check()
         self.now += STEP_NS
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step_once()
 
     def finish(self, bound: int = 20_000) -> int:
         """Runs until nothing is left; returns the rounds. Fails when the core stands still with work to do, for longer

@@ -1,25 +1,11 @@
-"""BlockPool against a twin made of a list, a dict and a set; what is evicted when; the exact peak by brute force."""
+"""What BlockPool evicts when, what it refuses, and copies in another tier; its twin is in test_prefix.py."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.scheduler.core.kv.blocks import BlockPool
-from services.scheduler.core.policy.memory import Peak
-
-
-def peak_blocks(held: np.ndarray, steps: np.ndarray, size: int) -> int:
-    peak = Peak()
-    peak.run(held, steps, size)
-    return peak.blocks
-
-
-def column(values: list[int] | list[list[int]]) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def enter(pool: BlockPool, keys: list[int]) -> np.ndarray:
@@ -31,85 +17,6 @@ def enter(pool: BlockPool, keys: list[int]) -> np.ndarray:
 
 def match(pool: BlockPool, keys: list[int]) -> list[int]:
     return pool.match(np.array(keys, np.object_)).tolist()
-
-
-class PoolTwin(RuleBasedStateMachine):
-    """Tables of blocks taken, shared and given back in any order; the twin holds the same in plain Python."""
-
-    @initialize(blocks=st.integers(0, 24))
-    def start(self, blocks: int) -> None:
-        self.pool = BlockPool(blocks)
-        self.free = list(range(blocks))  # oldest first
-        self.refs: dict[int, int] = {}
-        self.draining: set[int] = set()
-        self.tables: list[list[int]] = []
-
-    @rule(data=st.data())
-    def take(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, len(self.free)))
-        expected, self.free = self.free[:count], self.free[count:]
-        assert self.pool.take(count).tolist() == expected, "the block that was freed longest ago is taken first"
-        self.refs.update(dict.fromkeys(expected, 1))
-        self.tables.append(expected)
-
-    @rule(more=st.integers(1, 5))
-    def take_too_many(self, more: int) -> None:
-        with pytest.raises(ValueError, match="free"):
-            self.pool.take(len(self.free) + more)
-
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        table = data.draw(st.sampled_from(self.tables))
-        prefix = table[: data.draw(st.integers(0, len(table)))]
-        self.pool.share(column(prefix))
-        for block in prefix:
-            self.refs[block] += 1
-        self.tables.append(prefix)
-
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data(), drain=st.booleans())
-    def give(self, data: st.DataObject, drain: bool) -> None:
-        given_back = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        (self.pool.drain if drain else self.pool.give)(column(given_back))
-        for block in given_back:
-            self.refs[block] -= 1
-        gone = [b for b in given_back if not self.refs[b]]
-        for block in gone:
-            del self.refs[block]
-        if drain:
-            self.draining |= set(gone)
-        else:
-            self.free += gone
-
-    @precondition(lambda self: self.draining)
-    @rule(data=st.data())
-    def acknowledge(self, data: st.DataObject) -> None:
-        done = data.draw(st.lists(st.sampled_from(sorted(self.draining)), unique=True))
-        self.pool.drained(column(done))
-        self.draining -= set(done)
-        self.free += done
-
-    @precondition(lambda self: self.free)
-    @rule()
-    def give_what_is_free(self) -> None:
-        for wrong in (self.pool.give, self.pool.share, self.pool.drained):
-            with pytest.raises(ValueError):
-                wrong(column(self.free[:1]))
-
-    @invariant()
-    def states_add_up(self) -> None:
-        if not hasattr(self, "pool"):
-            return
-        self.pool.check(column([b for table in self.tables for b in table]))
-        assert self.pool.free == len(self.free)
-        assert self.pool.referenced == len(self.refs)
-        assert self.pool.draining == len(self.draining)
-        assert self.pool.free + self.pool.cached + self.pool.referenced + self.pool.draining == self.pool.total
-
-
-PoolTwin.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestPoolTwin = PoolTwin.TestCase
 
 
 def test_check_sees_a_block_that_is_counted_wrongly() -> None:
@@ -155,15 +62,13 @@ def test_other_tier_finds_copies_also_behind_blocks_of_this_one() -> None:
     host.check()
 
 
-def test_wrong_registrations_and_shares_are_refused() -> None:
+def test_wrong_registrations_are_refused() -> None:
     pool = BlockPool(4, indexed=True)
     blocks = enter(pool, [1])
     with pytest.raises(ValueError, match="registered already"):
         pool.register(blocks, [2])
     with pytest.raises(ValueError, match="without a reference"):
-        pool.register(column([3]), [2])
-    with pytest.raises(ValueError, match="neither"):
-        pool.share(column([3]))
+        pool.register(np.array([3], np.int32), [2])
     pool.check()
 
 
@@ -173,19 +78,3 @@ def test_a_block_without_a_key_is_not_registered() -> None:
     assert pool.keys_of(blocks) == [5, 0]
     pool.give(blocks)
     assert (pool.free, pool.cached) == (3, 1)
-
-
-@given(
-    rows=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 70)), max_size=12),
-    size=st.sampled_from([1, 2, 4, 16]),
-)
-@settings(max_examples=300)
-def test_peak_is_most_blocks_that_step_by_step_run_holds(rows: list[tuple[int, int]], size: int) -> None:
-    held = np.array([h for h, _ in rows], np.int64)
-    steps = np.array([s for _, s in rows], np.int64)
-    last = max([s for _, s in rows], default=-1)
-    brute = max(
-        (sum(-(-(h + t) // size) for h, s in rows if s >= t) for t in range(last + 1)),
-        default=0,
-    )
-    assert peak_blocks(held, steps, size) == brute

@@ -22,8 +22,7 @@ def test_the_longest_cached_prefix_goes_first_in_sglang() -> None:
     h = house("sglang", slots=1, block_size=4)
     h.add(request("p", 40, 1, seed=5))
     run_out(h)
-    h.add(request("x", 40, 1, seed=6))
-    h.add(request("y", 40, 1, seed=5))
+    h.add_all(("x", 40, 1, 6), ("y", 40, 1, 5))
     assert h.step() == {"y": (36, 4)}, "nine blocks of p are there; at least one token is computed"
     assert h.step() == {"x": (0, 40)}
     assert h.core.stats()["prefix_hit_tokens"] == 36
@@ -31,8 +30,7 @@ def test_the_longest_cached_prefix_goes_first_in_sglang() -> None:
 
 def test_prompt_like_a_running_one_waits_and_computes_its_tail() -> None:
     h = house("orcinus", block_size=4, step_tokens=16)
-    h.add(request("a", 30, 3, seed=1))
-    h.add(request("b", 30, 3, seed=1))
+    h.add_all(("a", 30, 3), ("b", 30, 3), seed=1)
     assert h.step() == {"a": (0, 16)}
     h.add(request("c", 9, 3, seed=2))
     assert h.step() == {"a": (16, 14), "c": (0, 2)}
@@ -44,8 +42,7 @@ def test_prompt_like_a_running_one_waits_and_computes_its_tail() -> None:
 def test_waiting_for_a_prefix_ends_when_its_owner_is_gone() -> None:
     for cancel in (True, False):
         h = house("orcinus", block_size=4, step_tokens=16)
-        h.add(request("a", 60, 3, seed=1))
-        h.add(request("b", 60, 3, seed=1))
+        h.add_all(("a", 60, 3), ("b", 60, 3), seed=1)
         assert h.step() == {"a": (0, 16)}
         if cancel:
             h.take(h.core.cancel("a", h.now))
@@ -116,8 +113,7 @@ def test_a_swapped_sequence_goes_on_where_it_was() -> None:
     twice."""
     policy = "sarathi:relief=newest-swap"
     h = Named(Scheduler(policy, lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
-    h.add(request("a", 4, 8, seed=1))
-    h.add(request("b", 4, 8, seed=2))
+    h.add_all(("a", 4, 8, 1), ("b", 4, 8, 2))
     for at in (0, 4, 5, 6, 7):
         assert h.step() == {"a": (at, max(4 - at, 1)), "b": (at, max(4 - at, 1))}
     ran: dict[str, list[int]] = {"a": [], "b": []}
@@ -162,10 +158,8 @@ def test_tbt_limit_at_risk_preempts_lower_classes_if_it_helps() -> None:
         guarded = LeastLost(recompute, slo=Slo(risk_ns=500_000, safe_ns=600_000))
         core = Scheduler(dataclasses.replace(parse("sarathi:order=class"), relief=guarded), lookahead=0)
         h = House(core, Limits(64, 1000, 4, 400, 2048))
-        for i in range(30):
-            h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
-        for _ in range(20):
-            h.step_once()
+        h.add_many(30, 8, 60, name="low", priority=3)
+        h.steps(20)
         h.add(request("tight", 8, 30, seed=99, priority=1, tbt_slo_ns=limit_ms * MS))
         for _ in range(12):
             h.plan()

@@ -59,17 +59,6 @@ class Tagged(House):
         for name in names:
             self.add(request(name, 6, max_tokens, seed=len(self.requests)))
 
-    def running(self) -> set[str]:
-        tables = [replica.table for replica in self.core.replicas]
-        return {sequence.record.request.id for table in tables for sequence in table.sequence[table.active].tolist()}
-
-    def until_started(self, name: str) -> None:
-        for _ in range(500):
-            if name in self.started:
-                return
-            self.step_once()
-        raise AssertionError(f"{name} did not start")
-
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_later_sequences_with_admitted_tags_pass_the_others(replicas: int) -> None:
@@ -78,8 +67,7 @@ def test_later_sequences_with_admitted_tags_pass_the_others(replicas: int) -> No
     h.add_all([f"{each}-0" for each in tags], max_tokens=40)
     h.step_once()
     h.add_all(["other-0", "other-1", *(f"{each}-1" for each in tags)])
-    for _ in range(4):
-        h.step_once()
+    h.steps(4)
     assert {f"{each}-1" for each in tags} <= set(h.started)
     assert not any(name.startswith("other") for name in h.started)
     assert h.core.waiting_count == 2

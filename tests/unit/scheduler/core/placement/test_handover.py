@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.core.placement.constraints import Fits
-from services.scheduler.core.policy.base import Mode
-from services.scheduler.core.preemption import Preempter
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import CLASS_NAMES, Limits
 from services.scheduler.workers.fleet import UnreadableWarnings
 from tests.unit.scheduler.core.placement.test_roles import D, P, handed, house, not_handed, until
@@ -43,8 +40,7 @@ def test_decode_replica_computes_and_warns_when_it_cannot_map(
     h.workers[1].unmappable = set(h.tiers)
     unread.look(h.core, {0: "p", 1: "d"})
     assert not caplog.records, "it has not tried yet"
-    for i in range(40):
-        h.add(request(f"r{i}", 10, 8, seed=i))
+    h.add_many(40, 10, 8)
     found = entered(h)
     assert min(found) >= 10 and sum(found) == 40 and handed(h) == 0
     for _ in range(2):
@@ -68,8 +64,7 @@ def test_decode_replica_computes_and_warns_when_it_is_no_peer(
     h = house(P, other)
     UnreadableWarnings().look(h.core, {0: "p", 1: "d"})
     assert len(caplog.messages) == 1 and why in caplog.messages[0]
-    for i in range(40):
-        h.add(request(f"r{i}", 10, 8, seed=i))
+    h.add_many(40, 10, 8)
     assert min(entered(h)) >= 10
 
 
@@ -84,8 +79,7 @@ def test_decode_replica_waits_until_it_told_its_readable_peers() -> None:
 
 def test_a_decode_replica_that_one_prefill_replica_feeds_computes_nothing() -> None:
     h = house(P, D, replace(P, host_tier="elsewhere/"))
-    for i in range(30):
-        h.add(request(f"r{i}", 10, 8, seed=i))
+    h.add_many(30, 10, 8)
     for _ in range(100):
         while (step := h.plan(1)) is not None:
             assert not step.prefill_tokens
@@ -112,11 +106,9 @@ def test_who_waits_to_be_decoded_elsewhere_is_not_before_prompt(by_class: bool) 
 
 def test_slots_on_decode_replica_are_not_free_for_urgent_prompt() -> None:
     h = house(replace(P, slots=2), replace(D, blocks=120))
-    for i in range(8):
-        h.add(request(f"r{i}", 8, 40, seed=i, priority=3))
+    h.add_many(8, 8, 40, priority=3)
     until(h, lambda: h.core.replicas[1].table.count == 8, h.step_once)
-    for i in range(3):
-        h.add(request(f"new{i}", 8, 5, seed=i, priority=0))
+    h.add_many(3, 8, 5, name="new", priority=0)
     assert h.core.stats()["behind_realtime"] == 3
     h.lose(0)
     assert h.core.stats()["behind_realtime"] == 0, "it computes itself now, and lower ones would yield"
@@ -142,8 +134,7 @@ def asked(h: House, monkeypatch: pytest.MonkeyPatch, steps: int) -> int:
 
 def test_full_host_tier_costs_no_look_at_decoding_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     h = house(replace(P, host_blocks=1, blocks=200), D, lookahead=0)
-    for i in range(8):
-        h.add(request(f"r{i}", 7, 30, seed=i))
+    h.add_many(8, 7, 30)
     until(h, lambda: not_handed(h), lambda: (h.plan(0), h.answer(0)))
     assert not_handed(h) == 8, "each is counted once"
     assert asked(h, monkeypatch, 10) == 0
@@ -153,8 +144,7 @@ def test_full_host_tier_costs_no_look_at_decoding_sequences(monkeypatch: pytest.
 
 def test_who_fits_no_other_replica_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     h = house(replace(P, blocks=200, host_blocks=200), replace(D, max_model_len=20), replace(D, blocks=5), lookahead=0)
-    for i in range(8):
-        h.add(request(f"r{i}", 7, 40, seed=i))
+    h.add_many(8, 7, 40)
     assert asked(h, monkeypatch, 1) > 0
     assert asked(h, monkeypatch, 1) == 2 * 8
     assert asked(h, monkeypatch, 10) == 0
@@ -166,8 +156,7 @@ def handed_at_switch(lookahead: int, lag: int = 0) -> House:
     """Three run on the decode replica for long, "x" and "y" have just been handed over when another policy is asked
     for, and "new" waits."""
     h = house(P, replace(D, blocks=150), lookahead=lookahead, lag=lag)
-    for i in range(3):
-        h.add(request(f"long{i}", 8, 70, seed=i))
+    h.add_many(3, 8, 70, name="long")
     until(h, lambda: h.core.replicas[1].table.count == 3, h.step_once)
     for name in "xy":
         h.add(request(name, 8, 10, seed=9))
@@ -191,8 +180,7 @@ def test_handed_over_sequence_continues_while_a_policy_change_waits(lookahead: i
 
 def test_who_finds_no_slot_before_another_policy_begins_enters_then() -> None:
     h = house(P, replace(D, slots=1), lookahead=0)
-    for i in range(4):
-        h.add(request(f"r{i}", 8, 20, seed=i))
+    h.add_many(4, 8, 20)
     until(h, lambda: handed(h) == 4, h.step_once)
     h.core.switch("vllm")
     h.add(request("new", 8, 5, seed=10))
@@ -202,8 +190,7 @@ def test_who_finds_no_slot_before_another_policy_begins_enters_then() -> None:
 
 def test_withdrawn_policy_change_lets_all_enter_again() -> None:
     h = handed_at_switch(1)
-    for _ in range(5):
-        h.step_once()
+    h.steps(5)
     h.core.switch("orcinus")
     until(h, lambda: "new" in h.ended, h.step_once)
     assert "long0" not in h.ended
@@ -211,19 +198,18 @@ def test_withdrawn_policy_change_lets_all_enter_again() -> None:
 
 
 def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
-    """The prefill replica has preempted "a" by swap after 16 of its 60 tokens of prompt; it runs to its end. Also the
-    prompt tokens that each replica computed after that."""
-    h = house(replace(P, max_step_tokens=16), *others, lookahead=0)
-    h.add(request("a", 60, 6, seed=1))
+    """The prefill replica has preempted "a" by swap after 32 of its 60 tokens of prompt, for a prompt of one token; it
+    runs to its end. Also the prompt tokens that each replica computed after that; `others` join before."""
+    one = replace(P, max_step_tokens=16, slots=1)
+    h = house(one, D, lookahead=0, policy="orcinus:relief=least-lost-swap+takes")
+    h.add(request("a", 60, 6, seed=1, priority=3))
     h.plan(0)
     h.answer(0)
-    out = h.core.collector()
-    preempter = Preempter(h.core._state, h.core._router)
-    preempter.preempt(StepBuilder(h.core.replicas[0], 0, 0, 0, h.now), 0, h.now, out, Mode.SWAP)
-    h.take(out.build())
+    h.add(request("urgent", 1, 1, seed=2, priority=0))
+    until(h, lambda: "urgent" in h.ended, lambda: h.plan(0) or h.answer(0))
     assert h.core.stats()["swapped"] == 1
-    h.plan(0)
-    h.answer(0)
+    for each in others:
+        h.join(each)
     computed = [0] * len(h.workers)
     while not h.core.idle:
         for replica in h.workers:
@@ -237,7 +223,7 @@ def swapped_in_its_prompt(*others: Limits) -> tuple[House, list[int]]:
 
 
 def test_prompt_swapped_out_halfway_continues_on_a_prefill_replica() -> None:
-    h, computed = swapped_in_its_prompt(D)
-    assert computed == [44, 0] and handed(h) == 1
-    h, computed = swapped_in_its_prompt(D, replace(P, max_step_tokens=16))
-    assert sum(computed) == 44 and computed[1] == 0, "either prefill replica may load it"
+    h, computed = swapped_in_its_prompt()
+    assert computed == [28, 0] and handed(h) == 1
+    h, computed = swapped_in_its_prompt(replace(P, max_step_tokens=16))
+    assert sum(computed) == 28 and computed[1] == 0, "either prefill replica may load it"

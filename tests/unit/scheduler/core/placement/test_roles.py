@@ -84,8 +84,7 @@ def test_request_of_one_token_ends_where_its_prompt_was_computed() -> None:
 def test_without_the_other_role_a_replica_does_both() -> None:
     for alone in (P, D):
         h = house(alone, alone)
-        for i in range(8):
-            h.add(request(f"r{i}", 10, 8, seed=i))
+        h.add_many(8, 10, 8)
         h.finish()
         assert handed(h) == 0
 
@@ -156,16 +155,14 @@ def test_waiting_sequences_get_a_prefix_whose_owner_is_leaving() -> None:
 
 def test_full_host_tier_keeps_sequences_in_place_until_room() -> None:
     h = house(replace(P, host_blocks=4), D)
-    for i in range(10):
-        h.add(request(f"r{i}", 12, 20, seed=i))
+    h.add_many(10, 12, 20)
     h.finish()
     assert not_handed(h) > 0 and handed(h) > 0
 
 
 def test_lost_prefill_replica_takes_only_what_was_not_loaded_yet() -> None:
     h = house(P, D, lookahead=0, lag=3)
-    for i in range(4):
-        h.add(request(f"r{i}", 9, 12, seed=i))
+    h.add_many(4, 9, 12)
     transfers = h.core.replicas[1].transfers
     until(
         h,
@@ -201,18 +198,15 @@ def test_lost_decode_replica_leaves_the_loaded_kv_for_another() -> None:
 
 def test_what_decode_replica_preempts_it_swaps_to_its_own_tier() -> None:
     h = house(P, replace(D, blocks=14), policy="orcinus:memory=fits")
-    for i in range(6):
-        h.add(request(f"r{i}", 8, 24, seed=i))
+    h.add_many(6, 8, 24)
     h.finish()
     assert h.core.stats()["preemptions"] > 0 and h.core.stats()["recomputed_tokens"] == 0
 
 
 def test_many_waiting_to_be_decoded_do_not_block_prompts() -> None:
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
-    for i in range(40):
-        h.add(request(f"r{i}", 8, 8, seed=i))
-    for _ in range(40):
-        h.step_once()
+    h.add_many(40, 8, 8)
+    h.steps(40)
     assert handed(h) == 40, "the decode replica has one slot"
     h.finish()
 
@@ -220,8 +214,7 @@ def test_many_waiting_to_be_decoded_do_not_block_prompts() -> None:
 def test_a_replica_without_a_role_loads_what_another_swapped_out() -> None:
     """Peers need no roles: the one whose pool is full swaps, the other one has room."""
     h = house(replace(BOTH, blocks=20), policy="orcinus:memory=fits,relief=newest-swap")
-    for i in range(4):
-        h.add(request(f"r{i}", 12, 30, seed=i))
+    h.add_many(4, 12, 30)
     for _ in range(60):
         h.step_once()
         if h.core.stats()["swapped"]:
@@ -251,8 +244,7 @@ def test_on_trial_request_stays_on_the_dock_whatever_its_role() -> None:
 
 def test_sequence_parked_or_cancelled_in_transit_returns_its_blocks() -> None:
     h = house(P, D, lookahead=1, lag=1)
-    for i in range(12):
-        h.add(request(f"r{i}", 9, 14, seed=i))
+    h.add_many(12, 9, 14)
     for i in range(12):
         h.step_once()
         if i % 2:

@@ -7,6 +7,7 @@ its copy is there, or host blocks that are free too early, give other tokens tha
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -37,27 +38,13 @@ class RolesTwin(CoreTwin):
         lag=st.integers(0, 2),
         sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(6, 20), HOST, ROLES, TIERS), min_size=1, max_size=MOST),
     )
-    def start(
-        self,
-        policy: str,
-        microbatches: int,
-        lookahead: int,
-        block_size: int,
-        context: int,
-        step_max: int,
-        prefix_cache: bool | None,
-        lag: int,
-        sizes: list[tuple[int, int, int, str, str]],
-    ) -> None:
-        core = Scheduler(
-            policy, microbatches=microbatches, lookahead=lookahead, prefix_cache=prefix_cache, checkpoint_tokens=3
-        )
+    def start(self, block_size: int, context: int, step_max: int, lag: int, sizes: list[Any], **core: Any) -> None:
         several = [
             Limits(slots, blocks, block_size, context, step_max, host, role=role, host_tier=tier, kv_format="f")
             for slots, blocks, host, role, tier in sizes
         ]
         self.limits = several[0]
-        self.house = House(core, several[0], lag)
+        self.house = House(Scheduler(checkpoint_tokens=3, **core), several[0], lag)
         self.count = 0
         for limits in several[1:]:
             self.house.join(limits)

@@ -11,7 +11,7 @@ import pytest
 
 from services.scheduler.core.policy.base import Queue
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.types import DECODE, PREFILL
+from services.scheduler.core.types import DECODE, PREFILL, Limits
 from tests.unit.scheduler.core.placement.test_roles import BOTH, D, P, house, until
 from tests.unit.scheduler.core.twin import House, request
 
@@ -74,8 +74,7 @@ def test_swapped_sequence_bound_to_one_replica_passes_prompts() -> None:
 @pytest.mark.parametrize("role", ["", DECODE])
 def test_prompt_of_better_class_goes_before_who_is_swapped_out(role: str) -> None:
     h = house(*[replace(BOTH, role=role, blocks=24)] * 2, lookahead=0, policy="orcinus:memory=fits,relief=newest-swap")
-    for i in range(8):
-        h.add(request(f"low{i}", 12, 60, seed=i, priority=3))
+    h.add_many(8, 12, 60, name="low", priority=3)
     until(h, lambda: h.core.stats()["swapped"] >= 3, h.step_once)
     h.add(request("realtime", 8, 4, seed=9, priority=0))
     h.step_once()
@@ -86,20 +85,16 @@ def test_prompt_of_better_class_goes_before_who_is_swapped_out(role: str) -> Non
 @pytest.mark.parametrize("role", ["", DECODE, PREFILL])
 def test_lower_ones_yield_to_prompt_wherever_it_may_be_computed(role: str) -> None:
     h = house(*[replace(BOTH, role=role, slots=2)] * 2, lookahead=0)
-    for i in range(4):
-        h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
-    for _ in range(6):
-        h.step_once()
+    h.add_many(4, 8, 60, name="low", priority=3)
+    h.steps(6)
     h.add(request("realtime", 8, 4, seed=9, priority=0))
-    for _ in range(8):
-        h.step_once()
+    h.steps(8)
     assert "realtime" in h.ended and h.core.stats()["preemptions"] > 0
 
 
 def test_a_prompt_for_another_replica_makes_nobody_yield() -> None:
     h = house(replace(P, slots=1, host_blocks=4), replace(D, slots=2), lookahead=0)
-    for i in range(2):
-        h.add(request(f"low{i}", 8, 60, seed=i, priority=3))
+    h.add_many(2, 8, 60, name="low", priority=3)
     until(h, lambda: h.core.replicas[1].table.count == 2, h.step_once)
     h.add(request("realtime", 8, 4, seed=9, priority=0))
     for _ in range(3):
@@ -111,30 +106,20 @@ def test_a_prompt_for_another_replica_makes_nobody_yield() -> None:
     h.finish()
 
 
-def test_handed_over_sequences_of_one_folder_hide_no_others() -> None:
-    h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
-    for i in range(40):
-        h.add(request(f"a{i}", 8, 60, seed=i))
-    for _ in range(20):
-        h.step_once()
-    h.join(replace(P, host_blocks=400, blocks=200, host_tier="other/"))
-    h.join(replace(D, host_tier="other/"))
-    for i in range(6):
-        h.add(request(f"b{i}", 8, 60, seed=100 + i))
-    for _ in range(10):
-        h.step_once()
-    assert h.core.stats()["swapped"] > 30 and h.core.replicas[3].table.count > 1
+LARGE = replace(P, host_blocks=400, blocks=200)
 
 
-def test_those_who_need_longer_context_do_not_hide_short_ones() -> None:
-    h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0)
-    for i in range(24):
-        h.add(request(f"long{i}", 8, 60, seed=i))
-    for _ in range(20):
-        h.step_once()
-    h.join(replace(D, max_model_len=40))
-    for i in range(4):
-        h.add(request(f"short{i}", 8, 20, seed=100 + i))
-    for _ in range(10):
-        h.step_once()
-    assert h.core.stats()["swapped"] > 18 and h.core.replicas[2].table.count > 1
+@pytest.mark.parametrize(
+    ("joining", "max_tokens"),
+    [([replace(LARGE, host_tier="other/"), replace(D, host_tier="other/")], 60), ([replace(D, max_model_len=40)], 20)],
+    ids=["of another folder", "that need less context"],
+)
+def test_handed_over_sequences_hide_no_others(joining: list[Limits], max_tokens: int) -> None:
+    h = house(LARGE, replace(D, slots=1), lookahead=0)
+    h.add_many(40, 8, 60, name="first")
+    h.steps(20)
+    for limits in joining:
+        h.join(limits)
+    h.add_many(6, 8, max_tokens, name="later", seed=100)
+    h.steps(10)
+    assert h.core.stats()["swapped"] > 30 and h.core.replicas[-1].table.count > 1

@@ -112,8 +112,7 @@ def timed(h: House, number: int, steps: int, base_ns: float, row_ns: float = 1e4
 
 def spread(h: House, count: int) -> list[int]:
     """How many of `count` short requests each replica takes that come at once."""
-    for number in range(count):
-        h.add(request(f"r{number}", 5, 20, seed=number))
+    h.add_many(count, 5, 20)
     for number in sorted(h.workers):
         h.plan(number)
     return [h.core.replicas[number].table.count for number in sorted(h.workers)]
@@ -145,8 +144,7 @@ def test_a_hot_prefix_does_not_keep_others_idle(monkeypatch: pytest.MonkeyPatch)
     warmed(h)
     for number in range(32):
         h.add(with_prefix(f"r{number}", 0, 100 + number, max_tokens=40))
-    for _ in range(8):
-        h.step_once()
+    h.steps(8)
     counts = [replica.table.count for replica in h.core.replicas]
     assert min(counts) > 0 and max(counts) <= 1.3 * sum(counts) / 2 + 4
     run_to_end(h)
@@ -208,19 +206,16 @@ def test_another_block_size_works_without_sharing() -> None:
 
 def test_suspects_run_alone_on_the_next_replica_that_joins() -> None:
     h = house(2)
-    for number in range(4):
-        h.add(request(f"r{number}", 5, 30, seed=number))
+    h.add_many(4, 5, 30)
     h.step_once()
     h.lose(0)
     h.core.confine({"r0", "r1"})
-    for _ in range(3):
-        h.step_once()
+    h.steps(3)
     assert [where(h, f"r{n}") for n in (2, 3)] == [1, 1]
     assert not {where(h, "r0"), where(h, "r1")} & {0}
     h.join(LIMITS)
     h.core.assign_dock(h.now)
-    for _ in range(3):
-        h.step_once()
+    h.steps(3)
     assert where(h, "r2") == where(h, "r3") == 1
     h.core.confine(())
     run_to_end(h)
@@ -228,18 +223,15 @@ def test_suspects_run_alone_on_the_next_replica_that_joins() -> None:
 
 def test_a_dock_is_emptied_where_no_replica_joins() -> None:
     h = house(2)
-    for number in range(6):
-        h.add(request(f"r{number}", 5, 30, seed=number))
-    for _ in range(2):
-        h.step_once()
+    h.add_many(6, 5, 30)
+    h.steps(2)
     for name in ("r0", "r1"):
         h.core.park(name)
     h.core.confine({"r0"})
     h.core.resume("r0", h.now)
     h.core.assign_dock(h.now)
     chosen = dock(h)
-    for _ in range(4):
-        h.step_once()
+    h.steps(4)
     assert where(h, "r0") == chosen
     assert all(where(h, f"r{number}") != chosen for number in range(2, 6))
     h.core.confine(())
@@ -268,8 +260,7 @@ def test_the_dock_is_a_replica_that_those_on_trial_fit() -> None:
     h.plan(1)
     assert where(h, "bystander") == 1, "the small one has least to do"
     h.core.assign_dock(h.now)
-    for _ in range(3):
-        h.step_once()
+    h.steps(3)
     assert where(h, "r0") == 1 and dock(h) == 1
     h.core.confine(())
     run_to_end(h)
@@ -339,7 +330,7 @@ def test_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> None
             h.take(h.core.cancel(name, h.now))
     h.add(with_prefix("asked", rng.randint(0, 3), 77))
     (sequence,) = h.core.records["asked"].sequences
-    since = [h.core._router.since(replica, sequence, h.now) for replica in h.core.replicas]
+    since = [h.core.router.since(replica, sequence, h.now) for replica in h.core.replicas]
     times = []
     known = max(h.core.replicas, key=lambda replica: replica.model.observed)
     for replica in h.core.replicas:

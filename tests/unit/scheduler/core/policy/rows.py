@@ -14,6 +14,10 @@ from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Int32, Limits, NewRequest
 
 
+def column(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
 class Rows:
     """What parts may read of a replica."""
 

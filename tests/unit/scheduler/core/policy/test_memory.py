@@ -23,14 +23,10 @@ from services.scheduler.core.policy.memory import (
     quarter_octaves,
 )
 from services.scheduler.core.policy.queues import quarter_octave
-from tests.unit.scheduler.core.policy.rows import Rows, entrants
+from tests.unit.scheduler.core.policy.rows import Rows, column, entrants
 
 MS, S = 1_000_000, 1_000_000_000
 PACE = Pace(0, 10_000)
-
-
-def column(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
 
 
 # -- the peak
@@ -57,7 +53,7 @@ NEWCOMERS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30), st.intege
     room=st.integers(0, 150),
     later=st.integers(0, 9),
 )
-def test_the_peak_and_who_fits_under_it_are_those_of_running_it_all(
+def test_peak_and_what_fits_are_those_of_running_it_all(
     running: list[tuple[int, int]], newcomers: list[tuple[int, int, int]], size: int, room: int, later: int
 ) -> None:
     """Also `later` steps after the sums were made, when all that run have as many tokens more and steps less."""
@@ -134,7 +130,7 @@ def refused(blocks: int = 100) -> Rows:
     return replica
 
 
-def test_the_limit_of_ft_aimd_moves_by_100_and_1000_tokens_under_90_percent() -> None:
+def test_limit_of_ft_aimd_moves_by_100_and_1000_tokens() -> None:
     replica, memory = refused(), FtAimd()
     for step in range(4):
         assert memory.admit(replica, entrants((4, 399)), PACE).size == 0
@@ -152,7 +148,7 @@ def test_the_limit_of_ft_aimd_moves_by_100_and_1000_tokens_under_90_percent() ->
     assert memory.limit == 400, "90 % of the pages are used"
 
 
-def test_the_limit_falls_by_1000_tokens_for_each_that_was_swapped() -> None:
+def test_limit_falls_by_1000_tokens_for_each_swapped_sequence() -> None:
     replica, memory = refused(2000), FtAimd()
     memory.admit(replica, entrants((4, 99)), PACE)
     memory.stepped(replica, 2)
@@ -236,9 +232,7 @@ def test_columns_know_the_same_quarter_octaves() -> None:
     produced=st.integers(0, 110),
     dice=st.floats(0, 0.999),
 )
-def test_an_expected_length_is_a_quantile_of_those_that_are_still_possible(
-    outputs: list[int], produced: int, dice: float
-) -> None:
+def test_expected_length_is_a_quantile_of_the_possible_ones(outputs: list[int], produced: int, dice: float) -> None:
     """100 is the limit of all, so they are of one group; it looks at every 16th request."""
     outputs = outputs[: len(outputs) // 16 * 16]
     lengths = Lengths()
@@ -288,7 +282,7 @@ def test_lengths_start_anew_when_they_become_other_ones() -> None:
     assert 400 < median() < 450 and median(460) > 470
 
 
-def test_expected_lengths_admit_what_max_tokens_would_keep_out_and_a_storm_is_damped() -> None:
+def test_expected_lengths_admit_more_and_damp_a_storm() -> None:
     """100 blocks of 4. Ten run with 8 tokens of 1000 each; all that ever finished had 12 outputs: 5 blocks each."""
     replica, memory = Rows(blocks=100), Expected()
     for _ in range(10):

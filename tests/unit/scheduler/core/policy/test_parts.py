@@ -31,14 +31,10 @@ from services.scheduler.core.policy.preemption import (
 )
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.types import PREFILL, NewRequest
-from tests.unit.scheduler.core.policy.rows import Rows
+from tests.unit.scheduler.core.policy.rows import Rows, column
 
 MS, S = 1_000_000, 1_000_000_000
 PACE = Pace(0, 10_000)
-
-
-def column(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
 
 
 # -- tokens

@@ -20,12 +20,6 @@ from tests.unit.scheduler.core.policy.rows import Rows
 from tests.unit.scheduler.core.twin import MS, request
 
 
-def add(h: Named, *rows: tuple[str, int, int], **more: object) -> None:
-    """(name, tokens of prompt, max_tokens) each."""
-    for name, prompt, max_tokens in rows:
-        h.add(request(name, prompt, max_tokens, seed=ord(name[-1]), **more))
-
-
 def who(h: Named, steps: int) -> list[str]:
     """Names of the next steps' chunks, in alphabetical order."""
     return ["".join(sorted(h.step())) for _ in range(steps)]
@@ -37,7 +31,7 @@ def who(h: Named, steps: int) -> list[str]:
 def test_static_runs_a_batch_to_its_longest_and_admits_none() -> None:
     """Two seats. a, b and c have 2, 4 and 2 tokens: c waits for b though a's seat is empty for two steps."""
     h = house("static", max_seqs=2)
-    add(h, ("a", 4, 2), ("b", 4, 4), ("c", 4, 2), ("d", 4, 1))
+    h.add_all(("a", 4, 2), ("b", 4, 4), ("c", 4, 2), ("d", 4, 1))
     assert who(h, 6) == ["ab", "ab", "b", "b", "cd", "c"]
     assert h.core.idle
 
@@ -45,9 +39,9 @@ def test_static_runs_a_batch_to_its_longest_and_admits_none() -> None:
 def test_members_of_static_batch_enter_as_worker_takes_their_prompts() -> None:
     """A step takes 8 tokens: of the batch of three b enters a step later, c with him; d is of the next batch."""
     h = house("static", step_max=8)
-    add(h, ("a", 6, 2), ("b", 4, 3), ("c", 3, 1))
+    h.add_all(("a", 6, 2), ("b", 4, 3), ("c", 3, 1))
     assert h.step() == {"a": (0, 6)}
-    add(h, ("d", 2, 1))
+    h.add_all(("d", 2, 1))
     assert h.step() == {"a": (6, 1), "b": (0, 4), "c": (0, 3)}
     assert who(h, 3) == ["b", "b", "d"]
     assert h.core.idle
@@ -55,14 +49,14 @@ def test_members_of_static_batch_enter_as_worker_takes_their_prompts() -> None:
 
 def test_request_level_batching_waits_50_ms_or_for_32() -> None:
     h = house("request", slots=40)
-    add(h, ("a", 4, 2))
+    h.add_all(("a", 4, 2))
     for _ in range(5):
         assert h.plan() is None
         h.now += 10 * MS
-    add(h, ("b", 4, 1))
+    h.add_all(("b", 4, 1))
     assert who(h, 2) == ["ab", "a"]
     for i in range(33):
-        add(h, (f"{i:02}", 2, 1))
+        h.add_all((f"{i:02}", 2, 1))
     assert len(h.step()) == 32, "a full batch does not wait"
     assert h.plan() is None
     h.now += 50 * MS
@@ -76,7 +70,7 @@ def test_request_level_batching_waits_50_ms_or_for_32() -> None:
 def test_reserving_policies_stop_at_the_first_misfit_and_never_preempt(policy: str) -> None:
     """10 blocks of 4. a and b reserve 4 each (15 tokens); c wants 3 and d 1: d may not pass him. a ends after 12."""
     h = house(policy, blocks=10)
-    add(h, ("a", 4, 12), ("b", 4, 12), ("c", 4, 8), ("d", 2, 2))
+    h.add_all(("a", 4, 12), ("b", 4, 12), ("c", 4, 8), ("d", 2, 2))
     assert who(h, 14) == ["ab"] * 12 + ["cd"] * 2
     h.finish()
     assert h.core.stats()["preemptions"] == 0
@@ -84,7 +78,7 @@ def test_reserving_policies_stop_at_the_first_misfit_and_never_preempt(policy: s
 
 def test_tgi_prefills_newcomers_whole_beside_those_that_decode() -> None:
     h = house("tgi", context=3000, blocks=10_000, step_max=8192)
-    add(h, ("a", 2000, 3), ("b", 2096, 3), ("c", 2999, 1))
+    h.add_all(("a", 2000, 3), ("b", 2096, 3), ("c", 2999, 1))
     assert h.step() == {"a": (0, 2000), "b": (0, 2096)}
     assert h.step() == {"a": (2000, 1), "b": (2096, 1), "c": (0, 2999)}
     assert h.step() == {"a": (2001, 1), "b": (2097, 1)}
@@ -93,7 +87,7 @@ def test_tgi_prefills_newcomers_whole_beside_those_that_decode() -> None:
 
 def test_trt_chunks_contexts_by_64_after_the_decodes() -> None:
     h = house("trt-no-evict", step_tokens=130)
-    add(h, ("a", 40, 4), ("b", 200, 2))
+    h.add_all(("a", 40, 4), ("b", 200, 2))
     assert h.step() == {"a": (0, 40), "b": (0, 64)}
     assert h.step() == {"a": (40, 1), "b": (64, 128)}
     assert h.step() == {"a": (41, 1), "b": (192, 8)}
@@ -104,13 +98,13 @@ def test_trt_chunks_contexts_by_64_after_the_decodes() -> None:
 def test_iteration_level_gives_chunks_to_256_by_class_and_slack() -> None:
     """c is high; b has a TTFT limit of 1 s, a none (2 s). 640 tokens a step; a's and b's chunks are multiples of 64."""
     h = house("iteration-level", step_tokens=640)
-    add(h, ("a", 300, 2), ("c", 300, 2), priority=1)
+    h.add_all(("a", 300, 2), ("c", 300, 2), priority=1)
     assert h.step() == {"a": (0, 256), "c": (0, 256)}
     h = house("iteration-level", step_tokens=640)
-    add(h, ("a", 390, 2))
+    h.add_all(("a", 390, 2))
     assert h.step() == {"a": (0, 256)}
-    add(h, ("b", 300, 2), ttft_slo_ns=1000 * MS)
-    add(h, ("c", 300, 2), priority=1)
+    h.add_all(("b", 300, 2), ttft_slo_ns=1000 * MS)
+    h.add_all(("c", 300, 2), priority=1)
     assert h.step() == {"a": (256, 128), "b": (0, 256), "c": (0, 256)}
     assert h.step() == {"a": (384, 6), "b": (256, 44), "c": (256, 44)}
     assert h.step() == {"a": (390, 1), "b": (300, 1), "c": (300, 1)}
@@ -124,9 +118,9 @@ def test_iteration_level_gives_chunks_to_256_by_class_and_slack() -> None:
 def test_peak_admits_where_a_reservation_would_not(policy: str, runs: str) -> None:
     """9 blocks of 4. a (23 tokens, 6 blocks at its end) has 4 steps to go; b grows to 5 blocks after a has gone."""
     h = house(policy, blocks=9)
-    add(h, ("a", 4, 20))
+    h.add_all(("a", 4, 20))
     who(h, 16)
-    add(h, ("b", 4, 16))
+    h.add_all(("b", 4, 16))
     assert who(h, 1) == [runs]
     h.finish()
     assert h.core.stats()["preemptions"] == 0
@@ -136,9 +130,9 @@ def test_trt_max_utilization_admits_what_fits_and_pauses_the_last() -> None:
     """8 blocks of 2. All three fit (3 + 2 + 3). At once b needs a third one: c, started last, pauses. At position 8 a
     needs a fifth and none is left: b pauses. Both compute what they knew again when a has ended: 8 and 6 tokens."""
     h = house("trt-max-utilization", blocks=8, block_size=2, context=32)
-    add(h, ("a", 4, 8))
+    h.add_all(("a", 4, 8))
     assert who(h, 1) == ["a"]
-    add(h, ("b", 4, 5), ("c", 5, 5))
+    h.add_all(("b", 4, 5), ("c", 5, 5))
     assert h.step() == {"a": (4, 1), "b": (0, 4), "c": (0, 5)}
     assert who(h, 3) == ["ab"] * 3
     assert who(h, 3) == ["a"] * 3
@@ -151,7 +145,7 @@ def test_trt_max_utilization_admits_what_fits_and_pauses_the_last() -> None:
 def test_lmdeploy_has_128_slots_through_which_requests_flow() -> None:
     h = house("lmdeploy", slots=200)
     for i in range(150):
-        add(h, (f"{i:03}", 1, 1 if i < 10 else 3))
+        h.add_all((f"{i:03}", 1, 1 if i < 10 else 3))
     assert len(h.step()) == 128
     assert len(h.step()) == 128, "ten went, ten came"
     assert len(h.step()) == 128
@@ -181,7 +175,7 @@ def test_vllms_swapped_stand_before_all_that_wait(policy: str, steps: list[str])
     """8 blocks of 2. b yields his four by swap when both need a fifth, and needs them back before c, who is older and
     needs one, may enter; that is when a has ended. Where all stand in one order c enters at once."""
     h = Named(Scheduler(f"{policy},relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
-    add(h, ("a", 4, 10), ("b", 4, 10))
+    h.add_all(("a", 4, 10), ("b", 4, 10))
     assert who(h, 6) == ["ab"] * 5 + [""]
     h.add(request("c", 1, 1, seed=3, arrived_ns=1))
     assert who(h, len(steps)) == steps
@@ -194,7 +188,7 @@ def test_vllms_swapped_stand_before_all_that_wait(policy: str, steps: list[str])
 
 def test_fastgen_fills_every_pass_to_768_tokens() -> None:
     h = house("fastgen", context=1000)
-    add(h, ("a", 300, 4), ("b", 500, 3), ("c", 900, 2))
+    h.add_all(("a", 300, 4), ("b", 500, 3), ("c", 900, 2))
     assert h.step() == {"a": (0, 300), "b": (0, 468)}
     assert h.step() == {"a": (300, 1), "b": (468, 32), "c": (0, 735)}
     assert h.step() == {"a": (301, 1), "b": (500, 1), "c": (735, 165)}
@@ -205,9 +199,9 @@ def test_fastgen_fills_every_pass_to_768_tokens() -> None:
 def test_sglang_skips_prefill_when_fewer_than_64_tokens_are_left() -> None:
     """66 tokens a step. With two decodes 64 are left, with three 63: d waits until one of them has ended."""
     h = house("sglang", step_tokens=66)
-    add(h, ("a", 2, 4), ("b", 2, 9), ("c", 2, 9))
+    h.add_all(("a", 2, 4), ("b", 2, 9), ("c", 2, 9))
     assert who(h, 1) == ["abc"]
-    add(h, ("d", 90, 2))
+    h.add_all(("d", 90, 2))
     assert who(h, 3) == ["abc"] * 3
     assert h.step() == {"b": (5, 1), "c": (5, 1), "d": (0, 64)}
     assert h.step() == {"b": (6, 1), "c": (6, 1), "d": (64, 26)}
@@ -223,7 +217,7 @@ def test_ft_aimd_raises_its_limit_stalls_one_and_swaps() -> None:
     h = Named(Scheduler("ft-aimd", lookahead=0), Limits(8, 8, 4, 64, 2048, host_blocks=8))
     memory = h.core.policy.memory
     assert isinstance(memory, FtAimd)
-    add(h, ("a", 4, 20), ("b", 4, 20))
+    h.add_all(("a", 4, 20), ("b", 4, 20))
     assert h.step() == {"a": (0, 4)} and memory.limit == 32 + 100
     assert h.step() == {"a": (4, 1), "b": (0, 4)}
     assert who(h, 11) == ["ab"] * 11
@@ -302,7 +296,7 @@ def test_a_wrong_word_is_named_with_those_there_are(text: str, message: str) -> 
 def test_the_least_and_the_greatest_number_of_each_part_serve(policy: str, name: str, number: int) -> None:
     part = next(part for part, table in PARTS.items() if name in table)
     h = house(f"{policy}:{part}={name}-{number}")
-    add(h, *[(letter, 30, 4) for letter in "abcde"])
+    h.add_all(*[(letter, 30, 4) for letter in "abcde"])
     h.now += 50 * MS
     h.finish()
     assert h.core.idle

@@ -16,6 +16,12 @@ from tests.unit.scheduler.core.policy.rows import Rows, drained, waiting
 NORMAL, LOW = 2, 3
 
 
+def push(queue: Queue, tenants: list[int], **more: int) -> None:
+    """One sequence for each, numbered and arrived in this order."""
+    for number, tenant in enumerate(tenants):
+        queue.push(waiting(number, number, tenant=tenant, **more), 1)
+
+
 def _share(spare: Spare | None = None) -> ByShare:
     """Make a share in which no sequence is ever late; inside it the first come is first."""
     return ByShare(lambda: BySlack(lambda sequence: 1 << 60, arrival), spare or Spare())
@@ -28,33 +34,28 @@ def _serve(order: ClassThenSlack, tenants: list[int], tokens: list[int], priorit
 
 def test_tenant_beyond_the_allowance_stands_behind_later_ones() -> None:
     share = _share()
-    for number, tenant in enumerate([0, 0, 0, 1, 2]):
-        share.push(waiting(number, number, tenant=tenant), 1)
+    push(share, [0, 0, 0, 1, 2])
     share.served(np.array([0, 1, 2]), np.array([ALLOWANCE + 1, 0, 0]))
     assert [s.number for s in drained(share, 2)] == [3, 4, 0, 1, 2]
 
 
 def test_whole_flood_stands_back_and_returns_in_its_order() -> None:
     share = _share()
-    for number in range(1_000):
-        share.push(waiting(number, number, tenant=0), 1)
-    share.push(waiting(1_000, 1_000, tenant=1), 1)
+    push(share, [0] * 1_000 + [1])
     share.served(np.array([0]), np.array([ALLOWANCE + 1]))
     assert [s.number for s in drained(share, 2)] == [1_000, *range(1_000)]
 
 
 def test_within_the_allowance_order_is_that_of_arrival() -> None:
     share = _share()
-    for number, tenant in enumerate([0, 1, 0, 1]):
-        share.push(waiting(number, number, tenant=tenant), 1)
+    push(share, [0, 1, 0, 1])
     share.served(np.array([0, 1]), np.array([ALLOWANCE - 30, 0]))
     assert [s.number for s in drained(share, 2)] == [0, 1, 2, 3]
 
 
 def test_who_stood_back_comes_again_when_others_have_caught_up() -> None:
     share = _share()
-    for number, tenant in enumerate([0, 1, 0, 1]):
-        share.push(waiting(number, number, tenant=tenant), 1)
+    push(share, [0, 1, 0, 1])
     share.served(np.array([0, 1]), np.array([ALLOWANCE + 1, 0]))
     assert share.head(2).number == 1
     share.served(np.array([0, 1]), np.array([0, ALLOWANCE]))
@@ -63,8 +64,7 @@ def test_who_stood_back_comes_again_when_others_have_caught_up() -> None:
 
 def test_tenant_alone_is_served_in_order_however_far_ahead() -> None:
     share = _share()
-    for number, tenant in enumerate([0, 0, 1]):
-        share.push(waiting(number, number, tenant=tenant), 1)
+    push(share, [0, 0, 1])
     share.served(np.array([0]), np.array([100 * ALLOWANCE]))
     assert [s.number for s in drained(share, 2)] == [2, 0, 1]
 
@@ -79,8 +79,7 @@ def test_one_that_ran_before_is_never_held() -> None:
 
 def test_what_is_taken_within_a_step_counts_at_once() -> None:
     share = _share()
-    for number in range(6):
-        share.push(waiting(number, number, ALLOWANCE, tenant=0 if number < 5 else 1), 1)
+    push(share, [0] * 5 + [1], tokens=ALLOWANCE)
     taken = []
     for _ in range(3):
         share.pop(head := share.head(1))
@@ -112,8 +111,7 @@ def test_each_class_has_counters_of_its_own() -> None:
 def test_several_tenants_wait_only_once_a_second_one_comes() -> None:
     """The order counts no tokens before: what is not counted costs no time."""
     share = _share()
-    for number in range(3):
-        share.push(waiting(number, number, tenant=7), 1)
+    push(share, [7] * 3)
     before = share.counters.counter[7]
     share.pop(share.head(2))
     assert not share.several and share.counters.counter[7] == before
@@ -124,8 +122,7 @@ def test_several_tenants_wait_only_once_a_second_one_comes() -> None:
 def _full(order: ClassThenSlack, tenants: list[int], running: list[int], most: int) -> Queue:
     """Sequences of these tenants wait in that order, of class normal; so many of each tenant run."""
     queue = order.queue()
-    for number, tenant in enumerate(tenants):
-        queue.push(waiting(number, number, tenant=tenant), 1)
+    push(queue, tenants)
     rows = Rows(slots=most, blocks=most)
     for tenant, count in enumerate(running):
         for _ in range(count):
@@ -171,8 +168,7 @@ def test_a_tenant_alone_leaves_no_slot() -> None:
 def test_urgent_tenants_leave_no_slot_while_lower_classes_can_yield() -> None:
     order = ClassThenSlack()
     queue = order.queue()
-    for number, tenant in enumerate([0, 0, 1]):
-        queue.push(waiting(number, number, tenant=tenant, priority=1), 1)
+    push(queue, [0, 0, 1], priority=1)
     rows = Rows(slots=64, blocks=64)
     for _ in range(63):
         rows.add(known=1, limit=9, tenant=0, priority=1)

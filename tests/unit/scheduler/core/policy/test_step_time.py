@@ -34,11 +34,12 @@ def exact(row: Row, coefficients: np.ndarray = TRUE) -> float:
 class Machine:
     """Feeds a model with steps of known coefficients and relative noise of 3 %."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int, steps: int = 0) -> None:
         self.model = StepTime()
         self.rows = rows(seed)
         self.rng = np.random.default_rng(seed + 1)
         self.seen: list[tuple[Row, int]] = []
+        self.steps(steps)
 
     def step(self, row: Row, coefficients: np.ndarray = TRUE, factor: float = 1.0) -> None:
         ns = max(int(exact(row, coefficients) * factor * (1 + 0.03 * self.rng.normal())), 1)
@@ -73,8 +74,7 @@ def test_one_observation_is_enough_for_a_prediction() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_predictions_are_those_of_weighted_least_squares_over_the_memory(seed: int) -> None:
-    machine = Machine(seed)
-    machine.steps(3008)
+    machine = Machine(seed, 3008)
     latest = machine.seen[-400:]
     features = np.array([[1, *row] for row, _ in latest], dtype=np.float64)
     times = np.array([ns for _, ns in latest], dtype=np.float64)
@@ -106,8 +106,7 @@ def test_a_roofline_is_fitted_on_both_sides_of_its_knee(shape: str, device: str)
 
 
 def test_error_is_the_quantile_of_steps_with_prompts() -> None:
-    machine = Machine(4)
-    machine.steps(3000)
+    machine = Machine(4, 3000)
     assert 0.05 < machine.model.error < 0.12, "3 % of noise: 2.3 standard deviations"
     for _ in range(640):
         machine.step((200, 100_000, 0.0), factor=1.5)
@@ -139,8 +138,7 @@ def test_a_large_chunk_says_nothing_of_attention() -> None:
 
 
 def test_pause_is_an_error_of_at_most_the_whole_step() -> None:
-    machine = Machine(4)
-    machine.steps(640)
+    machine = Machine(4, 640)
     for _ in range(4):
         machine.step((600, 0, 512 * 256.5), factor=100.0)
     machine.steps(60)
@@ -151,8 +149,7 @@ def test_pause_is_an_error_of_at_most_the_whole_step() -> None:
 @pytest.mark.parametrize("factor", [100.0, 0.01])
 @pytest.mark.parametrize("bad", [1, 4, 16])
 def test_bad_timings_hardly_move_predictions(factor: float, bad: int) -> None:
-    machine = Machine(7)
-    machine.steps(640)
+    machine = Machine(7, 640)
     for i in range(160):
         machine.step(next(machine.rows), factor=factor if i * bad % 160 < bad else 1.0)
         if i % 8 == 0:
@@ -169,23 +166,20 @@ def test_a_bad_first_timing_is_soon_forgotten(factor: float) -> None:
 
 @pytest.mark.parametrize("speed", [0.25, 0.5, 1.3, 2.0, 3.0, 10.0])
 def test_lasting_change_of_speed_is_followed_within_a_hundred_steps(speed: float) -> None:
-    machine = Machine(5)
-    machine.steps(1000)
+    machine = Machine(5, 1000)
     machine.steps(100, TRUE * speed)
     assert machine.worst(TRUE * speed) < 0.06
 
 
 def test_a_change_of_one_cost_alone_is_followed() -> None:
-    machine = Machine(6)
-    machine.steps(1000)
+    machine = Machine(6, 1000)
     slower = TRUE * np.array([1, 2, 1, 1])
     machine.steps(400, slower)
     assert machine.worst(slower) < 0.1
 
 
 def test_what_prefills_cost_is_remembered_through_hours_of_decode() -> None:
-    machine = Machine(8)
-    machine.steps(500)
+    machine = Machine(8, 500)
     for i in range(50_000):
         decodes = 250 + i % 7
         machine.step((decodes, decodes * (1000 + i % 500), 0.0))
@@ -220,8 +214,7 @@ def test_no_coefficient_in_use_is_negative_even_where_data_fall() -> None:
 
 
 def trained() -> StepTime:
-    machine = Machine(2)
-    machine.steps(640)
+    machine = Machine(2, 640)
     machine.model.fold()
     return machine.model
 
