@@ -37,7 +37,8 @@ from services.hub.progress import Report, size
 from services.hub.store import PARTIAL, Record, pulling
 from shared.errors import ConfigurationError
 from shared.hub import HubName, cache_directory, find_snapshot, repository_directory
-from shared.tokenizer import MOST_FILE_BYTES, tokenizer_json
+from shared.model_files import MOST_FILE_BYTES
+from shared.tokenizer import tokenizer_json
 
 T = TypeVar("T")
 

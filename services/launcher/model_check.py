@@ -21,8 +21,8 @@ from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import Stored, read_stored
 from shared.errors import ModelError
 from shared.hub import repository_of, require_local
+from shared.model_files import read_bounded
 from shared.settings import WorkerSettings
-from shared.tokenizer import read_bounded
 
 GIB = 1 << 30
 SINGLE = "model.safetensors"
