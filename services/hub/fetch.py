@@ -200,8 +200,8 @@ class _Pull:
             return
         if gguf := sorted(name for name in files if name.endswith(".gguf")):
             raise ConfigurationError(
-                f"{self.name}: has GGUF files only, which cannot be served yet; fetch one with "
-                f"`orcinus pull {self.name} --file {gguf[0]}`, or choose a repository with safetensors"
+                f"{self.name}: has GGUF files only; choose one of {', '.join(gguf[:20])}: "
+                f"`orcinus pull {self.name} --file {gguf[0]}`"
             )
         pickles = sorted(name for name in files if any(fnmatch(name, pattern) for pattern in PICKLES))
         if pickles:

@@ -174,7 +174,7 @@ class GgufFile:
 
     def _array(self, key: str, kinds: tuple[int, ...]) -> list[Any]:
         array = self._values.get(key)
-        if array is None:
+        if array is None or (isinstance(array, _Array) and not array.count):
             return []
         if not isinstance(array, _Array) or array.kind not in kinds:
             raise self._refused(key, array, "an array of another type")
