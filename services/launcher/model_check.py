@@ -60,7 +60,7 @@ class ModelFacts:
     """What config.json and the headers of the weights say."""
 
     dtype: str
-    tensors: dict[str, tuple[int, ...]]  # shape by name; empty for dummy weights
+    tensors: Mapping[str, tuple[int, ...]]  # shape by name; empty for dummy weights
     stored: Stored | None = None  # how the layers' matrices are quantized
     packed_bits: Mapping[str, int] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
 

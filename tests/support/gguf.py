@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ _HALVES = {
 """Bytes of a block where its float16 scale lies, and perhaps its minimum."""
 
 
-def write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+def write_file(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+) -> None:
     """Writes a file; a tensor is the name of its type, its shape with the outputs first, and its bytes."""
     head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     head += [_text(key) + _value(value) for key, value in metadata.items()]
@@ -87,12 +89,18 @@ def pack(values: Float, kind: str, seed: int) -> tuple[bytes, Float]:
 
 
 def write_model(
-    plain: Path, path: Path, kind_of: Callable[[str], str], meant: Path | None = None, **metadata: Any
+    plain: Path,
+    path: Path,
+    kind_of: Callable[[str], str],
+    meant: Path | None = None,
+    more: dict[str, Any] | None = None,
+    **metadata: Any,
 ) -> None:
     """Writes a Hugging Face directory as a GGUF file, as convert_hf_to_gguf.py lays it out.
 
     kind_of: the type of a matrix, by its name in the file. meant: gets the directory with the weights that the file
-    then holds. metadata: with `__` for a dot, put over what is derived; None leaves a key out.
+    then holds. metadata: with `__` for a dot, put over what is derived; None leaves a key out. more:
+    further tensors of F32.
     """
     config = json.loads((plain / "config.json").read_text())
     name = ARCHITECTURES[config["architectures"][0]]
@@ -121,6 +129,8 @@ def write_model(
         if name.startswith("gemma") and known.endswith("norm"):
             exact = exact - np.float32(1)
         changed[key] = torch.from_numpy(exact.reshape(weight.shape).copy())
+    for target, array in (more or {}).items():
+        tensors[target] = "F32", array.shape, array.tobytes()
     given = {**_metadata(name, config), **_vocabulary(plain)}
     given |= {key.replace("__", "."): value for key, value in metadata.items()}
     write_file(path, {key: value for key, value in given.items() if value is not None}, tensors)
