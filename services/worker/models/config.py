@@ -61,13 +61,14 @@ class DecoderConfig:
 
 def load_config(model: Path) -> DecoderConfig:
     """Read `model`/config.json, or a GGUF file. Raise ModelError naming the field, its value and what would work."""
-    if is_gguf(model):
-        return _of_gguf(open_gguf(model))
-    if not model.is_dir():
-        raise ModelError(f"model directory {model} does not exist; set MODEL to a Hugging Face model directory")
-    raw, where = read_json(model / "config.json"), str(model / "config.json")
+    where = str(model)
     try:
-        return parse_config(raw, where)
+        if is_gguf(model):
+            return _of_gguf(open_gguf(model))
+        if not model.is_dir():
+            raise ModelError(f"model directory {model} does not exist; set MODEL to a Hugging Face model directory")
+        where = str(model / "config.json")
+        return parse_config(read_json(model / "config.json"), where)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ModelError(f"{where} does not hold what a config holds: {type(error).__name__}: {error}") from error
 
