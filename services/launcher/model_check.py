@@ -71,7 +71,8 @@ class ModelFacts:
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) == 2 and not any(part in name for part in EMBEDDINGS)
             if name in self.packed_bits:
-                total += count * (self.packed_bits[name] if kept else bits)
+                is_packed = kept and (name not in _GGUF_TABLES.values() or _packs_table(name, bits, worker))
+                total += count * (self.packed_bits[name] if is_packed else bits)
             elif self.stored is not None and name.endswith(WORDS):
                 numbers, scale = 32 // self.stored.bits * count, 64 if self.stored.zeros else 32
                 total += 32 * count + numbers * scale // self.stored.unit if kept else numbers * bits
@@ -107,7 +108,7 @@ def _read_gguf(model: Path, load_format: str) -> ModelFacts:
     for tensor in file.tensors.values():
         name = _GGUF_TABLES.get(tensor.name, tensor.name)
         tensors[name] = tensor.shape
-        if name == tensor.name and tensor.type.name in HELD_BITS:
+        if tensor.type.name in HELD_BITS:
             packed[name] = HELD_BITS[tensor.type.name]
     return ModelFacts(_dtype(config), tensors, stored_of_gguf(file), packed)
 
@@ -196,6 +197,11 @@ def _held_item_bytes(dtype: str, worker: WorkerSettings) -> int:
 def _keeps(stored: Stored, worker: WorkerSettings) -> bool:
     """Return whether the worker multiplies the packed numbers, and does not unpack them while it reads."""
     return stored.unit > 0 and worker.kernels in ("auto", "cpu") and not _on_gpu(worker)
+
+
+def _packs_table(name: str, bits: int, worker: WorkerSettings) -> bool:
+    """Return whether the worker holds a packed embedding or head of a GGUF file as it is (`models/weights.py`)."""
+    return worker.tp == 1 and (bits == 32 or name == "lm_head.weight")
 
 
 def _on_gpu(worker: WorkerSettings) -> bool:

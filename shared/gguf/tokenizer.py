@@ -57,11 +57,11 @@ class _Pre:
     is_composed: bool = False  # text is normalized to NFC
 
 
-_PRE = {
+PRE = {
+    "dbrx": _Pre((LLAMA_3,)),
     "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
     "deepseek-r1-qwen": _Pre((QWEN_2,), is_composed=True),
     "deepseek-v3": _Pre(_DEEPSEEK_3),
-    "dbrx": _Pre((LLAMA_3,)),
     "falcon3": _Pre((LLAMA_3,), keeps_words=True, adds_bos=True),
     "gpt-2": _Pre(has_gpt2=True),
     "gpt-4o": _Pre(
@@ -173,12 +173,12 @@ class _Vocabulary:
 
 def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> dict[str, Any]:
     name = file.text("tokenizer.ggml.pre", "default")
-    if name not in _PRE:
+    if name not in PRE:
         raise ModelError(
-            f"{file.path}: tokenizer.ggml.pre {name[:60]!r} is not supported, {', '.join(_PRE)} are; choose a model "
+            f"{file.path}: tokenizer.ggml.pre {name[:60]!r} is not supported, {', '.join(PRE)} are; choose a model "
             "with a tokenizer.json"
         )
-    pre = _PRE[name]
+    pre = PRE[name]
     texts = file.texts("tokenizer.ggml.merges")
     _check_bytes(file, "tokenizer.ggml.merges", texts)
     merges = []

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType, dequantize
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kernels.cpu.library import load
 from kernels.ops import Groups
 from services.worker.models.config import load_config
 from services.worker.models.gguf import UNPACK, GgufWeights
@@ -114,6 +115,33 @@ def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, name: str
     prompts = [case.prompt for case in cases]
     for kernels in KERNELS:
         assert tokens(model, prompts, kernels=kernels, block_size=16) == [case.tokens for case in cases], kernels
+
+
+def formats(model: Path, **settings: Any) -> list[str]:
+    """The formats that embedding, head, q, k and v, and the first matrix of the MLP are held in."""
+    decoder = make_engine(model, kernels="cpu", block_size=16, **settings).decoder
+    layer, names = decoder.layers[0], {number: name for name, number in load().weight_formats.items()}
+    packed = (decoder.embed_tokens, decoder.lm_head, layer.attention.qkv_proj.weight, layer.mlp.gate_up_proj.weight)
+    found = []
+    for one in packed:
+        parts = getattr(one, "parts", (one,))
+        found.append(
+            "+".join(names[part.weight_format] if hasattr(part, "weight_format") else "plain" for part in parts)
+        )
+    return found
+
+
+@pytest.mark.skipif("cpu" not in KERNELS, reason="no g++")
+def test_types_of_a_file_are_held_as_groups_where_kernels_have_them(tmp_path: Path) -> None:
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES)
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", q4_k_m)
+    layers = ["int4-32-mins+int8-16", "int4-32-mins"]
+    assert formats(tmp_path / "x.gguf") == ["int4-32-mins", "int8-16", *layers]
+    assert formats(tmp_path / "x.gguf", dtype="bfloat16") == ["plain", "int8-16", *layers]
+    make_llama(tmp_path / "tied", seed=5, requests=1, output_tokens=1, tie_word_embeddings=True, **SIZES)
+    write_model(tmp_path / "tied", tmp_path / "tied.gguf", q4_k_m)
+    assert formats(tmp_path / "tied.gguf") == ["int4-32-mins", "int4-32-mins", *layers]
+    assert formats(tmp_path / "tied.gguf", dtype="bfloat16") == ["bfloat16", "bfloat16", *layers]
 
 
 def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from shared.errors import ModelError
 
 
 class Gguf(StoredMethod):
+    packs_tables = True
+
     def check_stored(self, source: Source, matrix: Matrix) -> None:
         source.check(f"{matrix.name}.weight", (matrix.outputs, matrix.inputs), UNPACK.keys())
 

@@ -467,10 +467,11 @@ def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Pat
         **vocabulary,
     }
     write_file(tmp_path / "x.gguf", metadata, {**tables, **layers})
-    facts, plain = read_model(tmp_path / "x.gguf"), 256 + 64
-    assert facts.held_bytes(WorkerSettings(device="cpu")) == 512 * 6 // 8 + plain * 4
-    assert facts.held_bytes(WorkerSettings(device="cpu", dtype="bfloat16")) == 512 * 6 // 8 + plain * 2
-    assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == (512 + plain) * 4
+    facts, packed = read_model(tmp_path / "x.gguf"), 512 * 6 // 8
+    assert facts.held_bytes(WorkerSettings(device="cpu")) == packed + 64 * 4 + 256 * 9 // 8
+    assert facts.held_bytes(WorkerSettings(device="cpu", dtype="bfloat16")) == packed + 192 * 2 + 128 * 9 // 8
+    assert facts.held_bytes(WorkerSettings(device="cpu", tp=2)) == packed + 320 * 4
+    assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == (512 + 320) * 4
 
 
 def test_head_keeps_its_type_when_layers_are_rounded() -> None:

@@ -11,12 +11,16 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from services.worker.models.stored import HELD_BITS
 from shared.end_of_text import end_ids
 from shared.errors import ModelError
-from shared.gguf.tokenizer import _PRE
+from shared.gguf.config import ARCHITECTURES
+from shared.gguf.reader import BLOCK_TYPES
+from shared.gguf.tokenizer import PRE
 from shared.model_files import read_bounded
 from shared.tokenizer import load_tokenizer
 from tests.support.gguf import write_file
+from tests.support.launcher import ROOT
 
 TEXTS = (
     "Hello world, it's 12345 o'clock; I'LL see you'd say: ÄÖÜ ßtraße naïve café e\u0301.",
@@ -120,14 +124,14 @@ def test_byte_level_ids_are_those_of_the_tokenizer_before(tmp_path: Path, name: 
             assert other.encode(text) == ids, text
 
 
-@pytest.mark.parametrize("name", _PRE)
+@pytest.mark.parametrize("name", PRE)
 def test_every_named_expression_passes_the_bounds_and_loses_no_byte(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.gguf"
     write_file(path, metadata(byte_level("gpt-2"), name, add_bos_token=False), {})
     found = load_tokenizer(path / "tokenizer.json")
     for text in TEXTS:
         kept = found.library.decode(found.encode(text), skip_special_tokens=False)
-        assert kept == (text if not _PRE[name].is_composed else text.replace("e\u0301", "é")), text
+        assert kept == (text if not PRE[name].is_composed else text.replace("e\u0301", "é")), text
 
 
 def test_bos_is_added_where_the_file_or_its_kind_says_so(tmp_path: Path) -> None:
@@ -232,3 +236,15 @@ def test_a_long_piece_is_refused_before_it_is_cut(tmp_path: Path) -> None:
     write_file(path, source, {})
     with pytest.raises(ModelError, match="has 2000 characters, at most 256"):
         load_tokenizer(path / "tokenizer.json")
+
+
+def test_page_names_the_types_and_expressions_that_are_read() -> None:
+    page = (ROOT / "docs/models.md").read_text()
+    assert f"| `tokenizer.ggml.pre` | {', '.join(PRE)} |" in page
+    assert f"| `general.architecture` | {', '.join(ARCHITECTURES).replace('llama', 'llama (Mistral too)')} |" in page
+    row = next(line for line in page.splitlines() if line.startswith("| types of tensors"))
+    named = row.split("|")[2].partition(", in any mixture")[0]
+    assert set(named.strip().split(", ")) == {type_.name for type_ in BLOCK_TYPES.values()}
+    for name, bits in HELD_BITS.items():
+        held = next(line for line in page.splitlines() if line.startswith(f"| {name} | d"))
+        assert held.endswith(f" -> {bits} |"), name
