@@ -100,8 +100,8 @@ class Groups:
     """Some rows of a weight in 4 or 8 bits. Each `group` inputs of an output share a scale, and perhaps a minimum.
 
     A weight is scale * number - min where there are minima, else scale * (number - 8), or 128 with 8 bits; in float32
-    with one rounding. Where there are minima the scales have at most 24 - bits significant bits, so that scale * number
-    is exact and a multiply-add rounds like a product and a difference.
+    with one rounding. Where there are minima each scale * number is exact, as with scales of at most 24 - bits
+    significant bits, so that a multiply-add rounds like a product and a difference.
     """
 
     bits: int

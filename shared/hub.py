@@ -75,13 +75,32 @@ def find_snapshot(name: HubName) -> Path | None:
     return found if found.is_dir() else None
 
 
+def gguf_in(directory: Path) -> Path:
+    """Return the GGUF file of a directory that has one, perhaps a folder below, and no safetensors; else itself."""
+    if not directory.is_dir() or any(directory.glob("*.safetensors*")):
+        return directory
+    files = gguf_files(directory)
+    return files[0] if len(files) == 1 else directory
+
+
+def gguf_files(directory: Path) -> list[Path]:
+    """Return the GGUF files of a directory and of the folders in it, by name."""
+    return sorted([*directory.glob("*.gguf"), *directory.glob("*/*.gguf")])
+
+
+def snapshot_of(path: Path) -> Path | None:
+    """Return the snapshot that the path is, or that it is a GGUF file of, by its place; None for any other path."""
+    places = (path, *path.parents) if path.suffix == ".gguf" else (path,)
+    return next((one for one in places if one.parent.name == "snapshots"), None)
+
+
 def repository_of(path: Path) -> str | None:
-    """Return the repository whose snapshot the path is, by its place; None for any other path."""
-    kind, _, rest = path.parent.parent.name.partition("--")
-    repository = rest.replace("--", "/")
-    if path.parent.name != "snapshots" or kind != "models" or not is_repository(repository):
+    """Return the repository whose snapshot the path is, or is a GGUF file of; None for any other path."""
+    if (snapshot := snapshot_of(path)) is None:
         return None
-    return repository
+    kind, _, rest = snapshot.parent.parent.name.partition("--")
+    repository = rest.replace("--", "/")
+    return repository if kind == "models" and is_repository(repository) else None
 
 
 def require_local(model: Path) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import ConfigurationError
-from shared.hub import as_hub_name, find_snapshot, is_repository, repository_of
+from shared.hub import as_hub_name, find_snapshot, gguf_in, is_repository, repository_of
 from shared.keys import Keys, model_tag
 from shared.security.tls import readable
 
@@ -43,10 +43,10 @@ class CommonSettings(BaseSettings):
     redis_ca: Path | None = Field(None, description="file with the CA that signed Redis's certificate, for rediss://")
     model: Path = Field(
         DEMO_MODEL,
-        description="Hugging Face model directory, or ORG/NAME[@REVISION] of the Hub; an existing directory goes first",
+        description="Hugging Face directory, GGUF file, or ORG/NAME[@REVISION] of the Hub; an existing path goes first",
     )
     served_model_name: str = Field(
-        "", description="model id in /v1/models; empty means ORG/NAME, or the name of the directory"
+        "", description="model id in /v1/models; empty means ORG/NAME, or the name of the directory or file"
     )
     shard: str = Field("shard-0", pattern=r"^[a-z0-9._-]+$", description="shard of the scheduler")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
@@ -66,13 +66,15 @@ class CommonSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _name(self) -> CommonSettings:
-        """Replace a Hub name by the directory of its snapshot, where there is one, and name the model after it."""
+        """Replace a Hub name by its snapshot, and a directory by its one GGUF file; name the model after it."""
         name = as_hub_name(self.model)
         if name is not None and (snapshot := find_snapshot(name)) is not None:
             self.model = snapshot
+        self.model = gguf_in(self.model)
         if not self.served_model_name:
             repository = name.repository if name is not None else repository_of(self.model)
-            self.served_model_name = repository or model_tag(self.model.resolve().name)
+            path = self.model.resolve()
+            self.served_model_name = repository or model_tag(path.stem if path.suffix == ".gguf" else path.name)
         elif model_tag(self.served_model_name) != self.served_model_name and not is_repository(self.served_model_name):
             raise ValueError(
                 f"served model name {self.served_model_name!r}: only [a-z0-9._-] or ORG/NAME is allowed; "

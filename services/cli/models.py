@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from shared.errors import ConfigurationError, ModelError
-from shared.hub import HubName, cache_directory, parse_name
+from shared.hub import HubName, cache_directory, gguf_in, parse_name
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 Name = Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="a model of the Hugging Face Hub")]
@@ -30,7 +30,7 @@ def pull(
     """
     from services.hub.fetch import pull as fetch
     from services.hub.progress import Bars, size
-    from services.launcher.model_check import NO_GGUF, model_problem
+    from services.launcher.model_check import model_problem
 
     bars, wanted = Bars(), _parsed(name)
 
@@ -39,7 +39,9 @@ def pull(
             bars.note(f"warning: it cannot be served here: {problem}")
 
     found = fetch(wanted, bars, file, look)
-    problem = NO_GGUF if file else model_problem(found.path, "auto")
+    served = found.path / file if file else found.path
+    problem = model_problem(served, "auto")
+    serve = served if file and gguf_in(found.path) != served else wanted
     if json:
         print(
             json_module.dumps(
@@ -51,9 +53,7 @@ def pull(
         )  # fmt: skip
         return
     print(f"{wanted}: {size(found.total_bytes)} in {found.path}, {size(found.new_bytes)} of them fetched now")
-    print(
-        f"note: {problem}" if problem else f"serve it with `make run MODEL={wanted}` or `orcinus up --model {wanted}`"
-    )
+    print(f"note: {problem}" if problem else f"serve it with `make run MODEL={serve}` or `orcinus up --model {serve}`")
 
 
 def config_problem(snapshot: Path) -> str:

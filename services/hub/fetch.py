@@ -37,7 +37,8 @@ from services.hub.progress import Report, size
 from services.hub.store import PARTIAL, Record, pulling
 from shared.errors import ConfigurationError
 from shared.hub import HubName, cache_directory, find_snapshot, repository_directory
-from shared.text.tokenizer import MOST_FILE_BYTES, tokenizer_json
+from shared.model_files import MOST_FILE_BYTES
+from shared.text.tokenizer import tokenizer_json
 
 T = TypeVar("T")
 
@@ -199,8 +200,8 @@ class _Pull:
             return
         if gguf := sorted(name for name in files if name.endswith(".gguf")):
             raise ConfigurationError(
-                f"{self.name}: has GGUF files only, which cannot be served yet; fetch one with "
-                f"`orcinus pull {self.name} --file {gguf[0]}`, or choose a repository with safetensors"
+                f"{self.name}: has GGUF files only; choose one of {', '.join(gguf[:20])}: "
+                f"`orcinus pull {self.name} --file {gguf[0]}`"
             )
         pickles = sorted(name for name in files if any(fnmatch(name, pattern) for pattern in PICKLES))
         if pickles:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigurationError
-from shared.hub import HubName, cache_directory, find_snapshot, repository_directory, repository_of
+from shared.hub import HubName, cache_directory, find_snapshot, repository_directory, repository_of, snapshot_of
 
 RECORD = ".orcinus.json"
 PARTIAL = ".orcinus.incomplete"
@@ -160,10 +160,11 @@ def remove(removal: Removal) -> None:
 
 def hold(model: Path) -> None:
     """Mark a model of the cache as in use until this process ends; pass over other paths and a read-only cache."""
-    if (repository := repository_of(model)) is None:
+    snapshot, repository = snapshot_of(model), repository_of(model)
+    if snapshot is None or repository is None:
         return
     with suppress(OSError):
-        path = _lock_path(repository, model.parents[2])
+        path = _lock_path(repository, snapshot.parents[2])
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a removal

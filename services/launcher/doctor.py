@@ -20,6 +20,7 @@ from services.launcher.model_check import free_memory, memory_problem, model_pro
 from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem
 from shared.errors import ConfigurationError, ModelError
+from shared.gguf.reader import is_gguf
 from shared.options import Values, build, without_password
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
@@ -190,7 +191,8 @@ def check_model(model: Path, load_format: str) -> Check:
 
 
 def _weights_bytes(model: Path) -> int:
-    return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0
+    files = model.glob("*.safetensors") if model.is_dir() else [model] if is_gguf(model) else []
+    return sum(file.stat().st_size for file in files)
 
 
 def _output(command: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Look into a model directory before anything starts: can it be served here, and if not, what helps?
+"""Look into a model directory or GGUF file before anything starts: can it be served here, and if not, what helps?
 
 `orcinus up`, `orcinus pull`, `orcinus list` and `orcinus doctor` ask. It needs no torch; the worker reads the same
 files more closely. Nothing of the directory is executed.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ import psutil
 
 from services.launcher.gpu_facts import device_files, gather_driver
 from services.worker.models.registry import FAMILIES
-from services.worker.models.stored import Stored, read_stored
+from services.worker.models.stored import HELD_BITS, Stored, read_stored, stored_of_gguf
 from shared.errors import ModelError
-from shared.hub import repository_of, require_local
+from shared.gguf.config import config_of
+from shared.gguf.reader import is_gguf, open_gguf
+from shared.hub import gguf_files, gguf_in, repository_of, require_local
+from shared.model_files import read_bounded
 from shared.settings import WorkerSettings
-from shared.text.tokenizer import read_bounded
 
 GIB = 1 << 30
 SINGLE = "model.safetensors"
@@ -32,9 +34,9 @@ HEADER_BYTES = 16 << 20
 WORK_BYTES = GIB // 2
 """Beside the weights: processes, the smallest KV pool, the largest step."""
 
-NO_GGUF = "GGUF files cannot be served yet, only fetched; serve a repository or directory with safetensors"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
+_GGUF_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
 EMBEDDINGS = ("embed", "wte", "wpe", "lm_head")  # parts of names of tables and heads, which --quantize leaves alone
 WORDS = (".weight_packed", ".qweight")  # ends of names in quantized checkpoints
 SCALES = (".weight_scale", ".scales")
@@ -58,8 +60,9 @@ class ModelFacts:
     """What config.json and the headers of the weights say."""
 
     dtype: str
-    tensors: dict[str, tuple[int, ...]]  # shape by name; empty for dummy weights
+    tensors: Mapping[str, tuple[int, ...]]  # shape by name; empty for dummy weights
     stored: Stored | None = None  # how the layers' matrices are quantized
+    packed_bits: Mapping[str, int] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
 
     def held_bytes(self, worker: WorkerSettings) -> int:
         """Return the memory that the weights take with these settings, all ranks of one replica together."""
@@ -67,7 +70,10 @@ class ModelFacts:
         total = 0
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) == 2 and not any(part in name for part in EMBEDDINGS)
-            if self.stored is not None and name.endswith(WORDS):
+            if name in self.packed_bits:
+                is_packed = kept and (name not in _GGUF_TABLES.values() or _packs_table(name, bits, worker))
+                total += count * (self.packed_bits[name] if is_packed else bits)
+            elif self.stored is not None and name.endswith(WORDS):
                 numbers, scale = 32 // self.stored.bits * count, 64 if self.stored.zeros else 32
                 total += 32 * count + numbers * scale // self.stored.unit if kept else numbers * bits
             elif self.stored is None or not name.endswith(SCALES + UNPACKED):
@@ -76,7 +82,10 @@ class ModelFacts:
 
 
 def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
-    """Return the facts of a model directory. Raise ModelError for one that cannot be served, with the remedy."""
+    """Return the facts of a directory or GGUF file. Raise ModelError for one that cannot be served, with the remedy."""
+    model = gguf_in(model)
+    if is_gguf(model):
+        return _read_gguf(model, load_format)
     _check_directory(model)
     config = read_config(model)
     tensors: dict[str, tuple[int, ...]] = {}
@@ -86,6 +95,22 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
     read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
     return ModelFacts(_dtype(config), tensors, read_stored(config, str(model / "config.json")))
+
+
+def _read_gguf(model: Path, load_format: str) -> ModelFacts:
+    _refuse_pointer(model)
+    if load_format != "auto":
+        raise ModelError(f"--load-format {load_format}: {model} is a GGUF file; leave the option out")
+    file = open_gguf(model)
+    config = config_of(file)
+    read_bounded(model / "tokenizer.json")
+    tensors, packed = {}, {}
+    for tensor in file.tensors.values():
+        name = _GGUF_TABLES.get(tensor.name, tensor.name)
+        tensors[name] = tensor.shape
+        if tensor.type.name in HELD_BITS:
+            packed[name] = HELD_BITS[tensor.type.name]
+    return ModelFacts(_dtype(config), tensors, stored_of_gguf(file), packed)
 
 
 def read_config(model: Path) -> dict[str, Any]:
@@ -174,6 +199,11 @@ def _keeps(stored: Stored, worker: WorkerSettings) -> bool:
     return stored.unit > 0 and worker.kernels in ("auto", "cpu") and not _on_gpu(worker)
 
 
+def _packs_table(name: str, bits: int, worker: WorkerSettings) -> bool:
+    """Return whether the worker holds a packed embedding or head of a GGUF file as it is (`models/weights.py`)."""
+    return worker.tp == 1 and (bits == 32 or name == "lm_head.weight")
+
+
 def _on_gpu(worker: WorkerSettings) -> bool:
     return worker.device == "cuda" or (worker.device == "auto" and worker.kernels == "auto" and device_files())
 
@@ -181,14 +211,11 @@ def _on_gpu(worker: WorkerSettings) -> bool:
 def _check_directory(model: Path) -> None:
     require_local(model)
     if model.is_file():
-        if model.suffix == ".gguf":
-            raise ModelError(f"{model}: {NO_GGUF}")
         raise ModelError(f"model {model}: a file, not a directory; give the directory with config.json")
     if not model.is_dir():
         raise ModelError(f"model directory {model} does not exist; give a Hugging Face directory or ORG/NAME")
     if not (model / "config.json").exists():
-        if any(model.glob("*.gguf")):
-            raise ModelError(f"model directory {model}: {NO_GGUF}")
+        _refuse_several_gguf(model)
         raise ModelError(f"model directory {model} has no config.json; give the directory that has one")
 
 
@@ -215,9 +242,15 @@ def _refuse_other_weights(model: Path) -> None:
             f"{pickles[0]}: pickled weights, which run code when they are read; choose a model with safetensors, "
             "or convert them with transformers' save_pretrained"
         )
-    if any(model.glob("*.gguf")):
-        raise ModelError(f"model directory {model}: {NO_GGUF}")
+    _refuse_several_gguf(model)
     raise ModelError(f"model directory {model} has no *.safetensors weights; {_again(model)}")
+
+
+def _refuse_several_gguf(model: Path) -> None:
+    """Raise ModelError for a directory with more than one GGUF file: `gguf_in` has found the only one."""
+    if files := gguf_files(model):
+        names = ", ".join(str(file.relative_to(model)) for file in files[:20])
+        raise ModelError(f"model directory {model}: {len(files)} GGUF files, {names}; give the path of one")
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:

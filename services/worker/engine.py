@@ -27,9 +27,10 @@ from services.worker.in_flight import GRAMMAR, InFlightStep, InFlightSteps, Mark
 from services.worker.kv.cache import plan_pool, room_for, wanted_lengths
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.transfers import KVTransfers
-from services.worker.models.checkpoint import Progress, open_weights
+from services.worker.models.checkpoint import Progress, Source, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
+from services.worker.models.gguf import GgufWeights
 from services.worker.models.weights import shard_of
 from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
@@ -39,6 +40,7 @@ from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
 from shared.columns import pack
 from shared.errors import ConfigurationError, ProtocolError
+from shared.gguf.reader import is_gguf
 from shared.ids import identity
 from shared.text.grammars import Grammars
 
@@ -71,13 +73,21 @@ class Engine:
         )  # first: what is amiss with the folder shows before the weights come
         set_threads(settings, self.parallel.ranks_here)
         config = load_config(settings.model)
+        if is_gguf(settings.model) and settings.load_format != "auto":
+            raise ConfigurationError(
+                f"--load-format {settings.load_format}: {settings.model} is a GGUF file; leave the option out"
+            )
         if config.stored is not None and settings.load_format == "dummy":
             raise ConfigurationError(
                 "--load-format dummy: config.json has a quantization_config, random weights are plain; take it out"
             )
         method = method_of(settings.quantize, config.stored)
         self.lengths = wanted_lengths(settings, config)
-        weights = open_weights(settings.model, settings.load_format, progress)
+        weights: Source
+        if is_gguf(settings.model):
+            weights = GgufWeights(config, settings.model, progress)
+        else:
+            weights = open_weights(settings.model, settings.load_format, progress)
         check_matrices(config, weights, method)
         self.config = config
         self.model_hash = weights.fingerprint()

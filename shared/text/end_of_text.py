@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ModelError
-from shared.text.tokenizer import read_bounded
+from shared.model_files import has_file, read_bounded
 
 MOST_END_IDS = 8
 """A worker bans and a scheduler checks at most 16 stop ids of a sequence; the request may give the other 8."""
@@ -49,7 +49,7 @@ def _named_id(directory: Path) -> int | None:
 def _read(directory: Path, name: str) -> dict[str, Any]:
     """Return the JSON object of a file; empty if there is no file. Raises ModelError."""
     path = directory / name
-    if not path.is_file():
+    if not has_file(path):
         return {}
     try:
         value = json.loads(read_bounded(path))

@@ -14,13 +14,14 @@ import contextlib
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ModelError, OrcinusError
+from shared.gguf.tokenizer import LLAMA_3, QWEN_2
+from shared.model_files import read_bounded
 from shared.text.regex_bounds import regex_problem
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 MOST_DECODED_BYTES = 1 << 30
 """Of the text of ids, as bounded by the longest token: 256 bytes for each of a million ids."""
-MOST_FILE_BYTES = 64 << 20
-"""Of tokenizer.json. Gemma 3 has 33 MB."""
 MOST_VALUES = 8 << 20
 """JSON values in the file, counted by its commas and brackets. Gemma 3 has 2 million."""
 MOST_STEPS = 64
@@ -56,12 +55,10 @@ QUICK_CHARS = 1024
 QUICK_BYTES = 64 * 1024
 """A text of so many characters, and normalized bytes, is encoded in less than a millisecond."""
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 KNOWN_REGEXES = frozenset(
     {
-        _WORDS + r"\p{N}{1,3}" + _REST,
-        _WORDS + r"\p{N}" + _REST,
+        LLAMA_3,
+        QWEN_2,
         r"\s*[\r\n]+[ \t]*| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     }
 )
@@ -114,31 +111,6 @@ def load_tokenizer(path: Path) -> BoundedTokenizer:
 def tokenizer_json(path: Path) -> str:
     """Return the JSON of a file, checked, for a parser that takes it as text. Raise ModelError."""
     return _checked(path)[0]
-
-
-def read_bounded(path: Path) -> bytes:
-    """Return the bytes of a JSON file of a model, a regular one of bounded size. Raise ModelError."""
-    try:
-        # O_NONBLOCK: to open a FIFO would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path} is missing; save the fast tokenizer into the directory (transformers' save_pretrained)"
-        ) from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            raise ModelError(f"{path}: not a regular file; put the model's own there")
-        if facts.st_size > MOST_FILE_BYTES:
-            raise ModelError(f"{path}: {facts.st_size} bytes, at most {MOST_FILE_BYTES}; choose another model")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(MOST_FILE_BYTES)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    finally:
-        os.close(descriptor)
 
 
 def check_tokenizer(data: bytes) -> tuple[str, int, bool]:

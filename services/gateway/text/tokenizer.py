@@ -1,6 +1,7 @@
 """Load the text side of one model: tokenizer, chat template, end-of-text ids and context length.
 
-Loaded once from a Hugging Face directory; a directory that cannot be served raises ModelError naming file and remedy.
+Loaded once from a Hugging Face directory or a GGUF file; one that cannot be served raises ModelError naming file and
+remedy.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
 from services.gateway.text.tools.formats import format_of
 from shared.errors import ModelError
+from shared.gguf.reader import is_gguf
+from shared.model_files import has_file, read_bounded
 from shared.text.end_of_text import end_ids
 from shared.text.tokenizer import MOST_ID, load_tokenizer
 
@@ -43,7 +46,7 @@ class ModelText:
         the model writes calls of tools; auto reads it from the template. sampling_defaults: as that setting.
         """
         directory = Path(directory)
-        if not directory.is_dir():
+        if not directory.is_dir() and not is_gguf(directory):
             raise ModelError(f"model directory {directory} does not exist")
         config = _read_json(directory, "config.json", "a Hugging Face model directory has one")
         self._bounded = load_tokenizer(directory / "tokenizer.json")
@@ -151,13 +154,13 @@ def _context(directory: Path, config: dict[str, Any]) -> int:
 
 def _read_json(directory: Path, name: str, required: str | None = None) -> dict[str, Any]:
     path = directory / name
-    if not path.is_file():
+    if not has_file(path):
         if required:
             raise ModelError(f"{path} is missing; {required}")
         return {}
     try:
-        value = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
+        value = orjson.loads(read_bounded(path))
+    except orjson.JSONDecodeError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} is no JSON object")

@@ -163,22 +163,15 @@ class Checkpoint(Source):
 
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
         place = self._where[name]
-        found = _memory((rows, *shape[1:]), DTYPES[place.dtype])
-        row_bytes = found.nbytes // rows
-        # A mapping would leave every page that was read in this process's memory until the file is closed.
-        with (self.model / place.file).open("rb", buffering=0) as file:
-            file.seek(place.start + first * row_bytes)
-            into = found.view(-1).view(torch.uint8).numpy().data
-            while into.nbytes:
-                count = file.readinto(into[:PIECE_BYTES])
-                if not count:
-                    raise ModelError(f"{self.model / place.file}: cannot read tensor {name}: the file is cut off")
-                into = into[count:]
-                self._bytes_read += count
-                if self._progress:
-                    self._progress(self._bytes_read, self.bytes_total)
+        found = memory((rows, *shape[1:]), DTYPES[place.dtype])
+        read_into(found, self.model / place.file, name, place.start + first * (found.nbytes // rows), self._report)
         self._read.add(name)
         return found
+
+    def _report(self, count: int) -> None:
+        self._bytes_read += count
+        if self._progress:
+            self._progress(self._bytes_read, self.bytes_total)
 
     def unread(self) -> list[str]:
         return sorted(self._where.keys() - self._read)
@@ -195,7 +188,7 @@ class Checkpoint(Source):
                 for name, place in sorted(self._where.items()):
                     if place.file == file:
                         digest.update(f"{name} {place.dtype} {list(place.shape)}\n".encode())
-                        _sample(source.fileno(), place, digest.update)
+                        sample(source.fileno(), place.start, place.size, digest.update)
         return digest.hexdigest()[:16]
 
 
@@ -220,7 +213,7 @@ class Dummy(Source):
 
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
         """Return random numbers: matrices of variance 1 / inputs, norms near 1, small biases."""
-        found = _memory((rows, *shape[1:]), torch.float32)
+        found = memory((rows, *shape[1:]), torch.float32)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {first}".encode()))
         if len(shape) > 1:
             bound = math.sqrt(3 / shape[-1])
@@ -242,7 +235,21 @@ def open_weights(
     return Dummy(model) if load_format == "dummy" else Checkpoint(model, progress)
 
 
-def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def read_into(found: Tensor, path: Path, name: str, start: int, report: Callable[[int], None]) -> None:
+    """Fill a tensor with the bytes of a file from `start` on; report counts of bytes. Raise ModelError."""
+    # A mapping would leave every page that was read in this process's memory until the file is closed.
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        into = found.view(-1).view(torch.uint8).numpy().data
+        while into.nbytes:
+            count = file.readinto(into[:PIECE_BYTES])
+            if not count:
+                raise ModelError(f"{path}: cannot read tensor {name}: the file is cut off")
+            into = into[count:]
+            report(count)
+
+
+def memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor; its memory goes back to the system as soon as it is freed.
 
     Pieces from the heap, freed between matrices that stay, would leave holes: 15 % of a small model.
@@ -257,7 +264,7 @@ def as_piece(found: Tensor, dtype: torch.dtype) -> Tensor:
     """Return it contiguous and in `dtype`; a copy unless it is so already."""
     if found.dtype == dtype and found.is_contiguous():
         return found
-    return _memory(found.shape, dtype).copy_(found)
+    return memory(found.shape, dtype).copy_(found)
 
 
 def _shards(model: Path) -> list[str]:
@@ -316,11 +323,11 @@ def _check_apart(places: dict[str, _Place]) -> None:
             end, last = place.start + place.size, name
 
 
-def _sample(file: int, place: _Place, take: Callable[[bytes], object]) -> None:
-    """Give `take` the bytes of a tensor's begin, middle and end."""
-    last = max(0, place.size - SAMPLE_BYTES)
+def sample(file: int, start: int, size: int, take: Callable[[bytes], object]) -> None:
+    """Give `take` the bytes of the begin, middle and end of a tensor that begins at `start`."""
+    last = max(0, size - SAMPLE_BYTES)
     for at in sorted({0, last // 2, last}):
-        take(os.pread(file, min(SAMPLE_BYTES, place.size), place.start + at))
+        take(os.pread(file, min(SAMPLE_BYTES, size), start + at))
 
 
 def _place(file: str, entry: Any, begin: int) -> _Place:

@@ -17,8 +17,10 @@ import torch
 from services.worker.models.fields import Fields, read_json
 from services.worker.models.registry import FAMILIES, Family
 from services.worker.models.rope import Rope
-from services.worker.models.stored import Stored, read_stored
+from services.worker.models.stored import Stored, read_stored, stored_of_gguf
 from shared.errors import ModelError
+from shared.gguf.config import config_of, rope_factors
+from shared.gguf.reader import GgufFile, is_gguf, open_gguf
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_LAYERS = 4096
@@ -58,14 +60,27 @@ class DecoderConfig:
 
 
 def load_config(model: Path) -> DecoderConfig:
-    """Read `model`/config.json. Raise ModelError naming the field, its value and what would work."""
-    if not model.is_dir():
-        raise ModelError(f"model directory {model} does not exist; set MODEL to a Hugging Face model directory")
-    raw, where = read_json(model / "config.json"), str(model / "config.json")
+    """Read `model`/config.json, or a GGUF file. Raise ModelError naming the field, its value and what would work."""
+    where = str(model)
     try:
-        return parse_config(raw, where)
+        if is_gguf(model):
+            return _of_gguf(open_gguf(model))
+        if not model.is_dir():
+            raise ModelError(f"model directory {model} does not exist; set MODEL to a Hugging Face model directory")
+        where = str(model / "config.json")
+        return parse_config(read_json(model / "config.json"), where)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ModelError(f"{where} does not hold what a config holds: {type(error).__name__}: {error}") from error
+
+
+def _of_gguf(file: GgufFile) -> DecoderConfig:
+    config = parse_config(config_of(file), str(file.path))
+    rope = config.rope
+    if rope is not None:
+        rope = replace(rope, divisors=tuple(rope_factors(file, rope.rotary)))
+    # The file has Gemma's norms as they are multiplied, and each matrix as [outputs, inputs].
+    family = replace(config.family, norm_offset=0.0, transposed=False, interleaved=False)
+    return replace(config, family=family, rope=rope, stored=stored_of_gguf(file))
 
 
 def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:

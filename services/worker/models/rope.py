@@ -29,11 +29,14 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # cosines and sines are multiplied by it
+    divisors: tuple[float, ...] = ()  # [rotary / 2], of the frequencies: what llama3 comes to, in a GGUF file
 
     def inverse_frequencies(self) -> Tensor:
         """Return [rotary / 2] float32."""
         exponents = torch.arange(0, self.rotary, 2, dtype=torch.int64).to(torch.float32) / self.rotary
         powers = self.theta**exponents
+        if self.divisors:
+            powers = powers * torch.tensor(self.divisors)
         if self.kind == "linear":
             return 1.0 / powers / self.factor
         if self.kind == "llama3":

@@ -13,6 +13,7 @@ from typing import Any
 
 from services.worker.models.fields import LARGEST, Fields
 from shared.errors import ModelError
+from shared.gguf.reader import GgufFile
 
 BITS = (4, 8)
 UNITS = (128, 32)  # groups that kernels have, kernels/cpu/src/formats/groups.h
@@ -23,8 +24,8 @@ REMEDY = "choose the unquantized model, and --quantize int4 or int8 if it is too
 class Stored:
     """A kind of quantized matrix."""
 
-    method: str  # quant_method: compressed-tensors, awq, gptq or fp8
-    bits: int
+    method: str  # quant_method: compressed-tensors, awq, gptq or fp8; gguf
+    bits: int  # of a number as it is held; of a GGUF file, of most numbers
     group: int = 0  # inputs that share a scale; 0: all of a row
     zeros: bool = False  # each group has a zero point
     zero_offset: int = 0  # is added to a zero point as it is stored
@@ -52,6 +53,22 @@ def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
             f"{where}: quantization_config ({_short(method)}) is not supported, {', '.join(_READERS)} are; {REMEDY}"
         )
     return _READERS[method](Fields(given, f"{where}: quantization_config"))
+
+
+HELD_BITS = {"Q4_0": 5, "Q4_1": 6, "Q4_K": 6, "Q5_0": 9, "Q5_1": 10, "Q5_K": 10, "Q6_K": 10, "Q8_0": 9}
+"""Packed types of GGUF -> bits of a weight as it is held, with its float32 scale and minimum."""
+
+
+def stored_of_gguf(file: GgufFile) -> Stored | None:
+    """Return how the layers' matrices of a GGUF file are packed, by the type of most of them; None for plain ones."""
+    sizes = dict.fromkeys(HELD_BITS, 0)
+    for tensor in file.tensors.values():
+        if tensor.name.startswith("blk.") and tensor.type.name in HELD_BITS:
+            sizes[tensor.type.name] += tensor.size_bytes
+    if not any(sizes.values()):
+        return None
+    bits = HELD_BITS[max(sizes, key=lambda name: sizes[name])]
+    return Stored("gguf", 4 if bits < 8 else 8, 32, zeros=bits in (6, 10))
 
 
 def _compressed_tensors(read: Fields) -> Stored:

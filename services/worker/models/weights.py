@@ -151,12 +151,18 @@ class WeightLoader:
         tied = c.tied and shard.first and shard.last
         embed_tokens: Any = None
         lm_head: Any = None
+        # `embed` yields float32 of a packed table.
         if shard.first and not tied:
-            embed_tokens = self.ops.pack_embedding(self._vocab_rows(tokens), *size)
+            embed_tokens = self._packed_table(tokens, None) if self.dtype == torch.float32 else None
+            if embed_tokens is None:
+                embed_tokens = self.ops.pack_embedding(self._vocab_rows(tokens), *size)
         if shard.last:
             bias = self._head_bias() if "lm_head" in c.biases else None
-            pack = self.ops.pack_tied if tied else self.ops.pack_linear
-            lm_head = pack(self._vocab_rows(tokens if c.tied else names.lm_head), *size, bias)
+            head = tokens if c.tied else names.lm_head
+            lm_head = self._packed_table(head, bias) if not tied or self.dtype == torch.float32 else None
+            if lm_head is None:
+                pack = self.ops.pack_tied if tied else self.ops.pack_linear
+                lm_head = pack(self._vocab_rows(head), *size, bias)
         return (lm_head if tied else embed_tokens), lm_head
 
     def position_embeddings(self) -> Tensor | None:
@@ -225,6 +231,16 @@ class WeightLoader:
         part = Part(self.ops, len(rows.rows), self.method.read(self.source, matrix, self.dtype), self.dtype)
         self.packed[bool(part.weight_format)] += 1
         return part
+
+    def _packed_table(self, name: str, bias: Tensor | None) -> Any:
+        """Return the embedding or the head as the checkpoint packs it; None where it, the backend or ranks do not."""
+        c = self.config
+        if not self.method.packs_tables or self.shard.vocab_rows != c.vocab_size:
+            return None
+        stem = self._find(f"{name}.weight").removesuffix(".weight")
+        matrix = Matrix(stem, c.vocab_size, c.hidden_size, range(c.vocab_size), range(c.hidden_size))
+        part = Part(self.ops, c.vocab_size, self.method.read(self.source, matrix, self.dtype), self.dtype)
+        return self.method.pack(self.ops, [part], c.hidden_size, bias) if part.weight_format else None
 
     def _vocab_rows(self, name: str) -> Iterator[Tensor]:
         """Yield the shard's rows of the embedding or the head, and zeros behind them."""

@@ -1,6 +1,6 @@
 """Weight formats of linear layers, one format a file: `models/weights` loads with them, `models/layers` multiplies.
 
-Imports `kernels`, `models/checkpoint` and `models/stored`, nothing else of the worker.
+Imports `kernels`, `models/checkpoint`, `models/gguf` and `models/stored`, nothing else of the worker.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from services.worker.quantization.awq import Awq
 from services.worker.quantization.base import LinearMethod
 from services.worker.quantization.compressed_tensors import CompressedTensors
 from services.worker.quantization.fp8 import Fp8
+from services.worker.quantization.gguf import Gguf
 from services.worker.quantization.gptq import Gptq
 from services.worker.quantization.int4 import Int4
 from services.worker.quantization.int8 import Int8
@@ -25,6 +26,7 @@ STORED: dict[str, type[StoredMethod]] = {
     "awq": Awq,
     "gptq": Gptq,
     "fp8": Fp8,
+    "gguf": Gguf,
 }
 """Stored.method -> method."""
 

@@ -57,6 +57,9 @@ class LinearMethod(ABC):
     weight_format: ClassVar[str] = ""
     """Format of Ops.pack_linear that it is held in; empty means the model's type."""
 
+    packs_tables: ClassVar[bool] = False
+    """Whether embedding and head may be packed, too."""
+
     def check(self, source: Source, matrix: Matrix) -> None:
         """Raise ModelError when the checkpoint lacks the matrix or holds it in another shape. Read headers alone."""
         source.check(f"{matrix.name}.weight", _stored_shape(matrix))

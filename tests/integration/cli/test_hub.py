@@ -19,11 +19,14 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from services.launcher.model_check import ModelFacts, model_problem, size_problem
+from services.hub.store import hold
+from services.launcher.model_check import ModelFacts, model_problem, read_model, size_problem
 from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, WorkerSettings
+from tests.support.gguf import write_file, write_model
 from tests.support.launcher import ROOT, clean_env
+from tests.support.models import make_llama
 from tests.support.stand_ins.hub import StandInHub
 
 NAME = "acme/tiny"
@@ -233,9 +236,37 @@ def test_repository_without_safetensors_is_refused_with_its_formats(machine: Mac
     assert "`orcinus pull acme/gguf --file tiny-q4.gguf`" in machine.run("pull", "acme/gguf", code=2)
     assert "GGUF files there: tiny-q4.gguf" in machine.run("pull", "acme/gguf", "--file", "x.gguf", code=2)
     assert "not a GGUF file" in machine.run("pull", "acme/gguf", "--file", "pytorch_model.bin", code=2)
-    assert "GGUF files cannot be served yet" in machine.run("pull", "acme/gguf", "--file", "tiny-q4.gguf")
-    assert "GGUF files cannot be served yet" in machine.run("up", "--model", "acme/gguf", code=2)
+    assert "tiny-q4.gguf: version 0, versions 2 and 3" in machine.run("pull", "acme/gguf", "--file", "tiny-q4.gguf")
+    assert "tiny-q4.gguf: version 0, versions 2 and 3" in machine.run("up", "--model", "acme/gguf", code=2)
     assert machine.hub.fetched()["pytorch_model.bin"] == 0
+
+
+def test_gguf_file_is_served_by_the_name_of_its_repository_or_its_path(machine: Machine, tmp_path: Path) -> None:
+    make_llama(tmp_path / "plain", requests=1, output_tokens=1, hidden_size=256, intermediate_size=256)
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda name: "Q6_K" if name == "output.weight" else "Q4_K")
+    data = (tmp_path / "x.gguf").read_bytes()
+    machine.hub.add("acme/gguf", {"README.md": b"# Tiny", "q4/tiny-q4.gguf": data, "tiny-f16.gguf": data + bytes(32)})
+    said = machine.run("pull", "acme/gguf", code=2)
+    assert "choose one of q4/tiny-q4.gguf, tiny-f16.gguf: `orcinus pull acme/gguf --file q4/tiny-q4.gguf`" in said
+    said = machine.run("pull", "acme/gguf", "--file", "q4/tiny-q4.gguf")
+    assert "serve it with `make run MODEL=acme/gguf`" in said
+    with patch.object(constants, "HF_HUB_CACHE", str(machine.home / "hub")):
+        settings = CommonSettings(model=Path("acme/gguf"))
+    assert settings.model.name == "tiny-q4.gguf"
+    assert settings.served_model_name == "acme/gguf"
+    assert model_problem(settings.model, "auto") == ""
+    listed = json.loads(machine.run("list", "--json"))["models"][0]
+    assert (listed["name"], listed["problem"]) == ("acme/gguf", "")
+    hold(settings.model)
+    assert "in use" in machine.run("rm", "--yes", "acme/gguf", code=2)
+    said = machine.run("pull", "acme/gguf", "--file", "tiny-f16.gguf")
+    second = settings.model.parents[1] / "tiny-f16.gguf"
+    assert f"serve it with `make run MODEL={second}`" in said
+    assert "2 GGUF files, q4/tiny-q4.gguf, tiny-f16.gguf; give the path of one" in machine.run(
+        "up", "--model", "acme/gguf", code=2
+    )
+    assert CommonSettings(model=second).served_model_name == "acme/gguf"
+    assert CommonSettings(model=tmp_path / "x.gguf").served_model_name == "x"
 
 
 def test_pull_waits_after_429_until_it_gives_up(machine: Machine) -> None:
@@ -380,7 +411,7 @@ def test_tokenizer_fifo_is_named_and_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("pytorch_model.bin", "pickled weights"), ("x.gguf", "GGUF files cannot be served yet")]
+    ("name", "said"), [("pytorch_model.bin", "pickled weights"), ("x.gguf", "not a GGUF file, or cut off")]
 )
 def test_other_formats_of_weights_are_named(tmp_path: Path, name: str, said: str) -> None:
     model = _broken(tmp_path / "model", "model.safetensors", None)
@@ -418,6 +449,29 @@ def test_size_of_a_quantized_model_counts_the_scales_that_kernels_hold() -> None
     tensors = {"up.qweight": (128, 8), "up.qzeros": (2, 8), "up.scales": (2, 64)}
     facts = ModelFacts("bfloat16", tensors, Stored("awq", 4, 64, zeros=True))
     assert facts.held_bytes(WorkerSettings(device="cpu")) == 64 * 128 // 2 + 64 * (128 // 32) * 8
+
+
+def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Path) -> None:
+    tables = {"token_embd.weight": ("Q8_0", (4, 32), bytes(4 * 34)), "output.weight": ("Q8_0", (4, 32), bytes(4 * 34))}
+    layers = {
+        "blk.0.attn_q.weight": ("Q4_K", (2, 256), bytes(2 * 144)),
+        "blk.0.ffn_up.weight": ("F16", (2, 32), bytes(128)),
+    }
+    vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a"]}
+    sizes = dict.fromkeys(("context_length", "embedding_length", "block_count", "feed_forward_length"), 32)
+    numbers = {f"llama.{key}": value for key, value in sizes.items()} | {"llama.attention.head_count": 1}
+    metadata = {
+        "general.architecture": "llama",
+        **numbers,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        **vocabulary,
+    }
+    write_file(tmp_path / "x.gguf", metadata, {**tables, **layers})
+    facts, packed = read_model(tmp_path / "x.gguf"), 512 * 6 // 8
+    assert facts.held_bytes(WorkerSettings(device="cpu")) == packed + 64 * 4 + 256 * 9 // 8
+    assert facts.held_bytes(WorkerSettings(device="cpu", dtype="bfloat16")) == packed + 192 * 2 + 128 * 9 // 8
+    assert facts.held_bytes(WorkerSettings(device="cpu", tp=2)) == packed + 320 * 4
+    assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == (512 + 320) * 4
 
 
 def test_head_keeps_its_type_when_layers_are_rounded() -> None:

@@ -26,6 +26,7 @@ KINDS = (
 )
 KIND_NAMES = [f"{weights}-{('f32', 'bf16')[x]}-{('f32', 'bf16')[out]}" for weights, x, out in KINDS]
 GROUPS = [(bits, group, mins) for bits in (4, 8) for group in (32, 128) for mins in (False, True)]
+GROUPS.append((8, 16, False))
 """Bits, inputs of a group, whether there are minima."""
 SHAPES = ((1, 1), (31, 7), (33, 64), (129, 65), (96, 1024), (40, 2048), (200, 1111))
 """Outputs, inputs. Rows of 1024 float32 or 2048 bfloat16 are the distance that caches dislike."""

@@ -11,12 +11,13 @@ struct Unpacked : Float32 {
 
 template <int BITS, int GROUP, bool MINS>
 struct Groups {
-  static_assert((BITS == 4 || BITS == 8) && GROUP % 32 == 0);
+  static_assert((BITS == 4 || BITS == 8) && (GROUP == 16 || GROUP % 32 == 0));
   typedef float Input;
   typedef Groups ForBfloat16;
   static constexpr int SCALE_BYTES = (MINS ? 2 : 1) * WIDTH * 4;
   static constexpr int DEPTH = GROUP, BYTES = SCALE_BYTES + GROUP * WIDTH * BITS / 8;
-  static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS, PIECE = 32;  // of a word; unpacked together
+  static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS;  // of a word
+  static constexpr int PIECE = GROUP < 32 ? GROUP : 32;  // unpacked together
   static constexpr bool SCALED = false, GROUPED = true;
   static constexpr float MIDDLE = BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
 
@@ -99,6 +100,10 @@ struct Int4x128 : Groups<4, 128, false> {
 struct Int4x128Mins : Groups<4, 128, true> {
   typedef Int4x128Mins ForBfloat16;
   static constexpr const char* NAME = "int4-128-mins";
+};
+struct Int8x16 : Groups<8, 16, false> {
+  typedef Int8x16 ForBfloat16;
+  static constexpr const char* NAME = "int8-16";
 };
 struct Int8x32 : Groups<8, 32, false> {
   typedef Int8x32 ForBfloat16;

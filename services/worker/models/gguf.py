@@ -1,0 +1,246 @@
+"""The weights of a GGUF file as a Source: tensors under Hugging Face's names, rows in Hugging Face's order.
+
+llama.cpp stores the rows of q and k of `llama` files so that the two numbers that turn together lie side by side;
+they are read in the order of `kernels.ops`, the halves of a head one after the other. Packed types become `Groups`,
+whose formula and rounding are ggml's. Sources: ggml-quants.h, and convert_hf_to_gguf.py (`LlamaModel.permute`), of
+https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Groups
+from services.worker.models.checkpoint import DTYPES, FLOATS, Progress, Source, memory, read_into, sample
+from services.worker.models.config import DecoderConfig
+from services.worker.models.registry import Names
+from shared.errors import ModelError
+from shared.gguf.reader import Tensor as Place
+from shared.gguf.reader import open_gguf
+
+_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+
+
+class GgufWeights(Source):
+    """The tensors of a file; `read` returns packed ones in float32."""
+
+    def __init__(self, config: DecoderConfig, model: Path, progress: Progress | None = None) -> None:
+        """Read the header. config: of this file, for the names of its tensors. Raise ModelError."""
+        self.model = model
+        self._progress = progress
+        file = open_gguf(model)
+        self._header_bytes = min((place.start for place in file.tensors.values()), default=0)
+        self._places: dict[str, Place] = {}
+        self._heads: dict[str, int] = {}  # name -> heads whose rows lie in llama.cpp's order
+        self._read: set[str] = set()
+        self._bytes_read = 0
+        self.bytes_total = sum(place.size_bytes for place in file.tensors.values())
+        is_turned = file.text("general.architecture") == "llama"
+        for place in file.tensors.values():
+            name = _hugging_face_name(place.name, config.family.names)
+            self._places[name] = place
+            if is_turned and ".attn_q." in place.name:
+                self._heads[name] = config.heads
+            elif is_turned and ".attn_k." in place.name:
+                self._heads[name] = config.kv_heads
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._places[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor that is there: one of FLOATS or of UNPACK."""
+        return self._places[name].type.name
+
+    def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
+        """Raise ModelError as any Source; where floats are wanted, packed types are as good."""
+        place = self._places.get(name)
+        if place is None:
+            raise ModelError(f"{self.model}: tensor {name} is missing; choose another file of the model")
+        if place.shape != shape:
+            raise ModelError(
+                f"{self.model}: tensor {place.name} has shape {list(place.shape)}, its metadata says {list(shape)}; "
+                "convert the model again"
+            )
+        if place.type.name not in dtypes and dtypes is not FLOATS:
+            raise ModelError(
+                f"{self.model}: tensor {place.name} is {place.type.name}, expected {' or '.join(sorted(dtypes))}; "
+                "choose another file of the model"
+            )
+
+    def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
+        if self.dtype(name) not in FLOATS:
+            return self.read_groups(name, first, rows).plain().view(rows, *shape[1:])
+        return self._rows(name, first, rows, DTYPES[self.dtype(name)]).view(rows, *shape[1:])
+
+    def read_groups(self, name: str, first: int, rows: int) -> Groups:
+        """Return rows of a packed tensor, [rows, inputs]."""
+        kind = self._places[name].type
+        raw = self._rows(name, first, rows, torch.uint8)
+        return UNPACK[kind.name](raw.view(rows, -1, kind.size_bytes))
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits over the header, the file's size, and samples of each tensor."""
+        with self.model.open("rb", buffering=0) as file:
+            digest = hashlib.sha256(file.read(self._header_bytes))
+            for place in self._places.values():
+                sample(file.fileno(), place.start, place.size_bytes, digest.update)
+        return digest.hexdigest()[:16]
+
+    def unread(self) -> list[str]:
+        return sorted(self._places.keys() - self._read - {"rope_freqs.weight"})
+
+    def _rows(self, name: str, first: int, rows: int, dtype: torch.dtype) -> Tensor:
+        """Return rows of a tensor in Hugging Face's order, [rows, bytes of a row as `dtype`]."""
+        place = self._places[name]
+        row_bytes = place.size_bytes // place.shape[0]
+        heads = self._heads.get(name, 0)
+        size = place.shape[0] // heads if heads else 1  # read by whole heads
+        start, stop = first // size * size, -(-(first + rows) // size) * size
+        found = memory((stop - start, row_bytes // dtype.itemsize), dtype)
+        read_into(found, self.model, name, place.start + start * row_bytes, self._report)
+        self._read.add(name)
+        if not heads:
+            return found
+        at = torch.arange(first, first + rows)
+        head, half, pair = at // size, at % size // (size // 2), at % (size // 2)
+        return found[head * size + 2 * pair + half - start]
+
+    def _report(self, count: int) -> None:
+        self._bytes_read += count
+        if self._progress:
+            self._progress(min(self._bytes_read, self.bytes_total), self.bytes_total)
+
+
+def _hugging_face_name(name: str, names: Names) -> str:
+    """Return the name that `Names` has for a tensor; one that no family has keeps its own."""
+    *gate, up = names.gate_up_proj  # one name: one matrix
+    if match := _LAYER.fullmatch(name):
+        qkv = names.qkv_proj if len(names.qkv_proj) == 3 else (None, None, None)
+        part = {
+            "attn_norm": names.input_norm,
+            "attn_q": qkv[0],
+            "attn_k": qkv[1],
+            "attn_v": qkv[2],
+            "attn_qkv": names.qkv_proj[0],
+            "attn_q_norm": names.q_norm,
+            "attn_k_norm": names.k_norm,
+            "attn_output": names.o_proj,
+            "post_attention_norm": names.attention_norm,
+            "ffn_norm": names.mlp_norm,
+            "ffn_gate": gate[0] if gate else None,
+            "ffn_up": up,
+            "ffn_down": names.down_proj,
+            "post_ffw_norm": names.down_norm,
+        }.get(match[2])
+        return name if part is None else f"{names.prefix}{names.layers}.{match[1]}.{part}.{match[3]}"
+    stem, _, kind = name.rpartition(".")
+    whole = {
+        "token_embd": f"{names.prefix}{names.embed_tokens}",
+        "output_norm": f"{names.prefix}{names.norm}",
+        "output": names.lm_head,
+    }.get(stem)
+    return name if whole is None else f"{whole}.{kind}"
+
+
+def _half(raw: Tensor, at: int) -> Tensor:
+    """Return the float16 at a byte of each block, [rows, blocks, 1] float32."""
+    return raw[:, :, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(raw: Tensor) -> Tensor:
+    """Return [..., n] bytes as [..., 2, n]: the low halves, then the high ones."""
+    return torch.stack((raw & 15, raw >> 4), -2)
+
+
+def _bits(raw: Tensor, width: int) -> Tensor:
+    """Return [..., n] bytes as [..., 8 / width, n]: from the lowest bits on."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    return raw[..., None, :] >> shifts & (1 << width) - 1
+
+
+def _fifth_bits(raw: Tensor) -> Tensor:
+    """Return the bits of 4 bytes, [rows, blocks, 32], as 16."""
+    return (raw[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(2) << 4
+
+
+def _groups(bits: int, size: int, numbers: Tensor, scales: Tensor, mins: Tensor | None = None) -> Groups:
+    """Return Groups of [rows, blocks, ...] of each."""
+    least = None if mins is None else mins.flatten(1).contiguous()
+    return Groups(bits, size, numbers.flatten(1).contiguous(), scales.flatten(1).contiguous(), least)
+
+
+def _q4_0(raw: Tensor) -> Groups:
+    """Unpack d, 16 bytes: d * (q - 8)."""
+    return _groups(4, 32, _nibbles(raw[:, :, 2:]), _half(raw, 0))
+
+
+def _q4_1(raw: Tensor) -> Groups:
+    """Unpack d, m, 16 bytes: d * q + m."""
+    return _groups(4, 32, _nibbles(raw[:, :, 4:]), _half(raw, 0), -_half(raw, 2))
+
+
+def _q5_0(raw: Tensor) -> Groups:
+    """Unpack d, 4 bytes of fifth bits, 16 bytes: d * (q - 16)."""
+    numbers = _nibbles(raw[:, :, 6:]).flatten(2) | _fifth_bits(raw[:, :, 2:6])
+    return _groups(8, 32, numbers + (128 - 16), _half(raw, 0))
+
+
+def _q5_1(raw: Tensor) -> Groups:
+    """Unpack d, m, 4 bytes of fifth bits, 16 bytes: d * q + m."""
+    numbers = _nibbles(raw[:, :, 8:]).flatten(2) | _fifth_bits(raw[:, :, 4:8])
+    return _groups(8, 32, numbers, _half(raw, 0), -_half(raw, 2))
+
+
+def _q8_0(raw: Tensor) -> Groups:
+    """Unpack d, 32 signed bytes: d * q."""
+    return _groups(8, 32, raw[:, :, 2:] ^ 128, _half(raw, 0))
+
+
+def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Return d * sc and dmin * m of 8 groups, [rows, blocks, 8] each: d, dmin, 12 bytes of 6-bit numbers."""
+    low, least, high = raw[:, :, 4:8], raw[:, :, 8:12], raw[:, :, 12:16]
+    scales = torch.cat((low & 63, high & 15 | low >> 2 & 48), -1)
+    mins = torch.cat((least & 63, high >> 4 | least >> 2 & 48), -1)
+    return _half(raw, 0) * scales, _half(raw, 2) * mins
+
+
+def _q4_k(raw: Tensor) -> Groups:
+    """Unpack 8 groups of 32: d * sc * q - dmin * m."""
+    numbers = _nibbles(raw[:, :, 16:].unflatten(2, (4, 32)))
+    return _groups(4, 32, numbers, *_k_scales(raw))
+
+
+def _q5_k(raw: Tensor) -> Groups:
+    """Unpack 8 groups of 32, the fifth bits first: d * sc * q - dmin * m."""
+    numbers = _nibbles(raw[:, :, 48:].unflatten(2, (4, 32))).flatten(2, 3)
+    return _groups(8, 32, numbers | _bits(raw[:, :, 16:48], 1) << 4, *_k_scales(raw))
+
+
+def _q6_k(raw: Tensor) -> Groups:
+    """Unpack 16 groups of 16, low 4 bits, high 2 bits, signed scales, d: d * sc * (q - 32)."""
+    low = _nibbles(raw[:, :, :128].unflatten(2, (2, 64))).reshape(*raw.shape[:2], 8, 32)
+    high = _bits(raw[:, :, 128:192].unflatten(2, (2, 32)), 2).flatten(2, 3)
+    scales = raw[:, :, 192:208].contiguous().view(torch.int8).float()
+    return _groups(8, 16, (low | high << 4) + (128 - 32), _half(raw, 208) * scales)
+
+
+UNPACK: dict[str, Callable[[Tensor], Groups]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+"""Type -> its blocks, [rows, blocks, bytes of a block] uint8, as Groups. All products are exact in float32."""

@@ -1,0 +1,134 @@
+"""Turn the metadata of a GGUF file into what config.json of a Hugging Face directory says.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "Standardized key-value pairs".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.errors import ModelError
+from shared.gguf.reader import FLOATS, GgufFile
+from shared.gguf.tokenizer import end_ids, token_count
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+"""general.architecture -> the name in config.json."""
+_UNSUPPORTED = (
+    "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale", "attn_logit_softcapping",
+    "embedding_scale", "expert_count", "final_logit_softcapping", "logit_scale", "residual_scale",
+)  # fmt: skip
+_GEMMA_27B_LAYERS = 62
+"""Gemma 3 27B alone divides its scores by the root of hidden_size / heads; the file does not say so."""
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """Return config.json. Raise ModelError naming the key that is missing or refused."""
+    name = file.text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{file.path}: general.architecture {name[:60]!r} is not supported, {', '.join(ARCHITECTURES)} are; choose "
+            "another model, or one with safetensors"
+        )
+    for key in _UNSUPPORTED:
+        if f"{name}.{key}" in file and file.number(f"{name}.{key}"):
+            raise ModelError(
+                f"{file.path}: {name}.{key} {file.number(f'{name}.{key}'):g} is not supported; choose another model"
+            )
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{file.path}: tensor token_embd.weight is missing or no matrix; fetch it again")
+    if token_count(file) > embedding.shape[0]:
+        raise ModelError(
+            f"{file.path}: {token_count(file)} tokens, and token_embd.weight has rows for {embedding.shape[0]}; "
+            "convert the model again"
+        )
+    hidden, heads = file.integer(f"{name}.embedding_length"), file.integer(f"{name}.attention.head_count", least=1)
+    head_dim = file.integer(f"{name}.attention.key_length", hidden // heads, least=1)
+    if file.integer(f"{name}.attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{file.path}: {name}.attention.value_length differs from key_length; choose another model")
+    layers = file.integer(f"{name}.block_count")
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[name]],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": file.integer(f"{name}.feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.integer(f"{name}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": file.integer(f"{name}.context_length"),
+        "rms_norm_eps": file.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "torch_dtype": _dtype(file),
+        "eos_token_id": end_ids(file),
+        **_rope(file, name, head_dim),
+    }
+    window = file.integer(f"{name}.attention.sliding_window", 0)
+    if name == "llama" and window:
+        config["architectures"] = ["MistralForCausalLM"]
+    if name in ("llama", "phi3", "gemma3"):
+        config["sliding_window"] = window or None
+    if name == "gemma3":
+        pattern = f"{name}.attention.sliding_window_pattern"
+        config |= {
+            "query_pre_attn_scalar": hidden // heads if layers == _GEMMA_27B_LAYERS else head_dim,
+            "rope_local_base_freq": file.number(f"{name}.rope.freq_base_swa", 10000.0),
+            **({} if pattern not in file or file.count(pattern) else {"sliding_window_pattern": file.integer(pattern)}),
+        }
+        if file.count(pattern):
+            slides = file.flags(pattern)
+            config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+    return config
+
+
+def rope_factors(file: GgufFile, rotary: int) -> list[float]:
+    """Return what each frequency of the rotary embedding is divided by, [rotary / 2]; empty where it is not."""
+    if "rope_freqs.weight" not in file.tensors:
+        return []
+    factors = file.floats("rope_freqs.weight", rotary // 2)
+    if not all(1e-3 <= factor <= 1e6 for factor in factors):  # NaN is in no range
+        raise ModelError(f"{file.path}: rope_freqs.weight has numbers outside 0.001 to 1e6; convert the model again")
+    return factors
+
+
+def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
+    """Return rope_theta, partial_rotary_factor and rope_scaling."""
+    base = f"{name}.rope"
+    found: dict[str, Any] = {"rope_theta": file.number(f"{base}.freq_base", 1e6 if name == "gemma3" else 1e4)}
+    if (rotary := file.integer(f"{base}.dimension_count", head_dim)) != head_dim:
+        found["partial_rotary_factor"] = rotary / head_dim
+    if any(key.startswith("rope_factors_") for key in file.tensors):
+        raise ModelError(
+            f"{file.path}: rope factors for long and short contexts are not supported; choose the model with the short "
+            "context"
+        )
+    kind = file.text(f"{base}.scaling.type", "linear" if f"{base}.scale_linear" in file else "none")
+    if kind == "none":
+        return found
+    factor = file.number(f"{base}.scaling.factor", file.number(f"{base}.scale_linear", 1.0))
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if f"{base}.scaling.original_context_length" in file:
+        scaling["original_max_position_embeddings"] = file.integer(f"{base}.scaling.original_context_length")
+    for key, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if f"{base}.scaling.{key}" in file:
+            scaling[ours] = file.number(f"{base}.scaling.{key}")
+    if file.number(f"{base}.scaling.attn_factor", 1.0) != 1.0:
+        raise ModelError(f"{file.path}: {base}.scaling.attn_factor other than 1 is not supported; choose another model")
+    return {**found, "rope_scaling": scaling}
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return the type that the worker computes in by default: that of most of the weights; float16 of packed ones."""
+    sizes = dict.fromkeys(FLOATS, 0)
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            sizes[tensor.type.name if tensor.type.name in FLOATS else "F16"] += tensor.size_bytes
+    return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[max(sizes, key=lambda name: sizes[name])]

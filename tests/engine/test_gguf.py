@@ -1,0 +1,240 @@
+"""GGUF files against the weights that they mean: the same bits as they are read, and transformers' tokens.
+
+The oracle of weights is the `gguf` package's numpy, that of tokens is transformers on a directory with these weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, dequantize
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kernels.cpu.library import load
+from kernels.ops import Groups
+from services.worker.models.config import load_config
+from services.worker.models.gguf import UNPACK, GgufWeights
+from services.worker.quantization import method_of
+from services.worker.quantization.base import Matrix
+from shared.errors import ConfigurationError, ModelError
+from shared.gguf.reader import BLOCK_TYPES
+from tests.engine.driver import make_engine
+from tests.support import in_process
+from tests.support.gguf import write_model
+from tests.support.models import Reference, make_llama
+
+TOKENS = 64
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+HELD = {
+    "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
+    "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16",
+}  # fmt: skip
+KERNELS = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
+
+
+def q4_k_m(name: str) -> str:
+    """The types of a file of the kind Q4_K_M."""
+    return "Q6_K" if name in ("blk.0.attn_v.weight", "blk.0.ffn_down.weight", "output.weight") else "Q4_K"
+
+
+def tokens(model: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    engine = make_engine(model, **settings)
+    made = [in_process.request(f"r{at}", prompt, TOKENS) for at, prompt in enumerate(prompts)]
+    recorded = in_process.run(engine, made, "orcinus")[0]
+    return [recorded.tokens[f"r{at}", 0] for at in range(len(prompts))]
+
+
+def plain(pieces: list[Tensor | Groups]) -> Tensor:
+    return torch.cat([piece.plain() if isinstance(piece, Groups) else piece for piece in pieces])
+
+
+@pytest.mark.parametrize("kind", UNPACK)
+def test_blocks_are_the_numbers_that_gguf_reads(kind: str) -> None:
+    type_ = next(one for one in BLOCK_TYPES.values() if one.name == kind)
+    rng = np.random.default_rng(3)
+    raw = rng.integers(0, 256, (64, 5 * type_.size_bytes), dtype=np.uint8)
+    meant = dequantize(raw, GGMLQuantizationType[kind])
+    found = UNPACK[kind](torch.from_numpy(raw).view(64, 5, type_.size_bytes))
+    assert found.weight_format == HELD[kind]
+    assert np.array_equal(found.plain().numpy(), meant, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *UNPACK])
+def test_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: Path, kind: str) -> None:
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES)
+    model, meant = tmp_path / "x.gguf", tmp_path / "meant"
+    write_model(tmp_path / "plain", model, lambda _: kind, meant)
+    config = load_config(model)
+    source, method = GgufWeights(config, model), method_of("none", config.stored)
+    for name, weight in load_file(meant / "model.safetensors").items():
+        if ".layers." not in name or weight.ndim == 1:
+            assert torch.equal(source.take(name, tuple(weight.shape), torch.float32), weight), name
+            continue
+        for rows, columns in (
+            (range(len(weight)), range(weight.shape[1])),
+            (range(35, 60), range(weight.shape[1])),
+            (range(len(weight)), range(32, 200)),
+            (range(8), range(5, 77)),
+        ):
+            matrix = Matrix(name.removesuffix(".weight"), weight.shape[0], weight.shape[1], rows, columns)
+            pieces = list(method.read(source, matrix, torch.float32))
+            if kind in HELD and not columns.start % 32:
+                assert {piece.weight_format for piece in pieces if isinstance(piece, Groups)} == {HELD[kind]}
+            found = weight[rows.start : rows.stop, columns.start : columns.stop]
+            assert torch.equal(plain(pieces), found), name
+    assert not source.unread()
+    cases = Reference(meant).cases(3, (4, 40), TOKENS, seed=3)
+    for name in KERNELS:
+        answers = tokens(model, [case.prompt for case in cases], kernels=name, block_size=16)
+        assert answers == [case.tokens for case in cases], name
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "mistral": {"kind": "mistral", "sliding_window": 13},
+    "qwen2": {"kind": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"kind": "qwen3"},
+    "gemma": {"kind": "gemma"},
+    "gemma3": {"kind": "gemma3", "sliding_window": 11},
+    "phi3": {"kind": "phi3", "sliding_window": 15},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
+    make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, **SIZES, **FAMILIES[name])
+    model, meant = tmp_path / "x.gguf", tmp_path / "meant"
+    write_model(tmp_path / "plain", model, q4_k_m, meant)
+    cases = Reference(meant).cases(2, (4, 40), TOKENS, seed=3)
+    prompts = [case.prompt for case in cases]
+    for kernels in KERNELS:
+        assert tokens(model, prompts, kernels=kernels, block_size=16) == [case.tokens for case in cases], kernels
+
+
+def formats(model: Path, **settings: Any) -> list[str]:
+    """The formats that embedding, head, q, k and v, and the first matrix of the MLP are held in."""
+    decoder = make_engine(model, kernels="cpu", block_size=16, **settings).decoder
+    layer, names = decoder.layers[0], {number: name for name, number in load().weight_formats.items()}
+    packed = (decoder.embed_tokens, decoder.lm_head, layer.attention.qkv_proj.weight, layer.mlp.gate_up_proj.weight)
+    found = []
+    for one in packed:
+        parts = getattr(one, "parts", (one,))
+        found.append(
+            "+".join(names[part.weight_format] if hasattr(part, "weight_format") else "plain" for part in parts)
+        )
+    return found
+
+
+@pytest.mark.skipif("cpu" not in KERNELS, reason="no g++")
+def test_types_of_a_file_are_held_as_groups_where_kernels_have_them(tmp_path: Path) -> None:
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES)
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", q4_k_m)
+    layers = ["int4-32-mins+int8-16", "int4-32-mins"]
+    assert formats(tmp_path / "x.gguf") == ["int4-32-mins", "int8-16", *layers]
+    assert formats(tmp_path / "x.gguf", dtype="bfloat16") == ["plain", "int8-16", *layers]
+    make_llama(tmp_path / "tied", seed=5, requests=1, output_tokens=1, tie_word_embeddings=True, **SIZES)
+    write_model(tmp_path / "tied", tmp_path / "tied.gguf", q4_k_m)
+    assert formats(tmp_path / "tied.gguf") == ["int4-32-mins", "int4-32-mins", *layers]
+    assert formats(tmp_path / "tied.gguf", dtype="bfloat16") == ["bfloat16", "bfloat16", *layers]
+
+
+def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64, "rope_theta": 500000.0,
+    }  # fmt: skip
+    make_llama(tmp_path / "plain", seed=12, requests=1, output_tokens=1, **SIZES, rope_parameters=rope)
+    model, meant = tmp_path / "x.gguf", tmp_path / "meant"
+    reference = Reference(tmp_path / "plain")
+    inverse = reference.model.model.rotary_emb.inv_freq
+    factors = 500000.0 ** -(torch.arange(0, 32, 2) / 32) / inverse
+    assert factors.max() == pytest.approx(8)
+    write_model(tmp_path / "plain", model, lambda _: "Q8_0", meant, more={"rope_freqs.weight": factors.numpy()})
+    cases = Reference(meant).cases(2, (60, 90), TOKENS, seed=3)
+    assert tokens(model, [case.prompt for case in cases], kernels="reference") == [case.tokens for case in cases]
+    write_model(tmp_path / "plain", tmp_path / "without.gguf", lambda _: "Q8_0")
+    assert tokens(tmp_path / "without.gguf", [cases[0].prompt], kernels="reference") != [cases[0].tokens]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "rope"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        ),
+    ],
+    ids=["linear", "yarn"],
+)
+def test_scaled_positions_are_those_of_transformers(
+    tmp_path: Path, scaling: dict[str, Any], rope: dict[str, Any]
+) -> None:
+    given = {**rope, "rope_theta": 10000.0}
+    make_llama(tmp_path / "plain", seed=13, kind="qwen2", requests=1, output_tokens=1, rope_parameters=given)
+    metadata = {f"qwen2__rope__scaling__{key}": value for key, value in scaling.items()}
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: "F32", **metadata)
+    cases = Reference(tmp_path / "plain").cases(2, (60, 90), TOKENS, seed=3)
+    found = tokens(tmp_path / "x.gguf", [case.prompt for case in cases], kernels="reference")
+    assert found == [case.tokens for case in cases]
+
+
+def test_plain_file_may_be_rounded_and_a_packed_one_may_not(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    make_llama(tmp_path / "plain", seed=14, requests=1, output_tokens=1, **SIZES)
+    write_model(tmp_path / "plain", tmp_path / "f32.gguf", lambda _: "F32")
+    prompts = [[1, 2, 3, 4]]
+    rounded = tokens(tmp_path / "plain", prompts, kernels="cpu", quantize="int8", block_size=16)
+    assert tokens(tmp_path / "f32.gguf", prompts, kernels="cpu", quantize="int8", block_size=16) == rounded
+    write_model(tmp_path / "plain", tmp_path / "q8.gguf", lambda _: "Q8_0")
+    with pytest.raises(ConfigurationError, match=r"quantized already \(gguf\)"):
+        make_engine(tmp_path / "q8.gguf", block_size=16, quantize="int8")
+    with pytest.raises(ConfigurationError, match=r"--load-format dummy: .* is a GGUF file"):
+        make_engine(tmp_path / "q8.gguf", load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"general__architecture": "falcon"}, "general.architecture 'falcon' is not supported, llama, "),
+        ({"llama__expert_count": 8}, "llama.expert_count 8 is not supported"),
+        ({"llama__attention__head_count": None}, "llama.attention.head_count is missing"),
+        ({"llama__embedding_length": 128}, "token_embd.weight has shape \\[320, 256\\], its metadata says"),
+        ({"llama__attention__value_length": 64}, "value_length differs from key_length"),
+        ({"llama__block_count": 3}, "tensor model.layers.2.self_attn.q_proj.weight is missing"),
+        (
+            {"llama__attention__layer_norm_rms_epsilon": float("nan")},
+            "layer_norm_rms_epsilon is nan, expected a number",
+        ),
+        ({"llama__rope__scaling__type": "longrope"}, "rope_type 'longrope' is not supported"),
+        ({"llama__rope__dimension_count": 16}, "partial_rotary_factor 0.5 is not supported"),
+    ],
+)
+def test_what_is_wrong_with_the_settings_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    make_llama(tmp_path / "plain", seed=15, requests=1, output_tokens=1, **SIZES)
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: "Q4_0", **changes)
+    with pytest.raises(ModelError, match=said):
+        make_engine(tmp_path / "x.gguf")
+
+
+def test_fingerprint_is_that_of_the_numbers_and_of_the_settings(tmp_path: Path) -> None:
+    make_llama(tmp_path / "plain", seed=16, requests=1, output_tokens=1, **SIZES)
+
+    def digest(kind: str, **metadata: Any) -> str:
+        write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: kind, **metadata)
+        return GgufWeights(load_config(tmp_path / "x.gguf"), tmp_path / "x.gguf").fingerprint()
+
+    same = {digest("Q4_0"), digest("Q4_0")}
+    assert len(same) == 1
+    assert len(same | {digest("Q8_0"), digest("Q4_0", general__name="other")}) == 3
+    data = bytearray((tmp_path / "x.gguf").read_bytes())
+    data[-64] ^= 1
+    (tmp_path / "x.gguf").write_bytes(data)
+    assert GgufWeights(load_config(tmp_path / "x.gguf"), tmp_path / "x.gguf").fingerprint() not in same
