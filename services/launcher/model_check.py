@@ -35,7 +35,8 @@ WORK_BYTES = GIB // 2
 NO_GGUF = "GGUF files cannot be served yet, only fetched; serve a repository or directory with safetensors"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
-EMBEDDINGS = ("embed", "wte", "wpe", "lm_head")  # parts of names of tables and heads, which --quantize leaves alone
+UNROUNDED = ("embed", "wte", "wpe", "lm_head", "gate.weight")
+"""Parts of names of tables, heads and routers of experts, which --quantize leaves alone."""
 WORDS = (".weight_packed", ".qweight")  # ends of names in quantized checkpoints
 SCALES = (".weight_scale", ".scales")
 UNPACKED = (".weight_zero_point", ".qzeros", ".g_idx", ".weight_g_idx", ".weight_shape", ".weight_scale_inv")
@@ -66,7 +67,7 @@ class ModelFacts:
         bits, kept = 8 * _held_item_bytes(self.dtype, worker), self.stored is not None and _keeps(self.stored, worker)
         total = 0
         for name, shape in self.tensors.items():
-            count, is_matrix = math.prod(shape), len(shape) == 2 and not any(part in name for part in EMBEDDINGS)
+            count, is_matrix = math.prod(shape), len(shape) == 2 and not any(part in name for part in UNROUNDED)
             if self.stored is not None and name.endswith(WORDS):
                 numbers, scale = 32 // self.stored.bits * count, 64 if self.stored.zeros else 32
                 total += 32 * count + numbers * scale // self.stored.unit if kept else numbers * bits
