@@ -154,6 +154,18 @@ class Attention:
     slopes: Tensor | None = None  # [heads] float32, ALiBi: slope * (key's - row's position) is added to a score
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How rows are given to experts: to those of the `top_k` largest logits, the lower index first among equals.
+
+    The weight of an expert is its softmax over all logits, in float32.
+    """
+
+    top_k: int
+    normalize: bool  # the weights of a row are divided by their sum
+    activation: str  # of ACTIVATIONS, of the gated experts
+
+
 class Cache(ABC):
     """A paged KV pool and its host tier. All memory is taken in the constructor."""
 
@@ -424,6 +436,30 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     @abstractmethod
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """Return [N, I] -> activation(x), perhaps in place."""
+
+    def pack_experts(self, gate_up: Sequence[Any], down: Sequence[Any]) -> Any:
+        """Return a layer's experts as `experts` takes them, of what pack_linear, pack_groups or stack gave for each.
+
+        gate_up: [2 I, hidden] each; down: [hidden, I]; both of any format, without biases.
+        """
+        raise ValueError(f"a mixture of experts: the {self.name} backend has no kernels for it")
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: Any,
+        routing: Routing,
+        shared: Tensor | None = None,
+        shared_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Return what the experts of each row give, weighted and summed: x [N, hidden] -> [N, hidden].
+
+        logits [N, experts] float32 are the router's. An expert gives down @ act_and_mul(gate_up @ row). The sum is in
+        float32, from the largest weight to the smallest, then sigmoid(shared_logits) * shared, and is rounded once.
+        shared [N, hidden]; shared_logits [N, 1] float32.
+        """
+        raise ValueError(f"a mixture of experts: the {self.name} backend has no kernels for it")
 
     @abstractmethod
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:

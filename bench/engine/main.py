@@ -24,9 +24,10 @@ from bench.kernels.backends import opened
 from bench.kernels.clock import Clock
 from bench.result import provenance
 from services.worker.engine import Engine
+from services.worker.models.config import load_config
 from services.worker.quantization import METHODS
 from shared.arguments import Parser
-from shared.errors import OrcinusError
+from shared.errors import ConfigurationError, OrcinusError
 from shared.settings import DEMO_MODEL, WorkerSettings
 
 WIDTH = 110  # a pipe has no width; the tables need this
@@ -89,6 +90,11 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         max_seqs=max(case.sequences for case in options.cases),
         max_step_tokens=max(case.step_tokens for case in options.cases),
     )
+    if load_config(options.model).mixture is not None:
+        raise ConfigurationError(
+            f"{options.model}: a mixture of experts, whose floor depends on the experts that a step reads and is not "
+            "reckoned here; give a model without experts, or measure the service with orcinus bench serve"
+        )
     on_device = _device(options.kernels) if options.kernels in ON_A_DEVICE else None  # before memory is taken
     _say(f"loading {settings.served_model_name}")
     engine = Engine(settings)

@@ -6,6 +6,7 @@ here divides work.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import pointer
 from dataclasses import dataclass
@@ -24,20 +25,25 @@ from kernels.cpu.commands import (
     ActivateArgs,
     AddArgs,
     AttentionArgs,
+    CombineArgs,
     EmbedArgs,
+    ExpertsArgs,
+    ExpertWeight,
     GatedArgs,
     LinearArgs,
     NormArgs,
     RopeArgs,
+    RouteArgs,
     SelectArgs,
     Step,
+    times,
 )
 from kernels.cpu.library import Library
 from kernels.cpu.matrices import TorchWeight
 from kernels.cpu.memory import large
 from kernels.cpu.program import DTYPE_NAMES, DTYPES, Immediate, Program, Recording, Runner, address, dtype_code
 from kernels.cpu.sampling import sample
-from kernels.ops import Attention, Batch, CacheShape, Groups, Norm, Ops, Prepared, Sampled, SamplingRows
+from kernels.ops import Attention, Batch, CacheShape, Groups, Norm, Ops, Prepared, Routing, Sampled, SamplingRows
 from kernels.reference.backend import batch_size
 
 
@@ -67,6 +73,19 @@ class Stacked:
     """Weights one under the other that are held in different formats."""
 
     parts: tuple[Packed, ...]
+
+
+AnyPacked = Packed | Stacked | TorchWeight
+
+
+class Experts:
+    """A layer's experts: weights of the same shape, each in a format of its own."""
+
+    def __init__(self, gate_up: Sequence[AnyPacked], down: Sequence[AnyPacked]) -> None:
+        self.count = len(gate_up)
+        self.gate_up, self.down = _side_by_side(gate_up), _side_by_side(down)
+        self.starts = torch.zeros(self.count + 1, dtype=torch.int32)  # of the step at hand, see RouteArgs
+        self._kept = (gate_up, down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +227,12 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             raise ValueError(f"{first} rows were given for an embedding of {tokens}")
         return table
 
-    def linear(self, x: Tensor, packed: Packed | Stacked | TorchWeight) -> Tensor:
+    def linear(self, x: Tensor, packed: AnyPacked) -> Tensor:
         if isinstance(packed, TorchWeight):
             return packed.linear(x)
         return self._linear(x, packed, x.dtype)
 
-    def logits(self, x: Tensor, packed: Packed | Stacked | TorchWeight) -> Tensor:
+    def logits(self, x: Tensor, packed: AnyPacked) -> Tensor:
         if isinstance(packed, TorchWeight):
             return packed.linear(x).float()
         return self._linear(x, packed, torch.float32)
@@ -366,6 +385,74 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         self._runner.emit(self._runner.rows(x), args, None)
         return x
 
+    def pack_experts(self, gate_up: Sequence[AnyPacked], down: Sequence[AnyPacked]) -> Experts:
+        return Experts(gate_up, down)
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: Experts,
+        routing: Routing,
+        shared: Tensor | None = None,
+        shared_logits: Tensor | None = None,
+    ) -> Tensor:
+        runner, rows, top_k = self._runner, self._runner.rows(x), routing.top_k
+        weights = runner.out(rows, top_k, torch.float32)
+        places, order = (runner.out(rows, top_k, torch.int32) for _ in range(2))
+        args = RouteArgs(
+            logits=logits.data_ptr(),
+            weights=weights.data_ptr(),
+            places=places.data_ptr(),
+            order=order.data_ptr(),
+            starts=packed.starts.data_ptr(),
+            experts=packed.count,
+            top_k=top_k,
+            normalize=routing.normalize,
+        )
+        runner.emit(rows, args, None, packed)
+        inner = self._multiply_by_experts(x, packed, packed.gate_up, times(rows, top_k), order)
+        del order
+        inner = self.act_and_mul(inner, routing.activation)
+        inner = self._multiply_by_experts(inner, packed, packed.down, times(rows, top_k), None)
+        out = runner.out(rows, inner.shape[1], x.dtype)
+        combine = CombineArgs(
+            x=inner.data_ptr(),
+            weights=weights.data_ptr(),
+            places=places.data_ptr(),
+            shared=_pointer(shared),
+            shared_logits=_pointer(shared_logits),
+            out=out.data_ptr(),
+            top_k=top_k,
+            size=inner.shape[1],
+            dtype=DTYPES[x.dtype],
+        )
+        runner.emit(rows, combine, None)
+        return out
+
+    def _multiply_by_experts(
+        self, x: Tensor, packed: Experts, parts: Sequence[_ExpertPart], places: int, order: Tensor | None
+    ) -> Tensor:
+        outputs = sum(part.outputs for part in parts)
+        out = self._runner.out(places, outputs, x.dtype)
+        at = out.data_ptr()
+        for part in parts:
+            args = ExpertsArgs(
+                x=x.data_ptr(),
+                weights=part.weights,
+                order=_pointer(order),
+                starts=packed.starts.data_ptr(),
+                out=at,
+                experts=packed.count,
+                inputs=part.inputs,
+                outputs=part.outputs,
+                out_stride=outputs,
+                dtype=DTYPES[x.dtype],
+            )
+            self._runner.emit(places, args, None, packed)
+            at += part.outputs * x.dtype.itemsize
+        return out
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return sample(self._immediate, logits, rows)
 
@@ -388,6 +475,32 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         if isinstance(self._runner, Recording):
             return symbol
         return int(prepared.step.tokens_count if symbol == ROWS_TOKENS else prepared.step.samples_count)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertPart:
+    """The same rows of each expert's matrix."""
+
+    weights: ctypes.Array[ExpertWeight]
+    outputs: int
+    inputs: int
+
+
+def _side_by_side(experts: Sequence[AnyPacked]) -> list[_ExpertPart]:
+    """Return the parts of the experts' matrices. Raise ValueError for those that are not cut alike, or have biases."""
+    cut: list[tuple[Packed, ...]] = []
+    for one in experts:
+        if isinstance(one, TorchWeight):
+            raise ValueError("experts: torch's matrices are not for them; use --deterministic")
+        cut.append(one.parts if isinstance(one, Stacked) else (one,))
+    found = []
+    for parts in zip(*cut, strict=True):
+        shapes = {(part.outputs, part.inputs) for part in parts}
+        if len(shapes) != 1 or any(part.bias is not None for part in parts):
+            raise ValueError(f"experts of {len(shapes)} shapes or with biases: the cpu backend has no kernels for them")
+        pairs = (ExpertWeight(part.memory.data_ptr(), part.weight_format) for part in parts)
+        found.append(_ExpertPart((ExpertWeight * len(parts))(*pairs), *shapes.pop()))
+    return found
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

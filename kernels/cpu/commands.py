@@ -169,6 +169,52 @@ class CopyArgs(Structure):
     )
 
 
+class RouteArgs(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("weights", c_void_p),
+        ("places", c_void_p),
+        ("order", c_void_p),
+        ("starts", c_void_p),
+        ("experts", c_int32),
+        ("top_k", c_int32),
+        ("normalize", c_int32),
+    )
+
+
+class ExpertWeight(Structure):
+    _fields_ = (("weight", c_void_p), ("weight_format", c_int64))
+
+
+class ExpertsArgs(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("weights", POINTER(ExpertWeight)),
+        ("order", c_void_p),
+        ("starts", c_void_p),
+        ("out", c_void_p),
+        ("experts", c_int32),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("out_stride", c_int32),
+        ("dtype", c_int32),
+    )
+
+
+class CombineArgs(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("weights", c_void_p),
+        ("places", c_void_p),
+        ("shared", c_void_p),
+        ("shared_logits", c_void_p),
+        ("out", c_void_p),
+        ("top_k", c_int32),
+        ("size", c_int32),
+        ("dtype", c_int32),
+    )
+
+
 class Args(Union):
     _fields_ = (
         ("linear", LinearArgs),
@@ -182,11 +228,14 @@ class Args(Union):
         ("attention", AttentionArgs),
         ("sample", SampleArgs),
         ("copy", CopyArgs),
+        ("route", RouteArgs),
+        ("experts", ExpertsArgs),
+        ("combine", CombineArgs),
     )
 
 
 class Command(Structure):
-    """`rows` is a number, ROWS_TOKENS or ROWS_SAMPLES."""
+    """`rows` is a number, ROWS_TOKENS, ROWS_SAMPLES or what `times` makes of them."""
 
     _fields_ = (("op", c_int32), ("rows", c_int32), ("args", Args))
 
@@ -203,11 +252,24 @@ ARGS = {
     AttentionArgs: (9, "attention"),
     SampleArgs: (10, "sample"),
     CopyArgs: (11, "copy"),
+    RouteArgs: (12, "route"),
+    ExpertsArgs: (13, "experts"),
+    CombineArgs: (14, "combine"),
 }
 """Struct -> number of the operation (Op of ops.h) and its member of the union."""
 
 NAMES = dict(ARGS.values())
 """Number of an operation -> its name, for profiles."""
+
+
+def times(rows: int, count: int) -> int:
+    """Return `count` times so many rows, a number or one of the two symbols."""
+    return rows * count if rows >= 0 else rows - 2 * (count - 1)
+
+
+def resolve(rows: int, tokens: int, samples: int) -> int:
+    """Return the number that `rows` means in a step of so many tokens and samples."""
+    return rows if rows >= 0 else (1 - rows) // 2 * (tokens if rows % 2 else samples)
 
 
 def command(rows: int, args: Structure) -> Command:

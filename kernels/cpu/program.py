@@ -23,11 +23,10 @@ from kernels.cpu.commands import (
     BFLOAT16,
     FLOAT32,
     NAMES,
-    ROWS_SAMPLES,
-    ROWS_TOKENS,
     Command,
     Step,
     command,
+    resolve,
 )
 from kernels.cpu.library import Library
 from kernels.cpu.threads import ThreadChoice
@@ -106,7 +105,7 @@ class Exchange:
     call: Callable[[Tensor], object]
 
     def run(self, step: Step) -> None:
-        self.call(self.x[: step.tokens_count if self.rows == ROWS_TOKENS else step.samples_count])
+        self.call(self.x[: resolve(self.rows, step.tokens_count, step.samples_count)])
 
 
 @dataclass(slots=True)
@@ -129,7 +128,7 @@ class Recording:
         return self._symbols[x.data_ptr()]
 
     def out(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        most = {ROWS_TOKENS: self.max_tokens, ROWS_SAMPLES: self.max_samples}[rows]
+        most = resolve(rows, self.max_tokens, self.max_samples)
         need = most * width * dtype.itemsize
         fitting = [buffer for buffer in self._free if buffer.numel() >= need]
         if fitting:

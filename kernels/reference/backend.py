@@ -5,7 +5,7 @@ The oracle of the other backends and the engine where none of them can be had. A
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import Attention, Batch, CacheShape, Norm, Ops, Prepared, Sampled, SamplingRows
+from kernels.ops import Attention, Batch, CacheShape, Norm, Ops, Prepared, Routing, Sampled, SamplingRows
 from kernels.reference.attention import Chunk, DecodeGroup, chunks, decode, decode_groups, prefill
 from kernels.reference.cache import ReferenceCache
 from kernels.reference.sampling import sample
@@ -167,6 +167,35 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         if activation == "relu":
             return F.relu(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+    def pack_experts(self, gate_up: Sequence[Packed], down: Sequence[Packed]) -> list[tuple[Packed, Packed]]:
+        return list(zip(gate_up, down, strict=True))
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: list[tuple[Packed, Packed]],
+        routing: Routing,
+        shared: Tensor | None = None,
+        shared_logits: Tensor | None = None,
+    ) -> Tensor:
+        chosen = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+        weights = torch.softmax(logits, -1).gather(1, chosen)
+        if routing.normalize:
+            weights /= weights.sum(-1, keepdim=True)
+        terms = torch.empty(*chosen.shape, x.shape[1], dtype=torch.float32, device=self.device)
+        for expert in chosen.unique().tolist():
+            rows, ranks = (chosen == expert).nonzero(as_tuple=True)
+            gate_up, down = packed[expert]
+            inner = self.act_and_mul(self.linear(x[rows], gate_up), routing.activation)
+            terms[rows, ranks] = self.linear(inner, down).float() * weights[rows, ranks, None]
+        out = terms[:, 0].clone()
+        for rank in range(1, routing.top_k):
+            out += terms[:, rank]
+        if shared is not None and shared_logits is not None:
+            out += torch.sigmoid(shared_logits) * shared.float()
+        return out.to(x.dtype)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return sample(logits.cpu(), rows)  # the sampler works on the host

@@ -37,7 +37,8 @@ WORK_BYTES = GIB // 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
 _GGUF_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
-EMBEDDINGS = ("embed", "wte", "wpe", "lm_head")  # parts of names of tables and heads, which --quantize leaves alone
+UNROUNDED = ("embed", "wte", "wpe", "lm_head", "gate.weight")
+"""Parts of names of tables, heads and routers of experts, which --quantize leaves alone."""
 WORDS = (".weight_packed", ".qweight")  # ends of names in quantized checkpoints
 SCALES = (".weight_scale", ".scales")
 UNPACKED = (".weight_zero_point", ".qzeros", ".g_idx", ".weight_g_idx", ".weight_shape", ".weight_scale_inv")
@@ -69,7 +70,7 @@ class ModelFacts:
         bits, kept = 8 * _held_item_bytes(self.dtype, worker), self.stored is not None and _keeps(self.stored, worker)
         total = 0
         for name, shape in self.tensors.items():
-            count, is_matrix = math.prod(shape), len(shape) == 2 and not any(part in name for part in EMBEDDINGS)
+            count, is_matrix = math.prod(shape), len(shape) == 2 and not any(part in name for part in UNROUNDED)
             if name in self.packed_bits:
                 is_packed = kept and (name not in _GGUF_TABLES.values() or _packs_table(name, bits, worker))
                 total += count * (self.packed_bits[name] if is_packed else bits)

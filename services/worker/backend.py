@@ -148,6 +148,8 @@ def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch
     blocks = settings.block_size // BLOCK_TOKENS
     if settings.block_size % BLOCK_TOKENS or blocks & (blocks - 1):
         raise ConfigurationError(f"--block-size {settings.block_size}: on a GPU it is 16, 32, 64, 128 or 256")
+    if config.mixture is not None:
+        return "the model is a mixture of experts, they have no kernels for it"
     if dtype == torch.float32:
         return "the model is in float32, they compute in bfloat16 and float16 (--dtype bfloat16)"
     if wrong := [width for width in (config.hidden_size, config.intermediate_size) if width % VECTOR]:
@@ -195,7 +197,7 @@ def _cpu_ops(
     if settings.quantize != "none" or config.stored is not None:
         held = settings.quantize if config.stored is None else f"{config.stored.method} {config.stored.bits}-bit"
         weights = f"{weights}, {held} weights,"
-    elif alone and not settings.deterministic:
+    elif alone and not settings.deterministic and config.mixture is None:
         row = matrix_kernels(cpu_flags(), dtype, config.hidden_size)
         path, source = row.path, row.source
     log.info("%s kernels, %d threads: %s by %s matrix kernels (%s)", library.variant, threads, weights, path, source)

@@ -21,11 +21,10 @@ OUTPUTS = 20
 SEED = 20261120
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(
-        tmp_path_factory.mktemp("deterministic") / "tiny", seed=11, requests=5, prompt_tokens=(3, 150), hidden_size=96
-    )
+@pytest.fixture(scope="module", params=["llama", "qwen2_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    path = tmp_path_factory.mktemp("deterministic") / request.param
+    return make_llama(path, seed=11, requests=5, prompt_tokens=(3, 150), hidden_size=96, kind=request.param)
 
 
 class Recorder(Driver):

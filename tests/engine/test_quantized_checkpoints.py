@@ -31,6 +31,7 @@ from tests.support.quantized import Format, add_config, words, write_quantized
 
 TOKENS = 24
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+EXPERTS = {"kind": "qwen2_moe", "moe_intermediate_size": 64, "shared_expert_intermediate_size": 192}
 CASES = (
     (Format("compressed-tensors", group=128, symmetric=True), "int4-128"),
     (Format("compressed-tensors", group=32), "int4-32-mins"),
@@ -90,6 +91,40 @@ def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: P
     kernels = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
     for name in kernels:
         assert tokens(model, prompts, kernels=name, block_size=16) == [case.tokens for case in cases], name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Format("awq", group=64), Format("compressed-tensors", 8, 32), Format("gptq", group=64, act_order=True)],
+    ids=["awq", "compressed-tensors", "gptq-order"],
+)
+def test_experts_of_a_quantized_checkpoint_give_the_tokens_of_their_weights(tmp_path: Path, kind: Format) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES, **EXPERTS)
+    meant = write_quantized(tmp_path / "plain", tmp_path / "quantized", kind)
+    assert sum(".experts." in name for name in meant) == 2 * 6 * 3
+    cases = Reference(tmp_path / "plain").cases(3, (4, 40), TOKENS, seed=3)
+    found = tokens(tmp_path / "quantized", [case.prompt for case in cases], kernels="cpu", block_size=16)
+    assert found == [case.tokens for case in cases]
+
+
+def test_experts_that_are_rounded_at_load_give_the_tokens_of_their_weights(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    make_llama(tmp_path / "given", seed=5, requests=1, output_tokens=1, **SIZES, **EXPERTS)
+    shutil.copytree(tmp_path / "given", tmp_path / "meant")
+    stored = load_file(tmp_path / "given" / "model.safetensors")
+    for name, weight in stored.items():
+        if ".layers." in name and weight.ndim == 2 and not name.endswith("gate.weight"):
+            blocks = weight.numpy().reshape(len(weight), -1, 32)
+            scales = np.abs(blocks).max(-1, keepdims=True) / np.float32(7)
+            stored[name] = torch.from_numpy((np.rint(blocks / scales) * scales).reshape(weight.shape))
+    save_file(stored, tmp_path / "meant" / "model.safetensors", {"format": "pt"})
+    cases = Reference(tmp_path / "meant").cases(3, (4, 40), TOKENS, seed=3)
+    prompts = [case.prompt for case in cases]
+    found = tokens(tmp_path / "given", prompts, kernels="cpu", block_size=16, quantize="int4")
+    assert found == [case.tokens for case in cases]
 
 
 @pytest.mark.parametrize(

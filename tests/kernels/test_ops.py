@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels import ops as kernel_ops
-from kernels.ops import ACTIVATIONS, AnyOps, Attention, Cache, CacheShape, Groups, Norm
+from kernels.cpu.backend import CpuOps
+from kernels.cuda.backend import CudaOps
+from kernels.ops import ACTIVATIONS, AnyOps, Attention, Cache, CacheShape, Groups, Norm, Routing
 from tests.kernels.sequences import Float64, Sequences, chunk, close, demand_width, in_its_types, new_cache, random
 from tests.kernels.sequences import ops as ops  # the fixture
 
@@ -158,6 +160,80 @@ def test_activations_are_their_formulas(ops: AnyOps, width: int, activation: str
     exact = FORMULAS[activation](f64(x))
     close(ops.activate(x.clone(), activation), exact, dtype)
     close(ops.act_and_mul(x.clone(), activation), exact[:, :width] * f64(x)[:, width:], dtype)
+
+
+class Mixture:
+    """Eight experts of hidden size 48 and intermediate size 40, packed, and what they give in float64."""
+
+    def __init__(self, ops: AnyOps, dtype: torch.dtype) -> None:
+        self.gate_up = [random((80, 48), 10 + expert, dtype) / 7 for expert in range(8)]
+        self.down = [random((48, 40), 30 + expert, dtype) / 6 for expert in range(8)]
+        pack = ops.pack_linear
+        self.packed = ops.pack_experts(
+            [pack([one], 80, 48, None) for one in self.gate_up], [pack([one], 48, 40, None) for one in self.down]
+        )
+
+    def expected(self, x: Tensor, logits: Tensor, routing: Routing) -> Float64:
+        """The experts of a row are found by sorting pairs, the sum is in any order."""
+        out = np.zeros(x.shape)
+        for row, scores in enumerate(f64(logits)):
+            shares = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+            chosen = sorted(range(8), key=lambda expert: (-scores[expert], expert))[: routing.top_k]
+            total = shares[chosen].sum() if routing.normalize else 1.0
+            for expert in chosen:
+                gate, up = np.split(f64(self.gate_up[expert]) @ f64(x[row]), 2)
+                inner = FORMULAS[routing.activation](gate) * up
+                out[row] += shares[expert] / total * (f64(self.down[expert]) @ inner)
+        return out
+
+
+def demand_experts(ops: AnyOps, dtype: torch.dtype) -> None:
+    """Skip the test where the backend has none, having seen it refuse them."""
+    if isinstance(ops, CudaOps):
+        with pytest.raises(ValueError, match=f"the {ops.name} backend has no kernels for it"):
+            ops.pack_experts([], [])
+    elif isinstance(ops, CpuOps) and ops.path == "torch":
+        with pytest.raises(ValueError, match="experts: torch's matrices are not for them"):
+            Mixture(ops, dtype)
+    else:
+        return
+    pytest.skip(f"{ops.name}: no experts")
+
+
+@in_its_types
+@pytest.mark.parametrize("routing", [Routing(2, True, "silu"), Routing(1, False, "gelu"), Routing(8, False, "relu")])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_experts_of_the_largest_logits_are_weighted_and_summed(
+    ops: AnyOps, rows: int, routing: Routing, dtype: torch.dtype
+) -> None:
+    demand_experts(ops, dtype)
+    mixture = Mixture(ops, dtype)
+    x, logits = random((rows, 48), 1, dtype), random((rows, 8), 2, torch.float32) * 2
+    exact = mixture.expected(x, logits, routing)
+    close(ops.experts(x, logits, mixture.packed, routing), exact, dtype)
+    shared, gate = random((rows, 48), 3, dtype), random((rows, 1), 4, torch.float32) * 3
+    exact += f64(shared) / (1 + np.exp(-f64(gate)))
+    close(ops.experts(x, logits, mixture.packed, routing, shared, gate), exact, dtype)
+
+
+def test_of_equal_logits_the_expert_with_the_lower_index_is_taken(ops: AnyOps) -> None:
+    demand_experts(ops, torch.float32)
+    mixture, x = Mixture(ops, torch.float32), random((300, 48), 1, torch.float32)
+    logits = torch.from_numpy(np.random.default_rng(3).integers(0, 3, (300, 8)).astype(np.float32))
+    for routing in (Routing(1, True, "silu"), Routing(3, False, "silu")):
+        exact = mixture.expected(x, logits, routing)
+        close(ops.experts(x, logits, mixture.packed, routing), exact, torch.float32)
+
+
+def test_a_row_without_finite_logits_spoils_no_other_row(ops: AnyOps) -> None:
+    demand_experts(ops, torch.float32)
+    mixture, routing = Mixture(ops, torch.float32), Routing(2, True, "silu")
+    x, logits = random((6, 48), 1, torch.float32), random((6, 8), 2, torch.float32)
+    exact = mixture.expected(x, logits, routing)
+    logits[1], logits[3, 4], logits[4, 2] = math.nan, math.nan, math.inf
+    found = ops.experts(x, logits, mixture.packed, routing)
+    assert [row.isnan().all().item() for row in found] == [False, True, False, True, True, False]
+    close(found[[0, 2, 5]], exact[[0, 2, 5]], torch.float32)
 
 
 @in_its_types

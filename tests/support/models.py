@@ -23,12 +23,15 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.pytorch_utils import Conv1D
 
@@ -51,11 +54,15 @@ _LLAMA = {
 }
 _OPT = {name: value for name, value in _LLAMA.items() if name not in ("intermediate_size", "num_key_value_heads")}
 _GPT2 = {**_IDS, "n_embd": 64, "n_layer": 2, "n_head": 4}
+_QWEN_MOE = {**_LLAMA, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, _LLAMA),
     "mistral": (MistralConfig, {**_LLAMA, "sliding_window": None}),
     "qwen2": (Qwen2Config, _LLAMA),
     "qwen3": (Qwen3Config, {**_LLAMA, "head_dim": 24}),
+    "mixtral": (MixtralConfig, {**_LLAMA, "num_local_experts": 4}),
+    "qwen2_moe": (Qwen2MoeConfig, {**_QWEN_MOE, "shared_expert_intermediate_size": 80}),
+    "qwen3_moe": (Qwen3MoeConfig, {**_QWEN_MOE, "head_dim": 24}),
     "gemma": (GemmaConfig, {**_LLAMA, "head_dim": 24}),
     "gemma3": (Gemma3TextConfig, {**_LLAMA, "head_dim": 24, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}),
     "gpt2": (GPT2Config, {**_GPT2, "n_positions": 256}),
@@ -177,6 +184,8 @@ def _random_model(config: Any, seed: int) -> PreTrainedModel:
                 if weight is model.get_output_embeddings().weight:
                     scale = spread / config.hidden_size**0.5
                 weight.normal_(0.0, scale, generator=generator)
+            elif weight.ndim == 3:  # the experts of a layer
+                weight.normal_(0.0, gain / weight.shape[-1] ** 0.5, generator=generator)
             elif name.endswith("bias"):
                 weight.normal_(0.0, 0.3, generator=generator)
             else:

@@ -156,7 +156,7 @@ def write_quantized(plain: Path, target: Path, kind: Format, seed: int = 0) -> d
     meant: dict[str, Tensor] = {}
     written: dict[str, Tensor] = {}
     for name, weight in stored.items():
-        if ".layers." in name and weight.ndim == 2:
+        if ".layers." in name and weight.ndim == 2 and not name.endswith("gate.weight"):  # a router stays plain
             matrix = rounded(weight.numpy(), kind, rng)
             written.update(tensors(name.removesuffix(".weight"), matrix, kind))
             meant[name] = torch.from_numpy(matrix.weight)

@@ -41,7 +41,7 @@ class Pieces {
 
   int64_t block = 0, panel = 0, count = 0;
 
-  // Goes on to piece `index`, which never falls; false: there is no such piece.
+  // Goes on to piece `index`, which never falls; false: there is no such piece, and `passed` is how many there are.
   bool seek(int64_t index) {
     for (; at_ <= index; at_++) {
       panel += count;
@@ -52,6 +52,7 @@ class Pieces {
     }
     return true;
   }
+  int64_t passed() const { return at_; }
 
  private:
   int64_t left_, panels_, most_, share_, at_ = 0;
@@ -105,19 +106,26 @@ __attribute__((noinline)) void finish(const float* sums, int64_t rows, const flo
   }
 }
 
+// How far a thread is in a command of several matrices: the pieces of one follow those of the one before.
+struct Progress {
+  int64_t piece;      // of all, which this thread has taken and not done
+  int64_t first = 0;  // piece of the matrix at hand
+};
+
 template <class W>
 class Linear {
   typedef typename W::Input Input;
 
  public:
-  Linear(const LinearArgs& args, int64_t rows, Team& team)
-      : args_(args), rows_(rows), team_(team), packed_(args.outputs, args.inputs) {
+  // `order`: the rows of x that are multiplied; null: all, one after another.
+  Linear(const LinearArgs& args, int64_t rows, const int32_t* order, Team& team)
+      : args_(args), rows_(rows), order_(order), team_(team), packed_(args.outputs, args.inputs) {
     tiles_ = ceil_div(rows, TILE);
     stride_ = args.inputs;
     int64_t most = BLOCK_TILES;
     const int32_t read_as = sizeof(Input) == 4 ? F32 : BF16;
     // Rows a multiple of 4096 bytes apart fall on each other in the first cache.
-    copied_ = args.dtype != read_as || args.inputs % W::DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
+    copied_ = order || args.dtype != read_as || args.inputs % W::DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
     if (copied_) {
       stride_ = round_up(args.inputs, std::max(16, W::DEPTH)) + 16;
       most = std::clamp<int64_t>(COPY_BYTES / (TILE * stride_ * sizeof(Input)), 1, most);
@@ -132,15 +140,17 @@ class Linear {
     unpacked_ = reinterpret_cast<float*>(memory + copy_bytes + sums_bytes);
   }
 
-  void run() {
+  void run(Progress& progress) {
     Pieces pieces(blocks_, packed_.panels, GROUP, team_.threads());
-    for (int64_t index; pieces.seek(index = team_.next());) {
+    for (; pieces.seek(progress.piece - progress.first); progress.piece = team_.next()) {
+      const int64_t index = progress.piece - progress.first;
       Pieces later = pieces;  // threads take turns more often than not
       next_ = later.seek(index + team_.threads()) ? later.panel : pieces.panel;
       if (pieces.block != block_) enter(pieces.block);
       multiply(pieces.panel, pieces.count);
       for (int64_t p = 0; p < pieces.count; p++) finish_panel(pieces.panel + p, sums_ + p * block_rows_ * WIDTH);
     }
+    progress.first += pieces.passed();
   }
 
  private:
@@ -154,11 +164,11 @@ class Linear {
     begin_ = first_row(first_tile_);
     end_ = first_row(end_tile_);
     const int64_t row_bytes = args_.inputs * int64_t(args_.dtype == F32 ? 4 : 2);
-    const char* source = static_cast<const char*>(args_.x) + begin_ * row_bytes;
-    x_ = reinterpret_cast<const Input*>(source);
+    const char* source = static_cast<const char*>(args_.x);
+    x_ = reinterpret_cast<const Input*>(source + begin_ * row_bytes);
     if (!copied_) return;
     for (int64_t r = 0; r < end_ - begin_; r++)
-      copy_row(source + r * row_bytes, args_.dtype, args_.inputs, round_up(args_.inputs, W::DEPTH), copy_ + r * stride_);
+      copy_row(source + (order_ ? order_[begin_ + r] : begin_ + r) * row_bytes, args_.dtype, args_.inputs, round_up(args_.inputs, W::DEPTH), copy_ + r * stride_);
     x_ = copy_;
   }
 
@@ -286,6 +296,7 @@ class Linear {
 
   const LinearArgs& args_;
   const int64_t rows_;
+  const int32_t* const order_;
   Team& team_;
   const Packed<W> packed_;
   int64_t tiles_, blocks_, block_rows_, stride_;
@@ -390,11 +401,11 @@ int64_t packed_bytes(int64_t outputs, int64_t inputs) {
 }
 
 template <class W>
-void multiply(const LinearArgs& args, int64_t rows, Team& team) {
+void multiply(const LinearArgs& args, int64_t rows, const int32_t* order, Progress& progress, Team& team) {
   if (args.dtype == BF16)
-    Linear<typename W::ForBfloat16>(args, rows, team).run();
+    Linear<typename W::ForBfloat16>(args, rows, order, team).run(progress);
   else
-    Linear<W>(args, rows, team).run();
+    Linear<W>(args, rows, order, team).run(progress);
 }
 
 // ---- the formats by number
@@ -405,7 +416,7 @@ struct Format {
   int64_t (*packed_bytes)(int64_t outputs, int64_t inputs);
   void (*pack)(char*, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count, const Source&);
   void (*unpack)(const char*, int64_t outputs, int64_t inputs, int64_t row, float* out);
-  void (*multiply)(const LinearArgs&, int64_t rows, Team&);
+  void (*multiply)(const LinearArgs&, int64_t rows, const int32_t* order, Progress&, Team&);
 };
 
 template <class... W>
@@ -418,7 +429,22 @@ constexpr auto FORMATS = table_of(WeightFormats{});
 }  // namespace
 
 void run_linear(const LinearArgs& args, int64_t rows, Team& team) {
-  FORMATS[args.weight_format].multiply(args, rows, team);
+  Progress progress{team.next()};
+  FORMATS[args.weight_format].multiply(args, rows, nullptr, progress, team);
+}
+
+void run_experts(const ExpertsArgs& a, Team& team) {
+  const int64_t item_bytes = a.dtype == F32 ? 4 : 2;
+  Progress progress{team.next()};
+  for (int32_t e = 0; e < a.experts; e++) {
+    const int64_t first = a.starts[e], rows = a.starts[e + 1] - first;
+    if (rows == 0) continue;
+    const ExpertWeight& w = a.weights[e];
+    const char* x = static_cast<const char*>(a.x) + (a.order ? 0 : first * a.inputs * item_bytes);
+    const LinearArgs args{x, w.weight, nullptr, static_cast<char*>(a.out) + first * a.out_stride * item_bytes,
+                          a.inputs, a.outputs, a.out_stride, a.dtype, int32_t(w.weight_format), a.dtype};
+    FORMATS[w.weight_format].multiply(args, rows, a.order ? a.order + first : nullptr, progress, team);
+  }
 }
 
 void unpack_row(const void* packed, int32_t weight_format, int64_t inputs, int64_t outputs, int64_t row, float* out) {

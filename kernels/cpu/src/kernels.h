@@ -5,6 +5,9 @@
 
 void run_linear(const LinearArgs&, int64_t rows, Team&);
 void run_embed(const EmbedArgs&, const Step&, int64_t rows, Team&);
+void run_experts(const ExpertsArgs&, Team&);
+void run_route(const RouteArgs&, int64_t rows, Team&);
+void run_combine(const CombineArgs&, int64_t rows, Team&);
 void run_norm(const NormArgs&, int64_t rows, Team&);
 void run_gated(const GatedArgs&, int64_t rows, Team&);
 void run_activate(const ActivateArgs&, int64_t rows, Team&);

@@ -11,7 +11,8 @@
 
 enum DType : int32_t { F32 = 0, BF16 = 1 };
 
-// Rows of a command: a number, or one of these, which the Step resolves. A recorded program is so run at any size.
+// Rows of a command: a number, or one of these, which the Step resolves. A recorded program is so run at any size. Less
+// 2 for each further time they stand for a multiple: -3 is twice the tokens, -4 twice the samples.
 enum Rows : int32_t { ROWS_TOKENS = -1, ROWS_SAMPLES = -2 };
 
 enum Op : int32_t {
@@ -26,6 +27,9 @@ enum Op : int32_t {
   OP_ATTENTION = 9,
   OP_SAMPLE = 10,
   OP_COPY = 11,
+  OP_ROUTE = 12,
+  OP_EXPERTS = 13,
+  OP_COMBINE = 14,
 };
 
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
@@ -173,6 +177,43 @@ struct CopyArgs {
   int64_t bytes;
 };
 
+// The experts of each row, and the rows in the order of their experts, those of an expert in ascending order.
+struct RouteArgs {
+  const float* logits;  // [rows, experts]
+  float* weights;       // [rows, top_k], largest first
+  int32_t* places;      // [rows, top_k] where in `order` the row stands for that expert
+  int32_t* order;       // [rows * top_k] rows
+  int32_t* starts;      // [experts + 1] expert e has order[starts[e]:starts[e + 1]]
+  int32_t experts, top_k;
+  int32_t normalize;    // the weights of a row are divided by their sum
+};
+
+struct ExpertWeight {
+  const void* weight;     // packed
+  int64_t weight_format;  // its place in formats.h
+};
+
+// out[i] = x[order[i]] @ the weight of the expert of place i, transposed
+struct ExpertsArgs {
+  const void* x;                // [rows, inputs]; without `order` one row for each place
+  const ExpertWeight* weights;  // [experts]
+  const int32_t* order;         // as RouteArgs, or null
+  const int32_t* starts;        // as RouteArgs
+  void* out;                    // [places, outputs], out_stride numbers from row to row
+  int32_t experts, inputs, outputs, out_stride, dtype;
+};
+
+// out[r] = the sum of weights[r, k] * x[places[r, k]] over k in ascending order, and sigmoid(shared_logits[r]) * shared[r]
+struct CombineArgs {
+  const void* x;               // [rows * top_k, size]
+  const float* weights;        // as RouteArgs, and the next one too
+  const int32_t* places;
+  const void* shared;          // [rows, size] or null
+  const float* shared_logits;  // [rows] or null
+  void* out;                   // [rows, size]
+  int32_t top_k, size, dtype;
+};
+
 struct Command {
   int32_t op;
   int32_t rows;
@@ -188,5 +229,8 @@ struct Command {
     AttentionArgs attention;
     SampleArgs sample;
     CopyArgs copy;
+    RouteArgs route;
+    ExpertsArgs experts;
+    CombineArgs combine;
   };
 };

@@ -1,8 +1,10 @@
-// Operations that read and write rows of activations once: embedding, norms, activations, residual, selection.
+// Operations that read and write rows of activations once: embedding, norms, activations, residual, selection, and
+// what stands before and after the experts of a mixture.
 //
 // Arithmetic is float32 whatever the rows are stored in. The last vector of a row that is not full takes the same path
 // as the others, padded with zeros, so that a number does not depend on where it stands.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 
 #include "kernels.h"
@@ -129,7 +131,76 @@ void embed_row(const EmbedArgs& a, const Table* source, int64_t position, T* out
   });
 }
 
+// The experts of one row, as indices in `chosen`, and their weights.
+void route_row(const RouteArgs& a, int64_t row, int32_t* chosen) {
+  const float* logits = a.logits + row * a.experts;
+  float* weights = a.weights + row * a.top_k;
+  for (int32_t k = 0; k < a.top_k; k++) {
+    int32_t best = -1;
+    for (int32_t e = 0; e < a.experts; e++) {  // those behind the last one: smaller, or equal with a higher index
+      if (k && !(logits[e] < logits[chosen[k - 1]] || (logits[e] == logits[chosen[k - 1]] && e > chosen[k - 1]))) continue;
+      if (best < 0 || logits[e] > logits[best]) best = e;
+    }
+    chosen[k] = std::max(best, 0);  // NaN is behind none: the row's weights are NaN then, whatever the expert
+  }
+  const float largest = logits[chosen[0]];
+  const float sum = sum_row(a.experts, [&](int64_t i, int64_t n) {
+    vf v = vec_exp(load_part(logits + i, n) - largest);
+    for (int64_t j = n; j < LANES; j++) v[j] = 0;
+    return v;
+  });
+  float total = 0;
+  for (int32_t k = 0; k < a.top_k; k++) total += weights[k] = vec_exp(splat(logits[chosen[k]] - largest))[0] / sum;
+  for (int32_t k = 0; a.normalize && k < a.top_k; k++) weights[k] /= total;
+}
+
+// Counts the rows of each expert, then gives each its place; `places` hold the experts before.
+void sort_by_expert(const RouteArgs& a, int64_t rows, int32_t* next) {
+  std::fill(a.starts, a.starts + a.experts + 1, 0);
+  for (int64_t i = 0; i < rows * a.top_k; i++) a.starts[a.places[i] + 1]++;
+  for (int32_t e = 0; e < a.experts; e++) a.starts[e + 1] += a.starts[e];
+  std::copy(a.starts, a.starts + a.experts, next);
+  for (int64_t i = 0; i < rows * a.top_k; i++) {
+    const int32_t place = next[a.places[i]]++;
+    a.places[i] = place;
+    a.order[place] = int32_t(i / a.top_k);
+  }
+}
+
+template <typename T>
+void combine_row(const CombineArgs& a, int64_t row, int64_t first, int64_t end) {
+  const float* weights = a.weights + row * a.top_k;
+  const int32_t* places = a.places + row * a.top_k;
+  const T *x = static_cast<const T*>(a.x), *shared = static_cast<const T*>(a.shared);
+  const vf gate = shared ? 1.0f / (1.0f + vec_exp(-splat(a.shared_logits[row]))) : vf{};
+  each_vector(first, end, [&](int64_t i, int64_t n) {
+    vf sum = {};
+    for (int32_t k = 0; k < a.top_k; k++)
+      sum = multiply_add(splat(weights[k]), load_part(x + places[k] * int64_t(a.size) + i, n), sum);
+    if (shared) sum = multiply_add(gate, load_part(shared + row * a.size + i, n), sum);
+    store_part(static_cast<T*>(a.out) + row * a.size + i, sum, n);
+  });
+}
+
 }  // namespace
+
+void run_route(const RouteArgs& a, int64_t rows, Team& team) {
+  auto& done = *reinterpret_cast<std::atomic<int64_t>*>(team.shared(Team::SHARED_ZEROS));
+  share_rows(rows, int64_t(a.experts) * a.top_k, team, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; row++) route_row(a, row, a.places + row * a.top_k);
+    if (done.fetch_add(end - first, std::memory_order_acq_rel) + end - first < rows) return;
+    done.store(0, std::memory_order_relaxed);
+    sort_by_expert(a, rows, reinterpret_cast<int32_t*>(team.scratch(a.experts * sizeof(int32_t))));
+  });
+}
+
+void run_combine(const CombineArgs& a, int64_t rows, Team& team) {
+  with_type(a.dtype, [&](auto type) {
+    share_blocks(rows, a.size, team, [&](int64_t row, int64_t first, int64_t end) {
+      combine_row<decltype(type)>(a, row, first, end);
+    });
+  });
+}
 
 void run_embed(const EmbedArgs& a, const Step& step, int64_t rows, Team& team) {
   float* unpacked = a.packed ? reinterpret_cast<float*>(team.scratch(a.hidden * sizeof(float))) : nullptr;

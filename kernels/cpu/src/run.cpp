@@ -90,9 +90,8 @@ struct alignas(64) Counter {
 };
 
 int64_t resolve(int32_t rows, const Step& step) {
-  if (rows == ROWS_TOKENS) return step.tokens_count;
-  if (rows == ROWS_SAMPLES) return step.samples_count;
-  return rows;
+  if (rows >= 0) return rows;
+  return int64_t((1 - rows) / 2) * (rows % 2 ? step.tokens_count : step.samples_count);
 }
 
 void execute(const Command& c, const Step& step, Team& team) {
@@ -110,6 +109,9 @@ void execute(const Command& c, const Step& step, Team& team) {
     case OP_ATTENTION: return run_attention(c.attention, step, rows, team);
     case OP_SAMPLE: return run_sample(c.sample, rows, team);
     case OP_COPY: return run_copy(c.copy, rows, team);
+    case OP_ROUTE: return run_route(c.route, rows, team);
+    case OP_EXPERTS: return run_experts(c.experts, team);
+    case OP_COMBINE: return run_combine(c.combine, rows, team);
   }
 }
 
@@ -203,6 +205,9 @@ int64_t orcinus_size(int32_t op) {
     case OP_ATTENTION: return sizeof(AttentionArgs);
     case OP_SAMPLE: return sizeof(SampleArgs);
     case OP_COPY: return sizeof(CopyArgs);
+    case OP_ROUTE: return sizeof(RouteArgs);
+    case OP_EXPERTS: return sizeof(ExpertsArgs);
+    case OP_COMBINE: return sizeof(CombineArgs);
     case 100: return sizeof(Step);
     case 101: return sizeof(Pool);
   }

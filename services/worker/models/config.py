@@ -28,6 +28,18 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts in place of the MLP of some layers."""
+
+    experts: int
+    top_k: int  # of a row
+    intermediate_size: int  # of each expert
+    shared_size: int  # intermediate size of the expert that every row has; 0: there is none
+    normalize: bool  # the weights of a row's experts add up to 1
+    layers: frozenset[int]  # of the whole model
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """A decoder: attention with grouped KV heads and an MLP, layer after layer. `family` says how they are joined."""
 
@@ -52,6 +64,7 @@ class DecoderConfig:
     local_rope: Rope | None  # of the layers with a window; None: as the others
     checkpoint_dtype: torch.dtype
     stored: Stored | None = None  # how a quantized checkpoint holds the layers' matrices
+    mixture: Mixture | None = None
 
     @property
     def gate_up_size(self) -> int:
@@ -131,6 +144,7 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
         local_rope=local_rope,
         checkpoint_dtype=_dtype(read),
         stored=read_stored(raw, where),
+        mixture=_mixture(read, family, layers) if family.names.experts is not None else None,
     )
 
 
@@ -192,6 +206,27 @@ def _windows(read: Fields, family: Family, layers: int) -> tuple[int, ...]:
     if "sliding_attention" in kinds and not window:
         raise ModelError(f"{where}: layer_types has sliding_attention, but sliding_window is null or switched off")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+
+
+def _mixture(read: Fields, family: Family, layers: int) -> Mixture:
+    experts, top_k = read.integer("num_experts"), read.integer("num_experts_per_tok")
+    if top_k > experts:
+        raise ModelError(
+            f"{read.where}: num_experts_per_tok {top_k} is more than {read.name('num_experts')} {experts}; "
+            "fetch config.json again"
+        )
+    dense = read.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(index) is int for index in dense):
+        raise ModelError(f"{read.where}: mlp_only_layers is {json.dumps(dense)[:60]}, expected a list of layers")
+    step, names = read.integer("decoder_sparse_step", 1), family.names.experts
+    return Mixture(
+        experts=experts,
+        top_k=top_k,
+        intermediate_size=read.integer("moe_intermediate_size"),
+        shared_size=read.integer("shared_expert_intermediate_size") if names and names.shared else 0,
+        normalize=family.normalize_experts or read.flag("norm_topk_prob"),
+        layers=frozenset(index for index in range(layers) if (index + 1) % step == 0) - set(dense),
+    )
 
 
 def _dtype(read: Fields) -> torch.dtype:

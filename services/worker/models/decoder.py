@@ -138,9 +138,11 @@ def check_matrices(config: DecoderConfig, source: Source, method: LinearMethod) 
     if names.position_embeddings is not None:
         shape = (config.context + family.position_offset, config.hidden_size)
         source.check(find_tensor(config, source, f"{names.prefix}{names.position_embeddings}.weight"), shape)
-    parts = DecoderLayer.matrices(config)
     for index in range(config.layers):
-        for part, outputs, inputs in parts:
-            name = find_tensor(config, source, f"{names.prefix}{names.layers}.{index}.{part}.weight")
+        prefix = f"{names.prefix}{names.layers}.{index}."
+        for part, outputs, inputs in DecoderLayer.routers(config, index):
+            source.check(find_tensor(config, source, f"{prefix}{part}.weight"), (outputs, inputs))
+        for part, outputs, inputs in DecoderLayer.matrices(config, index):
+            name = find_tensor(config, source, f"{prefix}{part}.weight")
             stem = name.removesuffix(".weight")
             method.check(source, Matrix(stem, outputs, inputs, range(outputs), range(inputs), family.transposed))

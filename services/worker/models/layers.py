@@ -1,8 +1,9 @@
-"""The layers of a decoder: Attention and Mlp, joined by DecoderLayer. Each loads its weights and has one `forward`.
+"""The layers of a decoder: Attention, and Mlp or MixtureOfExperts, joined by DecoderLayer.
 
-`forward` calls operations of the backend and nothing else, the same ones whatever the batch holds, so that a backend
-may record it (`Ops.compile`). It drops a tensor as soon as no operation reads it any more: a recording reuses its
-memory. N is the number of rows of an iteration; after `select` it is the number of rows that sample.
+Each loads its weights and has one `forward`. `forward` calls operations of the backend and nothing else, the same ones
+whatever the batch holds, so that a backend may record it (`Ops.compile`). It drops a tensor as soon as no operation
+reads it any more: a recording reuses its memory. N is the number of rows of an iteration; after `select` it is the
+number of rows that sample.
 """
 
 from __future__ import annotations
@@ -135,14 +136,21 @@ class Attention:
 class Mlp:
     """gate_up_proj, activation, down_proj; without a gate, gate_up_proj is the up matrix alone."""
 
-    def __init__(self, loader: WeightLoader, parallel: ParallelState, index: int) -> None:
-        """Load layer `index` of the whole model. Raise ModelError."""
-        c, names, part = loader.config, loader.names, loader.shard.intermediate
-        prefix, ops = loader.layer_prefix(index), loader.ops
+    def __init__(
+        self,
+        loader: WeightLoader,
+        parallel: ParallelState,
+        prefix: str,
+        names: tuple[tuple[str, ...], str],
+        inner: tuple[int, range],
+    ) -> None:
+        """Load the matrices `names` (gate_up_proj, down_proj) after `prefix`. Raise ModelError.
+
+        inner: the intermediate size, and the rank's part of it.
+        """
+        c, ops = loader.config, loader.ops
         self.ops, self.activation = ops, c.activation
-        sizes = [(c.intermediate_size, part)] * (2 if c.family.gated else 1)
-        gate_up = loader.column_parallel(loader.stacked(prefix, names.gate_up_proj, sizes), "mlp")
-        down = loader.row_parallel(f"{prefix}{names.down_proj}", c.intermediate_size, part, "mlp")
+        gate_up, down = _mlp_matrices(loader, prefix, names, inner)
         self.gate_up_proj = Linear(ops, loader.method, gate_up)
         self.down_proj = RowParallelLinear(ops, loader.method, down, parallel)
         self._activate = ops.act_and_mul if c.family.gated else ops.activate
@@ -163,6 +171,76 @@ class Mlp:
         return self.down_proj.forward(inner)
 
 
+class MixtureOfExperts:
+    """A router that gives each row to a few gated MLPs, its experts, of which the weighted sum is taken.
+
+    Perhaps one more, the shared expert, that every row has. A rank has its part of every expert and the whole router.
+    """
+
+    def __init__(self, loader: WeightLoader, parallel: ParallelState, index: int) -> None:
+        """Load layer `index` of the whole model. Raise ModelError."""
+        c, names, ops, shard = loader.config, loader.names.experts, loader.ops, loader.shard
+        if names is None or c.mixture is None:
+            raise ValueError(f"{c.architecture} has no experts")
+        prefix, mixture = loader.layer_prefix(index), c.mixture
+        self.ops, self.parallel = ops, parallel
+        self.routing = kernel_ops.Routing(mixture.top_k, mixture.normalize, c.activation)
+        self.router = loader.replicated(f"{prefix}{names.router}", mixture.experts)
+        parts, inner = (names.gate_up_proj, names.down_proj), (mixture.intermediate_size, shard.expert)
+        pairs = [
+            _mlp_matrices(loader, f"{prefix}{names.experts}.{expert}.", parts, inner)
+            for expert in range(mixture.experts)
+        ]
+        self.experts = ops.pack_experts([gate_up for gate_up, _ in pairs], [down for _, down in pairs])
+        self.shared: Mlp | None = None
+        self.shared_gate: Any = None
+        if names.shared is not None and names.shared_gate is not None:
+            inner = (mixture.shared_size, shard.shared)
+            # Its part is summed over the ranks with those of the others.
+            self.shared = Mlp(loader, ParallelState(), f"{prefix}{names.shared}.", parts, inner)
+            self.shared_gate = loader.replicated(f"{prefix}{names.shared_gate}", 1)
+
+    @staticmethod
+    def matrices(config: DecoderConfig) -> list[tuple[str, int, int]]:
+        """Return (name, outputs, inputs) of the checkpoint's matrices of one layer but those of the router."""
+        names, mixture, hidden = config.family.names.experts, config.mixture, config.hidden_size
+        if names is None or mixture is None:
+            return []
+        mlps = [(f"{names.experts}.{expert}", mixture.intermediate_size) for expert in range(mixture.experts)]
+        mlps += [(names.shared, mixture.shared_size)] if names.shared else []
+        return [
+            (f"{mlp}.{name}", *shape)
+            for mlp, inner in mlps
+            for name, shape in (
+                *((name, (inner, hidden)) for name in names.gate_up_proj),
+                (names.down_proj, (hidden, inner)),
+            )
+        ]
+
+    @staticmethod
+    def routers(config: DecoderConfig) -> list[tuple[str, int, int]]:
+        """Return (name, outputs, inputs) of the matrices that no method rounds."""
+        names, mixture, hidden = config.family.names.experts, config.mixture, config.hidden_size
+        if names is None or mixture is None:
+            return []
+        return [
+            (names.router, mixture.experts, hidden),
+            *([(names.shared_gate, 1, hidden)] if names.shared_gate else []),
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute x [N, hidden] -> [N, hidden]."""
+        ops = self.ops
+        logits = ops.logits(x, self.router)
+        shared = shared_logits = None
+        if self.shared is not None:
+            shared, shared_logits = self.shared.forward(x), ops.logits(x, self.shared_gate)
+        out = ops.experts(x, logits, self.experts, self.routing, shared, shared_logits)
+        if self.parallel.tp > 1:
+            ops.exchange(out, self.parallel.all_reduce)
+        return out
+
+
 class DecoderLayer:
     """Attention and MLP on a residual stream, one after the other or side by side (GPT-NeoX's parallel residual)."""
 
@@ -171,16 +249,28 @@ class DecoderLayer:
         names, prefix = loader.names, loader.layer_prefix(index)
         self.ops, self.parallel_residual = loader.ops, loader.config.parallel_residual
         self.attention = Attention(loader, parallel, index, tables)
-        self.mlp = Mlp(loader, parallel, index)
+        self.mlp: Mlp | MixtureOfExperts
+        if has_experts(loader.config, index):
+            self.mlp = MixtureOfExperts(loader, parallel, index)
+        else:
+            parts = (names.gate_up_proj, names.down_proj)
+            inner = (loader.config.intermediate_size, loader.shard.intermediate)
+            self.mlp = Mlp(loader, parallel, prefix, parts, inner)
         self.input_norm = loader.norm(f"{prefix}{names.input_norm}")
         self.attention_norm = loader.optional_norm(prefix, names.attention_norm)
         self.mlp_norm = loader.norm(f"{prefix}{names.mlp_norm}")
         self.down_norm = loader.optional_norm(prefix, names.down_norm)
 
     @staticmethod
-    def matrices(config: DecoderConfig) -> list[tuple[str, int, int]]:
-        """Return (name, outputs, inputs) of the checkpoint's matrices of one layer."""
-        return [*Attention.matrices(config), *Mlp.matrices(config)]
+    def matrices(config: DecoderConfig, index: int) -> list[tuple[str, int, int]]:
+        """Return (name, outputs, inputs) of the checkpoint's matrices of layer `index`, but those of a router."""
+        mlp = MixtureOfExperts if has_experts(config, index) else Mlp
+        return [*Attention.matrices(config), *mlp.matrices(config)]
+
+    @staticmethod
+    def routers(config: DecoderConfig, index: int) -> list[tuple[str, int, int]]:
+        """Return (name, outputs, inputs) of the matrices that are plain whatever the method."""
+        return MixtureOfExperts.routers(config) if has_experts(config, index) else []
 
     def forward(self, residual: Residual, prepared: Prepared, cache: Cache, select: bool = False) -> None:
         """Advance `residual` by this layer, its output pending. select: in the last layer, keep the rows that sample.
@@ -198,6 +288,20 @@ class DecoderLayer:
         norm = residual.norm_then_add if self.parallel_residual else residual.norm
         out = self.mlp.forward(norm(ops, self.mlp_norm))
         residual.pending = out if self.down_norm is None else ops.norm(out, self.down_norm)
+
+
+def has_experts(config: DecoderConfig, index: int) -> bool:
+    """Return whether layer `index` of the whole model has a mixture of experts in place of the MLP."""
+    return config.mixture is not None and index in config.mixture.layers
+
+
+def _mlp_matrices(
+    loader: WeightLoader, prefix: str, names: tuple[tuple[str, ...], str], inner: tuple[int, range]
+) -> tuple[Any, Any]:
+    """Return the packed gate_up_proj and down_proj of an MLP; see Mlp."""
+    gate_up_proj, down_proj = names
+    rows = loader.stacked(prefix, gate_up_proj, [inner] * (2 if loader.config.family.gated else 1))
+    return loader.column_parallel(rows, "mlp"), loader.row_parallel(f"{prefix}{down_proj}", *inner, "mlp")
 
 
 def _qkv_rows(loader: WeightLoader, prefix: str) -> list[Rows]:

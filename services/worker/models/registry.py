@@ -27,6 +27,18 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The checkpoint's names in a layer with a mixture of experts; expert n's matrices lie under `experts`.n."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate_up_proj: tuple[str, str] = ("gate_proj", "up_proj")
+    down_proj: str = "down_proj"
+    shared: str | None = None  # an expert that every row has
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Names:
     """The checkpoint's names of tensors, without `.weight` and `.bias`; None means that there is no such tensor."""
 
@@ -45,6 +57,7 @@ class Names:
     gate_up_proj: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # one name: one matrix
     down_proj: str = "mlp.down_proj"
     down_norm: str | None = None  # of the MLP's output, before it is added
+    experts: ExpertNames | None = None  # in place of the MLP, where the family has a mixture of experts
     norm: str = "norm"
     lm_head: str = "lm_head"
 
@@ -74,6 +87,7 @@ class Family:
     biases: frozenset[str] = frozenset()  # of qkv_proj, o_proj, mlp, lm_head
     bias_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> the biases that it switches on
     transposed: bool = False  # matrices of the layers lie [inputs, outputs]
+    normalize_experts: bool = False  # the weights of a row's experts add up to 1, whatever norm_topk_prob says
     interleaved: bool = False  # the one qkv_proj matrix holds q, k, v of head 0, then of head 1, ...
 
 
@@ -92,6 +106,14 @@ _QWEN = replace(
     },
     windows="upper",
 )
+_QWEN_MOE = {
+    "norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+}
 _GEMMA = replace(
     _LLAMA,
     defaults={
@@ -137,6 +159,49 @@ FAMILIES = {
         names=Names(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
         defaults={**_QWEN.defaults, "head_dim": 128},
         bias_fields=_ATTENTION_BIAS,
+    ),
+    "MixtralForCausalLM": replace(
+        _LLAMA,
+        names=Names(experts=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3"), "w2")),
+        field_names={**_RMS, "num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        defaults={
+            "norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        windows="all",
+        normalize_experts=True,
+    ),
+    "Qwen2MoeForCausalLM": replace(
+        _LLAMA,
+        names=Names(experts=ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
+        defaults={
+            **_QWEN_MOE,
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
+        },
+        bias_fields={"qkv_bias": ("qkv_proj",)},
+    ),
+    "Qwen3MoeForCausalLM": replace(
+        _LLAMA,
+        names=Names(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", experts=ExpertNames()),
+        field_names={**_RMS, "num_experts": "num_local_experts"},
+        defaults={
+            **_QWEN_MOE,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+        },
+        bias_fields=_ATTENTION_BIAS,
+        windows="all",
     ),
     "GemmaForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": replace(

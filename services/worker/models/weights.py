@@ -35,6 +35,8 @@ class Shard:
     heads: range
     kv_heads: range  # held by several ranks where there are fewer than ranks
     intermediate: range  # of intermediate_size
+    expert: range  # of each expert's
+    shared: range  # of the shared expert's
     vocab: range  # token ids
     vocab_rows: int  # rows that embedding and head have here; those behind `vocab` are zeros. The same on all ranks
     first: bool  # whether the stage embeds
@@ -49,6 +51,8 @@ class Shard:
             heads=len(self.heads),
             kv_heads=len(self.kv_heads),
             intermediate_size=len(self.intermediate),
+            mixture=model.mixture
+            and dataclasses.replace(model.mixture, intermediate_size=len(self.expert), shared_size=len(self.shared)),
             windows=model.windows[self.layers.start : self.layers.stop],
         )
 
@@ -64,11 +68,14 @@ def shard_of(config: DecoderConfig, parallel: ParallelState) -> Shard:
         each = -(-config.vocab_size // parallel.tp)
         vocab = vocab[each * parallel.tp_rank : each * (parallel.tp_rank + 1)]
         rows = each + 1  # the last stands for the tokens of other ranks: their sum counts them once
+    mixture = config.mixture
     return Shard(
         layers=_part(config.layers, parallel.stage, parallel.pp),
         heads=heads,
         kv_heads=range(heads.start // group, (heads.stop - 1) // group + 1),
         intermediate=_part(config.intermediate_size, parallel.tp_rank, parallel.tp),
+        expert=_part(mixture.intermediate_size if mixture else 0, parallel.tp_rank, parallel.tp),
+        shared=_part(mixture.shared_size if mixture else 0, parallel.tp_rank, parallel.tp),
         vocab=vocab,
         vocab_rows=rows,
         first=parallel.first,
@@ -83,7 +90,14 @@ def _part(count: int, at: int, parts: int) -> range:
 
 
 def _check_split(config: DecoderConfig, tp: int, pp: int) -> None:
-    for name, value in (("num_attention_heads", config.heads), ("intermediate_size", config.intermediate_size)):
+    sizes = [("num_attention_heads", config.heads)]
+    if config.mixture is None or len(config.mixture.layers) < config.layers:
+        sizes.append(("intermediate_size", config.intermediate_size))
+    if config.mixture is not None:
+        field = "moe_intermediate_size"
+        sizes.append((config.family.field_names.get(field, field), config.mixture.intermediate_size))
+        sizes.append(("shared_expert_intermediate_size", config.mixture.shared_size))
+    for name, value in sizes:
         if value % tp:
             raise ConfigurationError(f"--tp {tp} does not divide the model's {name} {value}; {_remedy(value, tp)}")
     if config.kv_heads % tp and tp % config.kv_heads:
@@ -204,6 +218,16 @@ class WeightLoader:
         bias = self._vector(f"{name}.bias", hidden) if bias_kind in self.config.biases and self.shard.adds else None
         part = self._read(Rows(name, hidden, range(hidden)), inputs, columns)
         return self.method.pack(self.ops, [part], len(columns), bias)
+
+    def replicated(self, name: str, outputs: int) -> Any:
+        """Return a packed matrix [outputs, hidden] that every rank has whole, in the model's type whatever the method.
+
+        A router's: which experts a row has must not depend on --quantize or the rank.
+        """
+        hidden = self.config.hidden_size
+        shape = (outputs, hidden)
+        pieces = self.source.pieces(self._find(f"{name}.weight"), shape, self.dtype, range(outputs), range(hidden))
+        return self.ops.pack_linear(pieces, outputs, hidden, None)
 
     def norm(self, name: str, size: int = 0) -> Norm:
         """Return the norm of `size` numbers, by default hidden_size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL
 from tests.engine.driver import make_engine
+from tests.support.models import make_llama
 
 
 @pytest.fixture
@@ -111,6 +113,12 @@ def test_engine_that_overlaps_is_given_step_before_it_answers_last(lookahead: in
     results, walls = engine_cases.run(cast(Any, Recorder()), cast(Any, driver), 3, lookahead)
     assert ", ".join(said) == order
     assert results == [1, 2, 3] and len(walls) == 3
+
+
+def test_a_mixture_of_experts_has_no_floor_and_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, kind="mixtral").path
+    assert bench.main(["--model", str(path)]) == 2
+    assert "a mixture of experts, whose floor" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_compiled")

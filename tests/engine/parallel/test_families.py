@@ -25,6 +25,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"kind": "mistral", "sliding_window": 13},
     "qwen2": {"kind": "qwen2"},
     "qwen3": {"kind": "qwen3", "attention_bias": True},
+    "mixtral": {"kind": "mixtral"},
+    "qwen2-moe-some-layers": {"kind": "qwen2_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2},
     "gemma": {"kind": "gemma"},
     "gemma3": {"kind": "gemma3", "sliding_window": 11, "sliding_window_pattern": 2},
     "gpt2": {"kind": "gpt2"},
@@ -97,6 +99,21 @@ def test_a_rank_holds_its_share_and_no_more(tmp_path: Path, kind: str) -> None:
     tables = config.vocab_size * zeros
     assert sum(stages) == whole + (tables if config.tied else 0)
     assert max(stages) < whole
+
+
+def test_experts_are_cut_inside_or_refused_by_the_name_of_their_size(tmp_path: Path) -> None:
+    sizes = {"kind": "qwen2_moe", "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 92}
+    path = make_llama(tmp_path / "cut", requests=1, output_tokens=1, **sizes).path
+    shard = shard_of(load_config(path), ParallelState(8, 1, 1))  # no layer has an MLP of 92
+    assert (shard.expert, shard.shared) == (range(6, 12), range(10, 20))
+    for fields, name in (
+        ({"moe_intermediate_size": 44}, "moe_intermediate_size 44"),
+        ({"shared_expert_intermediate_size": 84}, "shared_expert_intermediate_size 84"),
+        ({"mlp_only_layers": [0]}, "intermediate_size 92"),
+    ):
+        path = make_llama(tmp_path / name, requests=1, output_tokens=1, **(sizes | fields)).path
+        with pytest.raises(ConfigurationError, match=f"--tp 8 does not divide the model's {name}"):
+            shard_of(load_config(path), ParallelState(8, 1, 1))
 
 
 @pytest.mark.parametrize(

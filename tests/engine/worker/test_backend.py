@@ -123,6 +123,19 @@ def test_torchs_matrices_give_transformers_tokens_and_share_tied_weights(
     assert driver.run(0, 16, chunk=5) == reference.outputs[0]
 
 
+@pytest.mark.usefixtures("compiled")
+def test_experts_are_multiplied_by_our_kernels_where_torchs_would_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(backend, "matrix_kernels", lambda *_: MatrixKernels("torch", "for this test"))
+    reference = make_llama(tmp_path / "tiny", seed=7, requests=1, output_tokens=16, kind="mixtral")
+    engine = make_engine(reference.path, block_size=16)
+    assert isinstance(engine.decoder.layers[0].attention.qkv_proj.weight, Packed)
+    driver = Driver(engine)
+    driver.enter(0, reference.prompts[0])
+    assert driver.run(0, 16, chunk=5) == reference.outputs[0]
+
+
 @pytest.mark.parametrize("most", [1, 33, 1000, 3000])
 def test_sizes_that_are_warmed_up_are_no_larger_than_step(compiled: None, most: int) -> None:
     for ops in (ReferenceOps(torch.device("cpu")), CpuOps(load(), 1, "torch")):

@@ -17,12 +17,13 @@ from kernels.cuda import gpu
 from kernels.cuda.loader import CudaError
 from services.worker import backend
 from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, room_for
-from services.worker.models.config import DecoderConfig, load_config
+from services.worker.models.config import DecoderConfig, Mixture, load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.engine.worker.test_process import MIB, SHAPE
 
 HALF = (torch.bfloat16, torch.float16)
+EXPERTS = Mixture(experts=4, top_k=2, intermediate_size=64, shared_size=0, normalize=True, layers=frozenset({0}))
 BROKEN = "the driver is too old: install a newer one"
 
 
@@ -125,6 +126,7 @@ def test_options_that_exclude_each_other_are_named(
         (config_of(torch.float32), "float32"),
         (config_of(head_dim=48), "heads of 48 numbers"),
         (config_of(intermediate_size=100), "rows of 100 numbers"),
+        (config_of(mixture=EXPERTS), "a mixture of experts, they have no kernels for it"),
         (config_of(hidden_size=1 << 16), "norms take 32768 at most"),
         (config_of(heads=512, kv_heads=1), "512 query heads share a KV head"),
     ],

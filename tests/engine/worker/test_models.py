@@ -198,7 +198,7 @@ def test_missing_field_has_the_default_of_transformers(architecture: str) -> Non
     for key, value in {"tie_word_embeddings": False, **FAMILIES[architecture].defaults}.items():
         if key == "use_sliding_window" or key.endswith(nameless.get(architecture, "none")):
             continue
-        if key == "partial_rotary_factor":
+        if key in ("partial_rotary_factor", "rope_theta"):
             assert made.rope_parameters[key] == value
         else:
             assert getattr(made, FAMILIES[architecture].field_names.get(key, key)) == value, key
@@ -303,6 +303,7 @@ def test_whatever_field_holds_file_is_read_or_refused_by_name(architecture: str,
     family = FAMILIES[architecture]
     others = ["architectures", "quantization_config", "rope_scaling", "rope_parameters", "layer_types", "torch_dtype"]
     others += ["dtype", "head_dim", "word_embed_proj_dim", "use_sliding_window", "sliding_window", "hidden_act"]
+    others += ["mlp_only_layers"]
     for key in {*RAW, *family.field_names.values(), *family.defaults, *family.only, *family.bias_fields, *others}:
         for junk in JUNK:
             raw = {**RAW, "architectures": [architecture], "head_dim": 16, key: junk}

@@ -432,6 +432,13 @@ def test_size_is_that_of_the_weights_as_they_are_held() -> None:
     assert held("bfloat16", quantize="int4") == 2 * 44 + 10
 
 
+def test_size_of_a_mixture_counts_every_expert_and_keeps_routers() -> None:
+    experts = {f"layers.0.mlp.experts.{at}.gate_proj.weight": (8, 4) for at in range(16)}
+    facts = ModelFacts("bfloat16", {**experts, "layers.0.mlp.gate.weight": (16, 4)})
+    assert facts.held_bytes(WorkerSettings(device="cpu")) == 2 * 16 * 32 + 2 * 64
+    assert facts.held_bytes(WorkerSettings(device="cpu", quantize="int8")) == 16 * 32 + 2 * 64
+
+
 def test_size_of_a_quantized_model_is_its_words_and_scales_or_unpacked() -> None:
     tensors = {
         "norm.weight": (64,),
