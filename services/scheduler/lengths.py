@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from redis.asyncio import Redis
 
@@ -24,6 +23,7 @@ from shared.redis_client import LIVE_TTL_MS, Unavailable, Value
 
 log = logging.getLogger("orcinus.scheduler")
 
+GROUPS = range(Lengths.POOLED + 1)
 WRITE_S = 10.0
 """Least time between two writes: what a killed scheduler may lose."""
 
@@ -51,18 +51,24 @@ class LengthRecord:
 
     async def restore(self) -> None:
         """Let the core forecast from what the last scheduler of the shard had learned."""
-        fields = range(Lengths.POOLED + 1)
-        stored: Any = await self._redis.hmget(self._key, [*map(str, fields)])
-        groups = {
-            group: lengths
-            for group, column in zip(fields, stored, strict=True)
-            if column is not None
-            and (lengths := self._letters.read(self._key, column, partial(decode_group, group))) is not None
-        }
+        pipe = self._redis.pipeline(transaction=False)
+        pipe.hmget(self._key, [*map(str, GROUPS)])
+        (stored,) = await pipe.execute(raise_on_error=False)
+        groups = self._letters.read(self._key, stored, self._decode) or {}
         self._core.restore_lengths(groups)
         self._written = groups
         if groups:
             log.info("output lengths of %d groups of max_tokens restored", len(groups))
+
+    def _decode(self, columns: list[bytes | None]) -> dict[int, list[int]]:
+        """Return the groups that can be read."""
+        read, key = self._letters.read, self._key
+        found = {
+            group: read(key, column, partial(decode_group, group))
+            for group, column in zip(GROUPS, columns, strict=True)
+            if column is not None
+        }
+        return {group: lengths for group, lengths in found.items() if lengths is not None}
 
     async def write(self, now_s: float) -> None:
         """Write what has changed, at most once in WRITE_S. Raises LeaseLostError.
