@@ -93,6 +93,10 @@ class Keys:
         """The policy that was set at run time, JSON."""
         return f"{self.prefix}policy:{shard}"
 
+    def lengths(self, shard: str) -> str:
+        """Hash: output lengths of finished requests, int32, by their group of max_tokens."""
+        return f"{self.prefix}lengths:{shard}"
+
     @property
     def background(self) -> str:
         """Set: gateways that deliver or have delivered background requests."""

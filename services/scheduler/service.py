@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 
 from protos import queue_pb2
 from services.scheduler.core.types import Finish, Outcome
+from services.scheduler.lengths import LengthRecord
 from services.scheduler.metrics import Metrics
 from services.scheduler.policy_switch import PolicySwitch, make_scheduler
 from services.scheduler.quarantine import Quarantine
@@ -108,6 +109,9 @@ class Service:
         )
         self.core = make_scheduler(settings)
         self._policy = PolicySwitch(self.core, self._reports.event, self.keys.policy(settings.shard), self._letters)
+        self._lengths = LengthRecord(
+            self.core, self._redis, self.lease, self.keys.lengths(settings.shard), self._letters
+        )
         self.held = Holdings()
         entries = self.held.entries
         self._publisher = Publisher(
@@ -194,6 +198,7 @@ class Service:
                 raise LeaseLostError("lease lost: another scheduler took the shard")
             self._put(self.core.checkpoint())
             await within(self._shutdown.remaining_s(), self._publisher.flush(publisher))
+            await within(self._shutdown.remaining_s(), self._lengths.close())
             log.info("stopped; %d unfinished requests stay claimed for the next scheduler", self.core.unfinished)
             return 0
         except LeaseLostError as error:
@@ -208,6 +213,7 @@ class Service:
         await persist("prepare the request streams", self._intake.prepare, log, self._stop.is_set)
         await persist("read Redis's clock", lambda: self._clock.sync(self._redis), log, self._stop.is_set)
         await persist("read the policy that was set at run time", self._restore_policy, log, self._stop.is_set)
+        await persist("read the lengths of finished requests", self._lengths.restore, log, self._stop.is_set)
         await persist("rebuild claimed requests", self.claims.rebuild, log, self._stop.is_set)
 
     async def _restore_policy(self) -> None:
@@ -298,6 +304,7 @@ class Service:
                 replicas = self.fleet.replicas()
                 self._stats.replicas(replicas)
                 await self._reports.stats(self._snapshot(), self._stats.iterations.fields(), replicas)
+                await self._lengths.write(time.monotonic())
                 await self._reports.letters(self._letters.take())
                 alive = await self._reports.gateways_alive(self.quarantine.gateways)
                 self.quarantine.check_gateways(alive, time.monotonic_ns())
@@ -313,7 +320,7 @@ class Service:
         types = dict.fromkeys([*keys.request_streams(), keys.control(shard), keys.stats_history(shard)], "stream")
         types |= dict.fromkeys([keys.events, keys.dead, *map(keys.tokens, self.quarantine.gateways)], "stream")
         hashes = [keys.queue, keys.queue_tenants, keys.queue_bytes, keys.shards, keys.stats(shard)]
-        types |= dict.fromkeys([*hashes, keys.iterations(shard), keys.replicas(shard)], "hash")
+        types |= dict.fromkeys([*hashes, keys.iterations(shard), keys.replicas(shard), keys.lengths(shard)], "hash")
         strings = [keys.lease(shard), keys.epoch, keys.shard_epoch(shard), keys.policy(shard)]
         await self._remove_foreign(types | dict.fromkeys(strings, "string"))
 

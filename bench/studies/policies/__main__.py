@@ -33,7 +33,7 @@ PROCESSES = 2
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.studies.policies", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small, in about a minute; writes nothing")
-    parser.add_argument("--literature", action="store_true", help="the tables of the literature, T1 to T6")
+    parser.add_argument("--literature", action="store_true", help="the tables of the literature, T1 to T11")
     parser.add_argument("--docs", action="store_true", help="page and pictures from the committed results alone")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     given = sys.argv[1:] if argv is None else list(argv)
@@ -69,7 +69,7 @@ def measured(quick: bool) -> dict[str, Any]:
 
 
 def literature() -> dict[str, Any]:
-    """Return the tables T1 to T6."""
+    """Return the tables T1 to T11."""
     from services.simulator.literature.main import TABLES
 
     tables: list[dict[str, Any]] = []

@@ -7,7 +7,7 @@ the caller's, in nanoseconds of one clock (NewRequest.arrived_ns and deadline_ns
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -81,6 +81,7 @@ class Scheduler:
         self._deadlines: list[tuple[int, int, Record]] = []
         self._pending = OutcomeBuilder()  # known in calls that return no Outcome; goes out with the next one
         self._sequences = 0
+        self._lengths: Mapping[int, list[int]] = {}  # restored, for a policy that forecasts
         self._ended = dict.fromkeys(Finish, 0)
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
 
@@ -290,6 +291,18 @@ class Scheduler:
         self._next_policy = None if (chosen := parse(policy)).name == self.policy.name else chosen
         self.router.close(self._next_policy is not None)
 
+    def lengths(self) -> Mapping[int, list[int]]:
+        """Return the output lengths from which memory is forecast, by group: what restore_lengths() takes."""
+        return self.policy.memory.snapshot() or self._lengths
+
+    def restore_lengths(self, lengths: Mapping[int, list[int]]) -> None:
+        """Forecast from the lengths() of an earlier scheduler. Before the first request.
+
+        Raises ValueError for what lengths() cannot have returned.
+        """
+        self.policy.memory.restore(lengths)
+        self._lengths = lengths
+
     # -- statistics
 
     @property
@@ -407,6 +420,7 @@ class Scheduler:
         policy = self._next_policy
         if policy is None or any(r.table.count or r.inflight for r in self.replicas if r.alive):
             return
+        policy.memory.restore(self.lengths())
         self.policy = self._state.policy = policy
         self._next_policy = None
         self.waiting.rebuild(policy.order, now_ns)

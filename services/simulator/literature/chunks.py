@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -94,17 +95,20 @@ def chat_workload() -> Workload:
 class Users:
     """A closed loop of `USERS` clients around one core. Times are those of delivery."""
 
-    def __init__(self, policy: Policy, step_tokens: int, work: Workload) -> None:
+    def __init__(self, policy: Policy, step_tokens: int, work: Workload, blocks: int = 0) -> None:
+        """blocks: KV blocks of the replica; 0 means as many as the slots need at the longest request."""
         self._work, count = work, len(work)
         self._core = Scheduler(policy, max_seqs=SLOTS, lookahead=0, step_tokens=step_tokens)
         self._at_end: bool = self._core.policy.batch.at_end
-        blocks = SLOTS * -(-work.longest // BLOCK)
+        blocks = blocks or SLOTS * -(-work.longest // BLOCK)
         self._core.join(Limits(SLOTS, blocks, BLOCK, work.longest, max_step_tokens=2 * int(work.prompt.max())))
         self._arrived: Int64 = np.zeros(count, np.int64)
         self._first: Int64 = np.full(count, -1, np.int64)
         self._dry = False
         self._held: list[int] = []
         self._gaps: list[npt.NDArray[np.float64]] = []
+        self.prefill_gaps: list[npt.NDArray[np.float64]] = []  # of steps that computed a prompt, ns
+        self.steps = self.slots_ns = self.core_ns = 0  # slots_ns: slots that computed, times the time of their step
         self.now_ns = 1_000_000_000
         self._begun_ns = self.now_ns
 
@@ -117,24 +121,42 @@ class Users:
             self._send(user)
         tokens = 0
         while not self._dry:
+            begun_ns = time.thread_time_ns()
             step, _ = self._core.plan(self.now_ns)
+            self.core_ns += time.thread_time_ns() - begun_ns
             if step is None:
                 self.now_ns += 1_000_000  # a batch that waits for more members
                 continue
             duration = step_ns(step.prefill_tokens)
             self.now_ns += duration
             slots = step.chunk_slots[step.samples]
+            begun_ns = time.thread_time_ns()
             outcome = self._core.apply(
                 StepResult(step.id, 0, slots, np.zeros(slots.size, np.int32), step_ns=duration), self.now_ns
             )
+            self.core_ns += time.thread_time_ns() - begun_ns
             tokens += outcome.tokens.size
+            self.steps += 1
+            self.slots_ns += step.chunk_slots.size * duration
+            if step.prefill_tokens:
+                self.prefill_gaps.append(outcome.waits_ns[outcome.first > 0].astype(np.float64))
             self._take(outcome)
         gaps = np.concatenate(self._gaps) / 1e6
-        seconds = (self.now_ns - self._begun_ns) / 1e9
+        seconds = self.elapsed_ns / 1e9
         begun = self._first >= 0
         ttft = (self._first - self._arrived)[begun] / 1e6
         p50, p99 = np.percentile(gaps, (50, 99))
         return tokens / seconds, float(p50), float(p99), float(np.percentile(ttft, 99))
+
+    @property
+    def elapsed_ns(self) -> int:
+        """Return the simulated time of the run."""
+        return self.now_ns - self._begun_ns
+
+    @property
+    def started(self) -> int:
+        """Return how many requests have had their first token."""
+        return int((self._first >= 0).sum())
 
     def _send(self, index: int) -> None:
         if index >= len(self._work):

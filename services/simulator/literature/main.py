@@ -1,4 +1,4 @@
-"""`orcinus simulate --reproduce`: compare tables T1 to T6 of the literature with simulated ones; T5 also over the chat
+"""`orcinus simulate --reproduce`: compare tables T1 to T11 of the literature with simulated ones; T5 also over the chat
 trace.
 
 The published figures are constants in the modules of this package and enter comparisons only. The `sense` of a table
@@ -15,7 +15,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table as Shown
 
+from services.simulator.literature.batching import batching_systems, parts_of_an_iteration, parts_of_the_gain
 from services.simulator.literature.chunks import chunk_sizes, chunk_sizes_chat, iteration_parts
+from services.simulator.literature.granularity import by_request_and_iteration, timelines
 from services.simulator.literature.load import slo_under_load
 from services.simulator.literature.priorities import classes
 from services.simulator.literature.static import padded_batches, slots_in_use
@@ -30,6 +32,11 @@ TABLES: tuple[Callable[[], Table], ...] = (
     chunk_sizes,
     chunk_sizes_chat,
     classes,
+    by_request_and_iteration,
+    timelines,
+    batching_systems,
+    parts_of_the_gain,
+    parts_of_an_iteration,
 )
 
 

@@ -20,10 +20,10 @@ NAMES = {
     KEYS.requests("normal"), KEYS.prompt("x"), KEYS.req("x"), KEYS.out("x", 0), KEYS.logprobs("x", 0), KEYS.queue,
     KEYS.queue_tenants, KEYS.queue_bytes, KEYS.background, KEYS.background_of("g"), KEYS.adopting("x"),
     KEYS.bucket("k"), KEYS.tokens("g"), KEYS.control("s"), KEYS.dead, KEYS.lease("s"), KEYS.epoch,
-    KEYS.shard_epoch("s"), KEYS.policy("s"), KEYS.worker("w"), KEYS.workers, KEYS.shards, KEYS.drain("gateway", "g"),
-    KEYS.drain("worker", "w"), KEYS.alive("gateway", "g"), KEYS.alive("scheduler", "s"), KEYS.alive("worker", "w"),
-    KEYS.api_keys, KEYS.keys_version, KEYS.keys_salt, KEYS.keys_used, KEYS.stats("s"), KEYS.stats_history("s"),
-    KEYS.iterations("s"), KEYS.replicas("s"), KEYS.events, "foreign",
+    KEYS.shard_epoch("s"), KEYS.policy("s"), KEYS.lengths("s"), KEYS.worker("w"), KEYS.workers, KEYS.shards,
+    KEYS.drain("gateway", "g"), KEYS.drain("worker", "w"), KEYS.alive("gateway", "g"), KEYS.alive("scheduler", "s"),
+    KEYS.alive("worker", "w"), KEYS.api_keys, KEYS.keys_version, KEYS.keys_salt, KEYS.keys_used, KEYS.stats("s"),
+    KEYS.stats_history("s"), KEYS.iterations("s"), KEYS.replicas("s"), KEYS.events, "foreign",
 }  # fmt: skip
 MAY_WRITE = {
     "gateway": {
@@ -34,8 +34,8 @@ MAY_WRITE = {
     "scheduler": {
         KEYS.requests("normal"), KEYS.prompt("x"), KEYS.req("x"), KEYS.out("x", 0), KEYS.logprobs("x", 0), KEYS.queue,
         KEYS.queue_tenants, KEYS.queue_bytes, KEYS.bucket("k"), KEYS.tokens("g"), KEYS.control("s"), KEYS.dead,
-        KEYS.lease("s"), KEYS.epoch, KEYS.shard_epoch("s"), KEYS.policy("s"), KEYS.worker("w"), KEYS.shards,
-        KEYS.alive("scheduler", "s"), KEYS.stats("s"), KEYS.stats_history("s"), KEYS.iterations("s"),
+        KEYS.lease("s"), KEYS.epoch, KEYS.shard_epoch("s"), KEYS.policy("s"), KEYS.lengths("s"), KEYS.worker("w"),
+        KEYS.shards, KEYS.alive("scheduler", "s"), KEYS.stats("s"), KEYS.stats_history("s"), KEYS.iterations("s"),
         KEYS.replicas("s"), KEYS.events,
     },
     "worker": {KEYS.worker("w"), KEYS.workers, KEYS.alive("worker", "w")},

@@ -87,6 +87,18 @@ def test_settings_decide_over_prefix_cache_or_leave_it_to_policy() -> None:
     assert [key for key, kept in found.items() if kept] == [("orca", "on"), ("sglang", "auto"), ("sglang", "on")]
 
 
+@pytest.mark.parametrize("policies", [("orcinus", "orcinus:order=fair"), ("vllm", "orcinus"), ("orcinus", "vllm")])
+def test_lengths_of_finished_requests_outlive_change_of_policy(policies: tuple[str, str]) -> None:
+    core = make_scheduler(SchedulerSettings(policy=policies[0]))
+    seen = {35: [300] * 40, 128: [300] * 40}
+    core.restore_lengths(seen)
+    core.switch(policies[1])
+    core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
+    core.plan(1)
+    assert core.policy.name == policies[1] and core.lengths() == seen
+    assert core.policy.memory.snapshot() == ({} if policies[1] == "vllm" else seen)
+
+
 def restarted(configured: str, stored: bytes | None) -> tuple[str, list[Any]]:
     """Return the policy in force after the first plan of a new scheduler, and the commands beside its events."""
     core = make_scheduler(SchedulerSettings(policy=configured))

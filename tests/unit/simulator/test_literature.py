@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from services.simulator.device.roofline import Roofline
+from services.simulator.literature import batching as literature_batching
 from services.simulator.literature import chunks as literature_chunks
+from services.simulator.literature import granularity as literature_granularity
 from services.simulator.literature import load as literature_load
 from services.simulator.literature import main as literature
 from services.simulator.literature import static as literature_static
 from services.simulator.literature.priorities import classes
-from services.simulator.literature.table import Table, monotone
+from services.simulator.literature.table import Cell, Table, monotone
 
 
 def test_table_six_is_alike_in_every_step() -> None:
@@ -74,6 +78,52 @@ def test_table_four_follows_from_its_formula() -> None:
     assert literature_chunks.gemm_ms(1) == pytest.approx(0.34)
     assert literature_chunks.iteration_ms(32, 8) == pytest.approx(10.88 + 8 + 2.1)
     assert literature_chunks.iteration_parts().reproduced
+
+
+def test_time_lines_have_the_chunks_of_the_sheet_at_the_sum_of_their_steps() -> None:
+    rows = literature_granularity.timeline("sarathi", 256 + literature_granularity.DECODES)
+    assert [at for at, *_ in rows] == [0, 30, 60, *range(95, 341, 35)]
+    assert [doing for _, doing, _ in rows] == ["", "", *(f"{at}-{at + 255}" for at in range(0, 2048, 256)), "decode"]
+    assert {decodes for *_, decodes in rows} == {literature_granularity.DECODES}
+    assert literature_granularity.timelines().reproduced
+
+
+def numbers(row: Sequence[Cell]) -> list[float]:
+    return [float(cell) for cell in row if isinstance(cell, int | float)]
+
+
+def test_decisions_at_iterations_use_more_slots_with_shorter_gaps() -> None:
+    table = literature_granularity.by_request_and_iteration()
+    assert table.reproduced
+    _, used, gaps, _ = map(numbers, table.rows)
+    assert 60 <= used[0] <= 75, "as reserved: 64 slots x 14 blocks and a long prompt, of 24 to 25 blocks each"
+    assert used[2] == pytest.approx(used[1] - used[0], abs=0.15)
+    # a chunk of 256, all decodes and at most that: 45 ms + 0.078 ms a prompt token; a whole prompt has 4,800
+    assert 45 <= gaps[1] <= 45 + 0.078 * (256 + literature_chunks.SLOTS)
+    assert gaps[0] >= 45 + 0.078 * literature_chunks.LONG
+
+
+def test_slots_in_use_are_weighted_by_the_time_of_their_steps() -> None:
+    steps = [400_000_000, 600_000_000, 1_000_000_000, 1_000_000], [32, 16, 8, 32]
+    mean, peak = literature_batching.slots_in_use(*steps)
+    assert mean == pytest.approx(100 * (0.4 * 32 + 0.6 * 16 + 1.0 * 8 + 0.001 * 32) / 2.001 / 32)
+    assert peak == pytest.approx(100 * (0.4 * 32 + 0.6 * 16) / 32)
+
+
+def test_parts_of_an_iteration_add_up_to_it() -> None:
+    rows = literature_batching.parts_of_an_iteration().rows
+    ours = {str(row[0]): numbers(row)[1] for row in rows}
+    total_ms = ours.pop("iteration, ms")
+    assert sum(ours.values()) == pytest.approx(100, abs=0.2)
+    assert total_ms == pytest.approx(Roofline("gpt2-xl", "a100").step_ns(32, 3_200, 0) / 1e6, rel=0.005)
+    cache_bytes = 2 * 48 * 1600 * 2 * 3_200  # K and V of 48 layers, 16 bits each
+    assert ours["KV cache"] == pytest.approx(100 * cache_bytes / (2.039e12 * 0.85) * 1e3 / total_ms, abs=0.1)
+
+
+@pytest.mark.slow
+def test_iteration_level_batching_adds_most_and_serves_most() -> None:
+    assert literature_batching.batching_systems().reproduced
+    assert literature_batching.parts_of_the_gain().reproduced
 
 
 @pytest.mark.slow

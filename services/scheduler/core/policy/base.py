@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -143,6 +143,14 @@ class Memory(ABC):
 
     def finished(self, prompt: int, output: int, limit: int) -> None:
         """Note that a sequence ended by itself with `output` of at most `limit` output tokens."""
+        return
+
+    def snapshot(self) -> dict[int, list[int]]:
+        """Return the output lengths from which this part forecasts, by group; empty if it makes no forecast."""
+        return {}
+
+    def restore(self, snapshot: Mapping[int, list[int]]) -> None:
+        """Forecast from the output lengths of a snapshot(). Raises ValueError for what it cannot have made."""
         return
 
 

@@ -8,6 +8,7 @@ ASPLOS '25).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -355,7 +356,9 @@ FEW = 8  # finished requests that a forecast needs at all
 KEPT = 256  # latest requests of a group that a forecast uses
 GROUPS = 4 * 32  # groups of requests, four for each doubling of max_tokens
 WIDE = 1 << 40  # more than any length; keeps the groups apart in one sorted column
-FAR_OFF = 0.25  # mean rank of the latest lengths among the earlier ones: beyond 0.5 +- FAR_OFF the group starts anew
+MOST_LENGTH = (1 << 31) - 1  # tokens; a length in a snapshot is an int32
+RECENT = (16, 64)  # latest lengths of a group that are compared with those before
+FAR_OFF = 3.5  # standard errors by which their ranks may be off before the earlier lengths are dropped
 
 
 class Lengths:
@@ -363,8 +366,8 @@ class Lengths:
 
     A last group, POOLED, has the requests of all groups; it serves the groups that have too few of their own. Kept as
     one sorted column of group * WIDE + output. A group is sorted again at every 16th request of it, so learning takes
-    microseconds a request. Where the latest 16 lengths are much longer or much shorter than those before, the earlier
-    ones are dropped.
+    microseconds a request. Where the latest lengths do not look like those before (`changed`), the earlier ones are
+    dropped.
     """
 
     POOLED = GROUPS
@@ -378,33 +381,65 @@ class Lengths:
 
     def learn(self, output: int, limit: int) -> None:
         """Add a finished request: `output` tokens of at most `limit`."""
-        changed = [
-            group
-            for group, enough in ((min(quarter_octave(limit), GROUPS - 1), ENOUGH), (self.POOLED, FEW))
-            if self._add(group, output, enough)
-        ]
-        if changed:
-            groups = sorted(self._sorted)
-            self._column = np.concatenate([self._sorted[group] for group in groups])
-            self._end = np.searchsorted(self._column, (np.arange(GROUPS + 1) + 1) * WIDE)
+        groups = (min(quarter_octave(limit), GROUPS - 1), self.POOLED)
+        if any([self._add(group, output) for group in groups]):
+            self._join()
 
-    def _add(self, group: int, output: int, enough: int) -> bool:
+    def snapshot(self) -> dict[int, list[int]]:
+        """Return the latest lengths of each group, oldest first: at most GROUPS + 1 times KEPT numbers."""
+        return {group: list(latest) for group, latest in self._latest.items()}
+
+    def restore(self, snapshot: Mapping[int, list[int]]) -> None:
+        """Take the groups of snapshot(), also some of them alone. Raises ValueError for what it cannot have made."""
+        for group, lengths in snapshot.items():
+            self.check(group, lengths)
+        for group, lengths in snapshot.items():
+            self._latest[group] = deque(lengths, maxlen=KEPT)
+            self._fresh[group] = 0
+            self._sorted.pop(group, None)
+            if len(lengths) >= self._enough(group):
+                self._sort(group)
+        self._join()
+
+    @classmethod
+    def check(cls, group: int, lengths: Sequence[int]) -> None:
+        """Raise ValueError unless `lengths` can be those of `group` in a snapshot."""
+        if not 0 <= group <= cls.POOLED:
+            raise ValueError(f"group {group}: not in 0..{cls.POOLED}")
+        if not 1 <= len(lengths) <= KEPT:
+            raise ValueError(f"group {group}: {len(lengths)} lengths, not 1..{KEPT}")
+        shortest, longest = min(lengths), max(lengths)
+        if shortest < 0 or longest > MOST_LENGTH:
+            raise ValueError(f"group {group}: lengths of {shortest} to {longest} tokens, not 0..{MOST_LENGTH}")
+        if group < GROUPS - 1 and quarter_octave(longest) > group:
+            raise ValueError(f"group {group}: a length of {longest} tokens is above any max_tokens of the group")
+
+    def _enough(self, group: int) -> int:
+        """Return how many lengths a forecast from this group needs."""
+        return FEW if group == self.POOLED else ENOUGH
+
+    def _add(self, group: int, output: int) -> bool:
         """Add a length to a group; return whether the group was sorted again."""
         latest = self._latest.setdefault(group, deque(maxlen=KEPT))
         latest.append(output)
         self._fresh[group] = self._fresh.get(group, 0) + 1
+        enough = self._enough(group)
         if len(latest) < enough or (len(latest) != enough and self._fresh[group] < 16):
             return False
-        fresh, self._fresh[group] = self._fresh[group], 0
-        lengths = np.array(latest, np.int64)
-        if (before := self._sorted.get(group)) is not None and fresh >= 16:
-            new, size = lengths[-fresh:], before.size
-            low, high = (np.searchsorted(before - group * WIDE, new, side=side) for side in ("left", "right"))
-            if abs(float((low + high).mean()) / (2 * size) - 0.5) > FAR_OFF:
-                lengths = new
-                self._latest[group] = deque(new.tolist(), maxlen=KEPT)
-        self._sorted[group] = np.sort(lengths) + group * WIDE
+        self._fresh[group] = 0
+        if kept := changed(np.array(latest, np.int64)):
+            self._latest[group] = deque(list(latest)[-kept:], maxlen=KEPT)
+        self._sort(group)
         return True
+
+    def _sort(self, group: int) -> None:
+        self._sorted[group] = np.sort(np.array(self._latest[group], np.int64)) + group * WIDE
+
+    def _join(self) -> None:
+        """Make the column of the sorted groups."""
+        if self._sorted:
+            self._column = np.concatenate([self._sorted[group] for group in sorted(self._sorted)])
+            self._end = np.searchsorted(self._column, (np.arange(GROUPS + 1) + 1) * WIDE)
 
     def expected(self, produced: Int64, limit: Int64, dice: Floats) -> Int64:
         """Return [n] forecast output lengths: the quantile dice [n] of the lengths seen that exceed `produced` [n].
@@ -412,7 +447,7 @@ class Lengths:
         dice is in [0, 1). A sequence longer than all that were seen is expected to become twice as long as it is. While
         nothing is known the forecast is `produced` + 1: memory is then judged by what is used, as Watermark does.
         """
-        if not self._end[self.POOLED]:
+        if not self._column.size:
             return np.minimum(produced + 1, limit)
         own = np.minimum(quarter_octaves(limit), GROUPS - 1)
         begin = np.searchsorted(self._column, own * WIDE)
@@ -420,8 +455,36 @@ class Lengths:
         first = np.searchsorted(self._column, group * WIDE + produced, side="right")
         left = self._end[group] - first
         at = np.minimum(first + (dice * left).astype(np.int64), self._column.size - 1)
-        longer = np.where(left > 0, self._column[at] - group * WIDE, 2 * produced)
+        longer = np.where(left > 0, self._column[at] - group * WIDE, np.maximum(2 * produced, produced + 1))
         return np.minimum(longer, limit)
+
+
+def changed(lengths: Int64) -> int:
+    """Return how many of the latest of [n] lengths, oldest first, differ from those before; 0 if none do.
+
+    Were all of one distribution, the share of the earlier lengths below a later one would be uniform in [0, 1], and so
+    would be its distance from the middle. The mean of the first is off when lengths become longer or shorter, the mean
+    of the second when their spread changes. Off by FAR_OFF standard errors of the rank-sum test (Mann and Whitney
+    1947) counts as a change. Equal lengths stand for all ranks that they could have.
+    """
+    for recent in RECENT:
+        before, new = np.sort(lengths[:-recent]), lengths[-recent:]
+        size = before.size
+        if size < recent:
+            break
+        low = np.searchsorted(before, new, side="left") / (size + 1)
+        high = (np.searchsorted(before, new, side="right") + 1) / (size + 1)
+        rank = float((low + high).mean()) / 2
+        spread = float(((_folded(high) - _folded(low)) / (high - low)).mean())
+        error = float(np.sqrt((recent + size + 1) / (12 * recent * size)))
+        if max(abs(rank - 0.5), abs(spread - 0.5)) > FAR_OFF * error:
+            return recent
+    return 0
+
+
+def _folded(rank: Floats) -> Floats:
+    """Return the integral of |2 u - 1| over u from 0 to `rank`."""
+    return np.where(rank < 0.5, rank - rank**2, rank**2 - rank + 0.5)
 
 
 class Expected(Memory):
@@ -470,6 +533,12 @@ class Expected(Memory):
 
     def finished(self, prompt: int, output: int, limit: int) -> None:
         self.lengths.learn(output, limit)
+
+    def snapshot(self) -> dict[int, list[int]]:
+        return self.lengths.snapshot()
+
+    def restore(self, snapshot: Mapping[int, list[int]]) -> None:
+        self.lengths.restore(snapshot)
 
     def _ends(self, prompt: Int64, known: Int64, limit: Int64, number: Int64) -> Int64:
         """Return [n] tokens in KV at the forecast ends.

@@ -11,6 +11,7 @@ from services.scheduler.core.policy.base import Pace
 from services.scheduler.core.policy.memory import (
     ENOUGH,
     FEW,
+    KEPT,
     Aimd,
     Expected,
     FtAimd,
@@ -238,7 +239,9 @@ def test_expected_length_is_a_quantile_of_the_possible_ones(outputs: list[int], 
     lengths = Lengths()
     for output in outputs:
         lengths.learn(output, 100)
-    possible = sorted(o for o in outputs if o > produced)
+    kept = lengths.snapshot()[quarter_octave(100)]
+    assert kept == outputs[-len(kept) :]
+    possible = sorted(o for o in kept if o > produced)
     said = lengths.expected(column(produced), column(100), np.array([dice]))[0]
     assert said == (possible[int(dice * len(possible))] if possible else 100)
 
@@ -246,8 +249,8 @@ def test_expected_length_is_a_quantile_of_the_possible_ones(outputs: list[int], 
 def test_lengths_are_pooled_until_a_group_has_enough() -> None:
     lengths = Lengths()
 
-    def expected(produced: int, limit: int) -> int:
-        return int(lengths.expected(column(produced), column(limit), np.zeros(1))[0])
+    def expected(produced: int, limit: int, dice: float = 0.0) -> int:
+        return int(lengths.expected(column(produced), column(limit), np.array([dice]))[0])
 
     for _ in range(FEW - 1):
         lengths.learn(5, 100)
@@ -260,7 +263,8 @@ def test_lengths_are_pooled_until_a_group_has_enough() -> None:
     assert expected(0, 3000) == 70
     for _ in range(ENOUGH):
         lengths.learn(9, 104)
-    assert [expected(0, 3000), expected(0, 100), expected(0, 500)] == [70, 5, 9], "four groups to each doubling"
+    longest = [expected(0, limit, 0.99) for limit in (3000, 100, 500)]
+    assert longest == [70, 9, 70] and expected(0, 500) == 5, "four groups to each doubling; 500 has none of its own"
 
 
 def test_lengths_start_anew_when_they_become_other_ones() -> None:
@@ -282,7 +286,87 @@ def test_lengths_start_anew_when_they_become_other_ones() -> None:
     assert 400 < median() < 450 and median(460) > 470
 
 
-def test_expected_lengths_admit_more_and_damp_a_storm() -> None:
+def lognormal(seed: int, count: int, sigma: float) -> list[int]:
+    """Return `count` lengths with a median of 300 tokens."""
+    drawn = np.random.default_rng(seed).normal(np.log(300), sigma, count)
+    return [*map(int, np.maximum(np.exp(drawn).round(), 1))]
+
+
+def drops(lengths: Lengths, outputs: list[int], limit: int = 10_000) -> list[int]:
+    """Return after how many of `outputs` the earlier lengths of all groups were dropped."""
+    found, before = [], len(lengths.snapshot().get(Lengths.POOLED, []))
+    for number, output in enumerate(outputs, 1):
+        lengths.learn(output, limit)
+        now = len(lengths.snapshot()[Lengths.POOLED])
+        found += [number] if now < before else []
+        before = now
+    return found
+
+
+@pytest.mark.parametrize("sigmas", [(0.3, 1.2), (1.2, 0.3)], ids=["wider", "narrower"])
+def test_lengths_start_anew_when_their_spread_changes(sigmas: tuple[float, float]) -> None:
+    """The median stays, so the mean of the ranks does not see it."""
+    for seed in range(20):
+        lengths = Lengths()
+        for output in lognormal(seed, 400, sigmas[0]):
+            lengths.learn(output, 10_000)
+        first = drops(lengths, lognormal(seed + 1000, 96, sigmas[1]))
+        assert first and first[0] <= 64, seed
+        dice = np.arange(0.005, 1, 0.01)
+        said = lengths.expected(column(*[0] * 100), column(*[10_000] * 100), dice)
+        share = float(np.mean((said > 300 / 1.5) & (said < 300 * 1.5)))
+        true = 0.264 if sigmas[1] == 1.2 else 0.823  # P(|z| < ln 1.5 / sigma)
+        assert abs(share - true) < 0.2, (seed, share)
+
+
+def test_lengths_of_an_unchanged_load_are_kept() -> None:
+    """Ten loads of 4,000 requests that end; equal lengths are of one distribution, too."""
+    false = [len(drops(Lengths(), lognormal(seed, 4000, 0.8))) for seed in range(10)]
+    assert sum(false) <= 8, false
+    rng = np.random.default_rng(5)
+    assert drops(Lengths(), [200] * 2000) == []
+    assert drops(Lengths(), rng.choice([1, 64], 2000).tolist()) == []
+
+
+def test_restored_lengths_forecast_as_those_before() -> None:
+    before, after = Lengths(), Lengths()
+    for index, output in enumerate(lognormal(3, 64, 0.5)):
+        limit = (500, 8000)[index % 2]
+        before.learn(min(output, limit), limit)
+    snapshot = before.snapshot()
+    assert {group: len(lengths) for group, lengths in snapshot.items()} == {35: 32, 51: 32, Lengths.POOLED: 64}
+    after.restore(snapshot)
+    assert after.snapshot() == snapshot
+    dice, produced = np.arange(0, 1, 0.05), column(*[0, 100, 300, 900] * 5)
+    for limit in (500, 8000, 70):
+        columns = produced, column(*[limit] * 20), dice
+        assert after.expected(*columns).tolist() == before.expected(*columns).tolist()
+    for output in lognormal(4, 320, 0.5):
+        before.learn(output, 8000)
+        after.learn(output, 8000)
+    assert after.snapshot() == before.snapshot() and len(after.snapshot()[51]) == KEPT
+
+
+def test_groups_without_the_pooled_one_forecast_for_themselves() -> None:
+    lengths = Lengths()
+    lengths.restore({35: [200] * ENOUGH, 51: [9] * (ENOUGH - 1)})
+    said = lengths.expected(column(0, 0, 40), column(500, 8000, 70), np.array([0.5, 0.5, 0.5]))
+    assert said.tolist() == [200, 1, 70], "8000 has too few; longer than all that were seen is twice as long"
+
+
+@pytest.mark.parametrize(
+    "snapshot",
+    [{-1: [5]}, {Lengths.POOLED + 1: [5]}, {35: []}, {35: [5] * (KEPT + 1)}, {35: [-1]}, {35: [600]},
+     {Lengths.POOLED: [1 << 31]}],
+)  # fmt: skip
+def test_lengths_that_no_scheduler_saw_are_refused_whole(snapshot: dict[int, list[int]]) -> None:
+    lengths = Lengths()
+    with pytest.raises(ValueError, match="group"):
+        lengths.restore({51: [4] * ENOUGH, **snapshot})
+    assert lengths.snapshot() == {}
+
+
+def test_expected_lengths_admit_what_max_tokens_would_keep_out_and_a_storm_is_damped() -> None:
     """100 blocks of 4. Ten run with 8 tokens of 1000 each; all that ever finished had 12 outputs: 5 blocks each."""
     replica, memory = Rows(blocks=100), Expected()
     for _ in range(10):
