@@ -130,7 +130,8 @@ def timeline(policy: str, step_tokens: int) -> list[tuple[int, str, int]]:
     now_ms, new_slot, begun_ms = 0, -1, 0
     while not rows or rows[-1][1] != "decode":
         step, _ = core.plan(now_ms * MS_NS)
-        assert step is not None
+        if step is None:
+            raise RuntimeError(f"{policy}: nothing can be planned at {now_ms} ms")
         new_slot = next((enter.slot for enter in step.enters if enter.request.id == "new"), new_slot)
         doing = ""
         for slot, start, length in zip(step.chunk_slots, step.chunk_starts, step.chunk_lengths, strict=True):

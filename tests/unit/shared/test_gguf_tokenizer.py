@@ -207,7 +207,7 @@ def test_ends_and_template_come_from_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported, deepseek-coder, "),
+        ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported, dbrx, deepseek-coder, "),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre 'default' is not supported"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported, gpt2 and llama are"),
         ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model is missing"),
