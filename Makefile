@@ -104,7 +104,7 @@ test-all: test-unit test-integration test-deploy kernels-check test-stack test-c
 
 # The seed is that of tests/chaos/test_chaos.py. Without ARGS the result is the one in docs/faults.md.
 test-faults: install-dev ## 200 faults at random under load, every answer checked (a quarter of an hour; ARGS="--faults 50 --seed 1")
-	$(PY) -m services.cli chaos --faults 200 --seconds 3600 --gap 1 --clients 8 --seed 20261120 \
+	$(PY) -m services.cli chaos --own --faults 200 --seconds 3600 --gap 1 --clients 8 --seed 20261120 \
 		$(if $(ARGS),$(ARGS),--output bench/results/chaos.json)
 
 simulation: install-dev ## the services on one virtual clock, with faults, one run for each seed (SEEDS=200; ARGS="--first 1000")

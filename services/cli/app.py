@@ -361,7 +361,7 @@ def fleet(context: typer.Context) -> None:
 
 @app.command("chaos", context_settings=PASS_ON, add_help_option=False)
 def chaos(context: typer.Context) -> None:
-    """Start a stack, load it, inject faults at random, and check every answer."""
+    """Load the stack that runs here, or one of its own; inject faults at random, check every answer."""
     raise typer.Exit(run_tool("chaos", context.args))
 
 

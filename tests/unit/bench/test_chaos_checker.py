@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.chaos.harness.checker import MORE_FDS, check, check_epochs, check_exits, check_rest
+from tests.chaos.harness.checker import MORE_FDS, check, check_epochs, check_exits, check_rest, check_told
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.history import Connection, Event, History, Injected, Outcome, Rest
 from tests.chaos.harness.pauses import Refills, gaps, longest
@@ -60,6 +60,14 @@ def kinds(*histories: History) -> set[str]:
 @pytest.mark.parametrize("make", [good, cancelled, refused])
 def test_a_run_without_fault_is_green(make: Callable[[], History]) -> None:
     assert check([make()], EXPECTED) == []
+
+
+def draw_another_token(history: History) -> None:
+    history.connections[2].events[4].token_ids[0] = 1
+
+
+def tell_a_wrong_usage(history: History) -> None:
+    history.connections[2].usage = {"completion_tokens": 9}
 
 
 def lose_a_token(history: History) -> None:
@@ -150,6 +158,18 @@ def test_a_planted_bug_is_found(edit: Callable[[History], None], kind: str) -> N
     history = good()
     edit(history)
     assert kind in kinds(history)
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind"),
+    [(draw_another_token, ""), (lose_a_token, "lost"), (lose_the_end, "lost"), (tell_a_wrong_usage, "lost")],
+)
+def test_tokens_are_counted_where_none_are_expected(edit: Callable[[History], None], kind: str) -> None:
+    history = good()
+    edit(history)
+    found = {violation.kind for violation in check_told(history, None)}
+    assert kind in found if kind else not found
+    assert check_told(history, EXPECTED["two"])
 
 
 @pytest.mark.parametrize(
