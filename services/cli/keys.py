@@ -137,13 +137,12 @@ def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
     """Yield a client and the keys of the model. Raises ConfigurationError when Redis does not answer."""
     import redis
 
-    from services.cli.stack import find, redis_address
+    from services.cli.stack import find, reachable_redis
     from services.launcher import redis_server
 
     target = find(values)
     settings = target.settings
-    url, access = redis_address(settings, target.launcher)
-    redis_server.check_server(url, **access)
+    url, access = reachable_redis(settings, target.launcher)
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
             yield client, settings.keys
