@@ -19,7 +19,7 @@ import typer
 
 from services.cli import keys as cli_keys
 from services.cli import models
-from services.cli.options import Command, build, settings_command
+from services.cli.options import Command, Group, build, settings_command
 from shared.errors import ConfigurationError
 from shared.hub import require_local
 from shared.options import Values, env_name, shown, source
@@ -35,6 +35,7 @@ from shared.settings import (
 
 app = typer.Typer(
     name="orcinus",
+    cls=Group,
     help="Serve large language models. Every option is also an environment variable, named in its help.",
     no_args_is_help=True,
     add_completion=False,
@@ -43,7 +44,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(
-    rich_markup_mode=None, help="Run a benchmark; `orcinus bench NAME --help` lists its options.", no_args_is_help=True
+    cls=Group,
+    rich_markup_mode=None,
+    help="Run a benchmark; `orcinus bench NAME --help` lists its options.",
+    no_args_is_help=True,
 )
 app.add_typer(bench, name="bench")
 app.add_typer(cli_keys.app, name="keys")
@@ -361,7 +365,7 @@ def fleet(context: typer.Context) -> None:
 
 @app.command("chaos", context_settings=PASS_ON, add_help_option=False)
 def chaos(context: typer.Context) -> None:
-    """Start a stack, load it, inject faults at random, and check every answer."""
+    """Load the stack that runs here, or one of its own; inject faults at random, check every answer."""
     raise typer.Exit(run_tool("chaos", context.args))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import queue_pb2
-from services.cli.stack import redis_address
+from services.cli.stack import reachable_redis
 from services.launcher import redis_server
 from shared.errors import ConfigurationError
 from shared.keys import Keys
@@ -58,8 +58,7 @@ def drain(
 
     if not (math.isfinite(timeout_s) and timeout_s > 0):
         raise ConfigurationError(f"--timeout-s {timeout_s:g}: out of range; give a finite number of seconds above 0")
-    url, access = redis_address(settings, launcher)
-    redis_server.check_server(url, **access)
+    url, access = reachable_redis(settings, launcher)
     selected: list[Target] = []
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:

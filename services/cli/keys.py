@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli.options import settings_command
+from services.cli.options import Group, settings_command
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
 from shared.options import Values
@@ -25,7 +25,7 @@ from shared.security import api_keys
 from shared.security.api_keys import MOST_KEYS, SCOPES, KeyRecord
 from shared.settings import CommonSettings, LauncherSettings
 
-app = typer.Typer(rich_markup_mode=None, help="Make, list and revoke API keys.", no_args_is_help=True)
+app = typer.Typer(cls=Group, rich_markup_mode=None, help="Make, list and revoke API keys.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 _TENANT = re.compile(r"[a-z0-9._-]{1,64}")
@@ -137,13 +137,12 @@ def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
     """Yield a client and the keys of the model. Raises ConfigurationError when Redis does not answer."""
     import redis
 
-    from services.cli.stack import find, redis_address
+    from services.cli.stack import find, reachable_redis
     from services.launcher import redis_server
 
     target = find(values)
     settings = target.settings
-    url, access = redis_address(settings, target.launcher)
-    redis_server.check_server(url, **access)
+    url, access = reachable_redis(settings, target.launcher)
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
             yield client, settings.keys

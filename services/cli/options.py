@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from shared import options
 from shared.arguments import KINDS
@@ -48,6 +48,15 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+class Group(TyperGroup):
+    """A group of commands whose help has their first sentences whole, on several lines where they are long."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in commands if one])
 
 
 def settings_command(app: typer.Typer, name: str, *classes: type[BaseSettings]) -> Callable[[Any], Any]:

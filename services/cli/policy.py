@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import queue_pb2
-from services.cli.stack import redis_address
+from services.cli.stack import reachable_redis
 from services.launcher import redis_server
 from services.scheduler.core.policy.presets import PRESETS, parse
 from shared.errors import ConfigurationError
@@ -54,8 +54,7 @@ def show(settings: CommonSettings, launcher: LauncherSettings) -> Policies:
     """Return the policy in force and the presets. Raises ConfigurationError when Redis cannot be reached."""
     import redis
 
-    url, access = redis_address(settings, launcher)
-    redis_server.check_server(url, **access)
+    url, access = reachable_redis(settings, launcher)
     keys, shard = settings.keys, settings.shard
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
@@ -80,8 +79,7 @@ def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, time
         parse(name)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-    url, access = redis_address(settings, launcher)
-    redis_server.check_server(url, **access)
+    url, access = reachable_redis(settings, launcher)
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
             return _switch(client, settings.keys, settings.shard, name, timeout_s)

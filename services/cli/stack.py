@@ -12,8 +12,11 @@ from pydantic_settings import EnvSettingsSource
 from services.cli.options import build
 from services.launcher import redis_server
 from services.launcher.rundir import RunDir, StackFacts
+from shared.errors import ConfigurationError
 from shared.options import Values, without_password
 from shared.settings import CommonSettings, LauncherSettings
+
+NO_STACK = "no stack runs here; start one with `make run` or `orcinus up`, or name its Redis with --redis-url"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,23 @@ def find(values: Values) -> Target:
         missing["shard"] = facts.shard
     settings = build(CommonSettings, values | missing)
     return Target(settings, launcher, facts if settings.served_model_name == facts.model else None)
+
+
+def none_here(settings: CommonSettings, launcher: LauncherSettings) -> bool:
+    """Return whether nothing names a Redis, and no stack runs here that has one."""
+    return "redis_url" not in settings.model_fields_set and not RunDir(launcher.run_dir).owner()
+
+
+def reachable_redis(settings: CommonSettings, launcher: LauncherSettings) -> tuple[str, dict[str, str]]:
+    """Return `redis_address` of a server that answers. Raises ConfigurationError, with NO_STACK where none is meant."""
+    url, access = redis_address(settings, launcher)
+    try:
+        redis_server.check_server(url, **access)
+    except ConfigurationError as error:
+        if none_here(settings, launcher):
+            raise ConfigurationError(NO_STACK) from error
+        raise
+    return url, access
 
 
 def redis_address(settings: CommonSettings, launcher: LauncherSettings) -> tuple[str, dict[str, str]]:

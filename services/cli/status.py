@@ -12,13 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli import top
-from services.cli.stack import Target
+from services.cli.stack import NO_STACK, Target
 from services.launcher.check import Check
 from shared.telemetry.stack_view import View
 
 EVENTS = 3
 DEAD = 3
-NO_STACK = "no stack runs here; start one with `make run` or `orcinus up`, or name its Redis with --redis-url"
 
 
 def run(target: Target, as_json: bool) -> int:

@@ -24,7 +24,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Grid, Horizontal, VerticalScroll
 from textual.widgets import Footer, Static
 
-from services.cli.stack import redis_address
+from services.cli.stack import NO_STACK, none_here, redis_address
 from shared.keys import CLASSES
 from shared.options import without_password
 from shared.settings import CommonSettings, LauncherSettings
@@ -67,7 +67,7 @@ class RedisSource:
         url, access = redis_address(settings, launcher)
         options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, **access}
         self._redis = Redis.from_url(url, **options)
-        self._address = without_password(url)
+        self._address, self._none_here = without_password(url), none_here(settings, launcher)
         self._reader = StackReader(self._redis, settings.keys)
         self.model = settings.served_model_name
 
@@ -76,6 +76,8 @@ class RedisSource:
         try:
             return await self._reader.look()
         except (RedisError, OSError) as error:
+            if self._none_here:
+                return {"error": NO_STACK}
             return {"error": f"Redis at {self._address} does not answer: {str(error) or type(error).__name__}"}
 
     async def past(self, shard: str, now_ms: int) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ from shared.options import Values, build, without_password
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
 GIB = 1 << 30
-TESTED = ((3, 11), (3, 12))
+TESTED = ((3, 11), (3, 12), (3, 13))
 
 
 CONTAINER = "ORCINUS_CONTAINER"

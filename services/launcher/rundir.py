@@ -62,6 +62,13 @@ class RunDir:
         """Write names and pids."""
         _write(self.processes, pids)
 
+    def pids(self) -> dict[str, int]:
+        """Return the pids of what runs, by name; empty if no launcher has the directory."""
+        try:
+            return {str(name): int(pid) for name, pid in json.loads(self.processes.read_text()).items()}
+        except (OSError, ValueError):
+            return {}
+
     def write_facts(self, facts: StackFacts) -> None:
         """Write what other commands need to know of this stack."""
         _write(self.facts, asdict(facts))

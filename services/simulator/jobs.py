@@ -28,6 +28,7 @@ _POLL_S = 0.1
 LINE_S = 3.0
 SURE_SHARE = 0.02  # of the requests: the time left is shown from here on
 _EVERY = 64  # requests between two reports of progress
+Report = Callable[[int, int], None]  # requests done, and in all
 _done: Any = None  # in a worker process: finished requests of every job, shared with the parent
 
 
@@ -51,9 +52,9 @@ class Finished:
     samples: list[Sample]
 
 
-def run_job(job: Job, progress: Callable[[int], None] | None = None) -> Finished:
+def run_job(job: Job, report: Callable[[int], None] | None = None) -> Finished:
     """Run one job. Raises ValueError for a workload, policy or setting that is out of range."""
-    run: Run = simulate(job.policy, build(job.spec), job.setup, job.clock, progress=progress)
+    run: Run = simulate(job.policy, build(job.spec), job.setup, job.clock, progress=report)
     seen, result = run.seen, run.result
     labelled = {
         "policy": result.pop("policy"),
@@ -67,11 +68,11 @@ def run_job(job: Job, progress: Callable[[int], None] | None = None) -> Finished
 def run_all(jobs: Sequence[Job], processes: int) -> list[Finished]:
     """Return the result of every job, in order. Run `processes` jobs at a time; 1 runs all in this process."""
     totals = [len(build(job.spec)) for job in jobs]  # raises for bad input here, not in a child process
-    with _bar(sum(totals)) as advance:
+    with progress() as report:
         if processes == 1 or len(jobs) == 1:
             finished, before = [], 0
             for job, total in zip(jobs, totals, strict=True):
-                finished.append(run_job(job, _Progress(advance, before)))
+                finished.append(run_job(job, Every64th(report, sum(totals), before)))
                 before += total
             return finished
         context = multiprocessing.get_context("spawn")
@@ -81,20 +82,20 @@ def run_all(jobs: Sequence[Job], processes: int) -> list[Finished]:
             for result in waiting:
                 while not result.ready():
                     result.wait(_POLL_S)
-                    advance(sum(counts))
+                    report(sum(counts), sum(totals))
             return [result.get() for result in waiting]
 
 
-class _Progress:
-    """Reports every 64th count of a job; `before` requests of earlier jobs are added to it."""
+class Every64th:
+    """Reports every 64th count of a job that begins after `before` of `total` requests."""
 
-    def __init__(self, report: Callable[[int], None], before: int = 0) -> None:
-        self._report, self._before, self._next = report, before, 0
+    def __init__(self, report: Report, total: int, before: int = 0) -> None:
+        self._report, self._total, self._before, self._next = report, total, before, 0
 
     def __call__(self, ended: int) -> None:
         if ended >= self._next:
             self._next = ended + _EVERY
-            self._report(self._before + ended)
+            self._report(self._before + ended, self._total)
 
 
 def _begin(counts: Any) -> None:
@@ -103,38 +104,37 @@ def _begin(counts: Any) -> None:
 
 
 def _run_numbered(number: int, job: Job) -> Finished:
-    def report(ended: int) -> None:
+    def report(ended: int, total: int) -> None:
         _done[number] = ended
 
-    return run_job(job, _Progress(report))
+    return run_job(job, Every64th(report, 0))
 
 
 class _Lines:
     """Prints the progress as lines on stderr."""
 
-    def __init__(self, total: int) -> None:
-        self._total = total
+    def __init__(self) -> None:
         self._begun = time.monotonic()
         self._next = self._begun + LINE_S
 
-    def __call__(self, done: int) -> None:
+    def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + LINE_S
-        share = done / max(1, self._total)
+        share = done / max(1, total)
         left = f", {(now - self._begun) * (1 - share) / share:.0f} s left" if share > SURE_SHARE else ""
-        print(f"simulated {done:,} of {self._total:,} requests, {share:.0%}{left}", file=sys.stderr, flush=True)
+        print(f"simulated {done:,} of {total:,} requests, {share:.0%}{left}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress in requests on stderr: a bar on a terminal, else a line every LINE_S seconds."""
+def progress() -> Iterator[Report]:
+    """Show the progress on stderr, called with requests done and in all: a bar, or a line every LINE_S seconds."""
     if not sys.stderr.isatty():
-        yield _Lines(total)
+        yield _Lines()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda done: bar.update(task, completed=done)
+        task = bar.add_task("requests", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

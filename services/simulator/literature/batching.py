@@ -4,8 +4,7 @@ parts of an iteration."""
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,9 +12,10 @@ from services.scheduler.core.types import StepPlan
 from services.simulator.device.clock import Features, RooflineClock
 from services.simulator.device.roofline import DEVICES, SHAPES, Roofline
 from services.simulator.engine import Setup, simulate
+from services.simulator.jobs import Every64th, Report
 from services.simulator.literature.chunks import NEAR
 from services.simulator.literature.load import OUTPUT_MOST, REQUESTS, workload
-from services.simulator.literature.table import Cell, Table
+from services.simulator.literature.table import Cell, Table, unseen
 from services.simulator.workload.workload import Workload
 
 SHAPE, DEVICE = "gpt2-xl", "a100"
@@ -88,28 +88,38 @@ class Measured:
     p99_ms: float
 
 
-def measure(policy: str, replicas: int = 1) -> Measured:
+def measure(policy: str, replicas: int, progress: Callable[[int], None]) -> Measured:
+    """progress: called with the requests that have ended, of 2 * REQUESTS."""
     roofline = Roofline(SHAPE, DEVICE)
     setup = Setup(roofline.kv_blocks(16), max_seqs=SLOTS, lookahead=0, replicas=replicas)
     clock, work = SlotClock(roofline), workload(1.0)
     count = len(work)
     waiting = Workload(np.zeros(count, np.int64), work.prompt, work.output, max_tokens=work.max_tokens)
-    seen = simulate(policy, waiting, setup, clock).seen
+    seen = simulate(policy, waiting, setup, clock, progress=progress).seen
     rps = count / (int(seen.e2e_ns.max()) / 1e9)
-    arriving = simulate(policy, workload(LOAD * rps), setup, RooflineClock(roofline)).seen
+    arriving = simulate(
+        policy, workload(LOAD * rps), setup, RooflineClock(roofline), progress=lambda ended: progress(count + ended)
+    ).seen
     return Measured(*slots_in_use(clock.ns, clock.slots), rps, float(np.percentile(arriving.e2e_ns, 99)) / 1e6)
 
 
-@functools.cache
-def measured() -> dict[str, Measured]:
-    """Return all rows of T9 and T10."""
-    rows = {name: measure(policy) for name, policy in POLICIES.items()}
-    return rows | {f"orca x {REPLICAS}": measure("orca", REPLICAS)}
+_rows: dict[str, Measured] = {}  # of this process
 
 
-def batching_systems() -> Table:
+def measured(report: Report) -> dict[str, Measured]:
+    """Return all rows of T9 and T10, measured once in a process."""
+    if _rows:
+        return _rows
+    cases = {name: (policy, 1) for name, policy in POLICIES.items()} | {f"orca x {REPLICAS}": ("orca", REPLICAS)}
+    each = 2 * REQUESTS
+    for number, (name, (policy, replicas)) in enumerate(cases.items()):
+        _rows[name] = measure(policy, replicas, Every64th(report, each * len(cases), each * number))
+    return _rows
+
+
+def batching_systems(report: Report = unseen) -> Table:
     """Return T9."""
-    ours = measured()
+    ours = measured(report)
     pairs = ("mean use, %", "peak, %", "req/s", "P99, ms")
     columns = ("system", *(f"{side}: {name}" for name in pairs for side in ("sheet", "ours")))
     table = Table("T9", "batching systems: use, throughput, P99", "shape", columns)
@@ -150,9 +160,9 @@ def batching_systems() -> Table:
     return table
 
 
-def parts_of_the_gain() -> Table:
+def parts_of_the_gain(report: Report = unseen) -> Table:
     """Return T10."""
-    ours = measured()
+    ours = measured(report)
     sheet_columns = ("sheet: req/s", "times", "P99, ms")
     columns = ("", *sheet_columns, "ours: with it", "without", "req/s", "times", "P99, ms")
     table = Table("T10", "what each idea adds", "shape: iteration-level adds most on one GPU", columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from services.scheduler.core.policy.base import Policy
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits, Outcome, StepResult
-from services.simulator.literature.table import Table
+from services.simulator.jobs import Every64th, Report
+from services.simulator.literature.table import Table, unseen
 from services.simulator.workload.arrivals import CHAT, Spec, build
 from services.simulator.workload.workload import Int64, Workload
 
@@ -95,9 +97,14 @@ def chat_workload() -> Workload:
 class Users:
     """A closed loop of `USERS` clients around one core. Times are those of delivery."""
 
-    def __init__(self, policy: Policy, step_tokens: int, work: Workload, blocks: int = 0) -> None:
-        """blocks: KV blocks of the replica; 0 means as many as the slots need at the longest request."""
+    def __init__(
+        self, policy: Policy, step_tokens: int, work: Workload, progress: Callable[[int], None], blocks: int = 0
+    ) -> None:
+        """progress: called with the number of requests that were sent. blocks: KV blocks of the replica; 0 means as
+        many as the slots need at the longest request.
+        """
         self._work, count = work, len(work)
+        self._progress, self._sent = progress, 0
         self._core = Scheduler(policy, max_seqs=SLOTS, lookahead=0, step_tokens=step_tokens)
         self._at_end: bool = self._core.policy.batch.at_end
         blocks = blocks or SLOTS * -(-work.longest // BLOCK)
@@ -162,6 +169,8 @@ class Users:
         if index >= len(self._work):
             self._dry = True
             return
+        self._sent += 1
+        self._progress(self._sent)
         self._arrived[index] = self.now_ns
         request = self._work.request(index, 0)
         request.arrived_ns = self.now_ns
@@ -185,17 +194,26 @@ class Users:
             self._held.clear()
 
 
-def measure(row: str, work: Workload) -> Figures:
+def measure(row: str, work: Workload, progress: Callable[[int], None]) -> Figures:
     """Return a row of T5. The budget is the chunk plus the decodes; static fills all slots."""
     if row.startswith("chunk"):
-        return Users(parse("sarathi"), int(row.split()[1]) + SLOTS, work).run()
-    return Users(parse(f"static:batch=static-{SLOTS}" if row == "static" else row), 0, work).run()
+        return Users(parse("sarathi"), int(row.split()[1]) + SLOTS, work, progress).run()
+    return Users(parse(f"static:batch=static-{SLOTS}" if row == "static" else row), 0, work, progress).run()
 
 
-def chunk_sizes() -> Table:
+def _measured(work: Workload, report: Report) -> dict[str, Figures]:
+    """Return all rows of T5 over one workload."""
+    count = len(work)
+    return {
+        row: measure(row, work, Every64th(report, count * len(T5_SHEET), number * count))
+        for number, row in enumerate(T5_SHEET)
+    }
+
+
+def chunk_sizes(report: Report = unseen) -> Table:
     """Return T5."""
     table = Table("T5", "chunk size against users", "order exact, ratios to orca within 25 %", ("row", *T5_COLUMNS))
-    _compare(table, {row: measure(row, drawn_workload()) for row in T5_SHEET}, required=True)
+    _compare(table, _measured(drawn_workload(), report), required=True)
     table.notes.append(
         f"{USERS} users, {SLOTS} slots, one request at a time, {EACH} each; {LONG_SHARE:.0%} of the prompts {LONG} "
         f"tokens, the others {SHORT[0]} to {SHORT[1]}; outputs geometric, mean {OUTPUT_MEAN}, at most {OUTPUT_MOST}; "
@@ -212,11 +230,11 @@ def chunk_sizes() -> Table:
     return table
 
 
-def chunk_sizes_chat() -> Table:
+def chunk_sizes_chat(report: Report = unseen) -> Table:
     """Return T5 with the lengths of the chat trace."""
     table = Table("T5, chat trace", "the same with the chat trace's lengths", "informs", ("row", *T5_COLUMNS))
     work = chat_workload()
-    _compare(table, {row: measure(row, work) for row in T5_SHEET}, required=False)
+    _compare(table, _measured(work, report), required=False)
     table.notes.append(
         f"the lengths of the chat trace's first {len(work):,} requests (prompts of {work.prompt.mean():,.0f} tokens on "
         f"average, outputs of {work.output.mean():,.0f}); users, slots and step time as in T5, nothing tuned"

@@ -8,6 +8,7 @@ import numpy as np
 
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits, NewRequest, StepResult
+from services.simulator.jobs import Every64th, Report
 from services.simulator.literature.chunks import (
     BLOCK,
     LONG,
@@ -19,7 +20,7 @@ from services.simulator.literature.chunks import (
     drawn_workload,
 )
 from services.simulator.literature.parts import parse
-from services.simulator.literature.table import Table
+from services.simulator.literature.table import Table, unseen
 from services.simulator.workload.workload import Workload
 
 MS_NS = 1_000_000
@@ -47,7 +48,7 @@ PROMPT, DECODES, ARRIVES_MS = 2_048, 8, 31
 STEP_MS = {0: 30, CHUNK: 35, PROMPT: 300}  # time of a step with so many prompt tokens, as the sheet has them
 
 
-def by_request_and_iteration() -> Table:
+def by_request_and_iteration(report: Report = unseen) -> Table:
     """Return T7: the users of T5 with `max_tokens` 256, so that memory has to be reserved before a length is known.
 
     There are as many blocks as 64 requests of mean length and one long prompt fill.
@@ -67,8 +68,10 @@ def by_request_and_iteration() -> Table:
     work = Workload(drawn.arrived_ns[:count], drawn.prompt[:count], drawn.output[:count], max_tokens=limits)
     blocks = SLOTS * -(-int(work.prompt.mean() + work.output.mean()) // BLOCK) + LONG // BLOCK
     ours = [
-        _measured(Users(parse("request-capacity"), 0, work, blocks), by_request=True),
-        _measured(Users(parse("sarathi"), CHUNK + SLOTS, work, blocks), by_request=False),
+        _measured(Users(parse("request-capacity"), 0, work, Every64th(report, 2 * count), blocks), by_request=True),
+        _measured(
+            Users(parse("sarathi"), CHUNK + SLOTS, work, Every64th(report, 2 * count, count), blocks), by_request=False
+        ),
     ]
     for number, (name, sheet) in enumerate(T7_SHEET.items()):
         request, iteration = ours[0][number], ours[1][number]

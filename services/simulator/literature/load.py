@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from services.simulator.device.clock import RooflineClock
 from services.simulator.device.roofline import Roofline
 from services.simulator.engine import Setup, simulate
-from services.simulator.literature.table import Table, monotone
+from services.simulator.jobs import Every64th, Report
+from services.simulator.literature.table import Table, monotone, unseen
 from services.simulator.workload.workload import Workload
 
 SHEET = {10: (0.0, 0.2), 20: (0.1, 1.8), 30: (0.3, 5.7), 40: (0.8, 14.2), 50: (2.1, 28.9)}  # req/s: Orca, baseline; %
@@ -29,23 +32,26 @@ def workload(rate_rps: float) -> Workload:
     return Workload(np.rint(times * 1e9).astype(np.int64), prompt, output, max_tokens=max_tokens)
 
 
-def violations(policy: str, rate_rps: float) -> float:
+def violations(policy: str, rate_rps: float, progress: Callable[[int], None] | None = None) -> float:
     """Return the percentage of requests with an end-to-end time over the limit."""
     roofline = Roofline("gpt2-xl", "a100")
     setup = Setup(roofline.kv_blocks(16), max_seqs=32, lookahead=0)
-    seen = simulate(policy, workload(rate_rps), setup, RooflineClock(roofline)).seen
+    seen = simulate(policy, workload(rate_rps), setup, RooflineClock(roofline), progress=progress).seen
     return 100 * float(np.mean((seen.e2e_ns < 0) | (seen.e2e_ns > LIMIT_MS * 1e6)))
 
 
-def slo_under_load() -> Table:
+def slo_under_load(report: Report = unseen) -> Table:
     """Return T3."""
     columns = ("req/s", "sheet: Orca", "sheet: baseline", "ours: orca", "ours: request", "ours: orcinus")
     table = Table("T3", "% of requests over 500 ms", "shape", columns)
     curves: dict[str, list[float]] = {"orca": [], "request": [], "orcinus": []}
-    for rate in (*SHEET, *BEYOND):
+    loads = (*SHEET, *BEYOND)
+    done, total = 0, REQUESTS * len(loads) * len(curves)
+    for rate in loads:
         sheet = SHEET.get(rate, (None, None))
         for policy, curve in curves.items():
-            curve.append(violations(policy, rate))
+            curve.append(violations(policy, rate, Every64th(report, total, done)))
+            done += REQUESTS
         table.rows.append([rate, *sheet, *(round(curve[-1], 2) for curve in curves.values())])
     for policy, curve in curves.items():
         table.claim(f"{policy}: never fewer at a higher load", monotone(curve))

@@ -15,6 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table as Shown
 
+from services.simulator.jobs import Report, progress
 from services.simulator.literature.batching import batching_systems, parts_of_an_iteration, parts_of_the_gain
 from services.simulator.literature.chunks import chunk_sizes, chunk_sizes_chat, iteration_parts
 from services.simulator.literature.granularity import by_request_and_iteration, timelines
@@ -24,19 +25,19 @@ from services.simulator.literature.static import padded_batches, slots_in_use
 from services.simulator.literature.table import Cell, Table
 
 WIDTH = 140
-TABLES: tuple[Callable[[], Table], ...] = (
+TABLES: tuple[Callable[[Report], Table], ...] = (
     slots_in_use,
     padded_batches,
     slo_under_load,
-    iteration_parts,
+    lambda _: iteration_parts(),
     chunk_sizes,
     chunk_sizes_chat,
     classes,
     by_request_and_iteration,
-    timelines,
+    lambda _: timelines(),
     batching_systems,
     parts_of_the_gain,
-    parts_of_an_iteration,
+    lambda _: parts_of_an_iteration(),
 )
 
 
@@ -45,7 +46,8 @@ def reproduce(json: bool) -> int:
     tables: list[Table] = []
     for make in TABLES:
         print(f"table {len(tables) + 1} of {len(TABLES)} ...", file=sys.stderr, flush=True)
-        tables.append(make())
+        with progress() as report:
+            tables.append(make(report))
     missed = [table.name for table in tables if not table.reproduced]
     if json:
         print(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+from services.simulator.jobs import Report
 from services.simulator.literature.article import HIGH, NORMAL, Arrival, Settings
 from services.simulator.literature.cases import PROGRAMS, ROW, Case, Row, run_case
-from services.simulator.literature.table import Table
+from services.simulator.literature.table import Table, unseen
 
 TIGHT = (3_000, 1_000, 500)  # smaller pools for the same comparison: the article's holds all 100 requests at once
 SHOWN = (1, 2, 3, 4, 5, 10, 20, 40, 80, 160, 280)  # printed steps, besides the first that differ
@@ -51,12 +52,24 @@ def steps(case: Case, program: str) -> list[Row]:
     return run_case(case, PROGRAMS[program](case))
 
 
-def classes() -> Table:
+def classes(report: Report = unseen) -> Table:
     """Return T6."""
+    cases = [drawn(SEED * 1_000 + i) for i in range(DRAWN)]
+    tight = [usage_example(blocks) for blocks in TIGHT]
+    total = 3 * len(usage_example().requests) + 2 * sum(len(case.requests) for case in (*tight, *cases))
+    done = 0
+
+    def run(case: Case, program: str) -> list[Row]:
+        nonlocal done
+        rows = steps(case, program)
+        done += len(case.requests)
+        report(done, total)
+        return rows
+
     programs = ("article", "article-corrected", "iteration-level")
     columns = ("step", *(f"{program}: {name}" for program in programs for name in ROW))
     table = Table("T6", "the article's scheduler, step by step", "exact", columns)
-    exact, corrected, ours = (steps(usage_example(), program) for program in programs)
+    exact, corrected, ours = (run(usage_example(), program) for program in programs)
     differ = [i for i in range(min(len(corrected), len(ours))) if corrected[i] != ours[i]]
     for i in sorted({step - 1 for step in SHOWN} | set(differ[:5])):
         if i < min(len(exact), len(corrected), len(ours)):
@@ -64,14 +77,12 @@ def classes() -> Table:
     blank = [None] * (len(ROW) - 1)
     table.rows.append(["steps", len(exact), *blank, len(corrected), *blank, len(ours), *blank])
     table.claim(f"all {len(corrected)} steps of article-corrected and iteration-level alike", corrected == ours)
-    for blocks in TIGHT:
-        case = usage_example(blocks)
-        wanted = steps(case, "article-corrected")
-        alike = wanted == steps(case, "iteration-level")
+    for blocks, case in zip(TIGHT, tight, strict=True):
+        wanted = run(case, "article-corrected")
+        alike = wanted == run(case, "iteration-level")
         table.claim(f"with {blocks} blocks all {len(wanted)} steps alike", alike)
-    cases = [drawn(SEED * 1_000 + i) for i in range(DRAWN)]
-    wanted_steps = [steps(case, "article-corrected") for case in cases]
-    equal = sum(steps(case, "iteration-level") == rows for case, rows in zip(cases, wanted_steps, strict=True))
+    wanted_steps = [run(case, "article-corrected") for case in cases]
+    equal = sum(run(case, "iteration-level") == rows for case, rows in zip(cases, wanted_steps, strict=True))
     victims = sum(row[4] for rows in wanted_steps for row in rows)
     table.claim(
         f"{equal} of {DRAWN} random cases alike ({sum(map(len, wanted_steps))} steps, {victims} preemptions)",

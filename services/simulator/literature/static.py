@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from services.scheduler.core.types import StepPlan
 from services.simulator.device.clock import Features, Linear, RooflineClock
 from services.simulator.device.roofline import Roofline
 from services.simulator.engine import Setup, simulate
-from services.simulator.literature.table import Table, monotone
+from services.simulator.jobs import Every64th, Report
+from services.simulator.literature.table import Table, monotone, unseen
 from services.simulator.workload.arrivals import TRACES, Spec, build
 from services.simulator.workload.traffic import read_trace
 from services.simulator.workload.workload import Int64, all_at_once
@@ -25,14 +26,16 @@ REQUESTS = 2_000  # of each trace that are simulated
 BUCKETS = np.array([1, 2, 4, *range(8, 257, 8)])
 
 
-def slots_in_use() -> Table:
+def slots_in_use(report: Report = unseen) -> Table:
     """Return T1, from the steps that the core plans under `static`.
 
     A sequence computes one token a step, so prompt tokens count like output tokens (prompt 1, output prompt + new - 1).
     """
     table = Table("T1", "static batch: slots active until step", "exact", ("until step", "sheet: slots", "ours: slots"))
     totals = [prompt + new for prompt, new in T1_REQUESTS.values()]
-    active = _active(totals, "static")
+    many = totals * 25
+    of = len(totals) + 2 * len(many)
+    active = _active(totals, "static", Every64th(report, of))
     ends = stretches(active)
     for (step, slots), (our_step, our_slots) in zip(T1_SHEET, ends, strict=False):
         table.rows.append([step, slots, our_slots if our_step == step else f"{our_slots} until {our_step}"])
@@ -40,16 +43,16 @@ def slots_in_use() -> Table:
     table.rows.append(["utilisation %", 50.2, round(100 * ours, 1)])
     table.claim("the same slots at the same steps", ends == T1_SHEET)
     table.claim("utilisation 50.2 %", round(100 * ours, 1) == 50.2)
-    waiting = _active(totals * 25, "orca")
+    waiting = _active(many, "orca", Every64th(report, of, len(totals)))
     filled = sum(waiting) / (4 * len(waiting))
-    behind = _active(totals * 25, "static")
+    behind = _active(many, "static", Every64th(report, of, len(totals) + len(many)))
     table.rows.append(["utilisation %, 100 of them", None, round(100 * sum(behind) / (4 * len(behind)), 1)])
     table.rows.append(["the same, orca", "fills the empty slots", round(100 * filled, 1)])
     table.claim("iteration-level batching fills the empty slots (over 95 %)", filled > 0.95)
     return table
 
 
-def _active(totals: Sequence[int], policy: str) -> list[int]:
+def _active(totals: Sequence[int], policy: str, progress: Callable[[int], None]) -> list[int]:
     """Return the number of slots that compute in each step, with 4 slots and no other limit."""
     counts: list[int] = []
 
@@ -59,7 +62,8 @@ def _active(totals: Sequence[int], policy: str) -> list[int]:
     # a prompt of one token samples in its first step, so an output of n takes n steps
     workload = all_at_once([1] * len(totals), list(totals))
     blocks = len(totals) * (max(totals) // 16 + 2)
-    simulate(policy, workload, Setup(blocks, max_seqs=4, lookahead=0, host_us=0.0), Linear(1e6), observer=observe)
+    setup = Setup(blocks, max_seqs=4, lookahead=0, host_us=0.0)
+    simulate(policy, workload, setup, Linear(1e6), observer=observe, progress=progress)
     return counts
 
 
@@ -103,19 +107,21 @@ class GraphClock:
         return extra / max(self.tokens + extra, 1)
 
 
-def padded_batches() -> Table:
+def padded_batches(report: Report = unseen) -> Table:
     """Return T2: padding of prompts in padded batches, and of captured batch sizes in our simulated engine."""
     columns = ("trace", "by arrival, 8", "by arrival, 32", "grouped, 8", "grouped, 32", "ours (buckets)")
     table = Table("T2", "padding, % of what is computed", "shape", columns)
     table.rows.append(["sheet (one article)", None, 31.7, None, 8.7, 0.0])
-    for name in ("azure_conv_2023", "azure_code_2023"):
+    names = ("azure_conv_2023", "azure_code_2023")
+    for number, name in enumerate(names):
         prompts = read_trace(TRACES / f"{name}.csv").prompt_tokens
         arrival = [padding(prompts, 8), padding(prompts, 32)]
         grouped = [padding(prompts, 8, grouped=True), padding(prompts, 32, grouped=True)]
         clock = GraphClock()
         blocks = Roofline("llama-8b", "h100").kv_blocks(16)
         spec = Spec(trace=TRACES / f"{name}.csv", requests=REQUESTS)
-        simulate("orcinus", build(spec), Setup(blocks, max_seqs=256), clock)
+        progress = Every64th(report, REQUESTS * len(names), number * REQUESTS)
+        simulate("orcinus", build(spec), Setup(blocks, max_seqs=256), clock, progress=progress)
         ours = clock.padding()
         table.rows.append([name, *(round(100 * share, 2) for share in (*arrival, *grouped, ours))])
         table.claim(f"{name}: more in batches of 32 than of 8, by arrival", monotone(arrival))

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+
+def unseen(done: int, total: int) -> None:
+    """Show no progress."""
+
+
 Cell = float | int | str | None
 
 

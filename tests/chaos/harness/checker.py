@@ -117,13 +117,18 @@ def _say(history: History, kind: str, text: str) -> Violation:
     return Violation(kind, f"request {history.number} ({history.template}, {history.plan}, {history.request})", text)
 
 
-def check_told(history: History, expected: Outcome) -> list[Violation]:
-    """Everything that is wrong with what one client was told, and with the record of it."""
+def check_told(history: History, expected: Outcome | None) -> list[Violation]:
+    """Everything that is wrong with what one client was told, and with the record of it.
+
+    expected: None where the stack may draw other tokens after a fault; each is still told once, in its place.
+    """
     if not history.accepted:
         fine = history.end == REFUSED
         return [] if fine else [_say(history, "lost", f"was never taken up and ended with {history.end or 'nothing'}")]
     told = _Told(history)
-    return [*_ends(history), *told.read(), *_compare(history, told, expected), *_record(history, told)]
+    problems = told.read()
+    problems += _counted(history, told) if expected is None else _compare(history, told, expected)
+    return [*_ends(history), *problems, *_record(history, told)]
 
 
 def check_tokens(history: History, expected: Outcome) -> list[Violation]:
@@ -215,6 +220,15 @@ def _compare(history: History, told: _Told, expected: Outcome) -> list[Violation
         kind = "doubled" if len(told.usages) > 1 else "diverged"
         found.append(_say(history, kind, f"usage {told.usages}, undisturbed {expected.usage}"))
     return found
+
+
+def _counted(history: History, told: _Told) -> list[Violation]:
+    """Check the usage that was told against the tokens that were."""
+    counts = [usage["completion_tokens"] for usage in told.usages]
+    if history.end != DONE or counts == [sum(map(len, told.tokens))]:
+        return []
+    kind = "doubled" if len(counts) > 1 else "lost"
+    return [_say(history, kind, f"usage counts {counts}, told are {sum(map(len, told.tokens))} tokens")]
 
 
 def _slip(tokens: list[int], right: list[int], at: int) -> str:

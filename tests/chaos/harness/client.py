@@ -51,8 +51,8 @@ class Order:
     seed: int
 
 
-def session(narrow: bool = False) -> aiohttp.ClientSession:
-    """One connection a request, as gateways come and go. narrow: for slow clients; small buffers."""
+def session(narrow: bool = False, key: str = "") -> aiohttp.ClientSession:
+    """One connection a request, as gateways come and go. narrow: for slow clients; small buffers. key: of the API."""
 
     def narrow_socket(address: Any) -> socket.socket:
         made = socket.socket(*address[:3])
@@ -64,6 +64,7 @@ def session(narrow: bool = False) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=3, sock_read=60),
         connector=aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=narrow_socket if narrow else None),
         read_bufsize=NARROW_BYTES if narrow else 1 << 16,
+        headers={"Authorization": f"Bearer {key}"} if key else None,
     )
 
 

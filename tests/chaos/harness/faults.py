@@ -16,16 +16,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-
-import psutil
+from typing import Any
 
 from services.cli.drain import drain
-from services.cli.options import build
 from shared.errors import ConfigurationError
-from shared.settings import CommonSettings, LauncherSettings
 from tests.chaos.harness.history import Injected
 from tests.chaos.harness.proxy import Proxy
-from tests.chaos.harness.stack import GATEWAYS, MAXMEMORY, REDIS, SCHEDULERS, SERVICES, SHARD, WORKER, ChaosStack, until
+from tests.chaos.harness.stack import MAXMEMORY, REDIS, SERVICES, ChaosStack, Stack, until
 
 WHOLE_S = 60.0
 """After this long a fault that is over must have left a whole stack; else the run fails."""
@@ -37,47 +34,32 @@ LITTLE_MEMORY = "1mb"
 SHORT_HANG_S = (1.0, 5.0)
 """Around the scheduler's patience; a hang for ever ends with the worker's own."""
 
-Do = Callable[[ChaosStack, Injected, random.Random], Awaitable[None]]
+Do = Callable[[Any, Injected, random.Random], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """targets: names that no two faults hit at a time; do: what is done."""
 
-    targets: Callable[[ChaosStack, random.Random], tuple[str, ...]]
+    targets: Callable[[Stack, random.Random], tuple[str, ...]]
     do: Do
-
-
-def leader(stack: ChaosStack) -> str:
-    """The scheduler that talks to the worker, or the first that runs."""
-    running = [name for name in SCHEDULERS if stack.processes[name].pid]
-    for name in running:
-        try:
-            peers = [
-                connection.raddr for connection in psutil.Process(stack.processes[name].pid).net_connections("tcp")
-            ]
-        except psutil.Error:
-            continue
-        if any(peer and peer.port == stack.worker_proxy.port for peer in peers):
-            return name
-    return running[0] if running else SCHEDULERS[0]
 
 
 # Whole again
 
 
-async def _led(stack: ChaosStack) -> None:
+async def _led(stack: Stack) -> None:
     """Return whether a scheduler leads the shard and has a worker, by stats younger than this call."""
     begun_ms = time.time() * 1000
 
     async def so() -> bool:
         stats = await stack.stats()
-        return stats.get("workers") == "1" and float(stats.get("time_ms", 0)) > begun_ms
+        return stats.get("workers") == stack.replicas and float(stats.get("time_ms", 0)) > begun_ms
 
-    await until(f"shard {SHARD} is led and has a worker", so, WHOLE_S)
+    await until(f"shard {stack.shard} is led and has a worker", so, WHOLE_S)
 
 
-async def _another_worker(stack: ChaosStack, before: int, fault: Injected) -> None:
+async def _another_worker(stack: Stack, before: int, fault: Injected) -> None:
     async def again() -> bool:
         return await stack.worker_pid() not in (0, before)
 
@@ -86,9 +68,9 @@ async def _another_worker(stack: ChaosStack, before: int, fault: Injected) -> No
     await _led(stack)
 
 
-async def _another_gateway(stack: ChaosStack, name: str, before: int) -> None:
+async def _another_gateway(stack: Stack, name: str, before: int) -> None:
     async def again() -> bool:
-        return stack.processes[name].pid not in (0, before) and await stack.gateway_ready(GATEWAYS.index(name))
+        return stack.processes[name].pid not in (0, before) and await stack.gateway_ready(stack.gateways.index(name))
 
     await until(f"{name} is ready again", again, WHOLE_S)
 
@@ -96,10 +78,9 @@ async def _another_gateway(stack: ChaosStack, name: str, before: int) -> None:
 # Processes
 
 
-async def _drain(stack: ChaosStack, name: str) -> None:
+async def _drain(stack: Stack, name: str) -> None:
     """`orcinus drain NAME`, again while another fault is in its way."""
-    values = {"redis_url": stack.redis_url, "served_model_name": stack.name}
-    settings, launcher = build(CommonSettings, values), build(LauncherSettings, {})
+    settings, launcher = stack.drain_settings()
 
     async def drained() -> bool:
         with contextlib.suppress(ConfigurationError):
@@ -110,18 +91,18 @@ async def _drain(stack: ChaosStack, name: str) -> None:
     await until(f"{name} drains", drained, WHOLE_S)
 
 
-async def _drain_worker(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
-    before = stack.processes[WORKER].pid
+async def _drain_worker(stack: Stack, fault: Injected, _: random.Random) -> None:
+    before = stack.processes[stack.worker].pid
     await _drain(stack, "worker")
     await _another_worker(stack, before, fault)
 
 
-async def _drain_scheduler(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
-    await _drain(stack, SHARD)
+async def _drain_scheduler(stack: Stack, fault: Injected, _: random.Random) -> None:
+    await _drain(stack, stack.shard)
     await _led(stack)
 
 
-async def _drain_gateway(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
+async def _drain_gateway(stack: Stack, fault: Injected, _: random.Random) -> None:
     before = stack.processes[fault.target].pid
     names = [name for name in await stack.alive("gateway") if f"-{before}-" in name]
     if names:  # else it has ended meanwhile
@@ -131,16 +112,16 @@ async def _drain_gateway(stack: ChaosStack, fault: Injected, _: random.Random) -
 
 
 def _end_worker(how: int) -> Do:
-    async def end(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
-        before = stack.processes[WORKER].pid
-        stack.processes[WORKER].signal(how)
+    async def end(stack: Stack, fault: Injected, _: random.Random) -> None:
+        before = stack.processes[stack.worker].pid
+        stack.processes[stack.worker].signal(how)
         await _another_worker(stack, before, fault)
 
     return end
 
 
 def _end_scheduler(how: int) -> Do:
-    async def end(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
+    async def end(stack: Stack, fault: Injected, _: random.Random) -> None:
         stack.processes[fault.target].signal(how)
         fault.ready_s = fault.at_s  # another one stands by
         await _led(stack)
@@ -148,16 +129,15 @@ def _end_scheduler(how: int) -> Do:
     return end
 
 
-async def _end_worker_and_scheduler(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
-    worker, scheduler = fault.target.split("+")
-    before = stack.processes[worker].pid
-    for name in (worker, scheduler):
+async def _end_worker_and_scheduler(stack: Stack, fault: Injected, _: random.Random) -> None:
+    before = stack.processes[stack.worker].pid
+    for name in fault.target.split("+"):
         stack.processes[name].signal(signal.SIGKILL)
     await _another_worker(stack, before, fault)
 
 
 def _end_gateways(how: int) -> Do:
-    async def end(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
+    async def end(stack: Stack, fault: Injected, _: random.Random) -> None:
         before = {name: stack.processes[name].pid for name in fault.target.split("+")}
         for name in before:
             stack.processes[name].signal(how)
@@ -168,7 +148,7 @@ def _end_gateways(how: int) -> Do:
 
 
 def _end_redis(how: int) -> Do:
-    async def end(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
+    async def end(stack: Stack, fault: Injected, _: random.Random) -> None:
         before = stack.processes[REDIS].pid
         stack.processes[REDIS].signal(how)
 
@@ -183,7 +163,7 @@ def _end_redis(how: int) -> Do:
 
 
 def _stop(seconds: tuple[float, float]) -> Do:
-    async def stop(stack: ChaosStack, fault: Injected, rng: random.Random) -> None:
+    async def stop(stack: Stack, fault: Injected, rng: random.Random) -> None:
         stack.processes[fault.target].signal(signal.SIGSTOP)
         await asyncio.sleep(rng.uniform(*seconds))
         stack.processes[fault.target].signal(signal.SIGCONT)
@@ -223,7 +203,7 @@ def _step_fails(what: str) -> Do:
 
 
 async def _step_hangs(stack: ChaosStack, fault: Injected, rng: random.Random) -> None:
-    before = stack.processes[WORKER].pid
+    before = stack.processes[stack.worker].pid
     seconds = rng.uniform(*SHORT_HANG_S)
     if rng.random() < 0.5:
         await _order(stack, f"hang {seconds:.3f}")
@@ -263,23 +243,23 @@ def _proxy(stack: ChaosStack, target: str) -> Proxy:
     return stack.worker_proxy if further == "steps" else stack.proxies[further]
 
 
-def _the_worker(_: ChaosStack, __: random.Random) -> tuple[str, ...]:
-    return (WORKER,)
+def _the_worker(stack: Stack, _: random.Random) -> tuple[str, ...]:
+    return (stack.worker,)
 
 
-def _the_leader(stack: ChaosStack, _: random.Random) -> tuple[str, ...]:
-    return (leader(stack),)
+def _the_leader(stack: Stack, _: random.Random) -> tuple[str, ...]:
+    return (stack.leader(),)
 
 
-def _a_gateway(_: ChaosStack, rng: random.Random) -> tuple[str, ...]:
-    return (rng.choice(GATEWAYS),)
+def _a_gateway(stack: Stack, rng: random.Random) -> tuple[str, ...]:
+    return (rng.choice(stack.gateways),)
 
 
-def _redis(_: ChaosStack, __: random.Random) -> tuple[str, ...]:
+def _redis(_: Stack, __: random.Random) -> tuple[str, ...]:
     return (REDIS,)
 
 
-def _way_to_redis(_: ChaosStack, rng: random.Random) -> tuple[str, ...]:
+def _way_to_redis(_: Stack, rng: random.Random) -> tuple[str, ...]:
     return (f"network {rng.choice(SERVICES)}",)
 
 
@@ -295,12 +275,12 @@ KINDS: dict[str, Kind] = {
     "scheduler_term": Kind(_the_leader, _end_scheduler(signal.SIGTERM)),
     "scheduler_drain": Kind(_the_leader, _drain_scheduler),
     "scheduler_stop": Kind(_the_leader, _stop(STOPPED_S)),
-    "worker_scheduler_kill": Kind(lambda stack, _: (WORKER, leader(stack)), _end_worker_and_scheduler),
+    "worker_scheduler_kill": Kind(lambda stack, _: (stack.worker, stack.leader()), _end_worker_and_scheduler),
     "gateway_kill": Kind(_a_gateway, _end_gateways(signal.SIGKILL)),
     "gateway_term": Kind(_a_gateway, _end_gateways(signal.SIGTERM)),
     "gateway_drain": Kind(_a_gateway, _drain_gateway),
     "gateway_stop": Kind(_a_gateway, _stop(STOPPED_GATEWAY_S)),
-    "gateways_kill": Kind(lambda _, __: GATEWAYS, _end_gateways(signal.SIGKILL)),
+    "gateways_kill": Kind(lambda stack, _: tuple(stack.gateways), _end_gateways(signal.SIGKILL)),
     "redis_restart": Kind(_redis, _end_redis(signal.SIGTERM)),
     "redis_kill": Kind(_redis, _end_redis(signal.SIGKILL)),
     "redis_stop": Kind(_redis, _stop(STOPPED_S)),
@@ -309,6 +289,8 @@ KINDS: dict[str, Kind] = {
     **{f"steps_{way}": Kind(lambda _, __: ("network steps",), _spoil(way)) for way in NETWORK},
 }
 """redis_WAY: between a service and Redis; steps_WAY: between the scheduler and the worker."""
+OF_PROCESSES = tuple(name for name in KINDS if not name.startswith(("step", "redis")))
+"""Those that need no proxy, no worker of the bench's own and no Redis that may be hurt."""
 
 
 AT_ONCE = 2
@@ -317,9 +299,12 @@ AT_ONCE = 2
 class Faults:
     """Injects faults into one stack."""
 
-    def __init__(self, stack: ChaosStack, seed: int, kinds: Sequence[str], at_once: int = AT_ONCE) -> None:
-        """kinds: of KINDS; at_once: how many may be under way."""
-        self._stack, self._kinds = stack, kinds
+    def __init__(
+        self, stack: Stack, seed: int, kinds: Sequence[str], at_once: int = AT_ONCE,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """kinds: of KINDS; at_once: how many may be under way; say: is told of each fault."""
+        self._stack, self._kinds, self._say = stack, kinds, say
         self._rng = random.Random(seed)
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._places = asyncio.Semaphore(at_once)
@@ -355,6 +340,7 @@ class Faults:
                     await locks.enter_async_context(self._locks[target])
                 fault = Injected(kind, "+".join(targets), time.monotonic())
                 self.injected.append(fault)
+                self._say(f"fault {len(self.injected)}: {kind} of {fault.target}")
                 await KINDS[kind].do(self._stack, fault, rng)
                 fault.over_s = time.monotonic()
         finally:

@@ -1,7 +1,8 @@
-"""A stack to be hurt: Redis, a worker, two schedulers of one shard, two gateways, each behind proxies of its own.
+"""Stacks to be hurt: one of its own, or the one that `orcinus up` runs here, as it is.
 
-Every process that ends is started again, as the launcher or compose would, and none outlives this one. Each service
-reaches Redis by its own proxy, and the scheduler reaches the worker by one.
+One of its own is Redis, a worker, two schedulers of one shard and two gateways. Every process that ends is started
+again, as the launcher or compose would, and none outlives this one. Each service reaches Redis by its own proxy, and
+the scheduler reaches the worker by one.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
+import psutil
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from bench.local import free_ports
+from services.cli.options import build
+from services.cli.stack import Target, redis_address
 from services.launcher.redis_server import find_binary, missing_binary_message
+from services.launcher.rundir import RunDir, StackFacts
 from shared.errors import ConfigurationError
 from shared.keys import Keys, model_tag
 from shared.processes.supervisor import WRAPPER
-from shared.settings import ROOT
+from shared.settings import ROOT, CommonSettings, LauncherSettings
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.proxy import Proxy
 from tests.support.launcher import settings_env
@@ -52,6 +57,98 @@ async def until(what: str, condition: Callable[[], Awaitable[Any]], seconds: flo
             raise NotReadyError(f"{what}: not within {time.monotonic() - begun:.0f} s")
         await asyncio.sleep(every)
     return value
+
+
+class Process(Protocol):
+    """A process that is started again whenever it ends."""
+
+    log: Path
+    exits: list[int]  # statuses of all its ends, where they are known
+
+    @property
+    def pid(self) -> int:
+        """0 while it is down."""
+        ...
+
+    def signal(self, number: int) -> None: ...
+
+
+class Stack:
+    """Where a stack is, its processes by their names, and what is so with it now."""
+
+    name: str  # of the model
+    shard: str
+    keys: Keys
+    redis: Redis
+    urls: list[str]  # of the gateways, in their order
+    gateways: Sequence[str]
+    schedulers: Sequence[str]
+    worker: str  # the one that is hurt
+    processes: Mapping[str, Any]  # each a Process
+    replicas = "1"
+    step_log: Path | None = None
+    lasting: frozenset[str] = frozenset()
+    """Keys without a TTL that are no business of the services."""
+
+    def drain_settings(self) -> tuple[CommonSettings, LauncherSettings]:
+        """Return what `orcinus drain` needs to find this stack."""
+        raise NotImplementedError
+
+    def leader(self) -> str:
+        """Return the scheduler that talks to the worker, or the first that runs."""
+        running = [name for name in self.schedulers if self.processes[name].pid]
+        return running[0] if running else self.schedulers[0]
+
+    async def ready(self) -> bool:
+        """Do all gateways take new work, are all workers connected, and do all schedulers run?"""
+        gateways = [await self.gateway_ready(number) for number in range(len(self.gateways))]
+        schedulers = all(self.processes[name].pid for name in self.schedulers)
+        return all(gateways) and schedulers and (await self.stats()).get("workers") == self.replicas
+
+    async def gateway_ready(self, number: int) -> bool:
+        timeout = aiohttp.ClientTimeout(total=2)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            url = f"{self.urls[number]}/health/ready"
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as answer:
+                return answer.status == 200
+        return False
+
+    async def redis_answers(self) -> bool:
+        with contextlib.suppress(RedisError, OSError):
+            return bool(await self.redis.ping())
+        return False
+
+    async def stats(self) -> dict[str, str]:
+        """stats:{shard}; empty while Redis is away."""
+        return await self.hash(self.keys.stats(self.shard))
+
+    async def hash(self, key: str) -> dict[str, str]:
+        """Any hash as text; empty while Redis is away."""
+        with contextlib.suppress(RedisError, OSError):
+            found: Any = await self.redis.hgetall(key)
+            return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
+        return {}
+
+    async def alive(self, role: str) -> list[str]:
+        """Ids of all that have a heartbeat."""
+        prefix = self.keys.alive(role, "")
+        with contextlib.suppress(RedisError, OSError):
+            found: list[bytes] = [key async for key in self.redis.scan_iter(match=f"{prefix}*", count=5000)]
+            return [key.decode().removeprefix(prefix) for key in found]
+        return []
+
+    async def worker_pid(self) -> int:
+        """Of the worker that is registered; 0 when none is."""
+        for member in await self._members():
+            if pid := (await self.hash(self.keys.worker(member))).get("pid"):
+                return int(pid)
+        return 0
+
+    async def _members(self) -> list[str]:
+        with contextlib.suppress(RedisError, OSError):
+            members: Any = await self.redis.zrange(self.keys.workers, 0, -1)
+            return [member.decode() for member in members]
+        return []
 
 
 class Supervised:
@@ -110,8 +207,11 @@ class Supervised:
         await self._running
 
 
-class ChaosStack:
-    """One of each, and twice what can be twice. `async with` starts it and waits until it is ready."""
+class ChaosStack(Stack):
+    """A stack of its own: one of each, and twice what can be twice.
+
+    `async with` starts it and waits until it is ready.
+    """
 
     def __init__(
         self, directory: Path, model: Path, programs: Mapping[str, Sequence[str]] | None = None, **settings: Any
@@ -123,7 +223,8 @@ class ChaosStack:
             raise ConfigurationError(missing_binary_message())
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.settings = directory, settings
-        self.name = model_tag(model.resolve().name)
+        self.name, self.shard = model_tag(model.resolve().name), SHARD
+        self.gateways, self.schedulers, self.worker = GATEWAYS, SCHEDULERS, WORKER
         self.keys = Keys(self.name)
         ports = iter(free_ports(5 + len(SERVICES) + 2 * len(GATEWAYS)))
         self._redis_port, worker_port = next(ports), next(ports)
@@ -138,7 +239,7 @@ class ChaosStack:
         self._programs = {WORKER: ("tests.chaos.harness.worker", str(self.orders)), **(programs or {})}
         self._replica_port, self._replica_link = next(ports), Proxy(next(ports), self._redis_port)
         self.replica = self._redis_process(binary, "replica", self._replica_port)  # runs once it is told to follow
-        self.processes = {REDIS: self._redis_process(binary, "redis", self._redis_port)}
+        self.processes: dict[str, Supervised] = {REDIS: self._redis_process(binary, "redis", self._redis_port)}
         for name in SERVICES:
             own = {"listen": f"127.0.0.1:{worker_port}"} if name == WORKER else {}
             self.processes[name] = self._service(name, model, own)
@@ -198,6 +299,20 @@ class ChaosStack:
                 raise NotReadyError(f"{name} ended with {process.exits} while the stack started: see {process.log}")
         return await self.ready()
 
+    def drain_settings(self) -> tuple[CommonSettings, LauncherSettings]:
+        values = {"redis_url": self.redis_url, "served_model_name": self.name}
+        return build(CommonSettings, values), build(LauncherSettings, {})
+
+    def leader(self) -> str:
+        for name in self.schedulers:
+            with contextlib.suppress(psutil.Error):
+                connections = psutil.Process(self.processes[name].pid or None).net_connections("tcp")
+                if self.processes[name].pid and any(
+                    one.raddr and one.raddr.port == self.worker_proxy.port for one in connections
+                ):
+                    return name
+        return super().leader()
+
     # What it is told
 
     def order(self, what: str) -> None:
@@ -245,55 +360,61 @@ class ChaosStack:
             proxy.target = self._replica_port
             proxy.cut()
 
-    # What is so now
 
-    async def ready(self) -> bool:
-        """Do both gateways take new work, is a worker connected, and does a standby wait?"""
-        gateways = [await self.gateway_ready(number) for number in range(len(GATEWAYS))]
-        standby = all(self.processes[name].pid for name in SCHEDULERS)
-        return all(gateways) and standby and (await self.stats()).get("workers") == "1"
+class Running:
+    """A process of the launcher's, which starts it again."""
 
-    async def gateway_ready(self, number: int) -> bool:
-        timeout = aiohttp.ClientTimeout(total=2)
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            url = f"{self.urls[number]}/health/ready"
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as answer:
-                return answer.status == 200
-        return False
+    def __init__(self, name: str, run_dir: RunDir) -> None:
+        self._name, self._run_dir = name, run_dir
+        self.log = run_dir.logs / f"{name}.log"
+        self.exits: list[int] = []  # the launcher alone knows
 
-    async def redis_answers(self) -> bool:
-        with contextlib.suppress(RedisError, OSError):
-            return bool(await self.redis.ping())
-        return False
+    @property
+    def pid(self) -> int:
+        return self._run_dir.pids().get(self._name, 0)
 
-    async def stats(self) -> dict[str, str]:
-        """stats:{shard}; empty while Redis is away."""
-        return await self.hash(self.keys.stats(SHARD))
+    def signal(self, number: int) -> None:
+        if pid := self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
-    async def hash(self, key: str) -> dict[str, str]:
-        """Any hash as text; empty while Redis is away."""
-        with contextlib.suppress(RedisError, OSError):
-            found: Any = await self.redis.hgetall(key)
-            return {name.decode(): value.decode("utf-8", "replace") for name, value in found.items()}
-        return {}
 
-    async def alive(self, role: str) -> list[str]:
-        """Ids of all that have a heartbeat."""
-        prefix = self.keys.alive(role, "")
-        with contextlib.suppress(RedisError, OSError):
-            found: list[bytes] = [key async for key in self.redis.scan_iter(match=f"{prefix}*", count=5000)]
-            return [key.decode().removeprefix(prefix) for key in found]
-        return []
+class RunningStack(Stack):
+    """The stack that `orcinus up` runs on this machine. Its Redis, its network and its settings are left alone."""
 
-    async def worker_pid(self) -> int:
-        """Of the worker that is registered; 0 when none is."""
-        for member in await self._members():
-            if pid := (await self.hash(self.keys.worker(member))).get("pid"):
-                return int(pid)
-        return 0
+    def __init__(self, target: Target, facts: StackFacts) -> None:
+        """Raise ConfigurationError if its processes are not known."""
+        self._target = target
+        run_dir = RunDir(target.launcher.run_dir)
+        self.logs = run_dir.logs
+        names = sorted(run_dir.pids())
+        self.name, self.shard, self.keys = facts.model, facts.shard, target.settings.keys
+        self.gateways, self.schedulers, workers = (
+            [name for name in names if name.startswith(f"{role}-")] for role in ("gateway", "scheduler", "worker")
+        )
+        if not (self.gateways and self.schedulers and workers):
+            raise ConfigurationError(f"{run_dir.path}: names no gateway, scheduler or worker; is the stack ready?")
+        self.worker, self.replicas = workers[0], str(len(workers))
+        self.processes = {name: Running(name, run_dir) for name in (*self.gateways, *self.schedulers, *workers)}
+        self.urls = [facts.url] * len(self.gateways)
+        url, access = redis_address(target.settings, target.launcher)
+        options: dict[str, Any] = {"socket_timeout": 5, "socket_connect_timeout": 2, **access}
+        self.redis = Redis.from_url(url, **options)
 
-    async def _members(self) -> list[str]:
-        with contextlib.suppress(RedisError, OSError):
-            members: Any = await self.redis.zrange(self.keys.workers, 0, -1)
-            return [member.decode() for member in members]
-        return []
+    def drain_settings(self) -> tuple[CommonSettings, LauncherSettings]:
+        return self._target.settings, self._target.launcher
+
+    async def __aenter__(self) -> RunningStack:
+        """Wait until it is ready. Raise NotReadyError if it is not, or if it has work: what is left must be ours."""
+        await until(f"the stack at {self.urls[0]} is ready", self.ready, START_S)
+        stats = await self.stats()
+        if busy := [name for name in ("running", "waiting", "parked") if int(stats.get(name, 0))]:
+            raise NotReadyError(f"the stack at {self.urls[0]} has requests {busy[0]}: chaos needs it idle")
+        known: list[bytes] = [key async for key in self.redis.scan_iter(count=1000)]
+        self.lasting = frozenset([key.decode() for key in known if await self.redis.ttl(key) == -1])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.signal(signal.SIGCONT)
+        await self.redis.aclose()

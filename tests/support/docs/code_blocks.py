@@ -32,7 +32,7 @@ LEFT_OUT = {
     r"^(ORCINUS_\w+=\S+ )?(make run|orcinus up)\b": "starts the stack, as tests/stack/test_make_run.py does",
     r"^make test$": "this is a part of it",
     r"^make k8s-check": "tests/deploy/test_kubernetes.py is all of it",
-    r"^make (test-faults|soak)$|^orcinus chaos": "hurts a stack of its own for minutes; tests/chaos does that",
+    r"^make (test-faults|soak)$|^orcinus chaos": "hurts a stack for minutes; tests/chaos does that",
     r"^make peers|^python -m bench\.peers": "installs other servers and measures for half an hour",
     r"cmpl-0123": "names a request of the reader's; tests/chaos/test_resume.py goes on with one of its own",
     r"^orcinus (gateway|scheduler|worker) --(?!help)": "a service stays; tests/stack and tests/chaos start them",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.harness.checker import MORE_FDS, check, check_epochs, check_exits, check_rest
+from tests.chaos.harness.checker import MORE_FDS, check, check_epochs, check_exits, check_rest, check_told
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.history import Connection, Event, History, Injected, Outcome, Rest
 from tests.chaos.harness.pauses import Refills, gaps, longest
@@ -85,11 +85,39 @@ PLANTED: dict[str, tuple[str, Callable[[History], Any]]] = {
 }
 
 
+def draw_another_token(history: History) -> None:
+    history.connections[2].events[4].token_ids[0] = 1
+
+
+def tell_a_wrong_usage(history: History) -> None:
+    history.connections[2].usage = {"completion_tokens": 9}
+
+
+def lose_the_end(history: History) -> None:
+    history.connections[2].end = "gave_up"
+
+
+def lose_a_token(history: History) -> None:
+    history.connections[1].events.clear()
+
+
 @pytest.mark.parametrize(("kind", "plant"), PLANTED.values(), ids=PLANTED)
 def test_a_planted_bug_is_found(kind: str, plant: Callable[[History], Any]) -> None:
     history = good()
     plant(history)
     assert kind in kinds(history)
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind"),
+    [(draw_another_token, ""), (lose_a_token, "lost"), (lose_the_end, "lost"), (tell_a_wrong_usage, "lost")],
+)
+def test_tokens_are_counted_where_none_are_expected(edit: Callable[[History], None], kind: str) -> None:
+    history = good()
+    edit(history)
+    found = {violation.kind for violation in check_told(history, None)}
+    assert kind in found if kind else not found
+    assert check_told(history, EXPECTED["two"])
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,12 @@ def test_help_of_a_command_has_the_common_style(command: str) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("command", ["orcinus", "orcinus bench", "orcinus keys"])
+def test_list_of_commands_has_whole_sentences(command: str) -> None:
+    listed = COMMANDS[command].partition("\nCommands:\n")[2]
+    assert listed.count("\n") > 3 and "..." not in listed
+
+
 def test_every_kind_of_command_is_looked_at() -> None:
     assert {"orcinus", "orcinus up", "orcinus keys add", "orcinus pull", "orcinus fleet"} <= COMMANDS.keys()
     assert {"orcinus bench serve", "orcinus simulate", "orcinus chaos"} <= COMMANDS.keys()

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from services.simulator.device.roofline import Roofline
+from services.simulator.jobs import Report
 from services.simulator.literature import batching as literature_batching
 from services.simulator.literature import chunks as literature_chunks
 from services.simulator.literature import granularity as literature_granularity
 from services.simulator.literature import load as literature_load
 from services.simulator.literature import main as literature
+from services.simulator.literature import priorities
 from services.simulator.literature import static as literature_static
+from services.simulator.literature.load import slo_under_load
 from services.simulator.literature.priorities import classes
+from services.simulator.literature.static import padded_batches, slots_in_use
 from services.simulator.literature.table import Cell, Table, monotone
 
 
@@ -128,7 +132,9 @@ def test_iteration_level_batching_adds_most_and_serves_most() -> None:
 
 @pytest.mark.slow
 def test_table_five_has_its_order_and_keeps_the_law_of_time() -> None:
-    table = literature_chunks.chunk_sizes()
+    reports: list[tuple[int, int]] = []
+    table = literature_chunks.chunk_sizes(lambda done, total: reports.append((done, total)))
+    assert reports == sorted(reports) and 0.9 < reports[-1][0] / reports[-1][1] <= 1
     assert table.reproduced
     ours = {row[0].removesuffix(": ours"): row[1:] for row in table.rows if row[0].endswith("ours")}
     for size in (128, 256, 512):
@@ -144,12 +150,28 @@ def test_loads_of_table_three_differ_in_time_alone() -> None:
     assert slow.arrived_ns[-1] / 1e9 == pytest.approx(literature_load.REQUESTS / 10, rel=0.1)
 
 
+@pytest.mark.parametrize("table", [slots_in_use, padded_batches, slo_under_load, classes])
+def test_table_counts_the_requests_that_it_simulates(
+    table: Callable[[Report], Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(literature_static, "REQUESTS", 200)
+    monkeypatch.setattr(literature_load, "REQUESTS", 100)
+    monkeypatch.setattr(priorities, "DRAWN", 2)
+    monkeypatch.setattr(priorities, "TIGHT", ())
+    reports: list[tuple[int, int]] = []
+    table(lambda done, total: reports.append((done, total)))
+    (total,) = {total for _, total in reports}
+    done = [done for done, _ in reports]
+    assert len(done) > 3 and done == sorted(done) and total / 2 < done[-1] <= total
+
+
 @pytest.mark.parametrize("holds", [True, False])
 def test_one_json_object_says_what_is_reproduced_and_the_exit_code_too(
     holds: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def made() -> Table:
+    def made(report: Report) -> Table:
+        report(30, 60)
         table = Table("T1", "a title", "exact", ("what", "sheet", "ours"), [["steps", 3, 3.0], ["rest", None, "-"]])
         table.claim("as it should be", holds)
         return table

@@ -1,0 +1,55 @@
+"""`orcinus chaos` on the stack that `orcinus up` runs: found by its run directory, hurt, and whole again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.launcher.rundir import RunDir
+from tests.chaos.harness.main import main
+from tests.support.launcher import ROOT, clean_env
+from tests.support.waiting import free_port, until
+
+READY_S = 90.0
+FAULTS = ("worker_kill", "worker_drain", "scheduler_kill", "gateway_kill")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A stack of the demo model that is ready."""
+    directory, log = tmp_path / "run", tmp_path / "up.txt"
+    options = ["--run-dir", str(directory), "--port", str(free_port()), "--ops-port", str(free_port())]
+    with log.open("wb") as output:
+        up = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "up", *options, "--threads", "1", "--kv-blocks", "512"],
+            cwd=ROOT, env=clean_env(), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        until(f"the stack is ready: {log}", lambda: "ready in" in log.read_text() or up.poll() is not None, READY_S)
+        assert up.poll() is None, log.read_text()
+        yield directory
+    finally:
+        up.send_signal(signal.SIGTERM)
+        up.wait(60)
+
+
+@pytest.mark.timeout(420)
+def test_nothing_is_lost_on_the_running_stack(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pids = RunDir(run_dir).pids()
+    arguments = ["--clients", "4", "--tokens", "60", "--gap", "1", "--seconds", "300", "--seed", "7", "--json"]
+    kinds = ["--faults", str(len(FAULTS)), "--kinds", ",".join(FAULTS)]
+    code = main(["--run-dir", str(run_dir), "--yes", *arguments, *kinds])
+    printed = capsys.readouterr()
+    figures = json.loads(printed.out)
+    assert code == 0, printed.err
+    assert figures["faults"] == dict.fromkeys(sorted(FAULTS), 1)
+    assert figures["finished"] > len(FAULTS)
+    now = RunDir(run_dir).pids()
+    changed = {name for name in pids if pids[name] != now.get(name)}
+    assert changed == {"worker-0", "scheduler-0", "gateway-0"}
