@@ -25,6 +25,7 @@ from services.worker.quantization.base import Matrix
 from shared.errors import ConfigurationError, ModelError
 from shared.gguf.reader import BLOCK_TYPES
 from tests.engine.driver import make_engine
+from tests.engine.test_tokens import all_logits, close
 from tests.support import in_process
 from tests.support.gguf import write_model
 from tests.support.models import Reference, make_llama
@@ -101,7 +102,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"kind": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"kind": "qwen3"},
     "gemma": {"kind": "gemma"},
-    "gemma3": {"kind": "gemma3", "sliding_window": 11},
+    "gemma3": {
+        "kind": "gemma3",
+        "sliding_window": 11,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 32,  # as llama.cpp has it
+    },
     "phi3": {"kind": "phi3", "sliding_window": 15},
 }
 
@@ -111,8 +117,12 @@ def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, name: str
     make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, **SIZES, **FAMILIES[name])
     model, meant = tmp_path / "x.gguf", tmp_path / "meant"
     write_model(tmp_path / "plain", model, q4_k_m, meant)
-    cases = Reference(meant).cases(2, (4, 40), TOKENS, seed=3)
+    reference = Reference(meant)
+    cases = reference.cases(2, (4, 40), TOKENS, seed=3)
     prompts = [case.prompt for case in cases]
+    whole = prompts[0] + cases[0].tokens
+    engine = make_engine(model, kernels="reference", block_size=16)
+    close(all_logits(engine, whole), reference.logits(whole))
     for kernels in KERNELS:
         assert tokens(model, prompts, kernels=kernels, block_size=16) == [case.tokens for case in cases], kernels
 

@@ -162,6 +162,9 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
         f"{name}.rope.freq_base_swa": float(local["rope_theta"]) if local else None,
         f"{name}.rope.dimension_count": size,
         f"{name}.attention.sliding_window": config.get("sliding_window"),
+        f"{name}.attention.sliding_window_pattern": (
+            [kind == "sliding_attention" for kind in config["layer_types"]] if name == "gemma3" else None
+        ),
     }
 
 

@@ -18,6 +18,7 @@ from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from tests.engine.driver import Driver
 from tests.engine.ranks import Processes
+from tests.support.gguf import write_model
 from tests.support.models import Reference, make_llama
 
 TOKENS = 20
@@ -57,6 +58,19 @@ def test_a_family_cut_in_two_has_the_references_tokens(processes: Processes, fam
     reference = make_llama(tmp_path / "tiny", seed=5, requests=3, output_tokens=TOKENS, **FAMILIES[family])
     run(processes, reference, 2, 1, "cpu")
     run(processes, reference, 1, 2, "reference")
+
+
+def test_a_gguf_file_cut_in_two_has_the_references_tokens(processes: Processes, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **sizes)
+    kinds = {"blk.0.attn_v.weight": "Q6_K", "blk.1.ffn_down.weight": "Q8_0"}
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda name: kinds.get(name, "Q4_K"), tmp_path / "meant")
+    reference = Reference(tmp_path / "meant")
+    cases = reference.cases(3, (4, 40), TOKENS, seed=3)
+    reference.prompts, reference.outputs = [case.prompt for case in cases], [case.tokens for case in cases]
+    reference.path = tmp_path / "x.gguf"
+    run(processes, reference, 2, 1, "cpu")
+    run(processes, reference, 1, 2, "cpu")
 
 
 @pytest.mark.parametrize(("vocab", "tied"), [(320, True), (322, False)])
