@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from services.worker.models.fields import Fields, read_json
-from services.worker.models.registry import FAMILIES, Family
+from services.worker.models.registry import FAMILIES, ExpertNames, Family
 from services.worker.models.rope import Rope
 from services.worker.models.stored import Stored, read_stored, stored_of_gguf
 from shared.errors import ModelError
@@ -31,6 +31,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class Mixture:
     """A mixture of experts in place of the MLP of some layers."""
 
+    names: ExpertNames
     experts: int
     top_k: int  # of a row
     intermediate_size: int  # of each expert
@@ -70,6 +71,10 @@ class DecoderConfig:
     def gate_up_size(self) -> int:
         """Return the outputs of gate_up_proj: gate and up together where the MLP is gated."""
         return self.intermediate_size * (2 if self.family.gated else 1)
+
+    def mixture_at(self, layer: int) -> Mixture | None:
+        """Return the mixture of experts of layer `layer` of the whole model; None where it has an MLP."""
+        return self.mixture if self.mixture is not None and layer in self.mixture.layers else None
 
 
 def load_config(model: Path) -> DecoderConfig:
@@ -144,7 +149,7 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
         local_rope=local_rope,
         checkpoint_dtype=_dtype(read),
         stored=read_stored(raw, where),
-        mixture=_mixture(read, family, layers) if family.names.experts is not None else None,
+        mixture=None if family.names.experts is None else _mixture(read, family, family.names.experts, layers),
     )
 
 
@@ -208,7 +213,7 @@ def _windows(read: Fields, family: Family, layers: int) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
-def _mixture(read: Fields, family: Family, layers: int) -> Mixture:
+def _mixture(read: Fields, family: Family, names: ExpertNames, layers: int) -> Mixture:
     experts, top_k = read.integer("num_experts"), read.integer("num_experts_per_tok")
     if top_k > experts:
         raise ModelError(
@@ -218,12 +223,13 @@ def _mixture(read: Fields, family: Family, layers: int) -> Mixture:
     dense = read.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(index) is int for index in dense):
         raise ModelError(f"{read.where}: mlp_only_layers is {json.dumps(dense)[:60]}, expected a list of layers")
-    step, names = read.integer("decoder_sparse_step", 1), family.names.experts
+    step = read.integer("decoder_sparse_step", 1)
     return Mixture(
+        names=names,
         experts=experts,
         top_k=top_k,
         intermediate_size=read.integer("moe_intermediate_size"),
-        shared_size=read.integer("shared_expert_intermediate_size") if names and names.shared else 0,
+        shared_size=read.integer("shared_expert_intermediate_size") if names.shared else 0,
         normalize=family.normalize_experts or read.flag("norm_topk_prob"),
         layers=frozenset(index for index in range(layers) if (index + 1) % step == 0) - set(dense),
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels import ops as kernel_ops
 from kernels.ops import AnyOps, Cache, Norm, Prepared
-from services.worker.models.config import DecoderConfig
+from services.worker.models.config import DecoderConfig, Mixture
 from services.worker.models.weights import Rows, WeightLoader
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization.base import LinearMethod
@@ -177,14 +177,11 @@ class MixtureOfExperts:
     Perhaps one more, the shared expert, that every row has. A rank has its part of every expert and the whole router.
     """
 
-    def __init__(self, loader: WeightLoader, parallel: ParallelState, index: int) -> None:
-        """Load layer `index` of the whole model. Raise ModelError."""
-        c, names, ops, shard = loader.config, loader.names.experts, loader.ops, loader.shard
-        if names is None or c.mixture is None:
-            raise ValueError(f"{c.architecture} has no experts")
-        prefix, mixture = loader.layer_prefix(index), c.mixture
+    def __init__(self, loader: WeightLoader, parallel: ParallelState, prefix: str, mixture: Mixture) -> None:
+        """Load the tensors after `prefix`; mixture: of the whole model. Raise ModelError."""
+        names, ops, shard = mixture.names, loader.ops, loader.shard
         self.ops, self.parallel = ops, parallel
-        self.routing = kernel_ops.Routing(mixture.top_k, mixture.normalize, c.activation)
+        self.routing = kernel_ops.Routing(mixture.top_k, mixture.normalize, loader.config.activation)
         self.router = loader.replicated(f"{prefix}{names.router}", mixture.experts)
         parts, inner = (names.gate_up_proj, names.down_proj), (mixture.intermediate_size, shard.expert)
         pairs = [
@@ -201,11 +198,9 @@ class MixtureOfExperts:
             self.shared_gate = loader.replicated(f"{prefix}{names.shared_gate}", 1)
 
     @staticmethod
-    def matrices(config: DecoderConfig) -> list[tuple[str, int, int]]:
+    def matrices(mixture: Mixture, hidden: int) -> list[tuple[str, int, int]]:
         """Return (name, outputs, inputs) of the checkpoint's matrices of one layer but those of the router."""
-        names, mixture, hidden = config.family.names.experts, config.mixture, config.hidden_size
-        if names is None or mixture is None:
-            return []
+        names = mixture.names
         mlps = [(f"{names.experts}.{expert}", mixture.intermediate_size) for expert in range(mixture.experts)]
         mlps += [(names.shared, mixture.shared_size)] if names.shared else []
         return [
@@ -218,15 +213,10 @@ class MixtureOfExperts:
         ]
 
     @staticmethod
-    def routers(config: DecoderConfig) -> list[tuple[str, int, int]]:
+    def routers(mixture: Mixture, hidden: int) -> list[tuple[str, int, int]]:
         """Return (name, outputs, inputs) of the matrices that no method rounds."""
-        names, mixture, hidden = config.family.names.experts, config.mixture, config.hidden_size
-        if names is None or mixture is None:
-            return []
-        return [
-            (names.router, mixture.experts, hidden),
-            *([(names.shared_gate, 1, hidden)] if names.shared_gate else []),
-        ]
+        router, gate = mixture.names.router, mixture.names.shared_gate
+        return [(router, mixture.experts, hidden), *([(gate, 1, hidden)] if gate else [])]
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x [N, hidden] -> [N, hidden]."""
@@ -250,8 +240,8 @@ class DecoderLayer:
         self.ops, self.parallel_residual = loader.ops, loader.config.parallel_residual
         self.attention = Attention(loader, parallel, index, tables)
         self.mlp: Mlp | MixtureOfExperts
-        if has_experts(loader.config, index):
-            self.mlp = MixtureOfExperts(loader, parallel, index)
+        if mixture := loader.config.mixture_at(index):
+            self.mlp = MixtureOfExperts(loader, parallel, prefix, mixture)
         else:
             parts = (names.gate_up_proj, names.down_proj)
             inner = (loader.config.intermediate_size, loader.shard.intermediate)
@@ -264,13 +254,15 @@ class DecoderLayer:
     @staticmethod
     def matrices(config: DecoderConfig, index: int) -> list[tuple[str, int, int]]:
         """Return (name, outputs, inputs) of the checkpoint's matrices of layer `index`, but those of a router."""
-        mlp = MixtureOfExperts if has_experts(config, index) else Mlp
-        return [*Attention.matrices(config), *mlp.matrices(config)]
+        mixture = config.mixture_at(index)
+        mlp = MixtureOfExperts.matrices(mixture, config.hidden_size) if mixture else Mlp.matrices(config)
+        return [*Attention.matrices(config), *mlp]
 
     @staticmethod
     def routers(config: DecoderConfig, index: int) -> list[tuple[str, int, int]]:
         """Return (name, outputs, inputs) of the matrices that are plain whatever the method."""
-        return MixtureOfExperts.routers(config) if has_experts(config, index) else []
+        mixture = config.mixture_at(index)
+        return MixtureOfExperts.routers(mixture, config.hidden_size) if mixture else []
 
     def forward(self, residual: Residual, prepared: Prepared, cache: Cache, select: bool = False) -> None:
         """Advance `residual` by this layer, its output pending. select: in the last layer, keep the rows that sample.
@@ -288,11 +280,6 @@ class DecoderLayer:
         norm = residual.norm_then_add if self.parallel_residual else residual.norm
         out = self.mlp.forward(norm(ops, self.mlp_norm))
         residual.pending = out if self.down_norm is None else ops.norm(out, self.down_norm)
-
-
-def has_experts(config: DecoderConfig, index: int) -> bool:
-    """Return whether layer `index` of the whole model has a mixture of experts in place of the MLP."""
-    return config.mixture is not None and index in config.mixture.layers
 
 
 def _mlp_matrices(

@@ -13,6 +13,7 @@ from protos import worker_pb2
 from services.worker.models.checkpoint import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
+from services.worker.models.layers import MixtureOfExperts
 from services.worker.models.weights import shard_of
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
@@ -88,13 +89,16 @@ def parts(decoder: Decoder) -> int:
     packed = [decoder.embed_tokens, decoder.lm_head]
     for layer in decoder.layers:
         attention, mlp = layer.attention, layer.mlp
-        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        packed += [linear.weight for linear in linears]
+        packed += [attention.qkv_proj.weight, attention.o_proj.weight]
+        if isinstance(mlp, MixtureOfExperts):
+            packed += [one for pair in mlp.experts for one in pair]
+        else:
+            packed += [mlp.gate_up_proj.weight, mlp.down_proj.weight]
     distinct = {id(one): one.weight.nbytes for one in packed if one is not None}
     return sum(distinct.values())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "mixtral"])
 def test_a_rank_holds_its_share_and_no_more(tmp_path: Path, kind: str) -> None:
     fields = {"kind": kind} | ({} if kind == "gpt2" else {"num_key_value_heads": 4})
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **fields).path

@@ -18,12 +18,13 @@ from kernels.cuda.loader import CudaError
 from services.worker import backend
 from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, room_for
 from services.worker.models.config import DecoderConfig, Mixture, load_config
+from services.worker.models.registry import ExpertNames
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.engine.worker.test_process import MIB, SHAPE
 
 HALF = (torch.bfloat16, torch.float16)
-EXPERTS = Mixture(experts=4, top_k=2, intermediate_size=64, shared_size=0, normalize=True, layers=frozenset({0}))
+EXPERTS = Mixture(ExpertNames(), 4, 2, intermediate_size=64, shared_size=0, normalize=True, layers=frozenset({0}))
 BROKEN = "the driver is too old: install a newer one"
 
 
