@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protos.kserve_pb2 import ModelInferRequest
@@ -72,6 +72,7 @@ def test_json_is_read_as_by_the_standard_library(document: bytes, most: int) -> 
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.sampled_from([("[", "]"), ('{"a":', "}")]))
+@example(MAX_JSON_DEPTH - 1, 1, ("[", "]"))
 @settings(max_examples=40)
 def test_json_depth_is_bounded_at_any_place(depth: int, width: int, pair: tuple[str, str]) -> None:
     deep = pair[0] * depth + "1" + pair[1] * depth

@@ -50,19 +50,6 @@ def test_text_after_a_token_does_not_depend_on_later_tokens(tokens: list[int], o
     assert a[: len(tokens)] == b[: len(tokens)]
 
 
-@given(TEXTS, st.sampled_from([".", "fox", "quick", "🐋", "the "]))
-@settings(max_examples=200, deadline=None)
-def test_stop_string_counts_the_fewest_tokens_that_hold_it(text: str, stop: str) -> None:
-    tokens = model().encode(text)
-    shown, counted, reason, _ = fed([[token] for token in tokens] or [[]], spec(stop=[stop]))
-    at = text.find(stop)
-    if at < 0:
-        assert (shown, counted, reason) == (text, tokens, "length")
-        return
-    needed = next(n for n in range(1, len(tokens) + 1) if stop in model().text.decode(tokens[:n]))
-    assert (shown, counted, reason) == (text[:at], tokens[:needed], "stop")
-
-
 def test_stop_string_before_min_tokens_ends_nothing() -> None:
     tokens = model().encode("a.b.c")
     first_dot = next(n for n in range(1, 9) if "." in model().text.decode(tokens[:n]))

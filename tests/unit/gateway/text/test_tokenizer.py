@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from services.gateway.errors import ApiError
@@ -21,8 +19,7 @@ from shared.errors import ModelError
 from shared.settings import DEMO_MODEL
 from shared.text.grammars import Grammars, NoGrammarsError
 from shared.text.tokenizer import TokenizerError
-from tests.support.generations import model as small_model
-from tests.support.tokenizers import CHAT_TEMPLATE, CONTEXT, SPECIALS, byte_fallback, byte_level, write_model
+from tests.support.tokenizers import CHAT_TEMPLATE, CONTEXT, byte_fallback, byte_level, write_model
 
 CONVERSATION = [
     {"role": "system", "content": "You are brief. "},
@@ -78,17 +75,6 @@ def test_chat_template_may_be_a_list_or_a_file(tmp_path: Path, form: str) -> Non
         (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     plain = ModelText(write_model(tmp_path / "plain"))
     assert ModelText(model).chat.encode(CONVERSATION) == plain.chat.encode(CONVERSATION)
-
-
-@given(st.lists(st.sampled_from([*SPECIALS, "hi", " ", "<|im_", "end|>", "🐋", "\ue000"]), max_size=8))
-@settings(max_examples=100, deadline=None)
-def test_control_tokens_in_messages_are_text(parts: list[str]) -> None:
-    model = small_model()
-    content = "".join(parts)
-    ids = model.chat.encode([{"role": "user", "content": content}], add_generation_prompt=False)
-    special = [model.tokenizer.token_to_id(token) for token in SPECIALS]
-    assert [id_ for id_ in ids if id_ in special] == [special[2], special[3]]  # the template's own two
-    assert model.text.decode(ids, skip_special=False) == f"<|im_start|>user\n{content.strip()}<|im_end|>\n"
 
 
 def test_transformers_takes_control_tokens_in_messages(tmp_path: Path) -> None:

@@ -40,6 +40,15 @@ def test_last_of_many_stop_ids_counts_beside_request_without_any() -> None:
     assert [h.ended["many"], h.ended["none"]] == [[Finish.STOP], [Finish.LENGTH]]
 
 
+def test_no_stop_id_counts_before_min_tokens() -> None:
+    new = request("a", 4, 12, seed=3, min_tokens=9)
+    new.stop_ids = np.arange(16, dtype=np.int32)  # most tokens would stop it
+    h = house()
+    h.add(new)
+    h.finish()
+    assert len(h.published["a", 0]) >= 9
+
+
 def test_max_tokens_zero_ends_at_once() -> None:
     h = house()
     h.add(request("a", 4, 0, seed=1))

@@ -38,6 +38,19 @@ def test_urgent_prompt_goes_before_the_rest_of_a_lower_one() -> None:
     h.finish()
 
 
+def test_what_yields_its_blocks_to_urgent_one_loses_its_kv() -> None:
+    """The blocks must be there at once, so they are not copied to the host tier first."""
+    policy = "orcinus:relief=least-lost-swap+takes,memory=fits"
+    h = House(Scheduler(policy, lookahead=0), Limits(8, 12, 4, 64, 64, host_blocks=40))
+    h.add_many(2, 16, 30, name="low", priority=3)
+    h.steps(3)
+    h.add(request("urgent", 20, 4, seed=9, priority=0))
+    h.steps(2)
+    stats = h.core.stats()
+    assert "urgent" in h.started and (stats["preemptions"], stats["swapped_blocks"]) == (1, 0)
+    h.finish()
+
+
 def test_urgent_request_with_free_blocks_enters_despite_the_forecast() -> None:
     h = House(Scheduler("orcinus", lookahead=0), Limits(16, 100, 4, 400, 2048))
     h.add_many(3, 20, 100, name="low", priority=3)
