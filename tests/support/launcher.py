@@ -15,7 +15,7 @@ import psutil
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
-STACK = Path(__file__).with_name("stand_in_stack.py")
+STACK = Path(__file__).parent / "stand_ins" / "stand_in_stack.py"
 
 
 def alive(pid: int) -> bool:
