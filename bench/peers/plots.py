@@ -70,7 +70,7 @@ def kill_chart(result: Row, path: Path) -> None:
     bars = waits.barh(
         names,
         [row["first_token_s"] for row in rows],
-        color=[OURS_COLOUR if row["peer"] == OURS else THEIR_COLOURS[0] for row in rows],
+        color=["#5b8e7d" if row["peer"] == OURS else "#7a8b99" for row in rows],  # red is for what was lost
     )
     waits.bar_label(bars, fmt=" %.1f s", fontsize=8)
     waits.set_xlabel("seconds until a new request has its first token")
