@@ -131,7 +131,7 @@ def test_anchors_that_pages_link_to_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
 def test_make_targets_and_commands_of_a_page_exist(page: Path) -> None:
     words = page.read_text()
-    code = "\n".join(re.findall(r"`([^`]+)`", words) + re.findall(r"^ {4}(.+)$", words, re.MULTILINE))
+    code = "\n".join(re.findall(r"`([^`\n]+)`", words) + re.findall(r"^ {4}(.+)$", words, re.MULTILINE))
     targets = set(re.findall(r"^([a-z0-9-]+):", text("Makefile"), re.MULTILINE))
     used = set(re.findall(r"\bmake ([a-z][a-z0-9-]+)", code))
     assert used <= targets, used - targets
