@@ -137,7 +137,7 @@ def test_make_targets_and_commands_of_a_page_exist(page: Path) -> None:
     assert used <= targets, used - targets
     commands: Any = typer.main.get_command(command)
     names = set(commands.commands) | {f"bench {name}" for name in commands.commands["bench"].commands}
-    for first, second in re.findall(r"(?<!-n )\borcinus (bench(?: (\w+))|[a-z]+)", code):
+    for first, second in re.findall(r"(?<!-n )\borcinus (bench(?: ([a-z]\w*))?|[a-z]+)", code):
         assert (f"bench {second}" if second else first) in names, first
 
 
