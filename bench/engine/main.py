@@ -92,8 +92,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     )
     if load_config(options.model).mixture is not None:
         raise ConfigurationError(
-            f"{options.model}: a mixture of experts, whose floor depends on the experts that a step reads and is not "
-            "reckoned here; give a model without experts, or measure the service with orcinus bench serve"
+            f"{options.model}: this bench has no floor for a mixture of experts; give a model without experts, or "
+            "measure the service with orcinus bench serve"
         )
     on_device = _device(options.kernels) if options.kernels in ON_A_DEVICE else None  # before memory is taken
     _say(f"loading {settings.served_model_name}")

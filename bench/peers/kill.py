@@ -123,7 +123,7 @@ class Load:
             self.reached.set()
 
     async def go_on(self) -> None:
-        """Let each client whose stream broke go on with it, where the server has a way to (docs/api.md)."""
+        """Resume each broken stream that has a request id: that of Orcinus (docs/api.md, "Going on with a stream")."""
         for stream in self.streams:
             if stream.error and stream.request_id:
                 url = f"{self.url}/v1/requests/{stream.request_id}/stream"
@@ -292,7 +292,9 @@ def describe(found: Row) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.peers.kill", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="of each case (default: 3)")
-    parser.add_argument("--only", default="", help="only cases whose server and part contain this, written nowhere")
+    parser.add_argument(
+        "--only", default="", help="run only the cases with this text in server or part; write no files"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
     options = parser.parse_args()
     if options.rounds < 1:

@@ -268,7 +268,7 @@ def times(rows: int, count: int) -> int:
 
 
 def resolve(rows: int, tokens: int, samples: int) -> int:
-    """Return the number that `rows` means in a step of so many tokens and samples."""
+    """Return the rows of a command in a step with these counts of tokens and samples; the inverse of `times`."""
     return rows if rows >= 0 else (1 - rows) // 2 * (tokens if rows % 2 else samples)
 
 

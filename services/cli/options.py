@@ -51,7 +51,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands whose help has their first sentences whole, on several lines where they are long."""
+    """A group of commands. Its help wraps the first sentence of each command instead of cutting it off."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]

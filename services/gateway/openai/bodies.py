@@ -540,7 +540,7 @@ def requested_choices(body: GenerationBody) -> tuple[int, int]:
 
 
 def check_records(choices: int, max_tokens: int, wanted: int) -> None:
-    """Raise ApiError for records (shared/text/logprobs.py) of so many choices that could take too much of Redis."""
+    """Raise ApiError when the log probabilities of a request could take more than MOST_RECORD_BYTES in Redis."""
     size = choices * max_tokens * record_bytes(wanted)
     if size > MOST_RECORD_BYTES:
         raise invalid(

@@ -1,9 +1,9 @@
 """The weights of a GGUF file as a Source: tensors under Hugging Face's names, rows in Hugging Face's order.
 
 llama.cpp stores the rows of q and k of `llama` files so that the two numbers that turn together lie side by side;
-they are read in the order of `kernels.ops`, the halves of a head one after the other. Packed types become `Groups`,
-whose formula and rounding are ggml's. Sources: ggml-quants.h, and convert_hf_to_gguf.py (`LlamaModel.permute`), of
-https://github.com/ggml-org/llama.cpp.
+they are read in the order of `kernels.ops`, the halves of a head one after the other. Packed types become `Groups`
+with ggml's formulas and rounding. Sources, in https://github.com/ggml-org/llama.cpp: ggml-quants.h and
+convert_hf_to_gguf.py (`LlamaModel.permute`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GgufWeights(Source):
         file = open_gguf(model)
         self._header_bytes = min((place.start for place in file.tensors.values()), default=0)
         self._places: dict[str, Place] = {}
-        self._heads: dict[str, int] = {}  # name -> heads whose rows lie in llama.cpp's order
+        self._heads: dict[str, int] = {}  # name -> heads, for matrices in llama.cpp's row order
         self._read: set[str] = set()
         self._bytes_read = 0
         self.bytes_total = sum(place.size_bytes for place in file.tensors.values())

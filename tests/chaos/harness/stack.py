@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +74,7 @@ class Process(Protocol):
     def signal(self, number: int) -> None: ...
 
 
-class Stack:
+class Stack(ABC):
     """Where a stack is, its processes by their names, and what is so with it now."""
 
     name: str  # of the model
@@ -90,9 +91,9 @@ class Stack:
     lasting: frozenset[str] = frozenset()
     """Keys without a TTL that are no business of the services."""
 
+    @abstractmethod
     def drain_settings(self) -> tuple[CommonSettings, LauncherSettings]:
         """Return what `orcinus drain` needs to find this stack."""
-        raise NotImplementedError
 
     def leader(self) -> str:
         """Return the scheduler that talks to the worker, or the first that runs."""
@@ -393,7 +394,7 @@ class RunningStack(Stack):
             [name for name in names if name.startswith(f"{role}-")] for role in ("gateway", "scheduler", "worker")
         )
         if not (self.gateways and self.schedulers and workers):
-            raise ConfigurationError(f"{run_dir.path}: names no gateway, scheduler or worker; is the stack ready?")
+            raise ConfigurationError(f"{run_dir.path}: has no gateway, scheduler or worker; try again when it is ready")
         self.worker, self.replicas = workers[0], str(len(workers))
         self.processes = {name: Running(name, run_dir) for name in (*self.gateways, *self.schedulers, *workers)}
         self.urls = [facts.url] * len(self.gateways)
