@@ -112,8 +112,11 @@ def measured(report: Report) -> dict[str, Measured]:
         return _rows
     cases = {name: (policy, 1) for name, policy in POLICIES.items()} | {f"orca x {REPLICAS}": ("orca", REPLICAS)}
     each = 2 * REQUESTS
-    for number, (name, (policy, replicas)) in enumerate(cases.items()):
-        _rows[name] = measure(policy, replicas, Every64th(report, each * len(cases), each * number))
+    rows = {
+        name: measure(policy, replicas, Every64th(report, each * len(cases), each * number))
+        for number, (name, (policy, replicas)) in enumerate(cases.items())
+    }
+    _rows.update(rows)  # all of them or, after an error, none
     return _rows
 
 
