@@ -394,7 +394,7 @@ class RunningStack(Stack):
             [name for name in names if name.startswith(f"{role}-")] for role in ("gateway", "scheduler", "worker")
         )
         if not (self.gateways and self.schedulers and workers):
-            raise ConfigurationError(f"{run_dir.path}: has no gateway, scheduler or worker; try again when it is ready")
+            raise ConfigurationError(f"{run_dir.path}: names no gateway, scheduler or worker; wait until it is ready")
         self.worker, self.replicas = workers[0], str(len(workers))
         self.processes = {name: Running(name, run_dir) for name in (*self.gateways, *self.schedulers, *workers)}
         self.urls = [facts.url] * len(self.gateways)
