@@ -244,6 +244,11 @@ class SchedulerSettings(InternalSettings):
     lookahead: int = Field(
         1, ge=0, le=4, description="steps of a sequence that may be in flight when the next one is planned"
     )
+    speculate: Literal["auto", "off", "suffix"] = Field(
+        "auto",
+        description="guess next tokens from earlier text and check several in a step (docs/speculation.md); auto does "
+        "where that changes no bit of the logits",
+    )
     claim_window: int = Field(
         0, ge=0, description="requests that a shard without other shards holds at most; 0 means 16,384"
     )

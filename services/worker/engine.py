@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("orcinus.worker")
 
+MAX_DRAFTS = 64
+"""Draft tokens of one step."""
+
 STEPS_IN_FLIGHT = 2
 """Steps that may be submitted and not finished. With more, a step could need a token that was overwritten."""
 
@@ -163,7 +166,7 @@ class Engine:
             lambda prepared: self.decoder.forward(prepared, cache),
             cache,
             step_tokens,
-            min(self.settings.max_seqs, step_tokens),
+            min(self.settings.max_seqs + MAX_DRAFTS, step_tokens),
         )
 
     @property
@@ -206,6 +209,8 @@ class Engine:
             stages=self.parallel.pp,
             tensor_ranks=self.parallel.tp,
             largest_step_ms=self.speed.largest_ms,
+            max_drafts=MAX_DRAFTS,
+            same_bits=isinstance(self.ops, CpuOps) and self.ops.path == "own",
             **self._tier.describe(self.cache, self.ops.name, self.model_hash),
         )
 
@@ -331,7 +336,7 @@ class Engine:
         """
         sampled = None if inflight.sampled is None else inflight.sampled.wait()
         with self._lock:
-            slots, tokens, records = self._in_flight.settle(inflight, sampled)
+            slots, tokens, counts, records = self._in_flight.settle(inflight, sampled)
         copied = inflight.transfers.acknowledge(inflight.id, wait=self.parallel.size > 1 or not more())
         if inflight.swaps and self.parallel.size > 1:
             self._broadcast.confirm_copies(inflight)
@@ -340,6 +345,7 @@ class Engine:
             id=inflight.id,
             slots=pack(slots),
             tokens=pack(tokens),
+            token_counts=pack(counts),
             logprobs=b"".join(records),
             logprob_sizes=pack([len(record) for record in records]),
             timings=inflight.timings(self.ops, copied.ns),
@@ -363,11 +369,13 @@ class Engine:
             raise ProtocolError(
                 f"the step has {tokens} tokens, this worker takes at most {self.settings.max_step_tokens}"
             )
+        if chunks.guesses.size > MAX_DRAFTS:
+            raise ProtocolError(f"drafts: the step has {chunks.guesses.size}, this worker takes at most {MAX_DRAFTS}")
         inflight = InFlightStep(
             epoch=step.epoch,
             id=step.id,
             chunks=chunks,
-            sampling=chunks.slots[chunks.samples],
+            sampling=chunks.sampling,
             generations=table.generation[chunks.slots],
             departures=table.departures,
             transfers=self._transfers,
@@ -391,9 +399,9 @@ class Engine:
                     self._in_flight.learn(inflight, sampled)
 
     def _sample(self, inflight: InFlightStep, logits: Tensor) -> None:
-        """Begin to draw one token for each slot that samples, or to receive the tokens from the rank that does."""
-        slots, table = inflight.sampling, self.slots
-        inflight.positions = positions = table.known[slots]
+        """Begin to draw the tokens of the slots that sample, or to receive them from the rank that does."""
+        slots, table, chunks = inflight.sampling, self.slots, inflight.chunks
+        inflight.positions = positions = table.known[slots] + (0 if chunks.drafts is None else chunks.behind())
         inflight.logprobs = table.sampling.logprobs[slots]
         inflight.has_grammars = bool(table.sampling.has_grammar[slots].any())
         if self.parallel.size > 1:
@@ -406,10 +414,9 @@ class Engine:
         if slots.size:
             masks, wrong = self._grammars.masks(inflight, self._previous, table)
             with self._lock:
-                table.sampling.set_masks(masks)
                 for slot, why in wrong.items():
                     self._in_flight.fail(inflight, slot, GRAMMAR, why)
-                rows = table.sampling.rows(slots, positions, table.prompt[slots], table.tokens)
+                rows = table.sampling.rows(slots, positions, table.prompt[slots], table.tokens, masks)
                 table.expect(slots, positions)
             inflight.sampled = self.ops.sample_later(logits, rows, slots)
         if self.parallel.size > 1:

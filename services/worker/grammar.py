@@ -78,7 +78,9 @@ class SlotGrammars:
     def masks(
         self, inflight: InFlightStep, previous: InFlightStep | None, table: SlotTable
     ) -> tuple[dict[int, bytes], dict[int, str]]:
-        """Return by slot the ids that its next token may have, for SamplingTable.set_masks; or the error of the slot.
+        """Return by row of inflight.sampling the ids that its token may have, and by slot its error.
+
+        A row behind a draft that the grammar does not allow has no mask: no token of it counts.
 
         previous: the step before this one, which may still be out. A slot with a failed draw there has neither: it
         fails with that step. Wait for that step and for grammars that entered just now.
@@ -86,14 +88,22 @@ class SlotGrammars:
         found: dict[int, bytes] = {}
         wrong: dict[int, str] = {}
         until = time.monotonic() + COMPILE_S
-        for slot in inflight.sampling.tolist() if self._bound else ():
+        chunks = inflight.chunks
+        draws, drafts = chunks.draws.tolist(), iter(chunks.guesses.tolist())
+        row = 0
+        for slot, drawn in zip(chunks.slots[chunks.samples].tolist(), draws, strict=True) if self._bound else ():
+            first, row = row, row + drawn
+            guesses = [next(drafts) for _ in range(drawn - 1)]
             if (bound := self._bound.get(slot)) is None:
                 continue
             outputs = _outputs(slot, previous, table)
             if outputs is None:
                 continue
             try:
-                found[slot] = self._mask(bound, outputs, until)
+                found[first] = self._mask(bound, outputs, until)
+                if guesses:
+                    behind = self._behind(bound.matcher.result(), guesses)
+                    found |= {first + 1 + i: mask for i, mask in enumerate(behind)}
             except TimeoutError:
                 wrong[slot] = f"the grammar was not compiled within {COMPILE_S:.0f} s"
             except NoGrammarsError as error:
@@ -116,6 +126,19 @@ class SlotGrammars:
                 raise GrammarError(reason(matcher))
         bound.fed = len(outputs)
         return mask[: self._mask_bytes]
+
+    def _behind(self, matcher: LLMatcher, guesses: list[int]) -> list[bytes]:
+        """Return the masks behind the first guess, the first two and so on, as far as the grammar allows them."""
+        masks: list[bytes] = []
+        for guess in guesses:
+            if matcher.is_stopped() or not matcher.try_consume_tokens([guess]):
+                break
+            masks.append(matcher.compute_bitmask()[: self._mask_bytes])
+        if masks and not matcher.is_error():
+            matcher.rollback(len(masks))
+        if matcher.is_error():
+            raise GrammarError(reason(matcher))
+        return masks
 
     def _make(self, grammar: str, outputs: Int32) -> LLMatcher:
         """Return a matcher that has consumed `outputs`; the mask shows later whether they fit."""

@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, AnyOps, Int32, Int64, Pending, Sampled
+from kernels.ops import (
+    STATUS_FINE,
+    STATUS_NOT_FINITE,
+    STATUS_NOTHING_ALLOWED,
+    AnyOps,
+    Bool,
+    Int32,
+    Int64,
+    Pending,
+    Sampled,
+)
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
 from services.worker.slots import Chunks, SlotTable
@@ -54,7 +64,7 @@ class InFlightStep:
     epoch: int
     id: int
     chunks: Chunks
-    sampling: Int32  # [R] the slots that sample, in the order of the chunks
+    sampling: Int32  # [R] the slot of each token that is drawn, in the order of the chunks
     generations: Int64  # [C] of the chunks' slots when this was submitted
     departures: int  # of the slots by then
     transfers: KVTransfers
@@ -70,6 +80,8 @@ class InFlightStep:
     begun_ns: int = 0  # time.monotonic_ns() when the device was given it
     sampled: Pending[Sampled] | None = None
     learned: bool = False  # whether the slots know the tokens
+    counts: Int32 | None = None  # of a step with drafts: by slot that samples, the tokens that count
+    counting: Bool | None = None  # [R] of a step with drafts: whether the token counts
     # With several ranks: when the tokens came from the rank that samples, and its grammar errors by row.
     arrived_ns: int = 0
     grammar_errors: dict[int, str] = field(default_factory=dict)
@@ -122,29 +134,45 @@ class InFlightSteps:
             return tokens
         inflight.learned = True
         status = sampled.status.cpu().numpy()
-        for row in (status != STATUS_FINE).nonzero()[0].tolist():
+        wrong = status != STATUS_FINE
+        if inflight.chunks.drafts is not None:
+            inflight.counting = _that_count(inflight.chunks, np.where(wrong, -1, tokens))
+            inflight.counts = np.add.reduceat(
+                inflight.counting, np.cumsum(inflight.chunks.draws) - inflight.chunks.draws, dtype=np.int32
+            )
+            wrong &= inflight.counting
+        for row in wrong.nonzero()[0].tolist():
             self.fail(inflight, int(inflight.sampling[row]), *WHY[int(status[row])])
         for row, why in inflight.grammar_errors.items():
-            self.fail(inflight, int(inflight.sampling[row]), GRAMMAR, why)
+            if inflight.counting is None or inflight.counting[row]:
+                self.fail(inflight, int(inflight.sampling[row]), GRAMMAR, why)
         self._record(inflight, tokens)
         return tokens
 
-    def settle(self, inflight: InFlightStep, sampled: Sampled | None) -> tuple[Int32, Int32, list[bytes]]:
-        """Return the slots, tokens and records of log-probabilities of the Result.
+    def settle(self, inflight: InFlightStep, sampled: Sampled | None) -> tuple[Int32, Int32, Int32, list[bytes]]:
+        """Return the slots, their tokens, the counts of these and the records of log-probabilities of the Result.
 
-        One record per slot, empty for a sequence without log-probabilities; no record when no sequence wants any.
+        No count where each slot has one token. One record per token, empty for a sequence without log-probabilities; no
+        record when no sequence wants any.
         """
         if inflight in self._out:  # else a new Run has begun
             self._out.remove(inflight)
         slots = inflight.sampling
         if sampled is None:
-            return slots, slots, []
+            return slots, slots, NO_ROWS, []
         tokens = self.learn(inflight, sampled)
-        if not inflight.failed:
-            return slots, tokens, _records(sampled, inflight.logprobs)
-        fine = ~np.isin(slots, list(inflight.failed))
+        if not inflight.failed and inflight.counting is None:
+            return slots, tokens, NO_ROWS, _records(sampled, inflight.logprobs)
+        fine, counts = ~np.isin(slots, list(inflight.failed)), NO_ROWS
+        answered = slots[fine]
+        if inflight.counting is not None and inflight.counts is not None:
+            starts = np.cumsum(inflight.chunks.draws) - inflight.chunks.draws
+            alive = fine[starts]
+            answered, counts = slots[starts][alive], inflight.counts[alive]
+            fine &= inflight.counting
         records = _records(sampled, np.where(fine, inflight.logprobs, 0))
-        return slots[fine], tokens[fine], [records[row] for row in np.flatnonzero(fine).tolist()] if records else []
+        records = [records[row] for row in np.flatnonzero(fine).tolist()] if records else []
+        return answered, tokens[fine], counts, records
 
     def fail(self, inflight: InFlightStep, slot: int, code: str, message: str) -> None:
         """Mark the sequence that the slot held in this step as failed: no token, here and in the later steps."""
@@ -160,12 +188,32 @@ class InFlightSteps:
 
     def _record(self, inflight: InFlightStep, tokens: Int32) -> None:
         """Write the tokens to the slots that still hold the sequences of this step."""
-        table, slots, positions = self._slots, inflight.sampling, inflight.positions
-        if table.departures == inflight.departures:
+        table, slots, positions, chunks = self._slots, inflight.sampling, inflight.positions, inflight.chunks
+        if table.departures == inflight.departures and inflight.counts is None:
             table.record(slots, positions, tokens)
             return
-        same = table.generation[slots] == inflight.generations[inflight.chunks.samples]
+        generations = np.repeat(inflight.generations[chunks.samples], chunks.draws)
+        same: Bool = table.generation[slots] == generations
+        if inflight.counting is not None and inflight.counts is not None:
+            ends = np.cumsum(chunks.draws) - 1
+            kept = same[ends]
+            known = positions[ends] - chunks.draws + 1 + inflight.counts
+            table.settle(slots[ends][kept], known[kept])
+            same = same & inflight.counting
         table.record(slots[same], positions[same], tokens[same])
+
+
+def _that_count(chunks: Chunks, tokens: Int32) -> Bool:
+    """Return [R] which of the drawn tokens count: those before which every draft was drawn."""
+    draws = chunks.draws
+    starts, ends = np.cumsum(draws) - draws, np.cumsum(draws) - 1
+    right = np.zeros(tokens.size, np.bool_)
+    behind = np.ones(tokens.size, np.bool_)
+    behind[ends] = False  # no draft stands behind the last token that is drawn
+    right[behind] = tokens[behind] == chunks.guesses
+    wrong: Int64 = np.cumsum(~right) - ~right  # wrong ones before each row
+    counting: Bool = wrong == np.repeat(wrong[starts], draws)
+    return counting
 
 
 def _records(sampled: Sampled, wanted: Int32) -> list[bytes]:

@@ -7,7 +7,7 @@ because few sequences have any.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,17 +51,14 @@ class SamplingTable:
         self.has_grammar = np.zeros(max_seqs, np.bool_)
         self._has_ids = np.zeros(max_seqs, np.bool_)
         self._ids: dict[int, SlotIds] = {}
-        self._masks: dict[int, npt.NDArray[np.uint32]] = {}
 
     def clear(self) -> None:
         """Forget every slot. Columns of slots that are not in use are never read."""
         self._ids.clear()
-        self._masks.clear()
 
     def enter(self, slot: int, message: worker_pb2.Sampling) -> str:
         """Take the sampling of an entering sequence; return what is wrong with it, or nothing."""
         self._ids.pop(slot, None)
-        self._masks.pop(slot, None)
         temperature = message.temperature
         self.temperature[slot] = 0.0 if temperature < GREEDY_BELOW else temperature
         self.top_p[slot] = message.top_p
@@ -84,14 +81,14 @@ class SamplingTable:
             return str(error)
         return _wrong_number(message)
 
-    def set_masks(self, masks: dict[int, bytes]) -> None:
-        """Set by slot the ids that its next token may have: bit i of little-endian word w allows id 32 w + i."""
-        for slot, mask in masks.items():
-            self._masks[slot] = np.frombuffer(mask, "<u4")
+    def rows(
+        self, slots: Int32, known: Int32, prompt: Int32, tokens: Int32, masks: Mapping[int, bytes] | None = None
+    ) -> SamplingRows:
+        """Return the rows of one iteration. slots, known, prompt: [R]; tokens: [max_seqs, ...].
 
-    def rows(self, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> SamplingRows:
-        """Return the rows of one iteration and forget their masks. known, prompt [R]; tokens [max_seqs, ...]."""
-        masked = [(row, self._masks.pop(int(slots[row]))) for row in self._with_masks(slots)]
+        masks: by row the ids that its token may have: bit i of little-endian word w allows id 32 w + i.
+        """
+        masked = [(row, np.frombuffer(mask, "<u4")) for row, mask in sorted(masks.items())] if masks else []
         penalised = self.penalised[slots].nonzero()[0]
         bias, banned = self._sparse(slots, known - prompt)
         logprobs = self.logprobs[slots]
@@ -113,11 +110,6 @@ class SamplingTable:
             frequency=self.frequency[slots] if penalised.size else None,
             repetition=self.repetition[slots] if penalised.size else None,
         )
-
-    def _with_masks(self, slots: Int32) -> list[int]:
-        if not self._masks:
-            return []
-        return [row for row, slot in enumerate(slots.tolist()) if slot in self._masks]
 
     def _sparse(self, slots: Int32, produced: Int32) -> tuple[Sparse | None, Sparse | None]:
         """Return the bias and bans of the rows that have any; a Python loop over those alone."""

@@ -7,7 +7,7 @@ of one sequence marks its slot as failed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,18 +19,47 @@ from services.worker.sampling import SamplingTable
 from shared.columns import unpack
 from shared.errors import ProtocolError
 
+NONE: Int32 = np.zeros(0, np.int32)
 ANY = 1 << 32
 """Limit of a column of any int32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """What a step computes: [C] columns, and which of them sample."""
+    """What a step computes: [C] columns, and which of them sample.
+
+    A chunk that samples draws behind its last known token and behind each of its drafts: `rows` says where.
+    """
 
     slots: Int32
     starts: Int32
     lengths: Int32
     samples: Bool
+    drafts: Int32 | None = None  # [C] how many of the last tokens are drafts; None: none are
+    guesses: Int32 = field(default_factory=lambda: NONE)  # the drafts, one chunk after another
+
+    @property
+    def draws(self) -> Int32:
+        """Return [chunks that sample] the tokens that are drawn for each of them."""
+        if self.drafts is None:
+            return np.ones(np.count_nonzero(self.samples), np.int32)
+        return 1 + self.drafts[self.samples]
+
+    @property
+    def sampling(self) -> Int32:
+        """Return [R] the slot of each token that is drawn."""
+        slots = self.slots[self.samples]
+        return slots if self.drafts is None else np.repeat(slots, self.draws)
+
+    def behind(self) -> Int32:
+        """Return [R] how many drafts stand between the last known token and each token that is drawn."""
+        return counting(self.draws)
+
+
+def counting(counts: Int32) -> Int32:
+    """Return 0, 1, ... of counts[i] numbers each, for all i in order."""
+    before = np.cumsum(counts, dtype=np.int32) - counts
+    return np.arange(counts.sum(), dtype=np.int32) - np.repeat(before, counts)
 
 
 class SlotTable:
@@ -85,6 +114,9 @@ class SlotTable:
         positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(chunks.starts - query_start[:-1], lengths)
         context = chunks.starts + lengths
         used = -(-int(context.max(initial=1)) // self.block_size)
+        sample_rows = query_start[1:][chunks.samples] - 1
+        if chunks.drafts is not None:
+            sample_rows = np.repeat(sample_rows - chunks.drafts[chunks.samples], chunks.draws) + chunks.behind()
         return Batch(
             tokens=self.tokens[row_slot, positions],
             positions=positions,
@@ -93,7 +125,7 @@ class SlotTable:
             tables=self.tables[chunks.slots, :used],
             write_blocks=self.tables[row_slot, positions // self.block_size],
             write_offsets=positions % self.block_size,
-            sample_rows=query_start[1:][chunks.samples] - 1,
+            sample_rows=sample_rows,
         )
 
     def slots_of(self, column: bytes) -> Int32:
@@ -112,6 +144,15 @@ class SlotTable:
     def record(self, slots: Int32, positions: Int32, tokens: Int32) -> None:
         """Write tokens that were expected."""
         self.tokens[slots, positions] = tokens
+
+    def settle(self, slots: Int32, known: Int32) -> None:
+        """Take back the drafts of these slots that were wrong, and the blocks that only they needed.
+
+        known: how many tokens are known now; all but the last are computed.
+        """
+        self.known[slots] = known
+        self.computed[slots] = known - 1
+        self.table_blocks[slots] = -(-(known - 1) // self.block_size)
 
     def fail(self, slot: int, code: str, message: str) -> None:
         """Stop computing the sequence; its chunks answer with this error until the slot is freed."""
@@ -246,22 +287,42 @@ class SlotTable:
         self._check_active(slots, "chunk_slots")
         if slots.size and np.bincount(slots).max() > 1:
             raise ProtocolError("chunk_slots: a slot has two chunks in one step")
+        drafts, guesses = self._drafts(step, slots)
         if self.failed:
             alive = np.array([slot not in self.failed for slot in slots.tolist()], np.bool_)
             slots, starts, lengths = slots[alive], starts[alive], lengths[alive]
+            if drafts is not None:
+                drafts, guesses = drafts[alive], guesses[np.repeat(alive, drafts)]
         ends = starts + lengths
         known = self.known[slots]
         samples = ends == known
+        if drafts is not None:
+            samples = ends - drafts == known
         wrong = {
             "is empty": lengths < 1,
             "leaves a gap behind the computed tokens": starts > self.computed[slots],
-            "passes the known tokens": ends > known,
+            "passes the known tokens": ends > (known if drafts is None else known + drafts),
             "passes the blocks of the slot": ends > self.table_blocks[slots] * self.block_size,
-            "samples past the context": samples & (known >= self.max_model_len),
+            "samples past the context": samples & (ends >= self.max_model_len),
         }
+        if drafts is not None:
+            wrong["has drafts, and not behind its last known token"] = (drafts > 0) & (~samples | (drafts >= lengths))
         if np.logical_or.reduce(list(wrong.values())).any():
             self._refuse(slots, starts, lengths, wrong)
-        return Chunks(slots, starts, lengths, samples)
+        if drafts is not None:
+            self.tokens[np.repeat(slots, drafts), np.repeat(known, drafts) + counting(drafts)] = guesses
+        return Chunks(slots, starts, lengths, samples, drafts, guesses)
+
+    def _drafts(self, step: worker_pb2.Step, slots: Int32) -> tuple[Int32 | None, Int32]:
+        """Read the drafts of the chunks: how many each has, and which. Raise ProtocolError."""
+        if not step.chunk_drafts and not step.drafts:
+            return None, NONE
+        drafts = self._column(step.chunk_drafts, "chunk_drafts", self.max_model_len)
+        self._pair(slots, drafts, "chunk_slots, chunk_drafts")
+        guesses = self._column(step.drafts, "drafts", self.vocab)
+        if int(drafts.sum(dtype=np.int64)) != guesses.size:
+            raise ProtocolError(f"drafts: {guesses.size} ids for chunks with {drafts.sum(dtype=np.int64)} drafts")
+        return drafts, guesses
 
     def _refuse(self, slots: Int32, starts: Int32, lengths: Int32, wrong: dict[str, Bool]) -> None:
         """Raise ProtocolError for the first chunk that is wrong for the first of these reasons."""

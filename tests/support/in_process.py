@@ -80,6 +80,7 @@ def run(
     max_seqs: int = 0,
     prefix_cache: bool | None = None,
     known: Recorded | None = None,
+    speculate: str = "auto",
 ) -> tuple[Recorded, Scheduler]:
     """Runs all requests to their ends and checks the core's invariants after every step.
 
@@ -97,7 +98,7 @@ def run(
         step_tokens=step_tokens,
         prefix_cache=prefix_cache,
     )
-    replica = core.join(limits_from_wire(info))
+    replica = core.join(limits_from_wire(info, speculate))
     recorded = Recorded() if known is None else known
     later, now, idle = deque(requests), 1, 0
     waiting: deque[worker_pb2.Step] = deque()

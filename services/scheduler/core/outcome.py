@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.sequence import Record, Sequence
-from services.scheduler.core.table import DeliveryRows
+from services.scheduler.core.table import DeliveryRows, ramp
 from services.scheduler.core.types import Finish, FinishedRequest, Int32, Outcome, Records
 
 
@@ -46,11 +46,12 @@ class Names:
 
 @dataclass(slots=True)
 class Columns:
-    """The rows of one step in the order of `delivery`: one token each."""
+    """The rows of one step in the order of `delivery`."""
 
     delivery: DeliveryRows
     first: Int32
     tokens: Int32
+    counts: Int32 | None  # tokens of each row; None: one
     finish: npt.NDArray[np.uint8]
     waits_ns: npt.NDArray[np.int64]
     logprobs: Records | None
@@ -105,7 +106,8 @@ class OutcomeBuilder:
             delivery = columns.delivery
             outcome.requests, outcome.gateways, outcome.choices = delivery.requests, delivery.gateways, delivery.choices
             outcome.first, outcome.tokens, outcome.finish = columns.first, columns.tokens, columns.finish
-            outcome.counts, outcome.logprobs = _ones(columns.first.size), columns.logprobs
+            outcome.counts = _ones(columns.first.size) if columns.counts is None else columns.counts
+            outcome.logprobs = columns.logprobs
             outcome.waits_ns = columns.waits_ns
         if self.rows:
             self._merge(outcome)
@@ -121,10 +123,10 @@ class OutcomeBuilder:
         got = [row for row in rows if row.token is not None]
         counts = np.concatenate([outcome.counts, np.array([row.token is not None for row in rows], np.int32)])
         at = np.cumsum(counts) - counts  # where a row's token stands
-        which = at[order][counts[order] > 0]
+        which = ramp(at[order], counts[order])
         tokens = np.concatenate([outcome.tokens, np.array([row.token for row in got], np.int32)])
         if outcome.logprobs is not None or any(row.logprobs for row in got):
-            logprobs = outcome.logprobs if outcome.logprobs is not None else np.full(base, b"", object)
+            logprobs = outcome.logprobs if outcome.logprobs is not None else np.full(outcome.tokens.size, b"", object)
             outcome.logprobs = np.concatenate([logprobs, np.array([row.logprobs for row in got], object)])[which]
         outcome.choices = np.concatenate([outcome.choices, np.array([row.choice for row in rows], np.int32)])[order]
         outcome.first = np.concatenate([outcome.first, np.array([row.first for row in rows], np.int32)])[order]

@@ -43,6 +43,8 @@ class Planner:
         4. New sequences take what is left of the token budget.
         """
         for microbatch in self._open(replica):
+            if replica.speculation.possible and self._waits_for_answer(replica, microbatch):
+                continue
             while True:
                 step = self._build(replica, microbatch, now_ns, out)
                 if step:
@@ -96,6 +98,26 @@ class Planner:
             decodes = table.mask(rows)
             edge, reserved = step.missing_blocks(decodes)
         step.decode(decodes, rows, edge, reserved)
+        replica = step.replica
+        if replica.speculation.possible and not replica.inflight_of.get(step.microbatch):
+            left = min(step.tokens_left, replica.limits.max_step_tokens - rows.size)
+            drafts = replica.speculation.drafts(rows, left, max(replica.available, 0), step.context)
+            if drafts is not None:
+                step.speculate(drafts)
+
+    def _waits_for_answer(self, replica: Replica, microbatch: int) -> bool:
+        """Return whether the microbatch has drafts out, or should have some behind the answer to what is out."""
+        if not replica.inflight_of.get(microbatch):
+            return False
+        if any(step.drafts is not None and step.microbatch == microbatch for step in replica.inflight.values()):
+            return True
+        table, high = replica.table, replica.table.high
+        decoding = (table.phase[:high] == DECODING) & (table.known[:high] < table.limit[:high])
+        if replica.microbatches > 1:
+            decoding &= (table.unanswered[:high] == 0) | (table.microbatch[:high] == microbatch)
+        rows = decoding.nonzero()[0]
+        tokens = replica.tokens.max_tokens(replica, self._state.step_tokens) - rows.size
+        return replica.speculation.worth_waiting(rows, tokens, int(table.planned[rows].sum()))
 
     def _pool(self, step: StepBuilder, batch: Pooled, now_ns: int, out: OutcomeBuilder) -> None:
         """Let sequences enter into what the running prompts leave of the budget; then give all prompts their chunks."""

@@ -21,6 +21,7 @@ from services.scheduler.core.placement.peers import Peers
 from services.scheduler.core.policy.base import Budget, Memory
 from services.scheduler.core.policy.step_time import StepTime, SwapTime, TokenTime
 from services.scheduler.core.sequence import SavedKV, Sequence, State
+from services.scheduler.core.speculation import History, Speculation
 from services.scheduler.core.table import Bool, Int64, SlotTable
 from services.scheduler.core.types import Int32, Limits, Rows
 
@@ -46,6 +47,7 @@ class SentStep:
     decode_context: int
     prefill_context: float
     moved: int  # blocks that it moves between the tiers
+    drafts: Int32 | None  # [n] of the first n rows: the drafts of each; None: no row has any
     peers: dict[int, Replica | None]  # replicas with a host tier that the step announces; None: gone
 
 
@@ -106,9 +108,13 @@ class Replica:
     """Owns slots and blocks; `reserved` blocks are kept for rows and not taken yet."""
 
     def __init__(
-        self, number: int, limits: Limits, hasher: Hasher | None, memory: Memory, tokens: Budget, microbatches: int = 1
-    ) -> None:
-        """With a hasher prefixes are shared and kept. memory, tokens: the policy's, of this replica alone."""
+        self, number: int, limits: Limits, hasher: Hasher | None, memory: Memory, tokens: Budget, history: History,
+        microbatches: int = 1,
+    ) -> None:  # fmt: skip
+        """With a hasher prefixes are shared and kept. memory, tokens: the policy's, of this replica alone.
+
+        history: the outputs of all replicas.
+        """
         self.number = number
         self.limits = limits
         self.memory, self.tokens = memory, tokens
@@ -122,6 +128,7 @@ class Replica:
         self.prefix_cache = PrefixCache(self.pool, self.host, self.table, hasher) if hasher else None
         self.model = StepTime()
         self.token_time = TokenTime()
+        self.speculation = Speculation(self.table, limits, self.model, history)
         self.swap_time = SwapTime(limits.block_bytes, LINK_BYTES_S)
         self.inflight: dict[int, SentStep] = {}
         self.inflight_of: dict[int, int] = {}  # microbatch -> steps in flight
@@ -162,19 +169,18 @@ class Replica:
             self.transfers.keep(cold)
 
     def rollback(self, rows: Rows, tokens: Int32) -> None:
-        """Take back refused tokens of decoding rows, [n] both, and the blocks that only they needed.
+        """Take back drafts of decoding rows, [n] both, and the blocks that only they needed.
 
         Blocks that were reserved for a row are reserved again. Raises ValueError as SlotTable.rollback.
         """
         table, size = self.table, self.limits.block_size
         table.rollback(rows, tokens)
-        for row in rows.tolist():
+        for row in rows[table.capacity[rows] - table.planned[rows] >= size].tolist():
             needed, held = -(-int(table.planned[row]) // size), int(table.held[row])
-            if needed < held:
-                self.pool.give(table.blocks[row, needed:held].copy())
-                reserved = int(table.reserved[row])
-                self.reserved += max(reserved - needed, 0) - max(reserved - held, 0)
-                table.held[row], table.capacity[row] = needed, needed * size
+            self.pool.give(table.blocks[row, needed:held].copy())
+            reserved = int(table.reserved[row])
+            self.reserved += max(reserved - needed, 0) - max(reserved - held, 0)
+            table.held[row], table.capacity[row] = needed, needed * size
 
     def reserve(self, slots: Rows, blocks: Int64) -> None:
         """Reserve so many blocks in all for each of these rows, [n] both, which take them as they grow.
@@ -194,6 +200,8 @@ class Replica:
         """
         table = self.table
         sequence: Sequence = table.sequence[slot]
+        if drafts := table.drafts.item(slot):  # their KV may count for nothing; those that are right come late
+            self.rollback(np.array([slot]), np.array([drafts], np.int32))
         if kv is KV.SWAP and not self.can_swap(slot):
             kv = KV.DROP
         generation, computed = int(table.generation[slot]), int(table.planned[slot])

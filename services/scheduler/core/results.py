@@ -6,6 +6,7 @@ finish, failed, or have lost their slot since the step was sent.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from services.scheduler.core.placement.disaggregation import requeue_handed_over
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.replica import Replica, SentStep
 from services.scheduler.core.sequence import Sequence, State
-from services.scheduler.core.table import Bool
+from services.scheduler.core.table import Bool, RowIndex, ramp
 from services.scheduler.core.types import Finish, Int32, Outcome, Records, Rows, StepResult
 from services.scheduler.core.waiting import WaitingQueue
 
@@ -34,6 +35,23 @@ def spread_records(rows: Rows, records: Records, size: int) -> Records:
     column: Records = np.full(size, b"", object)
     column[rows] = records
     return column
+
+
+@dataclass(slots=True)
+class Spans:
+    """Where the tokens of a result stand that may have several for a row, [n] columns over the first n rows."""
+
+    starts: npt.NDArray[np.int64]
+    counts: Int32  # 0: no token
+
+    def of(self, row: int) -> range:
+        """Return the places of one row's tokens."""
+        start = int(self.starts[row])
+        return range(start, start + int(self.counts[row]))
+
+    def flat(self, rows: RowIndex, counts: Int32) -> npt.NDArray[np.int64]:
+        """Return the places of the first counts[i] tokens of rows[i], one row after another."""
+        return ramp(self.starts[rows], counts)
 
 
 class Endings(Protocol):
@@ -80,8 +98,11 @@ class Results:
             rows = self._answered(replica, step, result)
             samples = np.zeros(samples.size, np.bool_)
             samples[rows] = True
-        if result.tokens.size != rows.size:
+        spans = self._spans(step, rows, result) if step.drafts is not None else None
+        if result.tokens.size != (rows.size if spans is None else int(spans.counts[rows].sum())):
             raise ValueError(f"the result of step {step.id} has {result.tokens.size} tokens for {rows.size} slots")
+        if spans is None and result.token_counts is not None:
+            raise ValueError(f"the result of step {step.id} has token counts, but the step has no drafts")
         out = self._endings.collector()
         replica.answered(step)
         self._learn(replica, step, result)
@@ -91,15 +112,21 @@ class Results:
             self._filled(replica, step, result.errors)
         present = table.generation[: samples.size] <= step.id  # rows that still have the sequence of the step
         table.unanswered[: samples.size] -= step.computed & present
-        tokens = table.spread(rows, result.tokens, samples.size)
-        logprobs = spread_records(rows, result.logprobs, samples.size) if result.logprobs is not None else None
+        if spans is None:
+            tokens = table.spread(rows, result.tokens, samples.size)
+            logprobs = spread_records(rows, result.logprobs, samples.size) if result.logprobs is not None else None
+        else:
+            tokens, logprobs = result.tokens, result.logprobs
         if np.count_nonzero(samples > present):
             for row in rows[~present[rows]].tolist():
-                record = logprobs[row] if logprobs is not None else b""
-                self._late(replica, step, row, int(tokens[row]), record, now_ns, out)
+                for at in (row,) if spans is None else spans.of(row):
+                    record = logprobs[at] if logprobs is not None else b""
+                    self._late(replica, step, row, int(tokens[at]), record, now_ns, out)
             samples = samples & present
             rows = rows[present[rows]]
-        columns = self._tokens(replica, step, rows, samples, tokens, logprobs, now_ns, out) if rows.size else None
+        columns = None
+        if rows.size:
+            columns = self._tokens(replica, step, rows, samples, tokens, spans, logprobs, now_ns, out)
         for slot, code, message in result.errors:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
         if replica.departed:
@@ -155,27 +182,55 @@ class Results:
             raise ValueError(f"the result of step {step.id} is for other slots than those that sampled")
         return result.slots.astype(np.intp)
 
+    @staticmethod
+    def _spans(step: SentStep, rows: Rows, result: StepResult) -> Spans:
+        """Return where the tokens of each row stand. Raises ValueError for counts that the step cannot give."""
+        counts, drafts = result.token_counts, step.drafts
+        if drafts is None or counts is None or counts.size != rows.size:
+            found = 0 if counts is None else counts.size
+            raise ValueError(f"the result of step {step.id} has {found} token counts for {rows.size} slots")
+        if (counts < 1).any() or (counts > 1 + drafts[rows]).any():
+            raise ValueError(f"the result of step {step.id} has more tokens for a slot than its drafts, or none")
+        spans = Spans(np.zeros(step.samples.size, np.int64), np.zeros(step.samples.size, np.int32))
+        spans.starts[rows], spans.counts[rows] = np.cumsum(counts) - counts, counts
+        return spans
+
     def _tokens(
-        self, replica: Replica, step: SentStep, rows: Rows, samples: Bool, tokens: Int32, logprobs: Records | None,
-        now_ns: int, out: OutcomeBuilder,
+        self, replica: Replica, step: SentStep, rows: Rows, samples: Bool, tokens: Int32, spans: Spans | None,
+        logprobs: Records | None, now_ns: int, out: OutcomeBuilder,
     ) -> Columns:  # fmt: skip
-        """Append one token to each of `rows`. samples, tokens, logprobs: [n] columns over the first n rows."""
+        """Append the tokens of `rows`, up to the first that ends a sequence.
+
+        samples, tokens, logprobs: [n] columns over the first n rows. With spans the last two stand as it says.
+        """
         table, size = replica.table, samples.size
         delivery = table.delivery_rows(rows, step.microbatch, self._names.array)
-        before = table.append_tokens(tokens, samples)
+        counts = None
+        if spans is None or step.drafts is None:
+            before = table.append_tokens(tokens, samples)
+            stopped = table.stopped(tokens, samples)
+        else:
+            before = table.applied[:size].copy()
+            given = spans.counts[rows]
+            counts, stopped = table.append_spans(rows, tokens[spans.flat(rows, given)], given, size)
+            drafted = rows[step.drafts[rows] > 0]
+            replica.speculation.learn(drafted, step.drafts[drafted], spans.counts[drafted] - 1)
+            replica.rollback(drafted, 1 + step.drafts[drafted] - spans.counts[drafted])
         first = before - table.prompt[:size]
         waits = now_ns - table.last_token_ns[:size]
         np.copyto(table.last_token_ns[:size], now_ns, where=samples)
-        self.tokens_total += rows.size
+        self.tokens_total += rows.size if counts is None else int(counts.sum())
         done = table.applied[:size] >= table.limit[:size]
         done &= samples
-        stopped = table.stopped(tokens, samples)
         if stopped is not None:
             done |= stopped
         ended = np.count_nonzero(done)
         if self._checkpoint_tokens:
             self._checkpoints(replica, samples > done if ended else samples, now_ns, out)
-        at = delivery.rows
+        at, which = delivery.rows, delivery.rows
+        if counts is not None and spans is not None:
+            counts = counts[at]
+            which = spans.flat(at, counts)
         finish = none_finish(rows.size)
         if ended:
             kinds = np.where(done, np.uint8(Finish.LENGTH), np.uint8(0))
@@ -187,9 +242,8 @@ class Results:
                 sequence = replica.release(row)
                 self._endings.completed(sequence)
                 self._endings.end(sequence, Finish(int(kinds[row])), "", out)
-        return Columns(
-            delivery, first[at], tokens[at], finish, waits[at], logprobs[at] if logprobs is not None else None
-        )
+        records = logprobs[which] if logprobs is not None else None
+        return Columns(delivery, first[at], tokens[which], counts, finish, waits[at], records)
 
     def _checkpoints(self, replica: Replica, going: Bool, now_ns: int, out: OutcomeBuilder) -> None:
         """Checkpoint the rows of `going`, [n] of the first n rows, that have enough tokens since their last one."""

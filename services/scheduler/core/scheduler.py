@@ -22,6 +22,7 @@ from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.replica import AdmissionMemo, Replica
 from services.scheduler.core.results import Results
 from services.scheduler.core.sequence import PrefixState, Record, Sequence, State
+from services.scheduler.core.speculation import History
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.stats import figures, of_replica, ttft_ns
 from services.scheduler.core.types import (
@@ -80,6 +81,7 @@ class Scheduler:
         self._results = Results(self, self.router, self.waiting, self._names, checkpoint_tokens, checkpoint_ns)
         self._deadlines: list[tuple[int, int, Record]] = []
         self._pending = OutcomeBuilder()  # known in calls that return no Outcome; goes out with the next one
+        self._history = History()
         self._sequences = 0
         self._lengths: Mapping[int, list[int]] = {}  # restored, for a policy that forecasts
         self._ended = dict.fromkeys(Finish, 0)
@@ -99,7 +101,8 @@ class Scheduler:
                     sequence.prefix.keys = NO_KEYS
         # One size of blocks has keys: a replica with another size shares no prefixes.
         hasher = self._hasher if self._hasher is not None and self._hasher.block_size == limits.block_size else None
-        replica = Replica(number, limits, hasher, *self.policy.parts_of(number), self.microbatches or limits.stages)
+        microbatches = self.microbatches or limits.stages
+        replica = Replica(number, limits, hasher, *self.policy.parts_of(number), self._history, microbatches)
         replica.table.stagger = max(self._checkpoint_tokens, 1)
         self.replicas[number : number + 1] = [replica]
         self.router.joined(replica, self.alive)
@@ -365,6 +368,8 @@ class Scheduler:
     def completed(self, sequence: Sequence) -> None:
         """Let the policy learn how long an output was that ended by itself."""
         self.policy.memory.finished(sequence.prompt.size, sequence.outputs.size, sequence.record.request.max_tokens)
+        if any(replica.speculation.possible for replica in self.replicas):
+            self._history.add(sequence.record.request, sequence.outputs)
 
     def end(self, sequence: Sequence, finish: Finish, error: str, out: OutcomeBuilder) -> None:
         """End a sequence that holds nothing any more; with its last sequence the request ends."""

@@ -15,6 +15,7 @@ from services.scheduler.core.kv.transfers import NO_COPIES
 from services.scheduler.core.placement.peers import NO_NEWS, to_wire
 from services.scheduler.core.replica import LastStep, Replica, SentStep
 from services.scheduler.core.sequence import Sequence
+from services.scheduler.core.speculation import Drafts
 from services.scheduler.core.table import Bool, Int64
 from services.scheduler.core.types import EMPTY, NO_ROWS, Enter, Int32, Rows, StepPlan
 
@@ -27,13 +28,13 @@ TRUE.setflags(write=False)
 
 
 class Chunk(NamedTuple):
-    """Tokens of one row beside the decodes: a part of a prompt, or the last token of a decoding row and its drafts."""
+    """A part of a prompt."""
 
     row: int
     start: int
     length: int
     samples: bool
-    end: int  # tokens whose KV stays when the step is answered: drafts do not count
+    end: int
 
 
 class StepBuilder:
@@ -59,6 +60,7 @@ class StepBuilder:
         self.passed_over: list[Sequence] = []  # not admitted; what enters in front of them is counted
         self._starts: Int32 = EMPTY
         self._decoding: Bool = NO_MASK  # [high] the same as `decodes`
+        self._drafts: Drafts | None = None
         self._context = 0
         self._prefill_context = 0.0
         self._chunks: list[Chunk] = []
@@ -103,11 +105,31 @@ class StepBuilder:
         self.seqs_left -= rows.size
         self.tokens_left -= rows.size
 
-    def schedule(self, rows: Rows, tokens: Int64) -> None:
-        """Add tokens[i] tokens of rows[i] to the step and take their blocks, which must be reserved or available.
+    def speculate(self, drafts: Drafts) -> None:
+        """Add drafts behind the tokens of rows that decode in this step; their blocks must be reserved or available.
 
-        rows: [k], each at most once a step; tokens: [k], at least 1: a chunk of a prompt, or 1 plus drafts of a
-        decoding row. Raises ValueError when a row is scheduled already: two chunks of one sequence cannot share a step.
+        The microbatch has no other step until this one is answered.
+        """
+        table, pool, size = self.replica.table, self.replica.pool, self.replica.limits.block_size
+        rows, counts = drafts.rows, drafts.counts
+        starts, held = table.planned[rows], table.held[rows]
+        more = np.maximum(-(-(starts + counts) // size) - held, 0)
+        if total := int(more.sum()):
+            reserved = np.minimum(np.maximum(table.reserved[rows] - held, 0), more)
+            blocks = pool.take(total)
+            table.fill(rows, more, blocks)
+            self._append(np.repeat(rows, more), blocks, int(reserved.sum()))
+        table.speculate(rows, counts)
+        self.n[rows] += counts
+        self._drafts = drafts
+        self._prefill_context += float((counts * (starts + (counts + 1) / 2)).sum())
+        self.tokens_left -= int(counts.sum())
+
+    def schedule(self, rows: Rows, tokens: Int64) -> None:
+        """Add tokens[i] tokens of the prompt of rows[i] to the step and take their blocks, reserved or available.
+
+        rows: [k], each at most once a step; tokens: [k], at least 1. Raises ValueError when a row is scheduled already:
+        two chunks of one sequence cannot share a step.
         """
         table, replica, size = self.replica.table, self.replica, self.replica.limits.block_size
         chunks = []
@@ -126,8 +148,8 @@ class StepBuilder:
                 first, blocks = blocks[:more], blocks[more:]
                 table.append(row, first)
                 self._append(np.full(more, row), first, min(max(table.reserved.item(row) - held, 0), more))
-            end = min(start + length, table.known.item(row))  # drafts, beyond it, may be refused
-            self._chunks.append(Chunk(row, start, length, table.advance(row, start + length), end))
+            end = start + length
+            self._chunks.append(Chunk(row, start, length, table.advance(row, end), end))
             self.prefill_tokens += length
             self._prefill_context += length * (start + (length + 1) / 2)
             if replica.microbatches > 1:
@@ -150,6 +172,13 @@ class StepBuilder:
         lengths, samples = ones(rows.size), trues(rows.size)
         computed = samples_of = self._decoding
         sampled = rows
+        decodes, drafted, guesses, drafts = rows.size, 0, None, EMPTY
+        if self._drafts is not None:
+            guesses = np.zeros(table.high, np.int32)
+            guesses[self._drafts.rows] = self._drafts.counts
+            lengths, drafts, drafted = lengths + guesses[rows], self._drafts.tokens, self._drafts.tokens.size
+            computed = samples_of = computed > 0
+        counts = EMPTY if guesses is None else guesses[rows]
         if self._chunks:
             chunks = np.array(self._chunks, np.int32).T
             ends = chunks[4]
@@ -159,11 +188,12 @@ class StepBuilder:
             samples = np.concatenate([samples, chunks[3] > 0])
             sampled = rows[samples]
             computed, samples_of = self.n[: table.high] > 0, table.mask(sampled)
+            if guesses is not None:
+                counts = np.concatenate([counts, np.zeros(len(self._chunks), np.int32)])
         wire = table.wire(rows, self.microbatch)
         replica.save_cold_prefixes()
         copies = replica.transfers.take_copies() if replica.transfers.pending else NO_COPIES
         news = replica.peers.take_news() if replica.peers.news else NO_NEWS
-        decodes = self.decodes.size
         step = SentStep(
             id=replica.next_step,
             microbatch=self.microbatch,
@@ -174,10 +204,11 @@ class StepBuilder:
             sampled_wire=wire if sampled is rows else wire[samples],
             decodes=decodes,
             ends=ends,
-            tokens=decodes + self.prefill_tokens,
+            tokens=decodes + drafted + self.prefill_tokens,
             decode_context=self._context,
             prefill_context=self._prefill_context,
             moved=copies.out_gpu.size + copies.in_host.size,
+            drafts=guesses,
             peers=news,
         )
         freed, replica.freed = replica.freed, []
@@ -203,6 +234,8 @@ class StepBuilder:
             prefill_tokens=self.prefill_tokens,
             peers=to_wire(news) if news else [],
             swap_in_peers=copies.in_peers,
+            chunk_drafts=counts,
+            drafts=drafts,
         )
 
     @property

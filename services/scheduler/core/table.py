@@ -49,11 +49,19 @@ class Selected:
 _INT32 = (
     "planned", "known", "unanswered", "applied", "limit", "prompt", "held", "reserved", "capacity", "microbatch",
     "choice", "gateway", "tenant", "priority", "floor", "checkpointed", "due", "entered", "filled", "registered",
-    "phase",
+    "phase", "drafts",
 )  # fmt: skip
 _INT64 = (
     "generation", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns",
 )  # fmt: skip
+
+
+def ramp(starts: Int64 | Int32, counts: Int32) -> Int64:
+    """Return starts[i], starts[i] + 1, ... of counts[i] numbers each, for all i in order."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if ends.size else 0
+    numbers: Int64 = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+    return numbers
 
 
 class SlotTable:
@@ -66,6 +74,8 @@ class SlotTable:
     counts; checkpointed: tokens that need no checkpoint any more; due: applied tokens at which the next one is due;
     registered: blocks that the prefix index has been given; generation: the step with which the sequence entered;
     last_token_ns: before the first token the arrival.
+
+    drafts: guesses in the unanswered step of the row; until it is answered, no other step has the row.
 
     phase: DECODING where one token is left to plan, PREFILLING where more are, LOADING while the KV is copied in.
 
@@ -93,6 +103,7 @@ class SlotTable:
     filled: Int32
     registered: Int32
     phase: Int32
+    drafts: Int32
     generation: Int64
     arrived: Int64
     number: Int64
@@ -185,16 +196,21 @@ class SlotTable:
         self.phase[row] = DECODING if known - end == 1 else PREFILLING
         return samples
 
-    def rollback(self, rows: Rows, tokens: Int32) -> None:
-        """Take back the last tokens[i] planned tokens of decoding rows, because their placeholders were refused.
+    def speculate(self, rows: Rows, drafts: Int32) -> None:
+        """Plan drafts[i] guesses behind the token of a decoding row in this step, [k] both."""
+        self._advancing[:2, rows] += drafts
+        self.drafts[rows] = drafts
 
-        Their blocks stay in the row. Raise ValueError where a step is unanswered or an applied token would be removed.
+    def rollback(self, rows: Rows, tokens: Int32) -> None:
+        """Take back the last tokens[i] planned tokens of decoding rows, because they were refused or are not awaited.
+
+        Their blocks stay in the row. Raise ValueError where the rows have no such placeholders.
         """
-        if (self.unanswered[rows] > 0).any() or (self.known[rows] - tokens < self.applied[rows]).any():
-            raise ValueError("rollback: a row has a step unanswered or no such placeholders; apply its result first")
+        if (self.known[rows] - tokens < self.applied[rows]).any() or (self.phase[rows] != DECODING).any():
+            raise ValueError("rollback: a row has no such placeholders; take back at most the drafts of its last step")
         self.planned[rows] -= tokens
         self.known[rows] -= tokens
-        self.set_phase(rows)
+        self.drafts[rows] = 0
 
     def set_phase(self, slots: Rows) -> None:
         """Set the phase of rows that have their KV by what is left to plan."""
@@ -214,7 +230,7 @@ class SlotTable:
                 0, known, 0, known, sequence.longest(limits), prompt, 0, 0, 0, microbatch,
                 sequence.choice, record.gateway, record.tenant, request.priority, prompt + max(request.min_tokens, 1),
                 prompt + sequence.checkpointed, known + self.stagger - s % self.stagger, known, 0, 0,
-                PREFILLING,
+                PREFILLING, 0,
             )  # fmt: skip
             self.longs[:, s] = (
                 step, arrived, sequence.number, request.ttft_slo_ns, request.tbt_slo_ns,
@@ -325,6 +341,30 @@ class SlotTable:
         applied += sampled
         return before
 
+    def append_spans(self, rows: Rows, tokens: Int32, counts: Int32, size: int) -> tuple[Int32, Bool | None]:
+        """Append counts[i] tokens to rows[i], [k] both, up to the first stop id that counts.
+
+        tokens: those of one row after another. Return [size] tokens appended to each of the first rows, and whether the
+        last of them is such an id; None if none is.
+        """
+        place = ramp(self.applied[rows], counts)
+        at = np.repeat(rows, counts)
+        self.tokens_flat[self.base[at] + place] = tokens
+        kept, ends = counts, None
+        if self.stop_width:
+            hit = (self.stop_ids[: self.stop_width, at] == tokens).any(axis=0) & (place >= self.floor[at] - 1)
+            if hit.any():
+                starts = np.cumsum(counts) - counts
+                until = np.where(hit, ramp(np.ones_like(counts), counts), np.iinfo(np.int32).max)
+                first = np.minimum.reduceat(until, starts)
+                kept = np.minimum(counts, first).astype(np.int32)
+                ends = np.zeros(size, np.bool_)
+                ends[rows[first <= counts]] = True
+        column = np.zeros(size, np.int32)
+        column[rows] = kept
+        self.applied[rows] += kept
+        return column, ends
+
     def stopped(self, tokens: Int32, sampled: Bool) -> Bool | None:
         """Return [n] bool: tokens[i], just applied to row i of `sampled`, is a stop id that counts; None if none is."""
         if not self.stop_width:
@@ -374,7 +414,8 @@ class SlotTable:
         wrong |= ((known - planned == 1) != (self.phase[on] == DECODING)) & (self.phase[on] != LOADING)
         wrong |= (self.phase[on] == LOADING) & (known != self.limit[on])
         wrong |= (self.unanswered[on] < 0) | (self.unanswered[on] > max_unanswered)
-        wrong |= known - applied > self.unanswered[on]
+        wrong |= known - applied > self.unanswered[on] + self.drafts[on]
+        wrong |= (self.drafts[on] > 0) & (self.unanswered[on] != 1)
         wrong |= (self.capacity[on] - planned >= self.block_size) & (self.held[on] > 0)
         if wrong.any():
             raise RuntimeError(f"rows {on[wrong].tolist()} contradict themselves")
@@ -383,6 +424,7 @@ class SlotTable:
             or self.known[off].any()
             or self.phase[off].any()
             or self.unanswered[off].any()
+            or self.drafts[off].any()
             or (self.generation[off] != NEVER).any()
         ):
             raise RuntimeError("a row without a sequence holds something")

@@ -63,6 +63,8 @@ class NewRequest:
     deadline_ns: int = 0  # absolute; 0: none
     salt: bytes = b""
     payload: Any = None  # opaque; comes back in Enter (the service keeps sampling here)
+    speculate: bool = True  # whether its next tokens may be guessed
+    prediction: Int32 = field(default_factory=lambda: EMPTY)  # what its output probably is
     outputs: list[Int32] | None = None  # per choice, tokens already produced (after a restart)
     recorded: list[int] | None = None  # per choice, how many of them a checkpoint has carried; None: all
     finished: list[Finish] | None = None  # per choice, RUNNING where it still has to run
@@ -118,6 +120,8 @@ class StepPlan:
     peers: list[Peer] = field(default_factory=list)  # news of other replicas' host tiers
     # By swap-in, the peer that has the host block; -1 means this replica's tier. Empty means that tier for all.
     swap_in_peers: Int32 = field(default_factory=lambda: EMPTY)
+    chunk_drafts: Int32 = field(default_factory=lambda: EMPTY)  # [chunks] drafts at the end of each; empty: none
+    drafts: Int32 = field(default_factory=lambda: EMPTY)  # their ids, one chunk after another
 
 
 @dataclass(slots=True)
@@ -127,7 +131,8 @@ class StepResult:
     id: int
     replica: int
     slots: Int32
-    tokens: Int32
+    tokens: Int32  # one slot after another
+    token_counts: Int32 | None = None  # by slot: 1 and the drafts that were right; None: one token each
     logprobs: Records | None = None  # one per token, empty for requests without logprobs; None if there are none
     swap_out_acks: Int32 = field(default_factory=lambda: EMPTY)
     swap_in_acks: Int32 = field(default_factory=lambda: EMPTY)
@@ -152,7 +157,8 @@ class FinishedRequest:
 class Outcome:
     """What one call of apply, cancel, stop or plan made known. Rows are sorted by gateway.
 
-    Row i: sequence (requests[i].id, choices[i]) got counts[i] tokens (0 or 1 after a step) from index first[i] on.
+    Row i: sequence (requests[i].id, choices[i]) got counts[i] tokens from index first[i] on; a step gives 0, 1, or with
+    drafts several.
     """
 
     requests: list[NewRequest] = field(default_factory=list)
@@ -186,6 +192,7 @@ class Limits:
     role: str = ""  # PREFILL, DECODE; empty: both
     host_tier: str = ""  # "<folder>/<file>", where replicas with the same folder find its host tier; empty: private
     kv_format: str = ""  # of a block's bytes: between equal ones blocks can be copied
+    max_drafts: int = 0  # draft tokens that a step may have; 0: none
 
 
 PREFILL, DECODE = "prefill", "decode"

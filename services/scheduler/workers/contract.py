@@ -31,6 +31,7 @@ BOUNDS = {
     "largest_step_ms": (0, 600_000),
     "block_bytes": (0, 1 << 40),
     "highest_epoch": (0, EPOCHS - 2),
+    "max_drafts": (0, 1 << 16),
 }
 """Smallest and largest value of a number of Describe."""
 TABLE_TOKENS = 1 << 31
@@ -120,7 +121,16 @@ def _check_errors(result: StepResult, slots: Slots) -> None:
 
 
 def _check_logprobs(result: StepResult, slots: Slots) -> None:
-    for row, slot in enumerate(result.slots.tolist()):
+    of_tokens = result.slots
+    if result.token_counts is not None:
+        counts = result.token_counts
+        if counts.size != result.slots.size or (counts < 0).any() or counts.sum(dtype=np.int64) != result.tokens.size:
+            raise ContractError(
+                f"token_counts: {counts.size} counts for {result.slots.size} slots and {result.tokens.size} tokens; "
+                f"repair the worker"
+            )
+        of_tokens = np.repeat(result.slots, counts)
+    for row, slot in enumerate(of_tokens.tolist()):
         wanted = slots.record_bytes(slot, result.id)
         size = len(result.logprobs[row]) if result.logprobs is not None else 0
         if size != wanted:

@@ -15,8 +15,9 @@ SAMPLING_FIELDS = [field.name for field in queue_pb2.Sampling.DESCRIPTOR.fields 
 """Fields that both protos have: a new one passes from the request to the worker by its name."""
 
 
-def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
-    """Return the size of a worker from its Describe."""
+def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto") -> Limits:
+    """Return the size of a worker from its Describe. speculate: SchedulerSettings.speculate."""
+    drafts = speculate == "suffix" or (speculate == "auto" and info.same_bits)
     return Limits(
         slots=info.max_seqs,
         blocks=info.gpu_blocks,
@@ -29,6 +30,7 @@ def limits_from_wire(info: worker_pb2.WorkerInfo) -> Limits:
         role=info.role,
         host_tier=info.host_tier,
         kv_format=info.kv_format,
+        max_drafts=info.max_drafts if drafts else 0,
     )
 
 
@@ -72,19 +74,22 @@ def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
         step.peers.add(number=peer.number, host_tier=peer.host_tier, host_blocks=peer.host_blocks)
     if plan.swap_in_peers.size:
         step.swap_in_peers = pack(plan.swap_in_peers)
+    if plan.drafts.size:
+        step.chunk_drafts, step.drafts = pack(plan.chunk_drafts), pack(plan.drafts)
     return step
 
 
 def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
     """Return the core's form of a Result. Raises ValueError when a column has a wrong length."""
-    slots, logprobs = unpack(result.slots), None
+    tokens, logprobs = unpack(result.tokens), None
     if result.logprobs:
-        logprobs = split_records(result.logprobs, unpack(result.logprob_sizes), slots.size)
+        logprobs = split_records(result.logprobs, unpack(result.logprob_sizes), tokens.size)
     return StepResult(
         id=result.id,
         replica=replica,
-        slots=slots,
-        tokens=unpack(result.tokens),
+        slots=unpack(result.slots),
+        tokens=tokens,
+        token_counts=unpack(result.token_counts) if result.token_counts else None,
         logprobs=logprobs,
         swap_out_acks=unpack(result.swap_out_acks),
         swap_in_acks=unpack(result.swap_in_acks),

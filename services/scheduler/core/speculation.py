@@ -1,0 +1,265 @@
+"""Guess the next tokens of decoding sequences: where the guesses come from, and how many a step takes.
+
+A guess (draft) is what followed the last tokens where they stood before: in the sequence itself, in the output that the
+client predicted, or in an output of the same tenant. The worker draws behind each draft and keeps those that equal what
+was drawn, so drafts change the time of a token and never the token. Called by the planner, results and ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.scheduler.core.policy.step_time import StepTime
+from services.scheduler.core.table import NEVER, SlotTable
+from services.scheduler.core.types import EMPTY, NO_ROWS, Int32, Limits, NewRequest, Rows
+
+MOST = 16  # drafts of one row in a step
+LEAST_MATCH = 3  # tokens that stood before as they stand now; fewer predict little
+LONGEST_MATCH = 24  # a longer match is not looked for
+CANDIDATES = 16  # latest places that are compared further
+TENANTS = 64  # outputs are kept of so many tenants, those that ended last,
+KEPT = 16_384  # and so many tokens of each
+GAP = -1  # between two outputs
+GAIN = 1.05  # tokens a second with drafts, over those without, from which they are worth a try
+ANSWER_NS = 500_000  # from an answer to the start of the next step, when that was not sent before the answer
+FIRST = 0.7  # share of drafts that is taken to be right before any was tried
+LEARN = 0.25  # weight of a step in a row's share
+SURE = 0.98  # no share is taken to be more
+FADE = 0.01  # weight of FIRST in the share of a row that drafts nothing, with each look: so that it is tried again
+REST = 16  # tokens at most until a row without a match is looked at again
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Guesses of what comes behind the last known token of decoding rows."""
+
+    rows: Rows  # [k] ascending
+    counts: Int32  # [k] at least 1
+    tokens: Int32  # those of one row after another
+
+
+class Outputs:
+    """The latest outputs of one tenant, one after another."""
+
+    def __init__(self) -> None:
+        self._tokens: Int32 = np.full(KEPT, GAP, np.int32)
+        self._size = 0
+
+    @property
+    def tokens(self) -> Int32:
+        return self._tokens[: self._size]
+
+    def add(self, output: Int32) -> None:
+        """Add an output; where there is no room, the older half goes."""
+        output = output[-(KEPT // 2) + 1 :]
+        if self._size + output.size + 1 > KEPT:
+            half = KEPT // 2
+            self._tokens[: self._size - half] = self._tokens[half : self._size].copy()
+            self._size = max(self._size - half, 0)
+        end = self._size + output.size
+        self._tokens[self._size : end], self._tokens[end] = output, GAP
+        self._size = end + 1
+
+
+class History:
+    """The latest outputs by tenant; no tenant's drafts come from another one's."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, Outputs] = OrderedDict()
+
+    def add(self, request: NewRequest, output: Int32) -> None:
+        """Keep an output that has ended, for others of its tenant."""
+        if output.size <= LEAST_MATCH or not request.speculate:
+            return
+        tenant = request.tenant
+        kept = self._of.get(tenant)
+        if kept is None:
+            kept = self._of[tenant] = Outputs()
+            if len(self._of) > TENANTS:
+                self._of.popitem(last=False)
+        self._of.move_to_end(tenant)
+        kept.add(output)
+
+    def of(self, tenant: str) -> Int32:
+        """Return the tokens of a tenant's outputs, GAP between two."""
+        kept = self._of.get(tenant)
+        return EMPTY if kept is None else kept.tokens
+
+
+def find(text: Int32, tail: Int32, most: int) -> tuple[int, Int32]:
+    """Return how many last tokens of `tail` stand in `text` too, the longest such match, and what follows it there.
+
+    The latest of equally long matches counts; 0 and nothing where fewer than LEAST_MATCH match. Something must follow.
+    """
+    end = text.size - 1
+    if end < LEAST_MATCH or tail.size < LEAST_MATCH:
+        return 0, EMPTY
+    hit = text[LEAST_MATCH - 1 : end] == tail[-1]
+    for back in range(1, LEAST_MATCH):
+        hit &= text[LEAST_MATCH - 1 - back : end - back] == tail[-1 - back]
+    places = hit.nonzero()[0][-CANDIDATES:] + (LEAST_MATCH - 1)
+    if not places.size:
+        return 0, EMPTY
+    length = LEAST_MATCH
+    while length < tail.size:
+        longer = places[places >= length]
+        longer = longer[text[longer - length] == tail[-1 - length]]
+        if not longer.size:
+            break
+        places, length = longer, length + 1
+    at = int(places[-1]) + 1
+    follows = text[at : at + most]
+    gaps = (follows == GAP).nonzero()[0]
+    return length, follows[: gaps[0]] if gaps.size else follows
+
+
+class Speculation:
+    """The drafts of one replica's rows."""
+
+    def __init__(self, table: SlotTable, limits: Limits, model: StepTime, history: History) -> None:
+        self.drafted = 0
+        self.accepted = 0
+        self._table = table
+        self._limits = limits
+        self._model = model
+        self._history = history
+        self._share: npt.NDArray[np.float64] = np.full(table.slots, FIRST)  # of a row's drafts that were right
+        self._misses: Int32 = np.zeros(table.slots, np.int32)  # looks without a match, one after another
+        self._next: Int32 = np.zeros(table.slots, np.int32)  # applied tokens from which on a row is looked at again
+        self._seen: npt.NDArray[np.int64] = np.full(table.slots, NEVER)  # generation that these are of
+
+        self._waited: Rows = NO_ROWS  # that a step was put off for
+        self._patience = 0  # looks of worth_waiting that are left out
+        self._failures = 0
+
+    @property
+    def possible(self) -> bool:
+        """Return whether steps of this replica may have drafts."""
+        return self._limits.max_drafts > 0
+
+    def drafts(self, rows: Rows, tokens_left: int, blocks_left: int, context: int) -> Drafts | None:
+        """Return drafts for a step of `rows`, their own tokens planned; see propose()."""
+        found = self.propose(rows, tokens_left, blocks_left, context)
+        if self._waited.size:
+            wrong = self._waited if found is None else np.setdiff1d(self._waited, found.rows)
+            self._share[wrong] *= 1 - LEARN  # their first draft was, or they have ended
+            self._failures = 0 if found is not None else min(self._failures + 1, 6)
+            self._patience = (1 << self._failures) - 1
+            self._waited = NO_ROWS
+        return found
+
+    def propose(self, rows: Rows, tokens_left: int, blocks_left: int, context: int) -> Drafts | None:
+        """Return drafts for some of `rows`, all that decode, or None where they would cost more than they give.
+
+        tokens_left, blocks_left: what drafts may take beyond what the rows take without any. context: sum of the rows'
+        context lengths. A row that has a step unanswered is judged by the tokens applied so far.
+        """
+        table, model = self._table, self._model
+        if not model.observed or not rows.size:
+            return None
+        step_ns = model.predict(rows.size, context)
+        draft_ns = (model.predict(rows.size + 8, context) - step_ns) / 8 + model.c3 * context / rows.size
+        # Chance of being right from which a draft brings more than it costs.
+        least = max(draft_ns * rows.size / max(step_ns, 1.0), 0.02)
+        room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context))
+        if least >= 1.0 or room < 1:
+            return None
+        fresh = rows[self._seen[rows] != table.generation[rows]]
+        if fresh.size:
+            self._share[fresh], self._misses[fresh], self._next[fresh] = FIRST, 0, 0
+            self._seen[fresh] = table.generation[fresh]
+        due = rows[(self._next[rows] <= table.applied[rows]) & (table.limit[rows] > table.known[rows])]
+        found: list[tuple[int, Int32]] = []
+        expected = 0.0
+        for row in due.tolist():
+            share = self._share.item(row)
+            most = min(int(math.log(least) / math.log(share)), MOST) if least < share else 0
+            most = min(most, room, table.limit.item(row) - table.known.item(row))
+            if most < 1:
+                self._share[row] += FADE * (FIRST - share)
+                continue
+            drafts = self._look(row, most)
+            if not drafts.size:
+                self._misses[row] += 1
+                self._next[row] = table.applied[row] + min(1 << min(self._misses.item(row), 8), REST)
+                continue
+            self._misses[row] = 0
+            drafts, blocks_left = self._within(row, drafts, blocks_left)
+            if drafts.size:
+                found.append((row, drafts))
+                room -= drafts.size
+                expected += share * (1 - share**drafts.size) / (1 - share)
+        if not found:
+            return None
+        counts = np.array([drafts.size for _, drafts in found], np.int32)
+        took = step_ns + draft_ns * int(counts.sum()) + ANSWER_NS
+        if (rows.size + expected) * step_ns < GAIN * rows.size * took:
+            return None
+        tokens = np.concatenate([drafts for _, drafts in found]).astype(np.int32)
+        return Drafts(np.array([row for row, _ in found]), counts, tokens)
+
+    def worth_waiting(self, rows: Rows, tokens_left: int, context: int) -> bool:
+        """Return whether `rows`, some with a step unanswered, should have drafts behind its answer and no step now.
+
+        If the answer is another than the drafts say, the device has waited for nothing; so the next such look waits.
+        """
+        if self._patience:
+            self._patience -= 1
+            return False
+        drafts = self.propose(rows, tokens_left, self._limits.blocks, context)
+        if drafts is None:
+            return False
+        self._waited = drafts.rows
+        return True
+
+    def learn(self, rows: Rows, drafts: Int32, right: Int32) -> None:
+        """Learn from an answer: right[i] of drafts[i] guesses for rows[i] were right, [k] each."""
+        tried = np.minimum(right + 1, drafts)
+        share = self._share[rows]
+        self._share[rows] = (share + LEARN * (right / np.maximum(tried, 1) - share)).clip(0.01, SURE)
+        self.drafted += int(drafts.sum())
+        self.accepted += int(right.sum())
+
+    def _affordable(self, rows: Rows, context: int) -> int:
+        """Return the draft tokens beside `rows` with which no declared limit of the time between tokens is passed."""
+        table = self._table
+        if not table.limited:
+            return self._limits.max_drafts
+        limits = table.tbt_slo_ns[rows]
+        limits = limits[limits > 0]
+        if not limits.size:
+            return self._limits.max_drafts
+        limit_ns = float(limits.min()) / (1 + self._model.error)
+        return self._model.largest(limit_ns, rows.size, context, context // rows.size)
+
+    def _look(self, row: int, most: int) -> Int32:
+        """Return what probably follows the applied tokens of a row."""
+        table, request = self._table, self._table.request[row]
+        if not request.speculate:
+            return EMPTY
+        text = table.tokens[row, : table.applied.item(row)]
+        tail = text[-LONGEST_MATCH:]
+        length, best = find(text, tail, most)
+        if request.prediction.size:
+            longer, follows = find(request.prediction, tail, most)
+            if longer >= length and longer:  # what the client says goes before what the sequence says
+                length, best = longer, follows
+        if length < LONGEST_MATCH:
+            longer, follows = find(self._history.of(request.tenant), tail, most)
+            if longer > length:
+                best = follows
+        return best
+
+    def _within(self, row: int, drafts: Int32, blocks_left: int) -> tuple[Int32, int]:
+        """Return as many of the drafts as blocks allow, and the blocks that are left."""
+        size, planned, held = self._limits.block_size, self._table.planned.item(row), self._table.held.item(row)
+        more = max(-(-(planned + drafts.size) // size) - held, 0)
+        if more > blocks_left:
+            more = blocks_left
+            drafts = drafts[: (held + more) * size - planned]
+        return drafts, blocks_left - more
