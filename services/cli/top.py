@@ -39,7 +39,17 @@ LABEL_WIDTH = 18  # of a line of bars: its name and its largest value
 WORKING = ("live", "idle")  # states of a stack that serves
 NONE = "–"
 BARS = " ▁▂▃▄▅▆▇█"
-TOTALS = ("finished", "cancelled", "failed", "preemptions", "recomputed_tokens", "swapped_blocks", "prefix_hit_tokens")
+TOTALS = (
+    "finished",
+    "cancelled",
+    "failed",
+    "preemptions",
+    "recomputed_tokens",
+    "swapped_blocks",
+    "prefix_hit_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+)
 OVER_TIME = (("tok_s", "blue"), ("running", "green"), ("waiting", "magenta"), ("swapped", "cyan"))
 Stats = dict[str, Any]
 

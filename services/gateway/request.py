@@ -75,6 +75,8 @@ class GenerationSpec:
     prompt_texts: list[str] = field(default_factory=list)  # for echo, else empty
     stop: list[str] = field(default_factory=list)
     stop_ids: list[int] = field(default_factory=list)
+    speculate: bool = True  # whether next tokens may be guessed
+    prediction: bytes = b""  # int32: what the output probably is
     priority: str = ""  # '' until the caller's key has set it
     stream: bool = False
     include_usage: bool = False

@@ -117,6 +117,8 @@ REPORTED = (
         counter=True,
     ),
     Reported(P + "prefix_hit_tokens", "Tokens found in the prefix cache", {"prefix_hit_tokens": ""}, counter=True),
+    Reported(P + "drafted_tokens", "Guesses of next tokens that were checked", {"drafted_tokens": ""}, counter=True),
+    Reported(P + "accepted_tokens", "Guesses of next tokens that were right", {"accepted_tokens": ""}, counter=True),
     Reported(
         P + "ended_requests",
         "Requests that ended, by outcome: finished, cancelled, failed",
@@ -173,6 +175,8 @@ OF_REPLICA = (
 ALIASES = (
     Alias("vllm:num_preemptions", P + "preemptions", {}),
     Alias("vllm:prefix_cache_hits", P + "prefix_hit_tokens", {}),
+    Alias("vllm:spec_decode_num_draft_tokens", P + "drafted_tokens", {}),
+    Alias("vllm:spec_decode_num_accepted_tokens", P + "accepted_tokens", {}),
     Alias("vllm:iteration_tokens_total", P + "step_tokens", {}),
     Alias("vllm:request_queue_time_seconds", P + "queue_seconds", {}),
     Alias("vllm:request_prefill_time_seconds", P + "prefill_seconds", {}),

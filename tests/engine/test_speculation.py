@@ -90,7 +90,8 @@ def compare(runner: Engine, requests: list[NewRequest], wrong: float, **settings
 
 
 def drafts_of(core: Scheduler) -> tuple[int, int]:
-    return core.replicas[0].speculation.drafted, core.replicas[0].speculation.accepted
+    stats = core.stats()
+    return int(stats["drafted_tokens"]), int(stats["accepted_tokens"])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])

@@ -215,6 +215,7 @@ function totals(all) {
   const named = {
     finished: "finished", cancelled: "cancelled", failed: "failed", preemptions: "preempted",
     recomputed_tokens: "tokens recomputed", swapped_blocks: "blocks swapped", prefix_hit_tokens: "prefix hits, tokens",
+    drafted_tokens: "tokens guessed", accepted_tokens: "guesses right",
   };
   by("totals").replaceChildren(
     ...Object.entries(named).map(([field, text]) => {

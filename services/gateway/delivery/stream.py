@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 from protos import queue_pb2
 from services.gateway.errors import (
@@ -101,6 +101,7 @@ class Row:
     finish: int = 0
     error: str = ""
     logprobs: bytes = b""  # a record of each token, if the request asked (shared/text/logprobs.py)
+    drafts: int = 0  # guesses in the step that brought the tokens
 
 
 @dataclass(slots=True)
@@ -124,6 +125,8 @@ class RequestStream:
     bound: int = 0
     survives: bool = False
     record_bytes: int = 0  # of each token's log-probabilities
+    accepted: int = 0  # guesses that were right, and the others
+    rejected: int = 0
     received: list[int] = field(init=False)
     finished: list[bool] = field(init=False)
     left: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
@@ -160,6 +163,9 @@ class RequestStream:
             return Offer.DUPLICATE
         if self.bound and len(self._rows) >= self.bound:
             return Offer.OVERFLOW
+        if row.drafts:
+            accepted = min(max(len(row.tokens) - 1, 0), row.drafts)
+            self.accepted, self.rejected = self.accepted + accepted, self.rejected + row.drafts - accepted
         self.received[choice] = have + len(tokens)
         self.finished[choice] = row.finish != 0
         if late:
@@ -241,11 +247,13 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
     choices, first = unpack(batch.choices).tolist(), unpack(batch.first).tolist()
     counts, tokens = unpack(batch.counts).tolist(), unpack(batch.tokens).tolist()
     logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts)).tolist()
+    drafts = unpack(batch.drafts).tolist() or [0] * len(counts)
     finish, offset = batch.finish, 0
     for index, request_id in enumerate(batch.requests):
         end = offset + counts[index]
         error = batch.errors.get(index, "")
-        yield request_id, first[index], Row(choices[index], tokens[offset:end], finish[index], error, logprobs[index])
+        row = Row(choices[index], tokens[offset:end], finish[index], error, logprobs[index], drafts[index])
+        yield request_id, first[index], row
         offset = end
 
 
@@ -350,14 +358,22 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    accepted: int = 0  # guesses of next tokens that were right, and the others
+    rejected: int = 0
 
-    def body(self) -> dict[str, int]:
+    def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if self.accepted or self.rejected:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.rejected,
+            }
+        return usage
 
 
 class ChoiceText:
@@ -506,7 +522,8 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.spec.prompt_tokens, sum(choice.count for choice in self.choices))
+        stream, tokens = self.stream, sum(choice.count for choice in self.choices)
+        return Usage(self.spec.prompt_tokens, tokens, stream.accepted, stream.rejected)
 
     def end_at(self, when: float) -> None:
         """End the request as past its deadline at time.monotonic() `when`, unless it has ended: a client that set one

@@ -232,6 +232,43 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class TextPart(Body):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": MAX_PARTS,
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                        "additionalProperties": False,
+                    },
+                },
+            ]
+        }
+    ),
+]
+
+
+class Prediction(Body):
+    """`prediction`: what the output probably is. What is right of it saves time; the rest changes nothing."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class GenerationBody(StructuredBody):
     """The fields that completions and chat share."""
 
@@ -264,6 +301,8 @@ class GenerationBody(StructuredBody):
     tbt_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
     deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
     background: bool | None = None
+    speculate: bool | None = Field(None, description="false: guess no next tokens; no token depends on it")
+    prediction: Prediction | None = None  # of OpenAI's chat
 
 
 class CompletionBody(GenerationBody):
@@ -277,36 +316,6 @@ class CompletionBody(GenerationBody):
 
     # Known to OpenAI, not built yet: accepted only where they ask for nothing (bodies.UNSUPPORTED)
     suffix: Any = None
-
-
-class TextPart(Body):
-    """One part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)],
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": MAX_PARTS,
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                        "additionalProperties": False,
-                    },
-                },
-            ]
-        }
-    ),
-]
 
 
 class ChatMessage(Body):
@@ -346,7 +355,6 @@ class ChatBody(GenerationBody):
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
@@ -401,7 +409,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -553,8 +560,9 @@ def check_records(choices: int, max_tokens: int, wanted: int) -> None:
 COPIED = GenerationBody.model_fields.keys() & {field.name for field in dataclasses.fields(GenerationSpec)} - {
     "n",
     "max_tokens",
+    "prediction",
 }
-"""Fields that a body and the spec have under one name; the two left out depend on the model."""
+"""Fields that a body and the spec have under one name; those left out depend on the model."""
 
 
 def check_model(name: str | None, served: str) -> None:

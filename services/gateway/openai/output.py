@@ -1,22 +1,25 @@
-"""Find what binds the output of a request: the fields that bring a grammar, and tools.
+"""Find what binds or foretells the output of a request: the fields that bring a grammar, tools, and the prediction.
 
 Tools also decide what the chat template shows and how calls are read from the text.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
 
-from services.gateway.errors import invalid, shown
+from services.gateway.errors import invalid, shown, untokenizable
 from services.gateway.openai.bodies import (
     AllowedChoice,
     ChatBody,
     ChosenTool,
     GenerationBody,
+    Prediction,
     ResponseFormat,
     StructuredBody,
     Tool,
@@ -26,9 +29,12 @@ from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.grammar import GrammarCheck, choice_grammar, json_grammar, lark_text
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import MISTRAL_ARGS, OPENINGS, calls_grammar
+from shared.columns import pack
+from shared.text.tokenizer import TokenizerError
 
-OUTPUT_FIELDS = StructuredBody.model_fields.keys() | {"tools", "tool_choice"}
-"""A body without any of them binds nothing and names no tool."""
+OUTPUT_FIELDS = StructuredBody.model_fields.keys() | {"tools", "tool_choice", "prediction"}
+"""A body without any of them binds nothing, names no tool and predicts nothing."""
+MAX_PREDICTION_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +84,34 @@ def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
 async def bind_output(
     spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: ToolPlan, tenant: str
 ) -> None:
-    """Set the grammar that binds the output, and how tool calls are read from it. Raise ApiError."""
+    """Set the grammar that binds the output, how tool calls are read from it, and its prediction. Raise ApiError."""
     spec.grammar_field, spec.sampling.grammar = await output_grammar(body, model, tools, tenant)
     spec.tools = tools.use
     if tools.has_control:
         spec.skip_special_tokens = False  # calls are found by it
+    if body.prediction is not None:
+        spec.prediction = await encode_prediction(body.prediction, model)
+
+
+async def encode_prediction(prediction: Prediction, model: ModelText) -> bytes:
+    """Return the token ids of a prediction, int32. Raise ApiError."""
+    content = prediction.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    tokens: list[int] = []
+    if len(text) // model.longest <= MAX_PREDICTION_TOKENS:
+        try:
+            encode = partial(model.encode, text, False)
+            tokens = encode() if model.is_quick(len(text)) else await asyncio.to_thread(encode)
+        except TokenizerError as error:
+            raise untokenizable("prediction.content", error) from error
+    least = max(len(tokens), len(text) // model.longest)
+    if least > MAX_PREDICTION_TOKENS:
+        raise invalid(
+            "prediction.content",
+            f"prediction.content has {least} tokens or more; this server takes {MAX_PREDICTION_TOKENS}: "
+            f"send the part that the answer begins with",
+        )
+    return pack(tokens)
 
 
 async def output_grammar(body: GenerationBody, model: ModelText, tools: ToolPlan, tenant: str) -> tuple[str, str]:

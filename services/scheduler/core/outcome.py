@@ -52,6 +52,7 @@ class Columns:
     first: Int32
     tokens: Int32
     counts: Int32 | None  # tokens of each row; None: one
+    drafts: Int32 | None  # guesses in the step of each row; None: no guess
     finish: npt.NDArray[np.uint8]
     waits_ns: npt.NDArray[np.int64]
     logprobs: Records | None
@@ -108,6 +109,7 @@ class OutcomeBuilder:
             outcome.first, outcome.tokens, outcome.finish = columns.first, columns.tokens, columns.finish
             outcome.counts = _ones(columns.first.size) if columns.counts is None else columns.counts
             outcome.logprobs = columns.logprobs
+            outcome.drafts = columns.drafts if columns.drafts is not None else outcome.drafts
             outcome.waits_ns = columns.waits_ns
         if self.rows:
             self._merge(outcome)
@@ -129,6 +131,8 @@ class OutcomeBuilder:
             logprobs = outcome.logprobs if outcome.logprobs is not None else np.full(outcome.tokens.size, b"", object)
             outcome.logprobs = np.concatenate([logprobs, np.array([row.logprobs for row in got], object)])[which]
         outcome.choices = np.concatenate([outcome.choices, np.array([row.choice for row in rows], np.int32)])[order]
+        if outcome.drafts.size:
+            outcome.drafts = np.concatenate([outcome.drafts, np.zeros(len(rows), np.int32)])[order]
         outcome.first = np.concatenate([outcome.first, np.array([row.first for row in rows], np.int32)])[order]
         outcome.finish = np.concatenate([outcome.finish, np.array([row.finish for row in rows], np.uint8)])[order]
         outcome.waits_ns = np.concatenate([outcome.waits_ns, np.array([row.wait_ns for row in rows], np.int64)])[order]

@@ -243,7 +243,8 @@ class Results:
                 self._endings.completed(sequence)
                 self._endings.end(sequence, Finish(int(kinds[row])), "", out)
         records = logprobs[which] if logprobs is not None else None
-        return Columns(delivery, first[at], tokens[which], counts, finish, waits[at], records)
+        drafts = step.drafts[at] if counts is not None and step.drafts is not None else None
+        return Columns(delivery, first[at], tokens[which], counts, drafts, finish, waits[at], records)
 
     def _checkpoints(self, replica: Replica, going: Bool, now_ns: int, out: OutcomeBuilder) -> None:
         """Checkpoint the rows of `going`, [n] of the first n rows, that have enough tokens since their last one."""

@@ -345,6 +345,8 @@ class Scheduler:
             "cancelled": self._ended[Finish.CANCELLED] + self._ended[Finish.DEADLINE],
             "failed": self._ended[Finish.ERROR],
             "tokens_total": self._results.tokens_total,
+            "drafted_tokens": self._history.drafted,
+            "accepted_tokens": self._history.accepted,
         }
 
     def replica_stats(self, number: int) -> dict[str, int]:

@@ -67,9 +67,13 @@ class Outputs:
 
 
 class History:
-    """The latest outputs by tenant; no tenant's drafts come from another one's."""
+    """The latest outputs by tenant; no tenant's drafts come from another one's. Shared by all replicas.
+
+    drafted, accepted: drafts that were checked, and those that were right.
+    """
 
     def __init__(self) -> None:
+        self.drafted = self.accepted = 0
         self._of: OrderedDict[str, Outputs] = OrderedDict()
 
     def add(self, request: NewRequest, output: Int32) -> None:
@@ -122,8 +126,6 @@ class Speculation:
     """The drafts of one replica's rows."""
 
     def __init__(self, table: SlotTable, limits: Limits, model: StepTime, history: History) -> None:
-        self.drafted = 0
-        self.accepted = 0
         self._table = table
         self._limits = limits
         self._model = model
@@ -222,8 +224,8 @@ class Speculation:
         tried = np.minimum(right + 1, drafts)
         share = self._share[rows]
         self._share[rows] = (share + LEARN * (right / np.maximum(tried, 1) - share)).clip(0.01, SURE)
-        self.drafted += int(drafts.sum())
-        self.accepted += int(right.sum())
+        self._history.drafted += int(drafts.sum())
+        self._history.accepted += int(right.sum())
 
     def _affordable(self, rows: Rows, context: int) -> int:
         """Return the draft tokens beside `rows` with which no declared limit of the time between tokens is passed."""

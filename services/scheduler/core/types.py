@@ -168,6 +168,7 @@ class Outcome:
     counts: Int32 = field(default_factory=lambda: EMPTY)
     tokens: Int32 = field(default_factory=lambda: EMPTY)  # rows one after another
     logprobs: Records | None = None  # as tokens; see StepResult
+    drafts: Int32 = field(default_factory=lambda: EMPTY)  # guesses in the step of each row; empty without any
     # Per row: since the sequence's previous token (since arrival where first = 0); -1 in a row without a token.
     waits_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     finish: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))

@@ -72,6 +72,8 @@ CANCELLED, UNKNOWN = 1, 2
 
 MAX_SEQUENCES = 65_536
 """Sequences of one request: more than any gateway allows (--max-choices)."""
+MAX_PREDICTION = 8192
+"""Tokens of a prediction: as many as any gateway takes."""
 MAX_MS = 1 << 43
 """A time of Redis's clock beyond this is none."""
 
@@ -117,6 +119,9 @@ def decode(
         raise ValueError(f"class {priority}: unknown; it must be the number of one of {', '.join(CLASSES)}")
     if stop_ids.size > MAX_STOP_IDS:
         raise ValueError(f"stop token ids: {stop_ids.size} given, at most {MAX_STOP_IDS}")
+    prediction = unpack(wire.prediction)
+    if prediction.size > MAX_PREDICTION or (prediction.size and int(prediction.min()) < 0):
+        raise ValueError(f"prediction: {prediction.size} tokens, or a negative id; at most {MAX_PREDICTION} tokens")
     if wrong := wrong_logprobs(wire.sampling.logprobs):
         raise ValueError(wrong)
     return NewRequest(
@@ -136,6 +141,8 @@ def decode(
         if wire.deadline_ms and 0 < enqueued_ms < MAX_MS
         else 0,
         salt=wire.cache_salt,
+        speculate=wire.speculate,
+        prediction=prediction,
         payload=wire,
     )
 
