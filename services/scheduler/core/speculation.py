@@ -7,8 +7,7 @@ was drawn, so drafts change the time of a token and never the token. Called by t
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,31 +94,50 @@ class History:
         return EMPTY if kept is None else kept.tokens
 
 
-def find(text: Int32, tail: Int32, most: int) -> tuple[int, Int32]:
-    """Return how many last tokens of `tail` stand in `text` too, the longest such match, and what follows it there.
+def find(text: Int32, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
+    """Return how many last tokens of `tail` stand in `text` too, the longest such match, and what follows there.
 
-    The latest of equally long matches counts; 0 and nothing where fewer than LEAST_MATCH match. Something must follow.
+    The second has at most `most` tokens each of what follows the latest places at which at least half as many match; 0
+    and none where fewer than LEAST_MATCH match. Something must follow.
     """
     end = text.size - 1
     if end < LEAST_MATCH or tail.size < LEAST_MATCH:
-        return 0, EMPTY
+        return 0, []
     hit = text[LEAST_MATCH - 1 : end] == tail[-1]
     for back in range(1, LEAST_MATCH):
         hit &= text[LEAST_MATCH - 1 - back : end - back] == tail[-1 - back]
     places = hit.nonzero()[0][-CANDIDATES:] + (LEAST_MATCH - 1)
     if not places.size:
-        return 0, EMPTY
-    length = LEAST_MATCH
+        return 0, []
+    length, longest, by_length = LEAST_MATCH, places, [places]
     while length < tail.size:
-        longer = places[places >= length]
-        longer = longer[text[longer - length] == tail[-1 - length]]
-        if not longer.size:
+        longest = longest[longest >= length]
+        longest = longest[text[longest - length] == tail[-1 - length]]
+        if not longest.size:
             break
-        places, length = longer, length + 1
-    at = int(places[-1]) + 1
-    follows = text[at : at + most]
-    gaps = (follows == GAP).nonzero()[0]
-    return length, follows[: gaps[0]] if gaps.size else follows
+        length += 1
+        by_length.append(longest)
+    places = by_length[max(-(-length // 2) - LEAST_MATCH, 0)]
+    return length, [text[at + 1 : at + 1 + most].tolist() for at in places.tolist()]
+
+
+def agree(follows: list[list[int]], share: float, least: float) -> tuple[list[int], float]:
+    """Return the tokens on which most of `follows`, the latest last, agree, and how many of them are probably right.
+
+    share: chance of a token to be right when all agree. The tokens end where the chance of all so far is below `least`.
+    """
+    tokens: list[int] = []
+    chance, expected = 1.0, 0.0
+    while follows := [each for each in follows if len(each) > len(tokens)]:
+        counts = Counter(each[len(tokens)] for each in reversed(follows))  # of equally frequent ones the latest
+        token, count = counts.most_common(1)[0]
+        chance *= share * count / len(follows)
+        if chance < least or token == GAP:
+            break
+        follows = [each for each in follows if each[len(tokens)] == token]
+        tokens.append(token)
+        expected += chance
+    return tokens, expected
 
 
 class Speculation:
@@ -175,35 +193,35 @@ class Speculation:
         if fresh.size:
             self._share[fresh], self._misses[fresh], self._next[fresh] = FIRST, 0, 0
             self._seen[fresh] = table.generation[fresh]
-        due = rows[(self._next[rows] <= table.applied[rows]) & (table.limit[rows] > table.known[rows])]
-        found: list[tuple[int, Int32]] = []
+        may = (self._next[rows] <= table.applied[rows]) & (table.limit[rows] > table.known[rows])
+        due = [row for row in rows[may].tolist() if table.request[row].speculate]
+        found: list[tuple[int, list[int]]] = []
         expected = 0.0
-        for row in due.tolist():
+        for row in due:
             share = self._share.item(row)
-            most = min(int(math.log(least) / math.log(share)), MOST) if least < share else 0
-            most = min(most, room, table.limit.item(row) - table.known.item(row))
-            if most < 1:
+            most = min(MOST, room, table.limit.item(row) - table.known.item(row))
+            if share < least or most < 1:
                 self._share[row] += FADE * (FIRST - share)
                 continue
-            drafts = self._look(row, most)
-            if not drafts.size:
+            drafts, right = agree(self._look(row, most), share, least)
+            if not drafts:
                 self._misses[row] += 1
                 self._next[row] = table.applied[row] + min(1 << min(self._misses.item(row), 8), REST)
                 continue
             self._misses[row] = 0
             drafts, blocks_left = self._within(row, drafts, blocks_left)
-            if drafts.size:
+            if drafts:
                 found.append((row, drafts))
-                room -= drafts.size
-                expected += share * (1 - share**drafts.size) / (1 - share)
+                room -= len(drafts)
+                expected += right
         if not found:
             return None
-        counts = np.array([drafts.size for _, drafts in found], np.int32)
+        counts = np.array([len(drafts) for _, drafts in found], np.int32)
         took = step_ns + draft_ns * int(counts.sum()) + ANSWER_NS
         if (rows.size + expected) * step_ns < GAIN * rows.size * took:
             return None
-        tokens = np.concatenate([drafts for _, drafts in found]).astype(np.int32)
-        return Drafts(np.array([row for row, _ in found]), counts, tokens)
+        tokens = [token for _, drafts in found for token in drafts]
+        return Drafts(np.array([row for row, _ in found]), counts, np.array(tokens, np.int32))
 
     def worth_waiting(self, rows: Rows, tokens_left: int, context: int) -> bool:
         """Return whether `rows`, some with a step unanswered, should have drafts behind its answer and no step now.
@@ -239,14 +257,14 @@ class Speculation:
         limit_ns = float(limits.min()) / (1 + self._model.error)
         return self._model.largest(limit_ns, rows.size, context, context // rows.size)
 
-    def _look(self, row: int, most: int) -> Int32:
-        """Return what probably follows the applied tokens of a row."""
+    def _look(self, row: int, most: int) -> list[list[int]]:
+        """Return what followed the last applied tokens of a row where they stood before."""
         table, request = self._table, self._table.request[row]
-        if not request.speculate:
-            return EMPTY
         text = table.tokens[row, : table.applied.item(row)]
         tail = text[-LONGEST_MATCH:]
         length, best = find(text, tail, most)
+        # A match may reach to the end: what repeats itself may go on.
+        best = [(each * most)[:most] if len(each) < most else each for each in best]
         if request.prediction.size:
             longer, follows = find(request.prediction, tail, most)
             if longer >= length and longer:  # what the client says goes before what the sequence says
@@ -257,10 +275,10 @@ class Speculation:
                 best = follows
         return best
 
-    def _within(self, row: int, drafts: Int32, blocks_left: int) -> tuple[Int32, int]:
+    def _within(self, row: int, drafts: list[int], blocks_left: int) -> tuple[list[int], int]:
         """Return as many of the drafts as blocks allow, and the blocks that are left."""
         size, planned, held = self._limits.block_size, self._table.planned.item(row), self._table.held.item(row)
-        more = max(-(-(planned + drafts.size) // size) - held, 0)
+        more = max(-(-(planned + len(drafts)) // size) - held, 0)
         if more > blocks_left:
             more = blocks_left
             drafts = drafts[: (held + more) * size - planned]

@@ -1,0 +1,213 @@
+"""The speed of requests with guessed tokens beside the same ones without, on real texts.
+
+    python -m bench.studies.speculation --old LIB --new LIB [--model DIR] [--rounds 10] [--streams 1,8,32]
+
+By hand, on an idle machine. A stack of its own runs the model, but each token drawn is that of a recorded text
+(`texts.py`), so that what is measured is the traffic of a good model. LIB: the standard library of two versions of
+Python. Each round takes two sets of texts that no round before had: without, with, with, without. Prompts and outputs
+are cut to --prompt and --output tokens. Writes bench/results/speculation.json; --name keeps several results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from tokenizers import Tokenizer
+
+from bench.local import free_ports
+from bench.result import RESULTS, ROOT, provenance, write
+from bench.studies.speculation import texts
+
+SEED = 20261124
+START_S, STOP_S = 120.0, 20.0
+KINDS = ("edits", "json", "quotes", "prose")
+HOOK = Path(__file__).parent / "hook"
+SETS = {1: 3, 8: 12, 32: 40}  # texts of a set, by streams
+
+
+def pairs(kind: str, options: argparse.Namespace) -> Iterator[texts.Pair]:
+    """Return the texts of a kind."""
+    if kind == "edits":
+        return texts.edits(options.old, options.new)
+    if kind == "json":
+        return texts.records()
+    return texts.quotes(ROOT / "docs", SEED) if kind == "quotes" else texts.prose(ROOT / "docs")
+
+
+def recorded(options: argparse.Namespace) -> tuple[list[list[int]], dict[str, list[tuple[int, int]]]]:
+    """Return all texts as token ids, and by kind (number, tokens of the prompt) of those long enough, shuffled."""
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    ids: list[list[int]] = []
+    found: dict[str, list[tuple[int, int]]] = {}
+    for kind in options.kinds:
+        numbers = []
+        for prompt, output in pairs(kind, options):
+            before = tokenizer.encode(prompt, add_special_tokens=False).ids[-options.prompt :]
+            after = tokenizer.encode(output, add_special_tokens=False).ids[: options.output]
+            if len(after) >= 24 and before:
+                ids.append(before + after)
+                numbers.append((len(ids) - 1, len(before)))
+        np.random.default_rng(SEED).shuffle(numbers)
+        found[kind] = [(int(number), int(size)) for number, size in numbers]
+    return ids, found
+
+
+class Stack:
+    """`orcinus up` with the sampler of recorded texts; it ends with the block."""
+
+    def __init__(self, model: Path, file: Path, folder: Path) -> None:
+        port = free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{port}"
+        path = os.pathsep.join(filter(None, [str(HOOK), str(ROOT), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "PYTHONPATH": path, "RECORDED_TEXTS": str(file)}
+        command = [sys.executable, "-m", "services.cli", "up", "--stop-with-parent", "--port", str(port)]
+        command += ["--model", str(model), "--served-model-name", "study", "--run-dir", str(folder / "run")]
+        self._log = (folder / "log").open("w")
+        self._process = subprocess.Popen(command, env=env, stdout=self._log, stderr=subprocess.STDOUT, cwd=ROOT)
+
+    async def ready(self, session: aiohttp.ClientSession) -> None:
+        """Wait until it serves. Raise SystemExit with its log when it does not."""
+        until = time.monotonic() + START_S
+        while time.monotonic() < until and self._process.poll() is None:
+            try:
+                async with session.get(f"{self.url}/health/ready") as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+        raise SystemExit(f"the stack does not serve:\n{self.log()[-2000:]}")
+
+    def log(self) -> str:
+        """Return what the stack has said."""
+        return Path(self._log.name).read_text()
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._log.close()
+
+
+class Load:
+    """Sends texts and checks that each answer is its recorded output."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, ids: list[list[int]]) -> None:
+        self._session, self._url, self._ids = session, url, ids
+        self.accepted = self.rejected = 0
+
+    async def span(self, chosen: list[tuple[int, int]], streams: int, speculate: bool) -> float:
+        """Return the tokens a second of a set of texts at so many at a time."""
+        waiting, begun = list(chosen), time.monotonic()
+        tokens = await asyncio.gather(*(self._stream(waiting, speculate) for _ in range(streams)))
+        return sum(tokens) / (time.monotonic() - begun)
+
+    async def _stream(self, waiting: list[tuple[int, int]], speculate: bool) -> int:
+        tokens = 0
+        while waiting:
+            number, prompt = waiting.pop()
+            output = self._ids[number][prompt:]
+            body = {
+                "model": "study", "prompt": self._ids[number][:prompt], "max_tokens": len(output), "seed": number + 1,
+                "temperature": 1.0, "ignore_eos": True, "return_token_ids": True, "speculate": speculate,
+            }  # fmt: skip
+            async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
+                found = await answer.json()
+            if answer.status != 200 or found["choices"][0]["token_ids"] != output:
+                raise SystemExit(f"text {number}: the answer is not the recorded output: {str(found)[:500]}")
+            tokens += len(output)
+            if details := found["usage"].get("completion_tokens_details"):
+                self.accepted += details["accepted_prediction_tokens"]
+                self.rejected += details["rejected_prediction_tokens"]
+        return tokens
+
+
+async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    ids, chosen = recorded(options)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="speculation-") as scratch:
+        file = Path(scratch) / "texts.json"
+        file.write_text(json.dumps(ids))
+        stack = Stack(options.model, file, Path(scratch))
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+                await stack.ready(session)
+                await Load(session, stack.url, ids).span(chosen[options.kinds[-1]][-8:], 4, speculate=False)  # warm
+                for streams in options.streams:
+                    for kind in options.kinds:
+                        load = Load(session, stack.url, ids)
+                        rows.append(await compare(load, kind, streams, chosen[kind], options.rounds))
+                        print(json.dumps(rows[-1]), flush=True)
+        finally:
+            stack.stop()
+    return rows
+
+
+async def compare(load: Load, kind: str, streams: int, chosen: list[tuple[int, int]], rounds: int) -> dict[str, Any]:
+    """Return ratios and speeds of one kind of text at so many streams. Texts are taken from the end of `chosen`."""
+    size, ratios = SETS.get(streams, streams + 8), []
+    speeds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        if len(chosen) < 2 * size:
+            break
+        first, second = (chosen[-size:], chosen[-2 * size : -size])
+        del chosen[-2 * size :]
+        plain, guessed = await load.span(first, streams, False), await load.span(first, streams, True)
+        other = await load.span(second, streams, True), await load.span(second, streams, False)
+        ratios.append((guessed + other[0]) / (plain + other[1]))
+        speeds[0].append((plain + other[1]) / 2)
+        speeds[1].append((guessed + other[0]) / 2)
+    if not ratios:
+        raise SystemExit(f"{kind}: {len(chosen)} texts are left, a round takes {2 * size}; lower --streams or --rounds")
+    low, median, high = np.percentile(ratios, [10, 50, 90])
+    checked = load.accepted + load.rejected
+    return {
+        "kind": kind, "streams": streams, "rounds": len(ratios), "ratio": round(float(median), 3),
+        "ratio_p10": round(float(low), 3), "ratio_p90": round(float(high), 3),
+        "tok_s_without": round(float(np.median(speeds[0])), 1), "tok_s_with": round(float(np.median(speeds[1])), 1),
+        "drafts": checked, "right": round(load.accepted / checked, 3) if checked else None,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.studies.speculation", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--old", type=Path, help="standard library of an older Python")
+    parser.add_argument("--new", type=Path, help="standard library of a newer one")
+    parser.add_argument("--model", type=Path, default=ROOT / "assets" / "demo-model")
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--prompt", type=int, default=400, help="tokens of a prompt at most")
+    parser.add_argument("--output", type=int, default=150, help="tokens of an output at most")
+    parser.add_argument("--name", default="speculation", help="of the result; empty writes none")
+    options = parser.parse_args()
+    if "edits" in options.kinds and not (options.old and options.new):
+        parser.error("edits need --old and --new, folders like /usr/lib/python3.11; or leave them out of --kinds")
+    model = "" if options.model == ROOT / "assets" / "demo-model" else options.model.name
+    command = ["python", "-m", "bench.studies.speculation", "--rounds", str(options.rounds)]
+    facts = provenance(command + (["--model", model] if model else []), "torch", "numpy")
+    rows = asyncio.run(measure(options))
+    if options.name:
+        write(RESULTS / f"{options.name}.json", facts | {"rows": rows}, rows_on_lines=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
