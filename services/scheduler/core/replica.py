@@ -48,6 +48,8 @@ class SentStep:
     prefill_context: float
     moved: int  # blocks that it moves between the tiers
     drafts: Int32 | None  # [n] of the first n rows: the drafts of each; None: no row has any
+    planned_ns: int
+    alone: bool  # no other step of the replica was unanswered then
     peers: dict[int, Replica | None]  # replicas with a host tier that the step announces; None: gone
 
 

@@ -105,6 +105,8 @@ class Results:
             raise ValueError(f"the result of step {step.id} has token counts, but the step has no drafts")
         out = self._endings.collector()
         replica.answered(step)
+        if replica.speculation.possible:
+            replica.speculation.answered(step.planned_ns, result.step_ns, now_ns, step.alone)
         self._learn(replica, step, result)
         if step.peers and replica.peers.acknowledged(step.peers, result.peer_acks):
             self._router.changed(self._router.placement.alive)

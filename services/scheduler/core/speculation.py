@@ -15,18 +15,21 @@ import numpy.typing as npt
 
 from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.table import NEVER, SlotTable
-from services.scheduler.core.types import EMPTY, NO_ROWS, Int32, Limits, NewRequest, Rows
+from services.scheduler.core.types import NO_ROWS, Int32, Limits, NewRequest, Rows
 
 MOST = 16  # drafts of one row in a step
 LEAST_MATCH = 3  # tokens that stood before as they stand now; fewer predict little
 LONGEST_MATCH = 24  # a longer match is not looked for
 CANDIDATES = 16  # latest places that are compared further
 TENANTS = 64  # outputs are kept of so many tenants, those that ended last,
-KEPT = 16_384  # and so many tokens of each
+KEPT = 8_192  # and of each the last so many tokens, twice
 GAP = -1  # between two outputs
 GAIN = 1.05  # tokens a second with drafts, over those without, from which they are worth a try
-ANSWER_NS = 500_000  # from an answer to the start of the next step, when that was not sent before the answer
+ALONE_NS = 1_000_000.0  # between two steps of which the second is planned behind the answer to the first; then learnt
+AHEAD_NS = 200_000.0  # between two steps when the second was sent before that
+LONGEST_NS = 20e6  # of both; more is a pause of the machine
 FIRST = 0.7  # share of drafts that is taken to be right before any was tried
+REMEMBER = 0.05  # weight of a step in what passes beside steps
 LEARN = 0.25  # weight of a step in a row's share
 SURE = 0.98  # no share is taken to be more
 FADE = 0.01  # weight of FIRST in the share of a row that drafts nothing, with each look: so that it is tried again
@@ -43,26 +46,30 @@ class Drafts:
 
 
 class Outputs:
-    """The latest outputs of one tenant, one after another."""
+    """Outputs of one tenant, one after another, and where each three tokens stand in them; full after KEPT tokens."""
 
     def __init__(self) -> None:
-        self._tokens: Int32 = np.full(KEPT, GAP, np.int32)
+        self.tokens: Int32 = np.full(KEPT, GAP, np.int32)
         self._size = 0
+        self._places: dict[tuple[int, ...], list[int]] = {}  # of the last of three tokens, CANDIDATES at most
 
-    @property
-    def tokens(self) -> Int32:
-        return self._tokens[: self._size]
+    def add(self, output: Int32) -> bool:
+        """Add an output; return False where there is no room for it."""
+        start, end = self._size, self._size + output.size
+        if end >= KEPT:
+            return False
+        self.tokens[start:end], self._size = output, end + 1  # behind it is a GAP
+        three = output.tolist()
+        for at, key in enumerate(zip(three, three[1:], three[2:], strict=False), start + LEAST_MATCH - 1):
+            places = self._places.setdefault(key, [])
+            places.append(at)
+            del places[:-CANDIDATES]
+        return True
 
-    def add(self, output: Int32) -> None:
-        """Add an output; where there is no room, the older half goes."""
-        output = output[-(KEPT // 2) + 1 :]
-        if self._size + output.size + 1 > KEPT:
-            half = KEPT // 2
-            self._tokens[: self._size - half] = self._tokens[half : self._size].copy()
-            self._size = max(self._size - half, 0)
-        end = self._size + output.size
-        self._tokens[self._size : end], self._tokens[end] = output, GAP
-        self._size = end + 1
+    def find(self, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
+        """Return as follow()."""
+        places = self._places.get(tuple(tail[-LEAST_MATCH:].tolist()))
+        return follow(self.tokens, np.array(places), tail, most) if places else (0, [])
 
 
 class History:
@@ -73,33 +80,34 @@ class History:
 
     def __init__(self) -> None:
         self.drafted = self.accepted = 0
-        self._of: OrderedDict[str, Outputs] = OrderedDict()
+        self._of: OrderedDict[str, list[Outputs]] = OrderedDict()  # by tenant: those that are added to, then the former
 
     def add(self, request: NewRequest, output: Int32) -> None:
         """Keep an output that has ended, for others of its tenant."""
         if output.size <= LEAST_MATCH or not request.speculate:
             return
         tenant = request.tenant
-        kept = self._of.get(tenant)
-        if kept is None:
-            kept = self._of[tenant] = Outputs()
-            if len(self._of) > TENANTS:
-                self._of.popitem(last=False)
+        kept = self._of.setdefault(tenant, [Outputs()])
         self._of.move_to_end(tenant)
-        kept.add(output)
+        if len(self._of) > TENANTS:
+            self._of.popitem(last=False)
+        output = output[: KEPT - 1]
+        if not kept[0].add(output):
+            kept[:] = [Outputs(), kept[0]]
+            kept[0].add(output)
 
-    def of(self, tenant: str) -> Int32:
-        """Return the tokens of a tenant's outputs, GAP between two."""
-        kept = self._of.get(tenant)
-        return EMPTY if kept is None else kept.tokens
+    def find(self, tenant: str, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
+        """Return as follow(), from the outputs of a tenant."""
+        best: tuple[int, list[list[int]]] = (0, [])
+        for outputs in self._of.get(tenant, ()):
+            found = outputs.find(tail, most)
+            if found[0] > best[0]:
+                best = found
+        return best
 
 
 def find(text: Int32, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
-    """Return how many last tokens of `tail` stand in `text` too, the longest such match, and what follows there.
-
-    The second has at most `most` tokens each of what follows the latest places at which at least half as many match; 0
-    and none where fewer than LEAST_MATCH match. Something must follow.
-    """
+    """Return as follow(), from wherever the last tokens of `tail` stand in `text` with something behind them."""
     end = text.size - 1
     if end < LEAST_MATCH or tail.size < LEAST_MATCH:
         return 0, []
@@ -107,8 +115,15 @@ def find(text: Int32, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
     for back in range(1, LEAST_MATCH):
         hit &= text[LEAST_MATCH - 1 - back : end - back] == tail[-1 - back]
     places = hit.nonzero()[0][-CANDIDATES:] + (LEAST_MATCH - 1)
-    if not places.size:
-        return 0, []
+    return follow(text, places, tail, most) if places.size else (0, [])
+
+
+def follow(text: Int32, places: Rows, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
+    """Return the length of the longest match of the end of `tail` at one of `places` in `text`, and what follows.
+
+    places: where the last of LEAST_MATCH tokens stands that match, ascending. The second has at most `most` tokens each
+    of what follows the places at which at least half as many match.
+    """
     length, longest, by_length = LEAST_MATCH, places, [places]
     while length < tail.size:
         longest = longest[longest >= length]
@@ -153,6 +168,9 @@ class Speculation:
         self._next: Int32 = np.zeros(table.slots, np.int32)  # applied tokens from which on a row is looked at again
         self._seen: npt.NDArray[np.int64] = np.full(table.slots, NEVER)  # generation that these are of
 
+        self._alone_ns = ALONE_NS
+        self._ahead_ns = AHEAD_NS
+        self._answered_ns = 0  # when the last step was answered
         self._waited: Rows = NO_ROWS  # that a step was put off for
         self._patience = 0  # looks of worth_waiting that are left out
         self._failures = 0
@@ -184,8 +202,7 @@ class Speculation:
             return None
         step_ns = model.predict(rows.size, context)
         draft_ns = (model.predict(rows.size + 8, context) - step_ns) / 8 + model.c3 * context / rows.size
-        # Chance of being right from which a draft brings more than it costs.
-        least = max(draft_ns * rows.size / max(step_ns, 1.0), 0.02)
+        least = self._least(rows.size, step_ns, draft_ns)
         room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context))
         if least >= 1.0 or room < 1:
             return None
@@ -217,8 +234,9 @@ class Speculation:
         if not found:
             return None
         counts = np.array([len(drafts) for _, drafts in found], np.int32)
-        took = step_ns + draft_ns * int(counts.sum()) + ANSWER_NS
-        if (rows.size + expected) * step_ns < GAIN * rows.size * took:
+        plain = step_ns + min(self._ahead_ns, self._alone_ns)
+        took = step_ns + draft_ns * int(counts.sum()) + self._alone_ns
+        if (rows.size + expected) * plain < GAIN * rows.size * took:
             return None
         tokens = [token for _, drafts in found for token in drafts]
         return Drafts(np.array([row for row, _ in found]), counts, np.array(tokens, np.int32))
@@ -237,6 +255,20 @@ class Speculation:
         self._waited = drafts.rows
         return True
 
+    def answered(self, planned_ns: int, step_ns: int, now_ns: int, alone: bool) -> None:
+        """Learn what passes beside the steps, from a step that took `step_ns` at the worker and is answered now.
+
+        alone: it was planned when no other was unanswered.
+        """
+        since_ns, self._answered_ns = planned_ns if alone else max(planned_ns, self._answered_ns), now_ns
+        beside_ns = min(max(now_ns - since_ns - step_ns, 0), LONGEST_NS)
+        if step_ns <= 0:
+            return
+        if alone:
+            self._alone_ns += REMEMBER * (beside_ns - self._alone_ns)
+        else:
+            self._ahead_ns += REMEMBER * (beside_ns - self._ahead_ns)
+
     def learn(self, rows: Rows, drafts: Int32, right: Int32) -> None:
         """Learn from an answer: right[i] of drafts[i] guesses for rows[i] were right, [k] each."""
         tried = np.minimum(right + 1, drafts)
@@ -244,6 +276,11 @@ class Speculation:
         self._share[rows] = (share + LEARN * (right / np.maximum(tried, 1) - share)).clip(0.01, SURE)
         self._history.drafted += int(drafts.sum())
         self._history.accepted += int(right.sum())
+
+    @staticmethod
+    def _least(rows: int, step_ns: float, draft_ns: float) -> float:
+        """Return the chance of being right from which a draft brings more tokens a second than it costs."""
+        return max(draft_ns * rows / max(step_ns, 1.0), 0.02)
 
     def _affordable(self, rows: Rows, context: int) -> int:
         """Return the draft tokens beside `rows` with which no declared limit of the time between tokens is passed."""
@@ -270,7 +307,7 @@ class Speculation:
             if longer >= length and longer:  # what the client says goes before what the sequence says
                 length, best = longer, follows
         if length < LONGEST_MATCH:
-            longer, follows = find(self._history.of(request.tenant), tail, most)
+            longer, follows = self._history.find(request.tenant, tail, most)
             if longer > length:
                 best = follows
         return best

@@ -209,6 +209,8 @@ class StepBuilder:
             prefill_context=self._prefill_context,
             moved=copies.out_gpu.size + copies.in_host.size,
             drafts=guesses,
+            planned_ns=self.now_ns,
+            alone=not replica.inflight,
             peers=news,
         )
         freed, replica.freed = replica.freed, []

@@ -1,4 +1,4 @@
-"""One column of tokens a step: schedule, commit and rollback."""
+"""One column of tokens a step: schedule, speculate, commit and take back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.speculation import Drafts
 from services.scheduler.core.step import StepBuilder
-from services.scheduler.core.types import Limits, Rows, StepResult
+from services.scheduler.core.types import Limits, Rows, StepPlan, StepResult
 from tests.unit.scheduler.core.named import Named, house
 from tests.unit.scheduler.core.twin import request
 
@@ -23,35 +24,59 @@ def decoding(block_size: int, policy: str = "sarathi") -> Named:
     return h
 
 
+def decode_step(h: Named, drafts: int) -> StepPlan:
+    """A step of the row with so many guesses, all of them 1."""
+    builder = StepBuilder(h.core.replicas[0], 0, 8, 64, h.now)
+    mask = h.core.replicas[0].table.mask(ROW)
+    builder.decode(mask, ROW, *builder.missing_blocks(mask))
+    if drafts:
+        builder.speculate(Drafts(ROW, np.array([drafts], np.int32), np.ones(drafts, np.int32)))
+    return builder.commit()
+
+
 @pytest.mark.parametrize("policy", ["sarathi", "orcinus"])  # the second has a prefix cache
 @pytest.mark.parametrize("block_size", [1, 2, 4])
-@pytest.mark.parametrize("drafts", [0, 1, 5])
-def test_rollback_leaves_row_as_if_refused_tokens_were_never_planned(drafts: int, block_size: int, policy: str) -> None:
-    """The step computes 1 + drafts tokens, of which only the first is accepted."""
+@pytest.mark.parametrize("drafts", [1, 5])
+def test_refused_drafts_leave_a_row_as_if_they_were_never_planned(drafts: int, block_size: int, policy: str) -> None:
     facts = []
-    for scheduled in (1, 1 + drafts):
+    for count in (0, drafts):
         h = decoding(block_size, policy)
         replica, table = h.core.replicas[0], h.core.replicas[0].table
-        builder = StepBuilder(replica, 0, 8, 64, h.now)
-        builder.schedule(ROW, np.array([scheduled]))
-        plan = builder.commit()
-        assert plan.chunk_lengths.tolist() == [scheduled]
-        h.take(h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), np.array([9], np.int32)), h.now))
-        replica.rollback(ROW, np.array([scheduled - 1], np.int32))
+        plan = decode_step(h, count)
+        assert plan.chunk_lengths.tolist() == [1 + count]
+        assert plan.chunk_drafts.tolist() == [count] * (count > 0)
+        counts = np.array([1], np.int32) if count else None
+        h.take(h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), np.array([9], np.int32), counts), h.now))
         h.core.check()
         columns = (table.planned, table.known, table.applied, table.held, table.capacity, table.phase)
-        facts.append(([int(column[0]) for column in columns], replica.pool.free, replica.available))
+        free = replica.pool.free + replica.pool.cached  # blocks for drafts may have been cached ones
+        facts.append(([int(column[0]) for column in columns], free, replica.available))
         step, _ = h.core.plan(h.now)
         assert step is not None and step.chunk_starts.tolist() == [9] and step.chunk_lengths.tolist() == [1]
     assert facts[0] == facts[1]
 
 
-def test_rollback_refuses_applied_tokens_and_rows_with_unanswered_steps() -> None:
+@pytest.mark.parametrize(("counts", "tokens"), [(None, 1), ([0], 0), ([4], 4), ([1, 1], 2), ([2], 1)])
+def test_counts_that_a_step_cannot_give_are_refused(counts: list[int] | None, tokens: int) -> None:
+    h = decoding(4)
+    plan = decode_step(h, 2)
+    column = None if counts is None else np.array(counts, np.int32)
+    with pytest.raises(ValueError, match=f"the result of step {plan.id} has"):
+        h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), np.full(tokens, 9, np.int32), column), h.now)
+    h.core.check()
+
+
+def test_counts_without_drafts_are_refused() -> None:
+    h = decoding(4)
+    plan = decode_step(h, 0)
+    one = np.ones(1, np.int32)
+    with pytest.raises(ValueError, match="has token counts"):
+        h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), one, one), h.now)
+
+
+def test_rollback_refuses_applied_tokens() -> None:
     h = decoding(4)
     with pytest.raises(ValueError, match="placeholders"):
-        h.core.replicas[0].rollback(ROW, np.array([1], np.int32))
-    assert h.plan() is not None
-    with pytest.raises(ValueError, match="unanswered"):
         h.core.replicas[0].rollback(ROW, np.array([1], np.int32))
 
 

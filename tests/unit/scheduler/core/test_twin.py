@@ -17,10 +17,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.scheduler.core import speculation
 from services.scheduler.core.policy.presets import PARTS, PRESETS
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.speculation import Speculation
 from services.scheduler.core.types import Finish, Limits
-from tests.unit.scheduler.core.twin import MS, House, answer, request
+from tests.unit.scheduler.core.twin import MS, VOCAB, House, answer, request
 
 # Parts with no thought for the next token, so that they preempt most.
 EAGER = "orcinus:order=class,memory=fits,tokens=fixed-16,relief=least-lost"
@@ -51,6 +53,12 @@ ANY_POLICY = st.one_of(st.sampled_from(POLICIES), ANY_PARTS)
 ENDS = (Finish.CANCELLED, Finish.DEADLINE, Finish.ERROR)
 
 
+@pytest.fixture(autouse=True)
+def drafts_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "GAIN", 0.0)
+    monkeypatch.setattr(Speculation, "_least", lambda *_: 0.02)
+
+
 class CoreTwin(RuleBasedStateMachine):
     """Everything that can happen to a core, in any order, on one to three replicas that are too small for it."""
 
@@ -67,12 +75,14 @@ class CoreTwin(RuleBasedStateMachine):
         max_seqs=st.sampled_from([0, 0, 2]),
         host_blocks=st.sampled_from([0, 4, 30]),
         prefix_cache=st.sampled_from([None, True]),
+        max_drafts=st.sampled_from([0, 8, 8]),
         lag=st.integers(0, 2),
     )
     def start(
         self, slots: int, blocks: int, block_size: int, context: int, step_max: int, lag: int, **core: Any
     ) -> None:
-        self.limits = Limits(slots, blocks, block_size, context, step_max, core.pop("host_blocks"))
+        host_blocks, drafts = core.pop("host_blocks"), core.pop("max_drafts")
+        self.limits = Limits(slots, blocks, block_size, context, step_max, host_blocks, max_drafts=drafts)
         self.house = House(Scheduler(checkpoint_tokens=3, **core), self.limits, lag)
         self.count = 0
 
@@ -80,7 +90,7 @@ class CoreTwin(RuleBasedStateMachine):
         prompt=st.integers(1, 12),
         prompts=st.integers(1, 2),
         n=st.integers(1, 2),
-        max_tokens=st.integers(1, 16),
+        max_tokens=st.integers(1, 20),
         min_tokens=st.integers(0, 3),
         priority=st.integers(0, 3),
         gateway=st.sampled_from("abc"),
@@ -89,14 +99,29 @@ class CoreTwin(RuleBasedStateMachine):
         tbt_slo_ms=st.sampled_from([0, 0, 20]),
         tenant=st.sampled_from("xy"),
         seed=st.integers(0, 6),
+        foretold=st.integers(0, 4),
     )
-    def add(self, prompt: int, prompts: int, n: int, deadline: int, resumed: int, tbt_slo_ms: int, **more: Any) -> None:
+    def add(
+        self,
+        prompt: int,
+        prompts: int,
+        n: int,
+        deadline: int,
+        resumed: int,
+        tbt_slo_ms: int,
+        foretold: int,
+        **more: Any,
+    ) -> None:
         more |= {"deadline_ns": self.house.now + deadline * MS if deadline else 0, "tbt_slo_ns": tbt_slo_ms * MS}
         salt = more["tenant"].encode()
         new = request(f"r{self.count}", (prompt,) * prompts, stop_ids=(0, 5), n=n, salt=salt, **more)
         if resumed and prompt < self.limits.max_model_len:  # some outputs are known from before a restart
             answers = [answer(new, c, self.limits.max_model_len)[0] for c in range(prompts * n)]
             new.outputs = [np.array(a[: min(resumed, len(a) - 1)], np.int32) for a in answers]
+        if foretold:  # the first choice's output, every few tokens another one
+            output = np.array(answer(new, 0, self.limits.max_model_len)[0], np.int32)
+            output[foretold::foretold] = (output[foretold::foretold] + (foretold < 4)) % VOCAB
+            new.prediction = np.concatenate([new.prompts[0], output])
         self.count += 1
         self.house.add(new)
 
@@ -242,6 +267,45 @@ def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
         assert preempted == 0, "what reserves everything never preempts"
     if policy in ("sarathi", EAGER, SWAPS):
         assert preempted > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("policy", TESTED)
+def test_guesses_right_or_wrong_change_no_token(policy: str, seed: int) -> None:
+    """Requests with predictions, some tokens wrong, that are preempted, stopped, parked, cancelled and lost."""
+    rng = random.Random(f"{policy} {seed}")
+    limits = Limits(8, rng.randint(30, 60), rng.choice([1, 2, 4]), 64, 64, host_blocks=40, max_drafts=24)
+    core = Scheduler(
+        policy, microbatches=rng.randint(1, 3), lookahead=rng.randint(0, 2), checkpoint_tokens=5, prefix_cache=True
+    )
+    house = House(core, limits, lag=rng.randint(0, 2))
+    for i in range(40):
+        new = request(f"r{i}", rng.randint(3, 12), rng.randint(8, 40), seed=i % 30, stop_ids=(3,), priority=i % 4)
+        output = np.array(answer(new, 0, limits.max_model_len)[0], np.int32)
+        wrong = np.random.default_rng(i).random(output.size) < rng.choice([0.0, 0.1, 0.3])
+        new.prediction = np.concatenate([new.prompts[0], np.where(wrong, (output + 1) % VOCAB, output)])
+        house.add(new)
+        for _ in range(rng.randint(0, 5)):
+            house.step_once()
+        chosen, event = f"r{rng.randint(0, i)}", rng.random()
+        if event < 0.1:
+            house.stop(chosen, 0, rng.randint(0, len(house.published[chosen, 0])))
+        elif event < 0.2:
+            core.park(chosen)
+            house.step_once()
+            core.resume(chosen, house.now)
+        elif event < 0.25:
+            house.take(core.cancel(chosen, house.now))
+        elif event < 0.3:
+            house.plan()
+            house.lose()
+            house.join(limits)
+        core.check()
+    for i in range(40):
+        core.resume(f"r{i}", house.now)
+    house.finish()
+    stats = core.stats()
+    assert 20 < stats["accepted_tokens"] < stats["drafted_tokens"]
 
 
 @pytest.mark.parametrize("seed", range(12))

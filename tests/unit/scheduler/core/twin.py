@@ -100,26 +100,32 @@ class TwinWorker:
         self.shared = {block for block, count in held.items() if count > 1}
         assert int(step.chunk_lengths.sum()) <= limits.max_step_tokens
         assert np.unique(step.chunk_slots).size == step.chunk_slots.size
-        slots, tokens, errors = [], [], []
+        slots, tokens, counts, errors = [], [], [], []
+        drafts = step.drafts.tolist()
+        assert len(drafts) <= limits.max_drafts
         chunks = zip(
             step.chunk_slots.tolist(),
             step.chunk_starts.tolist(),
             step.chunk_lengths.tolist(),
             step.samples.tolist(),
+            step.chunk_drafts.tolist() or [0] * step.samples.size,
             strict=True,
         )
-        for i, (slot, start, length, samples) in enumerate(chunks):
+        for i, (slot, start, length, samples, drafted) in enumerate(chunks):
+            guesses, drafts = drafts[:drafted], drafts[drafted:]
             if self.rows[slot].failed or i in self.fail_next:  # failed: in a step sent before the scheduler knew
                 self.rows[slot].failed = True
                 errors.append((slot, "nan_logits", "the logits are not finite"))
                 continue
-            token = self._chunk(self.rows[slot], start, length)
-            assert (token is not None) == samples
-            if token is not None:
+            drawn = self._chunk(self.rows[slot], start, length, guesses)
+            assert bool(drawn) == samples
+            if drawn:
                 slots.append(slot)
-                tokens.append(token)
+                tokens += drawn
+                counts.append(len(drawn))
         self.fail_next = set()
         result = StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
+        result.token_counts = np.array(counts, np.int32) if step.drafts.size else None
         result.swap_out_acks, result.swap_in_acks = self._copy(step.id)
         result.peer_acks = np.array(acks, np.int32)
         result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
@@ -167,9 +173,13 @@ class TwinWorker:
             row.hashes.append(chain(row.hashes[-1] if row.hashes else 0, token))
         self.rows[enter.slot] = row
 
-    def _chunk(self, row: Row, start: int, length: int) -> int | None:
-        size, known = self.limits.block_size, len(row.tokens)
-        assert length > 0 and start + length <= known, "a chunk runs tokens that nobody knows"
+    def _chunk(self, row: Row, start: int, length: int, guesses: list[int]) -> list[int]:
+        """Runs a chunk; returns the tokens that count. Nothing of a wrong guess may be read later."""
+        size, first = self.limits.block_size, len(row.tokens)
+        row.tokens = row.tokens + guesses
+        known = len(row.tokens)
+        assert length > len(guesses) and start + length <= known, "a chunk runs tokens that nobody knows"
+        assert start + length == known or not guesses, "guesses that are not at the end"
         assert known < self.limits.max_model_len, "a step past the context"
         while len(row.hashes) < start + length:
             row.hashes.append(chain(row.hashes[-1] if row.hashes else 0, row.tokens[len(row.hashes)]))
@@ -181,10 +191,14 @@ class TwinWorker:
                 assert place[0] not in self.shared, "writes into a block that another one reads"
                 self.kv[place] = row.hashes[p]
         if start + length < known:
-            return None
-        token = sample(row.hashes[-1], row.seed)
-        row.tokens.append(token)
-        return token
+            return []
+        drawn = [sample(h, row.seed) for h in row.hashes[first - 1 :]]
+        right = next((i for i, (a, b) in enumerate(zip(drawn, guesses, strict=False)) if a != b), len(guesses))
+        row.tokens = row.tokens[:first] + drawn[: right + 1]
+        row.hashes = row.hashes[: len(row.tokens) - 1]
+        if guesses:
+            row.blocks = row.blocks[: -(-(len(row.tokens) - 1) // size)]
+        return drawn[: right + 1]
 
 
 class House:
