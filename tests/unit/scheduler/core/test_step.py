@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.policy.presets import parse
+from services.scheduler.core.replica import KV
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.sequence import State
 from services.scheduler.core.speculation import Drafts
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import Limits, Rows, StepPlan, StepResult
@@ -54,6 +56,22 @@ def test_refused_drafts_leave_a_row_as_if_they_were_never_planned(drafts: int, b
         step, _ = h.core.plan(h.now)
         assert step is not None and step.chunk_starts.tolist() == [9] and step.chunk_lengths.tolist() == [1]
     assert facts[0] == facts[1]
+
+
+def test_swapped_row_keeps_no_kv_of_unanswered_drafts() -> None:
+    """The tokens that were right come late; what was behind them is not taken for computed."""
+    h = Named(Scheduler("sarathi", lookahead=1), Limits(4, 100, 2, 64, 64, host_blocks=100))
+    h.add(request("a", 7, 40, seed=1))
+    for _ in range(2):
+        h.step()
+    plan, replica = decode_step(h, 5), h.core.replicas[0]
+    sequence = replica.release(0, KV.SWAP)
+    assert sequence.saved is not None and (sequence.saved.tokens, sequence.saved.blocks.size) == (9, 5)
+    sequence.state = State.PARKED
+    three = StepResult(plan.id, 0, np.zeros(1, np.int32), np.array([9, 8, 7], np.int32), np.array([3], np.int32))
+    outcome = h.core.apply(three, h.now)
+    assert outcome.tokens.tolist() == [9, 8, 7] and outcome.first.tolist() == [2, 3, 4]
+    assert sequence.known == 7 + 5 and sequence.saved.tokens == 9
 
 
 @pytest.mark.parametrize(("counts", "tokens"), [(None, 1), ([0], 0), ([4], 4), ([1, 1], 2), ([2], 1)])

@@ -287,17 +287,17 @@ def test_guesses_right_or_wrong_change_no_token(policy: str, seed: int) -> None:
         house.add(new)
         for _ in range(rng.randint(0, 5)):
             house.step_once()
-        chosen, event = f"r{rng.randint(0, i)}", rng.random()
+        chosen, event = f"r{rng.randint(max(i - 8, 0), i)}", rng.random()
+        house.plan()  # so that some guesses are unanswered
         if event < 0.1:
             house.stop(chosen, 0, rng.randint(0, len(house.published[chosen, 0])))
-        elif event < 0.2:
+        elif event < 0.3:
             core.park(chosen)
             house.step_once()
             core.resume(chosen, house.now)
-        elif event < 0.25:
+        elif event < 0.35:
             house.take(core.cancel(chosen, house.now))
-        elif event < 0.3:
-            house.plan()
+        elif event < 0.4:
             house.lose()
             house.join(limits)
         core.check()
