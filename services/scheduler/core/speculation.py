@@ -32,7 +32,7 @@ FIRST = 0.7  # share of drafts that is taken to be right before any was tried
 REMEMBER = 0.05  # weight of a step in what passes beside steps
 LEARN = 0.25  # weight of a step in a row's share
 SURE = 0.98  # no share is taken to be more
-FADE = 0.01  # weight of FIRST in the share of a row that drafts nothing, with each look: so that it is tried again
+FADE = 0.01  # weight of FIRST in the share of a row that could draft and does not: it is tried again one day
 REST = 16  # tokens at most until a row without a match is looked at again
 
 
@@ -237,6 +237,8 @@ class Speculation:
         plain = step_ns + min(self._ahead_ns, self._alone_ns)
         took = step_ns + draft_ns * int(counts.sum()) + self._alone_ns
         if (rows.size + expected) * plain < GAIN * rows.size * took:
+            tried = [row for row, _ in found]
+            self._share[tried] += FADE * (FIRST - self._share[tried])
             return None
         tokens = [token for _, drafts in found for token in drafts]
         return Drafts(np.array([row for row, _ in found]), counts, np.array(tokens, np.int32))
