@@ -205,7 +205,7 @@ def main() -> int:
     facts = provenance(command + (["--model", model] if model else []), "torch", "numpy")
     rows = asyncio.run(measure(options))
     if options.name:
-        write(RESULTS / f"{options.name}.json", facts | {"rows": rows}, rows_on_lines=True)
+        write(RESULTS / f"{options.name}.json", facts | {"model": options.model.name, "rows": rows}, rows_on_lines=True)
     return 0
 
 
