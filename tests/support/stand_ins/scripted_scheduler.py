@@ -50,6 +50,7 @@ class Line:
     finish: int = RUNNING
     error: str = ""
     logprobs: Sequence[bytes] = ()  # a record for each token
+    drafts: int = 0  # guesses of the step
 
 
 @dataclass
@@ -166,6 +167,7 @@ class ScriptedScheduler:
             errors={row: line.error for row, line in enumerate(lines) if line.error},
             logprobs=b"".join(record for line in lines for record in line.logprobs),
             logprob_sizes=pack([sum(map(len, line.logprobs)) for line in lines]),
+            drafts=pack([line.drafts for line in lines]) if any(line.drafts for line in lines) else b"",
         )
 
     def serve(self, claimed: Claimed, tokens: Sequence[int], finish: int = LENGTH, piece: int = 1) -> None:

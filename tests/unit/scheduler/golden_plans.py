@@ -528,7 +528,9 @@ class Run:
         else:
             raise RuntimeError(f"{self.policy}, {self.work.settings}: not idle after {ROUNDS} rounds")
         stats = self.core.stats()
-        assert not any(stats.pop(name) for name in ("drafted_tokens", "accepted_tokens")), "these workers take no drafts"
+        assert not any(stats.pop(name) for name in ("drafted_tokens", "accepted_tokens")), (
+            "these workers take no drafts"
+        )
         self.note("stats", sorted(stats.items()))
         self.core.check()
         return self.canonical.hexdigest()[:DIGITS], self.raw.hexdigest()[:DIGITS]

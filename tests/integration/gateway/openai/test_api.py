@@ -13,6 +13,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from shared.columns import unpack
 from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.docs.bad_fields import BAD, CHAT, NO_TOOLS
 from tests.support.gateway_clients import posted
@@ -236,6 +237,34 @@ def test_request_is_seen_and_cancelled_by_its_key_only(gateway: GatewayProcess, 
     assert (record["status"], record["finish_reasons"]) == ("finished", ["stop"])
     assert record["usage"]["completion_tokens"] == 2
     assert gateway.get("/v1/requests/cmpl-none").status_code == 404
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_prediction_goes_to_the_scheduler_and_usage_counts_guesses(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, streamed: bool
+) -> None:
+    body = {"model": gateway.name, "prompt": "x", "max_tokens": 6, "stream": streamed}
+    body |= {"prediction": {"type": "content", "content": [{"type": "text", "text": TEXT}]}}
+    body |= {"stream_options": {"include_usage": True}} if streamed else {}
+    with posted(gateway, body) as answers:
+        claimed = scheduler.claim()
+        assert claimed.request.speculate and unpack(claimed.request.prediction).tolist() == token_ids(TEXT)
+        scheduler.publish(Line(claimed.id, 0, [50, 51, 52], drafts=4), started=[claimed.id])  # two of four were right
+        scheduler.publish(Line(claimed.id, 3, [53, 54, 55], drafts=2, finish=LENGTH))
+        scheduler.end(claimed, [[50, 51, 52, 53, 54, 55]], [LENGTH])
+    text = answers[0].text
+    found = json.loads([line for line in text.split("data: ") if '"usage":{' in line][-1] if streamed else text)
+    details = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}
+    assert found["usage"]["completion_tokens_details"] == details
+    assert found["usage"]["completion_tokens"] == 6
+
+
+def test_request_can_do_without_guesses(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    with posted(gateway, {"model": gateway.name, "prompt": "x", "max_tokens": 2, "speculate": False}) as answers:
+        claimed = scheduler.claim()
+        assert not claimed.request.speculate and not claimed.request.prediction
+        scheduler.serve(claimed, [50, 51])
+    assert "completion_tokens_details" not in answers[0].json()["usage"]
 
 
 def test_tokenize_and_detokenize_are_inverse(gateway: GatewayProcess, tokenizer: Tokenizer) -> None:
