@@ -15,6 +15,7 @@ import pytest
 from llguidance import LLMatcher
 
 from protos import worker_pb2
+from services.scheduler.core import speculation
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import NewRequest
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
@@ -39,6 +40,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return make_llama(
         path, requests=REQUESTS, prompt_tokens=(2, 40), output_tokens=OUTPUT_TOKENS, hidden_size=32, seed=SEED
     )
+
+
+@pytest.fixture(autouse=True)
+def drafts_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "GAIN", 0.0)
 
 
 def engine_of(model: Path, pool_tokens: int = 4096, **settings: Any) -> Engine:

@@ -182,6 +182,7 @@ async def run_beside_a_good_worker(bad: ScriptedWorker, logprobs: int = 0) -> Sh
         ({"gpu_blocks": (1 << 32) - 1}, "gpu_blocks: 4294967295 is not between"),
         ({"max_step_tokens": 0}, "max_step_tokens: 0 is not between"),
         ({"largest_step_ms": 1 << 31}, "largest_step_ms: 2147483648 is not between"),
+        ({"max_drafts": 1 << 20}, "max_drafts: 1048576 is not between"),
         ({"role": "both"}, "role: 'both' is neither"),
         ({"kv_format": "x" * 5000}, "kv_format: longer than"),
     ],
@@ -217,6 +218,7 @@ def column(name: str, change: Callable[[bytes], bytes]) -> Spoil:
         (column("tokens", lambda old: old[:-1]), "result of step"),
         (column("slots", lambda old: pack([9999] * (len(old) // 4))), "other slots"),
         (column("slots", lambda old: old[4:]), "other slots"),
+        (column("token_counts", lambda _: pack([1])), "token counts, but the step has no drafts"),
         (failing(9999), "errors: slot 9999"),
         (failing(SLOTS - 1, SLOTS - 1), f"errors: slot {SLOTS - 1}"),
         (timed(total_ns=-1), "timings: -1 ns"),
@@ -233,6 +235,14 @@ async def test_wrongly_answering_worker_is_dropped_and_its_requests_go_on(spoil:
     assert bad.spoiled
     assert [(kind, worker) for kind, _, worker in shard.events] == [("worker_refused", "bad")]
     assert named in shard.events[0][1]
+
+
+async def test_worker_with_counts_beyond_its_tokens_is_dropped() -> None:
+    """They say how many records of log-probabilities there are, and 2^31 are never made room for."""
+    spoil = column("token_counts", lambda _: pack([1 << 30]))
+    shard = await run_beside_a_good_worker(ScriptedWorker(described(id="bad"), spoil), logprobs=3)
+    assert [(kind, worker) for kind, _, worker in shard.events] == [("worker_refused", "bad")]
+    assert "token_counts: 1 counts for" in shard.events[0][1]
 
 
 @pytest.mark.parametrize("change", [lambda old: b"", lambda old: old[:-4], lambda old: old + bytes(4)])

@@ -1,4 +1,7 @@
-"""How long a read of the request streams may wait: a class without room is not listened to, and may have some soon."""
+"""How long a read of the request streams may wait, and what is refused of what it brings.
+
+A class without room is not listened to, and may have some soon.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.scheduler.requests.intake import FULL_MS, Intake
+from protos import queue_pb2
+from services.scheduler.requests.intake import FULL_MS, MAX_PREDICTION, Clock, Intake, decode
+from shared.columns import pack
 from shared.keys import CLASSES, Keys
 from shared.redis_client import BLOCK_MS
 
@@ -33,3 +38,10 @@ async def test_a_read_that_leaves_a_class_out_ends_soon(room: list[int], block: 
     assert await intake.read(room, one=True) == []
     open_ = [keys.requests(name) for name, left in zip(CLASSES, room, strict=True) if left]
     assert reader.asked == [(open_, block)]
+
+
+@pytest.mark.parametrize("prediction", [[0] * (MAX_PREDICTION + 1), [3, -1]])
+def test_prediction_that_no_gateway_sends_is_refused(prediction: list[int]) -> None:
+    wire = queue_pb2.Request(id="r", n=1, max_tokens=1, prediction=pack(prediction))
+    with pytest.raises(ValueError, match="prediction: "):
+        decode(wire, queue_pb2.Prompts(tokens=[pack([1])]), 0, "g", Clock())
