@@ -145,6 +145,33 @@ def test_prediction_is_compared_with_the_measured_time_of_its_request() -> None:
     assert stats.snapshot({}, 90 * SECOND, 80, 4, "orcinus", 1)["ttft_error_ms_p50"] == 0, "no promise, no error"
 
 
+def measured(stats: Stats, *waits_ms: float) -> dict[str, float | int | str]:
+    """Return the next statistics, after first tokens of class normal that took so long; the core predicts 5 ms."""
+    for number, wait_ms in enumerate(waits_ms):
+        stats.forecasts.arrived(str(number), 2)
+        stats.forecasts.started(str(number), 2, wait_ms, SECOND)
+    return stats.snapshot({}, SECOND, 77, 4, "orcinus", 1, predicted_ns=[5_000_000] * 4)
+
+
+def test_prediction_learns_the_time_outside_the_core() -> None:
+    stats = Stats(0)
+    assert measured(stats)["predicted_ttft_ms_normal"] == 5.0
+    assert measured(stats, 24.0, 25.0, 900.0)["predicted_ttft_ms_normal"] == 25.0  # the late one is an outlier
+    later = measured(stats, *[25.0] * 20)
+    assert [later[f"predicted_ttft_ms_{name}"] for name in ("realtime", "normal", "low")] == [25.0] * 3
+    assert later["ttft_error_ms_p50"] == 0.0
+    assert measured(stats, *[1.0] * 40)["predicted_ttft_ms_normal"] == 5.0  # never less than the core's
+
+
+def test_learnt_overhead_is_bounded_by_a_few_steps() -> None:
+    stats = Stats(0)
+    measured(stats)
+    assert measured(stats, *[5_000.0] * 40)["predicted_ttft_ms_normal"] == 105.0
+    stats.result(step_ns=50_000_000, idle_ns=0, prefill=0)
+    assert measured(stats)["predicted_ttft_ms_normal"] == 305.0
+    assert measured(stats, *[25.0] * 40)["predicted_ttft_ms_normal"] == 25.0  # an overload that is over is forgotten
+
+
 def test_two_workers_compute_twice_as_many_prompt_tokens() -> None:
     stats = Stats(0)
     for replica in (0, 1):
