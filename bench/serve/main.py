@@ -177,8 +177,10 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
                 if reply.status != 200:
                     raise WrongUse(f"{url}/v1/models answered {reply.status}: is this an OpenAI-compatible server?")
                 names = [str(entry["id"]) for entry in orjson.loads(await reply.read())["data"]]
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise WrongUse(f"no server at {url}: {error or type(error).__name__}") from error
+        except (aiohttp.ClientConnectorError, TimeoutError) as error:
+            raise WrongUse(f"no server at {url}; start one with `make run`, or name it with --url") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise WrongUse(f"no server at {url}: {error or type(error).__name__}; name another with --url") from error
         except (KeyError, TypeError) as error:
             raise WrongUse(f"{url}/v1/models did not answer a list of models") from error
         model = options.model or (names[0] if len(names) == 1 else "")
