@@ -30,7 +30,9 @@ from shared.errors import ConfigurationError
 try:
     import aiohttp
 except ModuleNotFoundError as error:
-    raise ConfigurationError("`orcinus bench serve` needs aiohttp: run `make install-dev` first") from error
+    raise ConfigurationError(
+        "`orcinus bench serve` needs aiohttp, which is not installed; run `make install`"
+    ) from error
 
 from bench.result import provenance
 from bench.serve import client as load_client

@@ -253,24 +253,27 @@ class Forecasts:
 
     def __init__(self) -> None:
         self._next_ms = [0.0] * len(CLASSES)
-        self._next_overhead_ms = 0.0
-        self._promised_ms: dict[str, tuple[float, float]] = {}  # with the overhead, and the overhead alone
+        self._next_overhead_ms: float | None = None
+        self._promised_ms: dict[
+            str, tuple[float, float | None]
+        ] = {}  # with the overhead; the overhead, None if unknown
         self._overheads_ms: deque[float] = deque(maxlen=OVERHEAD_SAMPLES)
         self._predicted, self._measured, self._error = ([Window(FORECAST_SAMPLES) for _ in CLASSES] for _ in range(3))
         self._all_predicted, self._all_error = Window(), Window()
 
-    def overhead_ms(self, step_ms: float) -> float:
-        """Return the median of what the latest first tokens took beyond the core's prediction; never below 0.
+    def overhead_ms(self, step_ms: float) -> float | None:
+        """Return the median of what the latest first tokens took beyond the core's prediction, at least 0; None if none
+        was measured yet.
 
         step_ms: of the mean step. More than a few steps is no overhead but a queue, which the core has to predict: the
         bound keeps an overload that is over from refusing requests.
         """
         if not self._overheads_ms:
-            return 0.0
+            return None
         median = float(np.median(self._overheads_ms))
         return min(max(median, 0.0), OVERHEAD_MS + OVERHEAD_STEPS * step_ms)
 
-    def reported(self, predicted_ms: Sequence[float], overhead_ms: float = 0.0) -> None:
+    def reported(self, predicted_ms: Sequence[float], overhead_ms: float | None) -> None:
         """Take what was reported by class: it holds for requests that come from now on. overhead_ms: a part of it."""
         self._next_ms, self._next_overhead_ms = list(predicted_ms), overhead_ms
 
@@ -288,7 +291,9 @@ class Forecasts:
         if promised is None:
             return
         predicted_ms, overhead_ms = promised
-        self._overheads_ms.append(measured_ms - (predicted_ms - overhead_ms))
+        self._overheads_ms.append(measured_ms - (predicted_ms - (overhead_ms or 0.0)))
+        if overhead_ms is None:
+            return  # the first ones of a scheduler: a prediction without the overhead tells nothing
         predicted, error = np.array([predicted_ms]), np.array([abs(measured_ms - predicted_ms)])
         self._measured[priority].add(np.array([measured_ms]), now_ns)
         for window, values in (
@@ -441,7 +446,7 @@ class Stats:
             "tbt_ms_p50": round(tbt[0], 3),
             "tbt_ms_p99": round(tbt[1], 3),
             "prefill_tok_s": round(self._rate, 1),
-            **self._predicted(core, predicted_ns, overhead_ms, now_ns),
+            **self._predicted(core, predicted_ns, overhead_ms or 0.0, now_ns),
             **self.forecasts.fields(now_ns),
             **_ages(core, unclaimed_ms, now_ns),
             **self._usage.fields(),

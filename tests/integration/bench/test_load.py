@@ -320,4 +320,4 @@ def test_missing_aiohttp_is_an_error_with_the_command_to_install() -> None:
     command = [sys.executable, "-c", code, "bench", "serve"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert ended.returncode == 2
-    assert "make install-dev" in ended.stderr and "Traceback" not in ended.stderr
+    assert "run `make install`" in ended.stderr and "Traceback" not in ended.stderr

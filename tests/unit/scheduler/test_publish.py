@@ -130,6 +130,8 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
 
 def test_prediction_is_compared_with_the_measured_time_of_its_request() -> None:
     stats = Stats(0)
+    stats.forecasts.arrived("before", 2)
+    stats.forecasts.started("before", 2, 0.0, SECOND)  # it took no time outside the core
     first = outcome()
     request = first.requests[2]  # its first token came after 40 ms
     stats.snapshot({}, SECOND, 77, 4, "orcinus", 1, predicted_ns=[0, 0, 5_000_000, 0])
@@ -156,7 +158,9 @@ def measured(stats: Stats, *waits_ms: float) -> dict[str, float | int | str]:
 def test_prediction_learns_the_time_outside_the_core() -> None:
     stats = Stats(0)
     assert measured(stats)["predicted_ttft_ms_normal"] == 5.0
-    assert measured(stats, 24.0, 25.0, 900.0)["predicted_ttft_ms_normal"] == 25.0  # the late one is an outlier
+    first = measured(stats, 24.0, 25.0, 900.0)
+    assert first["predicted_ttft_ms_normal"] == 25.0  # the late one is an outlier
+    assert first["ttft_error_ms_p50"] == 0.0, "no overhead was known for them"
     later = measured(stats, *[25.0] * 20)
     assert [later[f"predicted_ttft_ms_{name}"] for name in ("realtime", "normal", "low")] == [25.0] * 3
     assert later["ttft_error_ms_p50"] == 0.0
