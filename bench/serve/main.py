@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import math
 import os
 import sys
@@ -85,6 +86,8 @@ def loads(options: argparse.Namespace) -> list[argparse.Namespace]:
             runs.append(run)
     if len(runs) > 1 and (options.records or options.plot):
         raise WrongUse("--records and --plot are of one run; a sweep has --csv and --html")
+    if (options.plot or options.html) and importlib.util.find_spec("matplotlib") is None:
+        raise WrongUse("--plot and --html need matplotlib, which is not installed; run `make install-dev`")
     return runs
 
 
