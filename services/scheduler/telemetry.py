@@ -168,7 +168,7 @@ WINDOW_SAMPLES = 1 << 15
 FORECAST_SAMPLES = 1 << 11  # of one class
 
 OVERHEAD_SAMPLES = 32  # of the latest first tokens
-OVERHEAD_MS, OVERHEAD_STEPS = 100.0, 4
+OVERHEAD_MS, OVERHEAD_STEPS = 250.0, 4
 """Bound of the learnt overhead: so long, and so many steps."""
 
 RATE_FADE_S = 30.0
