@@ -227,7 +227,7 @@ $(RUN_STAMP): | $(VENV)/.made $(if $(GPU),$(CUDA_STAMP))
 	@echo "installing the pinned dependencies into $(VENV), once, in one to four minutes: 1.1 GB, or 4.9 GB where pip takes torch for CUDA"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(call quoted,$(TORCH_INDEX))) $(call quoted,$(TORCH))
 	@$(PIP) $(call quoted,$(BACKEND))
-	@$(PIP) --no-build-isolation -e '.[build,embedded]'
+	@$(PIP) --no-build-isolation -e '.[build,embedded,load]'
 	@rm -f $(VENV)/.run-*; touch $@
 
 $(TEST_STAMP): $(RUN_STAMP)

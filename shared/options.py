@@ -88,6 +88,9 @@ def is_secret(field: FieldInfo) -> bool:
 
 def _explain(settings: type[BaseSettings], item: Any, values: Values) -> str:
     message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "string_pattern_mismatch":
+        is_address = "http" in item["ctx"]["pattern"]
+        message = f"not allowed; give {'http://HOST:PORT' if is_address else 'characters of [a-z0-9._-]'}"
     if not item["loc"]:
         return message
     name = str(item["loc"][0])

@@ -213,7 +213,9 @@ def tokenize_documents(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> 
 def save_model(model: LlamaForCausalLM, out: Path) -> None:
     model = model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
-    model.generation_config.update(bos_token_id=0, eos_token_id=[1, 6], pad_token_id=2, do_sample=True, temperature=0.3)
+    model.generation_config.update(
+        bos_token_id=0, eos_token_id=[1, 6], pad_token_id=2, do_sample=True, temperature=0.03
+    )
     model.save_pretrained(out)
     settings = json.loads((out / "config.json").read_text())
     settings["rope_theta"] = settings["rope_parameters"]["rope_theta"]  # where readers older than transformers 5 look

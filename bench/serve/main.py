@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import math
 import os
 import sys
@@ -30,7 +31,9 @@ from shared.errors import ConfigurationError
 try:
     import aiohttp
 except ModuleNotFoundError as error:
-    raise ConfigurationError("`orcinus bench serve` needs aiohttp: run `make install-dev` first") from error
+    raise ConfigurationError(
+        "`orcinus bench serve` needs aiohttp, which is not installed; run `make install`"
+    ) from error
 
 from bench.result import provenance
 from bench.serve import client as load_client
@@ -83,6 +86,8 @@ def loads(options: argparse.Namespace) -> list[argparse.Namespace]:
             runs.append(run)
     if len(runs) > 1 and (options.records or options.plot):
         raise WrongUse("--records and --plot are of one run; a sweep has --csv and --html")
+    if (options.plot or options.html) and importlib.util.find_spec("matplotlib") is None:
+        raise WrongUse("--plot and --html need matplotlib, which is not installed; run `make install-dev`")
     return runs
 
 
@@ -177,8 +182,10 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
                 if reply.status != 200:
                     raise WrongUse(f"{url}/v1/models answered {reply.status}: is this an OpenAI-compatible server?")
                 names = [str(entry["id"]) for entry in orjson.loads(await reply.read())["data"]]
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise WrongUse(f"no server at {url}: {error or type(error).__name__}") from error
+        except (aiohttp.ClientConnectorError, TimeoutError) as error:
+            raise WrongUse(f"no server at {url}; start one with `make run`, or name it with --url") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise WrongUse(f"no server at {url}: {error or type(error).__name__}; name another with --url") from error
         except (KeyError, TypeError) as error:
             raise WrongUse(f"{url}/v1/models did not answer a list of models") from error
         model = options.model or (names[0] if len(names) == 1 else "")

@@ -39,6 +39,13 @@ def count(text: str) -> int:
     return value
 
 
+def at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
 def several(one: Callable[[str], Number]) -> Callable[[str], list[Number]]:
     """Return a converter of `2` or `1,2,4`, each read by `one`."""
 
@@ -82,7 +89,7 @@ def parser() -> Parser:
     add("--trace", type=Path, help="CSV with num_prefill_tokens, num_decode_tokens and perhaps arrived_at")
     add("--rate-scale", type=positive, default=1.0, help="divides the trace's arrival times")
     add("--clip-tokens", type=count, default=0, help="cut requests to so many tokens of prompt and output together")
-    add("--requests", type=count, default=0, help="how many (default 100, or the whole trace)")
+    add("--requests", type=at_least_one, default=0, help="how many (default 100, or the whole trace)")
     add("--seconds", type=positive, help="open loop, instead of --requests: as many as --rate sends in so long")
     add("--prompt-tokens", type=length_range, default=(128, 128), help="P or LOW:HIGH (default 128)")
     add("--output-tokens", type=length_range, default=(64, 64), help="O or LOW:HIGH (default 64)")

@@ -28,6 +28,7 @@ from shared.settings import CommonSettings, LauncherSettings
 app = typer.Typer(cls=Group, rich_markup_mode=None, help="Make, list and revoke API keys.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
+WIDE = 1000  # columns of the list; the terminal breaks longer lines
 _TENANT = re.compile(r"[a-z0-9._-]{1,64}")
 _SPAN = re.compile(r"(\d{1,6})([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
@@ -60,7 +61,8 @@ def add(
     if not name.isprintable() or not 1 <= len(name) <= 200:
         raise ConfigurationError(f"name: {len(name)} characters; give 1 to 200 printable characters")
     with _redis(values) as (client, keys):
-        if client.hlen(keys.api_keys) >= MOST_KEYS:
+        count = client.hlen(keys.api_keys)
+        if count >= MOST_KEYS:
             raise ConfigurationError(
                 f"keys: the model has {MOST_KEYS}, the maximum; remove one with `orcinus keys revoke --forget`"
             )
@@ -74,13 +76,15 @@ def add(
     if json:
         print(json_module.dumps({"key": text, **_shown(record, now_s)}))
         return
+    if not count:
+        print("the first key of this model: from now on every request needs a key", file=sys.stderr)
     print(f"key {key_id} of tenant {record.tenant}; it is shown only this once:", file=sys.stderr)
     print(text)
 
 
 @settings_command(app, "list", CommonSettings, LauncherSettings)
 def list_keys(values: Values, json: Json = False) -> None:
-    """List the keys with tenant, limits and last use."""
+    """List the keys with tenant, limits and last use; columns that all keys leave out are not shown."""
     with _redis(values) as (client, keys):
         now_s = int(client.time()[0])
         records = sorted(_records(client, keys), key=lambda record: (record.created_s, record.id))
@@ -95,33 +99,40 @@ def list_keys(values: Values, json: Json = False) -> None:
     if not rows:
         print(f"no keys for model {keys.model}; `orcinus keys add NAME` makes one")
         return
-    heads = ("id", "name", "tenant", "state", "max priority", "scope", "requests/min", "tokens/min", "at once",
-             "created", "expires", "last used")  # fmt: skip
-    table = Table(*heads, box=None)
-    for record, row in zip(records, rows, strict=True):
-        limits = (record.requests_per_minute, record.tokens_per_minute, record.concurrent_requests)
-        times = (record.created_s, record.expires_s, row["last_used_s"])
-        table.add_row(
-            record.id, record.name, record.tenant, row["state"], record.max_priority, record.scope or "-",
-            *(str(limit or "-") for limit in limits), *(_day(at) for at in times),
-        )  # fmt: skip
-    Console(markup=False, highlight=False, soft_wrap=True).print(table)
+    columns = {
+        "id": [record.id for record in records],
+        "name": [record.name for record in records],
+        "tenant": ["-" if record.tenant == record.id else record.tenant for record in records],
+        "state": [str(row["state"]) for row in rows],
+        "max priority": ["-" if record.max_priority == CLASSES[0] else record.max_priority for record in records],
+        "scope": [record.scope or "-" for record in records],
+        "requests/min": [str(record.requests_per_minute or "-") for record in records],
+        "tokens/min": [str(record.tokens_per_minute or "-") for record in records],
+        "at once": [str(record.concurrent_requests or "-") for record in records],
+        "created": [_day(record.created_s) for record in records],
+        "expires": [_day(record.expires_s) for record in records],
+        "last used": [_day(row["last_used_s"]) for row in rows],
+    }
+    shown = {head: cells for head, cells in columns.items() if set(cells) != {"-"}}
+    table = Table(*shown, box=None)
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*cells)
+    console = Console(markup=False, highlight=False)
+    console.width = WIDE  # an id that is cut off is of no use
+    console.print(table)
 
 
 @settings_command(app, "revoke", CommonSettings, LauncherSettings)
 def revoke(
     values: Values,
-    key: Annotated[str, typer.Argument(help="id of the key, or the key itself")],
+    key: Annotated[str, typer.Argument(help="id of the key, its name where no other has it, or the key itself")],
     forget: Annotated[bool, typer.Option("--forget", help="also remove it from the list")] = False,
     json: Json = False,
 ) -> None:
     """Refuse a key, within two seconds everywhere; its running requests end normally."""
     with _redis(values) as (client, keys):
-        key_id = api_keys.id_of(key) or key
-        stored = next((record for record in _records(client, keys) if record.id == key_id), None)
-        if stored is None:
-            print(f"key {key_id[:40]!r}: unknown; `orcinus keys list` shows all keys", file=sys.stderr)
-            raise typer.Exit(1)
+        stored = _select(_records(client, keys), api_keys.id_of(key) or key)
+        key_id = stored.id
         now_s = int(client.time()[0])
         record = replace(stored, revoked_s=stored.revoked_s or now_s)
         if forget:
@@ -148,6 +159,21 @@ def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
             yield client, settings.keys
     except redis.RedisError as error:
         raise ConfigurationError(f"Redis: refused the command: {error}; check the rights of its user") from error
+
+
+def _select(records: list[KeyRecord], wanted: str) -> KeyRecord:
+    """Return the record with that id, else the only one with that name, of several the only one not revoked."""
+    found = [record for record in records if record.id == wanted] or [
+        record for record in records if record.name == wanted
+    ]
+    if len(found) > 1:
+        found = [record for record in found if not record.revoked_s] or found
+    if len(found) > 1:
+        ids = ", ".join(record.id for record in found[:20])
+        raise ConfigurationError(f"key {wanted[:40]!r}: the name of {len(found)} keys; give the id of one: {ids}")
+    if not found:
+        raise ConfigurationError(f"key {wanted[:40]!r}: unknown; `orcinus keys list` shows all keys")
+    return found[0]
 
 
 def _records(client: Any, keys: Keys) -> list[KeyRecord]:

@@ -47,7 +47,8 @@ class Policies:
         how = "set at run time; it outlives restarts" if self.set_at_run_time else "as configured"
         lines = [f"{self.shard}: {self.policy} ({how})" if self.policy else f"{self.shard}: no scheduler reports"]
         lines += ["", "presets (* in force):", *(f"  {'*' if p == self.policy else ' '} {p}" for p in self.presets)]
-        return "\n".join([*lines, "", "change it: orcinus policy NAME; parts may be replaced: sarathi:order=fair"])
+        remedy = "change it: orcinus policy NAME; parts may be replaced: sarathi:order=fair"
+        return "\n".join([*lines, "", remedy, "docs/policies.md says what each does"])
 
 
 def show(settings: CommonSettings, launcher: LauncherSettings) -> Policies:

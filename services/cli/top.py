@@ -389,7 +389,8 @@ def processes(view: View) -> Table:
     for worker in view.get("workers", []):
         alive = worker["alive"]
         role = f"{role} " if (role := worker.get("role", "both")) != "both" else ""
-        what = f"{role}worker of {worker.get('shard', 'no shard yet')}: {worker.get('device')}, {worker.get('backend')}"
+        shard, device, backend = worker.get("shard", "no shard yet"), worker.get("device"), worker.get("backend")
+        what = f"{role}worker of {shard}: {device}, {backend} kernels"
         state = Text("alive", "green") if alive else Text(f"silent {worker['seen_s']:.0f} s", "red")
         table.add_row(_cell(worker["id"]), state, _cell(what if alive else "worker"))
     for process in view.get("schedulers", []):

@@ -133,7 +133,7 @@ class Processes(Supervisor):
             running = sum(1 for each in self.services if each.process)
             self.say(f"{service.name} was drained and has ended; {running} remain")
         else:
-            self.restart(service, describe_exit(code), now)
+            self.restart(service, f"died ({describe_exit(code)})", now)
 
     def on_tick(self, now: float) -> None:
         if any(service.process for service in self.services):

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 
 from services.launcher.gpu_facts import device_files, gather_driver
+from services.worker.models.config import load_config
+from services.worker.models.matrices import shapes
 from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import HELD_BITS, Stored, read_stored, stored_of_gguf
 from shared.errors import ModelError
@@ -47,7 +49,7 @@ UNPACKED = (".weight_zero_point", ".qzeros", ".g_idx", ".weight_g_idx", ".weight
 def model_problem(model: Path, load_format: str) -> str:
     """Return why a model directory cannot be served, with the remedy; empty when it can, as far as can be seen here.
 
-    load_format as --load-format: dummy needs no weights.
+    load_format as --load-format: dummy needs no weights, and its size follows from config.json.
     """
     try:
         read_model(model, load_format)
@@ -61,7 +63,7 @@ class ModelFacts:
     """What config.json and the headers of the weights say."""
 
     dtype: str
-    tensors: Mapping[str, tuple[int, ...]]  # shape by name; empty for dummy weights
+    tensors: Mapping[str, tuple[int, ...]]  # shape by name; of dummy weights the matrices
     stored: Stored | None = None  # how the layers' matrices are quantized
     packed_bits: Mapping[str, int] = field(default_factory=dict)  # name -> bits of a weight as the kernels hold it
 
@@ -89,13 +91,21 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
         return _read_gguf(model, load_format)
     _check_directory(model)
     config = read_config(model)
+    stored = read_stored(config, str(model / "config.json"))
     tensors: dict[str, tuple[int, ...]] = {}
-    if load_format != "dummy":
+    if load_format == "dummy":
+        if stored is not None:
+            raise ModelError(
+                f"--load-format dummy: {model / 'config.json'} has a quantization_config, random weights are plain; "
+                "take it out"
+            )
+        tensors.update(shapes(load_config(model)))
+    else:
         for file in _weight_files(model):
             tensors.update(_shapes(file))
     read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
-    return ModelFacts(_dtype(config), tensors, read_stored(config, str(model / "config.json")))
+    return ModelFacts(_dtype(config), tensors, stored)
 
 
 def _read_gguf(model: Path, load_format: str) -> ModelFacts:

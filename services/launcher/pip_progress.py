@@ -35,7 +35,7 @@ class Progress:
         self._begun = time.monotonic()
         self._names: set[str] = set()
         self._doing = "starting"
-        self._to_install = 0
+        self._to_install: list[str] = []  # in the order in which pip writes them
         self._before = 0
         self.last: deque[str] = deque(maxlen=KEPT_LINES)
 
@@ -43,7 +43,7 @@ class Progress:
         """Take one line of pip's output."""
         self.last.append(line.rstrip())
         if line.startswith("Installing collected packages:"):
-            self._to_install, self._before = line.count(",") + 1, self._installed()
+            self._to_install, self._before = line.partition(":")[2].split(","), self._installed()
         elif match := _WORK.match(line):
             verb, word, rest = match.groups()
             name = _NAME.match(Path(word).name)
@@ -58,8 +58,10 @@ class Progress:
         """Return the state in one line."""
         seconds = time.monotonic() - self._begun
         if self._to_install:
-            done = min(max(self._installed() - self._before, 0), self._to_install)
-            return f"installing: {done} of {self._to_install} packages written, {seconds:.0f} s"
+            count = len(self._to_install)
+            done = min(max(self._installed() - self._before, 0), count)
+            now = f", now {self._to_install[done].strip()}" if done < count else ""
+            return f"installing: {done} of {count} packages written{now}, {seconds:.0f} s"
         return f"installing: {self._doing}, {len(self._names)} packages found, {seconds:.0f} s"
 
     def _installed(self) -> int:

@@ -40,6 +40,7 @@ class Screen:
         self._settled = False
         self._seen: dict[str, str] = {}
         self._said_s: dict[str, float] = {}
+        self._changed_s: dict[str, float] = {}
         self._begun = time.monotonic()
         self._spinner = Spinner("dots")
 
@@ -79,11 +80,12 @@ class Screen:
         for service in services:
             if self._seen.get(service.name) != service.state:
                 self._seen[service.name] = service.state
-                self._said_s[service.name] = time.monotonic()
+                self._said_s[service.name] = self._changed_s[service.name] = time.monotonic()
                 self._console.print(escape(f"{service.name}: {describe(service)}"))
             elif service.state == "starting" and time.monotonic() - self._said_s[service.name] >= LINE_S:
                 self._said_s[service.name] = time.monotonic()
-                words = f"{service.name}: {describe(service)}, {self.elapsed_s():.0f} s"
+                seconds = self._said_s[service.name] - self._changed_s[service.name]
+                words = f"{service.name}: {describe(service)}, {seconds:.0f} s"
                 self._console.print(escape(": ".join(filter(None, (words, last_line(service))))))
 
     def _table(self, services: list[Service]) -> Table:

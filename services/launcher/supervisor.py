@@ -80,8 +80,10 @@ class StackSupervisor(Supervisor):
     def on_exit(self, service: Service, code: int, now: float) -> None:
         if code == 2 and not service.ever_ready:
             self._refused(service)
+        elif code == 0:  # as after `orcinus drain`
+            self.restart(service, "has ended (exit code 0)", now, show_log=False)
         else:
-            self.restart(service, describe_exit(code), now)
+            self.restart(service, f"died ({describe_exit(code)})", now)
 
     def on_change(self) -> None:
         try:

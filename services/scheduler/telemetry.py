@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -166,6 +167,10 @@ WINDOW_NS = 60_000_000_000
 WINDOW_SAMPLES = 1 << 15
 FORECAST_SAMPLES = 1 << 11  # of one class
 
+OVERHEAD_SAMPLES = 32  # of the latest first tokens
+OVERHEAD_MS, OVERHEAD_STEPS = 250.0, 4
+"""Bound of the learnt overhead: so long, and so many steps."""
+
 RATE_FADE_S = 30.0
 """Time constant of the rate of first tokens while sequences wait."""
 MIN_STARTS = 2  # and at least as many as run: every slot was taken anew once
@@ -242,22 +247,39 @@ class StartRate:
 class Forecasts:
     """Compares the time to first token that was predicted for a request with the measured one, by class, last minute.
 
-    The prediction is that of the last report before the request came, which the gateway had to go by as well.
+    The prediction is that of the last report before the request came, which the gateway had to go by as well. Its core
+    knows queues and steps; the time in Redis, in flight and of the request's own prompt is learnt here as an overhead.
     """
 
     def __init__(self) -> None:
         self._next_ms = [0.0] * len(CLASSES)
-        self._promised_ms: dict[str, float] = {}
+        self._next_overhead_ms: float | None = None
+        self._promised_ms: dict[
+            str, tuple[float, float | None]
+        ] = {}  # with the overhead; the overhead, None if unknown
+        self._overheads_ms: deque[float] = deque(maxlen=OVERHEAD_SAMPLES)
         self._predicted, self._measured, self._error = ([Window(FORECAST_SAMPLES) for _ in CLASSES] for _ in range(3))
         self._all_predicted, self._all_error = Window(), Window()
 
-    def reported(self, predicted_ms: Sequence[float]) -> None:
-        """Take what was reported by class: it holds for requests that come from now on."""
-        self._next_ms = list(predicted_ms)
+    def overhead_ms(self, step_ms: float) -> float | None:
+        """Return the median of what the latest first tokens took beyond the core's prediction, at least 0; None if none
+        was measured yet.
+
+        step_ms: of the mean step. More than a few steps is no overhead but a queue, which the core has to predict: the
+        bound keeps an overload that is over from refusing requests.
+        """
+        if not self._overheads_ms:
+            return None
+        median = float(np.median(self._overheads_ms))
+        return min(max(median, 0.0), OVERHEAD_MS + OVERHEAD_STEPS * step_ms)
+
+    def reported(self, predicted_ms: Sequence[float], overhead_ms: float | None) -> None:
+        """Take what was reported by class: it holds for requests that come from now on. overhead_ms: a part of it."""
+        self._next_ms, self._next_overhead_ms = list(predicted_ms), overhead_ms
 
     def arrived(self, request_id: str, priority: int) -> None:
         """Note what was predicted for a new request."""
-        self._promised_ms[request_id] = self._next_ms[priority]
+        self._promised_ms[request_id] = self._next_ms[priority], self._next_overhead_ms
 
     def ended(self, request_id: str) -> None:
         """Forget a request that may have had no token."""
@@ -265,9 +287,13 @@ class Forecasts:
 
     def started(self, request_id: str, priority: int, measured_ms: float, now_ns: int) -> None:
         """Take the first token of a request; those of its other choices do not count."""
-        predicted_ms = self._promised_ms.pop(request_id, None)
-        if predicted_ms is None:
+        promised = self._promised_ms.pop(request_id, None)
+        if promised is None:
             return
+        predicted_ms, overhead_ms = promised
+        self._overheads_ms.append(measured_ms - (predicted_ms - (overhead_ms or 0.0)))
+        if overhead_ms is None:
+            return  # the first ones of a scheduler: a prediction without the overhead tells nothing
         predicted, error = np.array([predicted_ms]), np.array([abs(measured_ms - predicted_ms)])
         self._measured[priority].add(np.array([measured_ms]), now_ns)
         for window, values in (
@@ -309,6 +335,7 @@ class Stats:
         self._usage = ProcessUsage()
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
+        self._mean_step_ms = 0.0  # of the last interval with a step
 
     def outcome(self, outcome: Outcome | None, now_ns: int) -> None:
         """Take one outcome: waits and SLO violations of its rows, starts and ends of requests."""
@@ -394,6 +421,9 @@ class Stats:
         seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
         steps = max(1, self._steps)
         self._learn_rate(workers)
+        if self._steps:
+            self._mean_step_ms = self._step_ns / self._steps / 1e6
+        overhead_ms = self.forecasts.overhead_ms(self._mean_step_ms)
         ttft = self._ttft_ms.percentiles(now_ns, 50, 99)
         tbt = self._tbt_ms.percentiles(now_ns, 50, 99)
         fields: dict[str, float | int | str] = {
@@ -416,7 +446,7 @@ class Stats:
             "tbt_ms_p50": round(tbt[0], 3),
             "tbt_ms_p99": round(tbt[1], 3),
             "prefill_tok_s": round(self._rate, 1),
-            **self._predicted(core, predicted_ns, now_ns),
+            **self._predicted(core, predicted_ns, overhead_ms or 0.0, now_ns),
             **self.forecasts.fields(now_ns),
             **_ages(core, unclaimed_ms, now_ns),
             **self._usage.fields(),
@@ -425,15 +455,17 @@ class Stats:
         self._since_ns = now_ns
         self._tokens = 0
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
-        self.forecasts.reported([float(fields[f"predicted_ttft_ms_{name}"]) for name in CLASSES])
+        self.forecasts.reported([float(fields[f"predicted_ttft_ms_{name}"]) for name in CLASSES], overhead_ms)
         self._metrics.report(fields)
         return fields
 
-    def _predicted(self, core: dict[str, Any], predicted_ns: Sequence[int], now_ns: int) -> dict[str, float | int]:
+    def _predicted(
+        self, core: dict[str, Any], predicted_ns: Sequence[int], overhead_ms: float, now_ns: int
+    ) -> dict[str, float | int]:
         """Return the predicted time to first token of a request that arrives now, by class.
 
         A prompt waits for computation (the core's prediction, or queued tokens at the measured rate) or for slots and
-        memory (the requests before it, at the rate of starts). The longer time counts.
+        memory (the requests before it, at the rate of starts). The longer time counts, and the overhead.
         """
         # A sequence that waits to be decoded elsewhere takes no slot from prompts, so only behind_low counts.
         self._start_rate.look(int(core.get(f"behind_{CLASSES[-1]}", core.get("waiting", 0))), now_ns)
@@ -446,7 +478,7 @@ class Stats:
             behind = int(core.get(f"behind_{name}", 0))
             starts_ms = 1e3 * behind / starts_s if starts_s else 0.0
             fields[f"behind_{name}"] = behind if starts_ms > computing_ms else 0
-            fields[f"predicted_ttft_ms_{name}"] = round(max(computing_ms, starts_ms), 1)
+            fields[f"predicted_ttft_ms_{name}"] = round(max(computing_ms, starts_ms) + overhead_ms, 1)
         return fields | {"predicted_ttft_ms": fields[f"predicted_ttft_ms_{CLASSES[-1]}"]}
 
     def _learn_rate(self, workers: int) -> None:

@@ -22,7 +22,7 @@ from kernels.cuda.calls import MAX_NORM_HIDDEN, VECTOR, tokens_per_item
 from kernels.cuda.device import Device
 from kernels.cuda.loader import CudaError
 from kernels.ops import AnyOps
-from services.worker.models.config import DTYPES, DecoderConfig
+from services.worker.models.config import DecoderConfig
 from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("orcinus.worker")
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_TOKENS = 16  # the C++ kernels' blocks are multiples of it, the CUDA kernels' are it times a power of two
 
 
@@ -78,7 +79,7 @@ def cpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
 
 def gpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
     """Return the type; `auto` is the checkpoint's."""
-    return config.checkpoint_dtype if wanted == "auto" else DTYPES[wanted]
+    return DTYPES[config.checkpoint_dtype if wanted == "auto" else wanted]
 
 
 def _on_gpu(settings: WorkerSettings) -> bool:

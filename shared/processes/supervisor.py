@@ -316,15 +316,15 @@ class Supervisor:
         """Let `run` stop all and return."""
         self._exit_code = code
 
-    def restart(self, service: Service, how: str, now: float) -> None:
-        """Start a service that died again after a pause, which grows with each death."""
+    def restart(self, service: Service, how: str, now: float, show_log: bool = True) -> None:
+        """Start a service again after a pause, which grows with each end of it. how: `died (exit code 3)`."""
         ready_s = None if service.ready_at is None else now - service.ready_at
         service.deaths = self._backoff.counted(service.deaths, now, ready_s)
         delay_s = self._backoff.delay_s(len(service.deaths))
         service.start_at, service.state, service.ready_at = now + delay_s, "backoff", None
         self.on_change()
-        self.say(f"{service.name} died ({how}); restart in {delay_s:.1f} s", "warning")
-        for line in service.tail():
+        self.say(f"{service.name} {how}; restart in {delay_s:.1f} s", "warning")
+        for line in service.tail() if show_log else ():
             self.say(f"  {service.name} | {line}", "log")
         if service.log is not None and len(service.deaths) == self._backoff.loop:
             self.say(
@@ -374,7 +374,7 @@ class Supervisor:
         try:
             service.start(guard=self._guard)
         except OSError as error:  # no memory, no process or no room for its log; the others continue
-            self.restart(service, f"cannot be started: {error}", now)
+            self.restart(service, f"cannot be started ({error})", now)
             return
         self.on_change()
         if again:

@@ -101,6 +101,9 @@ def test_predicted_ttft_stands_beside_the_measured_with_its_error(open_page: Ope
     written.tell(ttft_predicted_ms_p50=250.0, ttft_ms_p50=264.0, ttft_error_ms_p50=14.0)
     visit.says("#ttft-error", "error 14.0 ms, 5 %")
     assert "bad" not in (visit.page.locator("#ttft-error").get_attribute("class") or "")
+    written.tell(ttft_predicted_ms_p50=18.0, ttft_ms_p50=23.0, ttft_error_ms_p50=26.0)
+    visit.says("#ttft-error", "error 26.0 ms, 113 %")
+    assert "bad" not in (visit.page.locator("#ttft-error").get_attribute("class") or "")
     written.tell(ttft_predicted_ms_p50=0, ttft_ms_p50=0, ttft_error_ms_p50=0)
     visit.says("#ttft-check", "cannot be compared")
 

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from services.launcher.rundir import RunDir
-from tests.chaos.harness.main import main
+from tests.chaos.harness.main import main, running_stack
 from tests.support.launcher import ROOT, clean_env
 from tests.support.waiting import free_port, until
 
@@ -20,10 +21,11 @@ READY_S = 90.0
 FAULTS = ("worker_kill", "worker_drain", "scheduler_kill", "gateway_kill")
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A stack of the demo model that is ready."""
-    directory, log = tmp_path / "run", tmp_path / "up.txt"
+    parent = tmp_path_factory.mktemp("stack")
+    directory, log = parent / "run", parent / "up.txt"
     options = ["--run-dir", str(directory), "--port", str(free_port()), "--ops-port", str(free_port())]
     with log.open("wb") as output:
         up = subprocess.Popen(
@@ -53,3 +55,16 @@ def test_nothing_is_lost_on_the_running_stack(run_dir: Path, capsys: pytest.Capt
     now = RunDir(run_dir).pids()
     changed = {name for name in pids if pids[name] != now.get(name)}
     assert changed == {"worker-0", "scheduler-0", "gateway-0"}
+
+
+def test_stack_that_wants_a_key_is_not_hurt_without_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stack = running_stack(run_dir)
+    assert stack is not None
+    url = stack.urls[0]
+    add = [sys.executable, "-m", "services.cli", "keys", "add", "first", "--run-dir", str(run_dir)]
+    subprocess.run(add, cwd=ROOT, env=clean_env(), check=True, capture_output=True)
+    until("requests need a key", lambda: httpx.get(f"{url}/v1/models").status_code == 401)
+    pids = RunDir(run_dir).pids()
+    assert main(["--run-dir", str(run_dir), "--yes"]) == 1
+    assert f"{url} wants a key (401); set ORCINUS_API_KEY" in capsys.readouterr().err
+    assert RunDir(run_dir).pids() == pids

@@ -110,6 +110,7 @@ def test_torch_is_installed_first_at_the_version_of_pyproject(checkout: Path) ->
     steps = [line for line in make(checkout, "-n", "run").stdout.splitlines() if "pip_progress" in line]
     assert "torch==9.9.9" in steps[0]
     assert not any("dev" in step or "bench" in step for step in steps)
+    assert ".[build,embedded,load]" in steps[-1], "`orcinus bench serve` works after `make run` alone"
 
 
 def test_index_for_torch_is_used_for_torch_only(checkout: Path) -> None:

@@ -1,6 +1,7 @@
 """The demo model in assets/demo-model: its training script, its figure, its tokenizer and its chat template."""
 
 import ast
+import contextlib
 import gzip
 import json
 import random
@@ -128,12 +129,27 @@ def test_chat_template_refuses_an_unknown_role(tokenizer) -> None:
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
+def demo_prompt(tokenizer):
+    message = {"role": "user", "content": DEMO_PROMPT}
+    return tokenizer.apply_chat_template([message], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
 def test_demo_prompt_is_answered_with_a_function(tokenizer) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": DEMO_PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = demo_prompt(tokenizer)
     output = model.generate(**prompt, max_new_tokens=64, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     (function,) = ast.parse(tokenizer.decode(output, skip_special_tokens=True)).body
     assert isinstance(function, ast.FunctionDef) and ast.get_docstring(function)
     assert all(DEMO_PROMPT in (ROOT / page).read_text() for page in ("README.md", "docs/quickstart.md"))
+
+
+def test_demo_prompt_is_answered_with_functions_by_default(tokenizer) -> None:
+    model, prompt = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL), demo_prompt(tokenizer)
+    torch.manual_seed(1)
+    answers = model.generate(**prompt, max_new_tokens=200, num_return_sequences=20)[:, prompt["input_ids"].shape[1] :]
+    ended = [answer for answer in answers.tolist() if {1, 6} & set(answer)]
+    functions = []
+    for answer in ended:
+        with contextlib.suppress(SyntaxError):
+            functions += ast.parse(tokenizer.decode(answer, skip_special_tokens=True)).body
+    assert sum(isinstance(function, ast.FunctionDef) for function in functions) >= 19

@@ -137,6 +137,9 @@ function tiles(frame, all) {
   document.title = `${count(sum(all, "tok_s"))} tok/s · Orcinus`;
 }
 
+// Red is an error that counts: more than half of the time, and long enough to be felt.
+const isFarOff = (error, real) => error > Math.max(real / 2, 50);
+
 // The shard whose predictions are furthest off speaks for all: an average would hide it.
 function forecast(all) {
   const seen = all.filter((stats) => Number(stats.ttft_error_ms_p50) > 0);
@@ -144,7 +147,7 @@ function forecast(all) {
   const [predicted, real, error] = ["ttft_predicted_ms_p50", "ttft_ms_p50", "ttft_error_ms_p50"].map((name) => Number(far?.[name]) || 0);
   say("ttft-predicted", far ? milliseconds(predicted) : NONE);
   say("ttft-error", far ? `error ${milliseconds(error)}, ${percent(error, real)}` : "no request in the last minute");
-  by("ttft-error").classList.toggle("bad", error > real / 2);
+  by("ttft-error").classList.toggle("bad", isFarOff(error, real));
   say(
     "ttft-check",
     far
@@ -206,7 +209,7 @@ function classes(all) {
         name, count(sum(all, `waiting_${name}`)), all.length ? milliseconds(predicted) : NONE,
         real ? milliseconds(before) : NONE, measured(real), measured(error), count(missed),
       ];
-      return fill("tr", row, ["", "", "", "", "", error > real / 2 ? "bad" : "", missed ? "bad" : ""]);
+      return fill("tr", row, ["", "", "", "", "", isFarOff(error, real) ? "bad" : "", missed ? "bad" : ""]);
     }),
   );
 }

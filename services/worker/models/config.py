@@ -2,6 +2,7 @@
 
 A checkpoint that this worker cannot compute exactly as it is meant is refused here, before any weight is read. Each
 field is read with a type and bounds (`fields`). The part that the architecture's name decides is in `registry`.
+Imports no torch: `orcinus up` reads before anything starts.
 """
 
 from __future__ import annotations
@@ -12,19 +13,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from services.worker.models.fields import Fields, read_json
 from services.worker.models.registry import FAMILIES, ExpertNames, Family
-from services.worker.models.rope import Rope
 from services.worker.models.stored import Stored, read_stored, stored_of_gguf
 from shared.errors import ModelError
 from shared.gguf.config import config_of, rope_factors
 from shared.gguf.reader import GgufFile, is_gguf, open_gguf
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 4096
+MAX_EXPERTS = 1024
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A rotary embedding. `factor`, `original_context` and what follows are read by the scaling variants only."""
+
+    kind: str
+    theta: float
+    rotary: int  # numbers of a head that turn, the first ones
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # cosines and sines are multiplied by it
+    divisors: tuple[float, ...] = ()  # [rotary / 2], of the frequencies: what llama3 comes to, in a GGUF file
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +80,7 @@ class DecoderConfig:
     windows: tuple[int, ...]  # positions that each layer sees, including the row's position; 0: all
     rope: Rope | None
     local_rope: Rope | None  # of the layers with a window; None: as the others
-    checkpoint_dtype: torch.dtype
+    checkpoint_dtype: str  # of DTYPES
     stored: Stored | None = None  # how a quantized checkpoint holds the layers' matrices
     mixture: Mixture | None = None
 
@@ -214,7 +231,7 @@ def _windows(read: Fields, family: Family, layers: int) -> tuple[int, ...]:
 
 
 def _mixture(read: Fields, family: Family, names: ExpertNames, layers: int) -> Mixture:
-    experts, top_k = read.integer("num_experts"), read.integer("num_experts_per_tok")
+    experts, top_k = read.integer("num_experts", most=MAX_EXPERTS), read.integer("num_experts_per_tok")
     if top_k > experts:
         raise ModelError(
             f"{read.where}: num_experts_per_tok {top_k} is more than {read.name('num_experts')} {experts}; "
@@ -235,11 +252,11 @@ def _mixture(read: Fields, family: Family, names: ExpertNames, layers: int) -> M
     )
 
 
-def _dtype(read: Fields) -> torch.dtype:
+def _dtype(read: Fields) -> str:
     name = read.text("dtype", read.text("torch_dtype", "float32"))
     if name not in DTYPES:
         raise ModelError(f"{read.where}: dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return name
 
 
 def _ropes(read: Fields, family: Family, head_dim: int) -> tuple[Rope | None, Rope | None]:

@@ -19,6 +19,7 @@ from kernels.ops import AnyOps, Batch, Cache, Prepared
 from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig
 from services.worker.models.layers import DecoderLayer, PositionTables, Residual
+from services.worker.models.matrices import layer_matrices, layer_prefix, routers, tables
 from services.worker.models.weights import WeightLoader, find_tensor, shard_of
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS
@@ -130,19 +131,13 @@ def check_matrices(config: DecoderConfig, source: Source, method: LinearMethod) 
 
     Read headers and take no memory: a size that no machine can hold is a misshapen tensor first.
     """
-    family, names = config.family, config.family.names
-    embedding = (config.vocab_size, config.hidden_size)
-    source.check(find_tensor(config, source, f"{names.prefix}{names.embed_tokens}.weight"), embedding)
-    if not config.tied:
-        source.check(find_tensor(config, source, f"{names.lm_head}.weight"), embedding)
-    if names.position_embeddings is not None:
-        shape = (config.context + family.position_offset, config.hidden_size)
-        source.check(find_tensor(config, source, f"{names.prefix}{names.position_embeddings}.weight"), shape)
+    for name, outputs, inputs in tables(config):
+        source.check(find_tensor(config, source, f"{name}.weight"), (outputs, inputs))
     for index in range(config.layers):
-        prefix = f"{names.prefix}{names.layers}.{index}."
-        for part, outputs, inputs in DecoderLayer.routers(config, index):
-            source.check(find_tensor(config, source, f"{prefix}{part}.weight"), (outputs, inputs))
-        for part, outputs, inputs in DecoderLayer.matrices(config, index):
-            name = find_tensor(config, source, f"{prefix}{part}.weight")
-            stem = name.removesuffix(".weight")
-            method.check(source, Matrix(stem, outputs, inputs, range(outputs), range(inputs), family.transposed))
+        prefix = layer_prefix(config, index)
+        for name, outputs, inputs in routers(config, index):
+            source.check(find_tensor(config, source, f"{prefix}{name}.weight"), (outputs, inputs))
+        for name, outputs, inputs in layer_matrices(config, index):
+            stem = find_tensor(config, source, f"{prefix}{name}.weight").removesuffix(".weight")
+            matrix = Matrix(stem, outputs, inputs, range(outputs), range(inputs), config.family.transposed)
+            method.check(source, matrix)

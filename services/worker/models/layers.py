@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kernels import ops as kernel_ops
 from kernels.ops import AnyOps, Cache, Norm, Prepared
-from services.worker.models.config import DecoderConfig, Mixture
+from services.worker.models.config import Mixture
+from services.worker.models.rope import rotary_table
 from services.worker.models.weights import Rows, WeightLoader
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization.base import LinearMethod
@@ -78,7 +79,7 @@ class PositionTables:
     def __init__(self, loader: WeightLoader) -> None:
         config, heads, device = loader.config, loader.shard.heads, loader.ops.device
         self.rope, self.local_rope = (
-            None if rope is None else rope.table(loader.positions).to(device)
+            None if rope is None else rotary_table(rope, loader.positions).to(device)
             for rope in (config.rope, config.local_rope)
         )
         self.slopes: Tensor | None = None
@@ -108,15 +109,6 @@ class Attention:
         columns = _head_numbers(shard.heads, c.head_dim)
         o_proj = loader.row_parallel(f"{prefix}{names.o_proj}", c.heads * c.head_dim, columns, "o_proj")
         self.o_proj = RowParallelLinear(ops, loader.method, o_proj, parallel)
-
-    @staticmethod
-    def matrices(config: DecoderConfig) -> list[tuple[str, int, int]]:
-        """Return (name, outputs, inputs) of the checkpoint's matrices of one layer; names as in Names."""
-        c, names = config, config.family.names
-        query, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        outputs = (query, kv, kv) if len(names.qkv_proj) == 3 else (query + 2 * kv,)
-        qkv = [(name, rows, c.hidden_size) for name, rows in zip(names.qkv_proj, outputs, strict=True)]
-        return [*qkv, (names.o_proj, c.hidden_size, query)]
 
     def forward(self, x: Tensor, prepared: Prepared, cache: Cache, select: bool) -> Tensor:
         """Compute x [N, hidden] -> [N, hidden]; write the K and V of every row.
@@ -155,14 +147,6 @@ class Mlp:
         self.down_proj = RowParallelLinear(ops, loader.method, down, parallel)
         self._activate = ops.act_and_mul if c.family.gated else ops.activate
 
-    @staticmethod
-    def matrices(config: DecoderConfig) -> list[tuple[str, int, int]]:
-        """Return (name, outputs, inputs) of the checkpoint's matrices of one layer; names as in Names."""
-        c, names = config, config.family.names
-        outputs = c.gate_up_size // len(names.gate_up_proj)
-        gate_up = [(name, outputs, c.hidden_size) for name in names.gate_up_proj]
-        return [*gate_up, (names.down_proj, c.hidden_size, c.intermediate_size)]
-
     def forward(self, x: Tensor) -> Tensor:
         """Compute x [N, hidden] -> [N, hidden]."""
         inner = self.gate_up_proj.forward(x)
@@ -197,27 +181,6 @@ class MixtureOfExperts:
             self.shared = Mlp(loader, ParallelState(), f"{prefix}{names.shared}.", parts, inner)
             self.shared_gate = loader.replicated(f"{prefix}{names.shared_gate}", 1)
 
-    @staticmethod
-    def matrices(mixture: Mixture, hidden: int) -> list[tuple[str, int, int]]:
-        """Return (name, outputs, inputs) of the checkpoint's matrices of one layer but those of the router."""
-        names = mixture.names
-        mlps = [(f"{names.experts}.{expert}", mixture.intermediate_size) for expert in range(mixture.experts)]
-        mlps += [(names.shared, mixture.shared_size)] if names.shared else []
-        return [
-            (f"{mlp}.{name}", *shape)
-            for mlp, inner in mlps
-            for name, shape in (
-                *((name, (inner, hidden)) for name in names.gate_up_proj),
-                (names.down_proj, (hidden, inner)),
-            )
-        ]
-
-    @staticmethod
-    def routers(mixture: Mixture, hidden: int) -> list[tuple[str, int, int]]:
-        """Return (name, outputs, inputs) of the matrices that no method rounds."""
-        router, gate = mixture.names.router, mixture.names.shared_gate
-        return [(router, mixture.experts, hidden), *([(gate, 1, hidden)] if gate else [])]
-
     def forward(self, x: Tensor) -> Tensor:
         """Compute x [N, hidden] -> [N, hidden]."""
         ops = self.ops
@@ -250,19 +213,6 @@ class DecoderLayer:
         self.attention_norm = loader.optional_norm(prefix, names.attention_norm)
         self.mlp_norm = loader.norm(f"{prefix}{names.mlp_norm}")
         self.down_norm = loader.optional_norm(prefix, names.down_norm)
-
-    @staticmethod
-    def matrices(config: DecoderConfig, index: int) -> list[tuple[str, int, int]]:
-        """Return (name, outputs, inputs) of the checkpoint's matrices of layer `index`, but those of a router."""
-        mixture = config.mixture_at(index)
-        mlp = MixtureOfExperts.matrices(mixture, config.hidden_size) if mixture else Mlp.matrices(config)
-        return [*Attention.matrices(config), *mlp]
-
-    @staticmethod
-    def routers(config: DecoderConfig, index: int) -> list[tuple[str, int, int]]:
-        """Return (name, outputs, inputs) of the matrices that are plain whatever the method."""
-        mixture = config.mixture_at(index)
-        return MixtureOfExperts.routers(mixture, config.hidden_size) if mixture else []
 
     def forward(self, residual: Residual, prepared: Prepared, cache: Cache, select: bool = False) -> None:
         """Advance `residual` by this layer, its output pending. select: in the last layer, keep the rows that sample.

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.ops import AnyOps, Norm
 from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig
+from services.worker.models.matrices import layer_prefix
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization.base import LinearMethod, Matrix, Part
 from shared.errors import ConfigurationError
@@ -152,7 +153,7 @@ class WeightLoader:
 
     def layer_prefix(self, index: int) -> str:
         """Return the beginning of the names of layer `index`."""
-        return f"{self.names.prefix}{self.names.layers}.{index}."
+        return layer_prefix(self.config, index)
 
     def embedding_and_head(self) -> tuple[Any, Any]:
         """Return embed_tokens and lm_head as the backend packs them: one object where they are tied and both are here.

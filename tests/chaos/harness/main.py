@@ -27,7 +27,7 @@ from shared.errors import ConfigurationError
 try:
     import aiohttp  # noqa: F401 - of the clients
 except ModuleNotFoundError as error:
-    raise ConfigurationError("`orcinus chaos` needs aiohttp: run `make install-dev` first") from error
+    raise ConfigurationError("`orcinus chaos` needs aiohttp, which is not installed; run `make install`") from error
 
 from bench.result import provenance, write
 from services.cli.options import build

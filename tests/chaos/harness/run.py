@@ -119,6 +119,10 @@ async def chaos(
 async def chaos_here(stack: RunningStack, scenario: Scenario, say: Callable[[str], None], key: str) -> Result:
     """Runs it on the stack that runs here. key: of its API, or empty. Raises NotReadyError as `chaos` does."""
     async with stack:
+        async with session(key=key) as asking, asking.get(f"{stack.urls[0]}/v1/models") as reply:
+            if reply.status in (401, 403):
+                had = "refuses the key of ORCINUS_API_KEY" if key else "wants a key"
+                raise NotReadyError(f"{stack.urls[0]} {had} ({reply.status}); set ORCINUS_API_KEY to a valid one")
         return await _run(stack, scenario, say, None, exact=False, key=key)
 
 

@@ -35,7 +35,9 @@ def compiled() -> None:
 
 
 def config_of(dtype: torch.dtype, hidden_size: int = 4096) -> DecoderConfig:
-    return dataclasses.replace(load_config(DEMO_MODEL), checkpoint_dtype=dtype, hidden_size=hidden_size)
+    return dataclasses.replace(
+        load_config(DEMO_MODEL), checkpoint_dtype=str(dtype).removeprefix("torch."), hidden_size=hidden_size
+    )
 
 
 def chosen(

@@ -30,7 +30,7 @@ BROKEN = "the driver is too old: install a newer one"
 
 def config_of(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, **fields: Any) -> DecoderConfig:
     config = load_config(DEMO_MODEL)
-    return dataclasses.replace(config, checkpoint_dtype=dtype, head_dim=head_dim, **fields)
+    return dataclasses.replace(config, checkpoint_dtype=str(dtype).removeprefix("torch."), head_dim=head_dim, **fields)
 
 
 class Made:
@@ -136,7 +136,7 @@ def test_model_beyond_the_cuda_kernels_uses_the_reference_on_gpu(
     config: DecoderConfig, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on("usable", monkeypatch)
-    assert chosen(config, device="cuda") == ("reference", "cuda", config.checkpoint_dtype)
+    assert chosen(config, device="cuda") == ("reference", "cuda", getattr(torch, config.checkpoint_dtype))
     assert words in caplog.text and "slower reference" in caplog.text
     with pytest.raises(ConfigurationError, match=words):
         chosen(config, kernels="cuda")

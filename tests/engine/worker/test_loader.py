@@ -23,8 +23,9 @@ from services.worker import main
 from services.worker.kv.cache import room_for
 from services.worker.models import checkpoint
 from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
-from services.worker.models.config import load_config
+from services.worker.models.config import DecoderConfig, load_config
 from services.worker.models.decoder import Decoder, check_matrices
+from services.worker.models.matrices import shapes
 from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
@@ -137,6 +138,10 @@ def test_dummy_weights_differ_between_tensors_and_pieces() -> None:
     assert float(pieces[0].std()) == pytest.approx(4096**-0.5, rel=0.01)
 
 
+def _lies_transposed(config: DecoderConfig, name: str) -> bool:
+    return config.family.transposed and f"{config.family.names.layers}." in name
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_matrices_of_every_family_are_checked_before_loading(name: str, tmp_path: Path) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[name]).path
@@ -144,6 +149,8 @@ def test_matrices_of_every_family_are_checked_before_loading(name: str, tmp_path
     check_matrices(config, source, METHODS["none"])
     tensors = load_file(path / "model.safetensors")
     checked = {key for key, value in tensors.items() if value.ndim == 2}
+    named = {key: shape[::-1] if _lies_transposed(config, key) else shape for key, shape in shapes(config)}
+    assert named == {key: tuple(tensors[key].shape) for key in checked}
     for key in checked:
         save_file({**tensors, key: torch.zeros(3, 5)}, path / "model.safetensors")
         with pytest.raises(ModelError, match=rf"{key} has shape \[3, 5\]"):

@@ -19,6 +19,7 @@ from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import load_config, parse_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.registry import FAMILIES
+from services.worker.models.rope import inverse_frequencies, rotary_table
 from shared.errors import ModelError
 from shared.settings import ROOT
 from tests.support.models import make_llama
@@ -81,11 +82,11 @@ def test_rope_variants_equal_transformers_in_both_config_forms(
         raw[form] = {("type" if key == "rope_type" else key): value for key, value in scaling.items()}
     rope = parse_config(raw, "config.json").rope
     assert rope is not None
-    assert torch.equal(rope.inverse_frequencies(), expected) or torch.allclose(
-        rope.inverse_frequencies(), expected, rtol=1e-6, atol=0
+    assert torch.equal(inverse_frequencies(rope), expected) or torch.allclose(
+        inverse_frequencies(rope), expected, rtol=1e-6, atol=0
     )
     assert rope.attention_factor == pytest.approx(factor)
-    table = rope.table(300)
+    table = rotary_table(rope, 300)
     angle = 299 * expected.double()
     assert torch.allclose(table[299, : head_dim // 2].double(), angle.cos() * factor, atol=1e-4)
     assert torch.allclose(table[299, head_dim // 2 :].double(), angle.sin() * factor, atol=1e-4)
@@ -261,8 +262,8 @@ def test_old_spellings_of_fields_mean_the_same_as_in_transformers(architecture: 
 
 
 def test_old_and_new_names_of_the_dtype_are_read() -> None:
-    assert parse_config({**RAW, "torch_dtype": "bfloat16"}, "").checkpoint_dtype == torch.bfloat16
-    assert parse_config({**RAW, "dtype": "float16"}, "").checkpoint_dtype == torch.float16
+    assert parse_config({**RAW, "torch_dtype": "bfloat16"}, "").checkpoint_dtype == "bfloat16"
+    assert parse_config({**RAW, "dtype": "float16"}, "").checkpoint_dtype == "float16"
 
 
 def load(path: Path) -> Decoder:

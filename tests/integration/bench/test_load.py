@@ -308,6 +308,15 @@ def test_wrong_use_is_exit_code_2_with_a_message(argv: list[str], capsys: pytest
     assert "bench serve" in shown.err
 
 
+@pytest.mark.parametrize("option", ["--plot", "--html"])
+def test_picture_is_refused_before_the_load_without_matplotlib(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert load.main([option, "file", "--url", "http://127.0.0.1:1"]) == 2
+    assert "need matplotlib, which is not installed; run `make install-dev`" in capsys.readouterr().err
+
+
 def test_sse_payloads_are_complete_wherever_the_network_cuts() -> None:
     stream = b': hi\n\nid: 3\ndata: {"a": 1}\r\n\r\ndata:{"b": "\xc3\xa9"}\n\ndata: [DONE]\n\n'
     for cut in range(len(stream) + 1):
@@ -320,4 +329,4 @@ def test_missing_aiohttp_is_an_error_with_the_command_to_install() -> None:
     command = [sys.executable, "-c", code, "bench", "serve"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert ended.returncode == 2
-    assert "make install-dev" in ended.stderr and "Traceback" not in ended.stderr
+    assert "run `make install`" in ended.stderr and "Traceback" not in ended.stderr

@@ -22,10 +22,19 @@ from tests.support.launcher import ROOT, clean_env
 from tests.support.stand_ins.recorded_gpus import machine
 from tests.support.waiting import free_port
 
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
 
 def model_directory(path: Path) -> Path:
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}))
+    config = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **SIZES}
+    (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer.json").write_text("{}")
     write_weights(path / "model.safetensors", rows=2)
     return path
@@ -159,6 +168,29 @@ def test_weights_must_fit_in_memory(tmp_path: Path) -> None:
     write_weights(model / "model.safetensors", rows=1 << 22)  # 4 TiB
     found = doctor.check_memory(settings)
     assert found.status == "fail" and "needs 4096.5 GiB" in found.fix
+
+
+def test_random_weights_must_fit_in_memory(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    settings = WorkerSettings(model=model, device="cpu", load_format="dummy")
+    assert doctor.check_memory(settings).status == "ok"
+    config = json.loads((model / "config.json").read_text())
+    # 4096 layers, each 4 x 2^20 attention weights and 3 x 2^30 of the MLP, in two bytes: 24,608 GiB.
+    large = {**config, "hidden_size": 1 << 10, "intermediate_size": 1 << 20, "num_hidden_layers": 4096}
+    (model / "config.json").write_text(json.dumps(large))
+    assert f"{model}: needs 24608.5 GiB, " in doctor.check_memory(settings).fix
+    ran = [sys.executable, "-m", "services.cli", "up", "--model", str(model), "--load-format", "dummy"]
+    result = subprocess.run(
+        [*ran, "--run-dir", str(tmp_path / "run")],
+        cwd=ROOT,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2 and "needs 24608.5 GiB" in result.stderr
+    assert not list((tmp_path / "run").glob("redis*"))
 
 
 def test_missing_model_fails_with_its_directory_and_a_fix(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from services.cli.app import EVERYTHING, SERVICES, run_tool
 from services.cli.options import build
 from shared.errors import ConfigurationError
 from shared.options import env_name, fields_of, flag, shown, source, without_password
-from shared.settings import GatewaySettings, WorkerSettings
+from shared.settings import ChatSettings, GatewaySettings, WorkerSettings
 from tests.support.launcher import ROOT, clean_env
 
 
@@ -73,6 +74,18 @@ def test_bad_value_of_a_variable_names_the_variable() -> None:
     done = orcinus("gateway", ORCINUS_PORT="eighty")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert done.stderr.startswith("error: ORCINUS_PORT=eighty: ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "remedy"),
+    [
+        (ChatSettings, "url", "give http://HOST:PORT"),
+        (WorkerSettings, "worker_id", r"give characters of \[a-z0-9._-\]"),
+    ],
+)
+def test_value_of_another_form_is_refused_with_the_form(settings: type[Any], name: str, remedy: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"--{flag(name)[2:]}=A B: not allowed; {remedy}$"):
+        build(settings, {name: "A B"})
 
 
 def test_every_bad_value_is_named_at_once() -> None:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.app import app
+from shared.errors import ConfigurationError
 from shared.security.api_keys import KeyRecord
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
@@ -164,4 +165,30 @@ def test_wrong_options_make_no_key(orcinus: Made) -> None:
     for words in (("--expires", "2001-01-01"), ("--expires", "soon"), ("--max-priority", "now"), ("--tenant", "a b")):
         with pytest.raises(Exception, match=words[0]):
             orcinus("add", "x", *words)
-    orcinus("revoke", "missing", status=1)
+    with pytest.raises(ConfigurationError, match="unknown; `orcinus keys list`"):
+        orcinus("revoke", "missing")
+
+
+def test_key_is_revoked_by_its_name_where_one_has_it(orcinus: Made) -> None:
+    first, second = orcinus("add", "twice"), orcinus("add", "twice")
+    with pytest.raises(ConfigurationError, match=f"the name of 2 keys; .*{first['id']}") as refused:
+        orcinus("revoke", "twice")
+    assert second["id"] in str(refused.value)
+    assert orcinus("revoke", first["id"])["state"] == "revoked"
+    assert orcinus("revoke", "twice")["id"] == second["id"]
+
+
+def test_list_shows_whole_ids_and_no_empty_column(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    command = ["--redis-url", redis_server.url, "--served-model-name", "listed"]
+    assert "`orcinus keys add NAME`" in CliRunner().invoke(app, ["keys", "list", *command]).stdout
+    made = CliRunner().invoke(app, ["keys", "add", "a long name of a key that is not cut off", *command])
+    assert "from now on every request needs a key" in made.stderr
+    second = CliRunner().invoke(app, ["keys", "add", "b", "--tenant", "shop", *command])
+    assert "from now on" not in second.stderr
+    shown = CliRunner().invoke(app, ["keys", "list", *command]).stdout.splitlines()
+    assert shown[0].split() == ["id", "name", "tenant", "state", "created"]
+    rows = {line.split()[0]: line for line in shown[1:]}
+    ids = [ran.stdout.split("-")[2] for ran in (made, second)]
+    assert rows.keys() == set(ids)
+    assert "a long name of a key that is not cut off" in rows[ids[0]] and "shop" in rows[ids[1]]

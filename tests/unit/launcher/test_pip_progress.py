@@ -33,7 +33,10 @@ def test_progress_counts_written_packages(tmp_path: Path) -> None:
     progress = Progress(tmp_path)
     progress.read("Installing collected packages: mpmath, sympy, torch")
     (tmp_path / "mpmath-1.dist-info").mkdir()
-    assert progress.text().startswith("installing: 1 of 3 packages written, ")
+    assert progress.text().startswith("installing: 1 of 3 packages written, now sympy, ")
+    for name in ("sympy", "torch"):
+        (tmp_path / f"{name}-1.dist-info").mkdir()
+    assert progress.text().startswith("installing: 3 of 3 packages written, ") and "now" not in progress.text()
 
 
 def test_line_comes_while_pip_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,16 @@ def test_service_that_loads_has_lines_with_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = starting(tmp_path / "worker.log")
+    now = [0.0]
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
     shown = screen.Screen()
+    now[0] = 60.0  # of compiling
     shown.update([worker])
     shown.update([worker])
     assert "MiB" not in capsys.readouterr().err, "not more often than every LINE_S"
-    monkeypatch.setattr(screen, "LINE_S", 0.0)
+    now[0] += screen.LINE_S
     shown.update([worker])
-    assert capsys.readouterr().err.endswith(f" s: {LOADING}\n"), "without time and level"
+    assert capsys.readouterr().err.endswith(f", 3 s: {LOADING}\n"), "without time and level"
     worker.state = "ready"
     shown.update([worker])
     shown.update([worker])

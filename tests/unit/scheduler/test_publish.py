@@ -130,6 +130,8 @@ def test_statistics_tell_first_tokens_from_gaps_and_count_missed_limits() -> Non
 
 def test_prediction_is_compared_with_the_measured_time_of_its_request() -> None:
     stats = Stats(0)
+    stats.forecasts.arrived("before", 2)
+    stats.forecasts.started("before", 2, 0.0, SECOND)  # it took no time outside the core
     first = outcome()
     request = first.requests[2]  # its first token came after 40 ms
     stats.snapshot({}, SECOND, 77, 4, "orcinus", 1, predicted_ns=[0, 0, 5_000_000, 0])
@@ -143,6 +145,35 @@ def test_prediction_is_compared_with_the_measured_time_of_its_request() -> None:
     assert fields["ttft_error_ms_p50_low"] == 0
     stats.outcome(outcome(), 5 * SECOND)
     assert stats.snapshot({}, 90 * SECOND, 80, 4, "orcinus", 1)["ttft_error_ms_p50"] == 0, "no promise, no error"
+
+
+def measured(stats: Stats, *waits_ms: float) -> dict[str, float | int | str]:
+    """Return the next statistics, after first tokens of class normal that took so long; the core predicts 5 ms."""
+    for number, wait_ms in enumerate(waits_ms):
+        stats.forecasts.arrived(str(number), 2)
+        stats.forecasts.started(str(number), 2, wait_ms, SECOND)
+    return stats.snapshot({}, SECOND, 77, 4, "orcinus", 1, predicted_ns=[5_000_000] * 4)
+
+
+def test_prediction_learns_the_time_outside_the_core() -> None:
+    stats = Stats(0)
+    assert measured(stats)["predicted_ttft_ms_normal"] == 5.0
+    first = measured(stats, 24.0, 25.0, 900.0)
+    assert first["predicted_ttft_ms_normal"] == 25.0  # the late one is an outlier
+    assert first["ttft_error_ms_p50"] == 0.0, "no overhead was known for them"
+    later = measured(stats, *[25.0] * 20)
+    assert [later[f"predicted_ttft_ms_{name}"] for name in ("realtime", "normal", "low")] == [25.0] * 3
+    assert later["ttft_error_ms_p50"] == 0.0
+    assert measured(stats, *[1.0] * 40)["predicted_ttft_ms_normal"] == 5.0  # never less than the core's
+
+
+def test_learnt_overhead_is_bounded_by_a_few_steps() -> None:
+    stats = Stats(0)
+    measured(stats)
+    assert measured(stats, *[5_000.0] * 40)["predicted_ttft_ms_normal"] == 255.0
+    stats.result(step_ns=50_000_000, idle_ns=0, prefill=0)
+    assert measured(stats)["predicted_ttft_ms_normal"] == 455.0
+    assert measured(stats, *[25.0] * 40)["predicted_ttft_ms_normal"] == 25.0  # an overload that is over is forgotten
 
 
 def test_two_workers_compute_twice_as_many_prompt_tokens() -> None:
