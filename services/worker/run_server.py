@@ -1,13 +1,14 @@
 """The worker's Unix socket: takes a Run beside those over gRPC, from a scheduler of the same user on this host.
 
-A thread accepts, a thread for each connection sends results; what a Run is and which one counts is the business of
-server.py.
+The thread that has a result sends it, as far as the socket takes it at once; a thread of the connection sends the rest.
+What a Run is and which one counts is the business of server.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import select
 import socket
 import struct
@@ -18,7 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from protos import worker_pb2
-from services.worker.pipeline import RunState
+from services.worker.pipeline import Results, RunState
 from shared import run_socket
 from shared.errors import ProtocolError
 from shared.processes.listeners import is_own
@@ -41,13 +42,48 @@ class RefusedError(Exception):
         self.code, self.details = code, details
 
 
+class Outbox:
+    """The results of one Run on their way: `put` sends without waiting, `send_rest` what that could not."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._rest: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._behind = 0  # frames in _rest, which go first
+
+    def put(self, result: worker_pb2.Result | None) -> None:
+        """Send a result; None ends `send_rest`. For the threads of the pipeline: never blocks."""
+        if result is None:
+            self._rest.put(None)
+            return
+        frame = run_socket.message(result.SerializeToString())
+        with self._lock:
+            if not self._behind:
+                try:
+                    frame = frame[self._connection.send(frame, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    pass
+                except OSError:  # the scheduler has gone: its reader ends the Run
+                    return
+            if frame:
+                self._behind += 1
+                self._rest.put(frame)
+
+    def send_rest(self) -> None:
+        """Return when the Run has ended and all was sent. Raise OSError."""
+        while (frame := self._rest.get()) is not None:
+            self._connection.sendall(frame)
+            with self._lock:
+                self._behind -= 1
+
+
 class RunServer:
     """Listens from the start. begin: makes a Run the current one by its first message, or raises RefusedError; read:
     moves the further steps of a Run to the engine, and returns when there are no more.
     """
 
     def __init__(
-        self, begin: Callable[[worker_pb2.Step | None], RunState], read: Callable[[RunState, Steps], None]
+        self, begin: Callable[[worker_pb2.Step | None, Results], RunState], read: Callable[[RunState, Steps], None]
     ) -> None:
         """Raise OSError where abstract addresses cannot be used."""
         self.name = run_socket.new_name()
@@ -95,21 +131,21 @@ class RunServer:
 
     def _run(self, connection: socket.socket) -> None:
         connection.settimeout(HELLO_S)
-        steps = _steps(connection)
+        steps, outbox = _steps(connection), Outbox(connection)
         try:
-            run = self._begin(next(steps, None))
+            first = next(steps, None)
+            connection.settimeout(None)
+            run = self._begin(first, outbox)
         except RefusedError as error:
             connection.sendall(run_socket.end(error.code, error.details))
             return
-        connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         reader = threading.Thread(
             target=self._read, args=(run, _until_hung_up(run, steps, connection)), name="run-reader", daemon=True
         )
         reader.start()
         try:
-            while (result := run.results.get()) is not None:
-                connection.sendall(run_socket.message(result.SerializeToString()))
+            outbox.send_rest()
             if run.replaced_by is not None:
                 details = f"replaced by a Run of epoch {run.replaced_by}"
                 connection.sendall(run_socket.end(grpc.StatusCode.ABORTED, details))

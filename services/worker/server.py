@@ -7,6 +7,7 @@ step k+1 is there while step k runs. A Run that was replaced or cancelled stays 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.parallel.leader import Ranks
-from services.worker.pipeline import Item, Observer, Pipeline, RunState
+from services.worker.pipeline import Item, Observer, Pipeline, Results, RunState
 from services.worker.run_server import RefusedError, RunServer
 from shared.errors import ConfigurationError
 from shared.keys import EPOCHS
@@ -123,8 +124,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     def Run(  # noqa: N802 - the name in worker.proto
         self, request_iterator: Iterator[worker_pb2.Step], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.Result]:
+        results: queue.SimpleQueue[worker_pb2.Result | None] = queue.SimpleQueue()
         try:
-            run = self._begin(next(request_iterator, None))
+            run = self._begin(next(request_iterator, None), results)
         except RefusedError as error:
             context.abort(error.code, error.details)
             return  # not reached: abort raises
@@ -132,7 +134,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         context.send_initial_metadata(())
         threading.Thread(target=self._read, args=(run, request_iterator), name="run-reader", daemon=True).start()
         while True:
-            result = run.results.get()
+            result = results.get()
             if result is None:
                 break
             yield result
@@ -162,7 +164,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             raise RefusedError(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model")
         return self._engine
 
-    def _begin(self, first: worker_pb2.Step | None) -> RunState:
+    def _begin(self, first: worker_pb2.Step | None, results: Results) -> RunState:
         """Make a Run the current one by its first message; the older one ends. Raise RefusedError."""
         self._ready_engine()
         if first is None or not first.HasField("hello"):
@@ -174,7 +176,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             highest = self._highest_epoch
             if first.epoch >= highest:
                 self._highest_epoch = first.epoch
-                old, run = self._current, RunState(first.epoch)
+                old, run = self._current, RunState(first.epoch, results)
                 self._current = run
                 if self._draining:  # the scheduler took us a moment before we said so
                     run.tell_draining()

@@ -14,7 +14,7 @@ import pytest
 from protos import worker_pb2
 from services.scheduler.workers import run_call
 from services.scheduler.workers.run_call import RunCall
-from services.worker.pipeline import RunState
+from services.worker.pipeline import Results, RunState
 from services.worker.run_server import RefusedError, RunServer
 from shared import run_socket
 from shared.errors import ProtocolError
@@ -32,11 +32,11 @@ class Worker:
         self.error_bytes = 0
         self.all_read = threading.Event()
 
-    def begin(self, first: worker_pb2.Step | None) -> RunState:
+    def begin(self, first: worker_pb2.Step | None, results: Results) -> RunState:
         if self.refuse is not None:
             raise self.refuse
         assert first is not None
-        self.run = RunState(first.epoch)
+        self.run = RunState(first.epoch, results)
         return self.run
 
     def read(self, run: RunState, steps: Iterator[worker_pb2.Step]) -> None:
