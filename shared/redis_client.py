@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from redis.asyncio import BlockingConnectionPool, Redis
+import hiredis
+from redis.asyncio import BlockingConnectionPool, Connection, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -117,6 +118,38 @@ async def persist(
         return result
 
 
+def pack_words(_connection: Connection, words: Sequence[Value]) -> Any:
+    """Return a command as the connection sends it; a tenth of the time of the connection's own method."""
+    return hiredis.pack_command(tuple(words))  # type: ignore[arg-type]  # its stub wants one word
+
+
+class Line:
+    """A connection for one task that makes one call after another.
+
+    A call of a client brings the pool's lock, a task, two time-outs, metrics and retries with it: 72 us of CPU where
+    this takes 30.
+    """
+
+    def __init__(self, client: Redis) -> None:
+        """Take a place in the client's pool with the first call; the client's `aclose` closes it."""
+        self._client = client
+        self._timeout_s: float | None = client.connection_pool.connection_kwargs["socket_timeout"]
+        self._connection: Connection | None = None
+
+    async def __call__(self, *words: Value) -> Any:
+        """Send a command and return the answer. Raises what redis-py raises."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if self._connection is None:
+                    self._connection = await self._client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+                    self._connection.socket_timeout = None  # this one is enough
+                packed = pack_words(self._connection, words)
+                await self._connection.send_packed_command(packed, check_health=False)
+                return await self._client.parse_response(self._connection, str(words[0]))
+        except TimeoutError as error:  # whatever ends a call, redis-py closes a connection on which an answer may come
+            raise RedisTimeoutError(f"no answer to {words[0]!s} within {self._timeout_s} s") from error
+
+
 def _ignore(_name: str, _seconds: float) -> None:
     """Ignore the time of a script's call."""
 
@@ -128,10 +161,13 @@ def source(name: str) -> bytes:
 
 
 class Script:
-    """One Lua file. A call runs it by EVALSHA."""
+    """One Lua file. A call runs it by EVALSHA, over a line where there is one."""
 
-    def __init__(self, client: Redis, name: str, observe: Callable[[str, float], None] = _ignore) -> None:
+    def __init__(
+        self, client: Redis, name: str, observe: Callable[[str, float], None] = _ignore, line: Line | None = None
+    ) -> None:
         self.name = name
+        self._line = line
         self._observe = observe
         self._client = client
         self._source = source(name)
@@ -154,17 +190,23 @@ class Script:
             raise
 
     def _run(self, keys: Sequence[str], args: Sequence[Value]) -> Awaitable[Any]:
+        if self._line is not None:
+            return self._line("EVALSHA", self._sha, len(keys), *keys, *args)
         return self._client.evalsha(self._sha, len(keys), *keys, *args)
 
 
 class Scripts:
     """All scripts over one client. `shared/lua/NAME.lua` documents the arguments and the answer of each."""
 
-    def __init__(self, client: Redis, observe: Callable[[str, float], None] = _ignore) -> None:
-        """observe: called with the name and the seconds of each answered call."""
+    def __init__(
+        self, client: Redis, observe: Callable[[str, float], None] = _ignore, publishing: Line | None = None
+    ) -> None:
+        """observe: called with the name and the seconds of each answered call. publishing: for `publish`, which runs
+        once an iteration and never twice at a time.
+        """
         self.enqueue = Script(client, "enqueue", observe)
         self.claim = Script(client, "claim", observe)
-        self.publish = Script(client, "publish", observe)
+        self.publish = Script(client, "publish", observe, publishing)
         self.release = Script(client, "release", observe)
         self.control = Script(client, "control", observe)
         self.lease = Script(client, "lease", observe)

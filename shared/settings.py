@@ -310,8 +310,8 @@ class WorkerSettings(InternalSettings):
         None,
         gt=0,
         lt=1,
-        description="share of free memory for KV blocks; unset uses 0.2, on a GPU 0.9 of what weights and the "
-        "largest step leave",
+        description="share of free memory for KV blocks; unset uses 16,384 tokens a thread or the longest sequence, "
+        "within 0.2; on a GPU 0.9 of what weights and the largest step leave",
     )
     kv_blocks: int = Field(
         0, ge=0, le=1 << 30, description="KV blocks on the device; 0 computes them from kv_memory_fraction"
@@ -320,8 +320,8 @@ class WorkerSettings(InternalSettings):
         None,
         ge=0,
         le=1 << 30,
-        description="blocks of the host tier; 0 means none; unset uses as many as KV blocks within 5 % of free memory "
-        "(beside a GPU 10 %, at most 16 GiB), if KV blocks may run out or a prefill worker hands them over",
+        description="blocks of the host tier; 0 means none; unset uses as many as KV blocks if these may run out, "
+        "beside a GPU within 10 % of free memory and 16 GiB, on a CPU with kv_share_dir within 5 %, else none",
     )
     worker_role: Literal["both", "prefill", "decode"] = Field(
         "both",

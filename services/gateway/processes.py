@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 
 from shared.errors import ConfigurationError
-from shared.processes.listeners import listen, reserve
+from shared.processes.listeners import is_own, listen, reserve
 from shared.processes.restarts import Backoff
 from shared.processes.supervisor import Service, ServiceSpec, Supervisor, describe_exit
 from shared.settings import GatewaySettings
@@ -45,7 +44,6 @@ ANSWER_S = 1.0
 """A process without an answer after so long is left out."""
 LENGTH_BYTES = 8
 """An answer begins with its length: a part of one, of a process that was killed meanwhile, is left out."""
-CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 HELP = b"# HELP "
 
 
@@ -196,7 +194,7 @@ class Siblings:
             async with asyncio.timeout(ANSWER_S):
                 connection.connect(self._place.address(number))  # at once, or BlockingIOError
                 reader, writer = await asyncio.open_unix_connection(sock=connection)
-                if _user_of(writer) != os.getuid():
+                if not is_own(writer.get_extra_info("socket")):
                     return b""
                 writer.write(what + b"\n")
                 length = int.from_bytes(await reader.readexactly(LENGTH_BYTES))
@@ -210,7 +208,7 @@ class Siblings:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, ValueError):  # the asking process has gone
             async with asyncio.timeout(ANSWER_S):
-                if _user_of(writer) == os.getuid():  # any user of the machine can reach an abstract socket
+                if is_own(writer.get_extra_info("socket")):  # any user of the machine can reach an abstract socket
                     answer = self._here((await reader.readline()).strip())
                     writer.write(len(answer).to_bytes(LENGTH_BYTES) + answer)
                     await writer.drain()
@@ -222,13 +220,6 @@ def _socket() -> socket.socket:
     made = socket.socket(socket.AF_UNIX)
     made.setblocking(False)
     return made
-
-
-def _user_of(writer: asyncio.StreamWriter) -> int:
-    """Return the uid of the process at the other end of a unix socket."""
-    connection = writer.get_extra_info("socket")
-    given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    return int(CREDENTIALS.unpack(given)[1])
 
 
 class _Labelled(Collector):

@@ -40,7 +40,6 @@ PR_SET_PDEATHSIG = 1
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder in it, which the workers check
 DEMO_PROMPT = "Read and return a line from the stream."
 """The docstring of a function: the demo model was trained to answer with one."""
-CPU_KV_FRACTION = 0.2  # of free memory: what the workers of one machine take together, as one alone would
 
 
 def up(values: Values, stop_with_parent: bool = False) -> int:
@@ -263,7 +262,10 @@ def on_gpu(worker: WorkerSettings) -> bool:
 
 
 def replica_env(worker: WorkerSettings, number: int, replicas: int) -> dict[str, str]:
-    """Return the settings of one of several workers: its name, its GPU or its part of the cores and of the memory."""
+    """Return the settings of one of several workers: its name, its GPU or its part of the cores.
+
+    Its part of the memory follows from that of the cores (services/worker/kv/cache.py).
+    """
     if replicas == 1:
         return {}
     env, ranks = {env_name("worker_id"): replica_id(worker.worker_id, number)}, worker.tp * worker.pp
@@ -274,8 +276,6 @@ def replica_env(worker: WorkerSettings, number: int, replicas: int) -> dict[str,
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(first, first + ranks))}
     if not worker.threads:
         env[env_name("threads")] = str(max(1, len(os.sched_getaffinity(0)) // (replicas * ranks)))
-    if worker.kv_memory_fraction is None:
-        env[env_name("kv_memory_fraction")] = str(round(CPU_KV_FRACTION / replicas, 6))
     return env
 
 

@@ -37,7 +37,7 @@ from shared.dead_letters import DeadLetters, remove_foreign
 from shared.errors import LeaseLostError
 from shared.ids import process_id
 from shared.keys import CLASSES
-from shared.redis_client import BLOCK_MS, Scripts, Unavailable, connect, persist
+from shared.redis_client import BLOCK_MS, Line, Scripts, Unavailable, connect, persist
 from shared.settings import SchedulerSettings
 from shared.tasks import end, first_of, within
 
@@ -86,11 +86,11 @@ class Service:
     def __init__(self, settings: SchedulerSettings, metrics: Metrics | None = None) -> None:
         self._settings = settings
         self.keys = settings.keys
-        self._redis = connect(settings)
+        self._redis = connect(settings, connections=5)  # one of them the publisher's
         self._intake_reader = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
         self._control_reader = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
         self._stats = Stats(time.monotonic_ns(), metrics)
-        self._scripts = Scripts(self._redis, self._stats.call)
+        self._scripts = Scripts(self._redis, self._stats.call, Line(self._redis))
         self.lease = Lease(self._scripts, self.keys, settings.shard, settings.lease_ms)
         name = process_id("scheduler")
         self._letters = DeadLetters(name, self._stats.unreadable)

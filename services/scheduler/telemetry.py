@@ -176,6 +176,9 @@ RATE_FADE_S = 30.0
 MIN_STARTS = 2  # and at least as many as run: every slot was taken anew once
 
 
+EMPTY_NS = np.zeros(0, np.int64)
+
+
 class Window:
     """The samples of the last minute, at most 32,768 of them: a ring of (time, value)."""
 
@@ -342,25 +345,29 @@ class Stats:
         if outcome is None:
             return
         self._request_times.record(outcome, now_ns)
-        self._start(outcome, now_ns)
+        waits_ns = outcome.waits_ns
+        has = waits_ns >= 0
+        first_ns, between_ns = EMPTY_NS, waits_ns if has.all() else waits_ns[has]
+        begins = outcome.first == 0
+        if begins.any():  # seldom: once in a sequence's life
+            starts = has & begins
+            first_ns, between_ns = waits_ns[starts], waits_ns[has & ~starts]
+            self._start(outcome, np.flatnonzero(starts), now_ns)
+            self._ttft_ms.add(first_ns / 1e6, now_ns)
+            self._start_rate.started(first_ns.size, now_ns)
         for ended in outcome.ended:
             self.forecasts.ended(ended.request.id)
-        if not outcome.waits_ns.size:
+        if not waits_ns.size:
             return
-        has = outcome.waits_ns >= 0
-        starts = has & (outcome.first == 0)
-        first_ns, between_ns = outcome.waits_ns[starts], outcome.waits_ns[has & ~starts]
-        self._ttft_ms.add(first_ns / 1e6, now_ns)
         self._tbt_ms.add(between_ns / 1e6, now_ns)
         self._metrics.waits(first_ns, between_ns)
         produced = int(outcome.counts.sum())
         self._tokens += produced
-        self._start_rate.started(int(np.count_nonzero(starts)), now_ns)
         self._tokens_total += produced
 
-    def _start(self, outcome: Outcome, now_ns: int) -> None:
-        """Compare each first token with the request's limit and with what was predicted."""
-        for row in np.flatnonzero((outcome.waits_ns >= 0) & (outcome.first == 0)):  # once in a sequence's life
+    def _start(self, outcome: Outcome, rows: npt.NDArray[np.intp], now_ns: int) -> None:
+        """Compare the first token of each of `rows` with the request's limit and with what was predicted."""
+        for row in rows:
             request, wait_ns = outcome.requests[row], int(outcome.waits_ns[row])
             if request.ttft_slo_ns and wait_ns > request.ttft_slo_ns:
                 self._violations[request.priority] += 1

@@ -42,7 +42,8 @@ class RequestTimes:
         """Record the starts, first tokens and ends of one outcome."""
         for request_id in outcome.started:
             self._timelines[request_id] = Timeline(now_ns)
-        for row in np.flatnonzero((outcome.first == 0) & (outcome.counts > 0)):
+        begins = outcome.first == 0
+        for row in np.flatnonzero(begins & (outcome.counts > 0)) if begins.any() else ():
             timeline = self._timelines.get(outcome.requests[row].id)
             if timeline is not None and not timeline.first_token_ns:
                 timeline.first_token_ns = now_ns

@@ -23,7 +23,7 @@ from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from shared.errors import RankError
 from shared.security.channels import channel_credentials, server_credentials
-from shared.settings import WorkerSettings
+from shared.settings import WorkerSettings, is_loopback
 from shared.telemetry.logs import setup
 from shared.telemetry.metrics import serve as serve_metrics
 
@@ -57,7 +57,10 @@ def run(settings: WorkerSettings) -> int:
 def lead(settings: WorkerSettings, place: Place | None, stopping: SignalHandler) -> int:
     """Run the whole replica or, with a place, its rank 0."""
     stop, hurry = threading.Event(), threading.Event()
-    server = WorkerServer(settings.listen, server_credentials(settings))
+    credentials = server_credentials(settings)
+    # Elsewhere a proxy may stand between, or TLS is wanted.
+    is_local = credentials is None and not settings.advertise and is_loopback(settings.listen.rpartition(":")[0])
+    server = WorkerServer(settings.listen, credentials, is_local)
     registration: Registration | None = None
     ranks: Ranks | None = None
     try:

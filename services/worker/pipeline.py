@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -40,12 +41,18 @@ DEVICE_LOST = (torch.AcceleratorError, CudaError)
 """After one of these every later call fails as well: only a new process has a device that works."""
 
 
+class Results(Protocol):
+    """Takes the results of a Run, in order; None behind the last one. Its `put` never blocks."""
+
+    def put(self, result: worker_pb2.Result | None, /) -> object: ...
+
+
 @dataclass(eq=False)
 class RunState:
     """One Run call. `ended` is set when its results are of no use any more."""
 
     epoch: int
-    results: queue.SimpleQueue[worker_pb2.Result | None] = field(default_factory=queue.SimpleQueue)
+    results: Results = field(default_factory=lambda: queue.SimpleQueue[worker_pb2.Result | None]())
     ended: threading.Event = field(default_factory=threading.Event)
     replaced_by: int | None = None
     received: int = 0  # steps

@@ -1,4 +1,4 @@
-"""The worker behind gRPC: Describe, Run and grpc.health.v1, in front of the engine's pipeline.
+"""The worker behind gRPC: Describe, Run and grpc.health.v1, in front of the engine's pipeline; Run also over a socket.
 
 One Run is current. Its handler thread yields results, a reader thread takes steps off the wire into the pipeline, so
 step k+1 is there while step k runs. A Run that was replaced or cancelled stays what it is.
@@ -7,6 +7,7 @@ step k+1 is there while step k runs. A Run that was replaced or cancelled stays 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from protos import worker_pb2, worker_pb2_grpc
 from services.worker.engine import Engine
 from services.worker.parallel.leader import Ranks
-from services.worker.pipeline import Item, Observer, Pipeline, RunState
+from services.worker.pipeline import Item, Observer, Pipeline, Results, RunState
+from services.worker.run_server import RefusedError, RunServer
 from shared.errors import ConfigurationError
 from shared.keys import EPOCHS
 
@@ -45,7 +47,10 @@ OPTIONS = [
 class WorkerServer(worker_pb2_grpc.WorkerServicer):
     """It listens at once (a port in use shows then); `serve` with a loaded engine, at the end `drain` and `stop`."""
 
-    def __init__(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> None:
+    def __init__(
+        self, listen: str, credentials: grpc.ServerCredentials | None = None, run_socket: bool = False
+    ) -> None:
+        """run_socket: whether to take a Run over a Unix socket as well, where the system has abstract addresses."""
         self._engine: Engine | None = None
         self._lock = threading.Lock()
         self._current: RunState | None = None
@@ -59,6 +64,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.address = self._bind(listen, credentials)
+        self._local = self._local_server() if run_socket else None
         self._server.start()
 
     @property
@@ -98,30 +104,37 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             run.end()
         stopped = self._server.stop(grace_s)
         self._pipeline.stop()
+        if self._local is not None:
+            self._local.stop(grace_s)
         stopped.wait(grace_s)
 
     def Describe(  # noqa: N802 - the name in worker.proto
         self, request: worker_pb2.DescribeRequest, context: grpc.ServicerContext
     ) -> worker_pb2.WorkerInfo:
-        info = self._ready_engine(context).info()
+        try:
+            info = self._ready_engine().info()
+        except RefusedError as error:
+            context.abort(error.code, error.details)
+            raise  # not reached: abort raises
         with self._lock:
             info.highest_epoch = self._highest_epoch
+        info.run_socket = self._local.name if self._local is not None else ""
         return info
 
     def Run(  # noqa: N802 - the name in worker.proto
         self, request_iterator: Iterator[worker_pb2.Step], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.Result]:
-        self._ready_engine(context)
-        first = next(request_iterator, None)
-        if first is None or not first.HasField("hello"):
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a Run must carry hello")
+        results: queue.SimpleQueue[worker_pb2.Result | None] = queue.SimpleQueue()
+        try:
+            run = self._begin(next(request_iterator, None), results)
+        except RefusedError as error:
+            context.abort(error.code, error.details)
             return  # not reached: abort raises
-        run = self._begin(first, context)
         context.add_callback(run.end)
         context.send_initial_metadata(())
         threading.Thread(target=self._read, args=(run, request_iterator), name="run-reader", daemon=True).start()
         while True:
-            result = run.results.get()
+            result = results.get()
             if result is None:
                 break
             yield result
@@ -139,30 +152,37 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             ) from error
         return f"{listen.rpartition(':')[0]}:{port}"
 
-    def _ready_engine(self, context: grpc.ServicerContext) -> Engine:
+    def _local_server(self) -> RunServer | None:
+        try:
+            return RunServer(self._begin, self._read)
+        except (AttributeError, OSError) as error:  # another system than Linux
+            log.info("no Unix socket for Runs: %s", error)
+            return None
+
+    def _ready_engine(self) -> Engine:
         if self._engine is None:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model")
-            raise RuntimeError("abort raises")
+            raise RefusedError(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model")
         return self._engine
 
-    def _begin(self, first: worker_pb2.Step, context: grpc.ServicerContext) -> RunState:
-        """Make this the current Run; the older one ends."""
+    def _begin(self, first: worker_pb2.Step | None, results: Results) -> RunState:
+        """Make a Run the current one by its first message; the older one ends. Raise RefusedError."""
+        self._ready_engine()
+        if first is None or not first.HasField("hello"):
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "the first message of a Run must carry hello")
         if first.epoch >= EPOCHS:
-            context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"epoch: {first.epoch} is not below {EPOCHS}; take it from Redis"
-            )
+            details = f"epoch: {first.epoch} is not below {EPOCHS}; take it from Redis"
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, details)
         with self._lock:
             highest = self._highest_epoch
             if first.epoch >= highest:
                 self._highest_epoch = first.epoch
-                old, run = self._current, RunState(first.epoch)
+                old, run = self._current, RunState(first.epoch, results)
                 self._current = run
                 if self._draining:  # the scheduler took us a moment before we said so
                     run.tell_draining()
         if first.epoch < highest:
-            context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"epoch {first.epoch} is older than {highest}, which was here"
-            )
+            details = f"epoch {first.epoch} is older than {highest}, which was here"
+            raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, details)
         if old is not None:
             old.replaced_by = first.epoch
             old.end()

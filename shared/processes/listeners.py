@@ -11,11 +11,13 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 from collections.abc import Mapping
 
 from shared.errors import ConfigurationError
 
 BACKLOG = 2048
+CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 SOCKETS = "SUPERVISOR_SOCKETS"
 """The environment variable that names the sockets of a supervisor: `port=5,ops port=6`, by file descriptor."""
 
@@ -82,3 +84,9 @@ def _bound(host: str, port: int, what: str, listening: bool) -> socket.socket:
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from error
     listener.setblocking(False)
     return listener
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Return whether the process at the other end of a Unix socket runs as the user of this one."""
+    given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return int(CREDENTIALS.unpack(given)[1]) == os.geteuid()

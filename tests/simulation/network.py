@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.simulation.clock import Loop, Process, current
@@ -39,6 +39,14 @@ class Endpoint:
         if self.closed or self.broken:
             raise ConnectionResetError("the connection is closed")
         self._transmit(message)
+
+    def writelines(self, messages: Iterable[Any]) -> None:
+        """Send several as one message, as a StreamWriter takes them."""
+        self.send(list(messages))
+
+    async def drain(self) -> None:
+        """Let other tasks run."""
+        await asyncio.sleep(0)
 
     def _transmit(self, message: Any) -> None:
         network = self.network

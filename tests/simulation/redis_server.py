@@ -271,10 +271,6 @@ class Connection(_Connection):
     def pack_commands(self, commands: Any) -> list[list[bytes]]:
         return [words for command in commands for words in self.pack_command(*command)]
 
-    async def _send_packed_command(self, command: Any) -> None:
-        self._writer.send(list(command))
-        await asyncio.sleep(0)
-
     async def can_read(self) -> bool:
         return bool(self._reader.inbox) or self._reader.broken
 
@@ -282,6 +278,11 @@ class Connection(_Connection):
         self, disable_decoding: bool = False, push_request: bool | None = False
     ) -> Any:
         return await self._reader.receive()
+
+
+def pack_words(connection: Connection, words: Any) -> list[list[bytes]]:
+    """Take the place of redis_client.pack_words."""
+    return connection.pack_command(*words)
 
 
 class _NoParser:

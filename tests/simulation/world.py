@@ -425,8 +425,9 @@ def simulated(seed: int) -> Iterator[World]:
     random.seed(seed)
     redis_server.Connection.network = world.network
     worker.Channel.network = world.network
-    before = redis_client.BlockingConnectionPool, link.aio_channel, quarantine.ABANDONED_S
+    before = redis_client.BlockingConnectionPool, redis_client.pack_words, link.aio_channel, quarantine.ABANDONED_S
     redis_client.BlockingConnectionPool = redis_server.Pool
+    redis_client.pack_words = redis_server.pack_words
     link.aio_channel = worker.Channel
     quarantine.ABANDONED_S = ABANDONED_S
     ids.os, ids.socket = SimpleNamespace(getpid=lambda: 1), SimpleNamespace(gethostname=lambda: "host")
@@ -438,7 +439,8 @@ def simulated(seed: int) -> Iterator[World]:
         yield world
     finally:
         clock.use(None)
-        redis_client.BlockingConnectionPool, link.aio_channel, quarantine.ABANDONED_S = before
+        redis_client.BlockingConnectionPool, redis_client.pack_words, *others = before
+        link.aio_channel, quarantine.ABANDONED_S = others
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_official_client_gets_the_tokens_of_transformers(
     assert choice.finish_reason == "length"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(reference.prompts[0]), 24)
+    assert "over its Unix socket" in stack.log("scheduler") or sys.platform != "linux"
 
 
 NAME, AGE = {"type": "string", "pattern": "^[a-z]{1,6}$"}, {"type": "integer", "minimum": 0, "maximum": 99}

@@ -43,7 +43,7 @@ from services.gateway.request import GenerationSpec
 from shared.columns import unpack
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
-from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Scripts, Unreachable, Value, backoff_s, connect
+from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Line, Scripts, Unreachable, Value, backoff_s, connect
 from shared.settings import GatewaySettings
 from shared.tasks import end
 from shared.token_batches import decode_batch
@@ -182,6 +182,7 @@ class Dispatcher:
         self._metrics = metrics
         self._redis: Redis = connect(settings, connections=1)
         self._reader: Redis = connect(settings, connections=1, socket_timeout_s=BLOCK_MS / 1000 + 4)
+        self._line = Line(self._reader)
         self.scripts = Scripts(self._redis, metrics.call)
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
         self._backlog = Backlog()
@@ -555,7 +556,7 @@ class Dispatcher:
         attempt = 0
         while True:
             try:
-                reply = await self._reader.xread({key: last}, count=READ_ENTRIES, block=BLOCK_MS)
+                reply = await self._line("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, last)
             except (*Unreachable, RedisError) as error:
                 if attempt == 0:
                     log.warning("waiting for Redis to read tokens: %s", error)

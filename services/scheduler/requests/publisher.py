@@ -74,13 +74,13 @@ def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
         return []
     names = outcome.gateways
     if names[0] == names[-1]:
-        cuts = [0, rows]
+        cuts, ends = [0, rows], {0: 0, rows: outcome.tokens.size}
     else:
         cuts = [0, *(row for row in range(1, rows) if names[row] != names[row - 1]), rows]
-    ends = np.concatenate([[0], np.cumsum(outcome.counts)])
+        ends = dict(enumerate([0, *np.cumsum(outcome.counts).tolist()]))
     result = []
     for begin, end in itertools.pairwise(cuts):
-        span = slice(int(ends[begin]), int(ends[end]))
+        span = slice(ends[begin], ends[end])
         logprobs = {} if outcome.logprobs is None else columns(outcome.logprobs[span], outcome.counts[begin:end])
         batch = queue_pb2.TokenBatch(
             epoch=epoch,

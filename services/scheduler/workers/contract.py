@@ -16,6 +16,7 @@ from protos import worker_pb2
 from services.scheduler.core.types import DECODE, PREFILL, StepResult
 from shared.errors import ProtocolError
 from shared.keys import EPOCHS
+from shared.run_socket import is_name
 
 BOUNDS = {
     "block_size": (1, 4096),
@@ -78,6 +79,8 @@ def check_info(info: worker_pb2.WorkerInfo, model: str) -> None:
         raise ContractError(f"dtype: {info.dtype[:100]!r} is none of {', '.join(DTYPES)}; update the scheduler")
     if info.role not in ROLES:
         raise ContractError(f"role: {info.role[:100]!r} is neither prefill nor decode; update the scheduler")
+    if info.run_socket and not is_name(info.run_socket):
+        raise ContractError(f"run_socket: {info.run_socket[:100]!r} is not 32 hex digits; update the scheduler")
     for name in ("id", "identity", "model_hash", "host_tier", "kv_format"):
         if len(getattr(info, name)) > NAME_LENGTH:
             raise ContractError(f"{name}: longer than {NAME_LENGTH} characters; update or repair the worker")

@@ -18,6 +18,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.scheduler.core.types import Limits
 from services.scheduler.workers.contract import check_info
 from services.scheduler.workers.registry import Registration
+from services.scheduler.workers.run_call import RunCall
 from services.scheduler.workers.wire import limits_from_wire
 from shared.errors import ProtocolError
 from shared.security.channels import aio_channel, channel_credentials
@@ -70,7 +71,7 @@ class WorkerLink:
         self._speculate = settings.speculate
         self._channel = aio_channel(worker.address, channel_credentials(settings), OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
-        self._call: grpc.aio.StreamStreamCall | None = None
+        self._call: grpc.aio.StreamStreamCall | RunCall | None = None
         self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
         self._moved_ns = 0  # the last answer
         self.info = worker_pb2.WorkerInfo()
@@ -88,13 +89,15 @@ class WorkerLink:
             raise StaleEpochError(
                 f"epoch {self.epoch} is older than {self.info.highest_epoch}, which the worker has seen"
             )
-        self._call = self._stub.Run()
+        local = await RunCall.connect(self.info.run_socket) if self.info.run_socket else None
+        self._call = local or self._stub.Run()
         await self._write(worker_pb2.Step(epoch=self.epoch, hello=worker_pb2.Hello(shard=self._shard)))
         info = self.info
         log.info(
-            "worker %s at %s: %d slots, %d blocks of %d tokens, %d on the host",
+            "worker %s at %s%s: %d slots, %d blocks of %d tokens, %d on the host",
             self.worker.id,
             self.worker.address,
+            " over its Unix socket" if local else "",
             info.max_seqs,
             info.gpu_blocks,
             info.block_size,

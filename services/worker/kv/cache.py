@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,12 +28,16 @@ if TYPE_CHECKING:
     from shared.settings import WorkerSettings  # pydantic: an engine in process does without
 
 POOL_SHARE, GPU_POOL_SHARE = 0.2, 0.9
-"""Of the free memory for a pool without --kv-blocks. A GPU is the worker's alone; what is left is for what torch's
-allocator wastes and for recorded steps."""
+"""Of the free memory for a pool without --kv-blocks; on a CPU at most, and for a worker with all cores. A GPU is the
+worker's alone; what is left is for what torch's allocator wastes and for recorded steps."""
+
+TOKENS_PER_THREAD = 16_384
+"""Tokens in a pool on a CPU without --kv-blocks and --kv-memory-fraction, for each thread that computes: more sequences
+than this holds wait for their turn in a step anyway, and the memory is taken at start, used or not."""
 
 HOST_SHARE, PINNED_SHARE = 0.05, 0.1
-"""Of the free memory, at most, for a host tier without --host-blocks: on a CPU it only saves computing again, beside a
-GPU it is memory that the pool does not take."""
+"""Of the free memory, at most, for a host tier without --host-blocks: on a CPU for what other workers copy from it,
+beside a GPU it is memory that the pool does not take."""
 
 PINNED_BYTES = 16 << 30
 """At most for the same beside a GPU: pinning more keeps a start waiting for many seconds."""
@@ -130,7 +135,12 @@ def plan_pool(
     host_bytes = free_memory_bytes() // parallel.ranks_here
     on_gpu = gpu_bytes is not None
     blocks, lengths = plan_blocks(
-        settings, block_bytes, lengths, host_bytes if gpu_bytes is None else gpu_bytes, on_gpu
+        settings,
+        block_bytes,
+        lengths,
+        host_bytes if gpu_bytes is None else gpu_bytes,
+        on_gpu,
+        torch.get_num_threads() * parallel.ranks_here,
     )
     host_blocks = plan_host_blocks(settings, blocks, lengths, block_bytes, host_bytes, on_gpu)
     mine = [blocks, host_blocks, lengths.model, lengths.input, lengths.output]
@@ -141,12 +151,17 @@ def plan_pool(
 
 
 def plan_blocks(
-    settings: WorkerSettings, block_bytes: int, lengths: Lengths, free_bytes: int, on_gpu: bool = False
+    settings: WorkerSettings,
+    block_bytes: int,
+    lengths: Lengths,
+    free_bytes: int,
+    on_gpu: bool = False,
+    threads: int = 0,
 ) -> tuple[int, Lengths]:
     """Block of the pool and the lengths that fit into it.
 
-    free_bytes: where the pool is to lie, on_gpu or not. Lengths that are not set shrink to the pool, with a warning;
-    lengths that were set are an error when they do not fit.
+    free_bytes: where the pool is to lie, on_gpu or not. threads: of the replica on this host; 0 means all cores.
+    Lengths that are not set shrink to the pool, with a warning; those that were set are an error when they do not fit.
     """
     size = settings.block_size
     per_sequence = -(-lengths.model // size)
@@ -154,9 +169,14 @@ def plan_blocks(
     if settings.kv_blocks:
         blocks, source = settings.kv_blocks, f"--kv-blocks {settings.kv_blocks}"
     else:
-        share = settings.kv_memory_fraction or (GPU_POOL_SHARE if on_gpu else POOL_SHARE)
+        share = settings.kv_memory_fraction or GPU_POOL_SHARE
+        if settings.kv_memory_fraction is None and not on_gpu:
+            cores = len(os.sched_getaffinity(0))
+            threads = threads or cores
+            share = round(POOL_SHARE * min(1.0, threads / cores), 6)  # workers that share the cores share the memory
+            useful = min(useful, max(per_sequence, TOKENS_PER_THREAD * threads // size))
         blocks = min(useful, int(free_bytes * share) // block_bytes)
-        source = f"--kv-memory-fraction {share} of {free_bytes / 2**20:.0f} MiB free"
+        source = f"--kv-memory-fraction {share:g} of {free_bytes / 2**20:.0f} MiB free"
         if on_gpu:
             source += " beside weights and the largest step (--max-step-tokens)"
     if blocks >= per_sequence:
@@ -179,14 +199,15 @@ def plan_host_blocks(
 ) -> int:
     """Block of the host tier: as set, else as many as the pool has, within a share of the host's free memory; none
     where every slot's longest sequence fits into the pool, so that no sequence is swapped out for memory, unless the
-    worker hands over what it has prefilled.
+    worker hands over what it has prefilled. On a CPU none but for other workers: the pool is the same memory.
 
     Raise ConfigurationError when what was set is more than pool and machine leave.
     """
     left = free_bytes - (0 if on_gpu else blocks * block_bytes)
     if settings.host_blocks is None:
         enough = settings.max_seqs * -(-lengths.model // settings.block_size)
-        if blocks >= enough and settings.worker_role != "prefill":
+        is_shared = on_gpu or settings.kv_share_dir is not None
+        if (blocks >= enough or not is_shared) and settings.worker_role != "prefill":
             return 0
         most = min(int(free_bytes * PINNED_SHARE), PINNED_BYTES) if on_gpu else int(free_bytes * HOST_SHARE)
         return max(0, min(blocks, most // block_bytes, left // block_bytes))

@@ -90,6 +90,31 @@ def test_pool_is_bounded_by_its_fraction_and_the_slots(reference: Reference) -> 
     assert plan_blocks(settings(reference.path, kv_blocks=21), SHAPE.block_bytes, lengths, 0) == (21, lengths)
 
 
+@pytest.mark.parametrize(
+    ("threads", "free_mib", "expected"),
+    [
+        (2, 1000, 2048),  # 16,384 tokens for each thread
+        (4, 1000, 4096),  # what 256 sequences of 256 tokens need
+        (0, 1000, 4096),  # all eight cores
+        (2, 10, 64),  # a quarter of the cores: of 0.2 of the memory
+        (8, 10, 256),
+    ],
+)
+def test_default_cpu_pool_follows_threads_within_its_share(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, threads: int, free_mib: int, expected: int
+) -> None:
+    monkeypatch.setattr(cache.os, "sched_getaffinity", lambda pid: set(range(8)))
+    lengths = Lengths(256, 255, 255)
+    given = settings(reference.path)
+    assert plan_blocks(given, SHAPE.block_bytes, lengths, free_mib * MIB, threads=threads) == (expected, lengths)
+
+
+def test_default_cpu_pool_holds_the_longest_sequence(reference: Reference) -> None:
+    lengths = Lengths(1 << 20, 1 << 19, 1 << 19)
+    blocks, _ = plan_blocks(settings(reference.path), SHAPE.block_bytes, lengths, 1 << 40, threads=1)
+    assert blocks == (1 << 20) // 16
+
+
 def test_heads_padded_by_cpu_kernels_count_at_their_padded_size(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,11 +159,17 @@ def test_pool_too_small_cuts_context_unless_lengths_were_asked_for(reference: Re
         (500, 0, 10, 500),
     ],
 )
-def test_host_tier_is_as_large_as_requested_or_the_pool(
-    reference: Reference, wanted: int | None, blocks: int, free_mib: int, expected: int
+def test_shared_host_tier_is_as_large_as_requested_or_the_pool(
+    reference: Reference, tmp_path: Path, wanted: int | None, blocks: int, free_mib: int, expected: int
 ) -> None:
-    given = settings(reference.path, host_blocks=wanted)
+    given = settings(reference.path, host_blocks=wanted, kv_share_dir=tmp_path)
     assert plan_host_blocks(given, blocks, Lengths(256, 255, 255), SHAPE.block_bytes, free_mib * MIB) == expected
+
+
+def test_cpu_worker_alone_has_no_host_tier_unless_requested(reference: Reference) -> None:
+    for wanted, expected in ((None, 0), (50, 50)):
+        given = settings(reference.path, host_blocks=wanted)
+        assert plan_host_blocks(given, 100, Lengths(256, 255, 255), SHAPE.block_bytes, 1000 * MIB) == expected
 
 
 def test_a_host_tier_that_does_not_fit_names_the_setting(reference: Reference) -> None:

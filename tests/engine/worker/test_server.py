@@ -1,8 +1,11 @@
-"""The worker over real gRPC: one Run at a time, steps in order, an error for the step and never for the process."""
+"""The worker over real gRPC and its Unix socket: a Run at a time, steps in order, errors for steps, not the process."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import socket
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,22 +19,33 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.worker import pipeline
 from services.worker.engine import Engine
 from services.worker.server import MESSAGE_BYTES, OPTIONS, WorkerServer
+from shared import run_socket
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
+from shared.run_socket import is_name
 from tests.engine.driver import make_engine
 from tests.support.models import Reference, make_llama
+from tests.support.run_socket import SocketCall
 from tests.support.waiting import until
 
 DEADLINE_S = 30.0
+Channel = grpc.Channel | str
 
 
 class Client:
-    """One Run: send steps, take results; iterating the call ends when the worker ends it."""
+    """One Run: send steps, take results; iterating the call ends when the worker ends it. channel: or the name of the
+    worker's Unix socket.
+    """
 
-    def __init__(self, channel: grpc.Channel, epoch: int, hello: bool = True) -> None:
+    def __init__(self, channel: Channel, epoch: int, hello: bool = True) -> None:
         self.epoch = epoch
         self._steps: queue.Queue[worker_pb2.Step | None] = queue.Queue()
-        self.call = worker_pb2_grpc.WorkerStub(channel).Run(iter(self._steps.get, None), timeout=DEADLINE_S)
+        steps = iter(self._steps.get, None)
+        self.call: Any
+        if isinstance(channel, str):
+            self.call = SocketCall(channel, steps, DEADLINE_S)
+        else:
+            self.call = worker_pb2_grpc.WorkerStub(channel).Run(steps, timeout=DEADLINE_S)
         if hello:
             self._steps.put(worker_pb2.Step(epoch=epoch, hello=worker_pb2.Hello(shard="shard-0")))
 
@@ -72,20 +86,32 @@ def engine(reference: Reference) -> Engine:
 
 @pytest.fixture
 def server(engine: Engine) -> Iterator[WorkerServer]:
-    server = WorkerServer("127.0.0.1:0")
+    server = WorkerServer("127.0.0.1:0", run_socket=True)
     server.serve(engine)
     yield server
     server.stop()
 
 
 @pytest.fixture
-def channel(server: WorkerServer) -> Iterator[grpc.Channel]:
+def rpc(server: WorkerServer) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(server.address, options=OPTIONS) as channel:
         yield channel
 
 
+@pytest.fixture(params=["grpc", "socket"])
+def channel(rpc: grpc.Channel, request: pytest.FixtureRequest) -> Channel:
+    return rpc if request.param == "grpc" else described(rpc).run_socket
+
+
+def described(channel: grpc.Channel) -> worker_pb2.WorkerInfo:
+    info: worker_pb2.WorkerInfo = worker_pb2_grpc.WorkerStub(channel).Describe(
+        worker_pb2.DescribeRequest(), timeout=DEADLINE_S
+    )
+    return info
+
+
 def test_steps_sent_ahead_are_answered_in_order_with_references_tokens(
-    channel: grpc.Channel, reference: Reference, server: WorkerServer
+    channel: Channel, reference: Reference, server: WorkerServer
 ) -> None:
     prompt, output = reference.prompts[0], reference.outputs[0]
     run = Client(channel, epoch=3)
@@ -101,7 +127,7 @@ def test_steps_sent_ahead_are_answered_in_order_with_references_tokens(
     assert server.last_step_id == 24
 
 
-def test_a_newer_run_ends_the_older_and_starts_from_nothing(channel: grpc.Channel, reference: Reference) -> None:
+def test_a_newer_run_ends_the_older_and_starts_from_nothing(channel: Channel, reference: Reference) -> None:
     old = Client(channel, epoch=1)
     old.send(1, **first_step(reference.prompts[0], 24))
     assert next(old.call).id == 1
@@ -117,7 +143,7 @@ def test_a_newer_run_ends_the_older_and_starts_from_nothing(channel: grpc.Channe
     old.call.cancel()
 
 
-def test_smaller_epoch_is_refused_and_leaves_the_current_run_alone(channel: grpc.Channel, reference: Reference) -> None:
+def test_smaller_epoch_is_refused_and_leaves_the_current_run_alone(channel: Channel, reference: Reference) -> None:
     run = Client(channel, epoch=5)
     run.send(1, **first_step(reference.prompts[0], 24))
     next(run.call)
@@ -130,7 +156,7 @@ def test_smaller_epoch_is_refused_and_leaves_the_current_run_alone(channel: grpc
     assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_a_run_that_does_not_begin_with_hello_is_refused(channel: grpc.Channel) -> None:
+def test_a_run_that_does_not_begin_with_hello_is_refused(channel: Channel) -> None:
     run = Client(channel, epoch=1, hello=False)
     run.send(1)
     assert run.ended_with() == grpc.StatusCode.INVALID_ARGUMENT
@@ -146,7 +172,7 @@ def test_a_run_that_does_not_begin_with_hello_is_refused(channel: grpc.Channel) 
     ],
 )
 def test_broken_step_breaks_the_run_until_a_new_hello(
-    channel: grpc.Channel, reference: Reference, step: dict[str, Any], words: str
+    channel: Channel, reference: Reference, step: dict[str, Any], words: str
 ) -> None:
     run = Client(channel, epoch=7)
     run.send(1, **first_step(reference.prompts[0], 24))
@@ -163,7 +189,7 @@ def test_broken_step_breaks_the_run_until_a_new_hello(
 
 
 def test_engine_failing_at_everything_ends_the_worker(
-    channel: grpc.Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    channel: Channel, reference: Reference, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("the device is gone")
@@ -183,7 +209,7 @@ def test_engine_failing_at_everything_ends_the_worker(
 
 
 def test_draining_worker_answers_its_steps_and_says_so_to_latecomers(
-    server: WorkerServer, channel: grpc.Channel, reference: Reference
+    server: WorkerServer, channel: Channel, reference: Reference
 ) -> None:
     run = Client(channel, epoch=1)
     run.send(1, **first_step(reference.prompts[0], 24))
@@ -203,19 +229,20 @@ def test_draining_worker_answers_its_steps_and_says_so_to_latecomers(
 
 
 def test_describe_and_health_answer_while_run_lasts_and_tell_limits(
-    channel: grpc.Channel, engine: Engine, reference: Reference
+    rpc: grpc.Channel, channel: Channel, engine: Engine, reference: Reference
 ) -> None:
     run = Client(channel, epoch=1)
     run.send(1, **first_step(reference.prompts[0], 24))
     next(run.call)
-    info = worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_S)
-    assert info.highest_epoch == 1
-    info.ClearField("highest_epoch")
+    info = described(rpc)
+    assert info.highest_epoch == 1 and is_name(info.run_socket)
+    for name in ("highest_epoch", "run_socket"):
+        info.ClearField(name)
     assert info == engine.info()
     assert (info.backend, info.dtype, info.device, info.block_size) == ("reference", "float32", "cpu", 4)
     assert info.max_model_len == 256 and info.vocab_size == reference.vocab
     assert info.block_bytes == 2 * 2 * 2 * 4 * 16 * 4  # K and V, layers, KV heads, tokens, numbers, bytes
-    assert health(channel) == health_pb2.HealthCheckResponse.SERVING
+    assert health(rpc) == health_pb2.HealthCheckResponse.SERVING
     run.call.cancel()
 
 
@@ -242,7 +269,7 @@ def test_a_port_in_use_is_an_error_that_names_it(server: WorkerServer) -> None:
         WorkerServer(server.address)
 
 
-def test_a_prompt_of_many_megabytes_passes(channel: grpc.Channel) -> None:
+def test_a_prompt_of_many_megabytes_passes(channel: Channel) -> None:
     run = Client(channel, epoch=1)
     tokens = bytes(MESSAGE_BYTES - 4096)
     run.send(1, enters=[worker_pb2.Enter(slot=0, tokens=tokens, prompt_tokens=1)])
@@ -250,12 +277,13 @@ def test_a_prompt_of_many_megabytes_passes(channel: grpc.Channel) -> None:
     run.call.cancel()
 
 
-def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: Reference) -> None:
+@pytest.mark.parametrize("is_local", [False, True])
+def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: Reference, is_local: bool) -> None:
     before = threading.enumerate()
-    server = WorkerServer("127.0.0.1:0")
+    server = WorkerServer("127.0.0.1:0", run_socket=is_local)
     server.serve(engine)
-    with grpc.insecure_channel(server.address) as channel:
-        run = Client(channel, epoch=1)
+    with grpc.insecure_channel(server.address) as rpc:
+        run = Client(described(rpc).run_socket or rpc, epoch=1)
         run.send(1, **first_step(reference.prompts[0], 24))
         next(run.call)
         server.stop()
@@ -263,7 +291,7 @@ def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: 
             next(run.call)
     until(
         "the engine thread ends",
-        lambda: not [t for t in threading.enumerate() if t.name == "engine" and t not in before],
+        lambda: not [t for t in threading.enumerate() if t.name.startswith(("engine", "run-")) and t not in before],
     )
 
 
@@ -284,3 +312,41 @@ def test_late_hello_of_a_replaced_run_resets_nothing() -> None:
     line.start(Counted())
     line.stop()
     assert len(resets) == 1
+
+
+def hello(epoch: int) -> bytes:
+    return worker_pb2.Step(epoch=epoch, hello=worker_pb2.Hello(shard="shard-0")).SerializeToString()
+
+
+def test_socket_of_no_frames_is_closed_and_the_run_ends(server: WorkerServer, rpc: grpc.Channel) -> None:
+    name = described(rpc).run_socket
+    for sent in (b"\xff" * 64, run_socket.message(b"\xff\xff\xff"), b""):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(DEADLINE_S)
+            connection.connect(run_socket.address(name))
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):
+                pass
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(DEADLINE_S)
+        connection.connect(run_socket.address(name))
+        connection.sendall(run_socket.message(hello(1)) + b"\xff" * 64)
+        while connection.recv(4096):
+            pass
+
+
+def test_socket_of_another_user_is_refused(
+    server: WorkerServer, rpc: grpc.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = described(rpc).run_socket
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(DEADLINE_S)
+        connection.connect(run_socket.address(name))
+        with contextlib.suppress(BrokenPipeError):
+            connection.sendall(run_socket.message(hello(9)))
+            connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    assert described(rpc).highest_epoch == 0

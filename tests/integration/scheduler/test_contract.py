@@ -185,6 +185,7 @@ async def run_beside_a_good_worker(bad: ScriptedWorker, logprobs: int = 0) -> Sh
         ({"max_drafts": 1 << 20}, "max_drafts: 1048576 is not between"),
         ({"role": "both"}, "role: 'both' is neither"),
         ({"kv_format": "x" * 5000}, "kv_format: longer than"),
+        ({"run_socket": "../other"}, "run_socket: '../other' is not 32 hex digits"),
     ],
 )
 async def test_worker_that_describes_itself_wrongly_is_refused(changes: dict[str, Any], named: str) -> None:
