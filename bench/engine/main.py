@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     info = engine.info()
     return {
         "model": {"name": info.model, "layers": info.layers, "dtype": info.dtype, "backend": info.backend}
-        | {"matrices": engine.matrices, "quantize": options.quantize, "deterministic": options.deterministic},
+        | {"numerics": info.numerics, "quantize": options.quantize, "deterministic": options.deterministic},
         "floor": floor.as_dict(),
         "results": results,
     }
@@ -152,8 +152,8 @@ def show(found: dict[str, Any]) -> None:
     if floor["device"]:
         rate = f"{floor['float32_gflop_s'] / 500:.3g} TFLOP/s in 16 bits"
     console.print(
-        f"{model['name']}, {model['layers']} layers, {model['dtype']}{weights}, {model['backend']} kernels, "
-        f"{model['matrices']} matrices, {where}; memory {floor['read_gb_s']:.0f} GB/s, {rate}"
+        f"{model['name']}, {model['layers']} layers, {model['dtype']}{weights}, {model['numerics']}, "
+        f"{where}; memory {floor['read_gb_s']:.0f} GB/s, {rate}"
     )
     table = Table()
     for name in ("iteration", "tokens", "ms", "p99", "forward", "sample", "floor", "x floor", "torch's matrices"):

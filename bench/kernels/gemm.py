@@ -23,7 +23,6 @@ from torch import Tensor
 from bench.engine.floor import Floor, machine_floor
 from kernels.cpu.commands import BFLOAT16, FLOAT32, Command, LinearArgs, Step, command
 from kernels.cpu.library import Library, load
-from kernels.cpu.matrices import torch_multiplies
 
 CHUNK_US = 500
 SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896", "896x896", "9728x896", "896x4864")
@@ -118,6 +117,15 @@ def measure(
             )
         )
     return found
+
+
+def torch_multiplies(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has packed matrices of this type here: bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.ones(1, 1, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _command(x: Tensor, packed: int, out: Tensor, weight_format: int, dtype: torch.dtype) -> Command:

@@ -54,6 +54,8 @@ class Library:
         self._multiply = lib.orcinus_multiply
         self._multiply.argtypes, self._multiply.restype = (c_int64, c_int32), c_double
         self.lanes = int(lib.orcinus_lanes())
+        self._numerics = lib.orcinus_numerics
+        self._numerics.argtypes, self._numerics.restype = (c_int32,), ctypes.c_char_p
         lib.orcinus_weight_format.restype = ctypes.c_char_p
         names = iter(map(lib.orcinus_weight_format, map(c_int32, itertools.count())).__next__, None)
         self.weight_formats = {name.decode(): number for number, name in enumerate(names)}
@@ -64,6 +66,10 @@ class Library:
     def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None:
         """Run `count` Commands at an address with the Step at another; release the GIL meanwhile."""
         self._run(commands, count, step, threads, nanoseconds)
+
+    def numerics(self, dtype: int) -> str:
+        """Return the name of the order and rounding of sums in this type (docs/cpu.md, exactness)."""
+        return bytes(self._numerics(dtype)).decode()
 
     def packed_bytes(self, weight_format: int, outputs: int, inputs: int) -> int:
         return int(self._packed_bytes(weight_format, outputs, inputs))

@@ -1,16 +1,21 @@
 """The CPU kernels compiled for every instruction set that this machine can run.
 
 `amx-twin` is that for AMX with the twin of the tile instructions (src/tiles.h), so that it runs on CPUs without AMX.
-`--kernels-variant NAME` keeps to one of them; `sanitized` and `sanitized-amx-twin`, which only `make sanitizers` asks
-for, have AddressSanitizer and UBSan in them.
+`--kernels-variant NAME` keeps to one of them; `sanitized`, which only `make sanitizers` asks for, has AddressSanitizer
+and UBSan in it. So has `sanitized-amx-twin`, which then runs the tests of the tiles.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+from kernels.cpu import library as loaded
 from kernels.cpu.build import TILE_FLAGS, VARIANTS, BuildError, compile_cached, native_flags, usable_flags
 from kernels.cpu.library import Library
 
@@ -33,8 +38,8 @@ _only = ""
 def keep_to(name: str) -> None:
     """From now on there is this one only; "" for all."""
     global _only
-    if name not in ("", *SETS, *_SANITIZED):
-        raise ValueError(f"--kernels-variant {name}: unknown; choose one of {', '.join((*SETS, *_SANITIZED))}")
+    if name not in ("", "sanitized", *SETS):
+        raise ValueError(f"--kernels-variant {name}: unknown; choose one of {', '.join(SETS)} and sanitized")
     _only = name
 
 
@@ -49,7 +54,7 @@ def best() -> str:
 
 def with_tiles() -> list[str]:
     """Those that multiply bfloat16 by tiles, or their twin."""
-    return [name for name in names() if "amx" in name]
+    return [name for name in (_SANITIZED if _only == "sanitized" else names()) if "amx" in name]
 
 
 def compiler() -> str | None:
@@ -68,6 +73,17 @@ def path(name: str) -> Path:
 def flags(name: str) -> tuple[str, ...]:
     """Return what the compiler is given for one of them."""
     return _SANITIZED[name] if name in _SANITIZED else (*SETS[name], "-Werror")
+
+
+@contextmanager
+def serving(name: str) -> Iterator[None]:
+    """Let the backend `cpu` run this one; "" for the one that this machine gets."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name:
+            patch.setattr(loaded, "find_library", lambda: (path(name), name))
+            loaded.load.cache_clear()
+        yield
+    loaded.load.cache_clear()
 
 
 @cache
