@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.engine.floor import Floor, machine_floor
+from bench.kernels.backends import instructions
+from bench.kernels.rows import torch_packs
 from kernels.cpu.commands import BFLOAT16, FLOAT32, Command, LinearArgs, Step, command
 from kernels.cpu.library import Library, load
 
@@ -72,7 +74,7 @@ def measure(
         packed.append((memory, at))
     # Different memory each, as different layers are.
     plain = [weights[i % len(weights)].clone() for i in range(plain_copies)]
-    packs = torch_multiplies(dtype)
+    packs = torch_packs(dtype)
     reordered = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in plain] if packs else []
     found = []
     for m in rows:
@@ -117,15 +119,6 @@ def measure(
             )
         )
     return found
-
-
-def torch_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN has packed matrices of this type here: bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
-    try:
-        torch.ops.mkldnn._reorder_linear_weight(torch.ones(1, 1, dtype=dtype))
-    except RuntimeError:
-        return False
-    return True
 
 
 def _command(x: Tensor, packed: int, out: Tensor, weight_format: int, dtype: torch.dtype) -> Command:
@@ -179,7 +172,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peaks = machine_floor()
     rows: list[Row] = []
     if not options.json:
-        print(f"{peaks.threads} threads: {peaks.read_gb_s:.1f} GB/s, {peaks.float32_gflop_s:.0f} GFLOP/s in float32")
+        print(
+            f"{peaks.threads} threads: {peaks.read_gb_s:.1f} GB/s, {peaks.float32_gflop_s:.0f} GFLOP/s in float32, "
+            f"{peaks.bfloat16_gflop_s:.0f} in bfloat16"
+        )
+        print(instructions(library))
         print("type      out x in      rows        us  GFLOP/s    GB/s  of floor  F.linear  prepacked")
     with torch.inference_mode():
         for name in options.types:
@@ -194,7 +191,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                             flush=True,
                         )
     if options.json:
-        print(json.dumps({"floor": peaks.as_dict(), "rows": [asdict(row) for row in rows]}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "floor": peaks.as_dict(),
+                    "instructions": instructions(library),
+                    "rows": [asdict(row) for row in rows],
+                },
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Library:
         self._read = lib.orcinus_read
         self._read.argtypes, self._read.restype = (c_void_p, c_int64, c_int32), c_float
         self._multiply = lib.orcinus_multiply
-        self._multiply.argtypes, self._multiply.restype = (c_int64, c_int32), c_double
+        self._multiply.argtypes, self._multiply.restype = (c_int32, c_int64, c_int32), c_double
         self.lanes = int(lib.orcinus_lanes())
         self._numerics = lib.orcinus_numerics
         self._numerics.argtypes, self._numerics.restype = (c_int32,), ctypes.c_char_p
@@ -102,9 +102,9 @@ class Library:
         """Read memory and do nothing with it, for benches."""
         self._read(data, size_bytes, threads)
 
-    def multiply(self, rounds: int, threads: int) -> float:
-        """Multiply in registers; return the floating point operations done, for benches."""
-        return float(self._multiply(rounds, threads))
+    def multiply(self, dtype: int, rounds: int, threads: int) -> float:
+        """Multiply numbers of this type in registers; return the floating point operations done, for benches."""
+        return float(self._multiply(dtype, rounds, threads))
 
 
 @cache
