@@ -52,7 +52,7 @@ double multiply_float32(int64_t rounds, float* kept) {
 #ifdef TILES
 double multiply_bfloat16(int64_t rounds, float* kept) {
   TileShapes shapes;
-  for (int tile = 0; tile < 8; tile++) shapes.rows[tile] = 16, shapes.row_bytes[tile] = 64;
+  for (int tile = 0; tile < 8; tile++) shapes.set(tile, 16, 64);
   Tiles tiles;
   tiles.configure(shapes);
   for (int64_t i = 0; i < rounds; i++) {

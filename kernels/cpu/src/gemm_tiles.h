@@ -53,14 +53,10 @@ class TileKernel {
     rows_ = rows, inputs_ = inputs;
     const int64_t upper = std::min<int64_t>(rows, 16), lower = rows - upper;
     TileShapes shapes;
-    set(shapes, 0, upper, 64), set(shapes, 1, upper, 64), set(shapes, 4, upper, 2 * inputs);
-    if (lower) set(shapes, 2, lower, 64), set(shapes, 3, lower, 64), set(shapes, 5, lower, 2 * inputs);
-    set(shapes, 6, inputs / 2, 64), set(shapes, 7, inputs / 2, 64);
+    shapes.set(0, upper, 64), shapes.set(1, upper, 64), shapes.set(4, upper, 2 * inputs);
+    if (lower) shapes.set(2, lower, 64), shapes.set(3, lower, 64), shapes.set(5, lower, 2 * inputs);
+    shapes.set(6, inputs / 2, 64), shapes.set(7, inputs / 2, 64);
     tiles_.configure(shapes);
-  }
-  static void set(TileShapes& shapes, int tile, int64_t rows, int64_t row_bytes) {
-    shapes.rows[tile] = uint8_t(rows);
-    shapes.row_bytes[tile] = uint16_t(row_bytes);
   }
 
   template <bool LOWER>

@@ -218,7 +218,7 @@ int64_t orcinus_size(int32_t op) {
 
 int32_t orcinus_lanes() { return LANES; }
 
-const char* orcinus_numerics(int32_t dtype) {
+const char* orcinus_numerics([[maybe_unused]] int32_t dtype) {
 #if defined(TILES)
   if (dtype == BF16) return "amx";
 #elif LANES == 16 && defined(__AVX512BF16__)

@@ -6,7 +6,7 @@
 #pragma once
 #include "vec.h"
 
-#if LANES == 16 && (defined(TILES_TWIN) || (defined(__AMX_TILE__) && defined(__AMX_BF16__)))
+#if LANES == 16 && defined(__AVX512BF16__) && (defined(TILES_TWIN) || (defined(__AMX_TILE__) && defined(__AMX_BF16__)))
 #define TILES 1
 
 // Rows and bytes a row of each tile register, as LDTILECFG reads them; 0 rows: the register is not used.
@@ -14,6 +14,11 @@ struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
+
+  void set(int tile, int64_t rows_of_tile, int64_t bytes) {
+    rows[tile] = uint8_t(rows_of_tile);
+    row_bytes[tile] = uint16_t(bytes);
+  }
 };
 
 #ifdef TILES_TWIN

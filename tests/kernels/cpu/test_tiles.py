@@ -1,4 +1,4 @@
-"""Matrices by the tile registers of AMX, or by their twin: equal to the bit to the order that docs/cpu.md states.
+"""Products by the tile registers of AMX, or by their twin; matrices have the bits of the order that docs/cpu.md states.
 
 tiles.bin holds 40 products that a CPU with AMX computed: rows, pairs and columns as int32, then a[16][32] and b[16][32]
 in bfloat16, and c[16][16] in float32 before and after. Their numbers are normal, far apart, denormal, near the
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kernels.cpu.build import SOURCES
 from kernels.cpu.commands import BFLOAT16, FLOAT32
 from tests.kernels import cpu_variants
+from tests.kernels.cpu.test_attention import Library, World
 from tests.kernels.cpu.test_gemm import Gemm, from_bf16, to_bf16
 
 HERE = Path(__file__).parent
@@ -118,3 +119,20 @@ def test_denormal_numbers_count_as_zero_in_bfloat16_products(gemm: Gemm) -> None
     ):
         weight = gemm.pack("bfloat16", [w[None]], BFLOAT16)
         assert gemm.linear(x[None], BFLOAT16, weight, None, FLOAT32)[0, 0] == np.float32(expected)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize("window", [0, 100])
+def test_attention_is_the_formula_where_other_keys_are_nan(tiled: str, head_dim: int, window: int) -> None:
+    world = World(
+        Library(cpu_variants.library(tiled).path),
+        [200, 64, 131],
+        10,
+        2,
+        head_dim,
+        dtype=BFLOAT16,
+        window=window,
+        seed=4,
+    )
+    for chunks in ([(0, 0, 200), (1, 63, 64), (2, 60, 131)], [(0, 127, 128), (1, 0, 64), (2, 130, 131)]):
+        world.check(chunks)

@@ -6,10 +6,9 @@
 
 extern "C" void product(float* c, const uint16_t* a, const uint16_t* b, int rows, int pairs, int columns) {
   TileShapes shapes;
-  shapes.rows[0] = shapes.rows[1] = uint8_t(rows);
-  shapes.rows[2] = uint8_t(pairs);
-  shapes.row_bytes[0] = shapes.row_bytes[2] = uint16_t(4 * columns);
-  shapes.row_bytes[1] = uint16_t(4 * pairs);
+  shapes.set(0, rows, 4 * columns);
+  shapes.set(1, rows, 4 * pairs);
+  shapes.set(2, pairs, 4 * columns);
   Tiles tiles;
   tiles.configure(shapes);
   tiles.load<0>(c, 64);
