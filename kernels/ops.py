@@ -352,6 +352,10 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Any:
         """Return a matrix [tokens, hidden] as `embed` takes it."""
 
+    def numerics(self, dtype: torch.dtype) -> str:
+        """Return what decides the numbers of a forward pass besides the model: equal where they are equal."""
+        return self.name
+
     def pack_tied(self, parts: Iterable[Tensor], tokens: int, hidden: int, bias: Tensor | None) -> Any:
         """Return a tied model's matrix [tokens, hidden] for both `embed` and `logits`; here, what pack_linear makes.
 

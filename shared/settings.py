@@ -255,6 +255,11 @@ class SchedulerSettings(InternalSettings):
     lease_ms: int = Field(2000, ge=200, description="lifetime of the shard's lease, renewed four times in it")
     stats_ms: int = Field(1000, ge=100, description="interval of the statistics")
     watchdog_s: float = Field(10.0, gt=0, description="a worker that leaves a step unanswered for longer is lost")
+    mixed_numerics: bool = Field(
+        False,
+        description="let workers of different instruction sets, kernels or weight formats serve one shard, though a "
+        "request that moves between them may get other tokens",
+    )
     metrics_host: str = Field("127.0.0.1", description="address of the metrics port of scheduler and worker")
     scheduler_metrics_port: int = Field(0, ge=0, le=65535, description="port of the scheduler's /metrics; 0 means none")
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from kernels.cpu.build import BuildError
-from kernels.cpu.library import load
+from kernels.cpu.commands import BFLOAT16, FLOAT32
+from kernels.cpu.library import Library, load
 from shared.errors import ConfigurationError
 
 READ_BYTES = 256 << 20  # past every cache
@@ -20,19 +21,19 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Peaks with all threads of torch; those of a GPU where it is named: bytes copied, and half the rate of 16 bits."""
+    """Peaks with all threads of torch, by the kernels' instructions. Those of a GPU if it is named: bytes copied, the
+    rate of 16 bits, and half of it for 32."""
 
     threads: int
     read_gb_s: float
     float32_gflop_s: float
+    bfloat16_gflop_s: float
     device: str = ""
 
     def step_ms(self, read_bytes: float, operations: float, width: int) -> float:
-        """Return the lower bound of an iteration with this traffic and work at `width` bytes a number.
-
-        A register holds twice as many bfloat16 numbers as float32 ones, so their peak is taken to be twice as high.
-        """
-        return max(read_bytes / self.read_gb_s / 1e6, operations / (self.float32_gflop_s * 4 / width) / 1e6)
+        """Return the lower bound of an iteration with this traffic and work at `width` bytes a number."""
+        rate = self.float32_gflop_s if width == 4 else self.bfloat16_gflop_s
+        return max(read_bytes / self.read_gb_s / 1e6, operations / rate / 1e6)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,8 +48,13 @@ def machine_floor() -> Floor:
     threads = torch.get_num_threads()
     data = torch.ones(READ_BYTES // 4)
     read_s = _best_s(lambda: library.read(data.data_ptr(), READ_BYTES, threads))
-    multiply_s = _best_s(lambda: library.multiply(ROUNDS, threads))
-    return Floor(threads, READ_BYTES / read_s / 1e9, library.multiply(1, threads) * ROUNDS / multiply_s / 1e9)
+    float32, bfloat16 = (_gflop_s(library, dtype, threads) for dtype in (FLOAT32, BFLOAT16))
+    return Floor(threads, READ_BYTES / read_s / 1e9, float32, bfloat16)
+
+
+def _gflop_s(library: Library, dtype: int, threads: int) -> float:
+    done = library.multiply(dtype, 1, threads) * ROUNDS
+    return done / _best_s(lambda: library.multiply(dtype, ROUNDS, threads)) / 1e9
 
 
 def _best_s(run: Callable[[], object]) -> float:

@@ -113,7 +113,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     info = engine.info()
     return {
         "model": {"name": info.model, "layers": info.layers, "dtype": info.dtype, "backend": info.backend}
-        | {"matrices": engine.matrices, "quantize": options.quantize, "deterministic": options.deterministic},
+        | {"numerics": info.numerics, "quantize": options.quantize, "deterministic": options.deterministic},
         "floor": floor.as_dict(),
         "results": results,
     }
@@ -126,8 +126,8 @@ def _device(kernels: str) -> tuple[Floor, Clock]:
         peaks = backend.peaks()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    half_tflop_s = peaks.tflop_s["bfloat16"] / 2
-    return Floor(0, peaks.bandwidth_gb_s, half_tflop_s * 1000, peaks.device), backend.clock
+    gflop_s = peaks.tflop_s["bfloat16"] * 1000
+    return Floor(0, peaks.bandwidth_gb_s, gflop_s / 2, gflop_s, peaks.device), backend.clock
 
 
 def _cases(text: str) -> tuple[Case, ...]:
@@ -148,12 +148,12 @@ def show(found: dict[str, Any]) -> None:
     model, floor = found["model"], found["floor"]
     weights = "" if model["quantize"] == "none" else f", {model['quantize']} weights"
     where = f"{floor['threads']} threads" if not floor["device"] else floor["device"]
-    rate = f"{floor['float32_gflop_s']:.0f} GFLOP/s float32"
+    rate = f"{floor['float32_gflop_s']:.0f} GFLOP/s float32, {floor['bfloat16_gflop_s']:.0f} bfloat16"
     if floor["device"]:
-        rate = f"{floor['float32_gflop_s'] / 500:.3g} TFLOP/s in 16 bits"
+        rate = f"{floor['bfloat16_gflop_s'] / 1000:.3g} TFLOP/s in 16 bits"
     console.print(
-        f"{model['name']}, {model['layers']} layers, {model['dtype']}{weights}, {model['backend']} kernels, "
-        f"{model['matrices']} matrices, {where}; memory {floor['read_gb_s']:.0f} GB/s, {rate}"
+        f"{model['name']}, {model['layers']} layers, {model['dtype']}{weights}, {model['numerics']}, "
+        f"{where}; memory {floor['read_gb_s']:.0f} GB/s, {rate}"
     )
     table = Table()
     for name in ("iteration", "tokens", "ms", "p99", "forward", "sample", "floor", "x floor", "torch's matrices"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ import torch
 from bench.engine.floor import machine_floor
 from bench.kernels.clock import Clock, DeviceClock, HostClock
 from kernels.cpu.backend import CpuOps
-from kernels.cpu.build import BuildError
-from kernels.cpu.library import load
+from kernels.cpu.build import TILE_FLAGS, BuildError, cpu_flags, tiles_refusal
+from kernels.cpu.commands import BFLOAT16
+from kernels.cpu.library import Library, load
 from kernels.cuda.device import Device
 from shared.errors import ConfigurationError
 
@@ -48,21 +50,17 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def host_peaks(clock: HostClock, name: str) -> Peaks:
-    """Return the peaks of torch's threads; a bfloat16 product counts as half a float32 one.
-
-    Raises ConfigurationError.
-    """
+    """Return the peaks of torch's threads. Raise ConfigurationError."""
     floor = machine_floor()
     source = torch.ones(COPIED_BYTES["cpu"], dtype=torch.uint8)
     target = torch.empty_like(source)
     copy_us = clock.eager([lambda: target.copy_(source)])
-    float32 = floor.float32_gflop_s / 1e3
     return Peaks(
         name,
         copy_gb_s=2 * source.nbytes / copy_us / 1e3,
         read_gb_s=floor.read_gb_s,
         bandwidth_gb_s=floor.read_gb_s,
-        tflop_s={"float32": float32, "bfloat16": 2 * float32},
+        tflop_s={"float32": floor.float32_gflop_s / 1e3, "bfloat16": floor.bfloat16_gflop_s / 1e3},
         threads=floor.threads,
     )
 
@@ -104,6 +102,8 @@ class Backend:
     clock: Clock
     device: Device | None
     peaks: Callable[[], Peaks]
+    instructions: str
+    """Those that multiply on a CPU, and why not AMX; empty on a device."""
     plain_copy: Callable[[int, bool], Callable[[], object]]
     """Of a size in bytes, and whether it goes to the host, to a call that copies so much at once and waits for it."""
 
@@ -116,7 +116,8 @@ def opened(name: str, repeats: int, cpu: str = "") -> Backend:
     from kernels.cuda.backend import CudaOps
 
     clock = DeviceClock(CudaOps(device), device, repeats)
-    return Backend(clock, device, lambda: device_peaks(clock, device), lambda size, out: pinned_copy(device, size, out))
+    copy = partial(pinned_copy, device)
+    return Backend(clock, device, lambda: device_peaks(clock, device), "", copy)
 
 
 def _host(repeats: int, cpu: str) -> Backend:
@@ -130,7 +131,18 @@ def _host(repeats: int, cpu: str) -> Backend:
         source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
         return lambda: target.copy_(source)
 
-    return Backend(clock, None, lambda: host_peaks(clock, cpu), plain)
+    return Backend(clock, None, lambda: host_peaks(clock, cpu), instructions(ops.library), plain)
+
+
+def instructions(library: Library) -> str:
+    """Return which instructions multiply bfloat16, and why they are not AMX."""
+    name = library.numerics(BFLOAT16)
+    if name == "amx":
+        return "bfloat16 by AMX"
+    lack = tiles_refusal() or "the kernels were compiled without it"
+    if not cpu_flags() >= TILE_FLAGS:
+        lack = f"this CPU has no {' and '.join(sorted(TILE_FLAGS))}"
+    return f"bfloat16 by {name}; AMX is absent: {lack}"
 
 
 def _device(name: str) -> Device:

@@ -117,7 +117,7 @@ class HostClock(Clock):
 
         program = ops.compile(forward, work.cache, rows, max(rows, len(work.batch.sample_rows)))
         if not isinstance(program, Compiled):
-            raise TypeError("torch's matrix kernels cannot be recorded")
+            raise TypeError(f"{ops.name}: these kernels cannot be recorded; use the cpu backend")
         prepared = ops.prepare(work.batch, work.cache)
         runs = [
             sum(ns for _, ns in program.profile(prepared)[len(tables) :]) / work.copies

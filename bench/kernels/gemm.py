@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.engine.floor import Floor, machine_floor
+from bench.kernels.backends import instructions
+from bench.kernels.rows import torch_packs
 from kernels.cpu.commands import BFLOAT16, FLOAT32, Command, LinearArgs, Step, command
 from kernels.cpu.library import Library, load
-from kernels.cpu.matrices import torch_multiplies
 
 CHUNK_US = 500
 SHAPES = ("1024x512", "512x512", "2816x512", "512x1408", "8192x512", "1152x896", "896x896", "9728x896", "896x4864")
@@ -73,7 +74,7 @@ def measure(
         packed.append((memory, at))
     # Different memory each, as different layers are.
     plain = [weights[i % len(weights)].clone() for i in range(plain_copies)]
-    packs = torch_multiplies(dtype)
+    packs = torch_packs(dtype)
     reordered = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in plain] if packs else []
     found = []
     for m in rows:
@@ -171,7 +172,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peaks = machine_floor()
     rows: list[Row] = []
     if not options.json:
-        print(f"{peaks.threads} threads: {peaks.read_gb_s:.1f} GB/s, {peaks.float32_gflop_s:.0f} GFLOP/s in float32")
+        print(
+            f"{peaks.threads} threads: {peaks.read_gb_s:.1f} GB/s, {peaks.float32_gflop_s:.0f} GFLOP/s in float32, "
+            f"{peaks.bfloat16_gflop_s:.0f} in bfloat16"
+        )
+        print(instructions(library))
         print("type      out x in      rows        us  GFLOP/s    GB/s  of floor  F.linear  prepacked")
     with torch.inference_mode():
         for name in options.types:
@@ -186,7 +191,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                             flush=True,
                         )
     if options.json:
-        print(json.dumps({"floor": peaks.as_dict(), "rows": [asdict(row) for row in rows]}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "floor": peaks.as_dict(),
+                    "instructions": instructions(library),
+                    "rows": [asdict(row) for row in rows],
+                },
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":

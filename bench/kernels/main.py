@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OrcinusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    found = _measure(options, backend, peaks) | facts | {"note": options.note}
+    found = _measure(options, backend, peaks) | facts | {"note": options.note, "instructions": backend.instructions}
     print(json.dumps(found) if options.json else table(found))
     return 1 if any(row["us"] is None for row in found["rows"]) else 0
 
@@ -102,7 +102,8 @@ def table(found: Mapping[str, Any]) -> str:
     rates = ", ".join(f"{rate:.3g} TFLOP/s {name}" for name, rate in peaks["tflop_s"].items())
     lines = [
         f"{peaks['device']}: memory is copied at {peaks['copy_gb_s']:,.0f} GB/s, read at {peaks['read_gb_s']:,.0f}; "
-        f"{rates}"
+        f"{rates}",
+        *([found["instructions"]] if found["instructions"] else []),
     ]
     return "\n".join([*lines, *columns([HEAD, *map(cells, found["rows"])])])
 

@@ -29,10 +29,10 @@ def rows(plan: Plan) -> list[Maker]:
         "rope_and_write": rope_and_write,
         "act_and_mul": act_and_mul,
         "select": select,
-        "linear": linear,
         "logits": logits,
     }
-    return [(f"{op} {count}", partial(make, count)) for op, make in kinds.items() for count in plan.rows]
+    cases = [(f"{op} {count}", partial(make, count)) for op, make in kinds.items() for count in plan.rows]
+    return [*cases, *((f"linear {count}", partial(linear, count)) for count in plan.linear_rows)]
 
 
 def norm(count: int, bench: Bench) -> Case:
@@ -182,7 +182,23 @@ def _product(bench: Bench, op: str, count: int, outputs: int, inputs: int) -> Ca
         plain = _clones(bench, weights[0], copies)
         return [partial(F.linear, x, weight) for weight in plain]
 
-    return recorded(bench, op, f"{count}: {outputs} x {inputs}", work, amounts, error, {"F.linear": calls})
+    def prepacked() -> list[Thunk]:
+        matrices = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in _clones(bench, weights[0], copies)]
+        return [partial(torch.ops.mkldnn._linear_pointwise, x, matrix, None, "none", [], "") for matrix in matrices]
+
+    peers: Peers = {"F.linear": calls}
+    if x.device.type == "cpu" and torch_packs(bench.dtype):
+        peers["oneDNN, reordered"] = prepacked
+    return recorded(bench, op, f"{count}: {outputs} x {inputs}", work, amounts, error, peers)
+
+
+def torch_packs(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has packed matrices of this type here: bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.ones(1, 1, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _case(

@@ -45,6 +45,7 @@ class Plan:
     decodes: tuple[tuple[int, int], ...]  # sequences, tokens of context
     prompts: tuple[Prompt, ...]
     rows: tuple[int, ...]  # of an iteration
+    linear_rows: tuple[int, ...]  # of a matrix product
     sampled: tuple[int, ...]  # rows that sample
     swapped_blocks: int
     flex: tuple[str, ...] = ()  # cases beside which FlexAttention is compiled, which takes a while
@@ -65,6 +66,7 @@ GPU = Plan(
     decodes=((1, 1024), (8, 4096), (32, 2048), (64, 1024), (128, 1024), (8, 32768)),
     prompts=(Prompt(1, 512, 512), Prompt(1, 2048, 2048), Prompt(1, 8192, 8192), Prompt(1, 2048, 32768)),
     rows=(64, 256, 4096),
+    linear_rows=(64, 256, 4096),
     sampled=(64, 256),
     swapped_blocks=256,
     flex=("64 x 1024", "1 x 2048 of 2048"),
@@ -76,6 +78,7 @@ CPU = Plan(
     decodes=((1, 512), (8, 512), (32, 512), (32, 1024)),
     prompts=(Prompt(1, 128, 128), Prompt(1, 512, 512), Prompt(1, 128, 1024)),
     rows=(1, 32, 512),
+    linear_rows=(1, 2, 4, 8, 16, 32, 128, 512),
     sampled=(1, 32),
     swapped_blocks=64,
     flex=("32 x 512",),
@@ -87,6 +90,7 @@ QUICK = Plan(
     decodes=((2, 33),),
     prompts=(Prompt(1, 17, 40),),
     rows=(3,),
+    linear_rows=(3,),
     sampled=(2,),
     swapped_blocks=2,
 )

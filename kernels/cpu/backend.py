@@ -39,12 +39,10 @@ from kernels.cpu.commands import (
     times,
 )
 from kernels.cpu.library import Library
-from kernels.cpu.matrices import TorchWeight
 from kernels.cpu.memory import large
 from kernels.cpu.program import DTYPE_NAMES, DTYPES, Immediate, Program, Recording, Runner, address, dtype_code
 from kernels.cpu.sampling import sample
 from kernels.ops import Attention, Batch, CacheShape, Groups, Norm, Ops, Prepared, Routing, Sampled, SamplingRows
-from kernels.reference.backend import batch_size
 
 
 class CpuPrepared(Prepared):
@@ -75,7 +73,7 @@ class Stacked:
     parts: tuple[Packed, ...]
 
 
-AnyPacked = Packed | Stacked | TorchWeight
+AnyPacked = Packed | Stacked
 
 
 class Experts:
@@ -113,16 +111,17 @@ class Compiled:
 class CpuOps(Ops[CpuPrepared, CpuCache]):
     name = "cpu"
 
-    def __init__(self, library: Library, threads: int, path: str = "own") -> None:
-        """Create the backend. path: the matrix kernels, "own" or "torch" (kernels.cpu.matrices)."""
+    def __init__(self, library: Library, threads: int) -> None:
         self.device = torch.device("cpu")
-        self.path = path
         self.library = library
-        self.group_formats = library.group_formats if path == "own" else frozenset()
+        self.group_formats = library.group_formats
         self.weight_formats = frozenset(library.weight_formats) - set(DTYPE_NAMES.values()) - library.group_formats
         self.threads = threads
         self._immediate = Immediate(library, threads)
         self._runner: Runner = self._immediate
+
+    def numerics(self, dtype: torch.dtype) -> str:
+        return f"{self.name} {self.library.numerics(dtype_code(dtype))}"
 
     def block_bytes(self, shape: CacheShape) -> int:
         """Return the bytes of one block; heads are padded (src/kv.h)."""
@@ -158,25 +157,15 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
 
     def pack_linear(
         self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str = ""
-    ) -> Packed | TorchWeight:
+    ) -> Packed:
         self.demand_format(weight_format)
-        if self.path == "torch" and not weight_format:
-            return TorchWeight(parts, outputs, inputs, bias)
         return self._pack(parts, outputs, inputs, bias, weight_format)
 
     def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> Packed:
-        if not self.group_formats:
-            super().pack_groups(parts, outputs, inputs, bias)
         return self._pack(parts, outputs, inputs, bias, "")
 
     def stack(self, packed: Sequence[Packed]) -> Stacked:
-        if not self.group_formats:
-            super().stack(packed)
         return Stacked(tuple(packed))
-
-    def pack_tied(self, parts: Iterable[Tensor], tokens: int, hidden: int, bias: Tensor | None) -> Packed:
-        """Pack for these kernels whatever the path: torch's order cannot be looked up, a second copy costs memory."""
-        return self._pack(parts, tokens, hidden, bias, "")
 
     def _pack(
         self, parts: Iterable[Tensor | Groups], outputs: int, inputs: int, bias: Tensor | None, weight_format: str
@@ -228,13 +217,9 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return table
 
     def linear(self, x: Tensor, packed: AnyPacked) -> Tensor:
-        if isinstance(packed, TorchWeight):
-            return packed.linear(x)
         return self._linear(x, packed, x.dtype)
 
     def logits(self, x: Tensor, packed: AnyPacked) -> Tensor:
-        if isinstance(packed, TorchWeight):
-            return packed.linear(x).float()
         return self._linear(x, packed, torch.float32)
 
     def _linear(self, x: Tensor, packed: Packed | Stacked, dtype: torch.dtype) -> Tensor:
@@ -260,9 +245,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return out
 
     def batch_sizes(self, dtype: torch.dtype, most: int) -> list[int]:
-        if self.path == "own" or dtype == torch.float32:
-            return []
-        return sorted({min(batch_size(rows), most) for rows in range(1, most + 1)})
+        return []
 
     def embed(
         self,
@@ -456,11 +439,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return sample(self._immediate, logits, rows)
 
-    def compile(
-        self, forward: Callable[[Any], Tensor], cache: CpuCache, max_tokens: int, max_samples: int
-    ) -> Callable[[CpuPrepared], Tensor]:
-        if self.path == "torch":
-            return forward
+    def compile(self, forward: Callable[[Any], Tensor], cache: CpuCache, max_tokens: int, max_samples: int) -> Compiled:
         recording = Recording(self._immediate, max_tokens, max_samples)
         empty = np.zeros(0, np.int32)
         no_rows = Batch(empty, empty, empty, empty, empty.reshape(0, 0), empty, empty, empty)
@@ -488,11 +467,7 @@ class _ExpertPart:
 
 def _side_by_side(experts: Sequence[AnyPacked]) -> list[_ExpertPart]:
     """Return the parts of the experts' matrices. Raise ValueError for those that are not cut alike, or have biases."""
-    cut: list[tuple[Packed, ...]] = []
-    for one in experts:
-        if isinstance(one, TorchWeight):
-            raise ValueError("experts: torch's matrices are not for them; use --deterministic")
-        cut.append(one.parts if isinstance(one, Stacked) else (one,))
+    cut = [one.parts if isinstance(one, Stacked) else (one,) for one in experts]
     found = []
     for parts in zip(*cut, strict=True):
         shapes = {(part.outputs, part.inputs) for part in parts}

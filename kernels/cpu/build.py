@@ -9,6 +9,7 @@ any of them compiles again. Processes that start together compile once.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import hashlib
 import logging
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -64,8 +66,14 @@ class Variant:
 # What -march of these names lets the compiler use, by the words of /proc/cpuinfo.
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+TILE_FLAGS = frozenset(("amx_tile", "amx_bf16"))
 
 VARIANTS = (
+    Variant(
+        "amx",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
+        _V4 | {"avx512_bf16"} | TILE_FLAGS,
+    ),
     Variant(
         "avx512bf16",
         ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
@@ -94,10 +102,38 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+@cache
+def tiles_refusal() -> str:
+    """Ask the system for the tile registers of AMX, once for this process and its threads.
+
+    Return why it refuses them; empty where it grants them or the CPU has none.
+    """
+    if not cpu_flags() >= TILE_FLAGS:
+        return ""
+    error = _request_tiles()
+    if not error:
+        return ""
+    return f"the system refuses tile registers: arch_prctl(ARCH_REQ_XCOMP_PERM): {os.strerror(error)}"
+
+
+def _request_tiles() -> int:
+    """Return 0, or the error number of arch_prctl: of a seccomp filter, or of Linux before 5.16."""
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # Linux on x86-64: arch/x86/include/uapi/asm/prctl.h
+    libc = ctypes.CDLL(None, use_errno=True)
+    return ctypes.get_errno() if libc.syscall(arch_prctl, request, tile_data) else 0
+
+
+def usable_flags() -> frozenset[str]:
+    """Return what this process may use of the CPU: its flags without those that the system refuses."""
+    return cpu_flags() - TILE_FLAGS if tiles_refusal() else cpu_flags()
+
+
 @_refusals()
 def find_library() -> tuple[Path, str]:
     """Return the library for this machine and what it was made for; compiled now if need be. Raise BuildError."""
-    flags = cpu_flags()
+    flags = usable_flags()
+    if refusal := tiles_refusal():
+        log.warning("AVX-512 kernels serve instead of AMX: %s", refusal)
     for variant in VARIANTS:
         path = prebuilt_path(variant)
         if variant.needs <= flags and path.is_file():
@@ -105,10 +141,17 @@ def find_library() -> tuple[Path, str]:
     compiler = shutil.which("g++")
     if compiler is None:
         raise BuildError("no g++ is installed to compile the CPU kernels with (sudo apt-get install g++)")
+    return compile_cached(compiler, native_flags(), " ".join(sorted(flags))), "native"
+
+
+def native_flags() -> list[str]:
+    """Return the compiler's flags for all that this process may use of the CPU."""
     native = ["-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
-    if "avx512f" in flags:
+    if "avx512f" in usable_flags():
         native.append("-mprefer-vector-width=512")
-    return compile_cached(compiler, native, " ".join(sorted(flags))), "native"
+    if tiles_refusal():
+        native.append("-mno-amx-tile")
+    return native
 
 
 def prebuilt_path(variant: Variant) -> Path:

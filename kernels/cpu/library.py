@@ -52,8 +52,10 @@ class Library:
         self._read = lib.orcinus_read
         self._read.argtypes, self._read.restype = (c_void_p, c_int64, c_int32), c_float
         self._multiply = lib.orcinus_multiply
-        self._multiply.argtypes, self._multiply.restype = (c_int64, c_int32), c_double
+        self._multiply.argtypes, self._multiply.restype = (c_int32, c_int64, c_int32), c_double
         self.lanes = int(lib.orcinus_lanes())
+        self._numerics = lib.orcinus_numerics
+        self._numerics.argtypes, self._numerics.restype = (c_int32,), ctypes.c_char_p
         lib.orcinus_weight_format.restype = ctypes.c_char_p
         names = iter(map(lib.orcinus_weight_format, map(c_int32, itertools.count())).__next__, None)
         self.weight_formats = {name.decode(): number for number, name in enumerate(names)}
@@ -64,6 +66,10 @@ class Library:
     def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None:
         """Run `count` Commands at an address with the Step at another; release the GIL meanwhile."""
         self._run(commands, count, step, threads, nanoseconds)
+
+    def numerics(self, dtype: int) -> str:
+        """Return the name of the order and rounding of sums in this type (docs/cpu.md, exactness)."""
+        return bytes(self._numerics(dtype)).decode()
 
     def packed_bytes(self, weight_format: int, outputs: int, inputs: int) -> int:
         return int(self._packed_bytes(weight_format, outputs, inputs))
@@ -96,9 +102,9 @@ class Library:
         """Read memory and do nothing with it, for benches."""
         self._read(data, size_bytes, threads)
 
-    def multiply(self, rounds: int, threads: int) -> float:
-        """Multiply in registers; return the floating point operations done, for benches."""
-        return float(self._multiply(rounds, threads))
+    def multiply(self, dtype: int, rounds: int, threads: int) -> float:
+        """Multiply numbers of this type in registers; return the floating point operations done, for benches."""
+        return float(self._multiply(dtype, rounds, threads))
 
 
 @cache

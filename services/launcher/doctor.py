@@ -47,6 +47,7 @@ def examine(values: Values) -> list[Check]:
     return [
         check_python(),
         check_compiler(),
+        *check_tiles(),
         check_redis(gateway),
         *check_gpu(worker.device, worker.model),
         *check_ports(gateway, launcher.run_dir),
@@ -78,9 +79,9 @@ def check_python() -> Check:
 
 
 def check_compiler() -> Check:
-    from kernels.cpu.build import VARIANTS, cpu_flags, prebuilt_path  # imports torch, which not every image has
+    from kernels.cpu.build import VARIANTS, prebuilt_path, usable_flags  # imports torch, which not every image has
 
-    if any(variant.needs <= cpu_flags() and prebuilt_path(variant).is_file() for variant in VARIANTS):
+    if any(variant.needs <= usable_flags() and prebuilt_path(variant).is_file() for variant in VARIANTS):
         return Check("compiler", "ok", "not needed: the CPU kernels came compiled")
     if found := shutil.which("g++"):
         first = _output([found, "--version"]).splitlines()
@@ -91,6 +92,18 @@ def check_compiler() -> Check:
         "no g++: CPU kernels cannot be compiled, the slower reference kernels run",
         "sudo apt-get install g++",
     )
+
+
+def check_tiles() -> list[Check]:
+    """Return one line on a CPU with AMX: do its tile registers serve? None on another."""
+    from kernels.cpu.build import TILE_FLAGS, cpu_flags, tiles_refusal
+
+    if not cpu_flags() >= TILE_FLAGS:
+        return []
+    if refusal := tiles_refusal():
+        fix = "allow arch_prctl in the seccomp profile; Linux 5.16 or newer is needed"
+        return [Check("amx", "warn", f"{refusal}; the slower AVX-512 kernels serve bfloat16", fix)]
+    return [Check("amx", "ok", "tile registers serve bfloat16")]
 
 
 def check_redis(gateway: GatewaySettings) -> Check:

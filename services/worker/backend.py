@@ -15,9 +15,8 @@ import torch
 import kernels.reference  # noqa: F401 - registers the backend
 from kernels import ops as kernel_ops
 from kernels.cpu.backend import CpuOps
-from kernels.cpu.build import BuildError, cpu_flags
+from kernels.cpu.build import BuildError
 from kernels.cpu.library import Library, load
-from kernels.cpu.matrices import matrix_kernels
 from kernels.cuda.calls import MAX_NORM_HIDDEN, VECTOR, tokens_per_item
 from kernels.cuda.device import Device
 from kernels.cuda.loader import CudaError
@@ -35,11 +34,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 BLOCK_TOKENS = 16  # the C++ kernels' blocks are multiples of it, the CUDA kernels' are it times a power of two
 
 
-def choose(settings: WorkerSettings, config: DecoderConfig, alone: bool = True) -> tuple[AnyOps, torch.dtype]:
-    """Return the operations and the type to compute in. Raise ConfigurationError for what cannot be had.
-
-    alone: whether this process is the whole replica; other ranks have to choose the same.
-    """
+def choose(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
+    """Return the operations and the type to compute in. Raise ConfigurationError for what cannot be had."""
     if settings.kernels == "emulator":
         return _emulator(settings, config)
     if _on_gpu(settings):
@@ -50,7 +46,7 @@ def choose(settings: WorkerSettings, config: DecoderConfig, alone: bool = True) 
     library = None if settings.kernels == "reference" else _library(settings)
     if library is None:
         return kernel_ops.create("reference", torch.device("cpu")), dtype
-    return _cpu_ops(settings, config, library, dtype, alone), dtype
+    return _cpu_ops(settings, config, library, dtype), dtype
 
 
 def set_threads(settings: WorkerSettings, ranks_here: int) -> None:
@@ -186,20 +182,17 @@ def _library(settings: WorkerSettings) -> Library | None:
         return None
 
 
-def _cpu_ops(
-    settings: WorkerSettings, config: DecoderConfig, library: Library, dtype: torch.dtype, alone: bool
-) -> AnyOps:
-    """Return the cpu kernels with the matrix kernels of kernels.cpu.matrices.MATRIX_KERNELS, unless only ours will do.
-
-    Not alone: the CPUs of other ranks may differ, and all ranks have to multiply alike.
-    """
-    threads, weights = torch.get_num_threads(), str(dtype).removeprefix("torch.")
-    path, source = "own", "the only ones for these settings"
+def _cpu_ops(settings: WorkerSettings, config: DecoderConfig, library: Library, dtype: torch.dtype) -> AnyOps:
+    ops = CpuOps(library, torch.get_num_threads())
+    weights = ""
     if settings.quantize != "none" or config.stored is not None:
-        held = settings.quantize if config.stored is None else f"{config.stored.method} {config.stored.bits}-bit"
-        weights = f"{weights}, {held} weights,"
-    elif alone and not settings.deterministic and config.mixture is None:
-        row = matrix_kernels(cpu_flags(), dtype, config.hidden_size)
-        path, source = row.path, row.source
-    log.info("%s kernels, %d threads: %s by %s matrix kernels (%s)", library.variant, threads, weights, path, source)
-    return CpuOps(library, threads, path)
+        weights = settings.quantize if config.stored is None else f"{config.stored.method} {config.stored.bits}-bit"
+    log.info(
+        "%s kernels, %d threads: %s by %s instructions%s",
+        library.variant,
+        ops.threads,
+        str(dtype).removeprefix("torch."),
+        ops.numerics(dtype).removeprefix("cpu "),
+        f", {weights} weights" if weights else "",
+    )
+    return ops

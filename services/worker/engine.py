@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.backend import Compiled, CpuOps
+from kernels.cpu.backend import Compiled
 from kernels.cuda.device import Device
 from kernels.ops import Batch, Cache, CacheShape, Int32
 from protos import worker_pb2
@@ -95,11 +95,9 @@ class Engine:
         self.config = config
         self.model_hash = weights.fingerprint()
         with room_for("the kernels", "use a smaller model"):
-            self.ops, self.dtype = choose(
-                settings, shard_of(config, self.parallel).config(config), self.parallel.size == 1
-            )
+            self.ops, self.dtype = choose(settings, shard_of(config, self.parallel).config(config))
         self.parallel.demand_same(
-            f"{self.model_hash} {self.ops.name} {self.dtype} {settings.quantize} --block-size {settings.block_size} "
+            f"{self.model_hash} {self.numerics} --block-size {settings.block_size} "
             f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths}"
         )
         self.parallel.connect(self.ops.device, settings.deterministic)
@@ -180,9 +178,10 @@ class Engine:
         return STEPS_IN_FLIGHT * self.parallel.pp
 
     @property
-    def matrices(self) -> str:
-        """Return the matrix kernels in use: "own" or "torch"."""
-        return self.ops.path if isinstance(self.ops, CpuOps) else "torch"
+    def numerics(self) -> str:
+        """Return what decides the numbers of this engine besides the model: kernels, type and weight format."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.ops.numerics(self.dtype)} {dtype} {self.settings.quantize}"
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Return what Describe answers."""
@@ -210,7 +209,8 @@ class Engine:
             tensor_ranks=self.parallel.tp,
             largest_step_ms=self.speed.largest_ms,
             max_drafts=MAX_DRAFTS,
-            same_bits=isinstance(self.ops, CpuOps) and self.ops.path == "own",
+            same_bits=self.ops.name == "cpu",
+            numerics=self.numerics,
             **self._tier.describe(self.cache, self.ops.name, self.model_hash),
         )
 
@@ -284,8 +284,7 @@ class Engine:
         Raise ConfigurationError where the backend cannot tell.
         """
         if not isinstance(self.compiled, Compiled):
-            remedy = "--deterministic uses only those of Orcinus" if self.ops.name == "cpu" else "use --kernels cpu"
-            raise ConfigurationError(f"{self.matrices}'s matrix kernels cannot be profiled; {remedy}")
+            raise ConfigurationError(f"the {self.ops.name} kernels cannot be profiled; use --kernels cpu")
         with torch.inference_mode():
             chunks = self.slots.apply(step, self._transfers)
             found = self.compiled.profile(self.ops.prepare(self.slots.batch(chunks), self.cache))

@@ -1,10 +1,12 @@
 """With --deterministic a request's logits and KV are the same bits alone, in any batch, in any chunks, after recompute.
 
-Logits are compared as the compiled pass returned them, for every token of every request.
+Logits are compared as the compiled pass returned them, for every token of every request. The twin of the tiles runs
+where the CPU has none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from protos import worker_pb2
 from services.worker.engine import Engine
 from shared.columns import unpack
 from tests.engine.driver import Driver, make_engine
+from tests.kernels import cpu_variants
 from tests.support.models import Reference, make_llama
 
 OUTPUTS = 20
@@ -25,6 +28,14 @@ SEED = 20261120
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     path = tmp_path_factory.mktemp("deterministic") / request.param
     return make_llama(path, seed=11, requests=5, prompt_tokens=(3, 150), hidden_size=96, kind=request.param)
+
+
+@pytest.fixture(params=["float32", "bfloat16", *(f"bfloat16-{name}" for name in cpu_variants.with_tiles())])
+def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The type, with the kernels of this machine or with those of a variant."""
+    dtype, _, variant = request.param.partition("-")
+    with cpu_variants.serving(variant):
+        yield dtype
 
 
 class Recorder(Driver):
@@ -72,7 +83,6 @@ def alone(model: Reference, dtype: str, prompt: list[int]) -> tuple[list[int], l
     return tokens, driver.logits[0], [driver.engine.read_block(int(block)) for block in used]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_logits_do_not_depend_on_what_else_runs(model: Reference, dtype: str, threads: int) -> None:
     rng = np.random.default_rng(SEED + threads)
@@ -101,3 +111,19 @@ def test_logits_do_not_depend_on_what_else_runs(model: Reference, dtype: str, th
             rows = min(16, written - 16 * index)
             found = driver.engine.read_block(int(driver.blocks(slot)[index]))
             assert torch.equal(found[..., :rows, :], wanted[..., :rows, :])
+
+
+@pytest.mark.parametrize("variant", ["", *cpu_variants.with_tiles()])
+def test_numerics_name_instructions_type_and_weights(model: Reference, variant: str) -> None:
+    with cpu_variants.serving(variant):
+        float32, bfloat16 = (engine_of(model, dtype, 1).info().numerics for dtype in ("float32", "bfloat16"))
+    assert float32.startswith("cpu ") and float32.endswith(" float32 none") and bfloat16.endswith(" bfloat16 none")
+    assert (bfloat16 == "cpu amx bfloat16 none") == bool(variant) and "amx" not in float32
+
+
+@pytest.mark.parametrize("variant", cpu_variants.with_tiles())
+def test_logits_by_tiles_are_near_those_in_float32(model: Reference, variant: str) -> None:
+    with cpu_variants.serving(variant):
+        by_tiles = alone(model, "bfloat16", model.prompts[0])[1][0]
+    exact = alone(model, "float32", model.prompts[0])[1][0]
+    assert (by_tiles - exact).abs().max() < 0.05 * exact.abs().max()

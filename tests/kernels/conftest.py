@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.cpu import library
 from tests.kernels import cpu_variants
 
 
@@ -40,13 +39,8 @@ def reference_on_one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _named_variant_is_the_backends(request: pytest.FixtureRequest) -> Iterator[None]:
-    name = request.config.getoption("--kernels-variant")
-    with pytest.MonkeyPatch.context() as patch:
-        if name:
-            patch.setattr(library, "find_library", lambda: (cpu_variants.path(name), name))
-            library.load.cache_clear()
+    with cpu_variants.serving(request.config.getoption("--kernels-variant")):
         yield
-    library.load.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,32 +1,45 @@
 """The CPU kernels compiled for every instruction set that this machine can run.
 
+`amx-twin` is that for AMX with the twin of the tile instructions (src/tiles.h), so that it runs on CPUs without AMX.
 `--kernels-variant NAME` keeps to one of them; `sanitized`, which only `make sanitizers` asks for, has AddressSanitizer
-and UBSan in it.
+and UBSan in it. So has `sanitized-amx-twin`, which then runs the tests of the tiles.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from kernels.cpu.build import VARIANTS, BuildError, compile_cached, cpu_flags
+import pytest
+
+from kernels.cpu import library as loaded
+from kernels.cpu.build import TILE_FLAGS, VARIANTS, BuildError, compile_cached, native_flags, usable_flags
 from kernels.cpu.library import Library
 
-SANITIZED = "sanitized"
+_AMX = next(variant for variant in VARIANTS if variant.name == "amx")
+_TWIN = (*(flag for flag in _AMX.flags if "amx" not in flag), "-DTILES_TWIN")
+_HAS_TWIN = _AMX.needs - TILE_FLAGS <= usable_flags()
 SETS: dict[str, tuple[str, ...]] = {
     "plain": (),
-    **{variant.name: variant.flags for variant in VARIANTS if variant.needs <= cpu_flags()},
+    **{variant.name: variant.flags for variant in VARIANTS if variant.needs <= usable_flags()},
+    **({"amx-twin": _TWIN} if _HAS_TWIN else {}),
 }
-_SANITIZERS = ("-march=native", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_SANITIZED: dict[str, tuple[str, ...]] = {
+    "sanitized": (*native_flags(), *_SANITIZERS),
+    **({"sanitized-amx-twin": (*_TWIN, *_SANITIZERS)} if _HAS_TWIN else {}),
+}
 _only = ""
 
 
 def keep_to(name: str) -> None:
     """From now on there is this one only; "" for all."""
     global _only
-    if name not in ("", SANITIZED, *SETS):
-        raise ValueError(f"--kernels-variant {name}: there are {', '.join(SETS)} and {SANITIZED}")
+    if name not in ("", "sanitized", *SETS):
+        raise ValueError(f"--kernels-variant {name}: unknown; choose one of {', '.join(SETS)} and sanitized")
     _only = name
 
 
@@ -39,6 +52,11 @@ def best() -> str:
     return _only or [*SETS, "plain"][1]
 
 
+def with_tiles() -> list[str]:
+    """Those that multiply bfloat16 by tiles, or their twin."""
+    return [name for name in (_SANITIZED if _only == "sanitized" else names()) if "amx" in name]
+
+
 def compiler() -> str | None:
     return shutil.which("g++")
 
@@ -49,8 +67,23 @@ def path(name: str) -> Path:
     found = compiler()
     if found is None:
         raise BuildError("no g++")
-    flags = _SANITIZERS if name == SANITIZED else (*SETS[name], "-Werror")
-    return compile_cached(found, flags, name)
+    return compile_cached(found, flags(name), name)
+
+
+def flags(name: str) -> tuple[str, ...]:
+    """Return what the compiler is given for one of them."""
+    return _SANITIZED[name] if name in _SANITIZED else (*SETS[name], "-Werror")
+
+
+@contextmanager
+def serving(name: str) -> Iterator[None]:
+    """Let the backend `cpu` run this one; "" for the one that this machine gets."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name:
+            patch.setattr(loaded, "find_library", lambda: (path(name), name))
+            loaded.load.cache_clear()
+        yield
+    loaded.load.cache_clear()
 
 
 @cache

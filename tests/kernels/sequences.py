@@ -14,19 +14,15 @@ import kernels.cpu
 import kernels.cuda.backend
 import kernels.reference  # noqa: F401 - all register themselves
 from kernels import ops as kernel_ops
-from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
-from kernels.cpu.library import load
-from kernels.cpu.matrices import torch_multiplies
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import HEAD_DIMS
 from kernels.ops import AnyOps, Attention, Batch, Cache, CacheShape
 
 Float64 = npt.NDArray[np.float64]
-TORCH_PATH = "cpu-torch"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Of the largest number expected, or of 1 if that is more."""
-BACKENDS = [*(name for name in kernel_ops.names() if name != "cuda"), TORCH_PATH]
+BACKENDS = [name for name in kernel_ops.names() if name != "cuda"]
 """Not `cuda`: these tests read results without waiting. bench.gpu.__main__ tests that backend on a GPU."""
 
 in_its_types = pytest.mark.parametrize(
@@ -35,7 +31,6 @@ in_its_types = pytest.mark.parametrize(
         pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
         for name in BACKENDS
         for dtype in (torch.float16 if name == "emulator" else torch.float32, torch.bfloat16)
-        if name != TORCH_PATH or torch_multiplies(dtype)
     ],
     indirect=["ops"],
 )
@@ -44,10 +39,8 @@ in_its_types = pytest.mark.parametrize(
 
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> AnyOps:
-    """Every backend that this machine can run, and the cpu one with torch's matrices."""
+    """Every backend that this machine can run."""
     try:
-        if request.param == TORCH_PATH:
-            return CpuOps(load(), torch.get_num_threads(), "torch")
         return kernel_ops.create(request.param, torch.device("cpu"))
     except BuildError:
         if shutil.which("g++"):  # kernels that do not compile are no reason to skip

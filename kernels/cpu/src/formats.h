@@ -16,6 +16,8 @@
 //   pack, unpack  the DEPTH numbers of one output of a panel in a step; `inverse` is 1 / scale. Zeros must give zeros
 //   PREFETCHED    whether the kernel fetches weights that are needed soon
 //   ForBfloat16   the struct that multiplies bfloat16 activations: itself, or one with the same packed form
+//   TILED         whether gemm_tiles.h multiplies it. Such a format needs no Register, PARTS, part, add and PREFETCHED; it
+//                 has IN_PLACE, whether tiles read the packed form as it is, or else unpack_pairs
 //   GROUPED       whether it is packed from Groups (kernels/ops.py). Such a format is multiplied as float32: instead of
 //                 Register, PARTS, part, add and PREFETCHED it has unpack_piece, load_scale and value
 #pragma once

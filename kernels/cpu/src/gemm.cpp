@@ -1,13 +1,15 @@
-// Linear layers: out = x @ weight.T + bias, over weights packed once (orcinus_pack) for gemm_kernel.h.
+// Linear layers: out = x @ weight.T + bias, over weights packed once (orcinus_pack) for gemm_kernel.h and
+// gemm_tiles.h.
 //
 // Rows are cut into tiles and blocks of tiles, outputs into panels; a piece of work is some panels of one block of
-// rows. Neither the cut nor the number of threads touches the order in which a number is summed (gemm_kernel.h).
+// rows. Neither the cut nor the number of threads touches the order in which a number is summed (the two headers).
 #include <algorithm>
 #include <array>
 #include <cmath>
 
 #include "formats.h"
 #include "gemm_kernel.h"
+#include "gemm_tiles.h"
 #include "kernels.h"
 
 namespace {
@@ -112,6 +114,13 @@ struct Progress {
   int64_t first = 0;  // piece of the matrix at hand
 };
 
+// Memory of a thread for weights of a format that are unpacked before they are multiplied.
+template <class W>
+constexpr int64_t unpacked_bytes() {
+  if constexpr (W::TILED) return W::IN_PLACE ? 0 : UNPACKED_INPUTS * WIDTH * 2;
+  return W::GROUPED ? UNPACKED_INPUTS * WIDTH * 4 : 0;
+}
+
 template <class W>
 class Linear {
   typedef typename W::Input Input;
@@ -120,24 +129,24 @@ class Linear {
   // `order`: the rows of x that are multiplied; null: all, one after another.
   Linear(const LinearArgs& args, int64_t rows, const int32_t* order, Team& team)
       : args_(args), rows_(rows), order_(order), team_(team), packed_(args.outputs, args.inputs) {
-    tiles_ = ceil_div(rows, TILE);
+    tiles_ = ceil_div(rows, TILE_ROWS);
     stride_ = args.inputs;
     int64_t most = BLOCK_TILES;
     const int32_t read_as = sizeof(Input) == 4 ? F32 : BF16;
     // Rows a multiple of 4096 bytes apart fall on each other in the first cache.
-    copied_ = order || args.dtype != read_as || args.inputs % W::DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
+    copied_ = order || args.dtype != read_as || args.inputs % DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
     if (copied_) {
-      stride_ = round_up(args.inputs, std::max(16, W::DEPTH)) + 16;
-      most = std::clamp<int64_t>(COPY_BYTES / (TILE * stride_ * sizeof(Input)), 1, most);
+      stride_ = round_up(args.inputs, std::max(16, DEPTH)) + 16;
+      most = std::clamp<int64_t>(COPY_BYTES / (TILE_ROWS * stride_ * sizeof(Input)), 1, most);
     }
     blocks_ = ceil_div(tiles_, most);
-    block_rows_ = most * TILE;
+    block_rows_ = most * TILE_ROWS;
     const int64_t copy_bytes = copied_ ? round_up(block_rows_ * stride_ * sizeof(Input), 64) : 0;
     const int64_t sums_bytes = GROUP * block_rows_ * WIDTH * 4;
-    char* memory = team.scratch(copy_bytes + sums_bytes + (W::GROUPED ? UNPACKED_INPUTS * WIDTH * 4 : 0));
+    char* memory = team.scratch(copy_bytes + sums_bytes + unpacked_bytes<W>());
     copy_ = reinterpret_cast<Input*>(memory);
     sums_ = reinterpret_cast<float*>(memory + copy_bytes);
-    unpacked_ = reinterpret_cast<float*>(memory + copy_bytes + sums_bytes);
+    unpacked_ = memory + copy_bytes + sums_bytes;
   }
 
   void run(Progress& progress) {
@@ -154,6 +163,9 @@ class Linear {
   }
 
  private:
+  static constexpr int DEPTH = W::TILED ? 2 : W::DEPTH;  // activations are read in multiples of it
+  static constexpr int64_t TILE_ROWS = W::TILED ? 16 : TILE;
+
   int64_t first_row(int64_t tile) const { return cut(rows_, tiles_, tile); }
 
   // Block b is tiles first_tile_ .. end_tile_.
@@ -168,13 +180,15 @@ class Linear {
     x_ = reinterpret_cast<const Input*>(source + begin_ * row_bytes);
     if (!copied_) return;
     for (int64_t r = 0; r < end_ - begin_; r++)
-      copy_row(source + (order_ ? order_[begin_ + r] : begin_ + r) * row_bytes, args_.dtype, args_.inputs, round_up(args_.inputs, W::DEPTH), copy_ + r * stride_);
+      copy_row(source + (order_ ? order_[begin_ + r] : begin_ + r) * row_bytes, args_.dtype, args_.inputs, round_up(args_.inputs, DEPTH), copy_ + r * stride_);
     x_ = copy_;
   }
 
   // Some panels of the block at hand; while it computes, each kernel fetches weights that are needed soon.
   void multiply(int64_t panel, int64_t count) {
-    if constexpr (W::GROUPED)
+    if constexpr (W::TILED)
+      multiply_tiled(panel, count);
+    else if constexpr (W::GROUPED)
       multiply_unpacked(panel, count);
     else
       multiply_packed(panel, count);
@@ -207,7 +221,7 @@ class Linear {
       while (together > count - p) together /= 2;
       for (int64_t first = 0; first < inputs; first += at_once) {
         const int64_t last = std::min(inputs, first + at_once);
-        float* out = unpacked_;
+        float* out = reinterpret_cast<float*>(unpacked_);
         for (int64_t q = 0; q < together; q++)
           for (int64_t k = first; k < last; k += W::PIECE, out += W::PIECE * WIDTH)
             W::unpack_piece(weights(panel + p + q, k / W::DEPTH), k % W::DEPTH, out);
@@ -216,7 +230,7 @@ class Linear {
           Tile<Input> t;
           t.x = x_ + (row - begin_) * stride_ + first;
           t.x_stride = stride_;
-          t.weights = t.ahead = reinterpret_cast<const char*>(unpacked_);
+          t.weights = t.ahead = unpacked_;
           t.panel_bytes = (last - first) * WIDTH * 4;
           t.steps = last - first;
           t.sums = sums_ + (p * block_rows_ + row - begin_) * WIDTH;
@@ -227,6 +241,23 @@ class Linear {
         }
       }
     }
+  }
+
+  // All rows of the block at hand by one panel after another; what is unpacked is paid once for all of them.
+  void multiply_tiled(int64_t panel, int64_t count) {
+    const int64_t inputs = args_.inputs, rows = end_ - begin_, at_once = W::IN_PLACE ? inputs : UNPACKED_INPUTS;
+    for (int64_t p = 0; p < count; p++)
+      for (int64_t first = 0; first < inputs; first += at_once) {
+        const int64_t these = std::min(inputs - first, at_once);
+        const char* pairs = weights(panel + p, first / W::DEPTH);
+        if constexpr (!W::IN_PLACE) {
+          W::unpack_pairs(pairs, these, unpacked_);
+          pairs = unpacked_;
+        }
+        for (int64_t row = 0; row < rows; row += TILED_ROWS)
+          tile_kernel_.multiply(x_ + row * stride_ + first, stride_, pairs, round_up(these, 2),
+                                std::min(rows - row, TILED_ROWS), sums_ + (p * block_rows_ + row) * WIDTH, first > 0);
+      }
   }
 
   void multiply_packed(int64_t panel, int64_t count) {
@@ -302,10 +333,13 @@ class Linear {
   int64_t tiles_, blocks_, block_rows_, stride_;
   bool copied_;
   Input* copy_;
-  float *sums_, *unpacked_;
+  float* sums_;
+  char* unpacked_;
   int64_t block_ = -1, first_tile_ = 0, end_tile_ = 0, begin_ = 0, end_ = 0;
   int64_t next_ = 0;  // panel of the piece that this thread will likely take next
   const Input* x_ = nullptr;
+  struct NoTiles {};
+  std::conditional_t<W::TILED, TileKernel, NoTiles> tile_kernel_;
 };
 
 // ---- packing

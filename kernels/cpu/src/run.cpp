@@ -155,6 +155,8 @@ extern "C" {
 void orcinus_run(const Command* commands, int64_t count, const Step* step, int32_t threads, int64_t* nanoseconds);
 int64_t orcinus_size(int32_t op);
 int32_t orcinus_lanes();
+// The order and rounding of sums in a DType; what has the same name has the same bits.
+const char* orcinus_numerics(int32_t dtype);
 
 }
 
@@ -166,7 +168,7 @@ static int64_t now_ns() {
   return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-#include "vec.h"
+#include "tiles.h"
 
 void orcinus_run(const Command* commands, int64_t count, const Step* step, int32_t threads, int64_t* nanoseconds) {
   std::vector<Counter> counters(count);
@@ -215,3 +217,12 @@ int64_t orcinus_size(int32_t op) {
 }
 
 int32_t orcinus_lanes() { return LANES; }
+
+const char* orcinus_numerics([[maybe_unused]] int32_t dtype) {
+#if defined(TILES)
+  if (dtype == BF16) return "amx";
+#elif LANES == 16 && defined(__AVX512BF16__)
+  if (dtype == BF16) return "avx512bf16";
+#endif
+  return LANES == 16 ? "avx512" : LANES == 8 ? "avx2" : "plain";
+}

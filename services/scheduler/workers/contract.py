@@ -81,14 +81,25 @@ def check_info(info: worker_pb2.WorkerInfo, model: str) -> None:
         raise ContractError(f"role: {info.role[:100]!r} is neither prefill nor decode; update the scheduler")
     if info.run_socket and not is_name(info.run_socket):
         raise ContractError(f"run_socket: {info.run_socket[:100]!r} is not 32 hex digits; update the scheduler")
-    for name in ("id", "identity", "model_hash", "host_tier", "kv_format"):
+    for name in ("id", "identity", "model_hash", "host_tier", "kv_format", "numerics"):
         if len(getattr(info, name)) > NAME_LENGTH:
             raise ContractError(f"{name}: longer than {NAME_LENGTH} characters; update or repair the worker")
 
 
-def check_same(info: worker_pb2.WorkerInfo, linked: Iterable[worker_pb2.WorkerInfo]) -> None:
-    """Raise ContractError where a worker differs from a linked one in what a shard's workers have in common."""
+def check_same(
+    info: worker_pb2.WorkerInfo, linked: Iterable[worker_pb2.WorkerInfo], mixed_numerics: bool = False
+) -> None:
+    """Raise ContractError where a worker differs from a linked one in what a shard's workers have in common.
+
+    That is their numerics too, if both name them, unless `mixed_numerics`: a sequence that goes on at the other worker
+    keeps its tokens only between equal ones.
+    """
     for other in linked:
+        if not mixed_numerics and info.numerics and other.numerics and info.numerics != other.numerics:
+            raise ContractError(
+                f"numerics: {info.numerics[:100]!r}, and {other.id} of this shard has {other.numerics[:100]!r}; start "
+                f"the worker in a shard of its own, or the scheduler with --mixed-numerics"
+            )
         for name in SAME:
             if (value := getattr(info, name)) != (wanted := getattr(other, name)):
                 raise ContractError(

@@ -233,7 +233,8 @@ class Fleet:
         try:
             try:
                 limits = await link.open()
-                check_same(link.info, [loop.link.info for loop in self.loops.values()])
+                linked = [loop.link.info for loop in self.loops.values()]
+                check_same(link.info, linked, self._settings.mixed_numerics)
                 replica = self._join(limits)
             except ContractError as error:
                 self._refuse(worker, error)

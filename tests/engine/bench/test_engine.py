@@ -15,7 +15,6 @@ from bench.engine import cases as engine_cases
 from bench.engine import main as bench
 from bench.engine.cases import CASES, Case, TorchMatrices, layer_matrices, work
 from kernels.cpu.library import load
-from kernels.cpu.matrices import MatrixKernels
 from protos import worker_pb2
 from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
@@ -43,15 +42,9 @@ def test_int8_layers_are_read_as_bytes() -> None:
     assert work(plain, case, 8)[1] == work(int8, case, 8)[1]
 
 
-@pytest.mark.usefixtures("_compiled")
-@pytest.mark.parametrize(("kernels", "remedy"), [("auto", "--deterministic"), ("reference", "--kernels cpu")])
-def test_what_cannot_be_profiled_names_an_option_that_helps(
-    kernels: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.worker.backend.matrix_kernels", lambda *_: MatrixKernels("torch", "for this test"))
-    engine = make_engine(DEMO_MODEL, block_size=16, kernels=kernels)
-    assert engine.matrices == "torch"
-    with pytest.raises(ConfigurationError, match=remedy):
+def test_what_cannot_be_profiled_names_an_option_that_helps() -> None:
+    engine = make_engine(DEMO_MODEL, block_size=16, kernels="reference")
+    with pytest.raises(ConfigurationError, match="reference kernels cannot be profiled; use --kernels cpu"):
         engine.profile(worker_pb2.Step())
 
 
@@ -122,10 +115,10 @@ def test_a_mixture_of_experts_has_no_floor_and_is_refused(tmp_path: Path, capsys
 
 
 @pytest.mark.usefixtures("_compiled")
-def test_json_says_whose_matrices_ran_and_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_says_which_kernels_ran_and_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--deterministic", "--profile", "--cases", CASES[0].name, "--steps", "1", "--threads", "1", "--json"]
     assert bench.main(given) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["model"]["backend"] == "cpu" and found["model"]["matrices"] == "own"
+    assert found["model"]["backend"] == "cpu" and found["model"]["numerics"].startswith("cpu ")
     assert found["model"]["deterministic"] and found["model"]["quantize"] == "none"
     assert found["results"][0]["profile_us"]["linear"] > 0

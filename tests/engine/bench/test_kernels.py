@@ -14,6 +14,7 @@ import torch
 from bench.kernels import main as bench
 from bench.kernels.backends import Peaks
 from kernels.cpu.backend import CpuOps
+from kernels.cpu.build import TILE_FLAGS, cpu_flags
 from kernels.ops import Ops
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -55,14 +56,24 @@ def test_every_operation_is_checked_timed_and_compared_with_torch(found: dict[st
         assert row["us"] > 0 and row["floor_us"] > 0 and row["said"] == "", row
         assert row["error"] < 1e-4
         assert row["peers_us"] and all(us > 0 for us in row["peers_us"].values()), row
-    assert found["peaks"]["read_gb_s"] > 0 and found["peaks"]["tflop_s"]["float32"] > 0
+    assert found["peaks"]["read_gb_s"] > 0 and min(found["peaks"]["tflop_s"].values()) > 0
+
+
+@needs_compiler
+def test_result_says_which_instructions_multiply_and_why_not_amx(found: dict[str, Any]) -> None:
+    has_tiles = cpu_flags() >= TILE_FLAGS
+    said = found["instructions"]
+    assert said == "bfloat16 by AMX" or "AMX is absent: " in said
+    assert has_tiles or "this CPU has no amx_bf16 and amx_tile" in said
+    linear = next(row for row in found["rows"] if row["op"] == "linear")
+    assert {"F.linear", "oneDNN, reordered"} == linear["peers_us"].keys()
 
 
 @needs_compiler
 def test_the_table_for_people_has_every_row(found: dict[str, Any]) -> None:
     lines = bench.table(found).splitlines()
-    assert len(lines) == 2 + len(found["rows"])
-    assert lines[2].startswith("attention") and "SDPA" in lines[2]
+    assert len(lines) == 3 + len(found["rows"]) and lines[1] == found["instructions"]
+    assert lines[3].startswith("attention") and "SDPA" in lines[3]
 
 
 @needs_compiler

@@ -146,6 +146,18 @@ def test_image_with_kernels_needs_no_compiler(tmp_path: Path, monkeypatch: pytes
     assert doctor.check_compiler().status == "ok"
 
 
+def test_refused_tile_registers_are_a_warning_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = "the system refuses tile registers: Operation not permitted"
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.VARIANTS[0].needs)
+    monkeypatch.setattr(build, "tiles_refusal", lambda: refusal)
+    (line,) = doctor.check_tiles()
+    assert line.status == "warn" and line.detail.startswith(refusal) and "AVX-512" in line.detail
+    monkeypatch.setattr(build, "tiles_refusal", lambda: "")
+    assert [check.status for check in doctor.check_tiles()] == ["ok"]
+    monkeypatch.setattr(build, "cpu_flags", lambda: build.VARIANTS[1].needs)
+    assert doctor.check_tiles() == []
+
+
 def test_gpu_is_needed_only_when_the_device_is_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "gather", lambda: Facts())
     assert [check.status for check in doctor.check_gpu("auto", tmp_path)] == ["ok"]

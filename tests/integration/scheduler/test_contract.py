@@ -21,6 +21,7 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
 from services.scheduler.quarantine import Quarantine
 from services.scheduler.telemetry import Stats
+from services.scheduler.workers.contract import ContractError, check_same
 from services.scheduler.workers.fleet import Fleet
 from services.scheduler.workers.loop import WorkerContext
 from services.scheduler.workers.registry import Registration
@@ -38,7 +39,7 @@ def described(**changes: Any) -> worker_pb2.WorkerInfo:
     right = {
         "id": "good", "identity": "good", "model": SETTINGS.served_model_name, "model_hash": "a1", "dtype": "float32",
         "block_size": 16, "gpu_blocks": 256, "max_seqs": SLOTS, "max_model_len": 256, "max_step_tokens": 64,
-        "vocab_size": VOCABULARY, "stages": 1,
+        "vocab_size": VOCABULARY, "stages": 1, "numerics": "cpu amx float32 none",
     }  # fmt: skip
     return worker_pb2.WorkerInfo(**(right | changes))
 
@@ -186,12 +187,25 @@ async def run_beside_a_good_worker(bad: ScriptedWorker, logprobs: int = 0) -> Sh
         ({"role": "both"}, "role: 'both' is neither"),
         ({"kv_format": "x" * 5000}, "kv_format: longer than"),
         ({"run_socket": "../other"}, "run_socket: '../other' is not 32 hex digits"),
+        ({"numerics": "x" * 5000}, "numerics: longer than"),
+        (
+            {"numerics": "cpu avx2 float32 none"},
+            "numerics: 'cpu avx2 float32 none', and good of this shard has 'cpu amx",
+        ),
     ],
 )
 async def test_worker_that_describes_itself_wrongly_is_refused(changes: dict[str, Any], named: str) -> None:
     shard = await run_beside_a_good_worker(ScriptedWorker(described(**{"id": "bad", **changes})))
     assert [(kind, worker) for kind, _, worker in shard.events] == [("worker_refused", "bad")]
     assert named in shard.events[0][1]
+
+
+def test_worker_of_unknown_or_allowed_other_numerics_may_join() -> None:
+    good, other = described(), described(id="other", numerics="cpu avx2 float32 none")
+    check_same(described(id="old", numerics=""), [good])
+    check_same(other, [good], mixed_numerics=True)
+    with pytest.raises(ContractError, match="in a shard of its own, or the scheduler with --mixed-numerics"):
+        check_same(other, [good])
 
 
 def tokens(*values: int) -> Spoil:

@@ -233,6 +233,7 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"dtype": BF16},
     {"window": 90},
+    {"window": 150, "dtype": BF16, "head_dim": 80},
     {"alibi": True, "dtype": BF16},
     {"alibi": True, "window": 600, "heads": 6, "kv_heads": 1, "head_dim": 80},
     {"heads": 14, "kv_heads": 2, "head_dim": 16, "block_size": 64, "dtype": BF16, "window": 33},

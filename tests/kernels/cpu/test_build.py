@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,15 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"
 
 V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
 V4 = " avx512f avx512bw avx512cd avx512dq avx512vl"
+AMX = " avx512_bf16 amx_tile amx_bf16"
+
+
+@pytest.fixture(autouse=True)
+def _permission() -> Iterator[None]:
+    """Each test asks the system anew, perhaps another one."""
+    build.tiles_refusal.cache_clear()
+    yield
+    build.tiles_refusal.cache_clear()
 
 
 @pytest.fixture
@@ -57,16 +68,47 @@ def carry(*names: str) -> dict[str, Path]:
         (V3, "avx2"),
         (V3 + V4, "avx512"),
         (V3 + V4 + " avx512_bf16", "avx512bf16"),
+        (V3 + V4 + AMX, "amx"),
+        (V3 + V4 + " amx_tile amx_bf16", "avx512"),
         (V3 + " avx512f avx512_bf16", "avx2"),  # no AVX-512 of the kind that servers have
     ],
 )
 def test_image_uses_the_best_library_that_the_cpu_can_run(
     empty: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: str
 ) -> None:
-    paths = carry("avx2", "avx512", "avx512bf16")
+    paths = carry("avx2", "avx512", "avx512bf16", "amx")
     monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(build, "_request_tiles", lambda: 0)
     without_compiler(monkeypatch)
     assert find_library() == (paths[expected], expected)
+
+
+def test_refused_tile_registers_leave_the_avx512_kernels_and_a_warning(
+    empty: Path, compiled: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset((V3 + V4 + AMX).split()))
+    monkeypatch.setattr(build, "_request_tiles", lambda: errno.EPERM)
+    with caplog.at_level(logging.WARNING):
+        assert find_library()[1] == "native"
+    assert "AVX-512 kernels serve instead of AMX" in caplog.text and "Operation not permitted" in caplog.text
+    assert "-mno-amx-tile" in build.native_flags()
+    paths = carry("avx512bf16", "amx")
+    assert find_library() == (paths["avx512bf16"], "avx512bf16")
+
+
+def test_system_is_asked_for_tile_registers_only_where_cpu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(build, "_request_tiles", lambda: asked.append(1) or 0)
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset((V3 + V4).split()))
+    assert build.usable_flags() == frozenset((V3 + V4).split()) and not asked
+    build.tiles_refusal.cache_clear()
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset((V3 + V4 + AMX).split()))
+    assert build.usable_flags() == frozenset((V3 + V4 + AMX).split()) and asked == [1]
+
+
+@pytest.mark.skipif(build.cpu_flags() >= build.TILE_FLAGS, reason="this CPU has tile registers")
+def test_request_for_tile_registers_that_are_not_there_is_an_error() -> None:
+    assert build._request_tiles() in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 
 
 def test_a_library_of_other_sources_is_not_used(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@
 #include "attention_kernel.h"
 #include "attention_plan.h"
 #include "attention_softmax.h"
+#include "attention_tiles.h"
 #include "../kernels.h"
 
 namespace {
@@ -18,6 +19,22 @@ int larger(int a, int b) { return a > b ? a : b; }
 
 template <typename T>
 const Products<T> products;
+
+// Whether tiles multiply: the scores, and the values of segments that a row sees all of. The values of a segment that a
+// row sees a part of are left to `products`, as 0 times a key that it does not see may be NaN.
+#ifdef TILES
+template <typename T>
+constexpr bool BY_TILES = sizeof(T) == 2;
+#else
+class TileProducts;
+template <typename T>
+constexpr bool BY_TILES = false;
+#endif
+
+struct NoTiles {
+  static constexpr int ROWS = MOST_ROWS;
+  explicit NoTiles(int64_t) {}
+};
 
 // One thread's work on the pieces of a command.
 template <typename T>
@@ -31,14 +48,15 @@ class Worker {
         group_(a.heads / a.pool->kv_heads),
         tiles_in_block_(pool_.block_size / TILE),
         tile_bytes_(tile_bytes(pool_)),
+        tiles_(stride_),
         to_v_(v_part(pool_, 0, 0, 0) - k_part(pool_, 0, 0, 0)) {
     scores_ = reinterpret_cast<float*>(memory);
-    positions_ = reinterpret_cast<int32_t*>(scores_ + MOST_ROWS * SEGMENT);
+    positions_ = reinterpret_cast<int32_t*>(scores_ + BLOCK_ROWS * SEGMENT);
     query_ = reinterpret_cast<float*>(positions_ + (most_rows + 15) / 16 * 16);
     states_ = query_ + most_rows * stride_;
   }
   static int64_t memory(int64_t most_rows, int64_t stride, int64_t state) {
-    return (MOST_ROWS * SEGMENT + (most_rows + 15) / 16 * 16 + most_rows * stride + 2 * state) * sizeof(float);
+    return (BLOCK_ROWS * SEGMENT + (most_rows + 15) / 16 * 16 + most_rows * stride + 2 * state) * sizeof(float);
   }
 
   // The query rows of a piece and KV head.
@@ -47,7 +65,7 @@ class Worker {
     keys_ = keys_of(piece, kv_head);
     first_row_ = step_.query_start[piece.sequence] + piece.first;
     rows_ = piece.count * group_;
-    blocks_ = (rows_ + MOST_ROWS - 1) / MOST_ROWS;
+    blocks_ = (rows_ + BLOCK_ROWS - 1) / BLOCK_ROWS;
     per_block_ = rows_ / blocks_;
     larger_blocks_ = rows_ % blocks_;
     for (int row = 0; row < rows_; row++) {
@@ -100,6 +118,9 @@ class Worker {
   }
 
  private:
+  typedef std::conditional_t<BY_TILES<T>, TileProducts, NoTiles> OfTiles;
+  static constexpr int BLOCK_ROWS = OfTiles::ROWS;
+
   // Rows of a piece: position by position, the heads of the group one after another. A block is what the kernels take.
   int block_begin(int b) const { return b * per_block_ + smaller(b, larger_blocks_); }
   template <typename Q>
@@ -152,6 +173,11 @@ class Worker {
     if (begin >= end) return;
     // What comes next is fetched while the first block is worked on.
     const int from = begin / LANES, to = (end + LANES - 1) / LANES;
+    if constexpr (BY_TILES<T>) {
+      if (b == 0) fetch_next();
+      tiles_.scores(query_ + top * stride_, rows, k_ + from, to - from, scores_ + from * LANES);
+      return weigh_and_add(top, bottom, segment, state);
+    }
     for (int vector = from; vector < to; vector += MOST_VECTORS) {
       const int count = smaller(MOST_VECTORS, to - vector);
       const char *keys[MOST_VECTORS], *ahead[MOST_VECTORS];
@@ -163,27 +189,61 @@ class Worker {
       products<T>.score[rows - 1][count - 1](query_ + top * stride_, keys, b ? nullptr : ahead, stride_,
                                              scores_ + vector * LANES);
     }
-    float* out = state.values + top * stride_;
+    for (int row = top; row < bottom; row++) weigh_row(row, row - top, segment, state);
     const char* const* next = b ? nullptr : next_k_;
+    if (sees_all(top, segment) && sees_all(bottom - 1, segment))
+      return add_values(rows, 0, 0, SEGMENT, keep_, next, state.values + top * stride_);
+    add_seen_values(top, bottom, top, segment, next, state);
+  }
+
+  bool sees_all(int row, int segment) const { return sees_from(row, segment) == 0 && sees_to(row, segment) == SEGMENT; }
+
+  // Values of the keys that rows top .. bottom - 1 of a block from row `first` on see, not all of them the whole segment.
+  void add_seen_values(int top, int bottom, int first, int segment, const char* const* next, State state) {
+    float* out = state.values + first * stride_;
     const int common_begin = sees_from(bottom - 1, segment), common_end = sees_to(top, segment);
-    for (int row = top; row < bottom; row++)
-      weigh_row(row, row - top, sees_from(row, segment), sees_to(row, segment), segment, state);
-    if (common_begin == 0 && common_end == SEGMENT) return add_values(rows, 0, 0, SEGMENT, keep_, next, out);
     // Each row alone: the keys that only some of the rows see.
     const bool common = common_begin < common_end;
     for (int row = top; row < bottom; row++) {
       const int from = sees_from(row, segment), to = sees_to(row, segment);
       if (from >= to) continue;
-      scale_row(state.values + row * stride_, stride_, splat(keep_[row - top]));
-      add_values(1, row - top, from, common ? common_begin : to, nullptr, nullptr, out);
+      scale_row(state.values + row * stride_, stride_, splat(keep_[row - first]));
+      add_values(1, row - first, from, common ? common_begin : to, nullptr, nullptr, out);
     }
     if (!common) return;
-    add_values(rows, 0, common_begin, common_end, nullptr, next, out);
+    add_values(bottom - top, top - first, common_begin, common_end, nullptr, next, out);
     for (int row = top; row < bottom; row++)
-      add_values(1, row - top, common_end, sees_to(row, segment), nullptr, nullptr, out);
+      add_values(1, row - first, common_end, sees_to(row, segment), nullptr, nullptr, out);
   }
 
-  void weigh_row(int row, int place, int begin, int end, int segment, State state) {
+  // The second half of a segment by tiles. Positions ascend, so the rows that see all of it stand together.
+  void weigh_and_add(int top, int bottom, int segment, State state) {
+    for (int row = top; row < bottom; row++) weigh_row(row, row - top, segment, state);
+    int first = top;
+    while (first < bottom && !sees_all(first, segment)) first++;
+    int last = first;
+    while (last < bottom && sees_all(last, segment)) last++;
+    for (int row = top; row < first; row += MOST_ROWS)
+      add_seen_values(row, smaller(row + MOST_ROWS, first), top, segment, nullptr, state);
+    for (int row = last; row < bottom; row += MOST_ROWS)
+      add_seen_values(row, smaller(row + MOST_ROWS, bottom), top, segment, nullptr, state);
+    if (first == last) return;
+    for (int row = first; row < last; row++)
+      scale_row(state.values + row * stride_, stride_, splat(keep_[row - top]));
+    tiles_.values(scores_ + (first - top) * SEGMENT, last - first, v_, state.values + first * stride_);
+  }
+
+  // Brings the values of this segment and the keys of the next one nearer.
+  void fetch_next() const {
+    for (int tile = 0; tile < SEGMENT_TILES; tile++)
+      for (int64_t at = 0; at < tile_bytes_; at += 64) {
+        __builtin_prefetch(v_[tile] + at);
+        __builtin_prefetch(next_k_[tile] + at);
+      }
+  }
+
+  void weigh_row(int row, int place, int segment, State state) {
+    const int begin = sees_from(row, segment), end = sees_to(row, segment);
     if (begin >= end) return;
     float* s = scores_ + place * SEGMENT;
     const float scale = a_.scale * LOG2_E;
@@ -209,10 +269,12 @@ class Worker {
   const Pool& pool_;
   const int64_t stride_;
   const int group_, tiles_in_block_;
-  const int64_t tile_bytes_, to_v_;
+  const int64_t tile_bytes_;
+  OfTiles tiles_;
+  const int64_t to_v_;
   int32_t* positions_;  // [rows]
-  float* scores_;  // [MOST_ROWS, SEGMENT]
-  float keep_[MOST_ROWS];  // what a segment's greatest score leaves of the values before
+  float* scores_;  // [BLOCK_ROWS, SEGMENT]
+  float keep_[BLOCK_ROWS];  // what a segment's greatest score leaves of the values before
   float* query_;   // [rows, stride]
   float* states_;
   int64_t kv_head_ = 0;

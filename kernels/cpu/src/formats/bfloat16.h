@@ -1,8 +1,11 @@
 // Weights in bfloat16. A step is a pair of inputs; both numbers of an output lie together in 32 bits.
 #pragma once
+#include "../tiles.h"
 #include "panel.h"
 
-#if LANES == 16 && defined(__AVX512BF16__)
+#ifdef TILES
+struct Bfloat16Tiles;
+#elif LANES == 16 && defined(__AVX512BF16__)
 struct Bfloat16Pairs;
 #endif
 
@@ -11,8 +14,10 @@ struct Bfloat16 {
   typedef vu Register;
   static constexpr const char* NAME = "bfloat16";
   static constexpr int DEPTH = 2, BYTES = 4 * WIDTH, PARTS = 2;
-  static constexpr bool SCALED = false, GROUPED = false, PREFETCHED = true;
-#if LANES == 16 && defined(__AVX512BF16__)
+  static constexpr bool SCALED = false, GROUPED = false, TILED = false, PREFETCHED = true;
+#ifdef TILES
+  typedef Bfloat16Tiles ForBfloat16;
+#elif LANES == 16 && defined(__AVX512BF16__)
   typedef Bfloat16Pairs ForBfloat16;
 #else
   typedef Bfloat16 ForBfloat16;
@@ -36,7 +41,13 @@ struct Bfloat16 {
   }
 };
 
-#if LANES == 16 && defined(__AVX512BF16__)
+#ifdef TILES
+// The same packed form, multiplied by tiles.
+struct Bfloat16Tiles : Bfloat16 {
+  typedef bf16 Input;
+  static constexpr bool TILED = true, IN_PLACE = true;
+};
+#elif LANES == 16 && defined(__AVX512BF16__)
 // The same packed form, multiplied as it is.
 struct Bfloat16Pairs : Bfloat16 {
   typedef bf16 Input;

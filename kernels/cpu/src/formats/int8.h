@@ -3,15 +3,24 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../tiles.h"
 #include "panel.h"
+
+#ifdef TILES
+struct Int8Tiles;
+#endif
 
 struct Int8 {
   typedef float Input;
   typedef vf Register;
+#ifdef TILES
+  typedef Int8Tiles ForBfloat16;
+#else
   typedef Int8 ForBfloat16;
+#endif
   static constexpr const char* NAME = "int8";
   static constexpr int DEPTH = 1, BYTES = WIDTH, PARTS = 1;
-  static constexpr bool SCALED = true, GROUPED = false, PREFETCHED = true;
+  static constexpr bool SCALED = true, GROUPED = false, TILED = false, PREFETCHED = true;
 
   static Register load_weights(const char* p) {
 #if LANES == 16
@@ -38,3 +47,22 @@ struct Int8 {
     *numbers = reinterpret_cast<const int8_t*>(step)[column];
   }
 };
+
+#ifdef TILES
+// The same packed form: some inputs at a time become bfloat16, exactly, and are multiplied by tiles.
+struct Int8Tiles : Int8 {
+  typedef bf16 Input;
+  static constexpr bool TILED = true, IN_PLACE = false;
+
+  // `count` inputs of a panel from `step` on as pairs, [count / 2][WIDTH][2]; behind an odd number there is a zero.
+  static void unpack_pairs(const char* step, int64_t count, char* out) {
+    for (int64_t k = 0; k < count; k += 2)
+      for (int h = 0; h < 2; h++, out += LANES * 4) {
+        const char* numbers = step + k * WIDTH + h * LANES;
+        const vu even = (vu)load_weights(numbers) >> 16;
+        const vu pairs = k + 1 < count ? even | (vu)load_weights(numbers + WIDTH) : even;
+        memcpy(out, &pairs, sizeof pairs);
+      }
+  }
+};
+#endif

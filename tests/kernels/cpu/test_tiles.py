@@ -1,0 +1,138 @@
+"""Products by the tile registers of AMX, or by their twin; matrices have the bits of the order that docs/cpu.md states.
+
+tiles.bin holds 40 products that a CPU with AMX computed: rows, pairs and columns as int32, then a[16][32] and b[16][32]
+in bfloat16, and c[16][16] in float32 before and after. Their numbers are normal, far apart, denormal, near the
+smallest, or any finite ones, in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kernels.cpu.build import SOURCES
+from kernels.cpu.commands import BFLOAT16, FLOAT32
+from tests.kernels import cpu_variants
+from tests.kernels.cpu.test_attention import Library, World
+from tests.kernels.cpu.test_gemm import Gemm, from_bf16, to_bf16
+
+HERE = Path(__file__).parent
+RECORDED = np.dtype(
+    [("shape", "<i4", 3), ("a", "<u2", (16, 32)), ("b", "<u2", (16, 32)), ("before", "<f4", 256), ("after", "<f4", 256)]
+)
+STEP = 32  # inputs of a tile
+SHAPES = ((1, 1), (31, 7), (33, 64), (70, 65), (64, 95), (40, 2048))
+"""Outputs, inputs."""
+
+Floats = NDArray[np.float32]
+
+pytestmark = pytest.mark.skipif(
+    cpu_variants.compiler() is None or not cpu_variants.with_tiles(),
+    reason="no g++, or no AVX-512, in whose registers the twin computes",
+)
+
+
+@pytest.fixture(params=cpu_variants.with_tiles())
+def tiled(request: pytest.FixtureRequest) -> str:
+    """A variant that multiplies by tiles."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def gemm(tiled: str) -> Gemm:
+    return Gemm(cpu_variants.library(tiled))
+
+
+def by_tiles(x: Floats, w: Floats) -> Floats:
+    """x @ w.T in the order of TDPBF16PS. Products of bfloat16 are exact in float32, so that an addition rounds once."""
+    sums = np.zeros((len(x), len(w)), np.float32)
+    for first in range(0, x.shape[1], STEP):
+        chains = np.zeros((2, len(x), len(w)), np.float32)
+        for k in range(first, min(first + STEP, x.shape[1])):
+            chains[k % 2] += np.outer(x[:, k], w[:, k])
+        sums += chains[0] + chains[1]
+    return sums
+
+
+def test_tile_product_equals_recorded_results_of_the_instruction(tiled: str, tmp_path: Path) -> None:
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{SOURCES}", *cpu_variants.flags(tiled)]
+    made = tmp_path / "tiles.so"
+    subprocess.run(["g++", *flags, str(HERE / "tiles.cpp"), "-o", str(made)], check=True)
+    product = ctypes.CDLL(str(made)).product
+    records = np.fromfile(HERE / "tiles.bin", RECORDED)
+    assert len(records) == 40
+    compared = 0
+    for record in records:
+        rows, pairs, columns = map(int, record["shape"])
+        found = record["before"].copy()
+        a, b = record["a"].copy(), record["b"].copy()
+        product(*(ctypes.c_void_p(part.ctypes.data) for part in (found, a, b)), rows, pairs, columns)
+        ours, theirs = (part.reshape(16, 16)[:rows, :columns] for part in (found, record["after"]))
+        assert np.array_equal(np.isnan(ours), np.isnan(theirs))
+        numbers = ~np.isnan(ours)
+        assert np.array_equal(ours.view(np.uint32)[numbers], theirs.view(np.uint32)[numbers])
+        compared += int(numbers.sum())
+    assert compared > 2000
+
+
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+def test_bfloat16_product_has_the_bits_of_the_stated_order(gemm: Gemm, outputs: int, inputs: int) -> None:
+    rng = np.random.default_rng(11)
+    w, x = (to_bf16(rng.standard_normal((rows, inputs), np.float32)) for rows in (outputs, 300))
+    bias = rng.standard_normal(outputs, np.float32)
+    weight = gemm.pack("bfloat16", [w], BFLOAT16)
+    expected = by_tiles(from_bf16(x), from_bf16(w)) + bias
+    for rows in (*range(1, 41), 64, 129, 300):
+        first = int(rng.integers(0, 301 - rows))
+        found = gemm.linear(x[first : first + rows], BFLOAT16, weight, bias, FLOAT32, 1 + rows % 2)
+        assert np.array_equal(found, expected[first : first + rows]), rows
+
+
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+def test_int8_product_has_the_bits_of_the_stated_order(gemm: Gemm, outputs: int, inputs: int) -> None:
+    rng = np.random.default_rng(12)
+    w = rng.standard_normal((outputs, inputs), np.float32)
+    x = to_bf16(rng.standard_normal((40, inputs), np.float32))
+    scale = np.abs(w).max(1) / np.float32(127)
+    rounded = np.rint(w * (1 / scale)[:, None]).clip(-127, 127)
+    expected = by_tiles(from_bf16(x), rounded) * scale
+    weight = gemm.pack("int8", [w], FLOAT32)
+    for rows in range(1, 41):
+        found = gemm.linear(x[:rows], BFLOAT16, weight, None, FLOAT32, 1 + rows % 2)
+        assert np.array_equal(found, expected[:rows]), rows
+
+
+def test_denormal_numbers_count_as_zero_in_bfloat16_products(gemm: Gemm) -> None:
+    denormal, small = to_bf16(np.float32([[2.0**-127], [2.0**-70]]))
+    one, large = to_bf16(np.float32([[1.0], [2.0**60]]))
+    for x, w, expected in (
+        (denormal, large, 0.0),
+        (small, small, 0.0),
+        (small, one, 2.0**-70),
+        (small, large, 2.0**-10),
+    ):
+        weight = gemm.pack("bfloat16", [w[None]], BFLOAT16)
+        assert gemm.linear(x[None], BFLOAT16, weight, None, FLOAT32)[0, 0] == np.float32(expected)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80])
+@pytest.mark.parametrize("window", [0, 100])
+def test_attention_is_the_formula_where_other_keys_are_nan(tiled: str, head_dim: int, window: int) -> None:
+    world = World(
+        Library(cpu_variants.library(tiled).path),
+        [200, 64, 131],
+        10,
+        2,
+        head_dim,
+        dtype=BFLOAT16,
+        window=window,
+        seed=4,
+    )
+    for chunks in ([(0, 0, 200), (1, 63, 64), (2, 60, 131)], [(0, 127, 128), (1, 0, 64), (2, 130, 131)]):
+        world.check(chunks)
