@@ -14,6 +14,7 @@ from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, 
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
 from services.worker.slots import Chunks, SlotTable
+from shared.columns import pack
 from shared.text.logprobs import pack_record
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
@@ -62,6 +63,7 @@ class InFlightStep:
     queued_ns: int
     errors: list[worker_pb2.SequenceError]  # of slots that had failed before and are in the step again
     failed: dict[int, tuple[str, str]] = field(default_factory=dict)  # slots that give no token; code and message
+    late: list[int] = field(default_factory=list)  # slots that give none yet
     positions: Int32 = field(default_factory=lambda: NO_ROWS)  # [R] where in its sequence each sampled token belongs
     logprobs: Int32 = field(default_factory=lambda: NO_ROWS)  # [R] as in the sequences' sampling
     has_grammars: bool = False  # whether a sequence that samples is bound by one
@@ -88,6 +90,10 @@ class InFlightStep:
         """Return the generation of one of the chunks' slots; None for a slot that has no chunk here."""
         at = np.flatnonzero(self.chunks.slots == slot)
         return int(self.generations[at[0]]) if at.size else None
+
+    def late_slots(self) -> bytes:
+        """Return the column of the Result."""
+        return pack([slot for slot in self.late if slot not in self.failed]) if self.late else b""
 
     def all_errors(self) -> list[worker_pb2.SequenceError]:
         """Return those of the Result."""
@@ -123,6 +129,8 @@ class InFlightSteps:
         inflight.learned = True
         status = sampled.status.cpu().numpy()
         for row in (status != STATUS_FINE).nonzero()[0].tolist():
+            if int(inflight.sampling[row]) in inflight.late:
+                continue  # drawn without its mask, and drawn again
             self.fail(inflight, int(inflight.sampling[row]), *WHY[int(status[row])])
         for row, why in inflight.grammar_errors.items():
             self.fail(inflight, int(inflight.sampling[row]), GRAMMAR, why)
@@ -140,9 +148,9 @@ class InFlightSteps:
         if sampled is None:
             return slots, slots, []
         tokens = self.learn(inflight, sampled)
-        if not inflight.failed:
+        if not inflight.failed and not inflight.late:
             return slots, tokens, _records(sampled, inflight.logprobs)
-        fine = ~np.isin(slots, list(inflight.failed))
+        fine = ~np.isin(slots, [*inflight.failed, *inflight.late])
         records = _records(sampled, np.where(fine, inflight.logprobs, 0))
         return slots[fine], tokens[fine], [records[row] for row in np.flatnonzero(fine).tolist()] if records else []
 
@@ -161,10 +169,11 @@ class InFlightSteps:
     def _record(self, inflight: InFlightStep, tokens: Int32) -> None:
         """Write the tokens to the slots that still hold the sequences of this step."""
         table, slots, positions = self._slots, inflight.sampling, inflight.positions
-        if table.departures == inflight.departures:
+        if table.departures == inflight.departures and not inflight.late:
             table.record(slots, positions, tokens)
             return
         same = table.generation[slots] == inflight.generations[inflight.chunks.samples]
+        same &= ~np.isin(slots, inflight.late)
         table.record(slots[same], positions[same], tokens[same])
 
 

@@ -19,6 +19,7 @@ from services.worker.sampling import SamplingTable
 from shared.columns import unpack
 from shared.errors import ProtocolError
 
+EMPTY: Int32 = np.zeros(0, np.int32)
 ANY = 1 << 32
 """Limit of a column of any int32."""
 
@@ -31,6 +32,7 @@ class Chunks:
     starts: Int32
     lengths: Int32
     samples: Bool
+    late: Int32  # [L] slots that had a chunk behind a token that was not sampled: it is left out
 
 
 class SlotTable:
@@ -57,6 +59,7 @@ class SlotTable:
         self.departures = 0  # how often slots were freed: unchanged means that all generations are
         self.sampling = SamplingTable(max_seqs, vocab)
         self.failed: dict[int, tuple[str, str]] = {}  # slot -> code, message
+        self.late: set[int] = set()  # slots that sampled no token, because the mask was not there
 
     def clear(self) -> None:
         """Free every slot."""
@@ -64,6 +67,7 @@ class SlotTable:
         self.generation += 1
         self.departures += 1
         self.failed.clear()
+        self.late.clear()
         self.sampling.clear()
 
     def apply(self, step: worker_pb2.Step, transfers: KVTransfers) -> Chunks:
@@ -95,6 +99,10 @@ class SlotTable:
             write_offsets=positions % self.block_size,
             sample_rows=query_start[1:][chunks.samples] - 1,
         )
+
+    def outputs(self, slot: int) -> Int32:
+        """Return the outputs of a slot's sequence; the last is below 0 while only the device has it."""
+        return self.tokens[slot, self.prompt[slot] : self.known[slot]]
 
     def slots_of(self, column: bytes) -> Int32:
         """Read a column of slots. Raise ProtocolError."""
@@ -156,6 +164,7 @@ class SlotTable:
         self.active[slots] = False
         self.generation[slots] += 1
         self.departures += 1
+        self.late.difference_update(slots.tolist() if self.late else ())
         if self.failed:
             for slot in slots.tolist():
                 self.failed.pop(slot, None)
@@ -246,6 +255,12 @@ class SlotTable:
         self._check_active(slots, "chunk_slots")
         if slots.size and np.bincount(slots).max() > 1:
             raise ProtocolError("chunk_slots: a slot has two chunks in one step")
+        late = EMPTY
+        if self.late:  # the scheduler did not know yet, or plans them again
+            is_late = np.isin(slots, list(self.late)) & (starts + lengths > self.known[slots])
+            late = slots[is_late]
+            self.late.difference_update(slots[~is_late].tolist())
+            slots, starts, lengths = slots[~is_late], starts[~is_late], lengths[~is_late]
         if self.failed:
             alive = np.array([slot not in self.failed for slot in slots.tolist()], np.bool_)
             slots, starts, lengths = slots[alive], starts[alive], lengths[alive]
@@ -261,7 +276,7 @@ class SlotTable:
         }
         if np.logical_or.reduce(list(wrong.values())).any():
             self._refuse(slots, starts, lengths, wrong)
-        return Chunks(slots, starts, lengths, samples)
+        return Chunks(slots, starts, lengths, samples, late)
 
     def _refuse(self, slots: Int32, starts: Int32, lengths: Int32, wrong: dict[str, Bool]) -> None:
         """Raise ProtocolError for the first chunk that is wrong for the first of these reasons."""

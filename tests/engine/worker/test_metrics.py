@@ -20,7 +20,7 @@ def test_worker_metrics_add_up_what_steps_took_and_ran() -> None:
     result = worker_pb2.Result(slots=pack([0, 2]), timings=timings, swap_out_acks=pack([5, 6, 7]))
     lengths = np.array([1, 40, 1], np.int32)
     slots = np.arange(3, dtype=np.int32)
-    chunks = Chunks(slots=slots, starts=slots, lengths=lengths, samples=np.array([True, False, True]))
+    chunks = Chunks(slots=slots, starts=slots, lengths=lengths, samples=np.array([True, False, True]), late=slots[:0])
     for _ in range(2):
         metrics.step(result, chunks)
 

@@ -59,6 +59,7 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)  # of tokens 0..p
     failed: bool = False
+    late: bool = False  # its last token was not sampled
 
 
 class TwinWorker:
@@ -73,6 +74,7 @@ class TwinWorker:
         self.queue: deque[StepPlan] = deque()
         self.last_id = 0
         self.fail_next: set[int] = set()  # positions among the next step's chunks
+        self.late_next: set[int] = set()  # the same
         self.host: Kv = {}
         if limits.host_tier:
             tiers[limits.host_tier] = self.host
@@ -100,7 +102,7 @@ class TwinWorker:
         self.shared = {block for block, count in held.items() if count > 1}
         assert int(step.chunk_lengths.sum()) <= limits.max_step_tokens
         assert np.unique(step.chunk_slots).size == step.chunk_slots.size
-        slots, tokens, errors = [], [], []
+        slots, tokens, errors, late = [], [], [], []
         chunks = zip(
             step.chunk_slots.tolist(),
             step.chunk_starts.tolist(),
@@ -113,13 +115,21 @@ class TwinWorker:
                 self.rows[slot].failed = True
                 errors.append((slot, "nan_logits", "the logits are not finite"))
                 continue
-            token = self._chunk(self.rows[slot], start, length)
+            if self.rows[slot].late and start + length > len(self.rows[slot].tokens):
+                late.append(slot)  # in a step sent before the scheduler knew
+                continue
+            self.rows[slot].late = samples and i in self.late_next
+            token = self._chunk(self.rows[slot], start, length, self.rows[slot].late)
+            if self.rows[slot].late:
+                late.append(slot)
+                continue
             assert (token is not None) == samples
             if token is not None:
                 slots.append(slot)
                 tokens.append(token)
-        self.fail_next = set()
+        self.fail_next, self.late_next = set(), set()
         result = StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
+        result.late = np.array(late, np.int32)
         result.swap_out_acks, result.swap_in_acks = self._copy(step.id)
         result.peer_acks = np.array(acks, np.int32)
         result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
@@ -167,7 +177,7 @@ class TwinWorker:
             row.hashes.append(chain(row.hashes[-1] if row.hashes else 0, token))
         self.rows[enter.slot] = row
 
-    def _chunk(self, row: Row, start: int, length: int) -> int | None:
+    def _chunk(self, row: Row, start: int, length: int, late: bool) -> int | None:
         size, known = self.limits.block_size, len(row.tokens)
         assert length > 0 and start + length <= known, "a chunk runs tokens that nobody knows"
         assert known < self.limits.max_model_len, "a step past the context"
@@ -178,9 +188,12 @@ class TwinWorker:
             if p < start:
                 assert self.kv.get(place) == row.hashes[p], f"position {p} reads KV that is not its own"
             else:
-                assert place[0] not in self.shared, "writes into a block that another one reads"
+                same = (
+                    self.kv.get(place) == row.hashes[p]
+                )  # of a row that was late, and its last block is shared by now
+                assert place[0] not in self.shared or same, "writes into a block that another one reads"
                 self.kv[place] = row.hashes[p]
-        if start + length < known:
+        if start + length < known or late:
             return None
         token = sample(row.hashes[-1], row.seed)
         row.tokens.append(token)
