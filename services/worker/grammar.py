@@ -59,6 +59,10 @@ class SlotGrammars:
         self._keys = itertools.count(1)
         self._asking = ThreadPoolExecutor(1, "grammars")
 
+    def figures(self) -> dict[str, int]:
+        """Return counts since the start: fields of worker:{id}."""
+        return {"late_rows": self.late, "grammars_ended": self.process.ended}
+
     def prepare(self) -> None:
         """Start the process, which reads the tokenizer: a second where it is large, and no step is to wait for that."""
         self._asking.submit(self.process.jail.start)

@@ -13,6 +13,7 @@ import logging
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ class GrammarProcess:
         self._memory_bytes = memory_bytes
         self.ended = 0
         """Times that a question ended the process."""
+        self.on_ended: Callable[[], object] = lambda: None
         self._fed: dict[int, int] = {}  # outputs that the far end has taken, by key
         self._forgotten: list[int] = []
         self.jail = Jail("shared.text.grammar_process", first, PATIENCE * QUESTION_S, MOST_ANSWER_BYTES)
@@ -93,6 +95,7 @@ class GrammarProcess:
 
     def _ended(self, error: JailError) -> GrammarEndedError:
         self.ended += 1
+        self.on_ended()
         log.warning("the process of grammars %s over one; that one is refused", error)
         return GrammarEndedError(
             f"it takes more than {QUESTION_S:g} s of processor time or {self._memory_bytes >> 20} MiB"
