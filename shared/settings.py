@@ -145,6 +145,12 @@ class GatewaySettings(CommonSettings):
         "", description="host names, separated by commas, that the ops port accepts beside addresses and localhost"
     )
     max_connections: int = Field(4096, ge=1, description="open connections per port and process; further ones get 503")
+    idle_connection_s: int = Field(
+        75,
+        ge=1,
+        description="time that a connection stays open between two requests; set it above that of clients and proxies, "
+        "which else may send a request while it closes. At the limit of connections the longest idle one closes",
+    )
     max_header_bytes: int = Field(32 << 10, ge=1024, description="longest head of a request; a longer one gets 431")
     read_timeout_s: float = Field(30.0, gt=0, description="time to receive a whole request; then it gets 408")
     template_timeout_s: float = Field(

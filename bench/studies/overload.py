@@ -30,7 +30,7 @@ PROMPT, OUTPUT, AT_ONCE, LOAD, FLOOD, GOAL = 200, 32, 64, 0.15, 10.0, 1.2
 
 @dataclass
 class Seen:
-    """Of one tenant in one part: times to first token, and answers by status."""
+    """Of one tenant in one part: times to first token, and answers by status; 0 where the connection broke."""
 
     ttft_s: list[float] = field(default_factory=list)
     answers: Counter[int] = field(default_factory=Counter)
@@ -51,17 +51,23 @@ class Client:
 
     async def send(self, key: str, due: float, seen: Seen) -> None:
         """Send one request and read it to its end."""
+        try:
+            await self._send(key, due, seen)
+        except aiohttp.ClientError:
+            seen.answers[0] += 1
+
+    async def _send(self, key: str, due: float, seen: Seen) -> None:
         prompt = self._rng.integers(10, 200, PROMPT).tolist()
         body = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
         headers = {"Authorization": f"Bearer {key}"}
         async with self._session.post(f"{self._url}/v1/completions", json=body, headers=headers) as answer:
-            seen.answers[answer.status] += 1
             if answer.status == 200:
                 async for line in answer.content:
                     if line.startswith(b"data:"):
                         seen.ttft_s.append(time.monotonic() - due)
                         break
             await answer.read()
+            seen.answers[answer.status] += 1
 
     async def open_loop(self, key: str, rps: float, span_s: float, seen: Seen) -> None:
         """Send Poisson arrivals for span_s, then wait until the last has ended."""

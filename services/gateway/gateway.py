@@ -36,6 +36,7 @@ class Gateway:
         self.model = model
         self.id = ids.process_id("gateway")
         self.metrics = Metrics(settings.served_model_name, settings.metrics_aliases)
+        model.grammars.on_refused = lambda reason: self.metrics.refused_grammars.labels(reason).inc()
         self.tracing = Tracing(settings.otlp_endpoint, self.id) if settings.otlp_endpoint else None
         self.letters = DeadLetters(self.id, lambda kind: self.metrics.unreadable.labels(kind).inc())
         self.keyring = Keyring(settings, self.letters)

@@ -82,6 +82,11 @@ class Metrics:
             "cancelled_requests", "Requests that ended before their last token: mostly, clients that left"
         )
         self.slow_clients = counter("slow_clients", "Clients cut because they did not read")
+        self.refused_grammars = counter(
+            "refused_grammars",
+            "Grammars refused, by reason: invalid, ended (beyond processor time or memory), unavailable, busy",
+            "reason",
+        )
         self.duplicates = counter("duplicate_rows", "Deliveries that were there already")
         self.refilled = counter("refilled_rows", "Gaps filled from records")
         self.unreadable = counter("unreadable_records", "Records of Redis that were set aside, by kind of key", "kind")

@@ -42,7 +42,6 @@ from shared.columns import pack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.gguf.reader import is_gguf
 from shared.ids import identity
-from shared.text.grammars import Grammars
 
 if TYPE_CHECKING:
     from shared.settings import WorkerSettings  # pydantic: an engine in process does without
@@ -103,7 +102,9 @@ class Engine:
         self.parallel.connect(self.ops.device, settings.deterministic)
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
             self.decoder = Decoder(config, weights, self.ops, self.dtype, self.lengths.model, method, self.parallel)
-        self._grammars = SlotGrammars(Grammars(settings.model, config.vocab_size), config.vocab_size)
+        self.grammars = SlotGrammars(settings.model, config.vocab_size)
+        self.takes_late = False
+        """Whether the scheduler of the Run plans late rows again."""
         self._broadcast = TokenBroadcast(self.parallel)
         self._lock = threading.Lock()  # around slots and steps in flight, which both threads change
         self.speed = Speed()
@@ -231,7 +232,7 @@ class Engine:
     def _begin_run(self) -> None:
         self._transfers = KVTransfers(self.cache, self._tier.peers(self.cache, self.ops.block_bytes(self.cache.shape)))
         self._in_flight = InFlightSteps(self.slots)
-        self._grammars.clear()
+        self.grammars.clear()
         self._previous: InFlightStep | None = None  # the last that was submitted
         self._last_end: Any = None
 
@@ -249,7 +250,7 @@ class Engine:
             if most := min(self.slots.max_blocks, shape.blocks, shape.host_blocks):
                 self._run_alone(self._warm_steps.swap(most))  # the longest sequence, out and in
         if self.parallel.samples:
-            self._grammars.prepare()  # here: beside the steps before, it would make them seem slow
+            self.grammars.prepare()  # here: beside the steps before, it would make them seem slow
 
     def prove(self) -> None:
         """Run steps of one token, as the warm-up did. An error that they raise is the engine's, not
@@ -352,6 +353,7 @@ class Engine:
             swap_in_acks=copied.in_host,
             peer_acks=pack(inflight.peers),
             errors=inflight.all_errors(),
+            late_slots=inflight.late_slots(),
         )
         if self._step_log is not None:
             self._step_log.write(result, inflight.chunks)
@@ -362,7 +364,8 @@ class Engine:
         table = self.slots
         chunks = table.apply(step, self._transfers)
         if self.parallel.samples:
-            self._grammars.enter(step.enters)
+            self.grammars.enter(step.enters)
+            self.grammars.order(chunks.slots[chunks.samples], table)
         tokens = int(chunks.lengths.sum())
         if tokens > self.settings.max_step_tokens:
             raise ProtocolError(
@@ -381,6 +384,7 @@ class Engine:
             marks=marks,
             queued_ns=queued_ns,
             errors=table.errors(step),
+            late=chunks.late.tolist(),
             swaps=bool(step.swap_out_gpu or step.swap_in_host),
         )
         self._in_flight.begin(inflight)
@@ -411,12 +415,19 @@ class Engine:
             inflight.sampled = self._broadcast.receive(inflight)
             return
         if slots.size:
-            masks, wrong = self._grammars.masks(inflight, self._previous, table)
+            may_be_late = self.takes_late and self.parallel.size == 1  # ranks must agree on the rows of a step
+            masks, wrong, late = self.grammars.masks(inflight, self._previous, table, may_be_late)
             with self._lock:
+                inflight.late += late
+                table.late.update(late)
                 for slot, why in wrong.items():
                     self._in_flight.fail(inflight, slot, GRAMMAR, why)
-                rows = table.sampling.rows(slots, positions, table.prompt[slots], table.tokens, masks)
-                table.expect(slots, positions)
+                of_rows = (
+                    {row: masks[slot] for row, slot in enumerate(slots.tolist()) if slot in masks} if masks else {}
+                )
+                rows = table.sampling.rows(slots, positions, table.prompt[slots], table.tokens, of_rows)
+                fine = ~np.isin(slots, late) if late else slice(None)
+                table.expect(slots[fine], positions[fine])
             inflight.sampled = self.ops.sample_later(logits, rows, slots)
         if self.parallel.size > 1:
             self._broadcast.send(inflight)

@@ -1,18 +1,19 @@
 """The grammars of the sequences in the slots: which ids each next token may have.
 
-A matcher is made when its sequence enters, in a separate thread, by replaying the outputs that came with it: a
-preemption or a failover needs nothing else. Just before a row is sampled its matcher is fed the tokens since; where the
-last of them is still the device's secret, that step is waited for while the forward pass runs.
+A process of low priority compiles grammars and computes masks (shared/text/grammar_process.py), so that neither their
+time nor Python's lock holds up a step. A mask is ordered as soon as the host knows the token before it: when the
+sequence enters, with the outputs that it came with, or when the step that samples begins. A row without its mask by the
+time of sampling is late: it sits the step out and is planned again, while the others go on.
 """
 
 from __future__ import annotations
 
-import logging
-import time
+import itertools
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
@@ -22,145 +23,129 @@ from services.worker.in_flight import InFlightStep
 from services.worker.slots import SlotTable
 from shared.columns import unpack
 from shared.errors import OrcinusError
-from shared.text.grammars import NOT_FOLLOWED, GrammarError, Grammars, NoGrammarsError, reason
+from shared.processes.jail import JailError
+from shared.text.grammar_process import GrammarProcess
+from shared.text.grammars import NOT_FOLLOWED, NoGrammarsError
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
-log = logging.getLogger("orcinus.worker")
-
-COMPILE_S = 5.0
-"""A step waits at most so long for the grammars that entered with it; a sequence with a late grammar fails alone. The
-gateway has compiled each of them before, within bounds that are a fraction of a second."""
+BESIDE_OTHERS_S = 0.001
+"""A step waits so long for its masks,"""
+MEMORY_BYTES = 4 << 30
+"""Of the process: the grammars of all sequences, at most 40 MiB each, and the tokenizer."""
+ALONE_S = 0.1
+"""and before that so long for the first of them, where no other row has anything to compute."""
 
 
 @dataclass(slots=True)
 class _Bound:
-    """One sequence's grammar. fed: how many of its outputs the matcher has consumed."""
+    """One sequence's grammar. mask: after `outputs` outputs; none before the first was ordered."""
 
     grammar: str
-    matcher: Future[LLMatcher]
-    fed: int
+    key: int
+    outputs: int = -1
+    mask: Future[bytes] | None = None
 
 
 class SlotGrammars:
-    """`enter` with the sequences of a step, then `masks` for those that sample. Used by the thread that submits."""
+    """`enter` and `order` with the sequences of a step, then `masks` for those that sample. Used by the thread that
+    submits.
+    """
 
-    def __init__(self, grammars: Grammars, vocab: int) -> None:
-        self._grammars = grammars
+    def __init__(self, model: Path, vocab: int) -> None:
+        self.process = GrammarProcess(model, vocab, MEMORY_BYTES)
+        self.late = 0
+        """Rows that sat out a step because their mask was not there."""
         self._mask_bytes = 4 * -(-vocab // 32)
         self._bound: dict[int, _Bound] = {}
-        self._compiling = ThreadPoolExecutor(2, "grammars")
+        self._keys = itertools.count(1)
+        self._asking = ThreadPoolExecutor(1, "grammars")
+
+    def figures(self) -> dict[str, int]:
+        """Return counts since the start: fields of worker:{id}."""
+        return {"late_rows": self.late, "grammars_ended": self.process.ended}
 
     def prepare(self) -> None:
-        """Begin to read the tokenizer, which takes a second where it is large: no step is to wait for that."""
-        self._compiling.submit(self._prepare)
+        """Start the process, which reads the tokenizer: a second where it is large, and no step is to wait for that."""
+        self._asking.submit(self.process.jail.start)
 
-    def _prepare(self) -> None:
-        try:
-            self._grammars.prepare()
-        except OrcinusError as error:
-            log.info("%s", error)
+    def close(self) -> None:
+        """End the process."""
+        self.clear()
+        self._asking.shutdown(wait=False, cancel_futures=True)
+        self.process.close()
 
     def clear(self) -> None:
         """Free every slot."""
-        self._bound.clear()
+        for slot in list(self._bound):
+            self._drop(slot)
 
     def enter(self, enters: Iterable[worker_pb2.Enter]) -> None:
         """Begin to compile the grammars of sequences that take slots."""
         for enter in enters:
-            self._bound.pop(enter.slot, None)
+            self._drop(enter.slot)
             if grammar := enter.sampling.grammar:
-                outputs = unpack(enter.tokens)[enter.prompt_tokens :]
-                made = self._compiling.submit(self._make, grammar, outputs)
-                self._bound[enter.slot] = _Bound(grammar, made, len(outputs))
+                bound = self._bound[enter.slot] = _Bound(grammar, next(self._keys))
+                self._order(bound, unpack(enter.tokens)[enter.prompt_tokens :])
+
+    def order(self, sampling: Int32, table: SlotTable) -> None:
+        """Begin to compute the masks of slots that will sample, where the host knows all tokens before."""
+        for slot in sampling.tolist() if self._bound else ():
+            if (bound := self._bound.get(slot)) is not None:
+                outputs = table.outputs(slot)
+                if not outputs.size or outputs[-1] >= 0:
+                    self._order(bound, outputs)
 
     def masks(
-        self, inflight: InFlightStep, previous: InFlightStep | None, table: SlotTable
-    ) -> tuple[dict[int, bytes], dict[int, str]]:
-        """Return by row of inflight.sampling the ids that its token may have, and by slot its error.
+        self, inflight: InFlightStep, previous: InFlightStep | None, table: SlotTable, may_be_late: bool
+    ) -> tuple[dict[int, bytes], dict[int, str], list[int]]:
+        """Return by slot the ids that its next token may have, for SamplingTable.set_masks; the errors of slots; and
+        the slots that are late, none unless `may_be_late`.
 
-        A row behind a draft that the grammar does not allow has no mask: no token of it counts.
-
-        previous: the step before this one, which may still be out. A slot with a failed draw there has neither: it
-        fails with that step. Wait for that step and for grammars that entered just now.
+        previous: the step before this one, which may still be out, and is waited for. A slot with a failed draw there
+        has none of the three: it fails with that step.
         """
+        wanted: dict[int, Future[bytes]] = {}
+        for slot in inflight.sampling.tolist() if self._bound else ():
+            if (bound := self._bound.get(slot)) is not None:
+                outputs = _outputs(slot, previous, table)
+                if outputs is not None:
+                    wanted[slot] = self._order(bound, outputs)
+        late: list[int] = []
+        if wanted and may_be_late:
+            if len(wanted) == inflight.chunks.slots.size:
+                wait_for(wanted.values(), ALONE_S, "FIRST_COMPLETED")
+            wait_for(wanted.values(), BESIDE_OTHERS_S)
+            late = [slot for slot, mask in wanted.items() if not mask.done()]
+            self.late += len(late)
         found: dict[int, bytes] = {}
         wrong: dict[int, str] = {}
-        until = time.monotonic() + COMPILE_S
-        chunks = inflight.chunks
-        draws, drafts = chunks.draws.tolist(), iter(chunks.guesses.tolist())
-        row = 0
-        for slot, drawn in zip(chunks.slots[chunks.samples].tolist(), draws, strict=True) if self._bound else ():
-            first, row = row, row + drawn
-            guesses = [next(drafts) for _ in range(drawn - 1)]
-            if (bound := self._bound.get(slot)) is None:
-                continue
-            outputs = _outputs(slot, previous, table)
-            if outputs is None:
-                continue
+        for slot in wanted.keys() - set(late):
             try:
-                found[first] = self._mask(bound, outputs, until)
-                if guesses:
-                    behind = self._behind(bound.matcher.result(), guesses)
-                    found |= {first + 1 + i: mask for i, mask in enumerate(behind)}
-            except TimeoutError:
-                wrong[slot] = f"the grammar was not compiled within {COMPILE_S:.0f} s"
+                found[slot] = wanted[slot].result()[: self._mask_bytes]
             except NoGrammarsError as error:
                 wrong[slot] = str(error)
             except OrcinusError as error:
                 wrong[slot] = f"{NOT_FOLLOWED}: {error}"
-        return found, wrong
+            except JailError as error:  # a fault of the machine's, not of the grammar's
+                wrong[slot] = f"the process that computes masks {error}"
+        return found, wrong, late
 
-    def _mask(self, bound: _Bound, outputs: Int32, until: float) -> bytes:
-        """Return the mask after these outputs. Raise TimeoutError or OrcinusError."""
-        matcher = bound.matcher.result(max(0.0, until - time.monotonic()))
-        mask = _advance(matcher, outputs[bound.fed :])
-        if not mask:
-            # Copies of one grammar share the states of its lexer, and others may have used them up: once more, alone.
-            self._grammars.forget(bound.grammar)
-            matcher = self._grammars.fresh(bound.grammar)
-            bound.matcher = Future()
-            bound.matcher.set_result(matcher)
-            if not (mask := _advance(matcher, outputs)):
-                raise GrammarError(reason(matcher))
-        bound.fed = len(outputs)
-        return mask[: self._mask_bytes]
+    def _order(self, bound: _Bound, outputs: Int32) -> Future[bytes]:
+        """Return the mask after these outputs, which is computed once."""
+        if bound.mask is None or bound.outputs != len(outputs):
+            bound.outputs = len(outputs)
+            bound.mask = self._asking.submit(self.process.mask, bound.key, bound.grammar, outputs.copy())
+        return bound.mask
 
-    def _behind(self, matcher: LLMatcher, guesses: list[int]) -> list[bytes]:
-        """Return the masks behind the first guess, the first two and so on, as far as the grammar allows them."""
-        masks: list[bytes] = []
-        for guess in guesses:
-            if matcher.is_stopped() or not matcher.try_consume_tokens([guess]):
-                break
-            masks.append(matcher.compute_bitmask()[: self._mask_bytes])
-        if masks and not matcher.is_error():
-            matcher.rollback(len(masks))
-        if matcher.is_error():
-            raise GrammarError(reason(matcher))
-        return masks
-
-    def _make(self, grammar: str, outputs: Int32) -> LLMatcher:
-        """Return a matcher that has consumed `outputs`; the mask shows later whether they fit."""
-        matcher = self._grammars.matcher(grammar)
-        matcher.consume_tokens(outputs.tolist())
-        return matcher
-
-
-def _advance(matcher: LLMatcher, tokens: Int32) -> bytes:
-    """Return the mask behind further tokens; empty when the matcher has failed.
-
-    A complete grammar takes none: what was planned ahead behind the end of text counts for nothing.
-    """
-    if not matcher.is_stopped():
-        matcher.consume_tokens(tokens.tolist())
-    mask = matcher.compute_bitmask()
-    return b"" if matcher.is_error() else mask
+    def _drop(self, slot: int) -> None:
+        if (bound := self._bound.pop(slot, None)) is not None:
+            if bound.mask is not None:
+                bound.mask.cancel()
+            self._asking.submit(self.process.forget, bound.key)
 
 
 def _outputs(slot: int, previous: InFlightStep | None, table: SlotTable) -> Int32 | None:
     """Return all outputs of a slot's sequence; None when the last of them could not be drawn."""
-    outputs: Int32 = table.tokens[slot, table.prompt[slot] : table.known[slot]]
+    outputs = table.outputs(slot)
     if not outputs.size or outputs[-1] >= 0:
         return outputs
     if previous is None or previous.sampled is None:

@@ -24,6 +24,7 @@ from kernels.ops import (
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
 from services.worker.slots import Chunks, SlotTable
+from shared.columns import pack
 from shared.text.logprobs import pack_record
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
@@ -72,6 +73,7 @@ class InFlightStep:
     queued_ns: int
     errors: list[worker_pb2.SequenceError]  # of slots that had failed before and are in the step again
     failed: dict[int, tuple[str, str]] = field(default_factory=dict)  # slots that give no token; code and message
+    late: list[int] = field(default_factory=list)  # slots that give none yet
     positions: Int32 = field(default_factory=lambda: NO_ROWS)  # [R] where in its sequence each sampled token belongs
     logprobs: Int32 = field(default_factory=lambda: NO_ROWS)  # [R] as in the sequences' sampling
     has_grammars: bool = False  # whether a sequence that samples is bound by one
@@ -100,6 +102,10 @@ class InFlightStep:
         """Return the generation of one of the chunks' slots; None for a slot that has no chunk here."""
         at = np.flatnonzero(self.chunks.slots == slot)
         return int(self.generations[at[0]]) if at.size else None
+
+    def late_slots(self) -> bytes:
+        """Return the column of the Result."""
+        return pack([slot for slot in self.late if slot not in self.failed]) if self.late else b""
 
     def all_errors(self) -> list[worker_pb2.SequenceError]:
         """Return those of the Result."""
@@ -135,6 +141,8 @@ class InFlightSteps:
         inflight.learned = True
         status = sampled.status.cpu().numpy()
         wrong = status != STATUS_FINE
+        if inflight.late:
+            wrong &= ~np.isin(inflight.sampling, inflight.late)  # drawn without their masks, and drawn again
         if inflight.chunks.drafts is not None:
             inflight.counting = _that_count(inflight.chunks, np.where(wrong, -1, tokens))
             inflight.counts = np.add.reduceat(
@@ -161,9 +169,9 @@ class InFlightSteps:
         if sampled is None:
             return slots, slots, NO_ROWS, []
         tokens = self.learn(inflight, sampled)
-        if not inflight.failed and inflight.counting is None:
+        if not inflight.failed and not inflight.late and inflight.counting is None:
             return slots, tokens, NO_ROWS, _records(sampled, inflight.logprobs)
-        fine, counts = ~np.isin(slots, list(inflight.failed)), NO_ROWS
+        fine, counts = ~np.isin(slots, [*inflight.failed, *inflight.late]), NO_ROWS
         answered = slots[fine]
         if inflight.counting is not None and inflight.counts is not None:
             starts = np.cumsum(inflight.chunks.draws) - inflight.chunks.draws
@@ -189,14 +197,15 @@ class InFlightSteps:
     def _record(self, inflight: InFlightStep, tokens: Int32) -> None:
         """Write the tokens to the slots that still hold the sequences of this step."""
         table, slots, positions, chunks = self._slots, inflight.sampling, inflight.positions, inflight.chunks
-        if table.departures == inflight.departures and inflight.counts is None:
+        if table.departures == inflight.departures and inflight.counts is None and not inflight.late:
             table.record(slots, positions, tokens)
             return
         generations = np.repeat(inflight.generations[chunks.samples], chunks.draws)
         same: Bool = table.generation[slots] == generations
+        same &= ~np.isin(slots, inflight.late)
         if inflight.counting is not None and inflight.counts is not None:
             ends = np.cumsum(chunks.draws) - 1
-            kept = same[ends]
+            kept = same[ends] & (chunks.draws > 1)
             known = positions[ends] - chunks.draws + 1 + inflight.counts
             table.settle(slots[ends][kept], known[kept])
             same = same & inflight.counting

@@ -36,6 +36,12 @@ class Metrics:
         self._decode, self._prefill = tokens.labels("decode"), tokens.labels("prefill")
         self._sampled = Counter(P + "sampled_tokens", "Tokens drawn", registry=registry)
         self._errors = Counter(P + "failed_sequences", "Sequences that failed alone", registry=registry)
+        self._late = Counter(
+            P + "late_rows", "Rows that sat out a step because their grammar's mask was not there", registry=registry
+        )
+        self.grammars_ended = Counter(
+            P + "grammars_ended", "Grammars beyond the processor time or memory of their process", registry=registry
+        )
         self._sequences = Gauge(P + "step_sequences", "Sequences of the last step", registry=registry)
         copied = Counter(
             P + "copied_blocks", "KV blocks copied between the tiers, by to: host, device", ["to"], registry=registry
@@ -66,6 +72,7 @@ class Metrics:
         self._prefill.inc(int(chunks.lengths.sum()) - decode)
         self._sampled.inc(len(result.slots) // 4)
         self._errors.inc(len(result.errors))
+        self._late.inc(len(result.late_slots) // 4)
         self._sequences.set(len(chunks.slots))
         self._to_host.inc(len(result.swap_out_acks) // 4)
         self._to_device.inc(len(result.swap_in_acks) // 4)

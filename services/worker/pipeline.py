@@ -191,6 +191,7 @@ class Pipeline:
             if self._ranks is not None:
                 self._ranks.forward(hello)
             engine.reset()
+            engine.takes_late = hello.hello.takes_late
             if self._unproved:
                 self._prove(engine, run)
         except Exception as error:  # the thread must stay alive for the next Run

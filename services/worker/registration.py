@@ -38,11 +38,14 @@ class Registration:
         fields: dict[str, str],
         last_step_id: Callable[[], int],
         on_drain: Callable[[], None] = lambda: None,
+        figures: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """Prepare the record.
 
-        on_drain: is called at every heartbeat once `orcinus drain` has named this worker's start.
+        on_drain: is called at every heartbeat once `orcinus drain` has named this worker's start. figures: further
+        fields, of each heartbeat.
         """
+        self._figures = figures
         self._id = settings.worker_id
         self._workers = settings.keys.workers
         self._key = settings.keys.worker(settings.worker_id)
@@ -107,6 +110,7 @@ class Registration:
             fields: dict[Any, Any] = {
                 **self._fields,
                 **self._usage.fields(),
+                **self._figures(),
             }  # redis-py wants keys of all types that it takes
             pipe.hset(self._key, mapping=fields)
             pipe.pexpire(self._key, TTL_MS)

@@ -35,6 +35,7 @@ class Chunks:
     starts: Int32
     lengths: Int32
     samples: Bool
+    late: Int32 = field(default_factory=lambda: NONE)  # [L] slots with a chunk behind a token that was not sampled
     drafts: Int32 | None = None  # [C] how many of the last tokens are drafts; None: none are
     guesses: Int32 = field(default_factory=lambda: NONE)  # the drafts, one chunk after another
 
@@ -86,6 +87,7 @@ class SlotTable:
         self.departures = 0  # how often slots were freed: unchanged means that all generations are
         self.sampling = SamplingTable(max_seqs, vocab)
         self.failed: dict[int, tuple[str, str]] = {}  # slot -> code, message
+        self.late: set[int] = set()  # slots that sampled no token, because the mask was not there
 
     def clear(self) -> None:
         """Free every slot."""
@@ -93,6 +95,7 @@ class SlotTable:
         self.generation += 1
         self.departures += 1
         self.failed.clear()
+        self.late.clear()
         self.sampling.clear()
 
     def apply(self, step: worker_pb2.Step, transfers: KVTransfers) -> Chunks:
@@ -127,6 +130,10 @@ class SlotTable:
             write_offsets=positions % self.block_size,
             sample_rows=sample_rows,
         )
+
+    def outputs(self, slot: int) -> Int32:
+        """Return the outputs of a slot's sequence; the last is below 0 while only the device has it."""
+        return self.tokens[slot, self.prompt[slot] : self.known[slot]]
 
     def slots_of(self, column: bytes) -> Int32:
         """Read a column of slots. Raise ProtocolError."""
@@ -197,6 +204,7 @@ class SlotTable:
         self.active[slots] = False
         self.generation[slots] += 1
         self.departures += 1
+        self.late.difference_update(slots.tolist() if self.late else ())
         if self.failed:
             for slot in slots.tolist():
                 self.failed.pop(slot, None)
@@ -288,6 +296,15 @@ class SlotTable:
         if slots.size and np.bincount(slots).max() > 1:
             raise ProtocolError("chunk_slots: a slot has two chunks in one step")
         drafts, guesses = self._drafts(step, slots)
+        late = NONE
+        if self.late:  # the scheduler did not know yet, or plans them again
+            is_late = np.isin(slots, list(self.late)) & (starts + lengths > self.known[slots])
+            if drafts is not None:
+                is_late &= drafts == 0
+                drafts = drafts[~is_late]
+            late = slots[is_late]
+            self.late.difference_update(slots[~is_late].tolist())
+            slots, starts, lengths = slots[~is_late], starts[~is_late], lengths[~is_late]
         if self.failed:
             alive = np.array([slot not in self.failed for slot in slots.tolist()], np.bool_)
             slots, starts, lengths = slots[alive], starts[alive], lengths[alive]
@@ -307,11 +324,12 @@ class SlotTable:
         }
         if drafts is not None:
             wrong["has drafts, and not behind its last known token"] = (drafts > 0) & (~samples | (drafts >= lengths))
+            wrong["has drafts, and a grammar binds it"] = (drafts > 0) & self.sampling.has_grammar[slots]
         if np.logical_or.reduce(list(wrong.values())).any():
             self._refuse(slots, starts, lengths, wrong)
         if drafts is not None:
             self.tokens[np.repeat(slots, drafts), np.repeat(known, drafts) + counting(drafts)] = guesses
-        return Chunks(slots, starts, lengths, samples, drafts, guesses)
+        return Chunks(slots, starts, lengths, samples, late, drafts, guesses)
 
     def _drafts(self, step: worker_pb2.Step, slots: Int32) -> tuple[Int32 | None, Int32]:
         """Read the drafts of the chunks: how many each has, and which. Raise ProtocolError."""

@@ -53,6 +53,15 @@ class Jail:
         """Return the pid of the process, if it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
+    def start(self) -> None:
+        """Start the process before its first question. Raise JailError."""
+        with self._lock:
+            try:
+                self._connected()
+            except OSError as error:
+                self._end()
+                raise JailError(f"did not start: {error}") from error
+
     def ask(self, payload: bytes) -> bytes:
         """Return the answer to one question. Raise JailError."""
         with self._lock:

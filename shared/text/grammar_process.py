@@ -1,24 +1,31 @@
-"""Compile grammars in a process of low priority (shared/processes/jail.py): both ends.
+"""Compile and follow grammars in a process of low priority (shared/processes/jail.py): both ends.
 
 llguidance's fuel decides which grammars can be used, the same on any machine (shared/text/grammars.py). It counts
 neither every comparison nor every byte, so processor time and memory of one question are bounded as well: a question
-beyond them ends the process and itself alone. The gateway checks grammars here.
+beyond them ends the process and itself alone. The gateway checks grammars here, the worker gets its masks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import signal
+import struct
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import orjson
+import numpy as np
+import numpy.typing as npt
 
 from shared.processes.jail import Jail, JailError, confine, yield_to_others
-from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError
+from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError, reason
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 log = logging.getLogger("orcinus.grammars")
 
@@ -27,37 +34,72 @@ QUESTION_S = 2.0
 PATIENCE = 15
 """An answer may take so many times its processor time: the process gets what others leave."""
 MEMORY_BYTES = 1 << 30
-MOST_QUESTION_BYTES, MOST_ANSWER_BYTES = 64 << 20, 1 << 16
-TAKEN, REFUSED, NO_GRAMMARS = b"T", b"R", b"N"
+MOST_QUESTION_BYTES, MOST_ANSWER_BYTES = 64 << 20, 1 << 20
+CHECK, BEGIN, GO_ON = b"C", b"B", b"G"
+"""Questions: compile a grammar; the mask behind outputs of a grammar, or behind further outputs of a sequence."""
+TAKEN, REFUSED, NO_GRAMMARS, UNKNOWN = b"T", b"R", b"N", b"U"
+HEAD = struct.Struct("<cQII")
+"""Of a question: kind, key of the sequence, numbers of outputs and of keys to forget; then these, and the grammar."""
+NO_OUTPUTS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 class GrammarProcess:
-    """The near end. Methods block; one question at a time is served."""
+    """The near end. Methods block; one question at a time is served. Keys of sequences are used once."""
 
-    def __init__(self, model: Path, vocab_size: int) -> None:
-        first = {"model": str(model.resolve()), "vocab": vocab_size, "seconds": QUESTION_S, "bytes": MEMORY_BYTES}
+    def __init__(self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES) -> None:
+        limits = {"seconds": QUESTION_S, "bytes": memory_bytes}
+        first = json.dumps({"model": str(model.resolve()), "vocab": vocab_size, **limits}).encode()
+        self._memory_bytes = memory_bytes
         self.ended = 0
         """Times that a question ended the process."""
-        self.jail = Jail("shared.text.grammar_process", orjson.dumps(first), PATIENCE * QUESTION_S, MOST_ANSWER_BYTES)
+        self.on_ended: Callable[[], object] = lambda: None
+        self._fed: dict[int, int] = {}  # outputs that the far end has taken, by key
+        self._forgotten: list[int] = []
+        self.jail = Jail("shared.text.grammar_process", first, PATIENCE * QUESTION_S, MOST_ANSWER_BYTES)
 
     def check(self, grammar: str) -> None:
         """Compile a grammar. Raise GrammarError, or JailError where it was the machine that failed."""
-        try:
-            answer = self.jail.ask(grammar.encode())
-        except JailError as error:
-            if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
-                raise
-            raise self._ended(error) from error
+        _raise(self._ask(CHECK, grammar=grammar))
+
+    def mask(self, key: int, grammar: str, outputs: npt.NDArray[np.int32]) -> bytes:
+        """Return the mask behind the outputs of a sequence, which are those of its last question and further ones.
+
+        Raise as `check`. A process that was started again is given all of the outputs.
+        """
+        fed = self._fed.get(key)
+        answer = UNKNOWN if fed is None else self._ask(GO_ON, key, outputs[fed:])
+        if answer == UNKNOWN:
+            answer = self._ask(BEGIN, key, outputs, grammar)
         _raise(answer)
+        self._fed[key] = len(outputs)
+        return answer[1:]
+
+    def forget(self, key: int) -> None:
+        """Let the far end drop a sequence with the next question."""
+        if self._fed.pop(key, None) is not None:
+            self._forgotten.append(key)
 
     def close(self) -> None:
         """End the process."""
         self.jail.close()
 
+    def _ask(self, kind: bytes, key: int = 0, outputs: npt.NDArray[np.int32] = NO_OUTPUTS, grammar: str = "") -> bytes:
+        forgotten, self._forgotten = np.array(self._forgotten, "<u8"), []
+        head = HEAD.pack(kind, key, len(outputs), len(forgotten))
+        try:
+            return self.jail.ask(head + outputs.astype("<i4").tobytes() + forgotten.tobytes() + grammar.encode())
+        except JailError as error:
+            if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
+                raise
+            raise self._ended(error) from error
+
     def _ended(self, error: JailError) -> GrammarEndedError:
         self.ended += 1
-        log.warning("the process that compiles grammars %s over one; that one is refused", error)
-        return GrammarEndedError(f"it takes more than {QUESTION_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB")
+        self.on_ended()
+        log.warning("the process of grammars %s over one; that one is refused", error)
+        return GrammarEndedError(
+            f"it takes more than {QUESTION_S:g} s of processor time or {self._memory_bytes >> 20} MiB"
+        )
 
 
 def _raise(answer: bytes) -> None:
@@ -66,17 +108,68 @@ def _raise(answer: bytes) -> None:
         raise NoGrammarsError(text) if answer[:1] == NO_GRAMMARS else GrammarError(text)
 
 
-def _answer(grammars: Grammars, grammar: str) -> bytes:
+class _Followed:
+    """The far end's sequences: grammar, matcher and outputs by key."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._matchers: dict[int, tuple[str, LLMatcher, list[int]]] = {}
+
+    def answer(self, question: bytes) -> bytes:
+        """Return the answer without its first letter. Raise KeyError for an unknown sequence, or GrammarError."""
+        kind, key, count, forgotten = HEAD.unpack_from(question)
+        outputs = np.frombuffer(question, "<i4", count, HEAD.size).tolist()
+        for gone in np.frombuffer(question, "<u8", forgotten, HEAD.size + 4 * count).tolist():
+            self._matchers.pop(gone, None)
+        grammar = question[HEAD.size + 4 * count + 8 * forgotten :].decode()
+        if kind == CHECK:
+            self._grammars.fresh(grammar)
+            return b""
+        if kind == BEGIN:
+            self._matchers[key] = grammar, self._grammars.matcher(grammar), []
+        try:
+            return self._advance(key, outputs)
+        except BaseException:
+            self._matchers.pop(key, None)
+            raise
+
+    def _advance(self, key: int, outputs: list[int]) -> bytes:
+        grammar, matcher, before = self._matchers[key]
+        before += outputs
+        if mask := _mask(matcher, outputs):
+            return mask
+        # Copies of one grammar share the states of its lexer, and others may have used them up: once more, alone.
+        self._grammars.forget(grammar)
+        matcher = self._grammars.fresh(grammar)
+        if not (mask := _mask(matcher, before)):
+            raise GrammarError(reason(matcher))
+        self._matchers[key] = grammar, matcher, before
+        return mask
+
+
+def _mask(matcher: LLMatcher, tokens: list[int]) -> bytes:
+    """Return the mask behind further tokens; empty when the matcher has failed.
+
+    A complete grammar takes none: what was planned ahead behind the end of text counts for nothing.
+    """
+    if not matcher.is_stopped():
+        matcher.consume_tokens(tokens)
+    mask = matcher.compute_bitmask()
+    return b"" if matcher.is_error() else mask
+
+
+def _answer(followed: _Followed, question: bytes) -> bytes:
     """Return the frame that answers a question."""
     try:
-        grammars.fresh(grammar)
+        return TAKEN + followed.answer(question)
+    except KeyError:
+        return UNKNOWN
     except NoGrammarsError as error:
         return NO_GRAMMARS + str(error).encode()
     except GrammarError as error:
         return REFUSED + str(error).encode()
     except MemoryError:
-        return REFUSED + f"it needs more than {MEMORY_BYTES >> 20} MiB".encode()
-    return TAKEN
+        return REFUSED + b"it needs more memory than there may be for it"
 
 
 def main() -> int:
@@ -84,14 +177,14 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which may still have requests
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for llguidance to return
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
-        settings = orjson.loads(connection.recv_bytes(1 << 20))
-        grammars = _opened(settings)
+        settings = json.loads(connection.recv_bytes(1 << 20))
+        followed = _Followed(_opened(settings))
         yield_to_others()
         confine(settings["bytes"])
         while True:
-            grammar = connection.recv_bytes(MOST_QUESTION_BYTES).decode()
+            question = connection.recv_bytes(MOST_QUESTION_BYTES)
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
-            answer = _answer(grammars, grammar)
+            answer = _answer(followed, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(answer)
     return 0

@@ -22,7 +22,6 @@ from services.scheduler.core.types import Finish, NewRequest
 from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
 from shared.columns import pack, unpack
-from shared.text import grammars as grammars_module
 from shared.text.grammars import NOT_FOLLOWED
 from tests.engine.driver import Driver, make_engine
 from tests.engine.late_engine import make_late_engine
@@ -162,35 +161,74 @@ def test_grammar_beyond_a_bound_says_that_it_cannot_be_followed(engine: Engine) 
     assert unpack(results[1].slots).tolist() == [0]
 
 
-def test_grammar_not_compiled_in_time_fails_its_sequence_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = threading.Event()
-    monkeypatch.setattr(grammar_module, "COMPILE_S", 0.0)
-    monkeypatch.setattr(engine._grammars, "_make", lambda *_: done.wait(60))
-    driver = Driver(engine)
-    engine.reset()
+@pytest.fixture
+def takes_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The engine for a scheduler that plans late rows again; it waits for no mask."""
+    monkeypatch.setattr(engine, "takes_late", True)
+    monkeypatch.setattr(grammar_module, "ALONE_S", 0.0)
+    monkeypatch.setattr(grammar_module, "BESIDE_OTHERS_S", 0.0)
+    return engine
+
+
+def hold_masks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no mask come until the event is set."""
+    given, compute = threading.Event(), engine.grammars.process.mask
+
+    def held(*question: Any) -> bytes:
+        assert given.wait(60)
+        return compute(*question)
+
+    monkeypatch.setattr(engine.grammars.process, "mask", held)
+    return given
+
+
+def test_row_without_its_mask_sits_out_and_is_drawn_later(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = hold_masks(takes_late, monkeypatch)
+    driver = Driver(takes_late)
+    takes_late.reset()
     driver.enter(0, [1, 2, 3])
-    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[1][0]))
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]))
     result = driver.step({0: 64, 2: 64})
-    done.set()
-    assert [(error.slot, error.code) for error in result.errors] == [(2, "grammar")]
-    assert "not compiled within" in result.errors[0].message
+    assert unpack(result.slots).tolist() == [0] and unpack(result.late_slots).tolist() == [2] and not result.errors
+    ahead = worker_pb2.Step(epoch=1, id=2, chunk_slots=pack([2]), chunk_starts=pack([2]), chunk_lengths=pack([1]))
+    driver.next_id = 3
+    result = takes_late.execute(ahead)  # sent before the scheduler knew
+    assert not result.slots and unpack(result.late_slots).tolist() == [2]
+    given.set()
+    monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
+    driver.known[2], driver.computed[2] = 2, 1
+    result = driver.step({2: 1})
+    assert unpack(result.slots).tolist() == [2] and not result.late_slots
+    assert bytes(driver.outputs[2]).decode() in {choice[0] for choice in CHOICES}
 
 
-def test_sequences_of_one_grammar_share_no_lexer_states(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of a matcher share its lexer: one that finds it full begins with a lexer of its own."""
-    limits = {"max_lexer_states": 90, "verbose_errors": False}  # enough for one
-    monkeypatch.setattr(grammars_module, "LIMITS", limits)
-    pattern = "[ab ]*a[ab ]{14}c"
+def test_scheduler_that_takes_no_late_rows_gets_every_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "ALONE_S", 0.0)
+    monkeypatch.setattr(grammar_module, "BESIDE_OTHERS_S", 0.0)
     driver = Driver(engine)
     engine.reset()
-    for slot in range(8):
-        ambiguous = worker_pb2.Sampling(
-            grammar=LLMatcher.grammar_from_regex(pattern), temperature=1, top_p=1, seed=slot, stop_ids=pack([EOS])
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]))
+    result = driver.step({2: 64})
+    assert unpack(result.slots).tolist() == [2] and not result.late_slots
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
+def test_tokens_are_the_same_whatever_mask_is_late(
+    model: Path, alone: in_process.Recorded, monkeypatch: pytest.MonkeyPatch, late: bool, lookahead: int
+) -> None:
+    monkeypatch.setattr(grammar_module, "ALONE_S", 0.002)
+    monkeypatch.setattr(grammar_module, "BESIDE_OTHERS_S", 0.0)
+    crowded = (make_late_engine if late else make_engine)(model, host_blocks=16, **SMALL)
+    crowded.takes_late = True
+    try:
+        recorded, _ = in_process.run(
+            crowded, requests(COUNT), "orcinus", microbatches=1 + lookahead, lookahead=lookahead, step_tokens=17
         )
-        driver.enter(slot, random_prompts(1, (9, 9), slot)[0], sampling=ambiguous)
-    for _ in range(40):
-        result = driver.step(dict.fromkeys(range(8), 64))
-        assert not result.errors, result.errors[0].message
+    finally:
+        crowded.grammars.close()
+    assert recorded.tokens == alone.tokens and recorded.finish == alone.finish
+    assert crowded.grammars.late > 0, "no mask was late"
 
 
 def test_control_tokens_are_never_part_of_what_a_grammar_allows(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""With drafts every token is that without them: any temperature, grammar, penalty, batch, preemption and engine.
+"""With drafts every token is that without them: any temperature, penalty, batch, preemption and engine.
 
 The client's prediction is the true output with some tokens changed, so that of most drafts some are right and some not.
 """
@@ -27,7 +27,7 @@ from tests.engine.driver import Driver
 from tests.engine.ranks import Processes
 from tests.support import in_process
 from tests.support.in_process import Recorded
-from tests.support.models import EOS, Reference, make_llama
+from tests.support.models import Reference, make_llama
 
 REQUESTS = 10
 OUTPUT_TOKENS = 40
@@ -164,22 +164,6 @@ def test_bfloat16_and_reference_kernels_take_drafts(reference: Reference, kernel
     assert drafts_of(core)[1] > 0
 
 
-def test_grammar_masks_stand_behind_each_draft(reference: Reference) -> None:
-    """Drafts that break the grammar are refused and end nothing."""
-    requests = requests_of(reference, temperature=1.0, seed=SEED)
-    for at, request in enumerate(requests):
-        pattern = ("[a-m]{20,30}", "([0-9]{3}-)+", "(yes|no|né🐋)+")[at % 3]
-        request.payload.sampling.grammar = LLMatcher.grammar_from_regex(pattern)
-        request.stop_ids = np.array([EOS], np.int32)
-        request.payload.stop_token_ids = pack([EOS])
-    runner = engine_of(reference.path)
-    core, truth = compare(runner, requests, 0.15)
-    drafted, accepted = drafts_of(core)
-    assert 0 < accepted < drafted
-    text = bytes(truth.tokens["r0", 0][:-1]).decode()
-    assert re.fullmatch("[a-m]{20,30}", text), text
-
-
 def test_drafts_come_from_the_outputs_of_the_same_tenant_alone(reference: Reference) -> None:
     runner = engine_of(reference.path)
     accepted: list[int] = []
@@ -248,13 +232,15 @@ WRONG = [
     ({"chunk_drafts": pack([1]), "drafts": pack([256 + 1000])}, "drafts: 1256 is outside"),
     ({"chunk_drafts": pack([2]), "drafts": pack([1, 2]), "chunk_lengths": pack([2])}, "has drafts, and not behind"),
     ({"chunk_drafts": pack([1]), "drafts": pack([1]), "chunk_lengths": pack([1])}, "has drafts, and not behind"),
+    ({"chunk_drafts": pack([1]), "drafts": pack([1]), "chunk_lengths": pack([2])}, "has drafts, and a grammar"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "why"), WRONG)
 def test_worker_refuses_steps_with_wrong_drafts(reference: Reference, fields: dict[str, bytes], why: str) -> None:
     driver = Driver(engine_of(reference.path))
-    driver.enter(0, reference.prompts[0], blocks=pack(range(4)))
+    grammar = LLMatcher.grammar_from_regex("[a-m]{20,30}")
+    driver.enter(0, reference.prompts[0], blocks=pack(range(4)), sampling=worker_pb2.Sampling(grammar=grammar))
     driver.step({0: len(reference.prompts[0])})
     start = len(reference.prompts[0])
     step = {"chunk_slots": pack([0]), "chunk_starts": pack([start]), "chunk_lengths": pack([2])} | fields

@@ -28,6 +28,8 @@ from tests.simulation.network import Endpoint, Network
 
 MODEL = "tiny"
 BLOCK = 4
+LATE = 0.03
+"""Share of rows that sample no token at first, as one whose grammar's mask is not there."""
 MASK = (1 << 64) - 1
 
 
@@ -61,6 +63,7 @@ class _Slot:
     tokens: list[int]
     blocks: list[int]
     seed: int
+    late: bool = False
 
 
 class WorkerProcess:
@@ -130,14 +133,14 @@ class WorkerProcess:
             if self._run is not None:
                 self._run.cancel()
             self._run = asyncio.current_task()
-            await self._steps(endpoint, step.epoch)
+            await self._steps(endpoint, step.epoch, LATE if step.hello.takes_late else 0.0)
         except asyncio.CancelledError:
             if not endpoint.broken and not endpoint.closed:
                 endpoint.send((grpc.StatusCode.ABORTED, "another Run took its place"))
         except ConnectionResetError:
             pass
 
-    async def _steps(self, endpoint: Endpoint, epoch: int) -> None:
+    async def _steps(self, endpoint: Endpoint, epoch: int, late: float) -> None:
         slots: dict[int, _Slot] = {}
         kv: dict[int, list[int | None]] = {}
         host: dict[int, list[int | None]] = {}
@@ -146,11 +149,11 @@ class WorkerProcess:
             if step.epoch != epoch:
                 self._violation(f"worker {self.name}: a step of epoch {step.epoch} in the Run of {epoch}")
             await asyncio.sleep(self.step_s * self._loop.random.uniform(0.2, 1.5))
-            endpoint.send(self._execute(step, slots, kv, host).SerializeToString())
+            endpoint.send(self._execute(step, slots, kv, host, late).SerializeToString())
 
     def _execute(
         self, step: worker_pb2.Step, slots: dict[int, _Slot], kv: dict[int, list[int | None]],
-        host: dict[int, list[int | None]],
+        host: dict[int, list[int | None]], late: float,
     ) -> worker_pb2.Result:  # fmt: skip
         columns = {name: unpack(getattr(step, name)).tolist() for name in (
             "free_slots", "swap_out_gpu", "swap_out_host", "swap_in_host", "swap_in_gpu", "append_slots",
@@ -167,10 +170,15 @@ class WorkerProcess:
             slots[slot].blocks.append(block)
         result = worker_pb2.Result(epoch=step.epoch, id=step.id)
         sampled: list[tuple[int, int]] = []
+        late_slots: list[int] = []
         for slot, start, length in zip(
             *(columns[f"chunk_{name}"] for name in ("slots", "starts", "lengths")), strict=True
         ):
             row = slots[slot]
+            if row.late and start + length > len(row.tokens):  # sent before the scheduler knew
+                late_slots.append(slot)
+                continue
+            row.late = False
             for position in range(start, start + length):
                 before: int | None = 0
                 if position:
@@ -183,12 +191,17 @@ class WorkerProcess:
                 place = kv.setdefault(row.blocks[position // BLOCK], [None] * BLOCK)
                 place[position % BLOCK] = follow(before, row.tokens[position])
             if start + length == len(row.tokens):
+                if self._loop.random.random() < late:
+                    row.late = True
+                    late_slots.append(slot)
+                    continue
                 last = start + length - 1
                 state = kv[row.blocks[last // BLOCK]][last % BLOCK]
                 token = sample(state or 0, row.seed, last, self._letters, self._eos)
                 row.tokens.append(token)
                 sampled.append((slot, token))
         result.slots, result.tokens = pack([slot for slot, _ in sampled]), pack([token for _, token in sampled])
+        result.late_slots = pack(late_slots)
         result.swap_out_acks, result.swap_in_acks = step.swap_out_gpu, step.swap_in_host
         result.timings.total_ns = 1_000_000
         return result

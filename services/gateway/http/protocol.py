@@ -13,8 +13,9 @@ import logging
 import re
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,19 @@ OVER_THE_LIMIT = 256
 """Connections beyond the limit that get a 503; more are dropped without an answer."""
 FIRST_REQUEST_S = 0.5
 """Time for the first request of a connection that was made as the server stops."""
+LINGER_S, LINGER_BYTES = 2.0, 16 << 20
+"""Bounds of what is read and dropped behind a last answer. Closing on bytes that were not read resets the connection,
+and a reset takes from the client the answer that it has not read (RFC 9112, section 9.6)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of one port."""
+    """Limits of one port. idle: its connections between two requests, the longest idle first."""
 
     connections: int
     head_bytes: int
     read_timeout_s: float
+    idle: OrderedDict[Protocol, None] = field(default_factory=OrderedDict, compare=False, repr=False)
 
     @classmethod
     def of(cls, settings: GatewaySettings) -> Bounds:
@@ -68,20 +73,26 @@ class Protocol(HttpToolsProtocol):
         self._past_body_bytes = 0  # received behind a head since the last byte of a body: trailers, chunk extensions
         self._held = bytearray()  # what came behind a request that waits for the answer of the one before
         self._is_last = False  # the server stops: the connection's first request is its last
+        self._lingers = False  # the last answer is written: what comes in is dropped
+        self._dropped_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         over = len(self.connections) - self._bounds.connections
-        if over > OVER_THE_LIMIT:
+        if over > 0 and self._bounds.idle:
+            longest, _ = self._bounds.idle.popitem(last=False)
+            longest.transport.close()
+        elif over > OVER_THE_LIMIT:
             transport.abort()
             return
-        if over > 0:
+        elif over > 0:
             text = f"too many connections (limit {self._bounds.connections}); retry later"
             self._refusal = ApiError(503, text, code="too_many_connections", retry_after_s=1)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
+        self._bounds.idle.pop(self, None)
         super().connection_lost(exc)
         # uvicorn notifies the newest request only; an older one that is still answered has to hear of it, too.
         if (answered := self._answered) is not None and not answered.response_complete:
@@ -101,6 +112,12 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        self._bounds.idle.pop(self, None)
+        if self._lingers:
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > LINGER_BYTES:
+                self.transport.close()
+            return
         if self._refusal is not None:
             self._answer(self._refusal)
             return
@@ -118,12 +135,20 @@ class Protocol(HttpToolsProtocol):
             self.flow.resume_reading()  # uvicorn paused it, and a client that leaves is noticed only while it is read
 
     def on_response_complete(self) -> None:
+        if self._lingers:
+            return
         super().on_response_complete()
-        if self._held and not self.pipeline and not self.transport.is_closing():
+        if self.pipeline or self.transport.is_closing():
+            return
+        if self._held:
             held = bytes(self._held)
             self._held.clear()
             self._wait()
             self.data_received(held)
+        elif self._late is None:
+            self._bounds.idle[self] = None
+        else:  # part of a request is there: `_too_late` ends it, and not the time for an idle connection
+            self._unset_keepalive_if_required()
 
     def _hold(self, data: bytes) -> None:
         """Keep bytes unread until all requests before them are answered; beyond the bound, stop reading."""
@@ -164,6 +189,7 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -204,12 +230,45 @@ class Protocol(HttpToolsProtocol):
     def _answer(self, error: ApiError) -> None:
         """Refuse and close; only close where an answer to this request is on its way, or was written already."""
         self._wait_no_more()
-        if self.transport.is_closing():
+        if self._lingers or self.transport.is_closing():
             return
         cycle = self.cycle  # of the request that comes in, or of the last one that was all there
         if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
             self.transport.write(_response(error))
-        self.transport.close()
+            self.linger()
+        else:
+            self.transport.close()
+
+    def linger(self) -> None:
+        """Send no more; close when the client has closed, or at a bound of LINGER_S and LINGER_BYTES."""
+        for cycle in (self.cycle, self._answered):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._lingers = True
+        self._unset_keepalive_if_required()
+        self._wait_no_more()
+        self._late = self.loop.call_later(LINGER_S, self.transport.close)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+
+
+class _CycleTransport:
+    """The transport as one exchange sees it: closed behind an answer, it lingers while the request is not all there."""
+
+    def __init__(self, protocol: Protocol) -> None:
+        self._protocol = protocol
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        protocol = self._protocol
+        cycle = protocol.cycle
+        if cycle.response_complete and cycle.more_body and not protocol.transport.is_closing():
+            protocol.linger()
+        else:
+            protocol.transport.close()
 
 
 def _response(error: ApiError) -> bytes:

@@ -45,6 +45,7 @@ def server(app: Any, settings: GatewaySettings) -> Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=settings.idle_connection_s,
         timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
         ssl_certfile=settings.tls_cert,

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ class GrammarCheck:
         self._pending: dict[tuple[str, bytes], _Waiting] = {}  # by tenant and hash
         self._compiling: asyncio.Task[None] | None = None
         self._verdicts: OrderedDict[bytes, OrcinusError | None] = OrderedDict()  # by hash
+        self.on_refused: Callable[[str], object] = lambda reason: None
 
     async def check(self, field: str, grammar: str, tenant: str) -> None:
         """Raise ApiError: 400 that names the field where a worker could not follow the grammar, 503 when too many
@@ -61,9 +62,14 @@ class GrammarCheck:
         try:
             if (error := await self._verdict(grammar, tenant)) is not None:
                 raise error.with_traceback(None)
+        except ApiError:
+            self.on_refused("busy")
+            raise
         except NoGrammarsError as error:
+            self.on_refused("unavailable")
             raise invalid(field, f"{field}: {error}", "structured_output_unavailable") from error
         except GrammarError as error:
+            self.on_refused("ended" if isinstance(error, GrammarEndedError) else "invalid")
             raise invalid(field, f"{field} cannot be used: {error}", "invalid_grammar") from error
 
     def close(self) -> None:

@@ -204,7 +204,9 @@ class Replica:
         sequence: Sequence = table.sequence[slot]
         if drafts := table.drafts.item(slot):  # their KV may count for nothing; those that are right come late
             self.rollback(np.array([slot]), np.array([drafts], np.int32))
-        if kv is KV.SWAP and not self.can_swap(slot):
+        if table.late[slot]:  # the worker has dropped what was planned behind the last known token
+            table.planned[slot] = table.applied[slot] - 1
+        if kv is KV.SWAP and not (table.planned[slot] and self.can_swap(slot)):
             kv = KV.DROP
         generation, computed = int(table.generation[slot]), int(table.planned[slot])
         if self.transfers.from_peer(slot) is not None:
@@ -221,6 +223,10 @@ class Replica:
         copied = self.transfers.leaves(slot)
         blocks = table.leave(slot)
         if kv is not KV.DROP:
+            surplus = blocks[self.blocks_for(computed) :]  # of a row that was late
+            if surplus.size:
+                self.pool.give(surplus)
+                blocks = blocks[: -surplus.size]
             host = self.transfers.out(blocks, stay=kv is KV.HAND_OVER)
             sequence.saved = SavedKV(self.number, host, computed, self.transfers.queued_out)
         else:

@@ -6,7 +6,7 @@ finish, failed, or have lost their slot since the step was sent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -94,7 +94,7 @@ class Results:
         """Return the Outcome of one answered step. Raises ValueError when the result is not of this step."""
         rows, samples, table = step.sampled, step.samples, replica.table
         sent = step.sampled_wire  # comparing bytes takes a third of what array_equal takes
-        if result.slots is not sent and result.slots.tobytes() != sent.tobytes():
+        if result.late.size or (result.slots is not sent and result.slots.tobytes() != sent.tobytes()):
             rows = self._answered(replica, step, result)
             samples = np.zeros(samples.size, np.bool_)
             samples[rows] = True
@@ -113,6 +113,8 @@ class Results:
         if step.ends.size and replica.prefix_cache is not None:
             self._filled(replica, step, result.errors)
         present = table.generation[: samples.size] <= step.id  # rows that still have the sequence of the step
+        if table.late_rows and np.count_nonzero(samples & present & (table.late[: samples.size] > 0)):
+            raise ValueError(f"the result of step {step.id} has a token of a slot that was late in an earlier step")
         table.unanswered[: samples.size] -= step.computed & present
         if spans is None:
             tokens = table.spread(rows, result.tokens, samples.size)
@@ -131,6 +133,10 @@ class Results:
             columns = self._tokens(replica, step, rows, samples, tokens, spans, logprobs, now_ns, out)
         for slot, code, message in result.errors:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
+        if result.late.size:
+            self._sit_out(replica, step, result.late.astype(np.intp))
+        if table.late_rows:
+            table.plan_again(replica.limits)
         if replica.departed:
             for slot in step.slots[~present[step.slots]].tolist():
                 if slot in replica.departed:
@@ -172,13 +178,18 @@ class Results:
 
     @staticmethod
     def _answered(replica: Replica, step: SentStep, result: StepResult) -> Rows:
-        """Return the slots of a result that leaves some out: those that failed in this step or before.
+        """Return the slots of a result that leaves some out: those that failed in this step or before, or are late.
 
-        Raises ValueError where another slot is missing or the slots are not those of the step.
+        Raises ValueError where another slot is missing or late, or the slots are not those of the step.
         """
         answered = np.isin(step.sampled, result.slots)
         failed = [slot for slot, _, _ in result.errors]
         missing = step.sampled[~answered]
+        if not np.isin(result.late, missing).all() or np.isin(result.late, failed).any():
+            raise ValueError(f"the result of step {step.id} has a late slot that did not sample, or that it answers")
+        if np.unique(result.late).size < result.late.size:
+            raise ValueError(f"the result of step {step.id} has a late slot twice")
+        missing = missing[~np.isin(missing, result.late)]
         missing = missing[~np.isin(missing, failed) & (replica.table.generation[missing] <= step.id)]
         if missing.size or not np.array_equal(result.slots, step.sampled[answered]):
             raise ValueError(f"the result of step {step.id} is for other slots than those that sampled")
@@ -196,6 +207,22 @@ class Results:
         spans = Spans(np.zeros(step.samples.size, np.int64), np.zeros(step.samples.size, np.int32))
         spans.starts[rows], spans.counts[rows] = np.cumsum(counts) - counts, counts
         return spans
+
+    def _sit_out(self, replica: Replica, step: SentStep, late: Rows) -> None:
+        """Keep late sequences from running until their steps are answered; the step gave none of them a token."""
+        present = replica.table.generation[late] <= step.id
+        replica.table.sit_out(late[present])
+        for slot in late[~present].tolist():
+            sequence = replica.owner(slot, step.id)
+            if sequence is None or (saved := sequence.saved) is None:
+                continue
+            if (uncomputed := saved.tokens - sequence.known + 1) > 0:  # it was saved with all that was planned
+                needed = max(replica.blocks_for(sequence.known - 1), 1)
+                if needed < saved.blocks.size:
+                    replica.host.give(saved.blocks[needed:])
+                sequence.saved = replace(saved, blocks=saved.blocks[:needed], tokens=sequence.known - 1)
+                if sequence.state is State.WAITING:
+                    self._waiting.grew(sequence, uncomputed)
 
     def _tokens(
         self, replica: Replica, step: SentStep, rows: Rows, samples: Bool, tokens: Int32, spans: Spans | None,

@@ -49,7 +49,7 @@ class Selected:
 _INT32 = (
     "planned", "known", "unanswered", "applied", "limit", "prompt", "held", "reserved", "capacity", "microbatch",
     "choice", "gateway", "tenant", "priority", "floor", "checkpointed", "due", "entered", "filled", "registered",
-    "phase", "drafts",
+    "phase", "late", "drafts",
 )  # fmt: skip
 _INT64 = (
     "generation", "arrived", "number", "ttft_slo_ns", "tbt_slo_ns", "last_token_ns", "checkpoint_ns",
@@ -73,11 +73,12 @@ class SlotTable:
     kept for it (held ones included); capacity: tokens that the held blocks take; floor: tokens from which a stop id
     counts; checkpointed: tokens that need no checkpoint any more; due: applied tokens at which the next one is due;
     registered: blocks that the prefix index has been given; generation: the step with which the sequence entered;
-    last_token_ns: before the first token the arrival.
+    last_token_ns: before the first token the arrival; late: placeholders that no result will fill.
 
     drafts: guesses in the unanswered step of the row; until it is answered, no other step has the row.
 
-    phase: DECODING where one token is left to plan, PREFILLING where more are, LOADING while the KV is copied in.
+    phase: DECODING where one token is left to plan, PREFILLING where more are, LOADING while the KV is copied in or the
+    row is late.
 
     planned < known <= limit and applied <= known hold for every row with a sequence.
     """
@@ -103,6 +104,7 @@ class SlotTable:
     filled: Int32
     registered: Int32
     phase: Int32
+    late: Int32
     drafts: Int32
     generation: Int64
     arrived: Int64
@@ -138,6 +140,7 @@ class SlotTable:
         self.sequence: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.request: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.limited = 0  # rows with a TBT limit
+        self.late_rows = 0  # rows with placeholders that no result will fill
         self.stagger = 32  # the first checkpoints of rows that enter together fall due over so many steps
         self._every: Rows = np.arange(slots)
         self._every_int32: Int32 = np.arange(slots, dtype=np.int32)
@@ -206,11 +209,27 @@ class SlotTable:
 
         Their blocks stay in the row. Raise ValueError where the rows have no such placeholders.
         """
-        if (self.known[rows] - tokens < self.applied[rows]).any() or (self.phase[rows] != DECODING).any():
-            raise ValueError("rollback: a row has no such placeholders; take back at most the drafts of its last step")
+        if (self.known[rows] - tokens < self.applied[rows]).any():
+            raise ValueError("rollback: a row has no such placeholders; take back at most what no result will fill")
         self.planned[rows] -= tokens
         self.known[rows] -= tokens
         self.drafts[rows] = 0
+        self.set_phase(rows)
+
+    def sit_out(self, rows: Rows) -> None:
+        """Note that one placeholder of each row was not sampled: the row runs no more until plan_again()."""
+        self.late_rows += int(np.count_nonzero(self.late[rows] == 0))
+        self.late[rows] += 1
+        self.limit[rows] = self.known[rows]
+        self.phase[rows] = LOADING
+
+    def plan_again(self, limits: Limits) -> None:
+        """Let the late rows with no step unanswered run again, from the last token that is known."""
+        rows = ((self.late[: self.high] > 0) & (self.unanswered[: self.high] == 0)).nonzero()[0]
+        self.rollback(rows, self.late[rows])
+        self.late[rows] = 0
+        self.late_rows -= rows.size
+        self.limit[rows] = [sequence.longest(limits) for sequence in self.sequence[rows].tolist()]
 
     def set_phase(self, slots: Rows) -> None:
         """Set the phase of rows that have their KV by what is left to plan."""
@@ -230,7 +249,7 @@ class SlotTable:
                 0, known, 0, known, sequence.longest(limits), prompt, 0, 0, 0, microbatch,
                 sequence.choice, record.gateway, record.tenant, request.priority, prompt + max(request.min_tokens, 1),
                 prompt + sequence.checkpointed, known + self.stagger - s % self.stagger, known, 0, 0,
-                PREFILLING, 0,
+                PREFILLING, 0, 0,
             )  # fmt: skip
             self.longs[:, s] = (
                 step, arrived, sequence.number, request.ttft_slo_ns, request.tbt_slo_ns,
@@ -269,6 +288,7 @@ class SlotTable:
         sequence.slot = -1
         blocks = self.blocks[s, : self.held[s]].copy()
         self.limited -= int(self.tbt_slo_ns[s]) > 0
+        self.late_rows -= int(self.late[s]) > 0
         if self.request[s].stop_ids.size:
             self.stop_ids[:, s] = UNSET
         self.ints[:, s] = 0
@@ -414,9 +434,13 @@ class SlotTable:
         wrong |= ((known - planned == 1) != (self.phase[on] == DECODING)) & (self.phase[on] != LOADING)
         wrong |= (self.phase[on] == LOADING) & (known != self.limit[on])
         wrong |= (self.unanswered[on] < 0) | (self.unanswered[on] > max_unanswered)
-        wrong |= known - applied > self.unanswered[on] + self.drafts[on]
-        wrong |= (self.drafts[on] > 0) & (self.unanswered[on] != 1)
-        wrong |= (self.capacity[on] - planned >= self.block_size) & (self.held[on] > 0)
+        wrong |= known - applied - self.late[on] > self.unanswered[on] + self.drafts[on]
+        wrong |= (self.drafts[on] > 0) & ((self.unanswered[on] != 1) | (self.late[on] > 0))
+        # A row that was late keeps the blocks of what was taken back.
+        wrong |= (self.capacity[on] - planned >= self.block_size + max_unanswered) & (self.held[on] > 0)
+        wrong |= self.late[on] > known - applied
+        if np.count_nonzero(self.late[on]) != self.late_rows:
+            raise RuntimeError(f"{self.late_rows} late rows are counted, not {np.count_nonzero(self.late[on])}")
         if wrong.any():
             raise RuntimeError(f"rows {on[wrong].tolist()} contradict themselves")
         if (

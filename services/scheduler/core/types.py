@@ -140,6 +140,7 @@ class StepResult:
     error: str = ""
     step_ns: int = 0
     swap_ns: int = 0  # of the copies acknowledged here; 0: not measured
+    late: Int32 = field(default_factory=lambda: EMPTY)  # slots that were to sample, and their mask is not there yet
     peer_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's peers that can be read
 
 

@@ -223,9 +223,9 @@ class WaitingQueue:
         if self._aside.pop(sequence.number, None) is None:
             self._queue_of(sequence).drop(sequence)
 
-    def grew(self, sequence: Sequence) -> None:
-        """Count a token that a waiting sequence got from a step sent before its preemption."""
-        self.class_tokens[sequence.priority] += 1
+    def grew(self, sequence: Sequence, tokens: int = 1) -> None:
+        """Count tokens that a waiting sequence has to compute after a step that was sent before its preemption."""
+        self.class_tokens[sequence.priority] += tokens
 
     def lose_saved(self, sequence: Sequence, now_ns: int) -> None:
         """Drop the KV that a waiting sequence has in a host tier."""

@@ -141,7 +141,7 @@ def decode(
         if wire.deadline_ms and 0 < enqueued_ms < MAX_MS
         else 0,
         salt=wire.cache_salt,
-        speculate=wire.speculate,
+        speculate=wire.speculate and not wire.sampling.grammar,  # a mask behind a guess would be late
         prediction=prediction,
         payload=wire,
     )

@@ -97,5 +97,6 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         error=result.error,
         step_ns=result.timings.total_ns,
         swap_ns=result.timings.swap_ns,
+        late=unpack(result.late_slots) if result.late_slots else EMPTY,
         peer_acks=unpack(result.peer_acks) if result.peer_acks else EMPTY,
     )

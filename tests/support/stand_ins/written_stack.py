@@ -30,7 +30,7 @@ STATS: dict[str, Any] = {
 WORKER = {
     "address": "127.0.0.1:9", "identity": "abc", "model": "tiny", "pid": "4711", "dtype": "float32", "device": "cpu",
     "backend": "reference", "role": "prefill", "ready": "1", "shard": "shard-0",
-    "cpu_pct": "87.5", "rss_bytes": str(512 << 20),
+    "cpu_pct": "87.5", "rss_bytes": str(512 << 20), "late_rows": "0", "grammars_ended": "0",
 }  # fmt: skip
 
 

@@ -90,6 +90,7 @@ def metrics() -> str:
     gateway.ttft.labels("endpoint")
     gateway.call("enqueue", 0.0)
     gateway.unreadable.labels("tokens")
+    gateway.refused_grammars.labels("invalid")
     spec: Any = SimpleNamespace(endpoint="endpoint", prompt_tokens=1, choices=1, max_tokens=1)
     gateway.finished(spec, ["stop"], 1, 0.0)
     scheduler = scheduler_metrics.Metrics()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -20,7 +21,8 @@ from tests.support.stack import RedisServer
 from tests.support.waiting import until
 
 MOST_CONNECTIONS = 12
-GATEWAY = {"max_connections": MOST_CONNECTIONS, "max_header_bytes": 4096, "read_timeout_s": 1.0}
+GATEWAY = {"max_connections": MOST_CONNECTIONS, "max_header_bytes": 4096, "read_timeout_s": 1.0, "idle_connection_s": 2}
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -133,19 +135,58 @@ def test_bytes_that_are_not_http_get_400(gateway: GatewayProcess) -> None:
     assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")
 
 
-def test_connections_beyond_the_bound_get_503(gateway: GatewayProcess) -> None:
-    request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+@contextlib.contextmanager
+def full(gateway: GatewayProcess, behind: bytes) -> Iterator[list[socket.socket]]:
+    """Open as many connections as there may be; each has sent a request, and `behind` with it, and got its answer."""
     held = [connected(gateway) for _ in range(MOST_CONNECTIONS)]
     try:
-        for connection in held:  # all of them were taken before the next one comes
-            connection.sendall(request)
+        for connection in held:
+            connection.sendall(MODELS + behind)
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        status, error = exchange(gateway, request)
-        assert (status, error["code"]) == (503, "too_many_connections")
+        yield held
     finally:
         for connection in held:
             connection.close()
     until("there is room again", lambda: gateway.status("/health/live") == 200)
+
+
+def test_connections_beyond_the_bound_get_503(gateway: GatewayProcess) -> None:
+    with full(gateway, behind=b"G"):  # in the middle of their next request
+        status, error = exchange(gateway, MODELS)
+    assert (status, error["code"]) == (503, "too_many_connections")
+
+
+def test_new_connection_beyond_the_bound_takes_the_place_of_an_idle_one(gateway: GatewayProcess) -> None:
+    with full(gateway, behind=b"") as held, connected(gateway) as further:
+        further.sendall(MODELS)
+        assert further.recv(65536).startswith(b"HTTP/1.1 200")
+        while held[0].recv(65536):  # to the end: the longest idle one
+            pass
+        held[-1].sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b"HTTP/1.1 200" in b"".join(iter(lambda: held[-1].recv(65536), b""))
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [(b"A: " + b"a" * 5000, b"431"), (b"Connection: close", b"413")],
+    ids=["head too large", "body too large, last request"],
+)
+def test_answer_before_the_body_reaches_a_client_that_sends_on(
+    gateway: GatewayProcess, head: bytes, status: bytes
+) -> None:
+    body = bytes(6 << 20)  # more than the buffers of both sockets hold
+    with connected(gateway) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body))
+        connection.sendall(head + b"\r\n\r\n" + body)
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert received.startswith(b"HTTP/1.1 " + status) and b"connection: close" in received
+
+
+def test_connection_stays_open_between_requests_for_the_time_set(gateway: GatewayProcess) -> None:
+    with connected(gateway) as connection:
+        connection.sendall(MODELS)
+        received = b"".join(iter(lambda: connection.recv(65536), b""))  # until the gateway closes
+    assert received.startswith(b"HTTP/1.1 200")
 
 
 def test_web_page_is_refused_across_origins_and_by_foreign_names(gateway: GatewayProcess) -> None:

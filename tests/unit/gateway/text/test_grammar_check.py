@@ -81,8 +81,11 @@ def test_fault_of_the_machine_is_not_the_grammars(
     def fails(_: bytes) -> bytes:
         raise JailError("died", number)
 
+    reasons: list[str] = []
+    check.on_refused = reasons.append
     monkeypatch.setattr(check.process.jail, "ask", fails)
     assert answers(check, [("a", simple(0))]) == [("a", status)]
+    assert reasons == ["busy" if status == 503 else "ended"]
 
 
 def test_grammar_beyond_its_processor_time_is_refused_and_not_remembered(

@@ -169,6 +169,13 @@ class CoreTwin(RuleBasedStateMachine):
         self.house.workers[busy].fail_next = {position}
         self.house.answer(busy)
 
+    @precondition(lambda self: any(worker.queue for worker in self.house.workers.values()))
+    @rule(positions=st.sets(st.integers(0, 3), min_size=1))
+    def masks_are_late(self, positions: set[int]) -> None:
+        busy = next(number for number, worker in self.house.workers.items() if worker.queue)
+        self.house.workers[busy].late_next = positions
+        self.house.answer(busy)
+
     @precondition(lambda self: self.house.workers)
     @rule(which=st.integers(0, 2))
     def lose(self, which: int) -> None:
@@ -331,3 +338,35 @@ def test_worker_losses_under_load_lose_and_double_nothing(seed: int) -> None:
             house.core.check()
             house.join(limits)
     house.finish()
+
+
+@pytest.mark.parametrize("seed", range(21))
+def test_rows_with_late_masks_get_their_tokens_and_end(seed: int) -> None:
+    """Three of ten chunks that sample are late, on a pool in which sequences are preempted."""
+    rng = random.Random(seed)
+    limits = Limits(6, rng.choice([28, 32]), rng.choice([1, 2, 4]), 40, 16, host_blocks=30)
+    config = {
+        "microbatches": rng.randint(1, 3),
+        "lookahead": rng.randint(0, 2),
+        "prefix_cache": rng.choice([None, True]),
+    }
+    house = House(Scheduler(TESTED[seed % len(TESTED)], checkpoint_tokens=3, **config), limits, rng.randint(0, 2))
+    for i in range(20):
+        house.add(request(f"r{i}", rng.randint(1, 12), rng.randint(1, 16), seed=i % 6, stop_ids=(0,), priority=i % 4))
+    rounds = 0
+    while not house.core.idle and (rounds := rounds + 1) < 2000:
+        house.workers[0].late_next = {at for at in range(6) if rng.random() < 0.3}
+        house.step_once()
+    assert len(house.ended) == 20 and all(finish[0] in (Finish.STOP, Finish.LENGTH) for finish in house.ended.values())
+
+
+@pytest.mark.parametrize("late", [[9999], [1], [0, 0]], ids=["no slot", "answered", "twice"])
+def test_result_with_a_wrong_late_slot_is_refused(late: list[int]) -> None:
+    house = House(Scheduler("sarathi"), Limits(4, 20, 4, 40, 16))
+    house.add_many(2, 3, 4)
+    assert house.plan() is not None
+    house.workers[0].late_next = {0}
+    result = house.workers[0].run()
+    result.late = np.array(late, np.int32)
+    with pytest.raises(ValueError, match="late slot"):
+        house.core.apply(result, house.now)

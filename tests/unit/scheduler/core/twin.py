@@ -59,6 +59,7 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)  # of tokens 0..p
     failed: bool = False
+    late: bool = False  # its last token was not sampled
 
 
 class TwinWorker:
@@ -73,6 +74,7 @@ class TwinWorker:
         self.queue: deque[StepPlan] = deque()
         self.last_id = 0
         self.fail_next: set[int] = set()  # positions among the next step's chunks
+        self.late_next: set[int] = set()  # the same
         self.host: Kv = {}
         if limits.host_tier:
             tiers[limits.host_tier] = self.host
@@ -100,7 +102,7 @@ class TwinWorker:
         self.shared = {block for block, count in held.items() if count > 1}
         assert int(step.chunk_lengths.sum()) <= limits.max_step_tokens
         assert np.unique(step.chunk_slots).size == step.chunk_slots.size
-        slots, tokens, counts, errors = [], [], [], []
+        slots, tokens, counts, errors, late = [], [], [], [], []
         drafts = step.drafts.tolist()
         assert len(drafts) <= limits.max_drafts
         chunks = zip(
@@ -117,15 +119,23 @@ class TwinWorker:
                 self.rows[slot].failed = True
                 errors.append((slot, "nan_logits", "the logits are not finite"))
                 continue
-            drawn = self._chunk(self.rows[slot], start, length, guesses)
+            if self.rows[slot].late and start + length > len(self.rows[slot].tokens):
+                late.append(slot)  # in a step sent before the scheduler knew
+                continue
+            self.rows[slot].late = samples and i in self.late_next and not guesses  # no grammar, no guesses
+            drawn = self._chunk(self.rows[slot], start, length, guesses, self.rows[slot].late)
+            if self.rows[slot].late:
+                late.append(slot)
+                continue
             assert bool(drawn) == samples
             if drawn:
                 slots.append(slot)
                 tokens += drawn
                 counts.append(len(drawn))
-        self.fail_next = set()
+        self.fail_next, self.late_next = set(), set()
         result = StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
         result.token_counts = np.array(counts, np.int32) if step.drafts.size else None
+        result.late = np.array(late, np.int32)
         result.swap_out_acks, result.swap_in_acks = self._copy(step.id)
         result.peer_acks = np.array(acks, np.int32)
         result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
@@ -173,7 +183,7 @@ class TwinWorker:
             row.hashes.append(chain(row.hashes[-1] if row.hashes else 0, token))
         self.rows[enter.slot] = row
 
-    def _chunk(self, row: Row, start: int, length: int, guesses: list[int]) -> list[int]:
+    def _chunk(self, row: Row, start: int, length: int, guesses: list[int], late: bool) -> list[int]:
         """Runs a chunk; returns the tokens that count. Nothing of a wrong guess may be read later."""
         size, first = self.limits.block_size, len(row.tokens)
         row.tokens = row.tokens + guesses
@@ -188,9 +198,12 @@ class TwinWorker:
             if p < start:
                 assert self.kv.get(place) == row.hashes[p], f"position {p} reads KV that is not its own"
             else:
-                assert place[0] not in self.shared, "writes into a block that another one reads"
+                same = (
+                    self.kv.get(place) == row.hashes[p]
+                )  # of a row that was late, and its last block is shared by now
+                assert place[0] not in self.shared or same, "writes into a block that another one reads"
                 self.kv[place] = row.hashes[p]
-        if start + length < known:
+        if start + length < known or late:
             return []
         drawn = [sample(h, row.seed) for h in row.hashes[first - 1 :]]
         right = next((i for i, (a, b) in enumerate(zip(drawn, guesses, strict=False)) if a != b), len(guesses))

@@ -1,0 +1,130 @@
+"""Masks from the process of grammars: the same as in process, again after its end, and an end of one sequence alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from shared.text import grammar_process, grammars
+from shared.text.grammar_process import BEGIN, GO_ON, HEAD, GrammarProcess, _answer, _Followed
+from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError
+from tests.support.tokenizers import write_model
+from tests.support.waiting import until
+
+VOCAB = 400
+PATTERN = LLMatcher.grammar_from_regex("[ab]{4}c*")
+SLOW = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "integer"} for i in range(2250)}})
+"""Takes 0.1 s until its fuel is spent."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("grammars") / "m")
+
+
+@pytest.fixture
+def process(model: Path) -> Iterator[GrammarProcess]:
+    made = GrammarProcess(model, VOCAB)
+    yield made
+    made.close()
+
+
+def tokens(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def allowed(mask: bytes) -> list[int]:
+    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
+
+
+def walk(process: GrammarProcess, key: int, outputs: list[int], steps: int) -> list[list[int]]:
+    """Take the last allowed id of each mask; return the masks."""
+    masks = []
+    for _ in range(steps):
+        masks.append(allowed(process.mask(key, PATTERN, tokens(*outputs))))
+        outputs.append(masks[-1][-1])
+    return masks
+
+
+def test_masks_are_those_of_a_matcher_in_process(model: Path, process: GrammarProcess) -> None:
+    outputs: list[int] = []
+    masks = walk(process, 1, outputs, 5)
+    matcher = Grammars(model, VOCAB).matcher(PATTERN)
+    for mask, token in zip(masks, outputs, strict=True):
+        assert mask == allowed(matcher.compute_bitmask())
+        matcher.consume_token(token)
+
+
+def test_sequences_go_on_after_the_process_was_killed(process: GrammarProcess) -> None:
+    whole = walk(process, 1, [], 4)
+    outputs: list[int] = []
+    first = walk(process, 2, outputs, 2)
+    assert process.jail.pid is not None
+    os.kill(process.jail.pid, signal.SIGKILL)
+    until("the process is gone", lambda: process.jail.pid is None)
+    assert first + walk(process, 2, outputs, 2) == whole
+
+
+def test_grammar_beyond_its_processor_time_ends_one_sequence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_process, "QUESTION_S", 0.02)
+    monkeypatch.setattr(grammar_process, "PATIENCE", 6000)  # so that processor time alone ends it
+    process = GrammarProcess(model, VOCAB)
+    outputs: list[int] = []
+    walk(process, 1, outputs, 2)
+    with pytest.raises(GrammarEndedError, match="processor time"):
+        process.mask(2, SLOW, tokens())
+    assert process.ended == 1
+    assert len(walk(process, 1, outputs, 2)) == 2
+    process.close()
+
+
+def test_outputs_that_the_grammar_forbids_are_an_error_of_that_sequence(process: GrammarProcess) -> None:
+    outputs: list[int] = []
+    walk(process, 1, outputs, 2)
+    with pytest.raises(GrammarError):
+        process.mask(2, PATTERN, tokens(0, 0, 0))
+    assert len(walk(process, 1, outputs, 2)) == 2
+
+
+def test_model_without_grammars_is_said_for_each_sequence(tmp_path: Path) -> None:
+    process = GrammarProcess(tmp_path, VOCAB)
+    with pytest.raises(NoGrammarsError, match="not available"):
+        process.mask(1, PATTERN, tokens())
+    process.close()
+
+
+@pytest.fixture
+def followed(model: Path) -> _Followed:
+    return _Followed(Grammars(model, VOCAB))
+
+
+def question(kind: bytes, key: int, outputs: list[int], forgotten: tuple[int, ...] = (), grammar: str = "") -> bytes:
+    head = HEAD.pack(kind, key, len(outputs), len(forgotten))
+    return head + tokens(*outputs).tobytes() + np.array(forgotten, "<u8").tobytes() + grammar.encode()
+
+
+def test_forgotten_sequences_are_dropped(followed: _Followed) -> None:
+    for key in (1, 2):
+        assert _answer(followed, question(BEGIN, key, [], (), PATTERN))[:1] == b"T"
+    assert _answer(followed, question(GO_ON, 2, [], (1,)))[:1] == b"T"
+    assert _answer(followed, question(GO_ON, 1, [])) == b"U"
+
+
+def test_sequences_of_one_grammar_share_no_lexer_states(followed: _Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a matcher share its lexer: one that finds it full begins with a lexer of its own."""
+    monkeypatch.setattr(grammars, "LIMITS", {"max_lexer_states": 90, "verbose_errors": False})  # enough for one
+    pattern = LLMatcher.grammar_from_regex("[ab ]*a[ab ]{14}c")
+    random, last = np.random.default_rng(3), {}
+    for _ in range(40):
+        for key in range(8):
+            more = [last[key]] if key in last else []
+            answer = _answer(followed, question(GO_ON if more else BEGIN, key, more, (), "" if more else pattern))
+            assert answer[:1] == b"T", answer
+            last[key] = int(random.choice(allowed(answer[1:])))
