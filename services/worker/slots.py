@@ -328,7 +328,9 @@ class SlotTable:
         if np.logical_or.reduce(list(wrong.values())).any():
             self._refuse(slots, starts, lengths, wrong)
         if drafts is not None:
-            self.tokens[np.repeat(slots, drafts), np.repeat(known, drafts) + counting(drafts)] = guesses
+            # A guess outside the vocabulary equals nothing that is drawn; another id is computed in its place.
+            ids = np.where(guesses.view(np.uint32) < self.vocab, guesses, 0)
+            self.tokens[np.repeat(slots, drafts), np.repeat(known, drafts) + counting(drafts)] = ids
         return Chunks(slots, starts, lengths, samples, late, drafts, guesses)
 
     def _drafts(self, step: worker_pb2.Step, slots: Int32) -> tuple[Int32 | None, Int32]:
@@ -337,7 +339,7 @@ class SlotTable:
             return None, NONE
         drafts = self._column(step.chunk_drafts, "chunk_drafts", self.max_model_len)
         self._pair(slots, drafts, "chunk_slots, chunk_drafts")
-        guesses = self._column(step.drafts, "drafts", self.vocab)
+        guesses = self._column(step.drafts, "drafts", ANY)
         if int(drafts.sum(dtype=np.int64)) != guesses.size:
             raise ProtocolError(f"drafts: {guesses.size} ids for chunks with {drafts.sum(dtype=np.int64)} drafts")
         return drafts, guesses

@@ -167,7 +167,6 @@ class Speculation:
         self._misses: Int32 = np.zeros(table.slots, np.int32)  # looks without a match, one after another
         self._next: Int32 = np.zeros(table.slots, np.int32)  # applied tokens from which on a row is looked at again
         self._seen: npt.NDArray[np.int64] = np.full(table.slots, NEVER)  # generation that these are of
-
         self._alone_ns = ALONE_NS
         self._ahead_ns = AHEAD_NS
         self._answered_ns = 0  # when the last step was answered
