@@ -23,4 +23,7 @@ def decode_batch(fields: Mapping[bytes, bytes]) -> queue_pb2.TokenBatch:
         raise ValueError(f"token batch: {len(batch.tokens)} bytes of tokens in rows of {int(counts.sum())}")
     if rows and max(batch.finish) > LAST_FINISH:
         raise ValueError(f"token batch: finish {max(batch.finish)}; at most {LAST_FINISH}")
+    drafts = unpack(batch.drafts)
+    if drafts.size and (drafts.size != rows or int(drafts.min()) < 0):
+        raise ValueError(f"token batch: {drafts.size} counts of drafts for {rows} rows, or a negative one")
     return batch

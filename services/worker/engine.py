@@ -210,7 +210,8 @@ class Engine:
             tensor_ranks=self.parallel.tp,
             largest_step_ms=self.speed.largest_ms,
             max_drafts=MAX_DRAFTS,
-            same_bits=self.ops.name == "cpu",
+            # Of more than two ranks the order of a sum depends on the row's place, unless the sums are to be exact.
+            same_bits=self.ops.name == "cpu" and (self.parallel.tp <= 2 or self.settings.deterministic),
             numerics=self.numerics,
             **self._tier.describe(self.cache, self.ops.name, self.model_hash),
         )

@@ -27,12 +27,12 @@ from shared.processes.jail import JailError
 from shared.text.grammar_process import GrammarProcess
 from shared.text.grammars import NOT_FOLLOWED, NoGrammarsError
 
-BESIDE_OTHERS_S = 0.001
-"""A step waits so long for its masks,"""
 MEMORY_BYTES = 4 << 30
 """Of the process: the grammars of all sequences, at most 40 MiB each, and the tokenizer."""
 ALONE_S = 0.1
-"""and before that so long for the first of them, where no other row has anything to compute."""
+"""A step in which no other row has anything to compute waits so long for the first of its masks."""
+BESIDE_OTHERS_S = 0.001
+"""Any step waits so long for its masks."""
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ class Metrics:
         self._rank_busy.labels(str(rank)).inc(seconds)
 
     def step(self, result: worker_pb2.Result, chunks: Chunks) -> None:
-        """Add a step that was answered. A chunk of one token counts as a decode."""
+        """Add a step that was answered. A chunk of one token counts as a decode; guesses count as neither."""
         took = result.timings
         for seconds, nanoseconds in zip(
             self._seconds, (took.queued_ns, took.idle_ns, took.forward_ns, took.sample_ns, took.swap_ns), strict=True
@@ -67,10 +67,11 @@ class Metrics:
         busy_s = (took.forward_ns + took.sample_ns) / 1e9
         self._busy.inc(busy_s)
         self.rank_busy(0, busy_s)
-        decode = int((chunks.lengths == 1).sum())
+        lengths = chunks.lengths if chunks.drafts is None else chunks.lengths - chunks.drafts
+        decode = int((lengths == 1).sum())
         self._decode.inc(decode)
-        self._prefill.inc(int(chunks.lengths.sum()) - decode)
-        self._sampled.inc(len(result.slots) // 4)
+        self._prefill.inc(int(lengths.sum()) - decode)
+        self._sampled.inc(len(result.tokens) // 4)
         self._errors.inc(len(result.errors))
         self._late.inc(len(result.late_slots) // 4)
         self._sequences.set(len(chunks.slots))

@@ -30,6 +30,8 @@ CONNECTIONS = 16
 HELLO_S = 5.0
 SEND_S = 10
 """A scheduler that takes no result for so long has lost its Run."""
+ACCEPT_AGAIN_S = 1.0
+"""After a connection that could not be accepted."""
 READ_BYTES = 1 << 18
 Steps = Iterator[worker_pb2.Step]
 
@@ -93,11 +95,13 @@ class RunServer:
         self._listener.listen(CONNECTIONS)
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
         self._serving: set[threading.Thread] = set()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="run-accept", daemon=True)
         self._thread.start()
 
     def stop(self, grace_s: float) -> None:
         """Accept no further connection, and wait for those whose Run has ended to say so."""
+        self._stopping.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, as close does not
         self._listener.close()
@@ -109,8 +113,12 @@ class RunServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it was closed
-                return
+            except OSError as error:
+                if self._listener.fileno() < 0 or self._stopping.is_set():
+                    return
+                log.warning("a connection to the Unix socket was not accepted: %s", error)
+                self._stopping.wait(ACCEPT_AGAIN_S)  # as when no file may be opened
+                continue
             if not is_own(connection) or not self._slots.acquire(blocking=False):
                 connection.close()
                 continue
@@ -154,7 +162,12 @@ class RunServer:
         finally:
             run.end()
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # ends the reader
+                _end_reads(connection)
+
+
+def _end_reads(stream: socket.socket) -> None:
+    """End whatever waits for bytes of the stream."""
+    stream.shutdown(socket.SHUT_RDWR)
 
 
 def _steps(connection: socket.socket) -> Steps:

@@ -24,6 +24,7 @@ ROLES = {
 OTHER_NAMES = {
     "delete": "del", "scan_iter": "scan", "script_load": "script|load", "xgroup_create": "xgroup|create",
     "xpending_range": "xpending", "incr": "incrby", "execute": "", "pipeline": "multi", "aclose": "", "close": "",
+    "parse_response": "",
 }  # fmt: skip
 """Methods of redis-py that are not called like their commands; empty: none."""
 
@@ -48,6 +49,7 @@ def sent(role: str) -> set[str]:
             commands |= set(re.findall(r'"command": "([a-z]+)"', text))
             methods = re.findall(r"\b(?:stack|redis|_redis|pipe|_reader|_client|client|connection)\.([a-z_]+)\(", text)
             commands |= {OTHER_NAMES.get(name, name) for name in methods if hasattr(redis.Redis, name)}
+            commands |= {word.lower() for word in re.findall(r"_line\(\"([A-Z]+)\"", text)}
             for script in re.findall(r"scripts\.([a-z_]+)\b", text):
                 commands |= {"evalsha", *in_script(script)}
             if "self._lease.write(" in text or "lease.write(" in text:  # words that fenced.lua sends

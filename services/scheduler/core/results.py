@@ -18,7 +18,7 @@ from services.scheduler.core.placement.router import Router
 from services.scheduler.core.replica import Replica, SentStep
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Bool, RowIndex, ramp
-from services.scheduler.core.types import Finish, Int32, Outcome, Records, Rows, StepResult
+from services.scheduler.core.types import EMPTY, Finish, Int32, Outcome, Records, Rows, StepResult
 from services.scheduler.core.waiting import WaitingQueue
 
 _NONE: npt.NDArray[np.uint8] = np.zeros(4096, np.uint8)
@@ -199,6 +199,8 @@ class Results:
     def _spans(step: SentStep, rows: Rows, result: StepResult) -> Spans:
         """Return where the tokens of each row stand. Raises ValueError for counts that the step cannot give."""
         counts, drafts = result.token_counts, step.drafts
+        if counts is None and not rows.size:
+            counts = EMPTY  # none of them got a token: all failed
         if drafts is None or counts is None or counts.size != rows.size:
             found = 0 if counts is None else counts.size
             raise ValueError(f"the result of step {step.id} has {found} token counts for {rows.size} slots")

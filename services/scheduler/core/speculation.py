@@ -87,7 +87,9 @@ class History:
         if output.size <= LEAST_MATCH or not request.speculate:
             return
         tenant = request.tenant
-        kept = self._of.setdefault(tenant, [Outputs()])
+        kept = self._of.get(tenant)
+        if kept is None:
+            kept = self._of[tenant] = [Outputs()]
         self._of.move_to_end(tenant)
         if len(self._of) > TENANTS:
             self._of.popitem(last=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from protos import worker_pb2
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.replica import KV
 from services.scheduler.core.scheduler import Scheduler
@@ -12,6 +13,7 @@ from services.scheduler.core.sequence import State
 from services.scheduler.core.speculation import Drafts
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import Limits, Rows, StepPlan, StepResult
+from services.scheduler.workers.wire import result_from_wire
 from tests.unit.scheduler.core.named import Named, house
 from tests.unit.scheduler.core.twin import request
 
@@ -82,6 +84,16 @@ def test_counts_that_a_step_cannot_give_are_refused(counts: list[int] | None, to
     with pytest.raises(ValueError, match=f"the result of step {plan.id} has"):
         h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), np.full(tokens, 9, np.int32), column), h.now)
     h.core.check()
+
+
+def test_failed_sequence_with_drafts_fails_alone() -> None:
+    """On the wire a result without a token has no column of counts."""
+    h = decoding(4)
+    plan = decode_step(h, 2)
+    message = worker_pb2.Result(id=plan.id, errors=[worker_pb2.SequenceError(slot=0, code="nan_logits", message="x")])
+    h.take(h.core.apply(result_from_wire(message), h.now))
+    h.core.check()
+    assert h.errors == {"a": "nan_logits: x"}
 
 
 def test_counts_without_drafts_are_refused() -> None:
