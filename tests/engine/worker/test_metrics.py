@@ -17,7 +17,7 @@ def test_worker_metrics_add_up_what_steps_took_and_ran() -> None:
     timings = worker_pb2.Timings(
         queued_ns=1_000_000, idle_ns=2_000_000, forward_ns=30_000_000, sample_ns=4_000_000, total_ns=35_000_000
     )
-    result = worker_pb2.Result(slots=pack([0, 2]), timings=timings, swap_out_acks=pack([5, 6, 7]))
+    result = worker_pb2.Result(slots=pack([0, 2]), tokens=pack([9, 9]), timings=timings, swap_out_acks=pack([5, 6, 7]))
     result.late_slots = pack([1])
     lengths = np.array([1, 40, 1], np.int32)
     slots = np.arange(3, dtype=np.int32)
