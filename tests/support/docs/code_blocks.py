@@ -39,7 +39,6 @@ LEFT_OUT = {
     r"--find ": "dozens of runs; tests/unit/simulator/test_search.py does them in small",
     r"^orcinus drain": "ends what the shared stack needs; tests/chaos/test_drain.py does it",
     r"^orcinus (pull|rm) ": "needs the Hub; tests/integration/cli/test_hub.py fetches from a server that stands for it",
-    r"^orcinus keys revoke ID": "names a key of the reader's; tests/integration/gateway/test_keys.py revokes one",
     r"^make certs|\.run/certs|redis-users": "writes into .run; tests/stack/test_secured_stack.py makes its own",
     r"--trace trace\.csv|http://other:8000|steps\.jsonl": "needs a file or a server of the reader's",
 }
