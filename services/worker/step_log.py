@@ -25,7 +25,7 @@ class StepLog:
 
     def write(self, result: worker_pb2.Result, chunks: Chunks) -> None:
         """Append a step that was answered."""
-        one = chunks.lengths == 1
+        one = chunks.lengths - (0 if chunks.drafts is None else chunks.drafts) == 1  # a decode, perhaps with drafts
         starts, lengths = chunks.starts[~one].astype(np.int64), chunks.lengths[~one]
         timings = result.timings
         line = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,14 @@ MODEL = {"requests": REQUESTS, "output_tokens": 48, "max_position_embeddings": C
 def ranks_of(stack: Stack) -> list[psutil.Process]:
     """The leader and those that it started."""
     leader = psutil.Process(stack.pid("worker"))
-    return [leader, *leader.children()]
+    return [leader, *filter(computes, leader.children())]
+
+
+def computes(process: psutil.Process) -> bool:
+    """Whether it is no process that makes masks of grammars."""
+    with contextlib.suppress(psutil.Error):
+        return not any("grammar_process" in word for word in process.cmdline())
+    return True
 
 
 def listening(process: psutil.Process) -> set[str]:
@@ -135,7 +143,8 @@ def test_torchrun_starts_the_ranks_again_and_no_token_is_lost(reference: Referen
     stack = Stack(tmp_path, reference.path, dtype="float32", tp=2, threads=1, worker_metrics_port=metrics)
 
     def ranks() -> list[psutil.Process]:
-        return [each for each in psutil.Process(stack.pid("worker")).children(recursive=True) if alive(each)]
+        children = psutil.Process(stack.pid("worker")).children(recursive=True)
+        return [each for each in children if alive(each) and computes(each)]
 
     try:
         stack.redis.start()

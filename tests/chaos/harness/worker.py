@@ -54,8 +54,8 @@ def disobedient(prepare: Callable[..., Any], orders: Path) -> Callable[..., Any]
 def run(orders: Path) -> int:
     """As services.worker.main.run, which see."""
 
-    def chosen(settings: WorkerSettings, config: DecoderConfig, alone: bool = True) -> tuple[AnyOps, torch.dtype]:
-        ops, dtype = choose(settings, config, alone)
+    def chosen(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
+        ops, dtype = choose(settings, config)
         object.__setattr__(ops, "prepare", disobedient(ops.prepare, orders))
         return ops, dtype
 
