@@ -36,7 +36,7 @@ class StepLog:
             "tokens": int(chunks.lengths.sum()),
             "decode_context": int(chunks.starts[one].sum()),
             "prefill_context": float((lengths * (starts + (lengths + 1) / 2)).sum()),
-            "sampled": len(result.slots) // 4,
+            "sampled": len(result.tokens) // 4,
             "errors": len(result.errors),
             "queued_us": timings.queued_ns // 1000,
             "idle_us": timings.idle_ns // 1000,

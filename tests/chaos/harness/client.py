@@ -181,7 +181,7 @@ class Client:
             self._last = found.id
             position = found.id.rpartition(":")[2]
             connection.events += [_event(choice, time.monotonic(), position) for choice in event["choices"]]
-            connection.usage = event.get("usage") or connection.usage
+            connection.usage = counts(event.get("usage")) or connection.usage
             self._read += 1
             if self._leaves():
                 connection.end = LEFT
@@ -226,7 +226,7 @@ class Client:
 
 def _take_whole(whole: dict[str, Any], connection: Connection) -> None:
     connection.events = [_event(choice, time.monotonic(), None) for choice in whole["choices"]]
-    connection.usage, connection.end = whole["usage"], DONE
+    connection.usage, connection.end = counts(whole["usage"]), DONE
 
 
 def _event(choice: dict[str, Any], at_s: float, position: str | None) -> Event:
@@ -246,3 +246,8 @@ async def _sse(content: aiohttp.StreamReader) -> AsyncIterator[sse.Event]:
             return
         if (event := decoder.feed(line.decode().rstrip())) is not None:
             yield event
+
+
+def counts(usage: dict[str, Any] | None) -> dict[str, int] | None:
+    """The tokens of an answer; how many of them were guessed depends on what else ran."""
+    return usage and {name: count for name, count in usage.items() if name != "completion_tokens_details"}
