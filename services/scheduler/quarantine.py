@@ -197,6 +197,9 @@ class Quarantine:
     def _resolve(self, worker: str, died: bool, now_ns: int) -> None:
         _, in_step, at_worker = self._broken.pop(worker)
         self.died(in_step if died else set(), at_worker, now_ns)
+        if died:  # another link that was broken by then says nothing new of these requests: they were not tried since
+            for other, (identity, others_step, others) in self._broken.items():
+                self._broken[other] = (identity, others_step - in_step, others)
         for name in sorted(in_step & self._gateways.keys()):
             self._resume(name, now_ns)
 
