@@ -146,7 +146,7 @@ def test_error_in_a_stream_leaves_the_stream(stream: Stream, server: Any, contin
 
 def test_seed_n_and_priority(client: Any, server: Any, headers: dict[str, str]) -> None:
     def texts(seed: int) -> list[bytes]:
-        parameters = {"max_tokens": 12, "seed": seed, "n": 3}
+        parameters = {"max_tokens": 12, "seed": seed, "n": 3, "temperature": 1.0}
         result = client.infer(
             server.model, [text_input("def add(")], parameters=parameters, headers=headers, priority=2
         )
