@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import hiredis
 from redis.asyncio import BlockingConnectionPool, Connection, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.connection import HiredisRespSerializer
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -118,9 +118,12 @@ async def persist(
         return result
 
 
+_PACKER: Any = HiredisRespSerializer()  # redis-py annotates each word as a list
+
+
 def pack_words(_connection: Connection, words: Sequence[Value]) -> Any:
-    """Return a command as the connection sends it; a tenth of the time of the connection's own method."""
-    return hiredis.pack_command(tuple(words))  # type: ignore[arg-type]  # its stub wants one word
+    """Return a command as the connection sends it, in a fraction of the time of the connection's own method."""
+    return _PACKER.pack(*words)
 
 
 class Line:

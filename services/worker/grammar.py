@@ -33,6 +33,8 @@ ALONE_S = 0.1
 """A step in which no other row has anything to compute waits so long for the first of its masks."""
 BESIDE_OTHERS_S = 0.001
 """Any step waits so long for its masks."""
+TOGETHER_S = 5.0
+"""Where no row may be late a step waits so long: less than the scheduler's watchdog, which would drop the worker."""
 
 
 @dataclass(slots=True)
@@ -116,9 +118,14 @@ class SlotGrammars:
             wait_for(wanted.values(), BESIDE_OTHERS_S)
             late = [slot for slot, mask in wanted.items() if not mask.done()]
             self.late += len(late)
+        elif wanted:
+            wait_for(wanted.values(), TOGETHER_S)
         found: dict[int, bytes] = {}
         wrong: dict[int, str] = {}
         for slot in wanted.keys() - set(late):
+            if not wanted[slot].done():
+                wrong[slot] = f"its mask was not there within {TOGETHER_S:g} s; send it again, or a simpler grammar"
+                continue
             try:
                 found[slot] = wanted[slot].result()[: self._mask_bytes]
             except NoGrammarsError as error:

@@ -44,7 +44,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(autouse=True)
 def drafts_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "GAIN", 0.0)
+    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
 
 
 def engine_of(model: Path, pool_tokens: int = 4096, **settings: Any) -> Engine:

@@ -210,6 +210,7 @@ def main() -> int:
         parser.error("edits need --old and --new, folders like /usr/lib/python3.11; or leave them out of --kinds")
     model = "" if options.model == ROOT / "assets" / "demo-model" else options.model.name
     command = ["python", "-m", "bench.studies.speculation", "--rounds", str(options.rounds)]
+    command += ["--kinds", ",".join(options.kinds), "--streams", ",".join(map(str, options.streams))]
     facts = provenance(command + (["--model", model] if model else []), "torch", "numpy")
     rows = asyncio.run(measure(options))
     if options.name:

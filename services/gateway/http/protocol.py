@@ -129,6 +129,8 @@ class Protocol(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head and began_before:
             self._head_bytes += len(data)
+        if not self._in_head and self._late is None and (self.cycle is None or self.cycle.response_complete):
+            self._wait()  # for a request behind empty lines, which begin none and end the time of an idle connection
         if max(self._head_bytes, self._past_body_bytes) > self._bounds.head_bytes and not self.transport.is_closing():
             self._answer(self._too_long())
         if self.pipeline:
@@ -189,7 +191,7 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        cycle.transport = _CycleTransport(self)  # type: ignore[assignment]
+        cycle.transport = _CycleTransport(self)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -254,13 +256,19 @@ class Protocol(HttpToolsProtocol):
         self.flow.resume_reading()
 
 
-class _CycleTransport:
+class _CycleTransport(asyncio.Transport):
     """The transport as one exchange sees it: closed behind an answer, it lingers while the request is not all there."""
 
     def __init__(self, protocol: Protocol) -> None:
+        super().__init__()
         self._protocol = protocol
-        self.write = protocol.transport.write
-        self.is_closing = protocol.transport.is_closing
+        self._transport = protocol.transport
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
     def close(self) -> None:
         protocol = self._protocol

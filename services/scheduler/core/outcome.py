@@ -88,7 +88,7 @@ class OutcomeBuilder:
         """Add the end of `sequence` without a further token; its index is that of the token it would have got."""
         self.rows.append(Row(sequence.record, sequence.choice, sequence.outputs.size, None, b"", finish, error))
 
-    def late(self, sequence: Sequence, token: int, logprobs: bytes, wait_ns: int) -> None:
+    def departed(self, sequence: Sequence, token: int, logprobs: bytes, wait_ns: int) -> None:
         """Add `token`, in the outputs already, of a step sent before `sequence` lost its slot."""
         first = sequence.outputs.size - 1
         self.rows.append(Row(sequence.record, sequence.choice, first, token, logprobs, sequence.finish, "", wait_ns))

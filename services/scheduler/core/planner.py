@@ -101,7 +101,7 @@ class Planner:
         replica = step.replica
         if replica.speculation.possible and not replica.inflight_of.get(step.microbatch):
             left = min(step.tokens_left, replica.limits.max_step_tokens - rows.size)
-            drafts = replica.speculation.drafts(rows, left, min(replica.available, replica.pool.free), step.context)
+            drafts = replica.speculation.drafts(rows, left, replica.available, step.context)
             if drafts is not None:
                 step.speculate(drafts)
 

@@ -125,7 +125,7 @@ class Results:
             for row in rows[~present[rows]].tolist():
                 for at in (row,) if spans is None else spans.of(row):
                     record = logprobs[at] if logprobs is not None else b""
-                    self._late(replica, step, row, int(tokens[at]), record, now_ns, out)
+                    self._append_departed(replica, step, row, int(tokens[at]), record, now_ns, out)
             samples = samples & present
             rows = rows[present[rows]]
         columns = None
@@ -311,7 +311,7 @@ class Results:
             out.checkpoints.append((table.request[slot].id, int(table.choice[slot]), first, tokens))
             table.checkpointed[slot] = end
 
-    def _late(
+    def _append_departed(
         self,
         replica: Replica,
         step: SentStep,
@@ -336,7 +336,7 @@ class Results:
             self._endings.withdraw(sequence)
             self._endings.completed(sequence)
             sequence.finish = finish
-        out.late(sequence, token, logprobs, wait_ns)
+        out.departed(sequence, token, logprobs, wait_ns)
         if finish is not Finish.RUNNING:
             self._endings.end(sequence, finish, "", out)
         else:

@@ -17,23 +17,23 @@ from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.table import NEVER, SlotTable
 from services.scheduler.core.types import NO_ROWS, Int32, Limits, NewRequest, Rows
 
-MOST = 16  # drafts of one row in a step
-LEAST_MATCH = 3  # tokens that stood before as they stand now; fewer predict little
-LONGEST_MATCH = 24  # a longer match is not looked for
-CANDIDATES = 16  # latest places that are compared further
-TENANTS = 64  # outputs are kept of so many tenants, those that ended last,
-KEPT = 8_192  # and of each the last so many tokens, twice
+MAX_ROW_DRAFTS = 16  # drafts of one row in a step
+MIN_MATCH = 3  # tokens that stood before as they stand now; fewer predict little
+MAX_MATCH = 24  # a longer match is not looked for
+MAX_PLACES = 16  # latest places that are compared further
+MAX_TENANTS = 64  # with outputs kept: those whose outputs ended last
+TENANT_TOKENS = 16_384  # kept of one tenant, with a GAP behind each output
 GAP = -1  # between two outputs
-GAIN = 1.05  # tokens a second with drafts, over those without, from which they are worth a try
+MIN_GAIN = 1.05  # tokens a second with drafts, over those without, from which they are worth a try
 ALONE_NS = 1_000_000.0  # between two steps of which the second is planned behind the answer to the first; then learnt
 AHEAD_NS = 200_000.0  # between two steps when the second was sent before that
-LONGEST_NS = 20e6  # of both; more is a pause of the machine
-FIRST = 0.7  # share of drafts that is taken to be right before any was tried
-REMEMBER = 0.05  # weight of a step in what passes beside steps
-LEARN = 0.25  # weight of a step in a row's share
-SURE = 0.98  # no share is taken to be more
-FADE = 0.01  # weight of FIRST in the share of a row that could draft and does not: it is tried again one day
-REST = 16  # tokens at most until a row without a match is looked at again
+MAX_DELAY_NS = 20e6  # of both; more is a pause of the machine
+INITIAL_SHARE = 0.7  # share of drafts that is taken to be right before any was tried
+DELAY_RATE = 0.05  # weight of a step in what passes beside steps
+SHARE_RATE = 0.25  # weight of a step in a row's share
+MAX_SHARE = 0.98  # no share is taken to be more
+RECOVERY_RATE = 0.01  # a row that could draft and does not: its share moves back to INITIAL_SHARE by so much a step
+MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search
 
 
 @dataclass(slots=True)
@@ -46,87 +46,76 @@ class Drafts:
 
 
 class Outputs:
-    """Outputs of one tenant, one after another, and where each three tokens stand in them; full after KEPT tokens."""
+    """The last outputs of one tenant, one after another."""
 
     def __init__(self) -> None:
-        self.tokens: Int32 = np.full(KEPT, GAP, np.int32)
+        self._tokens: Int32 = np.full(TENANT_TOKENS, GAP, np.int32)
         self._size = 0
-        self._places: dict[tuple[int, ...], list[int]] = {}  # of the last of three tokens, CANDIDATES at most
 
-    def add(self, output: Int32) -> bool:
-        """Add an output; return False where there is no room for it."""
-        start, end = self._size, self._size + output.size
-        if end >= KEPT:
-            return False
-        self.tokens[start:end], self._size = output, end + 1  # behind it is a GAP
-        three = output.tolist()
-        for at, key in enumerate(zip(three, three[1:], three[2:], strict=False), start + LEAST_MATCH - 1):
-            places = self._places.setdefault(key, [])
-            places.append(at)
-            del places[:-CANDIDATES]
-        return True
+    @property
+    def tokens(self) -> Int32:
+        """Return the tokens, with a GAP behind each output."""
+        return self._tokens[: self._size]
 
-    def find(self, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
-        """Return as follow()."""
-        places = self._places.get(tuple(tail[-LEAST_MATCH:].tolist()))
-        return follow(self.tokens, np.array(places), tail, most) if places else (0, [])
+    def add(self, output: Int32) -> None:
+        """Add an output, its first tokens if it is long; where there is no room the older half goes."""
+        half = TENANT_TOKENS // 2
+        output = output[: half - 1]
+        if self._size + output.size >= TENANT_TOKENS:
+            self._size -= half
+            self._tokens[: self._size] = self._tokens[half : half + self._size].copy()
+        end = self._size + output.size
+        self._tokens[self._size : end], self._tokens[end] = output, GAP
+        self._size = end + 1
 
 
 class History:
-    """The latest outputs by tenant; no tenant's drafts come from another one's. Shared by all replicas.
+    """The last outputs by tenant; no tenant's drafts come from another one's. Shared by all replicas.
 
     drafted, accepted: drafts that were checked, and those that were right.
     """
 
     def __init__(self) -> None:
         self.drafted = self.accepted = 0
-        self._of: OrderedDict[str, list[Outputs]] = OrderedDict()  # by tenant: those that are added to, then the former
+        self._of: OrderedDict[str, Outputs] = OrderedDict()
 
     def add(self, request: NewRequest, output: Int32) -> None:
         """Keep an output that has ended, for others of its tenant."""
-        if output.size <= LEAST_MATCH or not request.speculate:
+        if output.size <= MIN_MATCH or not request.speculate:
             return
-        tenant = request.tenant
-        kept = self._of.get(tenant)
-        if kept is None:
-            kept = self._of[tenant] = [Outputs()]
-        self._of.move_to_end(tenant)
-        if len(self._of) > TENANTS:
-            self._of.popitem(last=False)
-        output = output[: KEPT - 1]
-        if not kept[0].add(output):
-            kept[:] = [Outputs(), kept[0]]
-            kept[0].add(output)
+        outputs = self._of.get(request.tenant)
+        if outputs is None:
+            outputs = self._of[request.tenant] = Outputs()
+            if len(self._of) > MAX_TENANTS:
+                self._of.popitem(last=False)
+        self._of.move_to_end(request.tenant)
+        outputs.add(output)
 
     def find(self, tenant: str, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
         """Return as follow(), from the outputs of a tenant."""
-        best: tuple[int, list[list[int]]] = (0, [])
-        for outputs in self._of.get(tenant, ()):
-            found = outputs.find(tail, most)
-            if found[0] > best[0]:
-                best = found
-        return best
+        outputs = self._of.get(tenant)
+        return find(outputs.tokens, tail, most) if outputs is not None else (0, [])
 
 
 def find(text: Int32, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
     """Return as follow(), from wherever the last tokens of `tail` stand in `text` with something behind them."""
     end = text.size - 1
-    if end < LEAST_MATCH or tail.size < LEAST_MATCH:
+    if end < MIN_MATCH or tail.size < MIN_MATCH:
         return 0, []
-    hit = text[LEAST_MATCH - 1 : end] == tail[-1]
-    for back in range(1, LEAST_MATCH):
-        hit &= text[LEAST_MATCH - 1 - back : end - back] == tail[-1 - back]
-    places = hit.nonzero()[0][-CANDIDATES:] + (LEAST_MATCH - 1)
+    hit = text[MIN_MATCH - 1 : end] == tail[-1]
+    for back in range(1, MIN_MATCH):
+        hit &= text[MIN_MATCH - 1 - back : end - back] == tail[-1 - back]
+    places = hit.nonzero()[0][-MAX_PLACES:] + (MIN_MATCH - 1)
     return follow(text, places, tail, most) if places.size else (0, [])
 
 
 def follow(text: Int32, places: Rows, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
     """Return the length of the longest match of the end of `tail` at one of `places` in `text`, and what follows.
 
-    places: where the last of LEAST_MATCH tokens stands that match, ascending. The second has at most `most` tokens each
+    places: where the last of MIN_MATCH tokens stands that match, ascending. The second has at most `most` tokens each
     of what follows the places at which at least half as many match.
     """
-    length, longest, by_length = LEAST_MATCH, places, [places]
+    length, longest, by_length = MIN_MATCH, places, [places]
     while length < tail.size:
         longest = longest[longest >= length]
         longest = longest[text[longest - length] == tail[-1 - length]]
@@ -134,7 +123,7 @@ def follow(text: Int32, places: Rows, tail: Int32, most: int) -> tuple[int, list
             break
         length += 1
         by_length.append(longest)
-    places = by_length[max(-(-length // 2) - LEAST_MATCH, 0)]
+    places = by_length[max(-(-length // 2) - MIN_MATCH, 0)]
     return length, [text[at + 1 : at + 1 + most].tolist() for at in places.tolist()]
 
 
@@ -165,7 +154,7 @@ class Speculation:
         self._limits = limits
         self._model = model
         self._history = history
-        self._share: npt.NDArray[np.float64] = np.full(table.slots, FIRST)  # of a row's drafts that were right
+        self._share: npt.NDArray[np.float64] = np.full(table.slots, INITIAL_SHARE)  # of a row's drafts that were right
         self._misses: Int32 = np.zeros(table.slots, np.int32)  # looks without a match, one after another
         self._next: Int32 = np.zeros(table.slots, np.int32)  # applied tokens from which on a row is looked at again
         self._seen: npt.NDArray[np.int64] = np.full(table.slots, NEVER)  # generation that these are of
@@ -186,7 +175,7 @@ class Speculation:
         found = self.propose(rows, tokens_left, blocks_left, context)
         if self._waited.size:
             wrong = self._waited if found is None else np.setdiff1d(self._waited, found.rows)
-            self._share[wrong] *= 1 - LEARN  # their first draft was, or they have ended
+            self._share[wrong] *= 1 - SHARE_RATE  # their first draft was, or they have ended
             self._failures = 0 if found is not None else min(self._failures + 1, 6)
             self._patience = (1 << self._failures) - 1
             self._waited = NO_ROWS
@@ -209,7 +198,7 @@ class Speculation:
             return None
         fresh = rows[self._seen[rows] != table.generation[rows]]
         if fresh.size:
-            self._share[fresh], self._misses[fresh], self._next[fresh] = FIRST, 0, 0
+            self._share[fresh], self._misses[fresh], self._next[fresh] = INITIAL_SHARE, 0, 0
             self._seen[fresh] = table.generation[fresh]
         may = (self._next[rows] <= table.applied[rows]) & (table.limit[rows] > table.known[rows])
         due = [row for row in rows[may].tolist() if table.request[row].speculate]
@@ -217,14 +206,14 @@ class Speculation:
         expected = 0.0
         for row in due:
             share = self._share.item(row)
-            most = min(MOST, room, table.limit.item(row) - table.known.item(row))
+            most = min(MAX_ROW_DRAFTS, room, table.limit.item(row) - table.known.item(row))
             if share < least or most < 1:
-                self._share[row] += FADE * (FIRST - share)
+                self._share[row] += RECOVERY_RATE * (INITIAL_SHARE - share)
                 continue
             drafts, right = agree(self._look(row, most), share, least)
             if not drafts:
                 self._misses[row] += 1
-                self._next[row] = table.applied[row] + min(1 << min(self._misses.item(row), 8), REST)
+                self._next[row] = table.applied[row] + min(1 << min(self._misses.item(row), 8), MAX_PAUSE)
                 continue
             self._misses[row] = 0
             drafts, blocks_left = self._within(row, drafts, blocks_left)
@@ -237,9 +226,9 @@ class Speculation:
         counts = np.array([len(drafts) for _, drafts in found], np.int32)
         plain = step_ns + min(self._ahead_ns, self._alone_ns)
         took = step_ns + draft_ns * int(counts.sum()) + self._alone_ns
-        if (rows.size + expected) * plain < GAIN * rows.size * took:
+        if (rows.size + expected) * plain < MIN_GAIN * rows.size * took:
             tried = [row for row, _ in found]
-            self._share[tried] += FADE * (FIRST - self._share[tried])
+            self._share[tried] += RECOVERY_RATE * (INITIAL_SHARE - self._share[tried])
             return None
         tokens = [token for _, drafts in found for token in drafts]
         return Drafts(np.array([row for row, _ in found]), counts, np.array(tokens, np.int32))
@@ -264,19 +253,19 @@ class Speculation:
         alone: it was planned when no other was unanswered.
         """
         since_ns, self._answered_ns = planned_ns if alone else max(planned_ns, self._answered_ns), now_ns
-        beside_ns = min(max(now_ns - since_ns - step_ns, 0), LONGEST_NS)
+        beside_ns = min(max(now_ns - since_ns - step_ns, 0), MAX_DELAY_NS)
         if step_ns <= 0:
             return
         if alone:
-            self._alone_ns += REMEMBER * (beside_ns - self._alone_ns)
+            self._alone_ns += DELAY_RATE * (beside_ns - self._alone_ns)
         else:
-            self._ahead_ns += REMEMBER * (beside_ns - self._ahead_ns)
+            self._ahead_ns += DELAY_RATE * (beside_ns - self._ahead_ns)
 
     def learn(self, rows: Rows, drafts: Int32, right: Int32) -> None:
         """Learn from an answer: right[i] of drafts[i] guesses for rows[i] were right, [k] each."""
         tried = np.minimum(right + 1, drafts)
         share = self._share[rows]
-        self._share[rows] = (share + LEARN * (right / np.maximum(tried, 1) - share)).clip(0.01, SURE)
+        self._share[rows] = (share + SHARE_RATE * (right / np.maximum(tried, 1) - share)).clip(0.01, MAX_SHARE)
         self._history.drafted += int(drafts.sum())
         self._history.accepted += int(right.sum())
 
@@ -301,7 +290,7 @@ class Speculation:
         """Return what followed the last applied tokens of a row where they stood before."""
         table, request = self._table, self._table.request[row]
         text = table.tokens[row, : table.applied.item(row)]
-        tail = text[-LONGEST_MATCH:]
+        tail = text[-MAX_MATCH:]
         length, best = find(text, tail, most)
         # A match may reach to the end: what repeats itself may go on.
         best = [(each * most)[:most] if len(each) < most else each for each in best]
@@ -309,7 +298,7 @@ class Speculation:
             longer, follows = find(request.prediction, tail, most)
             if longer >= length and longer:  # what the client says goes before what the sequence says
                 length, best = longer, follows
-        if length < LONGEST_MATCH:
+        if length < MAX_MATCH:
             longer, follows = self._history.find(request.tenant, tail, most)
             if longer > length:
                 best = follows

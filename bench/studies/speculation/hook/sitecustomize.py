@@ -1,62 +1,38 @@
 """Let a worker draw recorded tokens: what the model says is computed and left aside. For this study alone.
 
-Python imports this module at the start of every process whose PYTHONPATH names its folder. RECORDED_TEXTS names a JSON
-file: a list of token ids for each text, prompt and output; a request with the seed s gets those of text s.
+PYTHONPATH names this folder, and Python imports the module of this name at the start of each process. The environment
+variable RECORDED_TEXTS names a JSON file with a list of texts: each the token ids of a prompt and its output. A request
+with the seed s draws those of text number s. The first text has the number 1.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
-BACKEND = "kernels.cpu.backend"
 
-
-def _replace_sampler(module: ModuleType) -> None:
+def draw_recorded(path: Path) -> None:
+    """Let the CPU kernels draw the tokens of these texts."""
     import numpy as np
-    import torch
 
-    texts = [np.array(ids) for ids in json.loads(Path(os.environ["RECORDED_TEXTS"]).read_text())]
-    sample = module.CpuOps.sample
+    from kernels.cpu.backend import CpuOps
 
-    def recorded(self: Any, logits: Any, rows: Any) -> Any:
+    texts = [np.array(ids) for ids in json.loads(path.read_text())]
+    sample = CpuOps.sample
+
+    def recorded(self: CpuOps, logits: Any, rows: Any) -> Any:
         sampled = sample(self, logits, rows)  # its time counts
         for row, (seed, position) in enumerate(zip(rows.seed.tolist(), rows.position.tolist(), strict=True)):
             if 0 < seed <= len(texts) and position < texts[seed - 1].size:
                 sampled.tokens[row] = int(texts[seed - 1][position])
         return sampled
 
-    module.CpuOps.sample = recorded
-    torch.set_grad_enabled(False)
+    patch.object(CpuOps, "sample", recorded).start()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != BACKEND:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _replace_sampler(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-if "RECORDED_TEXTS" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+if "RECORDED_TEXTS" in os.environ and "worker" in sys.orig_argv:
+    draw_recorded(Path(os.environ["RECORDED_TEXTS"]))

@@ -182,6 +182,15 @@ def test_answer_before_the_body_reaches_a_client_that_sends_on(
     assert received.startswith(b"HTTP/1.1 " + status) and b"connection: close" in received
 
 
+def test_connection_that_sends_empty_lines_is_closed_in_time(gateway: GatewayProcess) -> None:
+    with connected(gateway) as connection:
+        connection.sendall(MODELS)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"\r\n")
+        received = b"".join(iter(lambda: connection.recv(65536), b""))  # which fails after 20 s
+    assert b"HTTP/1.1 408" in received
+
+
 def test_connection_stays_open_between_requests_for_the_time_set(gateway: GatewayProcess) -> None:
     with connected(gateway) as connection:
         connection.sendall(MODELS)

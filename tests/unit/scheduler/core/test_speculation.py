@@ -9,7 +9,7 @@ import pytest
 
 from services.scheduler.core import speculation
 from services.scheduler.core.policy.step_time import StepTime
-from services.scheduler.core.speculation import GAP, KEPT, TENANTS, History, Speculation, agree, find
+from services.scheduler.core.speculation import GAP, MAX_TENANTS, TENANT_TOKENS, History, Speculation, agree, find
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Int32, Limits, NewRequest
@@ -62,7 +62,7 @@ def test_outputs_of_tenant_are_found_as_in_their_text() -> None:
 
 def test_history_is_bounded_in_tenants_and_tokens() -> None:
     history = History()
-    for number in range(TENANTS + 5):
+    for number in range(MAX_TENANTS + 5):
         history.add(NewRequest("r", [ids(1)], 9, tenant=str(number)), ids(1, 2, 3, 4, 5))
     assert history.find("4", ids(1, 2, 3), 2) == (0, [])
     assert history.find("5", ids(1, 2, 3), 2) == (3, [[4, 5]])
@@ -70,7 +70,7 @@ def test_history_is_bounded_in_tenants_and_tokens() -> None:
         history.add(NewRequest("r", [ids(1)], 9, tenant="x"), np.arange(100, dtype=np.int32) + 100 * number)
     assert history.find("x", ids(1, 2, 3), 2) == (0, [])
     assert history.find("x", ids(39_901, 39_902, 39_903), 2) == (3, [[39_904, 39_905]])
-    history.add(NewRequest("r", [ids(1)], 9, tenant="y"), np.arange(3 * KEPT, dtype=np.int32))
+    history.add(NewRequest("r", [ids(1)], 9, tenant="y"), np.arange(3 * TENANT_TOKENS, dtype=np.int32))
     assert history.find("y", ids(1, 2, 3), 1) == (3, [[4]])
 
 

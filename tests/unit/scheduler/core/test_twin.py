@@ -55,7 +55,7 @@ ENDS = (Finish.CANCELLED, Finish.DEADLINE, Finish.ERROR)
 
 @pytest.fixture(autouse=True)
 def drafts_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "GAIN", 0.0)
+    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
     monkeypatch.setattr(Speculation, "_least", lambda *_: 0.02)
 
 
