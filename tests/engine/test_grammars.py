@@ -202,6 +202,22 @@ def test_row_without_its_mask_sits_out_and_is_drawn_later(takes_late: Engine, mo
     assert bytes(driver.outputs[2]).decode() in {choice[0] for choice in CHOICES}
 
 
+def test_step_that_has_to_wait_fails_the_row_without_its_mask_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = hold_masks(engine, monkeypatch)
+    monkeypatch.setattr(grammar_module, "TOGETHER_S", 0.01)
+    driver = Driver(engine)
+    engine.reset()
+    driver.enter(0, [1, 2, 3])
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]))
+    result = driver.step({0: 64, 2: 64})
+    given.set()
+    assert unpack(result.slots).tolist() == [0]
+    assert [(error.slot, error.code) for error in result.errors] == [(2, "grammar")]
+    assert "was not there within" in result.errors[0].message
+
+
 def test_scheduler_that_takes_no_late_rows_gets_every_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "ALONE_S", 0.0)
     monkeypatch.setattr(grammar_module, "BESIDE_OTHERS_S", 0.0)

@@ -238,3 +238,24 @@ def test_broken_connection_to_worker_that_lives_makes_nobody_a_suspect(again: st
         shard.join()
         shard.quarantine.linked("worker-0", again, shard.now_ns)
     assert bool(shard.given_up) == suspected
+
+
+@pytest.mark.parametrize(
+    ("later", "dead"), [(False, []), (True, ["a"])], ids=["noticed together", "one after the other"]
+)
+def test_deaths_noticed_together_count_once_for_a_request(later: bool, dead: list[str]) -> None:
+    """Two choices of one request are alone on two workers, and both workers die."""
+    shard = Shard()
+    shard.join()
+    shard.arrive("a", "g1")
+    shard.steps(2)
+    for number in (0, 1):
+        shard.core.lose(number, shard.now_ns)
+        shard.quarantine.link_lost(f"worker-{number}", "first", {"a"}, {"a"})
+        if later or number == 1:
+            shard.join()
+            shard.quarantine.linked(f"worker-{number}", "another", shard.now_ns)
+    shard.join()
+    if not later:
+        shard.quarantine.find_dead(lambda name: True, shard.now_ns)
+    assert shard.given_up == dead
