@@ -123,6 +123,7 @@ class WaitingWorker:
             self.process.kill()
             self.process.wait()
         self._reader.join()
+        print(f"the worker exited with {self.process.returncode}", *self.lines, sep="\n")  # pytest shows it on failure
 
 
 @contextlib.contextmanager
