@@ -39,8 +39,11 @@ from tests.support.waiting import free_port, until
 
 WAITING_ENGINE = """
 import sys
-from services.worker import main
+from services.worker import main, server
 from shared.settings import WorkerSettings
+
+# A machine that stood still for some seconds must not look like a client that is gone.
+server.OPTIONS = [(name, 60_000 if name.endswith("timeout_ms") else value) for name, value in server.OPTIONS]
 
 class Waiting(main.Engine):
     warm = False
@@ -149,7 +152,7 @@ def test_worker_with_a_hung_step_exits_even_while_stopping(
             until("the step hangs", lambda: worker.says("the step waits"))
             if stopping:
                 worker.process.send_signal(signal.SIGTERM)
-            assert worker.process.wait(30) == 1
+            assert worker.process.wait(60) == 1
             with contextlib.suppress(grpc.RpcError):
                 assert all(result.draining for result in call)
         worker.close()
@@ -173,7 +176,7 @@ def test_stop_in_a_long_step_leaves_redis_at_once(reference: Reference, tmp_path
             until("it left Redis", lambda: not redis.client.keys("orcinus:*"))
             assert worker.process.poll() is None
             worker.gate.write_text("go on\n")
-            assert worker.process.wait(20) == 0
+            assert worker.process.wait(60) == 0
         worker.close()
         assert sum("the step waits" in line for line in worker.lines) == 1
 
