@@ -7,6 +7,8 @@ test; a slow machine is no failure, so there is no deadline, neither for a test 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,15 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     from tests.support.models import make_llama  # most runs need no transformers
 
     return make_llama(tmp_path_factory.mktemp("model") / "tiny", **request.module.MODEL)
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Capture the project's own lines only: a library's thread of an earlier test may still log."""
+    own = logging.Filter("orcinus")
+    caplog.handler.addFilter(own)
+    yield caplog
+    caplog.handler.removeFilter(own)
 
 
 @pytest.hookimpl(trylast=True)
