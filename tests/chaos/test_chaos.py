@@ -22,7 +22,8 @@ from tests.chaos.harness.faults import KINDS
 from tests.chaos.harness.proxy import Proxy
 from tests.chaos.harness.rest import SEQUENCES, observe, unfinished
 from tests.chaos.harness.run import SEED, Result, Scenario, chaos
-from tests.chaos.harness.stack import REDIS, SHARD, ChaosStack, free_ports, until
+from tests.chaos.harness.stack import REDIS, SHARD, ChaosStack, until
+from tests.support.waiting import free_port
 
 FAULTS = 60
 GAP_S = 1.0
@@ -137,7 +138,7 @@ async def echo() -> AsyncIterator[Proxy]:
             writer.write(data)
         writer.close()
 
-    port, target = free_ports(2)
+    port, target = free_port(), free_port()
     server = await asyncio.start_server(say_again, "127.0.0.1", target)
     proxy = await Proxy(port, target).start()
     try:

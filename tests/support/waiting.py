@@ -1,29 +1,69 @@
-"""Waiting for conditions with a deadline, the only way in which tests wait."""
+"""Waiting for conditions with a deadline, the only way in which tests wait; and ports that stay a test's own."""
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import itertools
+import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
+PORTS = range(12_000, 32_000)
+"""Below those that Linux gives to outgoing connections (32768 and up). One of them may take a port that a service leaves
+for a moment, and a client that dials such a port again and again may reach itself."""
+_FIRST = os.getpid() * 97 % len(PORTS)  # processes begin in different places
+_candidates = itertools.cycle([*PORTS[_FIRST:], *PORTS[:_FIRST]])
 
 
-def until(what: str, condition: Callable[[], T], seconds: float = 30.0, every: float = 0.02) -> T:
-    """The first true value of condition(). Raises TimeoutError naming what was waited for."""
+def until(what: str, condition: Callable[[], T], seconds: float = 60.0, every: float = 0.02) -> T:
+    """Return the first true value of condition(). Raise TimeoutError naming what was waited for.
+
+    The condition is asked once more after the deadline: the time may have passed while this process stood still.
+    """
     end = time.monotonic() + seconds
     while True:
+        is_late = time.monotonic() > end
         value = condition()
         if value:
             return value
-        if time.monotonic() > end:
+        if is_late:
             raise TimeoutError(f"{what}: not within {seconds} s; last value {value!r}")
         time.sleep(every)
 
 
 def free_port() -> int:
-    """A loopback port that nobody listened on a moment ago."""
+    """Return a loopback port that nobody listens on, and that no other process of tests gets while this one lives."""
+    for port in itertools.islice(_candidates, len(PORTS)):
+        if _claim(port) and _is_free(port):
+            return port
+    raise RuntimeError(f"no free port in {PORTS}")
+
+
+@functools.cache
+def _claims() -> BinaryIO:
+    """The file whose bytes stand for ports; it stays open, as closing it would give up the locks."""
+    return (Path(tempfile.gettempdir()) / f"orcinus-test-ports-{os.getuid()}.lock").open("ab")
+
+
+def _claim(port: int) -> bool:
+    """Lock the port's byte until this process ends; False if another process has it."""
+    try:
+        fcntl.lockf(_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except (BlockingIOError, PermissionError):  # POSIX allows either
+        return False
+    return True
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

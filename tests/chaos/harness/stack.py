@@ -23,7 +23,6 @@ import psutil
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from bench.local import free_ports
 from services.cli.options import build
 from services.cli.stack import Target, redis_address
 from services.launcher.redis_server import find_binary, missing_binary_message
@@ -35,6 +34,7 @@ from shared.settings import ROOT, CommonSettings, LauncherSettings
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.proxy import Proxy
 from tests.support.launcher import settings_env
+from tests.support.waiting import free_port
 
 GATEWAYS, SCHEDULERS = ("gateway-0", "gateway-1"), ("scheduler-0", "scheduler-1")
 WORKER, REDIS = "worker", "redis"
@@ -227,18 +227,17 @@ class ChaosStack(Stack):
         self.name, self.shard = model_tag(model.resolve().name), SHARD
         self.gateways, self.schedulers, self.worker = GATEWAYS, SCHEDULERS, WORKER
         self.keys = Keys(self.name)
-        ports = iter(free_ports(5 + len(SERVICES) + 2 * len(GATEWAYS)))
-        self._redis_port, worker_port = next(ports), next(ports)
+        self._redis_port, worker_port = free_port(), free_port()
         self.redis_url = f"redis://127.0.0.1:{self._redis_port}/0"
         self.redis = Redis(port=self._redis_port, socket_timeout=5, socket_connect_timeout=2)
-        self.proxies = {name: Proxy(next(ports), self._redis_port) for name in SERVICES}
-        self.worker_proxy = Proxy(next(ports), worker_port)
-        self._http = {name: (next(ports), next(ports)) for name in GATEWAYS}
+        self.proxies = {name: Proxy(free_port(), self._redis_port) for name in SERVICES}
+        self.worker_proxy = Proxy(free_port(), worker_port)
+        self._http = {name: (free_port(), free_port()) for name in GATEWAYS}
         self.urls = [f"http://127.0.0.1:{self._http[name][0]}" for name in GATEWAYS]
         self.step_log = directory / "steps.jsonl"
         self.orders = directory / "orders"  # to the worker, what its next step shall do (chaos_worker.py)
         self._programs = {WORKER: ("tests.chaos.harness.worker", str(self.orders)), **(programs or {})}
-        self._replica_port, self._replica_link = next(ports), Proxy(next(ports), self._redis_port)
+        self._replica_port, self._replica_link = free_port(), Proxy(free_port(), self._redis_port)
         self.replica = self._redis_process(binary, "replica", self._replica_port)  # runs once it is told to follow
         self.processes: dict[str, Supervised] = {REDIS: self._redis_process(binary, "redis", self._redis_port)}
         for name in SERVICES:

@@ -50,14 +50,10 @@ def write_weights(path: Path, rows: int) -> None:
 
 def free_ports() -> int:
     """A port whose successor is free too."""
-    while True:
-        port = free_port()
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
+    port, after = free_port(), free_port()
+    while after != port + 1:
+        port, after = after, free_port()
+    return port
 
 
 def run_doctor(*args: str, **env: str) -> tuple[int, dict[str, dict[str, str]], bool]:
