@@ -117,9 +117,15 @@ class WaitingWorker:
         self._reader.start()
 
     def says(self, words: str) -> bool:
-        if self.process.poll() is not None:
+        """Return whether it has said so, even if it has ended meanwhile. Raise RuntimeError if it never will."""
+        has_ended = self.process.poll() is not None
+        if has_ended:
+            self._reader.join()
+        if any(words in line for line in self.lines):
+            return True
+        if has_ended:
             raise RuntimeError(f"the worker ended: {self.lines}")
-        return any(words in line for line in self.lines)
+        return False
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -225,41 +231,77 @@ def test_run_whose_client_is_gone_ends_and_the_next_begins(
     monkeypatch.setattr(server_module, "OPTIONS", hasty)
     server = WorkerServer("127.0.0.1:0")
     wire = Wire(server.address)
-    readers = sum(thread.name == "run-reader" for thread in threading.enumerate())
+
+    def readers() -> int:
+        return sum(thread.name == "run-reader" for thread in threading.enumerate())
+
+    def first_tokens(channel: grpc.Channel) -> tuple[Any, list[int]] | None:
+        """Return a Run and its first answer; None if the server took this client for gone, as the machine stood still
+        for longer than its half second."""
+        call = begin(channel, entering(reference.prompts[0]))
+        try:
+            return call, unpack(next(call).tokens).tolist()
+        except grpc.RpcError as error:
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+            return None
+
+    before = readers()
     try:
         server.serve(make_engine(reference.path))
         with grpc.insecure_channel(wire.address) as channel:
-            call = begin(channel, entering(reference.prompts[0]))
-            assert unpack(next(call).tokens).tolist() == reference.outputs[0][:1]
+            call, tokens = until("a Run is answered", lambda: first_tokens(channel))
+            assert tokens == reference.outputs[0][:1]
             if how == "silent":
                 wire.cut()
             else:
                 call.cancel()
-            until(
-                "its reader ends",
-                lambda: sum(thread.name == "run-reader" for thread in threading.enumerate()) == readers,
-                10,
-            )
+            until("its reader ends", lambda: readers() == before)
         with grpc.insecure_channel(server.address) as channel:
-            again = begin(channel, entering(reference.prompts[0]))
-            assert unpack(next(again).tokens).tolist() == reference.outputs[0][:1]
+            again, tokens = until("the next Run is answered", lambda: first_tokens(channel))
+            assert tokens == reference.outputs[0][:1]
             again.cancel()
     finally:
         server.stop()
         wire.close()
 
 
+class Clock:
+    """A watchdog's time: the test moves it, by less than what counts as a stop of the whole process, and each move is
+    seen before the next."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.looks = 0
+        monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=self._monotonic))
+
+    def _monotonic(self) -> float:
+        self.looks += 1
+        return self.now_s
+
+    def passes(self, moves: int) -> None:
+        """Move on by a watchdog's pause, so many times."""
+        for _ in range(moves):
+            looks = self.looks
+            until("the watchdog has looked", lambda looks=looks: self.looks > looks + 1)  # at all that was done
+            self.now_s += watchdog.POLL_S
+            looks = self.looks
+            until("the watchdog has looked again", lambda looks=looks: self.looks > looks + 1)
+
+
 def test_only_a_single_too_long_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
-    said: list[str] = []
+    clock, said = Clock(monkeypatch), list[str]()
     dog = StepWatchdog(said.append)
     dog.start()
     for number in range(10):
-        step = dog.begin(f"step {number}", 0.5)
-        threading.Event().wait(0.1)
+        step = dog.begin(f"step {number}", 0.05)
+        clock.passes(3)
         dog.end(step)
     assert not said
-    dog.begin("the long one", 0.5)
+    dog.begin("the long one", 0.05)
+    clock.passes(4)
+    assert not said
+    clock.now_s += 0.02
     until("it is seen", lambda: said)
     assert said[0].startswith("the long one has run for")
     dog.stop()
@@ -268,17 +310,19 @@ def test_only_a_single_too_long_step_counts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_step_submitted_early_is_timed_from_the_previous_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
-    said: list[str] = []
+    clock, said = Clock(monkeypatch), list[str]()
     dog = StepWatchdog(said.append)
     dog.start()
-    steps = [dog.begin("step 0", 0.5)]
+    steps = [dog.begin("step 0", 0.05)]
     for number in range(1, 10):
-        steps.append(dog.begin(f"step {number}", 0.5))  # two are out
-        threading.Event().wait(0.1)
+        steps.append(dog.begin(f"step {number}", 0.05))  # two are out
+        clock.passes(3)
         dog.end(steps.pop(0))
     assert not said
     dog.begin("step 10", 60.0)
+    clock.passes(4)
+    assert not said
+    clock.now_s += 0.02
     until("it is seen", lambda: said)
     assert said[0].startswith("step 9 has run for")
     dog.stop()
