@@ -8,6 +8,7 @@ test; a slow machine is no failure, so there is no deadline, neither for a test 
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,15 @@ def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
-    """After hypothesis has taken its options. It mixes numbers and texts of all modules that are imported into its
+    """Run after hypothesis has taken its options. It mixes numbers and texts of all modules that are imported into its
     examples, so a constant anywhere, or one test file more in the run, would change those of every test."""
     if settings.default is not None and settings.default.derandomize:
         providers._get_local_constants = lambda: providers._local_constants
+    # Under nohup, or in a script's background, processes ignore these, and so would all services that tests start. A
+    # handler of this process leaves it as it is and is not inherited.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
