@@ -47,7 +47,7 @@ class RedisServer:
             "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction", *options,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
-        self.client = redis.Redis(port=self.port, socket_timeout=5)
+        self.client = redis.Redis(port=self.port, socket_timeout=60)
 
     def start(self) -> RedisServer:
         with self._log.open("ab") as log:

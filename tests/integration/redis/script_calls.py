@@ -38,7 +38,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 async def client(server: RedisServer) -> AsyncIterator[Redis]:
     """An empty database."""
-    connected = connect(SchedulerSettings(redis_url=server.url))
+    connected = connect(SchedulerSettings(redis_url=server.url), socket_timeout_s=60.0)
     await connected.flushall()
     yield connected
     await connected.aclose()

@@ -229,7 +229,7 @@ async def test_each_request_has_one_owner_and_ends_once(
     redis_server: RedisServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.scheduler.requests.intake.BLOCK_MS", 1)
-    redis = connect(SchedulerSettings(redis_url=redis_server.url))
+    redis = connect(SchedulerSettings(redis_url=redis_server.url), socket_timeout_s=60.0)
     await redis.flushall()
     world = World(redis, random.Random(seed))
     await Intake(redis, redis, world.scripts, KEYS, "", world.lease_of(""), Clock()).prepare()

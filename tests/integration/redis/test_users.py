@@ -67,13 +67,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def port(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     server = RedisServer(tmp_path_factory.mktemp("redis"), "--aclfile", str(files / "users.acl"))
-    server.client = redis.Redis(port=server.port, username="looks_on", password="looks-on", socket_timeout=5)
+    server.client = redis.Redis(port=server.port, username="looks_on", password="looks-on", socket_timeout=60)
     with server:
         yield server.port
 
 
 def login(port: int, files: Path, user: str) -> redis.Redis:
-    return redis.Redis(port=port, username=user, password=(files / f"{user}.password").read_text(), socket_timeout=5)
+    return redis.Redis(port=port, username=user, password=(files / f"{user}.password").read_text(), socket_timeout=60)
 
 
 def permitted(client: redis.Redis, words: list[Any]) -> bool:

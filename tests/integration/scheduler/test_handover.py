@@ -29,7 +29,7 @@ class Taker:
     def __init__(self, url: str) -> None:
         self.settings = SchedulerSettings(redis_url=url, shard="shard-1", lease_ms=60_000)
         self.keys: Keys = self.settings.keys
-        self.redis = connect(self.settings)
+        self.redis = connect(self.settings, socket_timeout_s=60.0)
         self.scripts = Scripts(self.redis)
         self.lease = self.lease_of("shard-1")
         self.intake = Intake(self.redis, self.redis, self.scripts, self.keys, "shard-1", self.lease, Clock())
