@@ -61,7 +61,7 @@ async def redis_alone(tmp_path: Path) -> AsyncIterator[ChaosStack]:
     stack = ChaosStack(tmp_path, DEMO_MODEL)
     await stack.processes[REDIS].start()
     try:
-        await until("Redis answers", stack.redis_answers, 20)
+        await until("Redis answers", stack.redis_answers, 60)
         await stack.redis.hset(stack.keys.stats(SHARD), mapping=dict.fromkeys((*SEQUENCES, "blocks_cached"), "0"))
         await stack.redis.hset(stack.keys.stats(SHARD), mapping={"blocks_free": "8", "blocks_total": "8"})
         await stack.redis.expire(stack.keys.stats(SHARD), 60)
@@ -124,7 +124,7 @@ async def test_killed_process_is_restarted_and_redis_keeps_its_data(redis_alone:
     async def again() -> bool:
         return redis.pid not in (0, before) and await redis_alone.redis_answers()
 
-    await until("Redis is back", again, 20)
+    await until("Redis is back", again, 60)
     assert redis.exits == [-signal.SIGKILL]
     assert await unfinished(redis_alone) == [("a", "g")]
 
@@ -150,7 +150,7 @@ async def echo() -> AsyncIterator[Proxy]:
 
 async def said_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> bytes:
     writer.write(data)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return await reader.readexactly(len(data))
 
 
@@ -167,7 +167,7 @@ async def test_proxy_that_is_cut_resets_and_takes_the_next_one(echo: Proxy) -> N
     reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
     assert await said_again(reader, writer, b"before") == b"before"
     echo.cut()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
     reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
@@ -183,7 +183,7 @@ async def test_half_open_connection_is_silent_and_dead_when_proxy_heals(echo: Pr
     late, late_writer = await asyncio.open_connection("127.0.0.1", echo.port)
     late_writer.write(b"nor this")
     echo.heal()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for one in (reader, late):
             with contextlib.suppress(ConnectionResetError):
                 assert await one.read() == b""

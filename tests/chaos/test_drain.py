@@ -102,6 +102,6 @@ def test_services_drain_and_restart_under_load_without_client_errors(stack: Stac
 
 def ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/ready", timeout=5).status_code == 200
+        return httpx.get(f"{url}/health/ready", timeout=60).status_code == 200
     except httpx.TransportError:
         return False

@@ -22,7 +22,7 @@ MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 40
 @pytest.fixture
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, reference.path, dtype="float32", lease_ms=1000, max_seqs=SLOTS, threads=1) as running:
+    with running_stack(directory, reference.path, dtype="float32", max_seqs=SLOTS, threads=1) as running:
         running.start("worker", "worker-1", worker_id="worker-1")
         running.wait_workers(2)
         yield running

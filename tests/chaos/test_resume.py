@@ -176,10 +176,10 @@ def test_requests_of_a_dead_gateway_are_parked_until_adopted(
     with httpx.stream("POST", url, json=asked, headers=headers(), timeout=60) as answer:
         client.read(answer.iter_lines(), events=6)
         stack.kill("gateway")
-    until("it is parked", lambda: stack.stats().get("parked") == "1", 30)
+    until("it is parked", lambda: stack.stats().get("parked") == "1")
     assert stack.stats()["running"] == "0"
     client.go_on(other.url, events=3)  # the record, and what came after it was adopted
-    until("nothing is parked any more", lambda: stack.stats().get("parked") == "0", 30)
+    until("nothing is parked any more", lambda: stack.stats().get("parked") == "0")
     stack.start("gateway")
     until("the stack is ready", stack.ready, 60)
     assert client.ids[0][:64] == reference.outputs[0]
@@ -194,12 +194,12 @@ def test_only_its_tenant_may_go_on_with_a_request(stack: Stack, reference: Refer
     ) as answer:  # fmt: skip
         client.read(answer.iter_lines())
     address = f"{other.url}/v1/requests/{client.request}/stream"
-    assert httpx.get(address, headers=headers(OTHER), timeout=30).status_code == 404
-    assert httpx.get(address, timeout=30).status_code == 401
+    assert httpx.get(address, headers=headers(OTHER), timeout=60).status_code == 404
+    assert httpx.get(address, timeout=60).status_code == 401
     unknown = f"{other.url}/v1/requests/cmpl-nobody/stream"
-    assert httpx.get(unknown, headers=headers(), timeout=30).status_code == 404
+    assert httpx.get(unknown, headers=headers(), timeout=60).status_code == 404
     for wrong in ("cmpl-nobody:1", f"{client.request}:1.1", f"{client.request}:x", "1"):
-        answered = httpx.get(address, headers=headers(last=wrong), timeout=30)
+        answered = httpx.get(address, headers=headers(last=wrong), timeout=60)
         assert (answered.status_code, answered.json()["error"]["code"]) == (400, "invalid_event_id")
         assert wrong in answered.json()["error"]["message"]
 

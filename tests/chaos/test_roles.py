@@ -36,9 +36,7 @@ MODEL = {
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
     given = settings(directory, "worker")
-    with running_stack(
-        directory, reference.path, dtype="float32", lease_ms=1000, max_seqs=SLOTS, threads=1, **given
-    ) as running:
+    with running_stack(directory, reference.path, dtype="float32", max_seqs=SLOTS, threads=1, **given) as running:
         start(running, "worker-1")
         running.wait_workers(2)
         yield running
@@ -71,7 +69,7 @@ def tiers(stack: Stack) -> int:
 
 
 def test_one_computes_prompts_and_other_goes_on_with_references_tokens(stack: Stack, reference: Reference) -> None:
-    until("the one that decodes reads the other's tier", lambda: mapped(stack, "worker-1"), 20)
+    until("the one that decodes reads the other's tier", lambda: mapped(stack, "worker-1"))
     for prompt, known in zip(reference.prompts, reference.outputs, strict=True):
         assert stack.complete(prompt, TOKENS, ignore_eos=True) == known
     stack.settled_empty()
@@ -90,7 +88,7 @@ def test_either_role_is_killed_or_drained_under_load_and_returns(
 ) -> None:
     """While it is gone the other does both; afterwards it hands over, or takes over, again."""
     other = next(each for each in ROLES if each != name)
-    until("each reads the other's tier", lambda: all(mapped(stack, each) for each in ROLES), 20)
+    until("each reads the other's tier", lambda: all(mapped(stack, each) for each in ROLES))
     with clients(stack, reference, TOKENS) as made:
         assert stack.kill(name, how) == (-signal.SIGKILL if how == signal.SIGKILL else 0)
         stack.wait_workers(1)
@@ -99,7 +97,7 @@ def test_either_role_is_killed_or_drained_under_load_and_returns(
         seen, before = mapped(stack, other), len(steps(stack, name))
         start(stack, name)
         stack.wait_workers(2)
-        until("the other has heard of it", lambda: mapped(stack, other) > seen, 20)
+        until("the other has heard of it", lambda: mapped(stack, other) > seen)
         until("it works again", lambda: len(steps(stack, name)) > before + 50, 60)
         again = len(made)
         until("all were answered by both", lambda: len(made) > again + 2 * STREAMS, 60)

@@ -80,7 +80,7 @@ def test_without_redis(stack: Stack, how: signal.Signals) -> None:
     assert stack.redis.process is not None
     stack.redis.process.send_signal(how)
     if how is signal.SIGKILL:
-        stack.redis.process.wait(10)
+        stack.redis.process.wait(60)
     assert told_to_end(stack) == 0
 
 

@@ -24,7 +24,7 @@ MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 40
 @pytest.fixture(scope="module")
 def whole(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, reference.path, dtype="float32", lease_ms=1000, max_seqs=8, threads=1) as running:
+    with running_stack(directory, reference.path, dtype="float32", max_seqs=8, threads=1) as running:
         for service, name in (("worker", OTHERS_WORKER), ("scheduler", OTHER)):
             running.start(service, name, **SECOND)
         yield running

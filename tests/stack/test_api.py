@@ -14,7 +14,7 @@ import pytest
 
 from tests.deploy import test_observability as observability
 from tests.support.models import Reference
-from tests.support.stack import PATIENT_MS, Stack, running_stack
+from tests.support.stack import Stack, running_stack
 from tests.support.waiting import free_port, until
 
 KEY = "sk-orcinus-test"
@@ -26,7 +26,7 @@ def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with running_stack(
         tmp_path_factory.mktemp("stack"), reference.path, key=KEY, dtype="float32", tool_parser="hermes",
         scheduler_metrics_port=free_port(), worker_metrics_port=free_port(), metrics_aliases="true",
-        lease_ms=PATIENT_MS,
+       
     ) as running:  # fmt: skip
         yield running
 

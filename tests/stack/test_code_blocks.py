@@ -15,7 +15,7 @@ import pytest
 from shared.settings import DEMO_MODEL, ROOT
 from tests.support.docs import code_blocks
 from tests.support.docs.code_blocks import LEFT_OUT, SHORT, TAGS, Block
-from tests.support.stack import PATIENT_MS, Stack, running_stack
+from tests.support.stack import Stack, running_stack
 
 BLOCKS = list(code_blocks.blocks())
 LONGEST_S = 120
@@ -27,7 +27,7 @@ BATCH = {
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("blocks"), DEMO_MODEL, lease_ms=PATIENT_MS) as running:
+    with running_stack(tmp_path_factory.mktemp("blocks"), DEMO_MODEL) as running:
         yield running
 
 

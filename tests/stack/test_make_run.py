@@ -232,7 +232,7 @@ def test_replicas_2_starts_two_workers_behind_one_scheduler(tmp_path: Path, mode
         assert set(run.pids()) == SERVICES | {"worker-1"}
         for name in ("worker-0", "worker-1"):
             log = run.run_dir / "logs" / f"{name}.log"
-            until(f"{name} is led", lambda log=log: "from shard shard-0 begins" in log.read_text(), 30)
+            until(f"{name} is led", lambda log=log: "from shard shard-0 begins" in log.read_text())
         assert run.complete().status_code == 200
         pids = [run.launcher(), *run.pids().values()]
     assert_nothing_is_left(run, pids)

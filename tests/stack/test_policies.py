@@ -17,7 +17,7 @@ from services.scheduler.core.policy.presets import PRESETS
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.models import Reference
 from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
-from tests.support.stack import PATIENT_MS, Stack, running_stack
+from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
 PARTS = "vllm:order=fair,memory=peak,tokens=fixed-32,batch=chunked-8,relief=least-lost-swap"
@@ -39,7 +39,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Ite
         "dtype": "float32", "block_size": 4, "max_seqs": 16, "kv_blocks": 26, "host_blocks": 32,
         "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512, "policy": "static",
         "max_wait_s": 600,  # how long requests wait depends on the machine
-        "prefix_cache": "on", "stats_ms": 100, "lease_ms": PATIENT_MS,
+        "prefix_cache": "on", "stats_ms": 100,
     }  # fmt: skip
     with running_stack(tmp_path_factory.mktemp("stack"), reference.path, **settings) as running:
         yield running

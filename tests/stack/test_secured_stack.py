@@ -29,7 +29,7 @@ LOOKS_ON = "user looks_on on >looks-on ~* &* +@all\n"
 
 def redis_knows_tls() -> bool:
     command = [str(find_binary()), "--port", "0", "--tls-port", str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)  # ends at once: it has no certificate
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # ends at once: it has no certificate
     return "Bad directive" not in done.stdout and "Failed finding TLS support" not in done.stdout
 
 
@@ -100,9 +100,9 @@ def test_requests_of_every_kind_need_no_denied_command(stack: SecuredStack) -> N
     later = stack.post("/v1/completions", {"prompt": "The", "max_tokens": 3, "background": True})
     assert later.is_success
     where = f"{stack.url}/v1/requests/{later.json()['id']}"
-    until("it has ended", lambda: httpx.get(where, timeout=10).json()["status"] == "finished")
+    until("it has ended", lambda: httpx.get(where, timeout=60).json()["status"] == "finished")
     ops_port = int(stack.settings["ops_port"])
-    assert httpx.get(f"http://127.0.0.1:{ops_port}/stats", timeout=10).json()["leases"] == ["shard-0"]
+    assert httpx.get(f"http://127.0.0.1:{ops_port}/stats", timeout=60).json()["leases"] == ["shard-0"]
     made = json.loads(stack.operate("keys", "add", "a", "--json"))
     for command in (["keys", "list"], ["policy", "vllm"], ["policy", "orcinus"]):
         stack.operate(*command)
@@ -110,8 +110,8 @@ def test_requests_of_every_kind_need_no_denied_command(stack: SecuredStack) -> N
     stack.key = made["key"]
     running = stack.post("/v1/completions", {"prompt": "The", "max_tokens": 2})
     where = f"{stack.url}/v1/requests/{running.headers['x-orcinus-request']}"
-    assert httpx.get(where, headers=stack.headers, timeout=10).json()["status"] == "finished"
-    assert httpx.delete(where, headers=stack.headers, timeout=10).json()["cancelled"] is False
+    assert httpx.get(where, headers=stack.headers, timeout=60).json()["status"] == "finished"
+    assert httpx.delete(where, headers=stack.headers, timeout=60).json()["cancelled"] is False
     until("the key's use is noted", lambda: stack.redis.client.hexists(stack.keys.keys_used, made["id"]))
     denied = [(e["username"], e["reason"], e["object"]) for e in stack.redis.client.acl_log()]  # type: ignore[union-attr]
     assert not [entry for entry in denied if "setinfo" not in str(entry)]  # a Redis 7.0 has no rule for that one
@@ -147,7 +147,7 @@ def test_worker_refuses_peers_without_a_certificate_of_its_ca(stack: SecuredStac
     def described(channel: grpc.Channel) -> bool:
         with channel:
             try:
-                worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=5)
+                worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=60)
             except grpc.RpcError as error:
                 assert error.code() == grpc.StatusCode.UNAVAILABLE
                 return False

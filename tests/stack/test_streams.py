@@ -12,7 +12,7 @@ import pytest
 
 from shared.settings import DEMO_MODEL
 from tests.support import sse
-from tests.support.stack import PATIENT_MS, Stack, running_stack
+from tests.support.stack import Stack, running_stack
 
 STREAMS = 200
 ROUNDS = 4
@@ -26,7 +26,7 @@ LAZY_FDS = 3
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     # Batches differ between the rounds, and only float32 promises the same tokens in whatever batch.
-    with running_stack(tmp_path_factory.mktemp("streams"), DEMO_MODEL, dtype="float32", lease_ms=PATIENT_MS) as running:
+    with running_stack(tmp_path_factory.mktemp("streams"), DEMO_MODEL, dtype="float32") as running:
         yield running
 
 

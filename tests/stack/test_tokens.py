@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import Reference, make_llama
-from tests.support.stack import PATIENT_MS, running_stack
+from tests.support.stack import running_stack
 from tests.support.waiting import until
 
 REQUESTS = 32
@@ -39,7 +39,7 @@ def test_stack_gives_the_tokens_of_transformers(reference: Reference, tmp_path: 
         "dtype": "float32", "step_tokens": step_tokens, "block_size": block_size, "microbatches": microbatches,
         "lookahead": lookahead, "kv_blocks": pool // block_size, "max_seqs": REQUESTS,
         "max_input_tokens": 64, "max_output_tokens": 32,  # so that the longest sequence fits the small pool
-        "policy": "sarathi" if pool == SMALL else "orcinus", "lease_ms": PATIENT_MS,
+        "policy": "sarathi" if pool == SMALL else "orcinus",
     }  # fmt: skip
     with running_stack(tmp_path, reference.path, **settings) as stack, ThreadPoolExecutor(REQUESTS) as clients:
         lengths = map(len, reference.outputs)

@@ -56,7 +56,7 @@ class GatewayProcess:
         if self.process is not None and self.process.poll() is not None:
             raise RuntimeError(f"the gateway ended with {self.process.returncode}:\n{self.log()}")
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(self.url + path, timeout=10, verify=PLAIN).status_code
+            return httpx.get(self.url + path, timeout=30, verify=PLAIN).status_code
         return 0
 
     def log(self) -> str:
@@ -68,13 +68,13 @@ class GatewayProcess:
         if self.process.poll() is None:
             self.process.send_signal(how)
         try:
-            return self.process.wait(30)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGUSR1)  # it writes its stacks into the log
             until("the stacks are in the log", lambda: "most recent call first" in self.log())
             print(self.log()[-6000:], file=sys.stderr)
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
             raise
 
     def headers(self, key: str | None = None) -> dict[str, str]:
@@ -99,7 +99,7 @@ class GatewayProcess:
 
     def metric(self, name: str) -> float:
         """Sum of one metric over its labels."""
-        lines = httpx.get(self.ops_url + "/metrics", timeout=10, verify=PLAIN).text.splitlines()
+        lines = httpx.get(self.ops_url + "/metrics", timeout=30, verify=PLAIN).text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
 

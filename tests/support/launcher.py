@@ -68,7 +68,7 @@ class Stack:
         if self.process and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(30)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -94,7 +94,7 @@ class Stack:
         if self.process is None:
             raise AssertionError("not started")
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def notes(self) -> list[str]:
         """What the scripts noted, in the order in which they noted it."""

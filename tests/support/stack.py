@@ -28,7 +28,7 @@ PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For requests over plain HTTP: httpx reads all certificate authorities for each call without a context (34 ms)."""
 START_S = 90.0
 PATIENT_MS = 10_000
-"""The lease of a scheduler that no test kills: one that a busy machine stops for two seconds is not gone."""
+"""A lease that a scheduler keeps also on a machine that stands still for some seconds; without it, it ends itself."""
 
 
 class RedisServer:
@@ -63,7 +63,7 @@ class RedisServer:
     def stop(self, how: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(how)
-            self.process.wait(20)
+            self.process.wait(60)
 
     def __enter__(self) -> RedisServer:
         return self.start()
@@ -98,8 +98,8 @@ class Stack:
         """For any service; `settings` go before those of the stack."""
         values = {
             "redis_url": self.redis.url, "model": str(self.model), "device": "cpu", "port": self.port,
-            "ops_port": free_port(), "threads": 2, **({"api_key": self.key} if self.key else {}),
-            **self.settings, **settings,
+            "ops_port": free_port(), "threads": 2, "lease_ms": PATIENT_MS,
+            **({"api_key": self.key} if self.key else {}), **self.settings, **settings,
         }  # fmt: skip
         return settings_env(**values)
 
@@ -137,7 +137,7 @@ class Stack:
             if process.poll() is not None:
                 raise RuntimeError(f"{service} ended with {process.returncode}:\n{self.log(service)[-3000:]}")
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health/ready", timeout=5, verify=PLAIN).status_code == 200
+            return httpx.get(f"{self.url}/health/ready", timeout=30, verify=PLAIN).status_code == 200
         return False
 
     @property
@@ -211,10 +211,10 @@ class Stack:
                 process.send_signal(signal.SIGCONT)  # a stopped one would not hear the other
                 process.terminate()
                 try:
-                    process.wait(20)
+                    process.wait(60)
                 except subprocess.TimeoutExpired:
                     process.kill()
-                    process.wait(20)
+                    process.wait(60)
         self.redis.client.close()
         self.redis.stop()
 

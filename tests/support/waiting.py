@@ -15,8 +15,8 @@ from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 PORTS = range(12_000, 32_000)
-"""Below those that Linux gives to outgoing connections (32768 and up). One of them may take a port that a service leaves
-for a moment, and a client that dials such a port again and again may reach itself."""
+"""Below those that Linux gives to outgoing connections (32768 and up). One of them may take a port that a service
+leaves for a moment, and a client that dials such a port again and again may reach itself."""
 _FIRST = os.getpid() * 97 % len(PORTS)  # processes begin in different places
 _candidates = itertools.cycle([*PORTS[_FIRST:], *PORTS[:_FIRST]])
 

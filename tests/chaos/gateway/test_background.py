@@ -58,7 +58,7 @@ def result(url: str, request_id: str) -> dict[str, Any]:
     """Its one choice, once it has ended."""
 
     def ended() -> dict[str, Any] | None:
-        found: dict[str, Any] = httpx.get(f"{url}/v1/requests/{request_id}", timeout=30).json()
+        found: dict[str, Any] = httpx.get(f"{url}/v1/requests/{request_id}", timeout=60).json()
         return found if found["status"] == "finished" else None
 
     found = until("the request has ended", ended, 120, every=0.1)
@@ -67,7 +67,7 @@ def result(url: str, request_id: str) -> dict[str, Any]:
 
 
 def state(url: str, request_id: str) -> str:
-    return str(httpx.get(f"{url}/v1/requests/{request_id}", timeout=30).json()["status"])
+    return str(httpx.get(f"{url}/v1/requests/{request_id}", timeout=60).json()["status"])
 
 
 @pytest.mark.parametrize("service", ["worker", "scheduler"])
@@ -92,7 +92,7 @@ def test_stopped_service_shows_in_health_until_it_continues(
 
 def stalled(gateway: GatewayProcess) -> str:
     """Return the reason of /health/progress while it answers 503, else an empty text."""
-    answer = httpx.get(f"{gateway.url}/health/progress", timeout=10)
+    answer = httpx.get(f"{gateway.url}/health/progress", timeout=60)
     return str(answer.json()["reason"]) if answer.status_code == 503 else ""
 
 
@@ -126,6 +126,6 @@ def test_nearly_full_redis_refuses_work_and_a_full_one_delays(stack: Stack, refe
         for answer, output in zip(answers, reference.outputs, strict=False):
             choice = answer.result(120).json()["choices"][0]
             assert (choice["token_ids"][: len(output)], len(choice["token_ids"])) == (output, LONG)
-    until("the stack is ready by itself", stack.ready, 30)
+    until("the stack is ready by itself", stack.ready)
     assert stack.complete(reference.prompts[0], 8) == reference.outputs[0][:8]
     assert "wait to be adopted" not in stack.log("scheduler").rpartition("is back")[2]

@@ -51,7 +51,7 @@ def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def ops(stack: Stack, path: str) -> httpx.Response:
     """Over a connection of its own, so that either process may answer."""
-    return httpx.get(f"http://127.0.0.1:{stack.settings['ops_port']}{path}", timeout=10)
+    return httpx.get(f"http://127.0.0.1:{stack.settings['ops_port']}{path}", timeout=60)
 
 
 def processes(stack: Stack) -> dict[int, str]:
@@ -105,7 +105,7 @@ def test_calls_over_grpc_are_spread_too(stack: Stack) -> None:
         own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
         with grpc.insecure_channel(f"127.0.0.1:{stack.settings['grpc_port']}", own) as channel:
             ask = kserve_pb2_grpc.GRPCInferenceServiceStub(channel).ModelReady
-            assert ask(kserve_pb2.ModelReadyRequest(name=stack.name), timeout=20).ready
+            assert ask(kserve_pb2.ModelReadyRequest(name=stack.name), timeout=60).ready
     until("all are counted", lambda: sum(counted(stack, CALLED)) == ASKED)
     assert all(number > 0 for number in counted(stack, CALLED))
 
@@ -251,7 +251,7 @@ def test_sighup_gives_every_process_the_new_certificate(alone: GatewayProcess, d
     def renewed() -> bool:
         try:
             url = f"https://127.0.0.1:{alone.port}/health/live"
-            return all(httpx.get(url, verify=trusted, timeout=10).status_code == 200 for _ in range(ASKED))
+            return all(httpx.get(url, verify=trusted, timeout=60).status_code == 200 for _ in range(ASKED))
         except httpx.TransportError:
             return False
 

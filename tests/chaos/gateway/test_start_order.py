@@ -31,7 +31,7 @@ def missing(running: set[str]) -> str:
 
 def reason(stack: Stack) -> str:
     try:
-        return str(httpx.get(f"{stack.url}/health/ready", timeout=5).json().get("reason", "it is ready"))
+        return str(httpx.get(f"{stack.url}/health/ready", timeout=60).json().get("reason", "it is ready"))
     except httpx.TransportError:
         return ""
 

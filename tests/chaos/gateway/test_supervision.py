@@ -60,7 +60,7 @@ class Parent:
     def answers(self, child: psutil.Process) -> bool:
         """Over a connection of its own, which may be another's."""
         with contextlib.suppress(httpx.TransportError):
-            gateway = httpx.get(self._stats, timeout=10).json()["gateway"]["id"]
+            gateway = httpx.get(self._stats, timeout=60).json()["gateway"]["id"]
             return int(gateway.split("-")[-2]) == child.pid
         return False
 

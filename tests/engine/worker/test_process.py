@@ -338,7 +338,7 @@ def test_worker_serves_without_redis_and_registers_later(reference: Reference, t
         until("it says that it waits for Redis", lambda: any("waiting for Redis" in line for line in lines), 60)
         with grpc.insecure_channel(address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            info = stub.Describe(worker_pb2.DescribeRequest(), timeout=30)
+            info = stub.Describe(worker_pb2.DescribeRequest(), timeout=60)
         with server:
             key = server.client
             until("it registers", lambda: key.hget("orcinus:{tiny}:worker:worker-0", "ready") == b"1")
@@ -347,7 +347,7 @@ def test_worker_serves_without_redis_and_registers_later(reference: Reference, t
             assert record[b"identity"].decode() == info.identity
             assert record[b"pid"] == str(process.pid).encode()
             process.send_signal(number)
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
             assert not key.keys("orcinus:*")
     finally:
         if process.poll() is None:

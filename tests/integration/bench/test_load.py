@@ -41,7 +41,7 @@ class ScriptedServer:
         self.url = ""
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
         self._thread.start()
-        if not self._ready.wait(20):
+        if not self._ready.wait(60):
             raise RuntimeError("the scripted server did not start")
 
     def hold_until(self, requests: int) -> None:
@@ -64,7 +64,7 @@ class ScriptedServer:
     def close(self) -> None:
         assert self._stop is not None
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
+        self._thread.join(60)
         self._loop.close()
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -83,7 +83,7 @@ class ScriptedServer:
                 assert self._release is not None
                 if self._at_once >= self._hold:
                     self._release.set()
-                await asyncio.wait_for(self._release.wait(), 20)
+                await asyncio.wait_for(self._release.wait(), 60)
             return await self._answer(request, body)
         finally:
             self._at_once -= 1

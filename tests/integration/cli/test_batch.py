@@ -146,7 +146,7 @@ def test_requests_in_flight_are_bounded(tmp_path: Path, server: ScriptedServer) 
     working.start()
     until("three are there", lambda: server.active == 3)
     server.gate.set()
-    working.join(30)
+    working.join(60)
     assert len(answers_in(tmp_path / "out")) == 12
     assert server.most == 3
 
@@ -168,7 +168,7 @@ def test_killed_run_continues_with_each_line_once(tmp_path: Path, server: Script
     assert held.wait(60)
     until("ten lines are there", lambda: len(answers_in(tmp_path / "out")) >= 10)
     running.send_signal(signal.SIGKILL)
-    running.wait(30)
+    running.wait(60)
     with (tmp_path / "out").open("ab") as out:
         out.write(b'{"custom_id": "line-29", "respo')  # a kill within the write of a line
     before = answers_in(tmp_path / "out")
@@ -240,7 +240,7 @@ def test_output_of_another_run_is_refused(tmp_path: Path, server: ScriptedServer
     with pytest.raises(ConfigurationError, match="another run writes it"):
         go(tmp_path, server)
     server.gate.set()
-    working.join(30)
+    working.join(60)
 
 
 GOOD = lines_of(1)[0]

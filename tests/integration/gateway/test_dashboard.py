@@ -31,7 +31,7 @@ def written(gateway: GatewayProcess, redis_server: RedisServer) -> WrittenStack:
 @contextlib.contextmanager
 def watching(gateway: GatewayProcess) -> Iterator[Iterator[tuple[str, Any]]]:
     """The events of one viewer as (name, value)."""
-    with httpx.stream("GET", gateway.ops_url + routes.EVENTS, timeout=20) as response:
+    with httpx.stream("GET", gateway.ops_url + routes.EVENTS, timeout=60) as response:
         assert response.status_code == 200, response.read()
         yield ((event.kind, event.json) for event in sse.events(response.iter_lines()))
 

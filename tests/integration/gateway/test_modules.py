@@ -61,7 +61,7 @@ async def test_streamed_chat_crosses_few_modules(tmp_path: Path, redis_server: R
     front = http_server(public_app(gateway), settings)
     front.config.port = port
     serving = asyncio.create_task(front.serve())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while gateway.reason_not_ready() or not front.started:
             await asyncio.sleep(0.01)
     body = {
@@ -69,7 +69,7 @@ async def test_streamed_chat_crosses_few_modules(tmp_path: Path, redis_server: R
         "messages": [{"role": "user", "content": "def"}],
     }  # fmt: skip
     walks = []
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         with answering(scheduler, lambda _: list(range(10, 22))), Walk() as walk:
             for _ in range(REQUESTS):
                 walk.found = set()

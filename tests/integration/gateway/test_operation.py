@@ -134,7 +134,7 @@ def test_gateway_that_drains_lets_streams_end_and_leaves_nothing(
     with led_gateway(tmp_path, model, redis_server, drain_s=30) as (own, scheduler):
         body = {"model": own.name, "prompt": "x", "stream": True, "max_tokens": 5}
         assert own.process is not None
-        with httpx.stream("POST", own.url + "/v1/completions", json=body, timeout=30) as stream:
+        with httpx.stream("POST", own.url + "/v1/completions", json=body, timeout=60) as stream:
             claimed = scheduler.claim()
             if by_operator:
                 redis_server.client.set(own.keys.drain("gateway", claimed.request.gateway), 1, px=60_000)
@@ -145,7 +145,7 @@ def test_gateway_that_drains_lets_streams_end_and_leaves_nothing(
             assert own.post("/v1/completions", {"prompt": "x"}).json()["error"]["code"] == "shutting_down"
             scheduler.serve(claimed, [50, 51])
             assert stream.read().endswith(b"data: [DONE]\n\n")
-        assert own.process.wait(20) == 0
+        assert own.process.wait(60) == 0
     keys = [key for key in redis_server.client.scan_iter() if f"-{own.process.pid}-".encode() in key]
     assert not by_operator or keys == [own.keys.drain("gateway", claimed.request.gateway).encode()]
     assert by_operator or keys == []
@@ -155,15 +155,15 @@ def test_gateway_that_drains_lets_streams_end_and_leaves_nothing(
 def test_sigterm_hands_over_streams_that_take_too_long(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
     with led_gateway(tmp_path, model, redis_server, drain_s=0.2) as (own, scheduler):
         body = {"model": own.name, "prompt": "x", "stream": True}
-        with httpx.stream("POST", own.url + "/v1/completions", json=body, timeout=30) as stream:
+        with httpx.stream("POST", own.url + "/v1/completions", json=body, timeout=60) as stream:
             claimed = scheduler.claim()
             assert own.process is not None
             own.process.send_signal(signal.SIGTERM)
             assert b"handed_over" in stream.read()
-        assert own.process.wait(20) == 0
+        assert own.process.wait(60) == 0
     with running_gateway(tmp_path, model, redis_server) as other:
         other.wait_ready()
-        with httpx.stream("GET", f"{other.url}/v1/requests/{claimed.id}/stream", timeout=30) as stream:
+        with httpx.stream("GET", f"{other.url}/v1/requests/{claimed.id}/stream", timeout=60) as stream:
             (command,) = until("it is adopted, and was not cancelled", scheduler.controls)
             claimed.request.gateway = command.adopt.gateway
             scheduler.serve(claimed, [50, 51])

@@ -70,7 +70,7 @@ def test_panic_over_grpc_is_an_invalid_argument(gateway: GatewayProcess, answers
         grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel,
         pytest.raises(grpc.RpcError) as raised,
     ):
-        GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=30)
+        GRPCInferenceServiceStub(channel).ModelInfer(request, timeout=60)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "cannot be tokenized by this model's tokenizer" in raised.value.details()
 

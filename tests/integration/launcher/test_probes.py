@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[redis.Redis]:
         yield connection
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
         assert not probe.ready()
 
 

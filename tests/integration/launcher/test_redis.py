@@ -31,7 +31,7 @@ def running(server: LocalRedis) -> Iterator[redis.Redis]:
     finally:
         connection.close()
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def answers(connection: redis.Redis) -> bool:
@@ -80,7 +80,7 @@ def test_documented_line_of_redis_cli_reaches_the_server(tmp_path: Path) -> None
     (line,) = [line.strip() for line in page.splitlines() if "redis-cli -s redis.sock" in line]
     with running(configure(tmp_path / ".run", memory_bytes=64 << 20)) as connection:
         connection.set("here", "yes")
-        done = subprocess.run(f"{line} get here", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(f"{line} get here", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "yes\n", done.stderr
 
 

@@ -66,7 +66,7 @@ def test_clients_of_a_killed_service_wait_for_the_next_process() -> None:
     with listen("127.0.0.1", free_port(), "port") as held:
         service = Service(ServiceSpec("server", [sys.executable, "-c", ANSWERS], cwd=ROOT, sockets={"port": held}))
         for _ in range(2):
-            with socket.create_connection(held.getsockname(), timeout=30) as client:  # while none runs
+            with socket.create_connection(held.getsockname(), timeout=60) as client:  # while none runs
                 service.start()
                 assert client.recv(16) == b"hello"
             service.signal(signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_configuration_error_at_first_start_stops_everything(tmp_path: Path) -> 
     refusing = "print('error: --dtype=int3: no such type', file=sys.stderr, flush=True)\nsys.exit(2)\n"
     with Stack(tmp_path, {"alpha": SERVE, "beta": refusing}) as stack:
         assert stack.process is not None
-        assert stack.process.wait(30) == 2
+        assert stack.process.wait(60) == 2
         text = stack.text()
         assert "beta refuses to start" in text and "error: --dtype=int3: no such type" in text
         assert "restart" not in text
@@ -118,7 +118,7 @@ def test_ctrl_c_reaches_services_through_the_launcher_only(tmp_path: Path) -> No
         stack.wait_ready()
         assert stack.process is not None
         os.killpg(stack.process.pid, signal.SIGINT)  # as a terminal does, to all of the foreground group
-        assert stack.process.wait(30) == 0
+        assert stack.process.wait(60) == 0
         assert stack.notes() == ["stop gateway", "stop redis"]
 
 
@@ -168,7 +168,7 @@ def test_signals_within_a_moment_let_services_finish(tmp_path: Path) -> None:
         assert stack.process is not None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             stack.process.send_signal(number)
-        assert stack.process.wait(30) == 0
+        assert stack.process.wait(60) == 0
         assert stack.notes() == ["finished"]
 
 
@@ -236,7 +236,7 @@ def test_signal_to_make_alone_stops_everything(tmp_path: Path, number: int) -> N
         launcher = int((stack.run_dir / "lock").read_text())
         assert launcher != make.pid
         make.send_signal(number)
-        make.wait(30)
+        make.wait(60)
         until("everything is gone", lambda: not any(map(alive, [launcher, *pids.values()])))
         assert stack.notes() == ["stop beta", "stop alpha"]
         assert not (stack.run_dir / "lock").exists()
@@ -259,7 +259,7 @@ def test_services_stop_in_order_when_the_terminal_is_closed(tmp_path: Path) -> N
         until("beta is back", lambda: stack.pids().get("beta", pids["beta"]) != pids["beta"])
         until("beta serves", lambda: (tmp_path / "beta.ready").exists())
         launcher.send_signal(signal.SIGHUP)
-        assert launcher.wait(30) == 0
+        assert launcher.wait(60) == 0
         assert stack.notes() == ["stop beta", "stop alpha"]
         assert sorted(path.name for path in stack.run_dir.iterdir()) == ["logs"]
     finally:
@@ -279,7 +279,7 @@ def test_launcher_under_nohup_survives_its_terminal(tmp_path: Path) -> None:
         os.kill(pids["alpha"], signal.SIGKILL)
         stack.wait_text("alpha is ready again")  # it still restarts its services
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(30) == 0
+        assert launcher.wait(60) == 0
     finally:
         launcher.kill()
         launcher.wait()

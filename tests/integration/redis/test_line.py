@@ -48,7 +48,7 @@ async def test_cancelled_call_keeps_its_answer_from_the_next(client: Redis) -> N
     line = Line(client)
     assert await line("PING")
     waiting = asyncio.create_task(line("BLPOP", "list", 0))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (await client.info("clients"))["blocked_clients"]:
             await asyncio.sleep(0.01)
     waiting.cancel()

@@ -157,12 +157,12 @@ def test_hanging_up_ends_the_run_at_once(server: RunServer, worker: Worker) -> N
         call.cancel()
 
     run(work)
-    assert worker.run is not None and worker.run.ended.wait(20)
+    assert worker.run is not None and worker.run.ended.wait(60)
 
 
 def test_half_closed_run_is_answered_to_its_end(server: RunServer, worker: Worker) -> None:
     call = SocketCall(server.name, iter([worker_pb2.Step(epoch=3), worker_pb2.Step(epoch=3, id=1)]), 20)
-    assert worker.all_read.wait(20) and worker.run is not None
+    assert worker.all_read.wait(60) and worker.run is not None
     assert not worker.run.ended.is_set()
     assert next(call).id == 1
     worker.run.results.put(worker_pb2.Result(epoch=3, id=2))

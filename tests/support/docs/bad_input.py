@@ -73,7 +73,7 @@ class Asked:
 
     def _opens(self, key: str) -> bool:
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.get(self.gateway.url + "/v1/models", headers=headers, timeout=10).status_code == 200
+        return httpx.get(self.gateway.url + "/v1/models", headers=headers, timeout=60).status_code == 200
 
     def ask(self, sent: Sent) -> Answer:
         """The answer to one request."""

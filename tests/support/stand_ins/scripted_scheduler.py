@@ -238,4 +238,4 @@ def answering(
         yield
     finally:
         ending.set()
-        thread.join(20)
+        thread.join(60)

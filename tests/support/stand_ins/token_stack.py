@@ -13,7 +13,7 @@ import httpx
 
 from shared.keys import Keys
 from tests.support.gateway_process import GatewayProcess
-from tests.support.stack import PLAIN, ROOT, RedisServer
+from tests.support.stack import PATIENT_MS, PLAIN, ROOT, RedisServer
 from tests.support.stand_ins.token_worker import TokenWorker, answer
 from tests.support.tokenizers import write_model
 from tests.support.waiting import until
@@ -30,7 +30,7 @@ class TokenStack:
         self.redis = redis
         model = write_model(directory / "tiny")
         (directory / "keys").write_text(f"{KEY}\n")
-        self.gateway = GatewayProcess(directory, model, redis.url, api_key_file=directory / "keys", lease_ms=2000)
+        self.gateway = GatewayProcess(directory, model, redis.url, api_key_file=directory / "keys", lease_ms=PATIENT_MS)
         self.gateway.key = KEY
         self.keys: Keys = self.gateway.keys
         self.workers: list[TokenWorker] = []
@@ -66,7 +66,8 @@ class TokenStack:
     def kill_scheduler(self, how: int = signal.SIGKILL) -> None:
         if self._scheduler is not None and self._scheduler.poll() is None:
             self._scheduler.send_signal(how)
-            self._scheduler.wait(30)
+            self._scheduler.wait(60)
+            self.redis.client.delete(self.keys.lease("shard-0"))  # as if it had run out
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

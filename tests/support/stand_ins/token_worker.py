@@ -55,13 +55,13 @@ class TokenWorker(worker_pb2_grpc.WorkerServicer):
 
     def start(self) -> TokenWorker:
         self._thread.start()
-        assert self._up.wait(20)
+        assert self._up.wait(60)
         return self
 
     def stop(self) -> None:
         if self._done is not None:
             self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(20)
+        self._thread.join(60)
 
     def register(self) -> None:
         """Write the record as a worker does every second."""

@@ -61,7 +61,7 @@ class Client:
         for written in self.commands.unwritten:  # stops: Redis is back
             written()
             await self.settled()
-        await asyncio.wait_for(serving, 30)
+        await asyncio.wait_for(serving, 60)
 
     @staticmethod
     async def settled() -> None:
@@ -150,7 +150,7 @@ def test_nothing_overtakes_the_end_by_a_stop_string() -> None:
         client.stream.offer(Row(1, model().encode("b")), 1)
         await client.settled()
         client.stream.offer(Row(1, [], finish=2), 2)
-        await asyncio.wait_for(serving, 30)
+        await asyncio.wait_for(serving, 60)
         return client
 
     body = asyncio.run(scenario()).body
@@ -191,7 +191,7 @@ def test_nothing_overtakes_a_writer_that_waits_for_room() -> None:
             client.room = True  # of the connection; the writer still holds what came before
         assert client.at_once == 0
         room.set()
-        await asyncio.wait_for(serving, 30)
+        await asyncio.wait_for(serving, 60)
         return client
 
     client = asyncio.run(scenario())
@@ -205,7 +205,7 @@ def test_row_that_cannot_be_written_fails_its_stream(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(client.writer, "events", lambda _: 1 // 0)
         serving = await client.serve()
         assert client.stream.offer(Row(0, [100]), 0) is Offer.TAKEN
-        await asyncio.wait_for(serving, 30)
+        await asyncio.wait_for(serving, 60)
         return client
 
     assert b'"code":"internal_error"' in asyncio.run(scenario()).body
@@ -231,7 +231,7 @@ def test_keep_alive_is_sent_after_silence_and_not_between_tokens(monkeypatch: py
         monkeypatch.setattr(client.generation, "next", next_)
         client.stream.heard_at = 0.0
         given.append(lambda: setattr(client.stream, "heard_at", 4.0))  # a token, written at once, while it waited
-        await asyncio.wait_for(client.events_response(client.scope, client.receive, client.send), 30)
+        await asyncio.wait_for(client.events_response(client.scope, client.receive, client.send), 60)
         return client
 
     monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: clock[0]))

@@ -40,7 +40,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 

@@ -51,7 +51,7 @@ class Shard:
         for control in (*controls, None):
             before = self.reads
             self.coming.put_nowait(control)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while self.reads == before:
                     await asyncio.sleep(0)
 
@@ -99,6 +99,6 @@ async def test_draining_scheduler_keeps_no_command_of_a_failed_claim(
     monkeypatch.setattr(service.handover, "hand_back", nothing)
     service.commands.claim_begins()  # and got no answer
     service.claims.drain()
-    await asyncio.wait_for(service.claims.run(), 10)
+    await asyncio.wait_for(service.claims.run(), 60)
     assert service.commands.take(stop("of-another").SerializeToString()) == "stop"
     assert not service.commands.early

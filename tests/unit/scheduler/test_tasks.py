@@ -160,6 +160,6 @@ async def test_step_with_an_unread_answer_is_not_blamed(monkeypatch: pytest.Monk
     monkeypatch.setattr(fleet, "lose", losing)
     payload = queue_pb2.Request(id="a")
     service.core.add(NewRequest("a", [np.arange(5, dtype=np.int32)], 20, payload=payload), 0)
-    await asyncio.wait_for(fleet.serve(link.worker), 30)
+    await asyncio.wait_for(fleet.serve(link.worker), 60)
     assert [step.id for step in link.steps] == [1, 2]
     assert blamed == [[2]]

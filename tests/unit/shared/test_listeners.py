@@ -53,7 +53,7 @@ def test_reservation_takes_no_connection_of_the_listeners() -> None:
     with reserve(HOST, port, "port"), sharing(port) as listener:
         listener.settimeout(10)
         for _ in range(50):
-            with socket.create_connection((HOST, port), timeout=10):
+            with socket.create_connection((HOST, port), timeout=60):
                 listener.accept()[0].close()
 
 
@@ -67,7 +67,7 @@ listener.accept()[0].sendall(b"hello")
 
 def test_child_serves_the_clients_that_wait_in_its_supervisors_socket() -> None:
     port = free_port()
-    with listen(HOST, port, "port") as held, socket.create_connection((HOST, port), timeout=10) as client:
+    with listen(HOST, port, "port") as held, socket.create_connection((HOST, port), timeout=60) as client:
         client.settimeout(30)
         subprocess.run(
             [sys.executable, "-c", ANSWER.format(port=port)],

@@ -86,7 +86,7 @@ def test_stop_strings_are_matched_without_a_reader(gateway: GatewayProcess, sche
 def test_stop_strings_are_matched_after_a_reader_left(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     begun = begin(gateway, stop=["k br"])
     claimed = scheduler.claim()
-    with httpx.stream("GET", f"{gateway.url}/v1/requests/{begun['id']}/stream", timeout=30):
+    with httpx.stream("GET", f"{gateway.url}/v1/requests/{begun['id']}/stream", timeout=60):
         scheduler.wait_control("adopt", claimed.id)
     scheduler.wait_control("adopt", claimed.id)  # the gateway takes it back
     end_at_stop(scheduler, claimed)

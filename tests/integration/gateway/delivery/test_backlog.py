@@ -41,7 +41,7 @@ async def gateway(redis_server: RedisServer, model: ModelText, tmp_path: Path) -
     running = Gateway(GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url), model)
     ScriptedScheduler(redis_server.client, running.settings.keys).lead()
     running.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while running.reason_not_ready():
             await asyncio.sleep(0.01)
     yield running
@@ -152,7 +152,7 @@ async def test_gateway_ends_a_request_past_its_deadline(gateway: Gateway, schedu
     claimed = await asyncio.to_thread(scheduler.claim)
     scheduler.publish(Line(claimed.id, 0, [50]))
     deltas = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not generation.done:
             deltas += await generation.next()
     assert [delta.finish_reason for delta in deltas] == [None, "deadline"]

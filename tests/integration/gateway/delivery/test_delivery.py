@@ -224,7 +224,7 @@ def test_request_is_cancelled_when_its_client_leaves_the_stream(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     body = {"model": gateway.name, "prompt": "x", "stream": True}
-    with httpx.stream("POST", gateway.url + "/v1/completions", json=body, timeout=30):
+    with httpx.stream("POST", gateway.url + "/v1/completions", json=body, timeout=60):
         claimed = scheduler.claim()
     scheduler.wait_control("cancel", claimed.id)
     until_idle(gateway)

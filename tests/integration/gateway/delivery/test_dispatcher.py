@@ -93,7 +93,7 @@ async def test_job_that_fails_ends_alone(dispatcher: Dispatcher, error: BaseExce
 
     dispatcher.submit(fails)
     dispatcher.submit(works)
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), 60)
     assert not any(task.done() for task in dispatcher.tasks)
 
 
@@ -111,7 +111,7 @@ async def test_error_of_redis_is_503_with_a_retry_time(dispatcher: Dispatcher, e
         raise error
 
     with pytest.raises(ApiError) as caught:
-        await asyncio.wait_for(dispatcher.ask(question), 10)
+        await asyncio.wait_for(dispatcher.ask(question), 60)
     assert (caught.value.status, caught.value.code) == (503, code)
     assert int(caught.value.headers["Retry-After"]) >= 1
 

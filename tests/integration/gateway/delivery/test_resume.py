@@ -46,7 +46,7 @@ async def gateway(redis_server: RedisServer, model: ModelText, tmp_path: Path) -
     running = Gateway(GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url), model)
     ScriptedScheduler(redis_server.client, running.settings.keys).lead()
     running.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while running.reason_not_ready():
             await asyncio.sleep(0.01)
     yield running
@@ -191,7 +191,7 @@ async def test_answer_without_stream_is_complete_despite_last_event_id(
     scheduler.lead()
     body = {"model": gateway.settings.served_model_name, "prompt": "The", "return_token_ids": True}
     transport = httpx.ASGITransport(public_app(gateway))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=20) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=body, headers=NAMED))
         claimed = await asyncio.to_thread(scheduler.claim)
         scheduler.serve(claimed, [50, 51, 52])

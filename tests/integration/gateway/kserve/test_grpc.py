@@ -235,9 +235,9 @@ def test_gateway_that_stops_ends_streams_with_a_reason(tmp_path: Path, model: Pa
         leaving.process.send_signal(signal.SIGTERM)
         reason = until("the stream ends", lambda: next(call).error_message)
         assert claimed.id in reason  # it continues elsewhere
-        assert leaving.process.wait(30) == 0
+        assert leaving.process.wait(60) == 0
         with pytest.raises(grpc.RpcError) as refused:
-            stub.ModelInfer(request_of(leaving, "The"), timeout=10)
+            stub.ModelInfer(request_of(leaving, "The"), timeout=60)
         assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     scheduler.end(claimed, [[50, 51]], [LENGTH])
 
@@ -262,7 +262,7 @@ def test_certificate_is_that_of_http_and_reloads_at_sighup(
         options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
         with grpc.secure_channel(f"localhost:{port}", credentials, options) as channel:
             try:
-                return bool(GRPCInferenceServiceStub(channel).ServerLive(kserve.ServerLiveRequest(), timeout=5).live)
+                return bool(GRPCInferenceServiceStub(channel).ServerLive(kserve.ServerLiveRequest(), timeout=60).live)
             except grpc.RpcError:
                 return False
 

@@ -223,7 +223,7 @@ def test_metrics_are_on_both_ports(gateway: GatewayProcess, client: openai.OpenA
 def test_request_is_seen_and_cancelled_by_its_key_only(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     body = {"model": gateway.name, "prompt": "x", "stream": True}
     url, headers = gateway.url + "/v1/completions", gateway.headers()
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=30) as stream:
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as stream:
         name = stream.headers["x-orcinus-request"]
         path = f"/v1/requests/{name}"
         assert gateway.get(path).json()["status"] == "queued"
