@@ -48,7 +48,7 @@ expected-statuses = [400, 401, 403, 404, 405, 406, 408, 409, 413, 415, 422, 428,
 
 def document(stack: Stack) -> Path:
     """The stack's OpenAPI document with the one model that exists: other names would all end in 404 at the door."""
-    schema = httpx.get(f"{stack.url}/openapi.json", headers=stack.headers).raise_for_status().json()
+    schema = httpx.get(f"{stack.url}/openapi.json", headers=stack.headers, timeout=60).raise_for_status().json()
     for body in schema["components"]["schemas"].values():
         if model := body.get("properties", {}).get("model"):
             nullable = {"type": "null"} in model.pop("anyOf", [])

@@ -18,7 +18,7 @@ OpenPage = Callable[..., Visit]
 def test_reference_shows_every_path_with_its_fields(open_page: OpenPage, gateway: GatewayProcess) -> None:
     visit = open_page(address=gateway.url + "/docs")
     visit.says("#about", "Version")
-    document = httpx.get(gateway.url + "/openapi.json").json()
+    document = httpx.get(gateway.url + "/openapi.json", timeout=60).json()
     operations = {f"{method.upper()}{path}" for path, methods in document["paths"].items() for method in methods}
     for selector in ("section h2", "#contents a"):
         shown = visit.page.locator(selector).evaluate_all("elements => elements.map(one => one.textContent)")

@@ -63,7 +63,7 @@ def test_stack_that_wants_a_key_is_not_hurt_without_one(run_dir: Path, capsys: p
     url = stack.urls[0]
     add = [sys.executable, "-m", "services.cli", "keys", "add", "first", "--run-dir", str(run_dir)]
     subprocess.run(add, cwd=ROOT, env=clean_env(), check=True, capture_output=True)
-    until("requests need a key", lambda: httpx.get(f"{url}/v1/models").status_code == 401)
+    until("requests need a key", lambda: httpx.get(f"{url}/v1/models", timeout=60).status_code == 401)
     pids = RunDir(run_dir).pids()
     assert main(["--run-dir", str(run_dir), "--yes"]) == 1
     assert f"{url} wants a key (401); set ORCINUS_API_KEY" in capsys.readouterr().err

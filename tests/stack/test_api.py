@@ -69,7 +69,7 @@ def test_structured_output_is_equal_in_any_batch(stack: Stack) -> None:
         return str(answer.raise_for_status().json()["choices"][0]["text"])
 
     async def run() -> None:
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {KEY}"}) as client:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
             alone = await ask(client)
             others = [ask(client, seed=seed, prompt="b" * seed) for seed in range(1, 9)]
             assert (await asyncio.gather(ask(client), *others))[0] == alone
@@ -82,7 +82,7 @@ def test_services_export_the_metrics_of_the_boards(stack: Stack) -> None:
     addresses = [f"{stack.url}/metrics", *(f"http://127.0.0.1:{port}/metrics" for port in (scheduler, worker))]
 
     def counted() -> dict[str, float]:
-        pages = [httpx.get(address, headers=stack.headers).text for address in addresses]
+        pages = [httpx.get(address, headers=stack.headers, timeout=60).text for address in addresses]
         lines = [line for page in pages for line in page.splitlines() if not line.startswith("#")]
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 

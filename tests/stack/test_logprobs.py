@@ -111,7 +111,7 @@ def test_best_of_returns_the_most_likely_choices_also_when_repeated(stack: Stack
     assert [(choice["index"], choice["logprobs"]) for choice in told["choices"]] == [(0, None), (1, None)]
     assert told["usage"]["completion_tokens"] == 40
     address = f"{stack.url}/v1/requests/{told['id']}/stream"
-    assert httpx.get(address, headers=stack.headers).status_code == 400, "which is best shows at the end"
+    assert httpx.get(address, headers=stack.headers, timeout=60).status_code == 400, "which is best shows at the end"
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -148,7 +148,9 @@ def test_logprobs_continue_equal_after_scheduler_and_gateway_die(stack: Stack) -
     stack.start("gateway")
     until("the gateway is back", stack.ready, 60)
     address = f"{stack.url}/v1/requests/{request}/stream"
-    with httpx.stream("GET", address, headers={**stack.headers, "Last-Event-ID": seen[-1]["event"]}) as answer:
+    with httpx.stream(
+        "GET", address, headers={**stack.headers, "Last-Event-ID": seen[-1]["event"]}, timeout=60
+    ) as answer:
         seen += events(answer.iter_lines())
     ids, entries = entries_of(seen)
     assert ids == undisturbed["token_ids"] and len(entries) == len(ids) == 200
@@ -156,5 +158,5 @@ def test_logprobs_continue_equal_after_scheduler_and_gateway_die(stack: Stack) -
     assert [entry[0] for entry in entries] == [entry[0] for entry in expected]
     assert [entry[1] for entry in entries] == about([entry[1] for entry in expected])
     assert [entry[3] for entry in entries] == [entry[3] for entry in expected]
-    with httpx.stream("GET", address, headers=stack.headers) as answer:
+    with httpx.stream("GET", address, headers=stack.headers, timeout=60) as answer:
         assert entries_of(list(events(answer.iter_lines()))) == (ids, entries), "the record has what was sent"

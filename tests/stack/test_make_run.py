@@ -80,7 +80,7 @@ class MakeRun:
 
     def complete(self, **body: Any) -> httpx.Response:
         body = {"prompt": "abc", "max_tokens": 4, "temperature": 0, **body}
-        model = httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+        model = httpx.get(f"{self.url}/v1/models", timeout=60).json()["data"][0]["id"]
         return httpx.post(f"{self.url}/v1/completions", json={"model": model, **body}, timeout=60)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
@@ -196,7 +196,7 @@ def test_redis_and_key_of_the_operator_are_used(tmp_path: Path, model: Path) -> 
     with RedisServer(tmp_path / "redis") as server:
         with MakeRun(tmp_path, model, ORCINUS_REDIS_URL=server.url, ORCINUS_API_KEY="key-of-a-client") as run:
             assert set(run.pids()) == SERVICES - {"redis"}
-            assert httpx.get(f"{run.url}/v1/models").status_code == 401
+            assert httpx.get(f"{run.url}/v1/models", timeout=60).status_code == 401
             assert "key-of-a-client" not in run.text()
             curl = next(line for line in run.text().splitlines() if line.startswith("curl "))
             answer = subprocess.run(["bash", "-c", curl], env=run.env, capture_output=True, text=True, timeout=60)

@@ -38,11 +38,11 @@ def watching(gateway: GatewayProcess) -> Iterator[Iterator[tuple[str, Any]]]:
 
 def test_files_of_the_page_are_on_the_ops_port_only(gateway: GatewayProcess) -> None:
     for path in routes.FILES:
-        answer = httpx.get(gateway.ops_url + path)
+        answer = httpx.get(gateway.ops_url + path, timeout=60)
         assert answer.status_code == 200, path
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert "unsafe" not in answer.headers["content-security-policy"]
-        assert httpx.get(gateway.url + path).status_code == (307 if path == "/dashboard" else 404), path
+        assert httpx.get(gateway.url + path, timeout=60).status_code == (307 if path == "/dashboard" else 404), path
 
 
 def test_viewer_gets_the_past_then_the_stack_each_second(gateway: GatewayProcess, written: WrittenStack) -> None:
@@ -83,7 +83,7 @@ def test_viewers_are_bounded_and_the_last_ends_the_reading(
         seen = [next(streams[-1]) for _ in range(4)]
         reads = client.info("commandstats")["cmdstat_xrevrange"]["calls"]  # the feed alone gives this command
         assert reads <= 2 * len(seen), "once a frame, not once a viewer"
-        refused = httpx.get(gateway.ops_url + routes.EVENTS)
+        refused = httpx.get(gateway.ops_url + routes.EVENTS, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
         during = len(client.client_list())
     until("the feed has ended", lambda: len(client.client_list()) < during)

@@ -13,7 +13,7 @@ from tests.support.waiting import until
 
 def shard(gateway: GatewayProcess) -> dict[str, str]:
     """Return the stats that the gateway has read."""
-    return dict(httpx.get(gateway.ops_url + "/stats", verify=PLAIN).json()["shards"].get("shard-0", {}))
+    return dict(httpx.get(gateway.ops_url + "/stats", verify=PLAIN, timeout=60).json()["shards"].get("shard-0", {}))
 
 
 def test_full_queue_is_429_until_retry_after(

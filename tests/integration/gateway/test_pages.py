@@ -49,7 +49,7 @@ def test_page_file_needs_no_key_and_admits_nothing_foreign(
 ) -> None:
     for server in (gateway, guarded):
         for method in ("GET", "HEAD"):
-            answer = httpx.request(method, server.url + path, headers=BROWSER)
+            answer = httpx.request(method, server.url + path, headers=BROWSER, timeout=60)
             assert answer.status_code == 200
             assert bool(answer.content) == (method == "GET")
             assert PAGE_HEADERS.items() <= dict(answer.headers).items()
@@ -69,29 +69,31 @@ def test_root_answers_a_program_as_any_unknown_path(
     gateway: GatewayProcess, guarded: GatewayProcess, method: str, accept: str
 ) -> None:
     for server, status, code in ((gateway, 404, "unknown_path"), (guarded, 401, "invalid_api_key")):
-        answer = httpx.request(method, server.url + "/", headers={"Accept": accept})
+        answer = httpx.request(method, server.url + "/", headers={"Accept": accept}, timeout=60)
         assert answer.status_code == status
         assert answer.headers["content-type"] == "application/json"
         assert method == "HEAD" or answer.json()["error"]["code"] == code
-    assert httpx.get(gateway.url + "/", headers=BROWSER).headers["vary"] == "Accept"
+    assert httpx.get(gateway.url + "/", headers=BROWSER, timeout=60).headers["vary"] == "Accept"
 
 
 def test_live_page_is_on_the_api_port_behind_a_key(guarded: GatewayProcess) -> None:
-    page = httpx.get(guarded.url + "/dashboard")
+    page = httpx.get(guarded.url + "/dashboard", timeout=60)
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert PAGE_HEADERS.items() <= dict(page.headers).items()
-    assert httpx.get(guarded.url + "/dashboard/events").status_code == 401
-    with httpx.stream("GET", guarded.url + "/dashboard/events", headers={"Authorization": f"Bearer {KEY}"}) as events:
+    assert httpx.get(guarded.url + "/dashboard/events", timeout=60).status_code == 401
+    with httpx.stream(
+        "GET", guarded.url + "/dashboard/events", headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    ) as events:
         assert events.status_code == 200
         assert next(events.iter_lines()).startswith("event: ")
 
 
 def test_live_page_without_a_key_redirects_to_the_ops_port(gateway: GatewayProcess) -> None:
     for host in ("127.0.0.1", "localhost"):
-        answer = httpx.get(gateway.url + "/dashboard", headers={"Host": f"{host}:{gateway.port}"})
+        answer = httpx.get(gateway.url + "/dashboard", headers={"Host": f"{host}:{gateway.port}"}, timeout=60)
         assert (answer.status_code, answer.headers["location"]) == (307, f"http://{host}:{gateway.ops_port}/dashboard")
     for path, host in (("/dashboard", "elsewhere.example"), ("/dashboard/events", "127.0.0.1")):
-        answer = httpx.get(gateway.url + path, headers={"Host": host})
+        answer = httpx.get(gateway.url + path, headers={"Host": host}, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "ops_port_only")
         assert gateway.ops_url in answer.json()["error"]["message"]
 
@@ -107,13 +109,15 @@ def test_live_page_needs_a_key_with_the_scope_ops(guarded: GatewayProcess, redis
     for headers in (plain, ops):
         until(
             "the key is known",
-            lambda headers=headers: httpx.get(guarded.url + "/v1/models", headers=headers).status_code == 200,
+            lambda headers=headers: (
+                httpx.get(guarded.url + "/v1/models", headers=headers, timeout=60).status_code == 200
+            ),
         )
-    assert httpx.get(guarded.url + "/dashboard/history", headers=plain).status_code == 403
-    refused = httpx.get(guarded.url + "/dashboard/events", headers=plain)
+    assert httpx.get(guarded.url + "/dashboard/history", headers=plain, timeout=60).status_code == 403
+    refused = httpx.get(guarded.url + "/dashboard/events", headers=plain, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "scope_not_allowed")
     assert "orcinus keys add NAME --scope ops" in refused.json()["error"]["message"]
-    with httpx.stream("GET", guarded.url + "/dashboard/events", headers=ops) as events:
+    with httpx.stream("GET", guarded.url + "/dashboard/events", headers=ops, timeout=60) as events:
         assert events.status_code == 200
     wrong = CliRunner().invoke(app, ["keys", "add", "a key", "--scope", "all", *where])
     assert "--scope=all: unknown scope; give ops, or none" in str(wrong.exception)

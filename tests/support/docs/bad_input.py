@@ -222,7 +222,10 @@ def ask_crowded(asked: Asked, scheduler: ScriptedScheduler, sent: Sent) -> Answe
         scheduler.client.hset(queue, "tokens", 1_000_000)
     known = "100" if late else "50000"
     url = asked.gateway.ops_url + "/stats"
-    until("the figures are known", lambda: httpx.get(url).json()["shards"]["shard-0"].get("prefill_tok_s") == known)
+    until(
+        "the figures are known",
+        lambda: httpx.get(url, timeout=60).json()["shards"]["shard-0"].get("prefill_tok_s") == known,
+    )
     return asked.ask(sent)
 
 

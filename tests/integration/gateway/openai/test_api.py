@@ -212,10 +212,10 @@ def test_everything_but_health_needs_a_key(gateway: GatewayProcess, value: str) 
 
 def test_metrics_are_on_both_ports(gateway: GatewayProcess, client: openai.OpenAI) -> None:
     client.completions.create(model=gateway.name, prompt="x", max_tokens=3)
-    for text in (gateway.get("/metrics").text, httpx.get(gateway.ops_url + "/metrics", verify=PLAIN).text):
+    for text in (gateway.get("/metrics").text, httpx.get(gateway.ops_url + "/metrics", verify=PLAIN, timeout=60).text):
         assert 'orcinus_gateway_requests_total{code="200",endpoint="/v1/completions"}' in text
         assert "orcinus_gateway_time_to_first_token_seconds_bucket" in text
-    stats = httpx.get(gateway.ops_url + "/stats", verify=PLAIN).json()
+    stats = httpx.get(gateway.ops_url + "/stats", verify=PLAIN, timeout=60).json()
     assert stats["leases"] == ["shard-0"]
     assert stats["gateway"]["not_ready"] is None
 
