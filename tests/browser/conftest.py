@@ -89,6 +89,13 @@ class Visit:
     def text(self, selector: str) -> str:
         return self.page.locator(selector).inner_text()
 
+    def texts(self, selector: str) -> list[str]:
+        """Return the texts of all elements, read at once: in one that a frame has replaced, lines run together."""
+        found: list[str] = self.page.evaluate(
+            "selector => [...document.querySelectorAll(selector)].map(one => one.innerText)", selector
+        )
+        return found
+
 
 @pytest.fixture
 def open_page(browser: Browser, gateway: GatewayProcess) -> Iterator[type[Visit]]:

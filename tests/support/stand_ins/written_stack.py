@@ -49,6 +49,7 @@ class WrittenStack:
         self._redis = client
         self._keys = keys
         self._shard = shard
+        self.ahead_ms = 0  # by which statistics are ahead of the time, so that a slow reader does not find them old
         self.iterations = Iterations()
 
     def now_ms(self) -> int:
@@ -64,7 +65,7 @@ class WrittenStack:
 
     def tell(self, **changes: Any) -> dict[str, Any]:
         """Statistics of now, with their history and the last iterations."""
-        stats = {**STATS, "time_ms": self.now_ms(), **changes}
+        stats = {**STATS, "time_ms": self.now_ms() + self.ahead_ms, **changes}
         self._redis.hset(self._keys.stats(self._shard), mapping=stats)
         self._redis.xadd(self._keys.stats_history(self._shard), stats)
         self._redis.hset(self._keys.iterations(self._shard), mapping=self.iterations.fields())
