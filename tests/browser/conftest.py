@@ -20,6 +20,8 @@ FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
+AHEAD_MS = 600_000
+"""By which written statistics are ahead, so that the scheduler is not silent for a page that opens slowly."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,9 @@ def gateway(
 @pytest.fixture
 def written(gateway: GatewayProcess, redis_server: RedisServer) -> WrittenStack:
     redis_server.client.flushall()
-    return WrittenStack(redis_server.client, gateway.keys)
+    stack = WrittenStack(redis_server.client, gateway.keys)
+    stack.ahead_ms = AHEAD_MS
+    return stack
 
 
 class Visit:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.conftest import Visit
+from tests.browser.conftest import AHEAD_MS, Visit
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.written_stack import WrittenStack
@@ -18,8 +18,7 @@ EVIL = '<img src=/evil.png onerror="window.stolen=1"><script>window.stolen=1</sc
 
 
 def full(written: WrittenStack) -> None:
-    """A stack at work. However long a page takes to open, its scheduler is not silent."""
-    written.ahead_ms = 600_000
+    """A stack at work."""
     written.lead()
     written.worker()
     for number in range(20):
@@ -110,7 +109,9 @@ def test_predicted_ttft_stands_beside_the_measured_with_its_error(open_page: Ope
 
 
 def test_requests_and_failures_are_shown_by_the_second(open_page: OpenPage, written: WrittenStack) -> None:
-    now = written.now_ms() + 1_200_000  # beyond the times of the test before, whose page the gateway may still follow
+    now = (
+        written.now_ms() + 2 * AHEAD_MS
+    )  # beyond the times of the test before, whose page the gateway may still follow
     written.lead()
     written.worker()
     written.tell(time_ms=now - 4000, finished=100, cancelled=0, failed=0)
@@ -171,6 +172,7 @@ def test_page_loads_from_its_gateway_only(open_page: OpenPage, written: WrittenS
 def test_lost_redis_and_gateway_are_shown_and_a_return(open_page: OpenPage, tmp_path: Path, model: Path) -> None:
     with RedisServer(tmp_path / "redis") as redis, running_gateway(tmp_path, model, redis) as gateway:
         written = WrittenStack(redis.client, gateway.keys)
+        written.ahead_ms = AHEAD_MS
         full(written)
         visit = open_page(gateway.ops_url)
         visit.says("#state", "live")
@@ -277,7 +279,7 @@ def test_several_shards_are_summed_and_can_be_selected(
 ) -> None:
     full(written)
     other = WrittenStack(redis_server.client, gateway.keys, "shard-1").lead()
-    other.ahead_ms = written.ahead_ms
+    other.ahead_ms = AHEAD_MS
     other.tell(running=3, policy="orca", tok_s=100)
     visit = open_page()
     visit.says("#running", "20")
@@ -291,7 +293,9 @@ def test_page_beyond_loopback_needs_a_valid_key(
 ) -> None:
     redis_server.client.flushall()
     with running_gateway(tmp_path, model, redis_server, ops_host="0.0.0.0", api_key="sk-right") as guarded:
-        full(WrittenStack(redis_server.client, guarded.keys))
+        written = WrittenStack(redis_server.client, guarded.keys)
+        written.ahead_ms = AHEAD_MS
+        full(written)
         visit = open_page(guarded.ops_url)
         visit.says("#state", "key needed")
         visit.page.get_by_label("API key").fill("sk-wrong")

@@ -17,7 +17,7 @@ from tests.chaos.harness.main import main, running_stack
 from tests.support.launcher import ROOT, clean_env
 from tests.support.waiting import free_port, until
 
-READY_S = 90.0
+READY_S = 200.0
 FAULTS = ("worker_kill", "worker_drain", "scheduler_kill", "gateway_kill")
 
 

@@ -21,7 +21,7 @@ from tests.support.models import make_llama
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
 
-READY_S = 90.0
+READY_S = 200.0
 SERVICES = {"redis", "worker-0", "scheduler-0", "gateway-0"}
 
 

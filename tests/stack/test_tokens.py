@@ -39,7 +39,7 @@ def test_stack_gives_the_tokens_of_transformers(reference: Reference, tmp_path: 
         "dtype": "float32", "step_tokens": step_tokens, "block_size": block_size, "microbatches": microbatches,
         "lookahead": lookahead, "kv_blocks": pool // block_size, "max_seqs": REQUESTS,
         "max_input_tokens": 64, "max_output_tokens": 32,  # so that the longest sequence fits the small pool
-        "policy": "sarathi" if pool == SMALL else "orcinus",
+        "policy": "sarathi" if pool == SMALL else "orcinus", "threads": 2,
     }  # fmt: skip
     with running_stack(tmp_path, reference.path, **settings) as stack, ThreadPoolExecutor(REQUESTS) as clients:
         lengths = map(len, reference.outputs)

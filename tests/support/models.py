@@ -6,7 +6,9 @@ greedy run keeps a gap of more than MIN_GAP between its two best logits, and tha
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,18 @@ class Case:
     tokens: list[int]
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute in this thread alone: on a busy machine, threads that wait for each other at every small operation take
+    twenty times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Reference:
     """transformers in float32 on one model directory."""
 
@@ -128,11 +142,13 @@ class Reference:
         self.vocab = int(self.model.config.vocab_size)
 
     @torch.inference_mode()
+    @one_thread()
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """[len(tokens), vocab] float32."""
         return self.model(torch.tensor([tokens])).logits[0]
 
     @torch.inference_mode()
+    @one_thread()
     def run(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[float]]:
         """Greedy tokens of each prompt and, for each, the smallest gap between the two best logits on the way.
 

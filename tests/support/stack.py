@@ -26,7 +26,7 @@ from tests.support.waiting import free_port, until
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For requests over plain HTTP: httpx reads all certificate authorities for each call without a context (34 ms)."""
-START_S = 90.0
+START_S = 200.0
 PATIENT_MS = 10_000
 """A lease that a scheduler keeps also on a machine that stands still for some seconds; without it, it ends itself."""
 
@@ -98,7 +98,7 @@ class Stack:
         """For any service; `settings` go before those of the stack."""
         values = {
             "redis_url": self.redis.url, "model": str(self.model), "device": "cpu", "port": self.port,
-            "ops_port": free_port(), "threads": 2, "lease_ms": PATIENT_MS,
+            "ops_port": free_port(), "threads": 1, "lease_ms": PATIENT_MS,
             **({"api_key": self.key} if self.key else {}), **self.settings, **settings,
         }  # fmt: skip
         return settings_env(**values)
