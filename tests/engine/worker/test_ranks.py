@@ -31,7 +31,7 @@ from tests.engine.worker.test_server import Client, chunk, first_step
 from tests.support.models import Reference, make_llama
 from tests.support.waiting import until
 
-CONNECT_S = 30.0
+CONNECT_S = 60.0
 
 
 @pytest.fixture(scope="module")

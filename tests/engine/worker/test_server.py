@@ -28,7 +28,7 @@ from tests.support.models import Reference, make_llama
 from tests.support.run_socket import SocketCall
 from tests.support.waiting import until
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 Channel = grpc.Channel | str
 
 

@@ -21,7 +21,7 @@ from tests.support.launcher import settings_env
 from tests.support.models import Reference, make_llama
 from tests.support.waiting import until
 
-GONE_S = 20.0
+GONE_S = 60.0
 WAITS = "waiting for the other 1 ranks"
 
 

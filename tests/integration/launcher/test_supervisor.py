@@ -82,7 +82,7 @@ def test_service_that_ends_after_it_was_ready_is_restarted(tmp_path: Path, statu
 
 def test_crash_loop_is_named_once_with_its_log(tmp_path: Path) -> None:
     source = "if starts() <= 6:\n    print('cannot go on', flush=True)\n    sys.exit(3)\nserve()\n"
-    backoff = {"first_s": 0.01, "factor": 1.5, "cap_s": 0.1, "loop": 4}
+    backoff = {"first_s": 0.01, "factor": 1.5, "cap_s": 0.1, "loop": 4, "window_s": 3600.0}
     with Stack(tmp_path, {"alpha": source}, backoff=backoff) as stack:
         stack.wait_ready()
         text = stack.text()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway import admission
 from services.gateway.auth import Caller
 from services.gateway.delivery import backlog, dispatcher
 from services.gateway.delivery.stream import Generation
@@ -147,17 +148,30 @@ async def test_deadline_counts_from_the_arrival_at_the_gateway(gateway: Gateway,
     generation.close()
 
 
-async def test_gateway_ends_a_request_past_its_deadline(gateway: Gateway, scheduler: ScriptedScheduler) -> None:
-    generation = await begin(gateway, "r", deadline_ms=300)
+async def test_gateway_ends_a_request_past_its_deadline(
+    gateway: Gateway, scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = await begin(gateway, "r", deadline_ms=60_000)
     claimed = await asyncio.to_thread(scheduler.claim)
     scheduler.publish(Line(claimed.id, 0, [50]))
-    deltas = []
-    async with asyncio.timeout(60):
-        while not generation.done:
-            deltas += await generation.next()
-    assert [delta.finish_reason for delta in deltas] == [None, "deadline"]
+    assert [delta.finish_reason for delta in await generation.next()] == [None]
+    generation.end_at(time.monotonic())
+    assert await reasons(generation) == ["deadline"]
     scheduler.publish(Line(claimed.id, 1, [51], finish=DEADLINE))
     generation.close()
+    monkeypatch.setattr(admission, "DEADLINE_GRACE_S", -60.0)  # as if the deadline had passed meanwhile
+    late = await begin(gateway, "late", deadline_ms=60_000)
+    assert await reasons(late) == ["deadline"]
+    late.close()
+
+
+async def reasons(generation: Generation) -> list[str | None]:
+    """Return the finish reason of each delta, to the end."""
+    found = []
+    async with asyncio.timeout(60):
+        while not generation.done:
+            found += [delta.finish_reason for delta in await generation.next()]
+    return found
 
 
 async def test_full_backlog_is_429_by_class_and_tenant(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
