@@ -23,7 +23,7 @@ def until(what: str, condition: Callable[[], T], seconds: float = 30.0, every: f
 
 
 def free_port() -> int:
-    """A loopback port that nobody listened on a moment ago."""
+    """A loopback port that was free a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -49,7 +49,7 @@ def write_weights(path: Path, rows: int) -> None:
 
 
 def free_ports() -> int:
-    """A port whose successor is free too."""
+    """A port before another free one."""
     while True:
         port = free_port()
         with socket.socket() as listener:
