@@ -1,7 +1,7 @@
 """Make a trial CA and the certificates of gateway, scheduler, worker and Redis: `make certs`, in .run/certs.
 
 For trying TLS on one machine. A real installation takes the gateway's certificate from a public CA, and those of the
-services from a CA that signs for nothing else: whoever has one of these may talk to workers.
+services from a CA that signs for nothing else: a holder of one of these may talk to workers.
 """
 
 from __future__ import annotations

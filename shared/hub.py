@@ -95,7 +95,7 @@ def snapshot_of(path: Path) -> Path | None:
 
 
 def repository_of(path: Path) -> str | None:
-    """Return the repository whose snapshot the path is, or is a GGUF file of; None for any other path."""
+    """Return the repository of which the path is a snapshot or a GGUF file; None for any other path."""
     if (snapshot := snapshot_of(path)) is None:
         return None
     kind, _, rest = snapshot.parent.parent.name.partition("--")

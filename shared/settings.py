@@ -449,4 +449,4 @@ class ChatSettings(BaseSettings):
     )
     api_key: SecretStr | None = Field(None, description="key for the server")
     timeout_s: float = Field(600.0, gt=0, description="time without a byte after which an answer is given up")
-    run_dir: Path = Field(ROOT / ".run", description="state of the local stack whose address is used")
+    run_dir: Path = Field(ROOT / ".run", description="state of the local stack, which has its address")

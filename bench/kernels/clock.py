@@ -189,7 +189,7 @@ class DeviceClock(Clock):
 
     def host_us(self, call: Thunk, calls: int) -> float:
         """What the host spends on giving one piece of work, by its own clock. The device must do it in less time: a
-        driver's queue holds some thousand pieces, and whoever gives more waits."""
+        driver's queue holds some thousand pieces, and a further one waits."""
         call()
         self._device.main.record().wait()
         begun = time.perf_counter_ns()

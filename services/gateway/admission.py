@@ -7,6 +7,7 @@ with the last look at Redis before anything is written; enqueue.lua checks `Boun
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Generation, Position, RequestStream
 from services.gateway.errors import RETRY, ApiError, invalid, memory_low, redis_silent, taken_over, unavailable
 from services.gateway.metrics import Metrics
-from services.gateway.places import HORIZON_S, Places
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
@@ -38,6 +38,18 @@ PLACES_SHARE = 0.1
 """By how much requests that were told to come back may exceed the bounds of the queue."""
 PLACED = frozenset({"queue_full", "tenant_queue_full", "overloaded", "slo_unreachable", "deadline_unreachable"})
 """Refusals that name a place."""
+HORIZON_S = 60.0
+"""No place is promised beyond: the answer is a time between one and two horizons, so that not all come back at once."""
+ADMITTED_S = 10.0
+"""Over which the work of admitted requests is averaged."""
+LEAST_SPARE = 0.05
+IDLE_SPARE = 0.9
+"""From here on all of the rate counts as left."""
+EARLY_S = 1.0
+LATE_S = 15.0
+"""A place is kept from so much before its time to so much after."""
+MOST_PLACES = 65_536
+"""At a time; the rate of the workers allows fewer in a horizon, unless requests are tiny."""
 DEADLINE_GRACE_S = 0.5
 """The scheduler ends a request at its deadline; after so much more the gateway does."""
 RECENT = 65_536
@@ -259,6 +271,73 @@ class Recent:
         self._sequences[number] -= sequences
 
 
+@dataclass(slots=True)
+class PromisedWork:
+    """Seconds of work that were promised and are to come, at a moment."""
+
+    seconds: float = 0.0
+    at: float = 0.0
+
+    def after(self, now: float) -> float:
+        return max(0.0, self.seconds - (now - self.at))
+
+
+class Places:
+    """The places that this gateway has promised: a Retry-After that counts the requests that were sent away before.
+
+    A time until there is room is true for one client, and while no other comes. The work of all that were told to come
+    back is therefore kept as a backlog that drains with time, each further one is told to come behind it, and the time
+    is that at the rate which admitted requests leave: where they take all of it, as in a lasting overload, there is
+    none. A request that comes back in time, known by its content, has a place: it may exceed the bounds that refused
+    it, so that new ones do not take what was promised.
+    """
+
+    def __init__(self) -> None:
+        self._promised = PromisedWork()
+        self._due: dict[int, float] = {}  # oldest promise first
+        self._admitted = [0.0] * len(CLASSES)  # seconds of work, which count less the older they are
+        self._admitted_at = 0.0
+
+    def admitted(self, priority: str, work_s: float, now: float) -> None:
+        """Count the work of an admitted request."""
+        faded = math.exp((self._admitted_at - now) / ADMITTED_S)
+        self._admitted = [faded * seconds for seconds in self._admitted]
+        self._admitted_at = now
+        self._admitted[CLASSES.index(priority)] += work_s
+
+    def spare(self, priority: str, now: float) -> float:
+        """Return the share of the workers' rate that admitted requests of this class and better ones have left."""
+        seconds = sum(self._admitted[: CLASSES.index(priority) + 1])
+        left = 1 - seconds * math.exp((self._admitted_at - now) / ADMITTED_S) / ADMITTED_S
+        return 1.0 if left >= IDLE_SPARE else max(LEAST_SPARE, left)
+
+    def promise(self, content: int, priority: str, wait_s: float, work_s: float, now: float) -> int:
+        """Return the seconds after which a refused request should come back, at least 1.
+
+        wait_s: until there is room when nothing else comes. work_s: its own work at the rate of the workers.
+        """
+        due = self._due.get(content)
+        if due is not None and now < due:  # its work is counted
+            return max(1, math.ceil(due - now))
+        wait_s = (wait_s + self._promised.after(now)) / self.spare(priority, now)
+        if wait_s >= HORIZON_S or len(self._due) >= MOST_PLACES:
+            return math.ceil(random.uniform(HORIZON_S, 2 * HORIZON_S))  # noqa: S311 - spread, no secret
+        self._promised = PromisedWork(self._promised.after(now) + work_s, now)
+        self._due.pop(content, None)
+        self._due[content] = now + wait_s
+        return max(1, math.ceil(wait_s))
+
+    def take(self, content: int, now: float) -> bool:
+        """Return whether a request has a place now, and give the place up. One that comes too early keeps it."""
+        while self._due and now - (first := next(iter(self._due.items())))[1] > LATE_S:
+            del self._due[first[0]]
+        due = self._due.get(content)
+        if due is None or now < due - EARLY_S:
+            return False
+        del self._due[content]
+        return now <= due + LATE_S
+
+
 class Admission:
     """Bring requests into this gateway: new ones, those of clients that return, and those of gateways that are gone."""
 
@@ -316,7 +395,7 @@ class Admission:
         delivery = spec.to_delivery(self._model.text.tail)
         try:
             answer = await self._dispatcher.enqueue(spec, stream, caller, delivery, bounds, started)
-            if refusal := bounds.refusal(answer, self._cluster.wait_s):
+            if refusal := bounds.refusal(answer, self._wait_s):
                 raise self._placed(refusal, content, spec)
         except ApiError:
             self._dispatcher.close(stream)
@@ -329,7 +408,7 @@ class Admission:
             return await self.resume(spec.id, tenant, started, same_as=spec)
         self._metrics.prompt_tokens.inc(spec.prompt_tokens)
         self._recent.admitted(spec, time.monotonic())
-        self._places.admitted(spec.priority, self._cluster.wait_s(spec.prompt_tokens), time.monotonic())
+        self._places.admitted(spec.priority, self._wait_s(spec.prompt_tokens), time.monotonic())
         if spec.deadline_ms and not spec.survives_client:  # else the record has the end
             generation.end_at(started + spec.deadline_ms / 1000 + DEADLINE_GRACE_S)
         return generation
@@ -395,10 +474,17 @@ class Admission:
     def _placed(self, refusal: ApiError, content: int, spec: GenerationSpec) -> ApiError:
         """Return the refusal of a request with the time of its place."""
         if refusal.code in PLACED and refusal.retry_after_s is not None:
-            work_s = self._cluster.wait_s(spec.prompt_tokens)
+            work_s = self._wait_s(spec.prompt_tokens)
             place_s = self._places.promise(content, spec.priority, refusal.retry_after_s, work_s, time.monotonic())
             refusal.headers["Retry-After"] = str(place_s)
         return refusal
+
+    def _wait_s(self, waiting_tokens: float) -> float:
+        """Return the seconds until so many more tokens of the queue will have begun to run; 0 before any rate was
+        measured.
+        """
+        snapshot = self._cluster.snapshot
+        return waiting_tokens / snapshot.drain_tok_s if snapshot and snapshot.drain_tok_s > 0 else 0.0
 
     def _forecast(self, priority: str) -> Forecast | None:
         """Return the wait that is predicted for a class; None when unknown, or when Redis was read too long ago."""

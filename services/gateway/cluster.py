@@ -50,10 +50,12 @@ class Snapshot:
     steps: dict[str, str] = field(default_factory=dict)  # key of a heartbeat -> the last step that it names
     renewed: dict[str, float] = field(default_factory=dict)  # shard -> when its stats were last seen to change
     memory_share: float = field(init=False)
+    drain_tok_s: float = field(init=False)  # prompt tokens that leave the queue a second; 0 before it was measured
     forecasts: dict[str, Forecast] = field(init=False)  # by class; none for a class that no shard predicts
 
     def __post_init__(self) -> None:
         self.memory_share = self.memory_used / self.memory_most if self.memory_most else 0.0
+        self.drain_tok_s = sum(self._drain_tok_s(stats) for stats in self.led)
         found = {priority: self._forecast(priority) for priority in CLASSES}
         self.forecasts = {priority: forecast for priority, forecast in found.items() if forecast is not None}
 
@@ -67,6 +69,11 @@ class Snapshot:
     def total(self, name: str) -> float:
         """Return the sum of one field of `stats` over all shards."""
         return sum(number(stats.get(name)) for stats in self.stats.values())
+
+    @property
+    def led(self) -> list[dict[str, str]]:
+        """Return the statistics of the shards that have a leader."""
+        return [stats for shard, stats in self.stats.items() if shard in self.leases]
 
     def limits(self, fallback: Limits) -> Limits:
         """Return the limits that every worker meets; those of `fallback`, the model's, without a worker."""
@@ -82,6 +89,14 @@ class Snapshot:
             max_output_tokens=least("max_output_tokens"),
             max_choices=fallback.max_choices,
         )
+
+    def _drain_tok_s(self, stats: dict[str, str]) -> float:
+        """Return prompt tokens of a shard that leave the queue a second: as fast as prompts run, or as sequences get
+        slots and memory.
+        """
+        prefill, starts_s = number(stats.get("prefill_tok_s")), number(stats.get("starts_s"))
+        tokens, requests = number(self.queue.get("tokens")), number(self.queue.get("requests"))
+        return min(prefill, starts_s * tokens / requests) if starts_s > 0 and min(tokens, requests) > 0 else prefill
 
     def _forecast(self, priority: str) -> Forecast | None:
         """Return the lowest wait that a led shard predicts for a request of that class. Return None, and so refuse no
@@ -206,7 +221,7 @@ class Cluster:
             return f"Redis refuses to write: {self.write_error}"
         if not self.snapshot.leases:
             return "no scheduler is alive"
-        if not self.snapshot.workers and not any(number(stats.get("workers")) for stats in self._led()):
+        if not self.snapshot.workers and not any(number(stats.get("workers")) for stats in self.snapshot.led):
             return "no worker is registered"
         if self.snapshot.memory_share > MEMORY_MOST:
             return f"Redis uses {self.snapshot.memory_share:.0%} of its memory"
@@ -222,28 +237,6 @@ class Cluster:
         if seconds <= self._settings.progress_timeout_s:
             return ""
         return f"{where} has work, and no step was answered for {seconds:.0f} s"
-
-    def wait_s(self, waiting_tokens: float) -> float:
-        """Return the seconds until so many more tokens of the queue will have begun to run, at the measured rates; 0
-        before any rate was measured.
-        """
-        rate = sum(self._drain_tok_s(stats) for stats in self._led())
-        return waiting_tokens / rate if rate > 0 else 0.0
-
-    def _drain_tok_s(self, stats: dict[str, str]) -> float:
-        """Return prompt tokens that leave the queue a second: as fast as prompts run, or as sequences get slots and
-        memory.
-        """
-        prefill, starts_s = number(stats.get("prefill_tok_s")), number(stats.get("starts_s"))
-        queue = self.snapshot.queue if self.snapshot else {}
-        tokens, requests = number(queue.get("tokens")), number(queue.get("requests"))
-        return min(prefill, starts_s * tokens / requests) if starts_s > 0 and min(tokens, requests) > 0 else prefill
-
-    def _led(self) -> list[dict[str, str]]:
-        """Return the statistics of the shards that have a leader."""
-        if self.snapshot is None:
-            return []
-        return [stats for shard, stats in self.snapshot.stats.items() if shard in self.snapshot.leases]
 
     async def look(self) -> Snapshot:
         pause = DISCOVER_S if self._worker_keys else DISCOVER_FIRST_S

@@ -1,4 +1,4 @@
-"""The models of huggingface_hub's cache: what is there, who fetched it, whether it is in use, and its removal.
+"""The models of huggingface_hub's cache: what is there, where it came from, whether it is in use, and its removal.
 
 The cache belongs to all tools of its user. A record beside each repository (`.orcinus.json`) says which files we
 fetched and checked; everything else is another tool's and stays unless it is named. A model in use is a shared lock

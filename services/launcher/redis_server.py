@@ -86,7 +86,7 @@ class LocalRedis:
 
 
 def configure(run_dir: Path, memory_bytes: int = 0) -> LocalRedis:
-    """Write the configuration of a server whose data lies in run_dir/redis.
+    """Write the configuration of a server with its data in run_dir/redis.
 
     Raise ConfigurationError when the machine has no Redis binary, or none that reads the data.
     """

@@ -25,7 +25,7 @@ _PERCENT = re.compile(r"\b(\d{1,3}) %")
 
 
 class _Console(Console):
-    """A console whose terminal may end before the stack does: closed, or `| head`. The stack still stops in order."""
+    """A console on a terminal that may end before the stack does: closed, or `| head`. The stack stops in order."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

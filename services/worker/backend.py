@@ -56,7 +56,7 @@ def set_threads(settings: WorkerSettings, ranks_here: int) -> None:
 
 
 def device_of(ops: AnyOps) -> Device | None:
-    """Return the device whose memory the KV pool has to be fitted into; None for the host's memory."""
+    """Return the device with the memory that holds the KV pool; None for the host's memory."""
     gpu: Device | None = getattr(ops, "gpu", None)
     if gpu is None and ops.device.type == "cuda":  # the reference kernels on a GPU
         from kernels.cuda.gpu import CudaDevice

@@ -100,7 +100,7 @@ class RunServer:
         self._thread.start()
 
     def stop(self, grace_s: float) -> None:
-        """Accept no further connection, and wait for those whose Run has ended to say so."""
+        """Accept no further connection, and wait until those with an ended Run say so."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, as close does not

@@ -1,7 +1,7 @@
 """Turn the vocabulary of a GGUF file into what tokenizer.json and tokenizer_config.json of a directory say.
 
 Two kinds are read: byte-level BPE (`gpt2`), cut into words by an expression that `tokenizer.ggml.pre` names, and
-SentencePiece's BPE (`llama`), whose merges follow from the scores: the pair with the best score is merged first.
+SentencePiece's BPE (`llama`): its merges follow from the scores: the pair with the best score is merged first.
 What is made passes the bounds of `shared.text.tokenizer` as a file of a directory does.
 """
 

@@ -48,7 +48,7 @@ MOST_ID = 4 << 20
 MOST_AFFIX_BYTES = 64
 """Of the prefix or suffix that a model puts at each part of a word."""
 MOST_WORD_CHARS = 1000
-"""Of a word for WordPiece, whose time grows with the square of it."""
+"""Of a word for WordPiece; its time grows with the square of it."""
 MOST_NORMALIZED_BYTES = 32 << 20
 """Of one text after normalizer and pre-tokenizer, by its growth. The library needs up to 130 bytes for each."""
 QUICK_CHARS = 1024

@@ -148,7 +148,7 @@ def clients(stack: Stack, reference: Reference, tokens: int, *others: str) -> It
     with ThreadPoolExecutor(len(reference.prompts)) as pool:
         working = [pool.submit(ask, number) for number in range(len(reference.prompts))]
         try:
-            until("everybody was answered", lambda: len(made) > 2 * len(working) or failed(working), 120)
+            until("all were answered", lambda: len(made) > 2 * len(working) or failed(working), 120)
             yield made
         finally:
             stop.set()

@@ -162,7 +162,7 @@ def test_torchrun_starts_the_ranks_again_and_no_token_is_lost(reference: Referen
             assert len(ranks()) == 2
         stack.settled_empty()
         last = ranks()
-        stack.kill("worker", signal.SIGTERM)  # whose own status is then 1, whatever the ranks' are
+        stack.kill("worker", signal.SIGTERM)  # its own status is then 1, whatever the ranks' are
         assert not any(alive(rank) for rank in last)
         assert "rank 0: draining" in stack.log("worker")
     finally:

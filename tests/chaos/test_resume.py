@@ -196,9 +196,9 @@ def test_only_its_tenant_may_go_on_with_a_request(stack: Stack, reference: Refer
     address = f"{other.url}/v1/requests/{client.request}/stream"
     assert httpx.get(address, headers=headers(OTHER), timeout=60).status_code == 404
     assert httpx.get(address, timeout=60).status_code == 401
-    unknown = f"{other.url}/v1/requests/cmpl-nobody/stream"
+    unknown = f"{other.url}/v1/requests/cmpl-unknown/stream"
     assert httpx.get(unknown, headers=headers(), timeout=60).status_code == 404
-    for wrong in ("cmpl-nobody:1", f"{client.request}:1.1", f"{client.request}:x", "1"):
+    for wrong in ("cmpl-unknown:1", f"{client.request}:1.1", f"{client.request}:x", "1"):
         answered = httpx.get(address, headers=headers(last=wrong), timeout=60)
         assert (answered.status_code, answered.json()["error"]["code"]) == (400, "invalid_event_id")
         assert wrong in answered.json()["error"]["message"]

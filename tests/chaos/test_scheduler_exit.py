@@ -18,7 +18,7 @@ from tests.support.stack import START_S, Stack, running_stack
 from tests.support.waiting import until
 
 EXIT_S = 5.0 + 25.0
-"""What docs/operations.md promises, and what a busy machine may add. Who lost the order to end never does."""
+"""What docs/operations.md promises, and what a busy machine may add. One that lost the order to end never does."""
 
 MODEL = {"requests": 1, "max_position_embeddings": 4096, "seed": 20261125}
 
@@ -71,7 +71,7 @@ def told_to_end(stack: Stack) -> int:
         raise
 
 
-def test_while_everybody_answers(stack: Stack) -> None:
+def test_while_all_services_answer(stack: Stack) -> None:
     assert told_to_end(stack) == 0
 
 

@@ -50,7 +50,7 @@ def led(stack: Stack, shard: str) -> bool:
 
 
 def of_shard(stack: Stack, streams: list[Stream], shard: str) -> list[int]:
-    """Numbers of the streams whose requests it has."""
+    """Numbers of the streams with requests that it has."""
     found = [stack.redis.client.hget(stack.keys.req(stream.request), "shard") for stream in streams]
     return [number for number, name in enumerate(found) if name == shard.encode()]
 
@@ -67,7 +67,7 @@ def assert_both_have_some(stack: Stack, under_way: Load) -> None:
 
 
 def assert_nothing_is_left(stack: Stack, *shards: str) -> None:
-    """Of those shards, whose workers have not changed: all blocks are free, and nobody has a pending request."""
+    """Of those shards, all with the same workers as before: all blocks are free, and no request is pending."""
     after = stack.settled()
     assert after["pending"] == [0, 0, 0, 0]
     for shard in shards:
@@ -93,7 +93,7 @@ def test_shards_share_what_comes_and_every_request_ends_once(stack: Stack, refer
     assert min(shares) >= len(asked) // 4, shares
 
 
-def test_requests_of_shard_that_nobody_leads_go_on_at_another(stack: Stack, reference: Reference) -> None:
+def test_requests_of_shard_without_a_leader_go_on_at_another(stack: Stack, reference: Reference) -> None:
     with load(stack, reference, LONG) as under_way:
         assert_both_have_some(stack, under_way)
         orphans = of_shard(stack, under_way.streams, "shard-1")
@@ -119,7 +119,7 @@ def test_stopped_scheduler_comes_back_to_requests_that_are_another_shards(stack:
     stack.start("scheduler", OTHER, **SECOND)
 
 
-def test_shard_whose_worker_stays_away_gives_its_requests_away(stack: Stack, reference: Reference) -> None:
+def test_shard_without_its_worker_gives_its_requests_away(stack: Stack, reference: Reference) -> None:
     with load(stack, reference, LONG) as under_way:
         assert_both_have_some(stack, under_way)
         name, settings = worker_of(stack, "shard-1")

@@ -1,6 +1,6 @@
 """`make soak` in small: all is right and comes back to rest. What grows in half an hour does not show in one minute.
 
-Its judgement is tested on series whose trend is known.
+Its judgement is tested on series with a known trend.
 """
 
 from __future__ import annotations

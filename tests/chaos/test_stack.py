@@ -66,7 +66,7 @@ def test_draining_scheduler_hands_back_what_never_ran(reference: Reference, tmp_
         # It holds the only slot for long: eight choices, one after another.
         body = {**endless(stack), "n": 8, "stream": True}
         with httpx.stream("POST", f"{stack.url}/v1/completions", json=body, timeout=60) as first:
-            lines = first.iter_lines()  # held: httpx closes the stream of an iterator that nobody holds
+            lines = first.iter_lines()  # held: httpx closes the stream of an iterator without a reference
             next(lines)
             stream = stack.keys.requests("normal")
             second = clients.submit(

@@ -67,7 +67,7 @@ def _fingerprint(name: str) -> str:
 
 
 def main(names: list[str]) -> int:
-    """0, or 2 for a name that nobody knows."""
+    """0, or 2 for an unknown name."""
     known = {*pins("clients", "load-clients"), JAVASCRIPT}
     if unknown := sorted(set(names) - known):
         print(f"error: no such client: {', '.join(unknown)}; known are {', '.join(sorted(known))}", file=sys.stderr)

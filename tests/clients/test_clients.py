@@ -78,7 +78,7 @@ EXAMPLES = {
     "langchain": "langchain",
     "tritonclient": "triton",
 }
-"""Heading in docs/clients.md -> the client whose environment its example needs."""
+"""Heading in docs/clients.md -> the client with the environment that its example needs."""
 
 
 @pytest.mark.parametrize("heading", EXAMPLES)

@@ -1,4 +1,4 @@
-"""deploy/kubernetes as objects: what kustomize makes of an overlay, its pods, and who may talk to whom in it."""
+"""deploy/kubernetes as objects: what kustomize makes of an overlay, its pods, and which of them may talk to which."""
 
 from __future__ import annotations
 

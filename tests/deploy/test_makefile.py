@@ -198,7 +198,7 @@ TARGETS = tuple(dict.fromkeys(MADE))
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Path:
-    """The CI script over a Makefile whose targets only say their name."""
+    """The CI script over a Makefile with targets that only say their name."""
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     (tmp_path / "bin").mkdir()
     for name in ("g++", "curl", "redis-server", "node", "npm"):  # no test installs packages

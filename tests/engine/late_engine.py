@@ -1,4 +1,4 @@
-"""An engine whose device is always behind: what a GPU may put off is put off until somebody waits for it.
+"""An engine with a device that is always behind: what a GPU may put off is put off until it is waited for.
 
 The reference backend underneath, in float32, so that transformers is the oracle. A real GPU cannot be here, and the
 emulated one computes in 16 bits.

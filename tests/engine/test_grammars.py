@@ -135,7 +135,7 @@ def test_sequence_goes_on_elsewhere_with_the_tokens_it_has(engine: Engine, alone
         ('{"grammars": [{"lark_grammar": "' + " " * 70_000 + '"}]}', "longer than 65536 bytes"),
     ],
 )
-def test_a_sequence_whose_grammar_cannot_be_used_fails_alone(engine: Engine, grammar: str, words: str) -> None:
+def test_a_sequence_with_an_unusable_grammar_fails_alone(engine: Engine, grammar: str, words: str) -> None:
     driver = Driver(engine)
     engine.reset()
     driver.enter(0, [1, 2, 3])

@@ -237,7 +237,7 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, ref
     begun = after.submit({0: (0, len(new))}, enters=[enter(0, new)])
     block = engine.read_block(1)
     assert block.any()
-    for inflight in in_flight:  # as the server does: somebody waits for them, nobody reads them
+    for inflight in in_flight:  # as the server does: they are waited for and not read
         ahead.finish(inflight)
     assert engine.slots.tokens[0, : len(new)].tolist() == new
     assert after.finish(begun).swap_out_acks == b"", "these are of another Run"

@@ -1,4 +1,4 @@
-"""What tests of operations share: backends, batches, sequences whose K and V are kept unpaged too for float64."""
+"""What tests of operations share: backends, batches, sequences with K and V kept unpaged too for float64."""
 
 from __future__ import annotations
 

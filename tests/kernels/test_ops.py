@@ -31,7 +31,7 @@ def f64(x: Tensor) -> Float64:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN too: what nobody wrote may be anything."""
+    """NaN too: unwritten memory may hold anything."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
@@ -271,7 +271,7 @@ def test_q_and_k_are_normed_turned_and_written(
     after = [cache.read_block(block) for block in range(4)]
     for block, offsets in ((3, slice(13, 16)), (1, slice(0, 2))):
         after[block][1, :, :, offsets] = before[block][1, :, :, offsets]
-    assert all(map(same_bits, before, after)), "rows and layers of nobody"
+    assert all(map(same_bits, before, after)), "rows and layers of no sequence"
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -317,7 +317,7 @@ def test_attention_of_any_head_size_is_the_formula(ops: AnyOps, head_dim: int, d
 
 @in_its_types
 @pytest.mark.parametrize("window", [0, 5])
-def test_numbers_that_earlier_owner_left_in_a_block_reach_nobody(ops: AnyOps, window: int, dtype: torch.dtype) -> None:
+def test_numbers_that_earlier_owner_left_in_a_block_reach_no_row(ops: AnyOps, window: int, dtype: torch.dtype) -> None:
     world = Sequences(ops, dtype, [6, 16, 30], 16, replace(PLAIN, window=window))
     world.keys[2][:] = torch.nan
     world.values[2][:] = torch.nan
@@ -329,9 +329,7 @@ def test_numbers_that_earlier_owner_left_in_a_block_reach_nobody(ops: AnyOps, wi
 
 @in_its_types
 @pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.25, 0.1, 0.01])])
-def test_what_pads_a_shorter_sequence_in_a_batch_reaches_nobody(
-    ops: AnyOps, slopes: Tensor | None, dtype: torch.dtype
-) -> None:
+def test_padding_of_a_shorter_sequence_reaches_no_row(ops: AnyOps, slopes: Tensor | None, dtype: torch.dtype) -> None:
     world = Sequences(ops, dtype, [33, 49, 16], 16, replace(PLAIN, slopes=slopes))  # three and four blocks: one group
     world.keys[2][:] = torch.nan
     world.values[2][:] = torch.nan

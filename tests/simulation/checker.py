@@ -212,7 +212,7 @@ class Checker:
         return left
 
     def _blocks(self) -> list[str]:
-        """Return the shards whose last statistics count blocks in use, though nothing runs."""
+        """Return the shards with last statistics that count blocks in use, though nothing runs."""
         left = []
         for raw in self._call("KEYS", self._keys.lease("*")):
             shard = raw.decode().rpartition(":")[2]

@@ -83,7 +83,7 @@ class Process:
 
 
 class _Task(asyncio.Task):  # type: ignore[type-arg]
-    """A task whose place in a set is the same in every run."""
+    """A task with the same place in a set in every run."""
 
     numbers = 0
 

@@ -29,7 +29,7 @@ from tests.simulation.network import Endpoint, Network
 MODEL = "tiny"
 BLOCK = 4
 LATE = 0.03
-"""Share of rows that sample no token at first, as one whose grammar's mask is not there."""
+"""Share of rows that sample no token at first, as one without its grammar's mask."""
 MASK = (1 << 64) - 1
 
 

@@ -412,7 +412,7 @@ class Log(logging.Handler):
 
 @contextlib.contextmanager
 def simulated(seed: int) -> Iterator[World]:
-    """Yield a world whose clock, network and names the services use."""
+    """Yield a world; the services use its clock, network and names."""
     vocabulary()
     world = World(seed)
     logger = logging.getLogger("orcinus")

@@ -25,10 +25,10 @@ TEXTS = [
     b"\xff\xfe\x80", b"\x00", b"[" * 5000, b"{}", b"null", b'{"policy": 1}', b" 7 ", b"0x10", b"a" * 3000,
 ]  # fmt: skip
 LEASES = ("lease:", "epoch", "queue")
-"""Whoever changes these takes the shard, or fills the queue: a counter with another number is believed."""
+"""A change of these takes the shard, or fills the queue: a counter with another number is believed."""
 SECRETS = ("keys:salt",)
 OF_REQUESTS = ("requests", "req", "prompt", "control")
-"""A request whose key is gone is gone: its client waits until the record expires. These are only mutated."""
+"""A request without its key is gone: its client waits until the record expires. These are only mutated."""
 
 
 def mutate(value: bytes, rng: random.Random) -> bytes:

@@ -170,7 +170,7 @@ class Reference:
         return [ids[r, len(p) : len(p) + new_tokens].tolist() for r, p in enumerate(prompts)], gaps.tolist()
 
     def cases(self, count: int, lengths: tuple[int, int], new_tokens: int, seed: int) -> list[Case]:
-        """Prompts whose greedy runs keep their gap, with the answers; asserts the gap of what is returned."""
+        """Prompts with greedy runs that keep their gap, with the answers; asserts the gap of what is returned."""
         found: list[Case] = []
         for attempt in range(8):
             prompts = random_prompts(count, lengths, seed + 7919 * attempt, self.vocab)

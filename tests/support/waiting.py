@@ -38,7 +38,7 @@ def until(what: str, condition: Callable[[], T], seconds: float = 60.0, every: f
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on, and that no other process of tests gets while this one lives."""
+    """Return a loopback port without a listener, and that no other process of tests gets while this one lives."""
     for port in itertools.islice(_candidates, len(PORTS)):
         if _claim(port) and _is_free(port):
             return port

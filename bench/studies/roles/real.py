@@ -3,7 +3,7 @@
     python -m bench.studies.roles.real [--rounds 2] [--requests 40] [--rate 0.6] [--out FILE]
 
 `orcinus up` with two workers, once `--replicas 2` and once `--prefill 1 --decode 1`, in turn in each round, so that
-whoever else slows the machine down slows down both. The model has random weights: its shape makes a prompt cost as much
+what else slows the machine down slows down both. The model has random weights: its shape makes a prompt cost as much
 as dozens of decode steps. All workers share the cores of this machine.
 """
 

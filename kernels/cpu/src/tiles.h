@@ -54,7 +54,7 @@ class Tiles {
   }
 
   // c[m][n] += a[m][2 k] * b[k][n][0] + a[m][2 k + 1] * b[k][n][1] over k: the two products of k belong to two chains of
-  // fused multiply-adds from zero, whose sum is added to c. Denormal numbers count as zero and become zero.
+  // fused multiply-adds from zero; their sum is added to c. Denormal numbers count as zero and become zero.
   template <int C, int A, int B>
   void multiply() {
     const int rows = shapes_.rows[C], pairs = shapes_.rows[B];

@@ -140,7 +140,7 @@ function tiles(frame, all) {
 // Red is an error that counts: more than half of the time, and long enough to be felt.
 const isFarOff = (error, real) => error > Math.max(real / 2, 50);
 
-// The shard whose predictions are furthest off speaks for all: an average would hide it.
+// The shard with the predictions that are furthest off speaks for all: an average would hide it.
 function forecast(all) {
   const seen = all.filter((stats) => Number(stats.ttft_error_ms_p50) > 0);
   const far = seen.sort((a, b) => b.ttft_error_ms_p50 - a.ttft_error_ms_p50)[0];

@@ -149,7 +149,7 @@ class RequestStream:
         return all(self.finished)
 
     def offer(self, row: Row, first: int) -> Offer:
-        """Take a row whose first token has index `first`."""
+        """Take a row; `first` is the index of its first token."""
         self.heard_at = time.monotonic()
         choice = row.choice
         if self.failure is not None or not 0 <= choice < self.choices or self.finished[choice]:
@@ -511,7 +511,7 @@ class Generation:
         self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
         self.logprobs = Logprobs(spec, model.text, self.choices) if spec.record_bytes else None
         self.position = position or Position([NOTHING] * spec.choices)
-        self._had = [last + 1 for last in self.position.last]  # tokens whose text the client has
+        self._had = [last + 1 for last in self.position.last]  # tokens that the client has as text
         self.is_plain = (
             self.choices[0].is_plain and not spec.record_bytes and max(self._had) <= 0
         )  # then only rows end it

@@ -428,7 +428,7 @@ class BodyLimit:
 
 
 class CutSlow:
-    """Drop a connection whose client does not read; around everything else."""
+    """Drop a connection to a client that does not read; around everything else."""
 
     def __init__(self, app: ASGIApp, seconds: float, metrics: Metrics) -> None:
         """seconds: time for a write to find room in the connection's buffer."""

@@ -100,7 +100,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         options = [
             ("grpc.max_receive_message_length", READ_BODIES * gateway.settings.max_body_bytes),
             ("grpc.max_metadata_size", gateway.settings.max_header_bytes),
-            ("grpc.keepalive_time_ms", 10_000),  # a client whose machine died is noticed
+            ("grpc.keepalive_time_ms", 10_000),  # the death of a client's machine is noticed
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -269,7 +269,7 @@ class EventWriter:
 
     def events(self, deltas: list[Delta]) -> bytes:
         """Return events of one delivery; empty when all its text is still held back."""
-        last = self._position.last  # moved before each event, whose id includes it
+        last = self._position.last  # moved before each event; its id includes it
         if self.is_plain and len(deltas) == 1 and (last[0] != NOTHING or not self._chat):
             delta = deltas[0]
             if delta.finish_reason is None and not delta.calls:
@@ -284,7 +284,7 @@ class EventWriter:
             if delta.text or delta.calls or (ids and delta.finish_reason is None):
                 last[delta.choice] = count - 1 if delta.finish_reason is None else count
                 logprobs = self._logprobs(delta.choice)
-                if delta.calls:  # one event with the text before them, whose id includes both
+                if delta.calls:  # one event with the text before them; its id includes both
                     parts.append(self._raw(delta.choice, calls_delta(delta), ids, None, logprobs))
                 else:
                     parts.append(self._event(delta.choice, delta.text, ids, None, logprobs))

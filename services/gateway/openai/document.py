@@ -40,7 +40,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def body_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return `openapi_extra` of a route whose body is `kind`."""
+    """Return `openapi_extra` of a route with a body of `kind`."""
     schema = {"$ref": _REF.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 

@@ -1,8 +1,8 @@
 """Serve `/v1/responses`, stateless: a conversation as OpenAI's newer clients send it.
 
-A response is a chat request whose id begins with `resp_`; its record can be read for five minutes. The body becomes a
-body of `/v1/chat/completions`, which is checked there. Nothing is kept for a later call, so fields that refer to one
-are refused by name. The events of a stream add up to the whole response object.
+A response is a chat request with an id that begins with `resp_`; its record can be read for five minutes. The body
+becomes a body of `/v1/chat/completions`, which is checked there. Nothing is kept for a later call, so fields that refer
+to one are refused by name. The events of a stream add up to the whole response object.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Preempter:
         step.preempted += 1
         sequence = replica.release(row, KV.SWAP if mode is Mode.SWAP else KV.DROP)
         step.forget(row)
-        if not isinstance(state.policy.relief, AllYield):  # whose rule knows no last preemption
+        if not isinstance(state.policy.relief, AllYield):  # its rule knows no last preemption
             sequence.preemptions += 1
         state.waiting.requeue(sequence, now_ns, out)
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from services.scheduler.core.invariants import check_records, check_replicas
 from services.scheduler.core.kv.prefix_index import NO_KEYS, Hasher
-from services.scheduler.core.loss import clear, lose
 from services.scheduler.core.outcome import Names, OutcomeBuilder
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.planner import Planner
@@ -115,13 +114,45 @@ class Scheduler:
     def lose(self, replica: int, now_ns: int) -> None:
         """Take a replica out: its sequences wait again with the tokens applied so far; its steps are forgotten.
 
-        Step ids begin anew when it joins again, so the caller passes on no answer of the Run that was lost.
+        Swapped KV goes with the worker. What it was loading from the host tier of another replica is still there; what
+        another one was loading from its tier may be anything. Step ids begin anew when it joins again, so the caller
+        passes on no answer of the Run that was lost.
         """
         lost = self.replicas[replica]
         self._moved += lost.transfers.swapped_blocks
         self._hit += lost.prefix_cache.hit_tokens if lost.prefix_cache is not None else 0
         lost.alive = False
-        lose(lost, self.alive, self.records.values(), self.waiting, self._pending, now_ns)
+        lost.inflight.clear()
+        lost.inflight_of.clear()
+        for departed in [gone for each in lost.departed.values() for gone in each]:
+            departed.sequence.unanswered = 0
+        lost.departed.clear()
+        self.waiting.changes += 1  # sequences that owed it a step may enter now
+        for slot in np.flatnonzero(lost.table.active).tolist():
+            load = lost.transfers.from_peer(slot)
+            sequence = lost.release(slot)
+            sequence.unanswered = 0
+            if load is not None:
+                load.tier = None  # the sequence has its references again
+                sequence.saved, sequence.lost = load.saved, 0
+            self.waiting.requeue(sequence, now_ns, self._pending)
+        lost.departed.clear()
+        lost.transfers.let_go()
+        for other in self.alive:
+            other.peers.lost(lost)
+            for slot in other.transfers.abandon(lost.number):
+                self.waiting.requeue(other.release(slot), now_ns, self._pending)
+        for sequence in [s for record in self.records.values() for s in record.sequences]:
+            if sequence.saved_at(lost.number):
+                sequence.lost = sequence.computed
+                if sequence.state is State.WAITING:
+                    self.waiting.lose_saved(sequence, now_ns)
+                else:
+                    sequence.saved = None
+        for sequence in lost.handed + (lost.prefix_cache.ready if lost.prefix_cache is not None else []):
+            self.waiting.put_back(sequence, now_ns)
+        lost.handed.clear()
+        lost.freed.clear()
         self.router.changed(self.alive)
 
     def confine(self, request_ids: Iterable[str]) -> None:
@@ -135,7 +166,7 @@ class Scheduler:
     def assign_dock(self, now_ns: int) -> None:
         """Make the replica that fits most confined sequences the dock, and empty it, if one is needed."""
         if (chosen := self.router.assign_dock()) is not None:
-            clear(chosen, self.router.placement.confined.values(), self.waiting, self._pending, now_ns)
+            self._empty(chosen, now_ns)
 
     def add(self, request: NewRequest, now_ns: int) -> Outcome:
         """Add a request, with the outputs it has already after a restart. One that can never run ends at once.
@@ -406,6 +437,13 @@ class Scheduler:
         elif before is State.WAITING:
             self.waiting.drop(sequence)
         self._evict(sequence)
+
+    def _empty(self, dock: Replica, now_ns: int) -> None:
+        """Let what runs on the dock wait again, except confined requests and sequences that load their KV."""
+        confined = {id(record) for record in self.router.placement.confined.values()}
+        for slot in np.flatnonzero(dock.table.active).tolist():
+            if id(dock.table.sequence[slot].record) not in confined and not dock.transfers.loads(slot):
+                self.waiting.requeue(dock.release(slot), now_ns, self._pending)
 
     def _evict(self, sequence: Sequence) -> None:
         """Give up the KV of a sequence in a host tier, if it has any there."""

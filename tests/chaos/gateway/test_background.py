@@ -82,7 +82,7 @@ def test_stopped_service_shows_in_health_until_it_continues(
         assert "no step was answered" in until("work stands still", partial(stalled, other))
         assert other.status("/health/live") == 200
         if service == "scheduler":
-            until("nobody leads", lambda: other.status("/health/ready") == 503)
+            until("no scheduler leads", lambda: other.status("/health/ready") == 503)
     finally:
         stack.signal(service, signal.SIGCONT)
     choice = result(other.url, request_id)

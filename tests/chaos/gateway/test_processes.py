@@ -1,4 +1,4 @@
-"""Several gateway processes behind one port: whom a death takes along, what is counted, how they end."""
+"""Several gateway processes behind one port: what a death takes along, what is counted, how they end."""
 
 from __future__ import annotations
 

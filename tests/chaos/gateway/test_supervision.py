@@ -96,7 +96,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 def hang(keys: Path) -> None:
-    """Who reads the keys from now on waits for ever: nobody writes into this pipe."""
+    """A reader of the keys waits for ever from now on: nothing is written into this pipe."""
     keys.unlink()
     os.mkfifo(keys)
 

@@ -66,7 +66,7 @@ def parser() -> Parser:
 
 
 def write_histories(path: Path, result: Result) -> None:
-    """Everything that the checker saw, for whoever looks for the reason."""
+    """Everything that the checker saw, to find the reason."""
     fields: dict[str, Any] = {name: getattr(result, name) for name in Result.__dataclass_fields__}
     path.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2))
 

@@ -98,7 +98,7 @@ def add_tool() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def answer_schema() -> dict[str, Any]:
-    """A schema whose instances are few."""
+    """A schema with few instances."""
     properties = {"sure": {"type": "boolean"}, "size": {"enum": ["small", "big"]}}
     return {
         "type": "object", "title": "Answer", "properties": properties, "required": ["sure", "size"],

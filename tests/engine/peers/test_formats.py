@@ -34,7 +34,7 @@ def test_what_changes_the_bytes_of_a_block_changes_the_format(reference: Referen
     assert len(set(formats)) == len(formats)
 
 
-def test_who_computes_a_block_is_part_of_the_format(reference: Reference) -> None:
+def test_computing_backend_is_part_of_the_format(reference: Reference) -> None:
     """Kernels that lay a block out alike, and ranks that hold a part of it."""
     engine = make_engine(reference.path, kernels="reference")
     cache, tier = engine.cache, engine._tier

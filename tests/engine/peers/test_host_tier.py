@@ -52,7 +52,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch, most: int, ends_with: str = "") -> N
     monkeypatch.setattr(os, "posix_fallocate", take)
 
 
-def test_tier_that_nobody_set_is_smaller_where_others_were_quicker(
+def test_tier_that_is_not_set_is_smaller_where_others_were_quicker(
     reference: Reference, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: dict[str, Any] = {"host_blocks": None, "kv_share_dir": folder, "worker_role": "prefill"}

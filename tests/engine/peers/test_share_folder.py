@@ -33,7 +33,7 @@ def tier() -> str:
 def test_a_worker_starts_while_another_ones_file_goes(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    """Whoever ends takes no lock: its file may go between any two calls of who starts."""
+    """A process that ends takes no lock: its file may go between any two calls of one that starts."""
     folder, left = ShareFolder(path), [tier(), tier()]
     for name in left:
         (path / name).touch(0o600)

@@ -1,6 +1,6 @@
 """The whole engine on an emulated GPU, in 16 bits: transformers' tokens in process and from a worker's process.
 
-What a GPU puts off is put off in several orders; prompts are those whose best two logits are never so close that
+What a GPU puts off is put off in several orders; prompts are those with best two logits never so close that
 rounding to float16 decides.
 """
 

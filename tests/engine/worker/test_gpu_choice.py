@@ -46,7 +46,7 @@ def machine(request: pytest.FixtureRequest) -> str:
 
 
 def on(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose GPU is usable, broken, or not there."""
+    """A machine with a GPU that is usable, broken, or not there."""
 
     def demand(index: int) -> None:
         if machine != "usable":

@@ -87,7 +87,7 @@ def entering(prompt: list[int], id: int = 1) -> worker_pb2.Step:
 
 
 def begin(channel: grpc.Channel, *steps: worker_pb2.Step) -> Any:
-    """A Run with these steps, whose requests stay open."""
+    """A Run with these steps; its requests stay open."""
     requests: queue.Queue[worker_pb2.Step | None] = queue.Queue()
     for step in (worker_pb2.Step(epoch=1, hello=worker_pb2.Hello(shard="shard-0")), *steps):
         requests.put(step)
@@ -97,7 +97,7 @@ def begin(channel: grpc.Channel, *steps: worker_pb2.Step) -> Any:
 
 
 class WaitingWorker:
-    """A worker process whose steps wait for `gate`."""
+    """A worker process with steps that wait for `gate`."""
 
     def __init__(self, directory: Path, model: Path, redis_url: str, where: str, **settings: Any) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -223,7 +223,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "silent"])
-def test_run_whose_client_is_gone_ends_and_the_next_begins(
+def test_run_without_its_client_ends_and_the_next_begins(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     # The same options, ten times as fast.

@@ -150,7 +150,7 @@ def test_leader_that_is_lost_ends_rank_in_middle_of_step(
         run.call.cancel()
 
 
-def test_a_leader_whose_steps_end_without_a_word_is_lost(reference: Reference) -> None:
+def test_a_leader_with_steps_that_end_without_a_word_is_lost(reference: Reference) -> None:
     """So a call that broke off may look to the rank."""
     lost: list[str] = []
     follower = RankServer("127.0.0.1:0", on_lost=lost.append)

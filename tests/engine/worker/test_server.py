@@ -152,7 +152,7 @@ def test_smaller_epoch_is_refused_and_leaves_the_current_run_alone(channel: Chan
     assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][1:2]
     run.call.cancel()
     assert Client(channel, epoch=1 << 62).ended_with() == grpc.StatusCode.INVALID_ARGUMENT
-    # Also when nobody is there any more: a paused scheduler may not come back to a worker that had another.
+    # Also when no client is there any more: a paused scheduler may not come back to a worker that had another.
     assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.FAILED_PRECONDITION
 
 

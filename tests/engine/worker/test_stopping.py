@@ -63,7 +63,7 @@ def test_rank_waiting_for_others_ends_when_told_to(
 def test_loading_replica_ends_with_all_ranks_even_a_stopped_one(tmp_path: Path) -> None:
     log, model = tmp_path / "log", tmp_path / "model"
     model.mkdir()
-    os.mkfifo(model / "config.json")  # into which nobody writes
+    os.mkfifo(model / "config.json")  # into which nothing writes
     with worker(model, log, ORCINUS_TP=2) as process:
         until("they have started", lambda: all(f"rank {rank}: {WAITS}" in log.read_text() for rank in (0, 1)), 60)
         (other,) = psutil.Process(process.pid).children()

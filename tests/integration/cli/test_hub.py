@@ -52,7 +52,7 @@ def files(**more: bytes) -> dict[str, bytes]:
 
 
 class Machine:
-    """A user with an empty cache, whose Hub is the stand-in."""
+    """A user with an empty cache; the Hub is the stand-in."""
 
     def __init__(self, home: Path, hub: StandInHub) -> None:
         self.home, self.hub = home, hub

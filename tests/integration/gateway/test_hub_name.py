@@ -1,4 +1,4 @@
-"""A gateway whose model has the name of a repository of the Hub: its id, its keys, its sampling defaults."""
+"""A gateway with a model that has the name of a repository of the Hub: its id, its keys, its sampling defaults."""
 
 from __future__ import annotations
 

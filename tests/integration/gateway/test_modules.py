@@ -25,8 +25,7 @@ from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answer
 from tests.support.tokenizers import write_model
 from tests.support.waiting import free_port
 
-MOST = 15
-"""12 before admission knew the deadline: its backlog, its places and the state of the stack came along."""
+MOST = 12
 ROOT = Path(services.gateway.__file__).parent
 REQUESTS = 5
 

@@ -1,4 +1,4 @@
-"""A gateway whose model has a tokenizer that fails: at one text, or as a whole."""
+"""A gateway with a tokenizer that fails: at one text, or as a whole."""
 
 from __future__ import annotations
 

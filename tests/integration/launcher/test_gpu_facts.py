@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libcuda.so.1 in `fine`, and one whose cuInit finds no Fabric Manager in `waiting`."""
+    """libcuda.so.1 in `fine`, and one with a cuInit that finds no Fabric Manager in `waiting`."""
     folder = tmp_path_factory.mktemp("libraries")
     for name, init in (("fine", 0), ("waiting", 802)):
         (folder / name).mkdir()

@@ -141,7 +141,7 @@ async def test_leases_of_several_shards_survive_an_outage_of_redis(taker: Taker)
     assert await leases[1].take()
     for lease in leases:
         await taker.redis.delete(lease.key)
-    for lease in leases:  # also of the shard whose epoch is not the highest
+    for lease in leases:  # also of the shard without the highest epoch
         await lease.write(["SET", taker.keys.dead, "told"])
 
 

@@ -72,7 +72,7 @@ def best(best_variant: str) -> Library:
 
 @dataclass
 class World:
-    """Sequences with random K and V in a pool whose every other place is NaN."""
+    """Sequences with random K and V in a pool with NaN at every other place."""
 
     library: Library
     contexts: list[int]

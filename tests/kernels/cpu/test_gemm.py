@@ -250,7 +250,7 @@ def test_packing_groups_in_parts_is_packing_the_whole(gemm: Gemm) -> None:
 
 
 def test_one_output_is_one_ascending_chain_of_float32_sums(gemm: Gemm) -> None:
-    """Numbers whose float32 products are exact, so that the oracle needs no fused multiply-add."""
+    """Numbers with exact float32 products, so that the oracle needs no fused multiply-add."""
     rng = np.random.default_rng(6)
     w, x = (rng.integers(-2000, 2000, (rows, 700)).astype(np.float32) for rows in (33, 20))
     scale = np.float32(2.0) ** rng.integers(-12, 12, 700).astype(np.float32)

@@ -33,7 +33,7 @@ Floats = NDArray[np.float32]
 
 pytestmark = pytest.mark.skipif(
     cpu_variants.compiler() is None or not cpu_variants.with_tiles(),
-    reason="no g++, or no AVX-512, in whose registers the twin computes",
+    reason="no g++, or no AVX-512, which the twin computes in",
 )
 
 

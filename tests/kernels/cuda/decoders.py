@@ -95,7 +95,7 @@ def reference_logits(path: Path, tokens: list[int], dtype: torch.dtype = torch.f
 
 
 class World:
-    """A decoder with a cache, three sequences whose prompts are computed, and a batch in which they decode."""
+    """A decoder with a cache, three sequences with computed prompts, and a batch in which they decode."""
 
     def __init__(self, path: Path, device: EmulatedDevice, compiles: bool, sequences: int = 3, tokens: int = 0) -> None:
         """tokens: of the first prompt, if not few."""
@@ -103,7 +103,7 @@ class World:
         self.decoder = new_decoder(path, self.ops, torch.bfloat16)
         blocks = 20 + tokens // BLOCK
         self.cache = self.ops.new_cache(shape_of(self.decoder, blocks + 4))
-        self.cache.pool.zero_()  # so that NaN from memory that nobody wrote shows
+        self.cache.pool.zero_()  # so that NaN from unwritten memory shows
         self.tables = tables_of(sequences, blocks)
         self.forward: Any = self.run
         if compiles:

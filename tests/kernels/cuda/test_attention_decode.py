@@ -1,6 +1,6 @@
 """Decode attention and the merge of its parts, emulated in three orders of threads, against float64.
 
-Whatever no row may see is NaN: positions before the window, places past the context, blocks of nobody.
+Whatever no row may see is NaN: positions before the window, places past the context, blocks of no sequence.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class Step:
 @pytest.mark.parametrize("name", CASES)
 def test_row_is_the_mean_of_the_values_that_it_sees(order: int, name: str, dtype: str) -> None:
     step = Step(CASES[name], dtype)
-    nobody = (-1, 1 << 30, 1 << 30, 5)
-    step.decode([nobody, *map(step.whole, range(len(step.case.lengths))), nobody], order)
+    padding = (-1, 1 << 30, 1 << 30, 5)
+    step.decode([padding, *map(step.whole, range(len(step.case.lengths))), padding], order)
     step.check()
 
 

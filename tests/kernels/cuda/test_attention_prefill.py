@@ -1,6 +1,6 @@
 """Attention of chunks over paged K and V, emulated in three orders of threads, against float64.
 
-Whatever no row sees is NaN: blocks of nobody, places behind a sequence's end, positions before a window.
+Whatever no row sees is NaN: blocks of no sequence, places behind a sequence's end, positions before a window.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def rms(x: Tensor) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_logits_of_decoder_are_the_references_in_float32(family: str, paths: Any) -> None:
-    """As near as the reference backend in bfloat16 is, whose roundings are as many."""
+    """As near as the reference backend in bfloat16 is: its roundings are as many."""
     ops = CudaOps(EmulatedDevice())
     with torch.inference_mode():
         outputs, found = generate(ops, new_decoder(paths(family), ops, torch.bfloat16), 32)
@@ -133,7 +133,7 @@ def test_tokens_do_not_depend_on_when_the_device_works(seed: int, paths: Any) ->
 
 
 def test_attention_wider_than_the_plan_is_planned_anew(paths: Any) -> None:
-    """Who uses the operations directly may ask for more than the compiled forward pass does."""
+    """A direct user of the operations may ask for more than the compiled forward pass does."""
     with torch.inference_mode():
         world = World(paths("mistral-window"), EmulatedDevice(), True)
         attention = world.decoder.layers[0].attention.spec

@@ -41,7 +41,7 @@ def test_without_a_seed_all_is_done_at_once() -> None:
     assert seen == ["main", "copies"] and device.main.record().done()
 
 
-def test_with_a_seed_work_is_put_off_until_somebody_waits() -> None:
+def test_with_a_seed_work_is_put_off_until_it_is_waited_for() -> None:
     device, seen = EmulatedDevice(LAZY), []
     device.main.run(lambda: seen.append(1))
     event = device.main.record()
@@ -53,7 +53,7 @@ def test_with_a_seed_work_is_put_off_until_somebody_waits() -> None:
     assert seen == [1, 2]
 
 
-def test_who_asks_often_enough_sees_the_end() -> None:
+def test_asking_often_enough_shows_the_end() -> None:
     device = EmulatedDevice(LAZY)
     for _ in range(20):
         device.main.run(lambda: None)
@@ -353,7 +353,7 @@ def test_one_thread_gives_work_while_another_waits(order: int) -> None:
     assert found == list(range(1, 201))
 
 
-def test_tensors_of_inference_mode_are_written_by_whoever_waits() -> None:
+def test_tensors_of_inference_mode_are_written_by_any_wait() -> None:
     device = EmulatedDevice(LAZY)
     with torch.inference_mode():
         made = ones(device, 4)

@@ -112,7 +112,7 @@ def test_kernels_are_loaded_at_start_and_use_the_calls_stream(fake: Torch) -> No
 
 def test_main_is_made_the_current_stream_once_in_each_thread(fake: Torch) -> None:
     device = CudaDevice()
-    assert not fake.cuda.set_stream.called, "who only asks for its memory goes on as before"
+    assert not fake.cuda.set_stream.called, "a caller that only asks for its memory goes on as before"
     for _ in range(3):
         device.main.launch(CALL)
         device.empty((2,), torch.int32)

@@ -44,7 +44,7 @@ def test_a_graph_computes_to_the_bit_what_its_operations_compute(family: str, se
 def test_padded_rows_of_a_graph_write_nowhere_and_change_nothing(order: int | None, paths: Any) -> None:
     with torch.inference_mode():
         eager, graph = (World(paths("llama"), EmulatedDevice(order), compiles) for compiles in (False, True))
-        assert not graph.cache.pool.isnan().any(), "nobody's rows were written when graphs were recorded"
+        assert not graph.cache.pool.isnan().any(), "only rows of sequences were written when graphs were recorded"
         before, batch = graph.pool(), graph.decodes(3)  # in the graph of four
         prepared = graph.ops.prepare(batch, graph.cache)
         assert prepared.graph == 4
@@ -59,7 +59,7 @@ def test_padded_rows_of_a_graph_write_nowhere_and_change_nothing(order: int | No
         assert (graph.ops._last_tokens == -5).all()
 
 
-def test_what_pads_a_batch_belongs_to_nobody() -> None:
+def test_padding_of_a_batch_belongs_to_no_sequence() -> None:
     batch = batch_of([[1], [2]], [40, 700], tables_of(2, 100))
     planner = Planner(132, 2, 2, 64)
     plan, bounds = planner.plan(batch.query_start, batch.context), planner.decode_bounds(8)

@@ -158,7 +158,7 @@ def test_the_same_lengths_give_the_same_plan_in_any_planner() -> None:
         assert np.array_equal(getattr(first, name), getattr(second, name))
 
 
-def test_nobody_is_no_work() -> None:
+def test_padding_row_is_no_work() -> None:
     plan = Planner(4, 2, 4, HEAD_DIM).plan(np.zeros(1, np.int32), np.zeros(0, np.int32))
     assert not len(plan.decode) and not len(plan.prefill) and not len(plan.rows)
     assert plan.starts.tolist() == [0] and plan.partial_rows == 0

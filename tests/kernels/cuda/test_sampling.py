@@ -107,8 +107,8 @@ def test_most_likely_tokens_belong_to_their_own_step(seed: int) -> None:
         given = {"likely": np.array([0, most], np.int32)} if most else {}
         how = rows(2, want_logprob=most > 0, bias=some(np.random.default_rng(step), 2, vocab, 50), **given)
         expected.append(np.argsort(-logits[1])[:most].tolist())
-        nobody = np.full(2, -1, np.int32)
-        under_way.append(sampler.sample_later(torch.tensor(logits), how, nobody, None))
+        no_row = np.full(2, -1, np.int32)
+        under_way.append(sampler.sample_later(torch.tensor(logits), how, no_row, None))
     found = [drawn.wait().likely for drawn in reversed(under_way)][::-1]
     assert [[] if likely is None else likely.ids[1].tolist() for likely in found] == expected
 

@@ -25,7 +25,7 @@ from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import ROOT
 from tests.support.docs.bad_calls import CALLS, USER, Called
-from tests.support.docs.bad_requests import CROWDED, MOST_BODY, NOBODY_SERVES, SECTIONS, Sent
+from tests.support.docs.bad_requests import CROWDED, MOST_BODY, SECTIONS, WITHOUT_SCHEDULER, Sent
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
@@ -164,12 +164,12 @@ def row(sent: str, answer: Answer) -> str:
 
 
 def sections(asked: Asked, crowded: list[Answer], alone: list[Answer]) -> Iterator[tuple[str, list[str]]]:
-    """Title and rows of each. crowded: what CROWDED got while much waited; alone: NOBODY_SERVES with no scheduler."""
+    """Title and rows of each. crowded: what CROWDED got while much waited; alone: WITHOUT_SCHEDULER got."""
     for title, requests in SECTIONS.items():
         yield title, [row(text_of(sent), asked.ask(sent)) for sent in requests]
     yield "gRPC", [row(f"`{called.method}`, {called.note}", asked.call(called)) for called in CALLS]
     yield "Too much is asked", [row(text_of(sent), got) for sent, got in zip(CROWDED, crowded, strict=True)]
-    yield "No scheduler", [row(text_of(sent), got) for sent, got in zip(NOBODY_SERVES, alone, strict=True)]
+    yield "No scheduler", [row(text_of(sent), got) for sent, got in zip(WITHOUT_SCHEDULER, alone, strict=True)]
 
 
 def page(asked: Asked, crowded: list[Answer], alone: list[Answer]) -> str:
@@ -184,7 +184,7 @@ def page(asked: Asked, crowded: list[Answer], alone: list[Answer]) -> str:
 
 @contextmanager
 def answers(directory: Path) -> Iterator[tuple[Asked, list[Answer], list[Answer]]]:
-    """A gateway and a scheduler that serves what is no bad input; what CROWDED and NOBODY_SERVES got before."""
+    """A gateway and a scheduler that serves what is no bad input; what CROWDED and WITHOUT_SCHEDULER got before."""
     grpc_port = free_port()
     model = write_model(directory / "tiny")
     settings = {
@@ -194,7 +194,7 @@ def answers(directory: Path) -> Iterator[tuple[Asked, list[Answer], list[Answer]
     }  # fmt: skip
     with RedisServer(directory / "redis") as redis, running_gateway(directory, model, redis, **settings) as gateway:
         asked = Asked(gateway, redis, grpc_port)
-        alone = [asked.ask(sent) for sent in NOBODY_SERVES]
+        alone = [asked.ask(sent) for sent in WITHOUT_SCHEDULER]
         scheduler = ScriptedScheduler(redis.client, gateway.keys).lead()
         gateway.wait_ready()
         crowded = [ask_crowded(asked, scheduler, sent) for sent in CROWDED]

@@ -23,7 +23,7 @@ class Sent:
     body: Mapping[str, Any] | bytes | None = None
     method: str = "POST"
     headers: Mapping[str, str] = field(default_factory=dict)
-    key: str = "user"  # whose: see KEYS of tests/support/docs/bad_input.py; empty: none
+    key: str = "user"  # its owner: see KEYS of tests/support/docs/bad_input.py; empty: none
     note: str = ""  # what the table says of it beside its body
     before: tuple[Sent, ...] = ()  # sent first, and served
     ops: bool = False  # to the ops port
@@ -258,7 +258,7 @@ KEYS_AND_IDS = [
     Sent("/v1/requests/cmpl-none", method="DELETE"),
     Sent("/v1/requests/cmpl-none/stream", method="GET"),
 ]  # fmt: skip
-NOBODY_SERVES = [
+WITHOUT_SCHEDULER = [
     Sent("/v1/completions", {"prompt": "x"}, note="no scheduler is there"),
     Sent("/health/ready", method="GET", note="the same"),
 ]

@@ -1,4 +1,4 @@
-"""A launcher whose services are the test's own scripts: `stand_in_stack.py PLAN.json`. Only the specs are stand-ins."""
+"""A launcher of the test's own scripts: `stand_in_stack.py PLAN.json`. Only the specs are stand-ins."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def test_prompt_work_is_no_pause_and_ready_services_count_later() -> None:
     }  # fmt: skip
 
 
-def test_who_reads_slowly_measures_no_pause() -> None:
+def test_slow_reader_measures_no_pause() -> None:
     history = good()
     history.plan = "slow"
     assert gaps(history, [Injected("cut", "a", 2.0, 2.5)]) == []

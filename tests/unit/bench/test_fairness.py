@@ -18,7 +18,7 @@ def test_the_others_send_the_same_whatever_the_first_tenant_does() -> None:
     assert (flood.tenant == 0).sum() > 20 * (calm.tenant == 0).sum()
 
 
-def test_a_tenant_that_floods_nobody_is_served_what_it_sends() -> None:
+def test_a_tenant_that_floods_no_other_is_served_what_it_sends() -> None:
     workload, seen = run("orcinus", 0.1, 30.0, 1)
     sent = (workload.tenant == 0).sum() / 30.0 / SATURATION_RPS
     assert served(workload, seen, 30.0) == pytest.approx(sent, rel=0.2)

@@ -78,7 +78,7 @@ def test_decodes_take_as_long_as_their_steps_one_by_one() -> None:
         now = after
         ended, after = replica.event(now)
         ends += [(index, now) for index in ended]
-    # All prompts share one step here; then each step has those who are not done, in their context.
+    # All prompts share one step here; then each step has those that are not done, in their context.
     begun = [requests.first[index] - requests.lag[index] for index in (0, 59)]
     now = begun[1]
     context, alive = prompt.astype(float).copy(), output - 1

@@ -22,7 +22,7 @@ def event(text: str) -> bytes:
 
 
 class Answers:
-    """A server whose n-th stream is whole, breaks off, or tells an error, by n modulo 3."""
+    """A server; its n-th stream is whole, breaks off, or tells an error, by n modulo 3."""
 
     def __init__(self) -> None:
         self.seen = 0

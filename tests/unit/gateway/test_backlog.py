@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.delivery import backlog as module
-from services.gateway.delivery.backlog import Backlog, Entry
+from services.gateway.delivery import dispatcher as module
+from services.gateway.delivery.dispatcher import Backlog, Entry
 from shared.keys import CLASSES
 
 
@@ -59,11 +59,11 @@ def test_call_is_bounded_in_requests_and_bytes() -> None:
 
 
 def test_tenant_may_hold_its_share_of_the_bytes() -> None:
-    waiting = filled(entry("a", tenant="a", size_bytes=module.MOST_BYTES // 4))
-    assert waiting.full("a", 0.8, 0.5, module.MOST_BYTES // 4)
-    assert waiting.full("b", 0.8, 0.5, module.MOST_BYTES // 4) is None
+    waiting = filled(entry("a", tenant="a", size_bytes=module.BACKLOG_BYTES // 4))
+    assert waiting.full("a", 0.8, 0.5, module.BACKLOG_BYTES // 4)
+    assert waiting.full("b", 0.8, 0.5, module.BACKLOG_BYTES // 4) is None
     waiting.take(0.0)
-    assert waiting.full("a", 0.8, 0.5, module.MOST_BYTES // 4) is None
+    assert waiting.full("a", 0.8, 0.5, module.BACKLOG_BYTES // 4) is None
 
 
 def test_request_past_its_deadline_is_not_enqueued() -> None:
@@ -81,7 +81,7 @@ def test_request_without_its_client_is_enqueued_only_if_it_survives() -> None:
 
 
 def test_backlog_leaves_room_for_better_classes_and_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_REQUESTS", 10)
+    monkeypatch.setattr(module, "BACKLOG_REQUESTS", 10)
     waiting = filled(*(entry(str(number)) for number in range(5)))
     assert waiting.full("u", 0.5, 0.5, 1), "low: half of it"
     assert waiting.full("u", 1.0, 0.5, 1) is None
@@ -90,14 +90,14 @@ def test_backlog_leaves_room_for_better_classes_and_other_tenants(monkeypatch: p
 
 
 def test_backlog_is_bounded_in_bytes_beyond_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    monkeypatch.setattr(module, "BACKLOG_BYTES", 1000)
     assert Backlog().full("t", 0.5, 1.0, 5000) is None
     assert filled(entry("a")).full("t", 1.0, 1.0, 1)
     assert filled(entry("a", size_bytes=400)).full("t", 0.5, 1.0, 100) is None
 
 
 def test_wait_for_room_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_REQUESTS", 100)
+    monkeypatch.setattr(module, "BACKLOG_REQUESTS", 100)
     waiting = filled(*(entry(str(number)) for number in range(79)), entry("a", tenant="a"))
     assert waiting.full("u", 0.5, 1.0, 1) == (False, "requests", 80, 50, 1.0), "nothing is measured"
     waiting.taken(10, 1.0)
@@ -106,7 +106,7 @@ def test_wait_for_room_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch
 
 
 def test_wait_for_bytes_is_that_of_their_share_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    monkeypatch.setattr(module, "BACKLOG_BYTES", 1000)
     waiting = filled(*(entry(str(number), size_bytes=100) for number in range(9)))
     waiting.taken(10, 1.0)
     assert waiting.full("u", 1.0, 1.0, 350) == (False, "bytes", 900, 1000, pytest.approx(0.3))

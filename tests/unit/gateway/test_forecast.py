@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
 import pytest
 
-from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, renewed_at
-from services.gateway.request import Limits
-from shared.settings import DEMO_MODEL, GatewaySettings
+from services.gateway.cluster import STALE_S, Forecast, Snapshot, renewed_at
 
 BUSY = {"queued_tokens_normal": "800", "predicted_ttft_ms_normal": "4000.5", "prefill_tok_s": "200.0", "time_ms": "7"}
 
@@ -51,20 +48,18 @@ def test_forecast_names_the_reason_for_its_class() -> None:
     assert forecast({"a": crowded}, "low") is None, "nothing is said of that class"
 
 
-def test_queue_drains_at_the_slower_of_prefill_and_starts() -> None:
-    def after(excess: float, **queue: str) -> int:
-        found = Cluster(GatewaySettings(model=DEMO_MODEL), "gateway-x", Limits(max_model_len=100))
-        found.snapshot = snapshot({"a": BUSY, "b": BUSY | {"starts_s": "0.5"}, "c": BUSY})  # no scheduler leads c
-        found.snapshot.queue = queue
-        return math.ceil(found.wait_s(excess))
-
-    assert after(8000) == 20, "twice 200 tokens a second"
-    assert after(5000, tokens="1000", requests="10") == 20, "b starts 50 tokens a second"
-    assert after(5001, tokens="1000", requests="10") == 21
-    assert after(5000, tokens="100000", requests="10") == 13, "prompts are slower than starts"
-    assert after(1) == 1
-    unmeasured = Cluster(GatewaySettings(model=DEMO_MODEL), "gateway-x", Limits(max_model_len=100))
-    assert unmeasured.wait_s(100) == 0
+@pytest.mark.parametrize(
+    ("queue", "rate"),
+    [
+        ({}, 400.0),
+        ({"tokens": "1000", "requests": "10"}, 250.0),  # b starts 50 tokens a second
+        ({"tokens": "100000", "requests": "10"}, 400.0),  # prompts are slower than starts
+    ],
+)
+def test_queue_drains_at_the_slower_of_prefill_and_starts(queue: dict[str, str], rate: float) -> None:
+    stats = {"a": BUSY, "b": BUSY | {"starts_s": "0.5"}, "c": BUSY}  # no scheduler leads c
+    assert Snapshot(0.0, frozenset("ab"), {}, stats, queue=queue).drain_tok_s == rate
+    assert Snapshot(0.0, frozenset("ab"), {}, {}, queue=queue).drain_tok_s == 0, "nothing was measured"
 
 
 def test_forecast_ignores_a_shard_with_stale_stats() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway import places as module
-from services.gateway.places import HORIZON_S, Places
+from services.gateway import admission
+from services.gateway.admission import HORIZON_S, Places
 
 
 def test_first_refused_request_comes_when_there_is_room() -> None:
@@ -62,7 +62,7 @@ def test_request_that_comes_back_early_moves_no_other_back() -> None:
 
 
 def test_places_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST", 2)
+    monkeypatch.setattr(admission, "MOST_PLACES", 2)
     found = Places()
     assert [found.promise(number, "normal", 1.0, 0.0, 100.0) for number in range(2)] == [1, 1]
     assert found.promise(3, "normal", 1.0, 0.0, 100.0) >= HORIZON_S

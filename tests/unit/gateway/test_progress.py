@@ -58,7 +58,7 @@ def test_stalled_work_raises_an_alarm(seen: Seen | None, unfinished: int) -> Non
     ],
     ids=[
         "idle", "nothing known", "Redis is away", "parked until a client continues it",
-        "a shard whose work others have taken",
+        "a shard that lost its work to others",
     ],
 )  # fmt: skip
 def test_no_alarm_without_work(seen: Seen | None, unfinished: int) -> None:

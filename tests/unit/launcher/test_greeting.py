@@ -13,7 +13,7 @@ from shared.settings import DEMO_MODEL, GatewaySettings
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with an environment of its own, whose shell has not activated it."""
+    """A directory with an environment of its own, which the shell has not activated."""
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name in ("python", "orcinus"):

@@ -212,7 +212,7 @@ class Row:
 class Copy:
     """A block on its way between the tiers."""
 
-    due: int  # last step with whose result it is acknowledged
+    due: int  # last step with the result that acknowledges it
     direction: str
     source: int
 
@@ -555,7 +555,7 @@ def recorded() -> dict[str, list[str]]:
 
 
 def differences(jobs: list[tuple[str, int]], found: Iterable[tuple[str, str]]) -> tuple[list[str], int]:
-    """Return the runs whose canonical hash is not the recorded one, and how many differ in the raw one alone."""
+    """Return the runs with a canonical hash that is not the recorded one, and how many differ in the raw one alone."""
     golden, wrong, raw_only = recorded(), [], 0
     for (name, seed), (canonical, raw) in zip(jobs, found, strict=True):
         before = golden[name][seed]

@@ -20,11 +20,11 @@ def rpc(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
         ("Stream removed (ping timeout)", False),  # SIGSTOP, or nothing comes through any more
     ],
 )
-def test_a_worker_that_is_silent_as_a_whole_blames_nobody(details: str, blamed: bool) -> None:
+def test_a_worker_that_is_silent_as_a_whole_blames_no_request(details: str, blamed: bool) -> None:
     assert may_be_caused_by_step(rpc(grpc.StatusCode.UNAVAILABLE, details)) is blamed
 
 
-def test_a_worker_that_takes_another_run_blames_nobody() -> None:
+def test_a_worker_that_takes_another_run_blames_no_request() -> None:
     assert not may_be_caused_by_step(rpc(grpc.StatusCode.ABORTED, "another Run took its place"))
     assert not may_be_caused_by_step(rpc(grpc.StatusCode.FAILED_PRECONDITION, "epoch 1 is older than 2"))
     assert not may_be_caused_by_step(WorkerLostError("its stream ended"))

@@ -1,4 +1,4 @@
-"""Several workers of one shard: who waits when one of them dies, and how shards share the workers there are."""
+"""Several workers of one shard: what waits when one of them dies, and how shards share the workers there are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECOND = 1_000_000_000
 
 
 class Shard:
-    """Twin workers of one core, and the quarantine in front of it; a request in `poison` kills who runs it."""
+    """Twin workers of one core, and the quarantine in front of it; a request in `poison` kills its worker."""
 
     def __init__(self, workers: int) -> None:
         self.house = House(Scheduler("orcinus", lookahead=0), LIMITS)
@@ -50,12 +50,12 @@ class Shard:
         return {table.request[slot].id for slot in step.chunk_slots.tolist()}
 
     def at(self, replica: int) -> set[str]:
-        """Who runs there."""
+        """Requests that run there."""
         table = self.core.replicas[replica].table
         return {request.id for request, on in zip(table.request, table.active, strict=True) if on}
 
     def round(self, poison: str = "") -> None:
-        """A step of each worker; one whose step has the poison dies, and is there again after it."""
+        """A step of each worker; one with the poison in its step dies, and is there again after it."""
         for replica in sorted(self.house.workers):
             while self.house.plan(replica) is not None:
                 pass
@@ -95,7 +95,7 @@ def test_poisonous_request_kills_one_worker_at_a_time() -> None:
     for _ in range(40):
         shard.round("poison")
         if len(shard.house.workers) == 1:
-            for _ in range(3):  # until it is back: nobody who was with it runs at the other
+            for _ in range(3):  # until it is back: none that was with it runs at the other
                 shard.round("poison")
             shard.back()
         if shard.given_up:
@@ -118,7 +118,7 @@ def test_silent_worker_is_dead_and_another_is_emptied() -> None:
     shard.house.lose(0)
     shard.quarantine.link_lost("worker-0", "first", at_it, at_it)
     shard.round()
-    assert not any(shard.running(name) for name in at_it), "nobody knows yet whether they killed it"
+    assert not any(shard.running(name) for name in at_it), "it is not known yet whether they killed it"
     shard.quarantine.find_dead(lambda name: name == "worker-0", shard.house.now)
     shard.round()
     assert not any(shard.running(name) for name in at_it), "a new worker may come"
@@ -136,9 +136,9 @@ async def test_figures_of_replicas_add_up_to_those_of_all() -> None:
         shard.arrive(f"r{number}", number)
     for _ in range(3):
         shard.round()
-    nobody: Any = None
-    context = WorkerContext(shard.core, shard.quarantine, nobody, nobody, nobody, nobody, nobody, nobody)
-    fleet = Fleet(SchedulerSettings(shard="a"), nobody, context, nobody)
+    unused: Any = None
+    context = WorkerContext(shard.core, shard.quarantine, unused, unused, unused, unused, unused, unused)
+    fleet = Fleet(SchedulerSettings(shard="a"), unused, context, unused)
     for number, role in enumerate(("", "decode")):
         link: Any = SimpleNamespace(info=SimpleNamespace(role=role), epoch=7 + number, leaving=False)
         fleet.loops[f"w{number}"] = WorkerLoop(link, number, LIMITS.slots, context)
@@ -324,9 +324,9 @@ async def test_lost_worker_that_the_shard_avoids_is_freed(record: str, others: O
     shard.arrive("r0", 0)
     shard.quarantine.link_lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
     workers = WorkerRegistry(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)
-    nobody: Any = None
-    context = WorkerContext(shard.core, shard.quarantine, nobody, nobody, nobody, nobody, nobody, nobody)
-    fleet = Fleet(SchedulerSettings(shard="a"), workers, context, nobody)
+    unused: Any = None
+    context = WorkerContext(shard.core, shard.quarantine, unused, unused, unused, unused, unused, unused)
+    fleet = Fleet(SchedulerSettings(shard="a"), workers, context, unused)
     fleet.tasks["w0"] = linked = asyncio.create_task(until_cancelled())
     fleet.failed["w1"] = time.monotonic()
     await fleet.look()

@@ -40,7 +40,7 @@ def test_histogram_of_columns_says_what_one_of_single_values_says() -> None:
     assert exposed(ours) == pytest.approx(exposed(theirs))
 
 
-def test_columns_that_nobody_settles_are_counted_before_they_pile_up() -> None:
+def test_unsettled_columns_are_counted_before_they_pile_up() -> None:
     columns = ColumnHistogram("x_seconds", "x", BOUNDS)
     for _ in range(PENDING_COLUMNS):
         columns.observe(0.2)

@@ -1,4 +1,4 @@
-"""Requests whose gateway is gone: parked, adopted, heard again, given up; and beside those under suspicion."""
+"""Requests without their gateway: parked, adopted, heard again, given up; and beside those under suspicion."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Shard:
         self.look(after_s=GATEWAY_GONE_S)
 
     def steps(self, count: int) -> list[str]:
-        """Runs so many steps, each answered after the next was planned; who got tokens."""
+        """Runs so many steps, each answered after the next was planned. Return the requests that got tokens."""
         got: list[str] = []
         waiting: list[Any] = []
         for _ in range(count):
@@ -95,7 +95,7 @@ def test_requests_of_a_lost_gateway_are_parked_alone(shard: Shard) -> None:
     assert shard.core.stats()["parked"] == 1
 
 
-def test_who_adopts_gets_the_rest(shard: Shard) -> None:
+def test_adopting_gateway_gets_the_rest(shard: Shard) -> None:
     shard.arrive("a", "g1")
     shard.steps(4)
     shard.lose_the_gateway()
@@ -124,7 +124,7 @@ def test_a_gateway_that_never_was_heard_gets_more_time(shard: Shard) -> None:
     assert shard.steps(4) == []
 
 
-def test_one_whose_gateway_died_before_the_claim_never_runs(shard: Shard) -> None:
+def test_request_of_a_gateway_that_died_before_the_claim_never_runs(shard: Shard) -> None:
     shard.arrive("a", "g1", delivered=False)
     assert shard.steps(4) == []
     shard.look()
@@ -150,7 +150,7 @@ def test_one_in_the_background_waits_for_a_gateway_however_long(shard: Shard) ->
     assert set(shard.steps(4)) == {"a"}
 
 
-def test_nobody_asks_for_five_minutes_and_it_is_cancelled(shard: Shard) -> None:
+def test_request_is_cancelled_after_five_minutes_without_a_gateway(shard: Shard) -> None:
     shard.arrive("a", "g1")
     shard.lose_the_gateway()
     shard.look(after_s=ABANDONED_S - 1)
@@ -162,7 +162,7 @@ def test_nobody_asks_for_five_minutes_and_it_is_cancelled(shard: Shard) -> None:
 
 
 def on_trial(*names: str) -> Shard:
-    """A shard whose worker died with these, of gateway g1, and is there again."""
+    """A shard that lost its worker with these, of gateway g1, and is there again."""
     shard = Shard()
     for name in names:
         shard.arrive(name, "g1")
@@ -227,7 +227,7 @@ def test_parked_swapped_sequence_gives_up_its_host_blocks() -> None:
 
 
 @pytest.mark.parametrize(("again", "suspected"), [("another", True), ("the same", False)])
-def test_broken_connection_to_worker_that_lives_makes_nobody_a_suspect(again: str, suspected: bool) -> None:
+def test_broken_connection_to_worker_that_lives_makes_no_suspect(again: str, suspected: bool) -> None:
     shard = Shard()
     shard.arrive("a", "g1")
     shard.steps(2)

@@ -63,7 +63,7 @@ def test_policy_in_force_undoes_a_pending_change() -> None:
     core.add(NewRequest("waits", [np.arange(3, dtype=np.int32)], max_tokens=3), 2)
     core.apply(StepResult(plan.id, 0, plan.chunk_slots, plan.chunk_slots * 0, step_ns=STEP_NS), STEP_NS)
     plan, _ = core.plan(STEP_NS)
-    assert plan is not None and not plan.enters, "nobody enters while a change is pending"
+    assert plan is not None and not plan.enters, "no sequence enters while a change is pending"
     in_force = core.policy
     switch.request("orca:tokens=fixed-9")
     assert [event[:2] for event in events] == [("policy_refused", "tgi"), ("policy_changed", "orca:tokens=fixed-9")]

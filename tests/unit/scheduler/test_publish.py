@@ -72,7 +72,7 @@ def test_arguments_carry_checkpoints_finishes_starts_and_ends() -> None:
     assert args[at + 2 :] == [1, "c", "stream", "5-0", "5", 5, "1", "it broke", 0]
 
 
-def test_an_end_whose_entry_is_gone_is_not_written_again() -> None:
+def test_an_end_without_its_entry_is_not_written_again() -> None:
     assert arguments([(9, outcome())], 4, "prefix:", {})[-2:] == [0, 0]
 
 
@@ -219,7 +219,7 @@ def test_rate_of_starts_is_that_of_whole_bursts() -> None:
 def test_predicted_ttft_counts_those_before_once_all_slots_turned_over() -> None:
     stats = Stats(0)
     start(stats, 0.5, 4)
-    assert crowd(stats, 1, 0, 4)["predicted_ttft_ms"] == 500  # nobody waits: the rate is that of the demand
+    assert crowd(stats, 1, 0, 4)["predicted_ttft_ms"] == 500  # nothing waits: the rate is that of the demand
     start(stats, 1.5, 1)
     assert crowd(stats, 2, 40, 4, low=40)["predicted_ttft_ms"] == 500
     start(stats, 2.5, 3)

@@ -44,7 +44,7 @@ class Simulation:
     deaths: int = 0
 
     def run(self) -> None:
-        """Until everybody has ended. Raises AssertionError when that never happens."""
+        """Until all have ended. Raises AssertionError when that never happens."""
         for now in range(20_000):
             for name, request in self.requests.items():
                 if request.comes == now:
@@ -61,7 +61,7 @@ class Simulation:
                     break
                 continue
             self.step()
-        assert not (self.waiting or self.running or self.parked), "somebody waits for ever"
+        assert not (self.waiting or self.running or self.parked), "a request waits for ever"
         assert not self.suspects
 
     def step(self) -> None:
@@ -166,20 +166,20 @@ def test_suspect_on_trial_is_not_blamed_for_a_newcomer() -> None:
 
 def test_cleared_request_that_still_runs_takes_the_blame() -> None:
     suspects = Bisection()
-    everybody = {"a", "b"}
-    assert suspects.died(everybody, everybody, everybody).park == ["b"]
+    at_risk = {"a", "b"}
+    assert suspects.died(at_risk, at_risk, at_risk).park == ["b"]
     assert suspects.progressed({"a"}).resume == ["b"]
     for _ in range(3):  # a is with the worker: in the step, or in the next one
-        assert suspects.died({"b"}, everybody, everybody) == Actions(park=["a"])
-    assert suspects.died({"b"}, {"b"}, everybody).dead == []
-    assert suspects.died({"b"}, {"b"}, everybody) == Actions(resume=["a"], dead=["b"])
+        assert suspects.died({"b"}, at_risk, at_risk) == Actions(park=["a"])
+    assert suspects.died({"b"}, {"b"}, at_risk).dead == []
+    assert suspects.died({"b"}, {"b"}, at_risk) == Actions(resume=["a"], dead=["b"])
 
 
-def test_worker_that_died_for_another_reason_costs_nobody_his_request() -> None:
+def test_worker_that_died_for_another_reason_costs_no_request() -> None:
     suspects = Bisection()
-    everybody = {"a", "b", "c", "d", "e"}
-    step = everybody - {"e"}
-    actions = suspects.died(step, step, everybody)
+    at_risk = {"a", "b", "c", "d", "e"}
+    step = at_risk - {"e"}
+    actions = suspects.died(step, step, at_risk)
     assert (actions.park, actions.dead) == (["c", "d", "e"], [])
     assert suspects.progressed({"a"}).resume == []
     assert suspects.progressed({"b"}).resume == ["c", "d"]
@@ -197,8 +197,8 @@ def test_a_token_between_two_deaths_clears() -> None:
 
 def test_the_last_suspect_that_leaves_lets_all_others_run() -> None:
     suspects = Bisection()
-    everybody = {"a", "b", "c"}
-    suspects.died({"a", "b"}, {"a", "b"}, everybody)
+    at_risk = {"a", "b", "c"}
+    suspects.died({"a", "b"}, {"a", "b"}, at_risk)
     suspects.arrived("d")
     assert suspects.ended("c") == Actions()
     assert suspects.ended("b") == Actions()

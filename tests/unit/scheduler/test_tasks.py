@@ -46,7 +46,7 @@ async def test_others_end_with_the_first_though_one_loses_its_cancellation() -> 
     await first_of(sends_and_waits(sent), completes_the_send())
 
 
-async def test_who_is_cancelled_while_he_ends_others_learns_it_afterwards() -> None:
+async def test_task_cancelled_while_it_ends_others_learns_it_afterwards() -> None:
     stubborn = asyncio.create_task(obeys_at_last(times := [0]))
     await asyncio.sleep(0)
     ending = asyncio.create_task(end(stubborn))

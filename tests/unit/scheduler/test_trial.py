@@ -1,4 +1,4 @@
-"""The service and its core while a request is on trial: who waits, who runs again, and what a drain hands back."""
+"""The service and its core while a request is on trial: what waits, what runs again, and what a drain hands back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def claimed(name: str) -> Claimed:
 
 
 class OneWorker:
-    """A service without Redis whose worker is played by the test."""
+    """A service without Redis; the test plays its worker."""
 
     def __init__(self) -> None:
         self.service = Service(SchedulerSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0"))
@@ -79,7 +79,7 @@ async def test_the_group_on_trial_runs_alone_and_newcomers_wait(worker: OneWorke
     worker.core.check()
 
 
-async def test_a_cancel_on_trial_or_while_parked_leaves_nobody_parked(worker: OneWorker) -> None:
+async def test_a_cancel_on_trial_or_while_parked_leaves_none_parked(worker: OneWorker) -> None:
     worker.service.take_all([claimed(name) for name in "abcd"])
     worker.send()
     worker.dies()

@@ -51,7 +51,7 @@ static inline Words philox(uint64_t seed, int64_t position, int64_t token) {
   return {(vu)__builtin_shuffle(low, high, even), (vu)__builtin_shuffle(low, high, odd)};
 }
 
-// The standard Gumbel number of a word. Both logarithms are right to the last bit of float32: whoever computes them in
+// The standard Gumbel number of a word. Both logarithms are right to the last bit of float32: a computation in
 // float32 differs by that function's rounding only.
 static inline float gumbel(uint32_t word) {
   const float u = std::min((float(word) + 0.5f) * 0x1p-32f, 1 - 0x1p-24f);

@@ -78,7 +78,7 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
   table.fill(p, work);
   Rows<T, D> rows(p, work);
   int now = 0, next = STAGES - 1;  // buffers: of the piece that is worked on, and the one to be filled
-  // Everybody's copies of a piece are there, and everybody is through with the piece before.
+  // The copies of a piece by all threads are there, and all threads are through with the piece before.
   const auto take = [&] {
     cp_async_wait<STAGES - 2>();
     __syncthreads();

@@ -291,7 +291,7 @@ class ToolReader:
         return True
 
     def _begin_named(self, rest: str) -> bool:
-        """Begin a call whose name stands before its arguments, or treat it as text."""
+        """Begin a call with its name before its arguments, or treat it as text."""
         found = _NAMED.match(rest)
         if found is None or found[2] is None:
             may_come = _BEGINS_NAMED.fullmatch(rest) if found is None else found.end() == len(rest)

@@ -27,6 +27,9 @@ class Counters:
 
     An absent tenant that comes back starts at the least counter of the tenants that are present, which lifts or lowers
     its counter. Tokens that were counted before its absence are thereby forgotten.
+
+    A popped sequence is charged its known tokens at once, until the step is planned and the tokens that it really
+    computes are counted. Without the charge one tenant could fill a whole step.
     """
 
     def __init__(self, waiting: Callable[[], list[int]]) -> None:
@@ -35,6 +38,32 @@ class Counters:
         self._seen: Int64 = np.full(16, -ABSENT - 1, np.int64)  # by tenant, last step at which it was served or waited
         self._step = 0
         self._waiting = waiting
+        self._taken: dict[Sequence, int] = {}  # popped since the last step -> tokens charged
+        self._charged: dict[int, int] = {}  # tenant -> sum of these tokens
+
+    def used(self, tenant: int) -> int:
+        """Return the tokens that a tenant was served and is charged."""
+        return int(self.counter[tenant]) + self._charged.get(tenant, 0)
+
+    def charge(self, sequence: Sequence) -> None:
+        """Charge a popped sequence its known tokens."""
+        tenant = sequence.record.tenant
+        self._taken[sequence] = sequence.known
+        self._charged[tenant] = self._charged.get(tenant, 0) + sequence.known
+
+    def refund(self, sequence: Sequence) -> bool:
+        """Take back the charge of a sequence that waits again. Return whether it had one."""
+        if sequence not in self._taken:
+            return False
+        self._charged[sequence.record.tenant] -= self._taken.pop(sequence)
+        return True
+
+    def settle(self) -> list[int]:
+        """Drop the charges, once the tokens of the planned step are counted. Return the tenants that had one."""
+        charged = list(self._charged)
+        self._charged.clear()
+        self._taken.clear()
+        return charged
 
     def served(self, tenants: Int32 | Int64, tokens: Int32) -> None:
         """Count the tokens [n] that a step gives to tenants [n]; a tenant may appear several times."""
@@ -78,6 +107,7 @@ class Fair(Order):
         self._queue = FairQueue(self.counters)
 
     def queue(self) -> Queue:
+        self.counters.settle()
         self._queue = FairQueue(self.counters)
         return self._queue
 
@@ -93,18 +123,12 @@ class Fair(Order):
 
 
 class FairQueue:
-    """Waiting sequences, FIFO inside a tenant; the tenant with the least counter is next.
-
-    A popped sequence is charged its known tokens at once. served() replaces this charge by the tokens that the step
-    really computes. Without the charge one tenant could fill a whole step.
-    """
+    """Waiting sequences, FIFO inside a tenant; the tenant with the least counter is next."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._tenants: dict[int, Heap] = {}  # tenant -> its waiting sequences, at least one
         self._ranks: list[tuple[Rank, int]] = []  # a heap; an entry is valid while it equals its tenant's rank
-        self._taken: dict[Sequence, int] = {}  # popped since the last step -> tokens charged
-        self._charged: dict[int, int] = {}  # tenant -> sum of these tokens
 
     def __iter__(self) -> Iterator[Sequence]:
         for heap in self._tenants.values():
@@ -116,8 +140,7 @@ class FairQueue:
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
         tenant = sequence.record.tenant
-        if sequence in self._taken:
-            self._charged[tenant] -= self._taken.pop(sequence)
+        self._counters.refund(sequence)
         if tenant not in self._tenants:
             self._counters.arrived(tenant)
             self._tenants[tenant] = Heap()
@@ -136,9 +159,7 @@ class FairQueue:
         return None
 
     def pop(self, sequence: Sequence) -> None:
-        tenant = sequence.record.tenant
-        self._taken[sequence] = sequence.known
-        self._charged[tenant] = self._charged.get(tenant, 0) + sequence.known
+        self._counters.charge(sequence)
         self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
@@ -150,10 +171,8 @@ class FairQueue:
                 del self._tenants[tenant]
 
     def settle(self) -> None:
-        """Drop the charges: the counters now hold the tokens of the planned step."""
-        charged, self._charged = list(self._charged), {}
-        self._taken.clear()
-        for tenant in charged:
+        """Rank anew by the tokens of the planned step, which the counters hold now."""
+        for tenant in self._counters.settle():
             if tenant in self._tenants:
                 self._note(tenant)
 
@@ -162,7 +181,7 @@ class FairQueue:
         if heap is None or (first := heap.first()) is None:
             self._tenants.pop(tenant, None)
             return None
-        return int(self._counters.counter[tenant]) + self._charged.get(tenant, 0), arrival(first), first.number
+        return self._counters.used(tenant), arrival(first), first.number
 
     def _note(self, tenant: int) -> None:
         """Push the rank of a tenant, which may be smaller than before. head() corrects a rank that has grown."""
@@ -223,8 +242,7 @@ class ByShare:
     free (Spare), it moves to a queue of its tenant. It moves back when the tenant may be served again. If all waiting
     tenants are ahead, the one with the least counter is next, so fairness leaves no slot empty; only Spare does.
 
-    A popped sequence is charged its known tokens at once, until served() counts the tokens that the step really
-    computes. A sequence with outputs (a preempted one) is never held.
+    A sequence with outputs (a preempted one) is never held.
     """
 
     def __init__(self, inner: Callable[[], BySlack], spare: Spare) -> None:
@@ -237,8 +255,6 @@ class ByShare:
         self._offered: dict[int, int] = {}  # tenant -> sum of these tokens
         self._count: dict[int, int] = {}  # tenant -> its waiting sequences, at least one
         self.waits: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)  # by tenant: whether it is in _count
-        self._taken: dict[Sequence, int] = {}  # popped since the last step -> tokens charged
-        self._charged: dict[int, int] = {}  # tenant -> sum of these tokens
         self._rest, self._last = 0, NO_TENANT  # steps for which tokens are still counted; the tenant that came last
         self._now_ns, self._limit, self._may_move = -1, 0, MOVED  # _look(): its time, largest counter, moves left
 
@@ -259,13 +275,11 @@ class ByShare:
         """Count the tokens [n] that a step gives to tenants [n]. Call it while `several` is true."""
         self._rest -= 1
         self.counters.served(tenants, tokens)
-        self._taken.clear()
-        self._charged.clear()
+        self.counters.settle()
 
     def push(self, sequence: Sequence, now_ns: int) -> None:
         tenant = sequence.record.tenant
-        if sequence in self._taken:
-            self._charged[tenant] -= self._taken.pop(sequence)
+        if self.counters.refund(sequence):
             self._spare.taken(tenant, -1)
         if tenant not in self._count:
             self._first_waits(tenant)
@@ -294,10 +308,8 @@ class ByShare:
 
     def pop(self, sequence: Sequence) -> None:
         if self.several:
-            tenant = sequence.record.tenant
-            self._taken[sequence] = sequence.known
-            self._spare.taken(tenant, 1)
-            self._charged[tenant] = self._charged.get(tenant, 0) + sequence.known
+            self.counters.charge(sequence)
+            self._spare.taken(sequence.record.tenant, 1)
         self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
@@ -343,11 +355,10 @@ class ByShare:
                     self._unhold(tenant, sequence)
                     self._offer(sequence, now_ns)
 
-    def _used(self, tenant: int) -> int:
-        return int(self.counters.counter[tenant]) + self._charged.get(tenant, 0)
-
     def _may_offer(self, tenant: int) -> bool:
-        return not self._spare.barred(tenant) and self._used(tenant) + self._offered.get(tenant, 0) <= self._limit
+        return (
+            not self._spare.barred(tenant) and self.counters.used(tenant) + self._offered.get(tenant, 0) <= self._limit
+        )
 
     def _stands_back(self, head: Sequence, now_ns: int) -> bool:
         """Move the head of the common queue to the queue of its tenant if the tenant is ahead or barred.
@@ -358,7 +369,7 @@ class ByShare:
         barred = self._spare.barred(tenant)
         # A tenant that waits alone is held on while it has held sequences: else its later ones would overtake them.
         others = len(self._count) > 1 or tenant in self._held
-        ahead = others and self._used(tenant) > self._limit
+        ahead = others and self.counters.used(tenant) > self._limit
         if head.outputs.size or not (barred or ahead):
             return False
         if tenant not in self._held and self._count[tenant] > max(MOVED, len(self._known) // FLOOD):
@@ -391,7 +402,7 @@ class ByShare:
             del self._offered[tenant]
 
     def _first_held(self, now_ns: int) -> Sequence | None:
-        for tenant in sorted(self._held, key=self._used):
+        for tenant in sorted(self._held, key=self.counters.used):
             if not self._spare.barred(tenant) and (head := self._held[tenant].head(now_ns)) is not None:
                 return head
         return None

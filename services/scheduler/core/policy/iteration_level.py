@@ -33,7 +33,7 @@ class ClassThenTtft(ClassThenArrival):
 
 
 class ReserveAll(Reserve):
-    """Reserve the blocks of prompt + max_tokens at admission, also for the last token, whose KV is never computed."""
+    """Reserve the blocks of prompt + max_tokens at admission, also for the last, though its KV is never computed."""
 
     def admit(self, replica: ReplicaView, candidates: Candidates, pace: Pace) -> Int64:
         return np.minimum(known_blocks(replica, candidates.limit + 1), replica.pool.total)

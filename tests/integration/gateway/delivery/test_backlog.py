@@ -12,7 +12,7 @@ import pytest
 
 from services.gateway import admission
 from services.gateway.auth import Caller
-from services.gateway.delivery import backlog, dispatcher
+from services.gateway.delivery import dispatcher
 from services.gateway.delivery.stream import Generation
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
@@ -113,7 +113,7 @@ async def test_requests_that_wait_are_enqueued_by_one_call(
 async def test_urgent_request_is_enqueued_before_a_flood(
     gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backlog, "BATCH_REQUESTS", 2)
+    monkeypatch.setattr(dispatcher, "BATCH_REQUESTS", 2)
     ended: list[str] = []
 
     async def note(name: str, *words: str) -> None:
@@ -175,7 +175,7 @@ async def reasons(generation: Generation) -> list[str | None]:
 
 
 async def test_full_backlog_is_429_by_class_and_tenant(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backlog, "MOST_REQUESTS", 10)
+    monkeypatch.setattr(dispatcher, "BACKLOG_REQUESTS", 10)
     async with Held(gateway):
         waiting = [asyncio.create_task(begin(gateway, str(n))) for n in range(8)]
         await turns(10)

@@ -99,7 +99,7 @@ def test_gap_waits_for_a_checkpoint_that_comes_later(gateway: GatewayProcess, sc
     assert (stream.join().tokens(), stream.done) == (FOX, True)
 
 
-def test_record_serves_a_request_whose_stream_was_trimmed(
+def test_record_serves_a_request_after_its_stream_was_trimmed(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     stream, claimed = streamed(gateway, scheduler)

@@ -1,4 +1,4 @@
-"""A gateway whose Redis goes away: clients of running streams see a pause, new ones a 503, nothing is lost."""
+"""A gateway that loses its Redis: clients of running streams see a pause, new ones a 503, nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a core says of itself by class: who is before a request that comes now, and when its first token comes."""
+"""What a core says of itself by class: what is before a request that comes now, and when its first token comes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_ordering_by_class_counts_only_better_and_equal_classes_before(policy: s
 
 
 @pytest.mark.parametrize("policy", BY_ARRIVAL)
-def test_where_it_does_not_all_that_wait_are_before_everybody(policy: str) -> None:
+def test_where_it_does_not_all_that_wait_are_before_every_class(policy: str) -> None:
     h = full(policy, [0, 1])
     assert by_class(h, "behind") == [5, 5, 5, 5]
     assert by_class(h, "queued_tokens") == [190, 190, 190, 190]
 
 
 def test_slots_of_lower_classes_count_as_free_for_takers() -> None:
-    """Realtime and high take from normal and low ones; who waits before them needs such slots first."""
+    """Realtime and high take from normal and low ones; what waits before them needs such slots first."""
     assert by_class(full("orcinus", [2, 3]), "behind") == [0, 0, 4, 5]
     assert by_class(full("orcinus", [1, 3]), "behind") == [0, 1, 4, 5]
     assert by_class(full("orcinus:relief=newest", [2, 3]), "behind") == [1, 2, 4, 5]
@@ -94,7 +94,7 @@ def test_oldest_of_class_is_first_that_waits_and_never_ran() -> None:
     assert by_class(h, "oldest_ns") == [0, 11, 9, 8]
     h.step()
     h.step()
-    assert by_class(h, "oldest_ns") == [0, 0, 9, 8], "the high one took the slot; who lost it has run"
+    assert by_class(h, "oldest_ns") == [0, 0, 9, 8], "the high one took the slot; the one that lost it has run"
     h.core.resume("1", h.now)
     h.finish()
     assert by_class(h, "oldest_ns") == [0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""What must hold under overload, in simulated time: nobody starves, a shortage of blocks does not collapse, urgent
+"""What must hold under overload, in simulated time: nothing starves, a shortage of blocks does not collapse, urgent
 classes keep their limits. Deterministic: the same seeds give the same schedules."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_slightly_fewer_blocks_do_not_collapse_the_first_token_time(policy: str)
 
 
 @pytest.mark.parametrize("policy", sorted(PRESETS))
-def test_everybody_finishes_under_twice_load_and_with_third_of_memory(policy: str) -> None:
+def test_all_finish_under_twice_load_and_with_third_of_memory(policy: str) -> None:
     workload = load(200, 60, (20, 700), (1, 200), seed=1)
     watch = Preempted()
     setup = Setup(blocks=500, host_blocks=500, block_bytes=1 << 17, max_seqs=48)

@@ -99,7 +99,7 @@ def test_stop_for_what_has_ended_or_never_was_tells_nothing() -> None:
     h.finish()
     for choice in (0, 7, -1):
         assert not h.core.stop("a", choice, 1, h.now).requests
-    assert not h.core.stop("nobody", 0, 1, h.now).requests
+    assert not h.core.stop("unknown", 0, 1, h.now).requests
 
 
 @pytest.mark.parametrize("slots", [1, 8])
@@ -213,7 +213,7 @@ def test_rows_follow_an_adopted_request_to_its_new_gateway() -> None:
     h.add_all(("a", 5, 20, 1), ("b", 5, 20, 2), gateway="one")
     h.steps(4)
     h.core.adopt("a", "two")
-    h.core.adopt("nobody", "two")
+    h.core.adopt("unknown", "two")
     h.plan()
     outcome = h.answer()
     assert outcome is not None and sorted(outcome.gateways) == ["one", "two"]
@@ -260,7 +260,7 @@ def test_logprobs_of_the_preempted_stay_with_their_tokens() -> None:
             assert outcome.logprobs is not None and (outcome.logprobs == records_of(outcome.tokens)).all()
         h.take(outcome)
     h.finish()
-    assert late, "nobody was preempted with a step unanswered"
+    assert late, "none was preempted with a step unanswered"
 
 
 def test_checkpoint_is_due_after_32_tokens_one_second_or_end() -> None:

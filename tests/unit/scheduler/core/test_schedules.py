@@ -42,7 +42,7 @@ def test_orca_keeps_three_batches_of_two_in_flight() -> None:
 
 
 def test_orca_selects_by_arrival_and_not_by_slot() -> None:
-    """Two batches of one. c takes the slot that a left, before b's, and is still selected after him."""
+    """Two batches of one. c takes the slot that a left, before b's, and is still selected after it."""
     h = house("orca", max_seqs=2, microbatches=2)
     h.add_all(("a", 3, 1), ("b", 3, 6), seed=1)
     assert [set(h.plan_named()) for _ in range(2)] == [{"a"}, {"b"}]
@@ -58,7 +58,7 @@ def test_orca_selects_by_arrival_and_not_by_slot() -> None:
 
 
 def test_orca_runs_prompts_whole_unless_no_step_holds_them() -> None:
-    """12 tokens a step: b (6) waits for a step with room for all of it; c (30) runs as 12, 12, 6 beside nobody else."""
+    """12 tokens a step: b (6) waits for a step with room for all of it; c (30) runs as 12, 12, 6 alone."""
     h = house("orca", step_max=12)
     h.add_all(("a", 10, 3), ("b", 6, 2), seed=1)
     assert h.step() == {"a": (0, 10)}
@@ -97,10 +97,10 @@ def test_sarathi_continues_a_started_prompt_before_it_admits_another() -> None:
     h.finish()
 
 
-def test_sarathi_preempts_the_newest_and_he_keeps_his_place() -> None:
-    """8 blocks of 2. At position 8 both need a fifth block and none is left: b yields his four.
+def test_sarathi_preempts_the_newest_and_it_keeps_its_place() -> None:
+    """8 blocks of 2. At position 8 both need a fifth block and none is left: b yields its four.
 
-    Back in, b needs ceil(9 / 2) = 5 of them, so he waits until a has ended, and computes his 9 tokens in one chunk.
+    Back in, b needs ceil(9 / 2) = 5 of them, so it waits until a has ended, and computes its 9 tokens in one chunk.
     """
     h = house("sarathi", blocks=8, block_size=2, context=32)
     h.add_all(("a", 4, 10, 1), ("b", 4, 10, 2))
@@ -111,7 +111,7 @@ def test_sarathi_preempts_the_newest_and_he_keeps_his_place() -> None:
     assert h.step() == {"a": (8, 1)}
     assert h.core.stats()["preemptions"] == 1
     for at in range(9, 13):
-        assert h.step() == {"a": (at, 1)}, "b stands before c and does not fit yet: c may not pass him"
+        assert h.step() == {"a": (at, 1)}, "b stands before c and does not fit yet: c may not pass it"
     assert h.step() == {"b": (0, 9), "c": (0, 1)}
     assert h.core.stats()["recomputed_tokens"] == 8
     h.finish()
@@ -139,7 +139,7 @@ def test_as_many_run_as_max_seqs_and_the_slots_allow(max_seqs: int, most: int) -
     h.finish()
 
 
-def test_nobody_enters_in_an_iteration_that_preempted() -> None:
+def test_no_sequence_enters_in_an_iteration_that_preempted() -> None:
     """8 blocks of 2 as above; b is low and yields at position 8. c is high and would fit at once: it waits a step."""
     parts = (ClassThenArrival(), Watermark(0.0), Fixed(64), Chunked(), LeastLost())
     h = Named(Scheduler(Policy("eager", *parts), lookahead=0), Limits(8, 8, 2, 32, 64))
@@ -175,7 +175,7 @@ def test_sequence_preempted_three_times_is_pinned_with_all_blocks(seed: int) -> 
 
 
 def test_older_yields_where_the_newer_is_past_its_last_preemption() -> None:
-    """10 blocks of 2. b has 7 of them reserved, so a, though he came first, yields when he needs a fourth."""
+    """10 blocks of 2. b has 7 of them reserved, so a, though it came first, yields when it needs a fourth."""
     h = house("sarathi", blocks=10, block_size=2, context=32)
     h.add_all(("a", 4, 10, 1), ("b", 4, 10, 2))
     h.core.records["b"].sequences[0].preemptions = PINNED_AFTER
@@ -189,8 +189,8 @@ def test_older_yields_where_the_newer_is_past_its_last_preemption() -> None:
     h.finish()
 
 
-def test_no_over_run_token_costs_anybody_his_memory() -> None:
-    """Lookahead 1, no block left: who has a step unanswered sits out, for its answer may end him; b is not preempted.
+def test_no_over_run_token_costs_a_sequence_its_memory() -> None:
+    """Lookahead 1, no block left: one with an unanswered step sits out: the answer may end it; b is not preempted.
 
     8 blocks of 2; both ask for a fifth block at position 8, when a's ninth token is not known yet.
     """
@@ -242,7 +242,7 @@ def test_microbatches_share_what_runs() -> None:
     h.finish()
 
 
-def test_those_who_wait_for_memory_do_not_unbalance_the_microbatches() -> None:
+def test_sequences_that_wait_for_memory_do_not_unbalance_the_microbatches() -> None:
     """Four sequences of 11 blocks fit 46, ten wait: the four, entered together, are split two and two at once."""
     h = house("sarathi", blocks=46, microbatches=2)
     h.add_many(14, 40, 4)

@@ -60,7 +60,7 @@ def test_urgent_request_with_free_blocks_enters_despite_the_forecast() -> None:
     h.finish()
 
 
-def test_nobody_yields_while_another_policy_is_about_to_take_over() -> None:
+def test_none_yields_while_another_policy_is_about_to_take_over() -> None:
     h = house("orcinus", slots=1)
     h.add(request("low", 8, 20, seed=1, priority=3))
     h.step_once()
@@ -73,7 +73,7 @@ def test_nobody_yields_while_another_policy_is_about_to_take_over() -> None:
     assert h.core.policy.name == "sarathi"
 
 
-def test_nobody_yields_to_choice_that_waits_for_its_siblings_prompt() -> None:
+def test_none_yields_to_choice_that_waits_for_its_siblings_prompt() -> None:
     h = house("orcinus", slots=2, blocks=400, step_tokens=32)
     h.add_many(2, 8, 60, name="low", priority=3)
     h.steps(3)
@@ -83,7 +83,7 @@ def test_nobody_yields_to_choice_that_waits_for_its_siblings_prompt() -> None:
     h.finish()
 
 
-def test_nobody_yields_on_a_replica_that_the_head_cannot_enter() -> None:
+def test_none_yields_on_a_replica_that_the_head_cannot_enter() -> None:
     """A swapped urgent sequence belongs to replica 1; replica 0 keeps its low ones and serves those behind."""
     limits = Limits(1, 12, 4, 64, 64, host_blocks=12)
     core = Scheduler("orcinus:relief=least-lost-swap+takes,memory=fits", lookahead=0)
@@ -110,7 +110,7 @@ def test_nobody_yields_on_a_replica_that_the_head_cannot_enter() -> None:
     h.finish()
 
 
-def test_one_that_fits_only_lost_replica_holds_nobody_else_up() -> None:
+def test_one_that_fits_only_lost_replica_holds_no_other_up() -> None:
     h = House(Scheduler("orcinus", lookahead=0), Limits(2, 20, 4, 80, 64))
     h.join(Limits(2, 4, 4, 80, 64))
     h.add(request("big", 40, 4, seed=1))
@@ -198,7 +198,7 @@ def test_sharer_of_swapped_blocks_may_end_during_the_copy() -> None:
     h.add(request("b", 12, 12, seed=5))  # shares six blocks of a
     while not h.core.stats()["swapped"]:
         h.step_once()
-        assert not h.core.idle, "nobody was swapped out"
+        assert not h.core.idle, "none was swapped out"
     h.take(h.core.cancel("a", h.now))
     for i in range(4):  # these take whatever is free, while the copy is under way
         h.add(request(f"d{i}", 10, 4, seed=30 + i))

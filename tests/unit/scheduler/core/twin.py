@@ -80,7 +80,7 @@ class TwinWorker:
             tiers[limits.host_tier] = self.host
         self.mapped: dict[int, Kv] = {}  # of other workers, by number
         self.unmappable: set[str] = set()  # tiers that cannot be mapped
-        # last step by which it is done, direction, from, to, whose host tier
+        # last step by which it is done, direction, from, to, replica of the host tier
         self.copies: deque[tuple[int, str, int, int, Kv]] = deque()
         self.lag = 0  # steps by which copies may lag, as long as there are steps to come
 
@@ -155,9 +155,9 @@ class TwinWorker:
             ("out", step.swap_out_gpu, step.swap_out_host, [-1] * step.swap_out_gpu.size),
             ("in", step.swap_in_host, step.swap_in_gpu, peers),
         ]
-        for direction, sources, targets, whose in pairs:
+        for direction, sources, targets, owners in pairs:
             assert sources.size == targets.size
-            for source, target, peer in zip(sources.tolist(), targets.tolist(), whose, strict=True):
+            for source, target, peer in zip(sources.tolist(), targets.tolist(), owners, strict=True):
                 tier = self.host if peer < 0 else self.mapped[peer]
                 self.copies.append((step.id + self.lag, direction, source, target, tier))
 
@@ -188,7 +188,7 @@ class TwinWorker:
         size, first = self.limits.block_size, len(row.tokens)
         row.tokens = row.tokens + guesses
         known = len(row.tokens)
-        assert length > len(guesses) and start + length <= known, "a chunk runs tokens that nobody knows"
+        assert length > len(guesses) and start + length <= known, "a chunk runs unknown tokens"
         assert start + length == known or not guesses, "guesses that are not at the end"
         assert known < self.limits.max_model_len, "a step past the context"
         while len(row.hashes) < start + length:
@@ -246,7 +246,7 @@ class House:
     def lose(self, replica: int = 0) -> None:
         self.core.lose(replica, self.now)
         tier = self.workers.pop(replica).host
-        for place in tier:  # it may live on with another Run: who still reads there gets anything
+        for place in tier:  # it may live on with another Run: a late reader there gets anything
             tier[place] = GARBAGE
 
     def add(self, request: NewRequest) -> None:
@@ -382,7 +382,7 @@ def request(
     stop_ids: tuple[int, ...] = (),
     **more: object,
 ) -> NewRequest:
-    """A request whose prompts and samples follow from `seed`."""
+    """A request; its prompts and samples follow from `seed`."""
     rng = np.random.default_rng(seed)
     prompts = [
         rng.integers(0, VOCAB, size).astype(np.int32) for size in (prompt if isinstance(prompt, tuple) else (prompt,))

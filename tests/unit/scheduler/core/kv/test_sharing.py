@@ -84,7 +84,7 @@ def test_many_waiting_for_one_prefix_lose_no_sequence_among_them() -> None:
         if i % 40 == 39:
             h.add(request(f"other{i}", 12, 2, seed=100 + i))
     for _ in range(4):
-        h.step_once()  # checks the invariants: nobody who waits is lost
+        h.step_once()  # checks the invariants: none that waits is lost
     h.finish()
     assert all(finish == [Finish.LENGTH] for finish in h.ended.values())
 

@@ -1,4 +1,4 @@
-"""Roles where they do not fit together: who computes and decodes what nobody hands over, or may not."""
+"""Roles where they do not fit together: which replica computes and decodes what is not, or may not be, handed over."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_decode_replica_that_one_prefill_replica_feeds_computes_nothing() -> N
 
 
 @pytest.mark.parametrize("by_class", [True, False])
-def test_who_waits_to_be_decoded_elsewhere_is_not_before_prompt(by_class: bool) -> None:
+def test_sequence_to_be_decoded_elsewhere_is_not_before_prompt(by_class: bool) -> None:
     """One decode slot and a prefill replica that stands idle: a prompt that comes now starts at once."""
     policy = "orcinus" if by_class else "sarathi"
     h = house(replace(P, host_blocks=400, blocks=200), replace(D, slots=1), lookahead=0, policy=policy)
@@ -142,7 +142,7 @@ def test_full_host_tier_costs_no_look_at_decoding_sequences(monkeypatch: pytest.
     h.finish()
 
 
-def test_who_fits_no_other_replica_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_that_fits_no_other_replica_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     h = house(replace(P, blocks=200, host_blocks=200), replace(D, max_model_len=20), replace(D, blocks=5), lookahead=0)
     h.add_many(8, 7, 40)
     assert asked(h, monkeypatch, 1) > 0
@@ -172,13 +172,13 @@ def test_handed_over_sequence_continues_while_a_policy_change_waits(lookahead: i
     h = handed_at_switch(lookahead, lag)
     until(h, lambda: {"x", "y"} <= set(h.ended), h.step_once)
     assert set(h.ended) == {"x", "y"} and h.core.policy.name == "orcinus"
-    assert "new" not in h.started, "nobody else enters"
+    assert "new" not in h.started, "no other enters"
     until(h, lambda: h.core.policy.name == "vllm", h.step_once)
     assert {"long0", "long1", "long2"} <= set(h.ended) and "new" not in h.ended
     h.finish()
 
 
-def test_who_finds_no_slot_before_another_policy_begins_enters_then() -> None:
+def test_sequence_without_slot_before_another_policy_begins_enters_then() -> None:
     h = house(P, replace(D, slots=1), lookahead=0)
     h.add_many(4, 8, 20)
     until(h, lambda: handed(h) == 4, h.step_once)

@@ -145,7 +145,7 @@ def test_second_prompt_with_same_prefix_hits_where_first_was_computed(lookahead:
     assert handed(h) == 2
 
 
-def test_waiting_sequences_get_a_prefix_whose_owner_is_leaving() -> None:
+def test_waiting_sequences_get_a_prefix_from_an_owner_that_leaves() -> None:
     h = house(P, D, lookahead=1)
     for name in "abcd":
         h.add(request(name, 33, 4, seed=5))
@@ -212,7 +212,7 @@ def test_many_waiting_to_be_decoded_do_not_block_prompts() -> None:
 
 
 def test_a_replica_without_a_role_loads_what_another_swapped_out() -> None:
-    """Peers need no roles: the one whose pool is full swaps, the other one has room."""
+    """Peers need no roles: the one with a full pool swaps, the other one has room."""
     h = house(replace(BOTH, blocks=20), policy="orcinus:memory=fits,relief=newest-swap")
     h.add_many(4, 12, 30)
     for _ in range(60):

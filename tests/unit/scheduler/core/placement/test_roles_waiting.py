@@ -1,4 +1,4 @@
-"""Roles and the waiting: who has to be computed and who is swapped out stand apart, and neither keeps the other, or
+"""Roles and the waiting: sequences to be computed and those swapped out stand apart, and neither keeps the other, or
 those of another replica, from going on.
 """
 
@@ -27,13 +27,13 @@ def two_tenants(h: House, steps: int, least: int = 6) -> None:
 
 @pytest.mark.parametrize("policy", ["orcinus", "fair"])
 @pytest.mark.parametrize("roles", [False, True])
-def test_who_has_ended_is_forgotten_by_the_order(policy: str, roles: bool) -> None:
+def test_ended_sequence_is_forgotten_by_the_order(policy: str, roles: bool) -> None:
     h = house(*((P, D) if roles else (BOTH, BOTH)), policy="orcinus:order=fair" if policy == "fair" else policy)
     two_tenants(h, 100)
     gc.collect()
     held = {s for record in h.core.records.values() for s in record.sequences}
     mine = [s for s in gc.get_objects() if isinstance(s, Sequence) and s.record.request.id in h.requests]
-    assert len(h.ended) > 50 and len([s for s in mine if s not in held]) <= 16, "nobody but those of the last steps"
+    assert len(h.ended) > 50 and len([s for s in mine if s not in held]) <= 16, "none but those of the last steps"
 
 
 @pytest.mark.parametrize("policy", ["orcinus", "orcinus:order=fair"])
@@ -72,7 +72,7 @@ def test_swapped_sequence_bound_to_one_replica_passes_prompts() -> None:
 
 
 @pytest.mark.parametrize("role", ["", DECODE])
-def test_prompt_of_better_class_goes_before_who_is_swapped_out(role: str) -> None:
+def test_prompt_of_better_class_goes_before_one_swapped_out(role: str) -> None:
     h = house(*[replace(BOTH, role=role, blocks=24)] * 2, lookahead=0, policy="orcinus:memory=fits,relief=newest-swap")
     h.add_many(8, 12, 60, name="low", priority=3)
     until(h, lambda: h.core.stats()["swapped"] >= 3, h.step_once)
@@ -92,7 +92,7 @@ def test_lower_ones_yield_to_prompt_wherever_it_may_be_computed(role: str) -> No
     assert "realtime" in h.ended and h.core.stats()["preemptions"] > 0
 
 
-def test_a_prompt_for_another_replica_makes_nobody_yield() -> None:
+def test_a_prompt_for_another_replica_makes_none_yield() -> None:
     h = house(replace(P, slots=1, host_blocks=4), replace(D, slots=2), lookahead=0)
     h.add_many(2, 8, 60, name="low", priority=3)
     until(h, lambda: h.core.replicas[1].table.count == 2, h.step_once)

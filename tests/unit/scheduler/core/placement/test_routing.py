@@ -1,4 +1,4 @@
-"""Which replica takes whom: prefixes against load, how long anybody waits for a favourite, trials on one replica."""
+"""Which replica takes a request: prefixes against load, how long one waits for a favourite, trials on one replica."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def warmed(h: House) -> None:
     run_to_end(h)
 
 
-def test_who_has_prefix_cached_takes_request_though_another_plans_first() -> None:
+def test_replica_with_prefix_cached_takes_request_though_another_plans_first() -> None:
     h = house()
     warmed(h)
     h.add(with_prefix("a", 1, 50))
@@ -72,7 +72,7 @@ def test_who_has_prefix_cached_takes_request_though_another_plans_first() -> Non
     run_to_end(h)
 
 
-def test_nobody_waits_for_a_favourite_longer_than_that_is_worth() -> None:
+def test_none_waits_for_a_favourite_longer_than_that_is_worth() -> None:
     h = house()
     warmed(h)
     h.add(with_prefix("a", 1, 50))
@@ -314,7 +314,7 @@ def test_no_replica_is_emptied_for_suspects_that_fit_none() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> None:
     """Against brute force: the moment at which each replica would have the request's prompt computed and decoded, from
-    what is in its table and cache, computed here from scratch. The least is who may take it at once."""
+    what is in its table and cache, computed here from scratch. The least is the one that may take it at once."""
     rng = random.Random(seed)
     h = house(3)
     warmed(h)

@@ -38,7 +38,7 @@ def test_a_tenant_between_two_requests_keeps_its_counter() -> None:
     queue.push(waiting(0, 0, tenant=0), 0)
     queue.push(waiting(1, 1, tenant=1), 0)
     _serve(order, [0, 1], [50, 900])
-    queue.pop(queue.head(0))  # of tenant 0, who has nothing waiting now
+    queue.pop(queue.head(0))  # of tenant 0, which has nothing waiting now
     _serve(order, [0], [10])
     queue.push(waiting(2, 2, tenant=0), 0)
     assert order.counters.counter[:2].tolist() == [60, 900]

@@ -125,7 +125,7 @@ def test_the_watermark_leaves_a_share_of_the_pool() -> None:
 
 
 def refused(blocks: int = 100) -> Rows:
-    """21 blocks in use. When the one that runs ends, he and (4, 399) have 399 and 319 tokens: 180 blocks."""
+    """21 blocks in use. When the one that runs ends, it and (4, 399) have 399 and 319 tokens: 180 blocks."""
     replica = Rows(blocks=blocks)
     replica.add(known=84, limit=400)
     return replica
@@ -139,7 +139,7 @@ def test_limit_of_ft_aimd_moves_by_100_and_1000_tokens() -> None:
         assert memory.limit == 400 + 100 * (step + 1)
     assert memory.admit(replica, entrants((4, 399)), PACE).tolist() == [1], "720 tokens are needed"
     memory.stepped(replica, 0)
-    assert memory.limit == 800, "nobody is held back"
+    assert memory.limit == 800, "none is held back"
     memory.stepped(replica, 1)
     assert memory.limit == 4, "one block is left in any case"
     memory = FtAimd()
@@ -166,7 +166,7 @@ def test_aimd_adds_blocks_and_multiplies() -> None:
     assert memory.limit == 53
     for _ in range(20):
         memory.stepped(replica, 0)
-    assert memory.limit == 53 + 3 * 5, "eight steps after it was asked last nobody is known to be held back"
+    assert memory.limit == 53 + 3 * 5, "eight steps after it was asked last none is known to be held back"
 
 
 class SglangRatio:

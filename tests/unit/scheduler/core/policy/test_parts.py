@@ -363,7 +363,7 @@ def test_step_of_handed_over_prompts_takes_half_the_limit() -> None:
         replica.model.observe(tokens, 0, 0.0, 2 * MS + tokens * MS // 100)
         replica.token_time.observe(5000, 50 * MS)
     none = replica.slots[:0]
-    assert ModelBudget().budget(replica, none, 0, 0) == 8192, "it decodes here: nobody waits"
+    assert ModelBudget().budget(replica, none, 0, 0) == 8192, "it decodes here: nothing waits"
     replica.limits.role = PREFILL
     assert ModelBudget().budget(replica, none, 0, 0) == pytest.approx(4550, rel=0.02)
     replica.token_time.observe(100, 1 * MS)

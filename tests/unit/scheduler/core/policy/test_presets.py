@@ -20,7 +20,7 @@ from tests.unit.scheduler.core.policy.rows import Rows
 from tests.unit.scheduler.core.twin import MS, request
 
 
-def who(h: Named, steps: int) -> list[str]:
+def running(h: Named, steps: int) -> list[str]:
     """Names of the next steps' chunks, in alphabetical order."""
     return ["".join(sorted(h.step())) for _ in range(steps)]
 
@@ -32,18 +32,18 @@ def test_static_runs_a_batch_to_its_longest_and_admits_none() -> None:
     """Two seats. a, b and c have 2, 4 and 2 tokens: c waits for b though a's seat is empty for two steps."""
     h = house("static", max_seqs=2)
     h.add_all(("a", 4, 2), ("b", 4, 4), ("c", 4, 2), ("d", 4, 1))
-    assert who(h, 6) == ["ab", "ab", "b", "b", "cd", "c"]
+    assert running(h, 6) == ["ab", "ab", "b", "b", "cd", "c"]
     assert h.core.idle
 
 
 def test_members_of_static_batch_enter_as_worker_takes_their_prompts() -> None:
-    """A step takes 8 tokens: of the batch of three b enters a step later, c with him; d is of the next batch."""
+    """A step takes 8 tokens: of the batch of three b enters a step later, c with it; d is of the next batch."""
     h = house("static", step_max=8)
     h.add_all(("a", 6, 2), ("b", 4, 3), ("c", 3, 1))
     assert h.step() == {"a": (0, 6)}
     h.add_all(("d", 2, 1))
     assert h.step() == {"a": (6, 1), "b": (0, 4), "c": (0, 3)}
-    assert who(h, 3) == ["b", "b", "d"]
+    assert running(h, 3) == ["b", "b", "d"]
     assert h.core.idle
 
 
@@ -54,7 +54,7 @@ def test_request_level_batching_waits_50_ms_or_for_32() -> None:
         assert h.plan() is None
         h.now += 10 * MS
     h.add_all(("b", 4, 1))
-    assert who(h, 2) == ["ab", "a"]
+    assert running(h, 2) == ["ab", "a"]
     for i in range(33):
         h.add_all((f"{i:02}", 2, 1))
     assert len(h.step()) == 32, "a full batch does not wait"
@@ -68,10 +68,10 @@ def test_request_level_batching_waits_50_ms_or_for_32() -> None:
 
 @pytest.mark.parametrize("policy", ["orca", "tgi", "trt-no-evict", "iteration-level"])
 def test_reserving_policies_stop_at_the_first_misfit_and_never_preempt(policy: str) -> None:
-    """10 blocks of 4. a and b reserve 4 each (15 tokens); c wants 3 and d 1: d may not pass him. a ends after 12."""
+    """10 blocks of 4. a and b reserve 4 each (15 tokens); c wants 3 and d 1: d may not pass it. a ends after 12."""
     h = house(policy, blocks=10)
     h.add_all(("a", 4, 12), ("b", 4, 12), ("c", 4, 8), ("d", 2, 2))
-    assert who(h, 14) == ["ab"] * 12 + ["cd"] * 2
+    assert running(h, 14) == ["ab"] * 12 + ["cd"] * 2
     h.finish()
     assert h.core.stats()["preemptions"] == 0
 
@@ -119,9 +119,9 @@ def test_peak_admits_where_a_reservation_would_not(policy: str, runs: str) -> No
     """9 blocks of 4. a (23 tokens, 6 blocks at its end) has 4 steps to go; b grows to 5 blocks after a has gone."""
     h = house(policy, blocks=9)
     h.add_all(("a", 4, 20))
-    who(h, 16)
+    running(h, 16)
     h.add_all(("b", 4, 16))
-    assert who(h, 1) == [runs]
+    assert running(h, 1) == [runs]
     h.finish()
     assert h.core.stats()["preemptions"] == 0
 
@@ -131,13 +131,13 @@ def test_trt_max_utilization_admits_what_fits_and_pauses_the_last() -> None:
     needs a fifth and none is left: b pauses. Both compute what they knew again when a has ended: 8 and 6 tokens."""
     h = house("trt-max-utilization", blocks=8, block_size=2, context=32)
     h.add_all(("a", 4, 8))
-    assert who(h, 1) == ["a"]
+    assert running(h, 1) == ["a"]
     h.add_all(("b", 4, 5), ("c", 5, 5))
     assert h.step() == {"a": (4, 1), "b": (0, 4), "c": (0, 5)}
-    assert who(h, 3) == ["ab"] * 3
-    assert who(h, 3) == ["a"] * 3
+    assert running(h, 3) == ["ab"] * 3
+    assert running(h, 3) == ["a"] * 3
     assert h.step() == {"b": (0, 8), "c": (0, 6)}
-    assert who(h, 3) == ["c"] * 3
+    assert running(h, 3) == ["c"] * 3
     assert h.core.idle and h.core.stats()["preemptions"] == 2
     assert isinstance(h.core.policy.relief, LastStarted)
 
@@ -172,13 +172,13 @@ def test_vllm_recomputes_single_sequence_and_swaps_those_of_a_group() -> None:
     ("policy", "steps"), [("vllm:order=swapped-first", ["a"] * 5 + ["c"]), ("vllm:order=fcfs", ["ac"])]
 )
 def test_vllms_swapped_stand_before_all_that_wait(policy: str, steps: list[str]) -> None:
-    """8 blocks of 2. b yields his four by swap when both need a fifth, and needs them back before c, who is older and
+    """8 blocks of 2. b yields its four by swap when both need a fifth, and needs them back before c, which is older and
     needs one, may enter; that is when a has ended. Where all stand in one order c enters at once."""
     h = Named(Scheduler(f"{policy},relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
     h.add_all(("a", 4, 10), ("b", 4, 10))
-    assert who(h, 6) == ["ab"] * 5 + [""]
+    assert running(h, 6) == ["ab"] * 5 + [""]
     h.add(request("c", 1, 1, seed=3, arrived_ns=1))
-    assert who(h, len(steps)) == steps
+    assert running(h, len(steps)) == steps
     h.finish()
     assert h.core.stats()["recomputed_tokens"] == 0
 
@@ -200,9 +200,9 @@ def test_sglang_skips_prefill_when_fewer_than_64_tokens_are_left() -> None:
     """66 tokens a step. With two decodes 64 are left, with three 63: d waits until one of them has ended."""
     h = house("sglang", step_tokens=66)
     h.add_all(("a", 2, 4), ("b", 2, 9), ("c", 2, 9))
-    assert who(h, 1) == ["abc"]
+    assert running(h, 1) == ["abc"]
     h.add_all(("d", 90, 2))
-    assert who(h, 3) == ["abc"] * 3
+    assert running(h, 3) == ["abc"] * 3
     assert h.step() == {"b": (5, 1), "c": (5, 1), "d": (0, 64)}
     assert h.step() == {"b": (6, 1), "c": (6, 1), "d": (64, 26)}
     h.finish()
@@ -213,22 +213,22 @@ def test_sglang_skips_prefill_when_fewer_than_64_tokens_are_left() -> None:
 
 def test_ft_aimd_raises_its_limit_stalls_one_and_swaps() -> None:
     """8 blocks of 4, 32 tokens. a and b end with 23 tokens, 6 blocks each, so b is held back and the limit rises. At
-    position 16 a sits out with his four blocks while b, a step behind, goes on; when neither can run, b is swapped."""
+    position 16 a sits out with its four blocks while b, a step behind, goes on; when neither can run, b is swapped."""
     h = Named(Scheduler("ft-aimd", lookahead=0), Limits(8, 8, 4, 64, 2048, host_blocks=8))
     memory = h.core.policy.memory
     assert isinstance(memory, FtAimd)
     h.add_all(("a", 4, 20), ("b", 4, 20))
     assert h.step() == {"a": (0, 4)} and memory.limit == 32 + 100
     assert h.step() == {"a": (4, 1), "b": (0, 4)}
-    assert who(h, 11) == ["ab"] * 11
+    assert running(h, 11) == ["ab"] * 11
     assert h.step() == {"b": (15, 1)}
     assert h.step() == {} and h.core.stats()["swapped_blocks"] == 4
     assert memory.limit == 4, "132 - 1000, and one block is left in any case"
     assert h.step() == {"a": (16, 1)}
-    assert who(h, 6) == ["a"] * 6
+    assert running(h, 6) == ["a"] * 6
     assert h.step() == {}, "b comes back"
     assert h.step() == {"b": (16, 1)}
-    assert who(h, 6) == ["b"] * 6
+    assert running(h, 6) == ["b"] * 6
     assert h.core.idle and h.core.stats()["recomputed_tokens"] == 0
 
 

@@ -31,7 +31,7 @@ TOKEN_NS = 50_000
 
 
 class Model:
-    """The waiting in a list, and whatever a brute-force order remembers: who was found late, how many were admitted."""
+    """The waiting in a list, and what a brute-force order remembers: which were late, how many were admitted."""
 
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
@@ -68,7 +68,7 @@ class Model:
         return max((heads[size] for size in sorted(heads)), key=lambda s: ratios[s])
 
     def slack(self, among: list[Sequence], now: int, weight: int, late_first: bool) -> Sequence:
-        """Late is who stands first of those in time and cannot be in time any more."""
+        """Late is the one that stands first of those in time and cannot be in time any more."""
         fresh = sorted(
             (s for s in among if not s.outputs.size and s not in self.late),
             key=lambda s: (start_by(s, 2 * S, -weight * TOKEN_NS), s.number),
@@ -227,7 +227,7 @@ def test_what_was_dropped_takes_no_room(order: str) -> None:
     assert _entries(queue, set()) < 2000
 
 
-def test_sequence_whose_state_is_not_waiting_is_passed_over() -> None:
+def test_sequence_that_is_not_waiting_is_passed_over() -> None:
     for make, _ in ORDERS.values():
         queue = make()
         sequences = [waiting(i, i) for i in range(3)]

@@ -1,4 +1,4 @@
-"""Fairness between the tenants of one class: who is ahead stands back, and nobody else notices."""
+"""Fairness between the tenants of one class: a tenant that is ahead stands back, and no other notices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_within_the_allowance_order_is_that_of_arrival() -> None:
     assert [s.number for s in drained(share, 2)] == [0, 1, 2, 3]
 
 
-def test_who_stood_back_comes_again_when_others_have_caught_up() -> None:
+def test_tenant_that_stood_back_comes_again_when_others_have_caught_up() -> None:
     share = _share()
     push(share, [0, 1, 0, 1])
     share.served(np.array([0, 1]), np.array([ALLOWANCE + 1, 0]))
@@ -142,7 +142,7 @@ def test_tenant_above_its_even_share_leaves_the_last_slots() -> None:
 
 
 def test_what_is_taken_within_step_counts_for_share_of_slots() -> None:
-    """Nobody runs: 32 of 64 slots are an even share, and two of the others are left."""
+    """Nothing runs: 32 of 64 slots are an even share, and two of the others are left."""
     queue = _full(ClassThenSlack(), [0] * 80 + [1], [], 64)
     taken = drained(queue, 2)
     assert [s.record.tenant for s in taken] == [0] * 62 + [1]
@@ -190,9 +190,9 @@ def test_urgent_tenants_leave_no_slot_while_lower_classes_can_yield() -> None:
         max_size=70,
     )
 )
-def test_whoever_is_head_is_not_ahead_unless_all_are(events: list[tuple[str, int, int]]) -> None:
+def test_head_is_not_ahead_unless_all_are(events: list[tuple[str, int, int]]) -> None:
     """Nothing is lost or invented, whatever happens; and the head's tenant is within the allowance of the least served
-    of those who wait, at the moment's beginning, or has the least of all who may enter."""
+    of those that wait, at the moment's beginning, or has the least of all that may enter."""
     spare = Spare()
     share = _share(spare)
     all_of: list[Sequence] = []
@@ -222,8 +222,8 @@ def test_whoever_is_head_is_not_ahead_unless_all_are(events: list[tuple[str, int
             else:
                 all_of.remove(sequence)
                 if several:
-                    who = sequence.record.tenant
-                    charged[who] = charged.get(who, 0) + sequence.known
+                    tenant = sequence.record.tenant
+                    charged[tenant] = charged.get(tenant, 0) + sequence.known
         assert sorted(s.number for s in share) == sorted(s.number for s in all_of)
         assert bool(share) == bool(all_of)
         later = len(events) + now  # a moment of its own
