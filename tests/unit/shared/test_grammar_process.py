@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from shared.processes import jail
 from shared.text import grammar_process, grammars
 from shared.text.grammar_process import (
     BEGIN,
@@ -195,3 +196,14 @@ def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, m
     with pytest.raises(GrammarEndedError, match="it takes 2 MiB"):
         process.mask(1, PATTERN, tokens())
     assert process.ended == 1
+
+
+def test_process_has_a_low_priority_among_all_sessions(process: GrammarProcess) -> None:
+    """Nice alone counts within a session where Linux groups by session, and this would be that of a service."""
+    process.check(PATTERN)
+    pid = process.jail.pid
+    assert pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, pid) >= jail.NICE and os.getsid(pid) == pid
+    group = Path(f"/proc/{pid}/autogroup")
+    if group.exists() and (words := group.read_text().split()):
+        assert int(words[-1]) == jail.NICE
