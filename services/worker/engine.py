@@ -38,7 +38,7 @@ from services.worker.quantization import method_of
 from services.worker.slots import SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
-from shared.columns import pack
+from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.gguf.reader import is_gguf
 from shared.ids import identity
@@ -365,6 +365,7 @@ class Engine:
         table = self.slots
         chunks = table.apply(step, self._transfers)
         if self.parallel.samples:
+            self.grammars.free(unpack(step.free_slots))
             self.grammars.enter(step.enters)
             self.grammars.order(chunks.slots[chunks.samples], table)
             # Ranks have to agree on the rows of a step: with several only the tokens say which are late.

@@ -139,6 +139,11 @@ class SlotGrammars:
             with self._news:
                 self._news.notify_all()
 
+    def free(self, slots: Int32) -> None:
+        """Drop the grammars of sequences that leave their slots; no mask is computed for them any more."""
+        for slot in slots.tolist() if self._bound else ():
+            self._drop(slot)
+
     def enter(self, enters: Iterable[worker_pb2.Enter]) -> None:
         """Begin to compile the grammars of sequences that take slots."""
         for enter in enters:

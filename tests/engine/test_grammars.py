@@ -228,6 +228,28 @@ def test_late_row_is_left_out_until_its_mask_is_there(takes_late: Engine, monkey
     assert unpack(driver.step({2: 1}).slots).tolist() == [2]
 
 
+def test_no_mask_is_computed_for_a_slot_that_was_freed(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    given, compute, driver = threading.Event(), takes_late.grammars.process.mask, Driver(takes_late)
+
+    def held(key: int, *question: Any) -> bytes:
+        asked.append(key)
+        assert given.wait(60)
+        return compute(key, *question)
+
+    monkeypatch.setattr(takes_late.grammars.process, "mask", held)
+    enter_two(driver)
+    driver.enter(3, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[1][0]))
+    driver.step({0: 64, 2: 64, 3: 64})
+    driver.free(3)
+    driver.step({0: 1})
+    given.set()
+    monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
+    driver.known[2], driver.computed[2] = 2, 1
+    driver.run(2, 1)
+    assert len(set(asked)) == 1
+
+
 @pytest.mark.parametrize("is_first", [True, False], ids=["at its first mask", "left out"])
 def test_step_waits_for_masks_alone_until_another_row_waits(
     takes_late: Engine, monkeypatch: pytest.MonkeyPatch, is_first: bool
