@@ -8,7 +8,6 @@ grammars (shared/text/grammar_process.py) run in such processes. This module imp
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import socket
@@ -113,7 +112,6 @@ def confine(memory_bytes: int) -> None:
 
 NICE = 10
 """A tenth of a core while others want it. At the lowest, an answer of 0.1 s would take ten."""
-SLICE_NS = 100_000
 TRIES = 20
 
 
@@ -125,7 +123,6 @@ def yield_to_others() -> None:
     """
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    _ask_for_short_slices()
     with contextlib.suppress(OSError):  # it leads a session already
         os.setsid()
     for _ in range(TRIES):
@@ -136,20 +133,6 @@ def yield_to_others() -> None:
             time.sleep(0.1)
         except OSError:  # none of that here
             return
-
-
-def _ask_for_short_slices() -> None:
-    """Have this process run soon and briefly instead of late and long, at the same share of processor time.
-
-    Linux 6.12 gives a process the slice that it asks for (EEVDF; sched_setattr(2)). Its own of 3 ms come late at a low
-    priority, and most answers take less than one of a hundredth of that. Elsewhere nothing changes.
-    """
-    number = {"x86_64": 314, "aarch64": 274}.get(os.uname().machine)
-    if sys.platform != "linux" or number is None:
-        return
-    # struct sched_attr: size, policy (other), flags, nice, priority, runtime (the slice), deadline, period.
-    attributes = struct.pack("=IIQiIQQQ", 48, 0, 0, os.nice(0), 0, SLICE_NS, 0, 0)
-    ctypes.CDLL(None).syscall(ctypes.c_long(number), 0, attributes, 0)
 
 
 def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
