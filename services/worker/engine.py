@@ -38,7 +38,7 @@ from services.worker.quantization import method_of
 from services.worker.slots import SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
-from shared.columns import pack
+from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from shared.gguf.reader import is_gguf
 from shared.ids import identity
@@ -365,8 +365,13 @@ class Engine:
         table = self.slots
         chunks = table.apply(step, self._transfers)
         if self.parallel.samples:
+            self.grammars.free(unpack(step.free_slots))
             self.grammars.enter(step.enters)
             self.grammars.order(chunks.slots[chunks.samples], table)
+            # Ranks have to agree on the rows of a step: with several only the tokens say which are late.
+            if self.takes_late and self.parallel.size == 1 and (late := self.grammars.left_out(chunks)):
+                table.late.update(late)
+                chunks = chunks.without(late)
         tokens = int(chunks.lengths.sum())
         if tokens > self.settings.max_step_tokens:
             raise ProtocolError(
@@ -416,8 +421,7 @@ class Engine:
             inflight.sampled = self._broadcast.receive(inflight)
             return
         if slots.size:
-            may_be_late = self.takes_late and self.parallel.size == 1  # ranks must agree on the rows of a step
-            masks, wrong, late = self.grammars.masks(inflight, self._previous, table, may_be_late)
+            masks, wrong, late = self.grammars.masks(inflight, self._previous, table, self.takes_late)
             with self._lock:
                 inflight.late += late
                 table.late.update(late)

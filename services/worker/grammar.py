@@ -2,17 +2,21 @@
 
 A process of low priority compiles grammars and computes masks (shared/text/grammar_process.py), so that neither their
 time nor Python's lock holds up a step. A mask is ordered as soon as the host knows the token before it: when the
-sequence enters, with the outputs that it came with, or when the step that samples begins. A row without its mask by the
-time of sampling is late: it sits the step out and is planned again, while the others go on.
+sequence enters, with the outputs that it came with, or when the step that samples begins. Tenants take turns, and the
+sequences of each tenant. A row without its mask by the time of sampling is late: it sits the step out and is planned
+again, while the others go on. Until its mask is there, later steps leave the row out before they compute it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +24,7 @@ import numpy as np
 from kernels.ops import STATUS_FINE, Int32
 from protos import worker_pb2
 from services.worker.in_flight import InFlightStep
-from services.worker.slots import SlotTable
+from services.worker.slots import Chunks, SlotTable
 from shared.columns import unpack
 from shared.errors import OrcinusError
 from shared.processes.jail import JailError
@@ -28,38 +32,87 @@ from shared.text.grammar_process import GrammarProcess
 from shared.text.grammars import NOT_FOLLOWED, NoGrammarsError
 
 MEMORY_BYTES = 4 << 30
-"""Of the process: the grammars of all sequences, at most 40 MiB each, and the tokenizer."""
+"""Of the process: the grammars of all sequences and the tokenizer. Beyond most of it the largest grammar ends."""
 ALONE_S = 0.1
 """A step in which no other row has anything to compute waits so long for the first of its masks."""
 BESIDE_OTHERS_S = 0.001
-"""Any step waits so long for its masks."""
+"""Any step waits so long for masks of sequences whose last mask took no longer."""
 TOGETHER_S = 5.0
 """Where no row may be late a step waits so long: less than the scheduler's watchdog, which would drop the worker."""
 
 
 @dataclass(slots=True)
+class Question:
+    """What a mask is computed from. took_s: how long that took, without the wait for its turn."""
+
+    key: int
+    grammar: str
+    outputs: Int32
+    mask: Future[bytes] = field(default_factory=Future)
+    took_s: float = 0.0
+
+
+class Turns:
+    """Questions that wait: the tenants take turns, and the questions of each tenant go by arrival. Thread-safe.
+
+    However many questions a tenant has, another tenant's waits for one of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[int, deque[Question]] = OrderedDict()  # by tenant, the next one first
+
+    def put(self, tenant: int, question: Question) -> None:
+        """Add a question behind those of its tenant."""
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append(question)
+
+    def take(self) -> Question | None:
+        """Return the next question, which cannot be cancelled from now on; None when none is left."""
+        with self._lock:
+            while self._waiting:
+                tenant, questions = self._waiting.popitem(last=False)
+                question = None
+                while questions and question is None:
+                    first = questions.popleft()
+                    question = first if first.mask.set_running_or_notify_cancel() else None
+                if questions:
+                    self._waiting[tenant] = questions
+                if question is not None:
+                    return question
+        return None
+
+
+@dataclass(slots=True)
 class _Bound:
-    """One sequence's grammar. mask: after `outputs` outputs; none before the first was ordered."""
+    """One sequence's grammar. question: for the mask after `outputs` outputs; none before the first was ordered."""
 
     grammar: str
     key: int
+    tenant: int
     outputs: int = -1
-    mask: Future[bytes] | None = None
+    question: Question | None = None
+    was_late: bool = False  # without this mask in a step before
+    is_quick: bool = False  # the mask before took at most BESIDE_OTHERS_S
 
 
 class SlotGrammars:
-    """`enter` and `order` with the sequences of a step, then `masks` for those that sample. Used by the thread that
-    submits.
+    """`enter` and `order` with the sequences of a step, `left_out` before it is computed, then `masks` for those that
+    sample. Used by the thread that submits, but for `step_came`.
     """
 
     def __init__(self, model: Path, vocab: int) -> None:
         self.process = GrammarProcess(model, vocab, MEMORY_BYTES)
         self.late = 0
         """Rows that sat out a step because their mask was not there."""
+        self.others_wait: Callable[[Collection[int]], bool] = lambda slots: False
+        """Return whether a step with other slots than these has come, so that this one must not wait."""
         self._mask_bytes = 4 * -(-vocab // 32)
         self._bound: dict[int, _Bound] = {}
         self._keys = itertools.count(1)
+        self._turns = Turns()
         self._asking = ThreadPoolExecutor(1, "grammars")
+        self._news = threading.Condition()  # a mask is there, or a step has come
 
     def figures(self) -> dict[str, int]:
         """Return counts since the start: fields of worker:{id}."""
@@ -80,12 +133,23 @@ class SlotGrammars:
         for slot in list(self._bound):
             self._drop(slot)
 
+    def step_came(self) -> None:
+        """Note that a further step waits for this one: `others_wait` may have become true. For any thread."""
+        if self._bound:
+            with self._news:
+                self._news.notify_all()
+
+    def free(self, slots: Int32) -> None:
+        """Drop the grammars of sequences that leave their slots; no mask is computed for them any more."""
+        for slot in slots.tolist() if self._bound else ():
+            self._drop(slot)
+
     def enter(self, enters: Iterable[worker_pb2.Enter]) -> None:
         """Begin to compile the grammars of sequences that take slots."""
         for enter in enters:
             self._drop(enter.slot)
             if grammar := enter.sampling.grammar:
-                bound = self._bound[enter.slot] = _Bound(grammar, next(self._keys))
+                bound = self._bound[enter.slot] = _Bound(grammar, next(self._keys), enter.tenant)
                 self._order(bound, unpack(enter.tokens)[enter.prompt_tokens :])
 
     def order(self, sampling: Int32, table: SlotTable) -> None:
@@ -95,6 +159,22 @@ class SlotGrammars:
                 outputs = table.outputs(slot)
                 if not outputs.size or outputs[-1] >= 0:
                     self._order(bound, outputs)
+
+    def left_out(self, chunks: Chunks) -> list[int]:
+        """Return the slots that were late before and whose masks are still not there: no use in computing them.
+
+        A step of such slots alone waits for the first of the masks.
+        """
+        waiting = {
+            slot: bound.question.mask
+            for slot in (chunks.slots[chunks.samples & (chunks.lengths == 1)].tolist() if self._bound else ())
+            if (bound := self._bound.get(slot)) is not None and bound.was_late and bound.question is not None
+        }
+        if waiting and len(waiting) == chunks.slots.size:
+            self._wait_alone(waiting)
+        late = [slot for slot, mask in waiting.items() if not mask.done()]
+        self.late += len(late)
+        return late
 
     def masks(
         self, inflight: InFlightStep, previous: InFlightStep | None, table: SlotTable, may_be_late: bool
@@ -114,9 +194,11 @@ class SlotGrammars:
         late: list[int] = []
         if wanted and may_be_late:
             if len(wanted) == inflight.chunks.slots.size:
-                wait_for(wanted.values(), ALONE_S, "FIRST_COMPLETED")
-            wait_for(wanted.values(), BESIDE_OTHERS_S)
+                self._wait_alone(wanted)
+            wait_for([mask for slot, mask in wanted.items() if self._bound[slot].is_quick], BESIDE_OTHERS_S)
             late = [slot for slot, mask in wanted.items() if not mask.done()]
+            for slot in late:
+                self._bound[slot].was_late = True
             self.late += len(late)
         elif wanted:
             wait_for(wanted.values(), TOGETHER_S)
@@ -138,15 +220,42 @@ class SlotGrammars:
 
     def _order(self, bound: _Bound, outputs: Int32) -> Future[bytes]:
         """Return the mask after these outputs, which is computed once."""
-        if bound.mask is None or bound.outputs != len(outputs):
-            bound.outputs = len(outputs)
-            bound.mask = self._asking.submit(self.process.mask, bound.key, bound.grammar, outputs.copy())
-        return bound.mask
+        if (question := bound.question) is None or bound.outputs != len(outputs):
+            if question is not None:
+                bound.is_quick = question.mask.done() and question.took_s <= BESIDE_OTHERS_S
+                question.mask.cancel()
+            question = bound.question = Question(bound.key, bound.grammar, outputs.copy())
+            bound.outputs, bound.was_late = len(outputs), False
+            self._turns.put(bound.tenant, question)
+            self._asking.submit(self._answer_next)
+        return question.mask
+
+    def _answer_next(self) -> None:
+        """Compute the mask of the question that is next."""
+        if (question := self._turns.take()) is None:  # the others were cancelled
+            return
+        began = time.monotonic()
+        try:
+            mask = self.process.mask(question.key, question.grammar, question.outputs)
+        except Exception as error:  # for the sequence
+            question.mask.set_exception(error)
+        else:
+            question.took_s = time.monotonic() - began
+            question.mask.set_result(mask)
+        with self._news:
+            self._news.notify_all()
+
+    def _wait_alone(self, masks: dict[int, Future[bytes]]) -> None:
+        """Wait for the first of these slots' masks, or until a step with other slots has come."""
+        with self._news:
+            self._news.wait_for(
+                lambda: any(mask.done() for mask in masks.values()) or self.others_wait(masks.keys()), ALONE_S
+            )
 
     def _drop(self, slot: int) -> None:
         if (bound := self._bound.pop(slot, None)) is not None:
-            if bound.mask is not None:
-                bound.mask.cancel()
+            if bound.question is not None:
+                bound.question.mask.cancel()
             self._asking.submit(self.process.forget, bound.key)
 
 

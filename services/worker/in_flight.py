@@ -84,9 +84,11 @@ class InFlightStep:
     learned: bool = False  # whether the slots know the tokens
     counts: Int32 | None = None  # of a step with drafts: by slot that samples, the tokens that count
     counting: Bool | None = None  # [R] of a step with drafts: whether the token counts
-    # With several ranks: when the tokens came from the rank that samples, and its grammar errors by row.
+    # With several ranks: when the tokens came from the rank that samples, its grammar errors by row, and [R] which rows
+    # were late there.
     arrived_ns: int = 0
     grammar_errors: dict[int, str] = field(default_factory=dict)
+    late_rows: Bool | None = None
 
     def timings(self, ops: AnyOps, swap_ns: int) -> worker_pb2.Timings:
         """Return the timings of the Result, once the device is done.
@@ -139,6 +141,8 @@ class InFlightSteps:
         if inflight.learned:
             return tokens
         inflight.learned = True
+        if inflight.late_rows is not None:
+            self._take_back(inflight, inflight.late_rows)
         status = sampled.status.cpu().numpy()
         wrong = status != STATUS_FINE
         if inflight.late:
@@ -193,6 +197,14 @@ class InFlightSteps:
         for later in self._out:
             if later.id > inflight.id and later.generation(slot) == generation:
                 later.failed.setdefault(slot, (code, message))
+
+    def _take_back(self, inflight: InFlightStep, late: Bool) -> None:
+        """Expect no token in rows that were late on the rank that samples. Slots may hold other sequences by now."""
+        slots = inflight.sampling[late]
+        inflight.late += slots.tolist()
+        generations = np.repeat(inflight.generations[inflight.chunks.samples], inflight.chunks.draws)[late]
+        same = self._slots.generation[slots] == generations
+        self._slots.sit_out(slots[same], inflight.positions[late][same])
 
     def _record(self, inflight: InFlightStep, tokens: Int32) -> None:
         """Write the tokens to the slots that still hold the sequences of this step."""

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -119,6 +119,7 @@ class Pipeline:
         self._ranks: Ranks | None = None
         self._together = False
         self._run: RunState | None = None  # the Run of the last hello
+        self._came: Callable[[], object] = lambda: None
         self._unproved = False  # a step failed, and the engine has not shown since that it still can run one
 
     def start(
@@ -131,6 +132,7 @@ class Pipeline:
         """
         self._observe = observe
         self._ranks, self._together = ranks, together
+        engine.grammars.others_wait, self._came = self._others_wait, engine.grammars.step_came
         self._places.release(engine.max_in_flight)
         self._watchdog.start()
         loops = {"engine": self._submit_all, "engine-results": self._finish_all}
@@ -145,10 +147,17 @@ class Pipeline:
         if item.step is not None and not item.step.HasField("hello"):
             item.run.received += 1
         self._work.put(item)
+        self._came()
 
     def over(self, run: RunState) -> None:
         """Announce that nothing of this Run follows. Block like `put`."""
         self._work.put(Item(run, None, 0, over=True))
+
+    def _others_wait(self, slots: Collection[int]) -> bool:
+        """Return whether what waits is more than chunks of these slots."""
+        with self._work.mutex:
+            items = list(self._work.queue)
+        return any(item is None or item.step is None or _has_others(item.step, slots) for item in items)
 
     def stop(self) -> None:
         """Return when the steps that run are done, which are still watched."""
@@ -291,3 +300,11 @@ class Pipeline:
         self._unproved = self._unproved or not isinstance(error, ProtocolError)
         if isinstance(error, DEVICE_LOST):
             end_process(f"the device is lost, so the worker ends itself: {error}")
+
+
+def _has_others(step: worker_pb2.Step, slots: Collection[int]) -> bool:
+    """Return whether a step has chunks of other slots than these, or breaks the contract."""
+    try:
+        return not set(unpack(step.chunk_slots).tolist()) <= set(slots)
+    except ValueError:
+        return True

@@ -39,6 +39,19 @@ class Chunks:
     drafts: Int32 | None = None  # [C] how many of the last tokens are drafts; None: none are
     guesses: Int32 = field(default_factory=lambda: NONE)  # the drafts, one chunk after another
 
+    def without(self, late: list[int]) -> Chunks:
+        """Return the chunks but those of these slots, which have no drafts and are late."""
+        kept = ~np.isin(self.slots, late)
+        return Chunks(
+            self.slots[kept],
+            self.starts[kept],
+            self.lengths[kept],
+            self.samples[kept],
+            np.append(self.late, np.array(late, np.int32)),
+            None if self.drafts is None else self.drafts[kept],
+            self.guesses,
+        )
+
     @property
     def draws(self) -> Int32:
         """Return [chunks that sample] the tokens that are drawn for each of them."""
@@ -147,6 +160,11 @@ class SlotTable:
         """Count the token at each slot's position as known although only the device has it."""
         self.tokens[slots, positions] = ~slots
         self.known[slots] = positions + 1
+
+    def sit_out(self, slots: Int32, positions: Int32) -> None:
+        """Take back that the tokens at these positions are expected: the slots are late."""
+        self.known[slots] = positions
+        self.late.update(slots.tolist())
 
     def record(self, slots: Int32, positions: Int32, tokens: Int32) -> None:
         """Write tokens that were expected."""

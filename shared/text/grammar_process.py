@@ -2,12 +2,14 @@
 
 llguidance's fuel decides which grammars can be used, the same on any machine (shared/text/grammars.py). It counts
 neither every comparison nor every byte, so processor time and memory of one question are bounded as well: a question
-beyond them ends the process and itself alone. The gateway checks grammars here, the worker gets its masks.
+beyond them ends the process and itself alone. Where all grammars together take too much memory, the largest one ends.
+The gateway checks grammars here, the worker gets its masks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import signal
@@ -34,10 +36,13 @@ QUESTION_S = 2.0
 PATIENCE = 15
 """An answer may take so many times its processor time: the process gets what others leave."""
 MEMORY_BYTES = 1 << 30
+"""Of the process. The grammars that it keeps may take KEPT_SHARE of that, so that there is room for one question."""
+KEPT_SHARE = 0.75
+MIB = 1 << 20
 MOST_QUESTION_BYTES, MOST_ANSWER_BYTES = 64 << 20, 1 << 20
 CHECK, BEGIN, GO_ON = b"C", b"B", b"G"
 """Questions: compile a grammar; the mask behind outputs of a grammar, or behind further outputs of a sequence."""
-TAKEN, REFUSED, NO_GRAMMARS, UNKNOWN = b"T", b"R", b"N", b"U"
+TAKEN, REFUSED, ENDED, NO_GRAMMARS, UNKNOWN = b"T", b"R", b"E", b"N", b"U"
 HEAD = struct.Struct("<cQII")
 """Of a question: kind, key of the sequence, numbers of outputs and of keys to forget; then these, and the grammar."""
 NO_OUTPUTS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
@@ -51,7 +56,7 @@ class GrammarProcess:
         first = json.dumps({"model": str(model.resolve()), "vocab": vocab_size, **limits}).encode()
         self._memory_bytes = memory_bytes
         self.ended = 0
-        """Times that a question ended the process."""
+        """Sequences and grammars that took too much processor time or memory."""
         self.on_ended: Callable[[], object] = lambda: None
         self._fed: dict[int, int] = {}  # outputs that the far end has taken, by key
         self._forgotten: list[int] = []
@@ -70,6 +75,8 @@ class GrammarProcess:
         answer = UNKNOWN if fed is None else self._ask(GO_ON, key, outputs[fed:])
         if answer == UNKNOWN:
             answer = self._ask(BEGIN, key, outputs, grammar)
+        if answer[:1] == ENDED:
+            self._count_ended()
         _raise(answer)
         self._fed[key] = len(outputs)
         return answer[1:]
@@ -93,9 +100,12 @@ class GrammarProcess:
                 raise
             raise self._ended(error) from error
 
-    def _ended(self, error: JailError) -> GrammarEndedError:
+    def _count_ended(self) -> None:
         self.ended += 1
         self.on_ended()
+
+    def _ended(self, error: JailError) -> GrammarEndedError:
+        self._count_ended()
         log.warning("the process of grammars %s over one; that one is refused", error)
         return GrammarEndedError(
             f"it takes more than {QUESTION_S:g} s of processor time or {self._memory_bytes >> 20} MiB"
@@ -105,33 +115,121 @@ class GrammarProcess:
 def _raise(answer: bytes) -> None:
     if answer[:1] != TAKEN:
         text = answer[1:].decode(errors="replace")
-        raise NoGrammarsError(text) if answer[:1] == NO_GRAMMARS else GrammarError(text)
+        kinds = {NO_GRAMMARS: NoGrammarsError, ENDED: GrammarEndedError}
+        raise kinds.get(answer[:1], GrammarError)(text)
+
+
+MALLINFO = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+)  # fmt: skip
+
+
+class _Allocated(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in MALLINFO)
+
+
+def _allocator() -> tuple[Callable[[], int], Callable[[], object]]:
+    """Return a function that returns the bytes in use of malloc, which llguidance takes its memory from, and one that
+    gives free ones back to the system. Without glibc no byte is counted.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        read, trim = libc.mallinfo2, libc.malloc_trim
+    except (OSError, AttributeError):
+        return lambda: 0, lambda: None
+    read.restype = _Allocated
+
+    def used() -> int:
+        found = read()
+        return int(found.uordblks + found.hblkhd)
+
+    return used, lambda: trim(0)
 
 
 class _Followed:
-    """The far end's sequences: grammar, matcher and outputs by key."""
+    """The far end's sequences: grammar, matcher and outputs by key.
 
-    def __init__(self, grammars: Grammars) -> None:
+    Copies of one grammar share most of its memory, the states of its lexer, so memory is counted by grammar.
+    """
+
+    def __init__(self, grammars: Grammars, kept_bytes: int) -> None:
+        """kept_bytes: of all of malloc's memory; beyond it the largest grammar ends, with its sequences."""
         self._grammars = grammars
+        self._kept_bytes = kept_bytes
         self._matchers: dict[int, tuple[str, LLMatcher, list[int]]] = {}
+        self._ended: dict[int, str] = {}  # sequences of grammars that ended in a question of another one: why
+        self._sizes: dict[str, int] = {}  # bytes by grammar, of those with a sequence or in the cache
+        self._used, self._trim = _allocator()
 
     def answer(self, question: bytes) -> bytes:
         """Return the answer without its first letter. Raise KeyError for an unknown sequence, or GrammarError."""
         kind, key, count, forgotten = HEAD.unpack_from(question)
         outputs = np.frombuffer(question, "<i4", count, HEAD.size).tolist()
         for gone in np.frombuffer(question, "<u8", forgotten, HEAD.size + 4 * count).tolist():
-            self._matchers.pop(gone, None)
+            self._ended.pop(gone, None)
+            self._leave(gone)
         grammar = question[HEAD.size + 4 * count + 8 * forgotten :].decode()
         if kind == CHECK:
             self._grammars.fresh(grammar)
             return b""
-        if kind == BEGIN:
-            self._matchers[key] = grammar, self._grammars.matcher(grammar), []
+        if key in self._ended:
+            raise GrammarEndedError(self._ended.pop(key))
+        before = self._used()
         try:
-            return self._advance(key, outputs)
+            if kind == BEGIN:
+                self._matchers[key] = grammar, self._grammars.matcher(grammar), []
+            grammar = self._matchers[key][0]
+            mask = self._advance(key, outputs)
         except BaseException:
-            self._matchers.pop(key, None)
+            self._leave(key)
             raise
+        finally:
+            if grammar:
+                self._sizes[grammar] = self._sizes.get(grammar, 0) + max(0, self._used() - before)
+        self._keep_within()
+        if key not in self._matchers:
+            raise GrammarEndedError(self._ended.pop(key))
+        return mask
+
+    def _leave(self, key: int) -> None:
+        """Drop a sequence."""
+        before = self._used()
+        grammar = self._matchers.pop(key, ("",))[0]
+        if grammar in self._sizes:
+            self._sizes[grammar] = max(0, self._sizes[grammar] - max(0, before - self._used()))
+        if len(self._sizes) > 2 * (len(self._matchers) + 64):
+            self._forget_sizes()
+
+    def _forget_sizes(self) -> None:
+        """Forget the sizes of grammars that nothing has any more."""
+        followed = {grammar for grammar, _, _ in self._matchers.values()}
+        for grammar in [name for name in self._sizes if name not in followed and not self._grammars.keeps(name)]:
+            del self._sizes[grammar]
+
+    def _keep_within(self) -> None:
+        """End the largest grammar, with all its sequences, until the others are within the bound.
+
+        Those that only the cache keeps go first.
+        """
+        if self._used() <= self._kept_bytes:
+            return
+        self._forget_sizes()
+        while self._sizes and (used := self._used()) > self._kept_bytes:
+            followed = {grammar for grammar, _, _ in self._matchers.values()}
+            unused = self._sizes.keys() - followed
+            largest = max(unused or followed & self._sizes.keys(), key=self._sizes.__getitem__)
+            size = self._sizes.pop(largest)
+            why = (
+                f"it takes {size / MIB:.1f} MiB, the most of all grammars; together they take {used / MIB:.1f} MiB, "
+                f"the limit is {self._kept_bytes / MIB:.1f}"
+            )
+            self._grammars.forget(largest)
+            for key in [key for key, (grammar, _, _) in self._matchers.items() if grammar == largest]:
+                del self._matchers[key]
+                self._ended[key] = why
+        self._trim()
 
     def _advance(self, key: int, outputs: list[int]) -> bytes:
         grammar, matcher, before = self._matchers[key]
@@ -166,6 +264,8 @@ def _answer(followed: _Followed, question: bytes) -> bytes:
         return UNKNOWN
     except NoGrammarsError as error:
         return NO_GRAMMARS + str(error).encode()
+    except GrammarEndedError as error:
+        return ENDED + str(error).encode()
     except GrammarError as error:
         return REFUSED + str(error).encode()
     except MemoryError:
@@ -178,7 +278,7 @@ def main() -> int:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process: a handler would wait for llguidance to return
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
-        followed = _Followed(_opened(settings))
+        followed = _Followed(_opened(settings), int(KEPT_SHARE * settings["bytes"]))
         yield_to_others()
         confine(settings["bytes"])
         while True:

@@ -117,6 +117,11 @@ class Grammars:
         _raise_if_wrong(matcher)
         return matcher
 
+    def keeps(self, grammar: str) -> bool:
+        """Return whether a grammar is in the cache."""
+        with self._lock:
+            return grammar in self._kept
+
     def forget(self, grammar: str) -> None:
         """Drop a grammar from the cache, after the states of its lexer are used up."""
         with self._lock:

@@ -19,12 +19,32 @@ from typing import Any
 import torch.distributed as dist
 
 from protos import worker_pb2
+from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.parallel.state import ParallelState
 from tests.engine.driver import make_engine
 
 TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
+
+
+MASKS = ("hold_masks", "give_masks")
+_given = threading.Event()
+
+
+def take_masks(engine: Engine, said: str) -> None:
+    """Let rows be late, and no mask come until they are given."""
+    if said == "give_masks":
+        _given.set()
+        return
+    _given.clear()
+    engine.takes_late, compute = True, engine.grammars.process.mask
+
+    def held(*question: Any) -> bytes:
+        assert _given.wait(TIMEOUT_S)
+        return compute(*question)
+
+    engine.grammars.process.mask = held  # type: ignore[method-assign]
 
 
 def serve(pipe: Connection) -> None:
@@ -61,7 +81,9 @@ def _follow(pipe: Connection, size: tuple[int, int], rank: int, port: int, model
     thread.start()
     try:
         while (said := pipe.recv()) is not None:
-            if callable(getattr(engine, str(said), None)):
+            if said in MASKS:
+                take_masks(engine, said)
+            elif callable(getattr(engine, str(said), None)):
                 getattr(engine, said)()
             else:
                 in_flight.put(engine.submit(worker_pb2.Step.FromString(said)))
@@ -97,6 +119,10 @@ class Replica:
     def warm_up(self) -> None:
         self.tell("warm_up")
         self.engine.warm_up()
+
+    def take_masks(self, said: str) -> None:
+        self.tell(said)
+        take_masks(self.engine, said)
 
     def tell(self, what: object) -> None:
         for pipe in self._pipes:

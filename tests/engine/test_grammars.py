@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,108 @@ def test_row_without_its_mask_sits_out_and_is_drawn_later(takes_late: Engine, mo
     result = driver.step({2: 1})
     assert unpack(result.slots).tolist() == [2] and not result.late_slots
     assert bytes(driver.outputs[2]).decode() in {choice[0] for choice in CHOICES}
+
+
+def enter_two(driver: Driver) -> None:
+    driver.engine.reset()
+    driver.enter(0, [1, 2, 3])
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]))
+
+
+def test_late_row_is_left_out_until_its_mask_is_there(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps between compute the other rows alone."""
+    given, driver = hold_masks(takes_late, monkeypatch), Driver(takes_late)
+    enter_two(driver)
+    driver.step({0: 64, 2: 64})
+    for _ in range(3):
+        driver.known[2], driver.computed[2] = 2, 1
+        step = worker_pb2.Step(epoch=1, id=driver.next_id)
+        step.chunk_slots, step.chunk_starts = pack([0, 2]), pack([driver.computed[0], 1])
+        step.chunk_lengths = pack([1, 1])
+        inflight = takes_late.submit(step)
+        result = takes_late.finish(inflight)
+        assert inflight.chunks.slots.tolist() == [0] and unpack(result.late_slots).tolist() == [2]
+        driver.next_id, driver.computed[0] = driver.next_id + 1, driver.computed[0] + 1
+    given.set()
+    monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
+    assert unpack(driver.step({2: 1}).slots).tolist() == [2]
+
+
+def test_no_mask_is_computed_for_a_slot_that_was_freed(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    given, compute, driver = threading.Event(), takes_late.grammars.process.mask, Driver(takes_late)
+
+    def held(key: int, *question: Any) -> bytes:
+        asked.append(key)
+        assert given.wait(60)
+        return compute(key, *question)
+
+    monkeypatch.setattr(takes_late.grammars.process, "mask", held)
+    enter_two(driver)
+    driver.enter(3, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[1][0]))
+    driver.step({0: 64, 2: 64, 3: 64})
+    driver.free(3)
+    driver.step({0: 1})
+    given.set()
+    monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
+    driver.known[2], driver.computed[2] = 2, 1
+    driver.run(2, 1)
+    assert len(set(asked)) == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["at its first mask", "left out"])
+def test_step_waits_for_masks_alone_until_another_row_waits(
+    takes_late: Engine, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    given, driver = hold_masks(takes_late, monkeypatch), Driver(takes_late)
+    enter_two(driver)
+    if not is_first:
+        driver.step({0: 64, 2: 64})
+        driver.known[2], driver.computed[2] = 2, 1
+    monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
+    asked: list[list[int]] = []
+
+    def others_wait(slots: Collection[int]) -> bool:
+        asked.append(list(slots))
+        if len(asked) == 1:  # comes while the step waits
+            threading.Thread(target=takes_late.grammars.step_came).start()
+        return len(asked) > 1
+
+    monkeypatch.setattr(takes_late.grammars, "others_wait", others_wait)
+    result = driver.step({2: 64})
+    given.set()
+    assert asked == [[2], [2]] and unpack(result.late_slots).tolist() == [2]
+
+
+def test_sequence_with_quick_masks_alone_is_waited_for(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other rows: a grammar that took long before costs them no time."""
+    waited: list[int] = []
+
+    def noted(masks: list[Any], seconds: float) -> None:
+        waited.append(len(masks))
+        wait_for(masks, seconds)
+
+    monkeypatch.setattr(grammar_module, "wait_for", noted)
+    monkeypatch.setattr(grammar_module, "BESIDE_OTHERS_S", 60.0)  # any mask is quick
+    driver = Driver(takes_late)
+    enter_two(driver)
+    driver.step({0: 64, 2: 64})
+    assert waited == [0], "a grammar that is to be compiled was waited for"
+    monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
+    driver.known[2], driver.computed[2] = 2 + len(driver.outputs[2]), 1 + len(driver.outputs[2])
+    driver.run(2, 1)
+    driver.step({0: 64, 2: 64})
+    assert waited[-1] == 1 and len(driver.outputs[2]) >= 2
+
+
+def test_mask_is_asked_for_under_its_tenant(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, tenants = engine.grammars._turns.put, []
+    monkeypatch.setattr(engine.grammars._turns, "put", lambda tenant, one: (tenants.append(tenant), put(tenant, one)))
+    driver = Driver(engine)
+    engine.reset()
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]), tenant=7)
+    driver.step({2: 64})
+    assert tenants == [7]
 
 
 def test_step_that_has_to_wait_fails_the_row_without_its_mask_alone(

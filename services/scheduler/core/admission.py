@@ -448,5 +448,5 @@ class Admission:
 
 def _enter(slot: int, sequence: Sequence, blocks: Int32, block_size: int) -> Enter:
     """Return the entry that tells the worker of a sequence; all `blocks` hold computed KV."""
-    request, prompt = sequence.record.request, sequence.prompt.size
-    return Enter(slot, request, sequence.choice, sequence.tokens(), prompt, blocks.size * block_size, blocks)
+    record, prompt, computed = sequence.record, sequence.prompt.size, blocks.size * block_size
+    return Enter(slot, record.request, sequence.choice, sequence.tokens(), prompt, computed, blocks, record.tenant)

@@ -85,6 +85,7 @@ class Enter:
     prompt_tokens: int
     computed: int  # tokens with KV in `blocks` already
     blocks: Int32
+    tenant: int = 0  # interned
 
 
 @dataclass(slots=True)

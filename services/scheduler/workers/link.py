@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
-from services.scheduler.core.types import PREFILL, Limits
+from services.scheduler.core.types import Limits
 from services.scheduler.workers.contract import check_info
 from services.scheduler.workers.registry import Registration
 from services.scheduler.workers.run_call import RunCall
@@ -91,8 +91,7 @@ class WorkerLink:
             )
         local = await RunCall.connect(self.info.run_socket) if self.info.run_socket else None
         self._call = local or self._stub.Run()
-        # A prefill worker hands over what it has planned, so its rows are never late.
-        hello = worker_pb2.Hello(shard=self._shard, takes_late=self.info.role != PREFILL)
+        hello = worker_pb2.Hello(shard=self._shard, takes_late=True)
         await self._write(worker_pb2.Step(epoch=self.epoch, hello=hello))
         info = self.info
         log.info(

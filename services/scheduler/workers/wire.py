@@ -50,6 +50,7 @@ def _enter(enter: Enter) -> worker_pb2.Enter:
         computed=enter.computed,
         blocks=pack(enter.blocks),
         sampling=sampling_of(enter.request.payload, enter.choice),
+        tenant=enter.tenant,
     )
 
 

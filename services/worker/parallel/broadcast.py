@@ -25,7 +25,7 @@ class ReceivedTokens(Pending[Sampled]):
     """A step's message on its way to a rank that does not sample."""
 
     def __init__(self, parallel: ParallelState, inflight: InFlightStep, serial: int) -> None:
-        """Begin to receive. `inflight` gets the grammar errors, which Sampled does not hold."""
+        """Begin to receive. `inflight` gets late rows and grammar errors, which Sampled does not hold."""
         self._parallel, self._inflight, self._serial = parallel, inflight, serial
         self._lock = threading.Lock()
         self._layout = _layout(inflight)
@@ -53,6 +53,7 @@ class ReceivedTokens(Pending[Sampled]):
         if "grammar_errors" in names:
             texts = enumerate(message["grammar_errors"].tolist())
             self._inflight.grammar_errors = {row: text.decode(errors="replace") for row, text in texts if text}
+            self._inflight.late_rows = message["late"].copy()
         likely = None
         if "likely_ids" in names:
             likely = Likely(torch.from_numpy(message["likely_ids"]), torch.from_numpy(message["likely_logprobs"]))
@@ -96,6 +97,7 @@ class TokenBroadcast:
                     error = inflight.failed[int(inflight.sampling[row])][1]
                     record["grammar_errors"][row] = error.encode()[:REASON_BYTES]
                     record["status"][row] = STATUS_FINE
+                record["late"] = np.isin(inflight.sampling, inflight.late)
         sent = torch.from_numpy(message.view(np.uint8))
         for rank in range(self._parallel.size):
             if rank != self._parallel.rank:
@@ -129,5 +131,5 @@ def _layout(inflight: InFlightStep) -> np.dtype[np.void]:
             fields.append(("likely_ids", "<i4", (rows, likely)))
             fields.append(("likely_logprobs", "<f4", (rows, likely)))
     if inflight.has_grammars:
-        fields.append(("grammar_errors", f"S{REASON_BYTES}", (rows,)))
+        fields += [("grammar_errors", f"S{REASON_BYTES}", (rows,)), ("late", "?", (rows,))]
     return np.dtype(fields)

@@ -106,6 +106,45 @@ class Ahead:
         return result
 
 
+def grammar_row(replica: Replica, reference: Reference, are_late: bool) -> tuple[Ahead, list[list[int]]]:
+    """Return slot 0 with the first prompt, slot 1 with another and a grammar, after four outputs of each; and the late
+    slots of each step.
+    """
+    ahead, late = Ahead(replica), []
+    digits = worker_pb2.Sampling(grammar=LLMatcher.grammar_from_regex("[0-9]{40}"), top_p=1)
+    enters = [ahead.enter(0, reference.prompts[0]), ahead.enter(1, reference.prompts[1], sampling=digits)]
+    flights = [ahead.submit([0, 1], enters=enters)]
+    if are_late and replica.info().stages > 1:
+        flights.append(ahead.submit([0, 1]))  # sent before anyone knows
+    for flight in flights:
+        late.append(unpack(ahead.finish(flight).late_slots).tolist())
+    if are_late:
+        replica.take_masks("give_masks")
+    for _ in range(600):
+        outputs = {slot: len(ahead.outputs.get(slot, ())) for slot in (0, 1)}
+        slots = [slot for slot, count in outputs.items() if count < 4]
+        if not slots:
+            return ahead, late
+        ahead.known[1] = len(reference.prompts[1]) + outputs[1]
+        ahead.finish(ahead.submit(slots))
+    raise AssertionError(f"outputs {ahead.outputs}, errors {ahead.errors}")
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_row_without_its_mask_sits_out_on_every_rank(
+    processes: Processes, reference: Reference, tp: int, pp: int
+) -> None:
+    """A rank that took it for drawn would stop, or compute another token than the others."""
+    with processes.replica(tp, pp, reference.path, kernels="reference") as replica:
+        expected, none = grammar_row(replica, reference, are_late=False)
+        replica.take_masks("hold_masks")
+        late, slots = grammar_row(replica, reference, are_late=True)
+        replica.engine.grammars.close()
+    assert none == [[]] and slots == [[1]] * pp
+    assert late.outputs == expected.outputs and not late.errors
+    assert late.outputs[0] == reference.outputs[0][:4]
+
+
 def test_slot_reused_in_the_pipe_keeps_the_new_sequence(processes: Processes, reference: Reference) -> None:
     with processes.replica(1, 2, reference.path, kernels="reference") as replica:
         ahead, prompts = Ahead(replica), reference.prompts

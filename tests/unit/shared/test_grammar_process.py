@@ -12,8 +12,19 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from shared.processes import jail
 from shared.text import grammar_process, grammars
-from shared.text.grammar_process import BEGIN, GO_ON, HEAD, GrammarProcess, _answer, _Followed
+from shared.text.grammar_process import (
+    BEGIN,
+    ENDED,
+    GO_ON,
+    HEAD,
+    MEMORY_BYTES,
+    GrammarProcess,
+    _allocator,
+    _answer,
+    _Followed,
+)
 from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError
 from tests.support.tokenizers import write_model
 from tests.support.waiting import until
@@ -102,7 +113,7 @@ def test_model_without_grammars_is_said_for_each_sequence(tmp_path: Path) -> Non
 
 @pytest.fixture
 def followed(model: Path) -> _Followed:
-    return _Followed(Grammars(model, VOCAB))
+    return _Followed(Grammars(model, VOCAB), MEMORY_BYTES)
 
 
 def question(kind: bytes, key: int, outputs: list[int], forgotten: tuple[int, ...] = (), grammar: str = "") -> bytes:
@@ -128,3 +139,71 @@ def test_sequences_of_one_grammar_share_no_lexer_states(followed: _Followed, mon
             answer = _answer(followed, question(GO_ON if more else BEGIN, key, more, (), "" if more else pattern))
             assert answer[:1] == b"T", answer
             last[key] = int(random.choice(allowed(answer[1:])))
+
+
+LARGE = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "integer"} for i in range(400)}})
+"""Takes 2 MiB."""
+
+
+@pytest.fixture
+def small(model: Path) -> _Followed:
+    """Room for one large grammar, beside what is in use already."""
+    grammars_of_model = Grammars(model, VOCAB)
+    grammars_of_model.fresh(PATTERN)
+    return _Followed(grammars_of_model, _allocator()[0]() + (3 << 20))
+
+
+def another(name: str) -> str:
+    """A small grammar: 0.1 MiB."""
+    return LLMatcher.grammar_from_regex(f"{name}[ab]{{4}}c*")
+
+
+def test_largest_grammar_ends_when_all_take_too_much(small: _Followed) -> None:
+    """Not the last one, and not the others: the large one is told with its next question."""
+    assert _answer(small, question(BEGIN, 1, [], (), another("x")))[:1] == b"T"
+    for key in (2, 3):
+        assert _answer(small, question(BEGIN, key, [], (), LARGE))[:1] == b"T"
+    key = 4
+    while (answer := _answer(small, question(GO_ON, 2, [])))[:1] == b"T":
+        assert _answer(small, question(BEGIN, key, [], (), another(f"y{key}")))[:1] == b"T"
+        key += 1
+        assert key < 100, "no grammar ended"
+    assert answer[:1] == ENDED and b"the most of all grammars" in answer
+    assert _answer(small, question(GO_ON, 3, []))[:1] == ENDED, "the same grammar's other sequence"
+    for other in (1, *range(4, key)):
+        assert _answer(small, question(GO_ON, other, []))[:1] == b"T"
+
+
+def test_largest_grammar_is_told_at_once_when_it_is_its_own_question(small: _Followed) -> None:
+    assert _answer(small, question(BEGIN, 1, [], (), PATTERN))[:1] == b"T"
+    larger = LLMatcher.grammar_from_json_schema({"properties": {f"q{i}": {"type": "integer"} for i in range(700)}})
+    assert _answer(small, question(BEGIN, 2, [], (), larger))[:1] == ENDED
+    assert _answer(small, question(GO_ON, 2, [])) == b"U"
+    assert _answer(small, question(GO_ON, 1, []))[:1] == b"T"
+
+
+def test_grammar_that_only_the_cache_keeps_goes_first(small: _Followed) -> None:
+    assert _answer(small, question(BEGIN, 1, [], (), LARGE))[:1] == b"T"
+    assert _answer(small, question(BEGIN, 2, [], (1,), PATTERN))[:1] == b"T"
+    second = LLMatcher.grammar_from_json_schema({"properties": {f"q{i}": {"type": "integer"} for i in range(390)}})
+    assert _answer(small, question(BEGIN, 3, [], (), second))[:1] == b"T"
+    for key in (2, 3):
+        assert _answer(small, question(GO_ON, key, []))[:1] == b"T"
+
+
+def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_ask", lambda *_: ENDED + b"it takes 2 MiB")
+    with pytest.raises(GrammarEndedError, match="it takes 2 MiB"):
+        process.mask(1, PATTERN, tokens())
+    assert process.ended == 1
+
+
+def test_process_has_a_low_priority_among_all_sessions(process: GrammarProcess) -> None:
+    """Nice alone counts within a session where Linux groups by session, and this would be that of a service."""
+    process.check(PATTERN)
+    pid = process.jail.pid
+    assert pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, pid) >= jail.NICE and os.getsid(pid) == pid
+    group = Path(f"/proc/{pid}/autogroup")
+    if group.exists() and (words := group.read_text().split()):
+        assert int(words[-1]) == jail.NICE

@@ -4,6 +4,7 @@ role that is not there.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protos import worker_pb2
+from protos import queue_pb2, worker_pb2
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import DECODE, PREFILL, Finish, Limits
 from services.scheduler.workers.wire import limits_from_wire, result_from_wire, step_to_wire
@@ -258,6 +259,46 @@ def test_sequence_parked_or_cancelled_in_transit_returns_its_blocks() -> None:
     h.finish()
     stats = h.core.stats()
     assert stats["host_blocks_free"] == stats["host_blocks_total"] and stats["blocks_draining"] == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_with_late_masks_are_handed_over(seed: int) -> None:
+    """A prefill replica has planned the first token of what it hands over; late, it is drawn where it goes on."""
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 4])
+    limits = replace(BOTH, slots=5, block_size=size, blocks=40 // size, max_step_tokens=16)
+    roles = [replace(limits, role=role) for role in (PREFILL, DECODE, rng.choice([PREFILL, DECODE, ""]))]
+    h = house(*roles, lookahead=rng.randint(0, 2), lag=rng.randint(0, 2), prefix_cache=rng.choice([None, True]))
+    for i in range(20):
+        h.add(request(f"r{i}", rng.randint(1, 12), rng.randint(1, 16), seed=i % 6, stop_ids=(0,), priority=i % 4))
+    for _ in range(3000):
+        if h.core.idle:
+            break
+        for worker in h.workers.values():
+            worker.late_next = {at for at in range(6) if rng.random() < 0.3}
+        h.step_once()
+        h.core.check()
+    stats = h.core.stats()
+    assert len(h.ended) == 20 and all(finish[0] in (Finish.STOP, Finish.LENGTH) for finish in h.ended.values())
+    assert stats["handed_over"] and stats["host_blocks_free"] == stats["host_blocks_total"]
+
+
+def test_entering_sequence_crosses_the_wire_with_its_tenant() -> None:
+    """A number for each tenant, equal for its sequences and given again when it has none."""
+    h = House(Scheduler("orcinus"), BOTH)
+
+    def entering(**tenants: str) -> list[int]:
+        for name, tenant in tenants.items():
+            new = request(name, 4, 2)
+            new.tenant, new.payload = tenant, queue_pb2.Request()
+            h.core.add(new, h.now)
+        plan = h.plan(0)
+        assert plan is not None
+        step = worker_pb2.Step.FromString(step_to_wire(plan, 7).SerializeToString())
+        return [enter.tenant for enter in step.enters]
+
+    first, second, third = entering(a="shop", b="bank", c="shop")
+    assert first == third != second
 
 
 def test_peers_and_their_blocks_cross_the_wire() -> None:
