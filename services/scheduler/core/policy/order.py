@@ -20,7 +20,7 @@ from services.scheduler.core.policy.queues import (
 )
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
-from services.scheduler.core.types import CLASS_COUNT, Int32, Priority, Rows
+from services.scheduler.core.types import CLASS_COUNT, Int32, NewRequest, Priority, Rows
 
 AGE_NS = 10_000_000_000  # each such time of waiting lifts a sequence by one class
 TTFT_NS = 2_000_000_000  # TTFT limit of a request that gives none
@@ -119,6 +119,9 @@ class ClassThenSlack(Order):
         else:
             urgent.open()  # they may take slots of lower classes
 
+    def in_time_ns(self, request: NewRequest, tokens: int) -> int:
+        return prefill_within(request, tokens, self._ttft_ns, self._token_ns)
+
     def _start_by(self, sequence: Sequence) -> int:
         return start_by(sequence, self._ttft_ns, self._token_ns)
 
@@ -187,12 +190,16 @@ class ResponseRatio(Order):
 def start_by(sequence: Sequence, ttft_ns: int, token_ns: int) -> int:
     """Return the moment (ns) at which the prefill of a waiting sequence has to begin to meet its TTFT limit.
 
-    ttft_ns: limit of a request that gives none. token_ns: predicted prefill time of a token. A share of 1 - USED of the
-    limit is left unused.
+    ttft_ns: limit of a request that gives none. token_ns: predicted prefill time of a token.
     """
     record = sequence.record
-    limit_ns = record.request.ttft_slo_ns or ttft_ns
-    return record.arrived_ns + int(limit_ns * USED) - sequence.known * token_ns
+    return record.arrived_ns + prefill_within(record.request, sequence.known, ttft_ns, token_ns)
+
+
+def prefill_within(request: NewRequest, tokens: int, ttft_ns: int, token_ns: int) -> int:
+    """Return the ns from a request's arrival to the moment of start_by(). A share of 1 - USED of the limit is left
+    unused."""
+    return int((request.ttft_slo_ns or ttft_ns) * USED) - tokens * token_ns
 
 
 def _lifted(table: SlotTable, rows: Rows, now_ns: int, age_ns: int) -> Int64:
