@@ -385,7 +385,7 @@ class Stats:
     def arrives(self, request: NewRequest, first_tokens: FirstTokens, now_ns: int) -> None:
         """Predict the first token of a request that is added to the core next."""
         waited_ns = max(0, now_ns - request.arrived_ns) if request.arrived_ns else 0
-        wait_ns = first_tokens.wait_ns(request, waited_ns, self.forecasts.starts_s)
+        wait_ns = first_tokens.wait_ns(request, now_ns, waited_ns, self.forecasts.starts_s)
         self.forecasts.arrived(request.id, request.priority, waited_ns / 1e6, wait_ns / 1e6)
 
     def outcome(self, outcome: Outcome | None, now_ns: int) -> None:

@@ -154,7 +154,7 @@ class FirstTokens:
         self._looks: dict[int, tuple[float, list[FullStep]]] = {}  # by the last class whose running prompts go before
         self._lower_slots = -1  # of running sequences that an urgent request may take; -1: not counted yet
 
-    def wait_ns(self, request: NewRequest, waited_ns: int, starts_s: float) -> int:
+    def wait_ns(self, request: NewRequest, now_ns: int, waited_ns: int, starts_s: float) -> int:
         """Return the ns until a request that is added next has its first token; 0 while no replica has been timed.
 
         It waits until all prompt tokens before it, those under way and its own are computed beside the present decodes;
@@ -170,7 +170,7 @@ class FirstTokens:
         wait_ns = computing_ns(rest + tokens, steps, tokens)
         if starts_s:
             wait_ns = max(wait_ns, int(1e9 * self.behind(priority) / starts_s))
-        left_ns = self._state.policy.order.in_time_ns(request, tokens) - waited_ns
+        left_ns = self._state.policy.order.in_time_ns(request, tokens, now_ns) - waited_ns
         return min(wait_ns, left_ns + computing_ns(tokens, steps, tokens)) if left_ns > 0 else wait_ns
 
     def until_next_ns(self, priority: int) -> int:

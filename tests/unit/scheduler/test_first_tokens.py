@@ -100,15 +100,15 @@ def test_prediction_counts_steps_in_flight_and_the_prompt() -> None:
     model = core.replicas[0].model
     model.observed, model.c0, model.c1, model.c2, model.c3 = 1, 4e6, 1e5, 0.0, 0.0  # 4 ms a step, 0.1 ms a token
     asks = NewRequest("a", [np.zeros(100, np.int32)], 4, arrived_ns=SECOND)
-    assert core.first_tokens().wait_ns(asks, 0, 0.0) == 14_000_000
+    assert core.first_tokens().wait_ns(asks, SECOND, 0, 0.0) == 14_000_000
     core.add(asks, SECOND)
     later = NewRequest("b", [np.zeros(200, np.int32)], 4, arrived_ns=SECOND)
-    assert core.first_tokens().wait_ns(later, 0, 0.0) == 34_000_000, "both prompts in one step"
+    assert core.first_tokens().wait_ns(later, SECOND, 0, 0.0) == 34_000_000, "both prompts in one step"
     core.plan(SECOND)
-    assert core.first_tokens().wait_ns(later, 0, 0.0) == 31_100_000, "half of the step in flight, then its own"
+    assert core.first_tokens().wait_ns(later, SECOND, 0, 0.0) == 31_100_000, "half of the step in flight, then its own"
     long = NewRequest("c", [np.zeros(1024, np.int32)], 4, arrived_ns=SECOND)
     full_steps_ns = 1024 / 511 * 55_200_000
-    assert core.first_tokens().wait_ns(long, 0, 0.0) == pytest.approx(7_000_000 + full_steps_ns)
+    assert core.first_tokens().wait_ns(long, SECOND, 0, 0.0) == pytest.approx(7_000_000 + full_steps_ns)
 
 
 def test_order_that_puts_late_requests_last_bounds_the_wait() -> None:
@@ -120,9 +120,26 @@ def test_order_that_puts_late_requests_last_bounds_the_wait() -> None:
     for number in range(100):
         core.add(NewRequest(str(number), [np.zeros(100, np.int32)], 4, arrived_ns=SECOND), SECOND)
     asks = NewRequest("asks", [np.zeros(100, np.int32)], 4, arrived_ns=SECOND)
-    in_time_ns = core.policy.order.in_time_ns(asks, 100)
-    assert core.first_tokens().wait_ns(asks, 0, 10.0) == in_time_ns + 14_000_000, "100 are before it, 10 start a second"
-    assert core.first_tokens().wait_ns(asks, in_time_ns, 10.0) == 10 * SECOND, "it is late already"
+    in_time_ns = core.policy.order.in_time_ns(asks, 100, SECOND)
+    assert core.first_tokens().wait_ns(asks, SECOND, 0, 10.0) == in_time_ns + 14_000_000, (
+        "100 are before it, 10 start a second"
+    )
+    assert core.first_tokens().wait_ns(asks, SECOND, in_time_ns, 10.0) == 10 * SECOND, "it is late already"
     core.switch("sarathi")
     core.plan(SECOND, replica=1)  # there is none
-    assert core.first_tokens().wait_ns(asks, 0, 10.0) == 10 * SECOND, "that order puts no request last"
+    assert core.first_tokens().wait_ns(asks, SECOND, 0, 10.0) == 10 * SECOND, "that order puts no request last"
+
+
+def test_prompt_as_long_as_those_that_became_late_is_expected_to_be_late() -> None:
+    core = Scheduler("orcinus", max_seqs=1)
+    core.join(Limits(8, 4000, 4, 4000, 512))
+    order = core.policy.order
+    for number, tokens in enumerate([10, *range(100, 140)]):
+        core.add(NewRequest(str(number), [np.zeros(tokens, np.int32)], 4000, arrived_ns=SECOND), SECOND)
+    core.plan(SECOND)
+    short, long = (NewRequest("asks", [np.zeros(tokens, np.int32)], 4, arrived_ns=SECOND) for tokens in (50, 120))
+    assert 0 < order.in_time_ns(long, 120, SECOND) < order.in_time_ns(short, 50, SECOND)
+    late_ns = 3 * SECOND  # the one slot is taken, and a limit of 2 s is over
+    core.waiting.head(None, late_ns)
+    assert order.in_time_ns(long, 120, late_ns) == 0 < order.in_time_ns(short, 50, late_ns)
+    assert order.in_time_ns(long, 120, late_ns + 2 * SECOND) > 0, "nothing has become late for as long as a limit"

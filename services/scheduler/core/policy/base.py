@@ -89,9 +89,9 @@ class Order(ABC):
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         """Return running `rows` [n] in this order."""
 
-    def in_time_ns(self, request: NewRequest, tokens: int) -> int:
-        """Return the ns after its arrival within which the prefill of a request of so many tokens begins, unless it is
-        put behind all that are in time; 0 where the order puts no request behind others for that."""
+    def in_time_ns(self, request: NewRequest, tokens: int, now_ns: int) -> int:
+        """Return the ns after its arrival within which the prefill of a new request of so many tokens is expected to
+        begin because all that it waits for goes behind it then; 0 if nothing does."""
         return 0
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
