@@ -59,7 +59,7 @@ def screen(view: View, target: Target) -> Group:
             ("logs", str(target.launcher.run_dir / "logs")),
         ):
             addresses.add_row(Text(name, "dim"), Text(top.plain(where)))
-    figures = Table.grid(padding=(0, 3))
+    figures = Table.grid(padding=(0, 2))
     tiles = top.tiles(view)
     figures.add_row(*(Text(title, "dim") for title, _, _ in tiles))
     figures.add_row(*(Text(figure) for _, figure, _ in tiles))

@@ -38,6 +38,7 @@ SILENT_MS = 6000
 LABEL_WIDTH = 18  # of a line of bars: its name and its largest value
 WORKING = ("live", "idle")  # states of a stack that serves
 NONE = "–"
+TILES = 7
 BARS = " ▁▂▃▄▅▆▇█"
 TOTALS = (
     "finished",
@@ -133,8 +134,8 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     #head { height: 1; padding: 0 1; background: $panel; }
-    #tiles { grid-size: 6; height: 4; grid-gutter: 0 0; }
-    .narrow #tiles { grid-size: 3; height: 8; }
+    #tiles { grid-size: 7; height: 4; grid-gutter: 0 0; }
+    .narrow #tiles { grid-size: 4; height: 8; }
     .tile, .panel { border: round $primary-darken-1; padding: 0 1; height: auto; }
     .row { height: auto; }
     .row > .panel { width: 1fr; }
@@ -159,7 +160,7 @@ class Top(App[None]):
         yield Static("connecting", id="head", markup=False)
         with VerticalScroll():
             with Grid(id="tiles"):
-                for number in range(6):
+                for number in range(TILES):
                     yield Static(id=f"tile-{number}", classes="tile", markup=False)
             yield _panel("iterations", "last iterations")
             yield _panel("replicas", "replicas")
@@ -336,11 +337,21 @@ def tiles(view: View) -> list[tuple[str, str, str]]:
     return [
         ("throughput", f"{count(total(stats, 'tok_s'))} tok/s", f"{count(total(stats, 'tokens_total'))} in all"),
         ("first token", milliseconds(worst(stats, "ttft_ms_p50")), f"p99 {milliseconds(worst(stats, 'ttft_ms_p99'))}"),
+        ("predicted", *forecast(stats)),
         ("between tokens", milliseconds(worst(stats, "tbt_ms_p50")), f"p99 {milliseconds(worst(stats, 'tbt_ms_p99'))}"),
         ("running", count(total(stats, "running")), f"step {milliseconds(worst(stats, 'step_ms'))}"),
         ("waiting", count(total(stats, "waiting")), f"{count(total(stats, 'swapped'))} swapped"),
         ("KV in use", percent(used_blocks(stats), blocks), f"{count(used_blocks(stats))} of {count(blocks)}"),
     ]
+
+
+def forecast(stats: list[Stats]) -> tuple[str, str]:
+    """Return the predicted time to the first token and its error, of the shard whose error is the largest."""
+    far = max(stats, key=lambda each: float(each.get("ttft_error_ms_p50") or 0), default={})
+    error = float(far.get("ttft_error_ms_p50") or 0)
+    if not error:
+        return NONE, ""
+    return milliseconds(float(far.get("ttft_predicted_ms_p50") or 0)), f"error {milliseconds(error)}"
 
 
 def iterations(view: View, shard: str, width: int) -> Text:
@@ -438,7 +449,7 @@ def totals(view: View) -> Text:
 def one_view(view: View, width: int) -> Group:
     """Return the whole view for a terminal that scrolls."""
     shard = next(iter(sorted(view["shards"])), "")
-    figures = Table(*(title for title, _, _ in tiles(view)), box=None, padding=(0, 3, 0, 0))
+    figures = Table(*(title for title, _, _ in tiles(view)), box=None, padding=(0, 2, 0, 0))
     figures.add_row(*(figure for _, figure, _ in tiles(view)))
     figures.add_row(*(detail for _, _, detail in tiles(view)), style="dim")
     tables = (replicas(view), classes(view), processes(view))

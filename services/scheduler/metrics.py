@@ -93,6 +93,27 @@ REPORTED = (
         scale=1e-3,
     ),
     Reported(
+        P + "ttft_predicted_median_seconds",
+        "Predicted time to first token of the requests that started in the last minute, median, by class",
+        _by_class("ttft_predicted_ms_p50"),
+        "class",
+        scale=1e-3,
+    ),
+    Reported(
+        P + "ttft_measured_median_seconds",
+        "Measured time to first token of the same requests, median, by class",
+        _by_class("ttft_ms_p50"),
+        "class",
+        scale=1e-3,
+    ),
+    Reported(
+        P + "ttft_error_median_seconds",
+        "Difference of the two of each request, either way, median, by class",
+        _by_class("ttft_error_ms_p50"),
+        "class",
+        scale=1e-3,
+    ),
+    Reported(
         P + "prefill_tokens_per_second", "Prompt tokens per second of steps with prompt tokens", {"prefill_tok_s": ""}
     ),
     Reported(P + "report_timestamp_seconds", "Time of the last report", {"time_ms": ""}, scale=1e-3),

@@ -230,13 +230,14 @@ class Service:
 
     def take_all(self, claimed: list[Claimed]) -> None:
         now = time.monotonic_ns()
+        first_tokens = self.core.first_tokens()
         for item in claimed:
             request = item.request
             if request.id in self.held.entries:
                 continue  # delivered twice: it is in the core already
             self.held.add(request.id, item.entry)
             if request.outputs is None:  # else it began before a restart
-                self._stats.forecasts.arrived(request.id, request.priority)
+                self._stats.arrives(request, first_tokens, now)
             self._put(self.core.add(request, now))
             if item.error:
                 self._put(self.core.cancel(request.id, now, Finish.ERROR, item.error))
@@ -254,6 +255,7 @@ class Service:
 
     def forget(self, request_id: str) -> None:
         self.held.drop(request_id)
+        self._stats.forecasts.ended(request_id)
         self.claims.changed.set()
         has_suspects = self.quarantine.has_suspects
         self.quarantine.remove(request_id, time.monotonic_ns())

@@ -13,13 +13,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from redis.asyncio import Redis
 
-from services.scheduler.core.types import Outcome
+from services.scheduler.core.stats import FirstTokens
+from services.scheduler.core.types import NewRequest, Outcome
 from services.scheduler.metrics import Metrics
 from services.scheduler.shard.lease import Lease
 from services.scheduler.tracing import RequestTimes
@@ -247,57 +249,97 @@ class StartRate:
         return min(self._starts / self._seconds, (self._starts + running) / (self._seconds + silent))
 
 
-class Forecasts:
-    """Compares the time to first token that was predicted for a request with the measured one, by class, last minute.
+class Overhead:
+    """The median of what the latest first tokens took beyond what the core's queues and steps explain."""
 
-    The prediction is that of the last report before the request came, which the gateway had to go by as well. Its core
-    knows queues and steps; the time in Redis, in flight and of the request's own prompt is learnt here as an overhead.
-    """
+    def __init__(self, least_ms: float) -> None:
+        """least_ms: the smallest value that is learnt."""
+        self._least_ms = least_ms
+        self._samples_ms: deque[float] = deque(maxlen=OVERHEAD_SAMPLES)
 
-    def __init__(self) -> None:
-        self._next_ms = [0.0] * len(CLASSES)
-        self._next_overhead_ms: float | None = None
-        self._promised_ms: dict[
-            str, tuple[float, float | None]
-        ] = {}  # with the overhead; the overhead, None if unknown
-        self._overheads_ms: deque[float] = deque(maxlen=OVERHEAD_SAMPLES)
-        self._predicted, self._measured, self._error = ([Window(FORECAST_SAMPLES) for _ in CLASSES] for _ in range(3))
-        self._all_predicted, self._all_error = Window(), Window()
+    def add(self, excess_ms: float) -> None:
+        """Take one first token."""
+        self._samples_ms.append(excess_ms)
 
-    def overhead_ms(self, step_ms: float) -> float | None:
-        """Return the median of what the latest first tokens took beyond the core's prediction, at least 0; None if none
-        was measured yet.
+    def value_ms(self, step_ms: float) -> float | None:
+        """Return the median; None if no first token was measured yet.
 
         step_ms: of the mean step. More than a few steps is no overhead but a queue, which the core has to predict: the
         bound keeps an overload that is over from refusing requests.
         """
-        if not self._overheads_ms:
+        if not self._samples_ms:
             return None
-        median = float(np.median(self._overheads_ms))
-        return min(max(median, 0.0), OVERHEAD_MS + OVERHEAD_STEPS * step_ms)
+        median = float(np.median(self._samples_ms))
+        return min(max(median, self._least_ms), OVERHEAD_MS + OVERHEAD_STEPS * step_ms)
 
-    def reported(self, predicted_ms: Sequence[float], overhead_ms: float | None) -> None:
-        """Take what was reported by class: it holds for requests that come from now on. overhead_ms: a part of it."""
-        self._next_ms, self._next_overhead_ms = list(predicted_ms), overhead_ms
 
-    def arrived(self, request_id: str, priority: int) -> None:
-        """Note what was predicted for a new request."""
-        self._promised_ms[request_id] = self._next_ms[priority], self._next_overhead_ms
+@dataclass(slots=True)
+class Promise:
+    """What was predicted for a request, in ms: without an overhead, and with it; None before any was learnt."""
+
+    reported_ms: float  # by the last report before the request came, which the gateway had to go by
+    own_ms: float  # by the scheduler as it took the request
+    predicted_ms: float | None
+
+
+class Forecasts:
+    """Predicts the time to first token of each request as it comes, and compares that with the measured one.
+
+    Medians are by class, of the last minute. The core knows queues, steps and prompts; what else takes time is learnt
+    as an overhead: for these predictions, and apart from that for those of the reports, which know no prompt.
+    """
+
+    def __init__(self) -> None:
+        self._reported_ms = [0.0] * len(CLASSES)
+        self.starts_s = 0.0  # of the last report
+        self._own_overhead_ms: float | None = None
+        self._promises: dict[str, Promise] = {}
+        self._report_overhead = Overhead(least_ms=0.0)
+        self._own_overhead = Overhead(least_ms=-OVERHEAD_MS)
+        self._predicted, self._measured, self._error = ([Window(FORECAST_SAMPLES) for _ in CLASSES] for _ in range(3))
+        self._all_predicted, self._all_error = Window(), Window()
+
+    def __len__(self) -> int:
+        """Return how many requests have no first token yet."""
+        return len(self._promises)
+
+    def overhead_ms(self, step_ms: float) -> float | None:
+        """Return the overhead of the reports' predictions; None if it is not known yet. step_ms: of the mean step."""
+        return self._report_overhead.value_ms(step_ms)
+
+    def reported(self, core_ms: Sequence[float], starts_s: float, step_ms: float) -> None:
+        """Take what was reported: it holds for requests that come from now on.
+
+        core_ms: by class, without the overhead. starts_s: sequences that start a second while others wait, or 0.
+        step_ms: of the mean step.
+        """
+        self._reported_ms, self.starts_s = list(core_ms), starts_s
+        self._own_overhead_ms = self._own_overhead.value_ms(step_ms)
+
+    def arrived(self, request_id: str, priority: int, waited_ms: float, wait_ms: float) -> None:
+        """Keep what is predicted for a request that the scheduler takes.
+
+        waited_ms: since its arrival. wait_ms: until its first token as the core sees it, 0 if it has seen no step.
+        """
+        own_ms = waited_ms + (wait_ms or self._reported_ms[priority])
+        overhead_ms = self._own_overhead_ms
+        predicted_ms = None if overhead_ms is None else max(own_ms + overhead_ms, 0.0)
+        self._promises[request_id] = Promise(self._reported_ms[priority], own_ms, predicted_ms)
 
     def ended(self, request_id: str) -> None:
         """Forget a request that may have had no token."""
-        self._promised_ms.pop(request_id, None)
+        self._promises.pop(request_id, None)
 
     def started(self, request_id: str, priority: int, measured_ms: float, now_ns: int) -> None:
         """Take the first token of a request; those of its other choices do not count."""
-        promised = self._promised_ms.pop(request_id, None)
-        if promised is None:
+        promise = self._promises.pop(request_id, None)
+        if promise is None:
             return
-        predicted_ms, overhead_ms = promised
-        self._overheads_ms.append(measured_ms - (predicted_ms - (overhead_ms or 0.0)))
-        if overhead_ms is None:
+        self._report_overhead.add(measured_ms - promise.reported_ms)
+        self._own_overhead.add(measured_ms - promise.own_ms)
+        if promise.predicted_ms is None:
             return  # the first ones of a scheduler: a prediction without the overhead tells nothing
-        predicted, error = np.array([predicted_ms]), np.array([abs(measured_ms - predicted_ms)])
+        predicted, error = np.array([promise.predicted_ms]), np.array([abs(measured_ms - promise.predicted_ms)])
         self._measured[priority].add(np.array([measured_ms]), now_ns)
         for window, values in (
             (self._predicted[priority], predicted),
@@ -339,6 +381,12 @@ class Stats:
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
         self._mean_step_ms = 0.0  # of the last interval with a step
+
+    def arrives(self, request: NewRequest, first_tokens: FirstTokens, now_ns: int) -> None:
+        """Predict the first token of a request that is added to the core next."""
+        waited_ns = max(0, now_ns - request.arrived_ns) if request.arrived_ns else 0
+        wait_ns = first_tokens.wait_ns(request, now_ns, waited_ns, self.forecasts.starts_s)
+        self.forecasts.arrived(request.id, request.priority, waited_ns / 1e6, wait_ns / 1e6)
 
     def outcome(self, outcome: Outcome | None, now_ns: int) -> None:
         """Take one outcome: waits and SLO violations of its rows, starts and ends of requests."""
@@ -462,7 +510,8 @@ class Stats:
         self._since_ns = now_ns
         self._tokens = 0
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
-        self.forecasts.reported([float(fields[f"predicted_ttft_ms_{name}"]) for name in CLASSES], overhead_ms)
+        reported = [float(fields[f"predicted_ttft_ms_{name}"]) - (overhead_ms or 0.0) for name in CLASSES]
+        self.forecasts.reported(reported, float(fields["starts_s"]), self._mean_step_ms)
         self._metrics.report(fields)
         return fields
 

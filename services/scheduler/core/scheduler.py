@@ -23,7 +23,7 @@ from services.scheduler.core.results import Results
 from services.scheduler.core.sequence import PrefixState, Record, Sequence, State
 from services.scheduler.core.speculation import History
 from services.scheduler.core.state import SchedulerState
-from services.scheduler.core.stats import figures, of_replica, ttft_ns
+from services.scheduler.core.stats import FirstTokens, figures, of_replica
 from services.scheduler.core.types import (
     CLASS_COUNT,
     EMPTY,
@@ -364,7 +364,11 @@ class Scheduler:
 
     def predicted_ttft_ns(self, priority: int = CLASS_COUNT - 1) -> int:
         """Return the predicted time to first token of a request of that class that comes now; 0 before any step."""
-        return ttft_ns(self._state, self.router.for_prompts, priority)
+        return self.first_tokens().until_next_ns(priority)
+
+    def first_tokens(self) -> FirstTokens:
+        """Return what predicts the first tokens of requests that are added next, before anything else is called."""
+        return FirstTokens(self._state, self.router.for_prompts, bool(self.router.placement.feeding))
 
     def stats(self) -> dict[str, float | int]:
         """Return the statistics (docs/operations.md#stats) that need neither clock nor I/O."""

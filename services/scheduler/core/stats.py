@@ -6,13 +6,15 @@ Called by Scheduler about once a second. The fields: docs/operations.md#stats.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from services.scheduler.core.placement.router import Router
+from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Record, State
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.table import DECODING
-from services.scheduler.core.types import CLASS_COUNT, CLASS_NAMES, Priority
+from services.scheduler.core.types import CLASS_COUNT, CLASS_NAMES, NewRequest, Priority
 
 
 def figures(
@@ -23,6 +25,7 @@ def figures(
     records: all there are, as they came; parked: those of them that are parked.
     """
     oldest = first_arrivals(state, records)
+    first_tokens = FirstTokens(state, router.for_prompts, bool(router.placement.feeding))
     counters, waiting = state.counters, state.waiting
     return {
         "iteration": counters.iteration,
@@ -53,7 +56,7 @@ def figures(
             f"queued_tokens_{name}": before(state, waiting.class_tokens, i) + sum(under_way(state, r, i) for r in alive)
             for i, name in enumerate(CLASS_NAMES)
         },
-        **{f"behind_{name}": behind(state, router, router.for_prompts, i) for i, name in enumerate(CLASS_NAMES)},
+        **{f"behind_{name}": first_tokens.behind(i) for i, name in enumerate(CLASS_NAMES)},
         "workers": len(alive),
     }
 
@@ -122,50 +125,137 @@ def urgent(state: SchedulerState, priority: int) -> bool:
     return state.policy.relief.takes and priority <= Priority.HIGH
 
 
-def behind(state: SchedulerState, router: Router, replicas: list[Replica], priority: int) -> int:
-    """Return how many of the waiting need a slot that is given up by itself before such a request can have one.
+@dataclass(frozen=True, slots=True)
+class FullStep:
+    """One replica's largest step: `chunk` prompt tokens beside the decodes that run now."""
 
-    For the urgent, slots of running sequences of lower classes are as good as free. replicas: those that compute
-    prompts. Where other replicas load what they have computed, a sequence that waits for that takes no slot of theirs.
+    model: StepTime
+    chunk: int
+    decodes: int
+    context: int  # sum over the decodes
+    in_flight_ns: float  # until the steps that were sent are answered
+
+    def ns(self, chunk: int) -> float:
+        """Return the predicted time of a step with `chunk` prompt tokens."""
+        return self.model.predict(chunk + self.decodes, self.context, chunk * chunk / 2)
+
+
+class FirstTokens:
+    """Predicts the first tokens of requests that come at one moment, from one look at the replicas.
+
+    Between its calls requests may be added to the waiting queue; nothing else may change.
     """
-    queue = state.waiting
-    ahead = before(state, queue.counts, priority)
-    if router.placement.feeding:
-        ahead -= before(state, queue.swapped_counts, priority)
-    if urgent(state, priority):
-        for table in [replica.table for replica in replicas]:
-            ahead -= int((table.active & ~table.pinned & (table.priority >= Priority.NORMAL)).sum())
-    return max(ahead, 0)
+
+    def __init__(self, state: SchedulerState, replicas: list[Replica], feeding: bool) -> None:
+        """replicas: those that compute prompts. feeding: whether other replicas load what these have computed."""
+        self._state = state
+        self._replicas = replicas
+        self._feeding = feeding
+        self._looks: dict[int, tuple[float, list[FullStep]]] = {}  # by the last class whose running prompts go before
+        self._lower_slots = -1  # of running sequences that an urgent request may take; -1: not counted yet
+
+    def wait_ns(self, request: NewRequest, now_ns: int, waited_ns: int, starts_s: float) -> int:
+        """Return the ns until a request that is added next has its first token; 0 while no replica has been timed.
+
+        It waits until all prompt tokens before it, those under way and its own are computed beside the present decodes;
+        or, if that takes longer, until the sequences before it have slots and memory. An order that serves requests in
+        time first serves this one in time or behind them all; the former is expected.
+
+        waited_ns: since its arrival. starts_s: sequences that start a second while others wait; 0 if none waits.
+        """
+        tokens, priority = int(request.prompts[0].size), request.priority
+        rest, steps = self._look(priority)
+        if not steps:
+            return 0
+        wait_ns = computing_ns(rest + tokens, steps, tokens)
+        if starts_s:
+            wait_ns = max(wait_ns, int(1e9 * self.behind(priority) / starts_s))
+        left_ns = self._state.policy.order.in_time_ns(request, tokens, now_ns) - waited_ns
+        return min(wait_ns, left_ns + computing_ns(tokens, steps, tokens)) if left_ns > 0 else wait_ns
+
+    def until_next_ns(self, priority: int) -> int:
+        """Return the ns until all prompt tokens that wait before a request of that class, or are under way, have run
+        beside the present decodes, and one step more; 0 while no replica has answered a step.
+        """
+        rest, steps = self._look(priority)
+        if not steps:
+            return 0
+        took_ns, next_ns = pace(rest, steps)
+        return int(took_ns + next_ns)
+
+    def behind(self, priority: int) -> int:
+        """Return how many of the waiting need a slot that is given up by itself before such a request can have one.
+
+        For the urgent, slots of running sequences of lower classes are as good as free. Where other replicas load what
+        these have computed, a sequence that waits for that takes no slot of theirs.
+        """
+        state, queue = self._state, self._state.waiting
+        ahead = before(state, queue.counts, priority)
+        if self._feeding:
+            ahead -= before(state, queue.swapped_counts, priority)
+        if urgent(state, priority):
+            if self._lower_slots < 0:
+                tables = [replica.table for replica in self._replicas]
+                lower = [table.active & ~table.pinned & (table.priority >= Priority.NORMAL) for table in tables]
+                self._lower_slots = sum(int(slots.sum()) for slots in lower)
+            ahead -= self._lower_slots
+        return max(ahead, 0)
+
+    def _look(self, priority: int) -> tuple[float, list[FullStep]]:
+        """Return the prompt tokens before such a request, and the full step of each replica that has been timed."""
+        state = self._state
+        first = priority if urgent(state, priority) else Priority.LOW
+        if first not in self._looks:
+            timed = [replica for replica in self._replicas if replica.model.observed]
+            owed = sum(prompt_tokens_left(replica, first) for replica in timed)
+            self._looks[first] = float(owed), [full_step(replica, state.step_tokens) for replica in timed]
+        owed_tokens, steps = self._looks[first]
+        return before(state, state.waiting.class_tokens, priority) + owed_tokens, steps
 
 
-def ttft_ns(state: SchedulerState, replicas: list[Replica], priority: int) -> int:
-    """Return the ns until all prompt tokens that wait before a request of that class, or are under way, have run beside
-    the present decodes, and one step more; 0 while no replica has answered a step.
+def prompt_tokens_left(replica: Replica, first: int) -> int:
+    """Return the tokens left of the running prompts of class `first` and better ones."""
+    table, high = replica.table, replica.table.high
+    owed = table.known[:high] - table.planned[:high]
+    prompts = (table.phase[:high] != DECODING) & (table.priority[:high] <= first)
+    return int(owed[prompts].clip(min=0).sum())
+
+
+def full_step(replica: Replica, step_tokens: int) -> FullStep:
+    """Return the largest step of a replica that has been timed. step_tokens: its token budget; 0 uses the policy's."""
+    model, table, high = replica.model, replica.table, replica.table.high
+    decodes = table.phase[:high] == DECODING
+    running = int(decodes.sum())
+    max_tokens = max(replica.tokens.max_tokens(replica, step_tokens), running + 1)
+    sent = replica.inflight.values()
+    sent_ns = [model.predict(step.tokens, step.decode_context, step.prefill_context) for step in sent]
+    in_flight_ns = sum(sent_ns) - sent_ns[0] / 2 if sent_ns else 0.0  # the first has run for half its time, on average
+    return FullStep(model, max_tokens - running, running, int(table.planned[:high][decodes].sum()), in_flight_ns)
+
+
+def computing_ns(rest: float, steps: list[FullStep], prompt_tokens: int) -> int:
+    """Return the ns until the replicas have computed `rest` prompt tokens, behind the steps in flight.
+
+    prompt_tokens: of these, the tokens of one prompt, which one replica computes.
+    """
+    took_ns, _ = pace(rest, steps, prompt_tokens)
+    if prompt_tokens > min(step.chunk for step in steps):
+        took_ns = max(took_ns, min(prompt_tokens / step.chunk * step.ns(step.chunk) for step in steps))
+    return int(min(step.in_flight_ns for step in steps) + took_ns)
+
+
+def pace(rest: float, steps: list[FullStep], prompt_tokens: int = 0) -> tuple[float, float]:
+    """Return the ns in which the replicas compute `rest` prompt tokens, and those of one step more.
 
     Full steps are asked of the model only where there is work for them: it has seen none where prompts are short.
+    prompt_tokens: of these, the tokens of one prompt: they are computed on one replica.
     """
-    rest = float(before(state, state.waiting.class_tokens, priority))
-    steps = []  # of each replica: prompt tokens of a full step, its decodes, their context
-    for replica in replicas:
-        if not replica.model.observed:
-            continue
-        table, high = replica.table, replica.table.high
-        owed = table.known[:high] - table.planned[:high]
-        decodes = table.phase[:high] == DECODING
-        first = priority if urgent(state, priority) else Priority.LOW
-        rest += float(owed[~decodes & (table.priority[:high] <= first)].clip(min=0).sum())
-        running = int(decodes.sum())
-        max_tokens = max(replica.tokens.max_tokens(replica, state.step_tokens), running + 1)
-        steps.append((replica.model, max_tokens - running, running, int(table.planned[:high][decodes].sum())))
-    room = sum(chunk for _, chunk, _, _ in steps)
-    if not room:
-        return 0
-    part = min(1.0, rest / room)
-    rate, step_ns, more_ns = 0.0, 0.0, 0.0
-    for model, chunk, running, context in steps:
-        chunk = max(1, round(chunk * part))
-        took = model.predict(chunk + running, context, chunk * chunk / 2)
+    part = min(1.0, rest / sum(step.chunk for step in steps))
+    rate, step_ns, next_ns = 0.0, 0.0, 0.0
+    for step in steps:
+        chunk = max(1, round(step.chunk * part), min(prompt_tokens, step.chunk))
+        took = step.ns(chunk)
         rate += chunk / max(took, 1.0)
         step_ns = max(step_ns, took)
-        more_ns = max(more_ns, model.predict(running + 1, context))
-    return int((rest / rate if part == 1.0 else step_ns) + more_ns)
+        next_ns = max(next_ns, step.model.predict(step.decodes + 1, step.context))
+    return (rest / rate if part == 1.0 else step_ns), next_ns

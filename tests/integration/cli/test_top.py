@@ -61,7 +61,7 @@ async def test_screen_shows_the_stats_and_follows_them(redis_server: RedisServer
     async with app.run_test(size=(130, 50)) as pilot:
         words = await shown(app, pilot, f"{count(STATS['tok_s'])} tok/s")
         for text in (
-            "policy sarathi", "87.5 ms", "p99 1.53 s", "3 swapped", "60 %", "600 of 1,000",
+            "policy sarathi", "87.5 ms", "p99 1.53 s", "5.0 ms", "error 82.5 ms", "3 swapped", "60 %", "600 of 1,000",
             "prefill worker of shard-0", "██░░░░░░ 16 of 64", "█████░░░ 60 %",
         ):  # fmt: skip
             assert text in words, text

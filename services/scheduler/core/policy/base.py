@@ -16,7 +16,7 @@ from typing import Protocol, Self
 from services.scheduler.core.policy.step_time import StepTime, TokenTime
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
-from services.scheduler.core.types import Int32, Limits, Rows
+from services.scheduler.core.types import Int32, Limits, NewRequest, Rows
 
 
 class Blocks(Protocol):
@@ -88,6 +88,11 @@ class Order(ABC):
     @abstractmethod
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         """Return running `rows` [n] in this order."""
+
+    def in_time_ns(self, request: NewRequest, tokens: int, now_ns: int) -> int:
+        """Return the ns after its arrival within which the prefill of a new request of so many tokens is expected to
+        begin because all that it waits for goes behind it then; 0 if nothing does."""
+        return 0
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         """Count the tokens [n] that a step gives to interned tenants [n] in classes [n]."""

@@ -5,6 +5,8 @@ An order of the running sequences matters when a step has no room for all of the
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from services.scheduler.core.policy.base import Order, Queue
@@ -20,13 +22,16 @@ from services.scheduler.core.policy.queues import (
 )
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
-from services.scheduler.core.types import CLASS_COUNT, Int32, Priority, Rows
+from services.scheduler.core.types import CLASS_COUNT, Int32, NewRequest, Priority, Rows
 
 AGE_NS = 10_000_000_000  # each such time of waiting lifts a sequence by one class
 TTFT_NS = 2_000_000_000  # TTFT limit of a request that gives none
 TBT_NS = 100_000_000  # TBT limit of a request that gives none
 WEIGHT = 4  # a prompt's key is later by so many times its predicted prefill; the best of 0, 1 and 4 on both traces
 USED = 0.85  # share of a TTFT limit that is planned with; under overload the rest absorbs forecast errors
+LATE_SIZES = 64  # sequences that became late whose sizes are kept, by class
+SHORTER = 4  # a prompt shorter than three of four of those is expected to be in time
+EVER = 1 << 62
 TOKEN_NS = 50_000  # predicted prefill time of a token: 20,000 tokens a second
 
 
@@ -79,12 +84,18 @@ class ClassThenSlack(Order):
     def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self.age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
         self._shares: list[ByShare] = []  # by class
+        self._late_sizes: list[deque[int]] = []  # by class, tokens of the sequences that became late last
+        self._late_ns = [-EVER] * CLASS_COUNT  # by class, when the last one did
         self._spares = Spare(), Spare()  # for the classes before Priority.NORMAL, and for the rest
 
     def queue(self) -> Queue:
         urgent, others = self._spares = Spare(), Spare()
         spares = [urgent if priority < Priority.NORMAL else others for priority in range(CLASS_COUNT)]
-        self._shares = [ByShare(lambda: BySlack(self._start_by, self._key), spare) for spare in spares]
+        self._late_sizes = [deque(maxlen=LATE_SIZES) for _ in range(CLASS_COUNT)]
+        self._shares = [
+            ByShare(lambda: BySlack(self._start_by, self._key, became_late=self._became_late), spare)
+            for spare in spares
+        ]
         return ByClass(self._shares, self.age_ns)
 
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
@@ -118,6 +129,18 @@ class ClassThenSlack(Order):
             urgent.count(held, tenants, max_running, left)
         else:
             urgent.open()  # they may take slots of lower classes
+
+    def in_time_ns(self, request: NewRequest, tokens: int, now_ns: int) -> int:
+        """Short prompts pass long ones: under overload a prompt as long as those that became late becomes late too."""
+        within_ns = prefill_within(request, tokens, self._ttft_ns, self._token_ns)
+        late = self._late_sizes[request.priority]
+        if now_ns - self._late_ns[request.priority] < self._ttft_ns and tokens >= sorted(late)[len(late) // SHORTER]:
+            return 0
+        return within_ns
+
+    def _became_late(self, sequence: Sequence, now_ns: int) -> None:
+        self._late_sizes[sequence.priority].append(sequence.known)
+        self._late_ns[sequence.priority] = now_ns
 
     def _start_by(self, sequence: Sequence) -> int:
         return start_by(sequence, self._ttft_ns, self._token_ns)
@@ -187,12 +210,16 @@ class ResponseRatio(Order):
 def start_by(sequence: Sequence, ttft_ns: int, token_ns: int) -> int:
     """Return the moment (ns) at which the prefill of a waiting sequence has to begin to meet its TTFT limit.
 
-    ttft_ns: limit of a request that gives none. token_ns: predicted prefill time of a token. A share of 1 - USED of the
-    limit is left unused.
+    ttft_ns: limit of a request that gives none. token_ns: predicted prefill time of a token.
     """
     record = sequence.record
-    limit_ns = record.request.ttft_slo_ns or ttft_ns
-    return record.arrived_ns + int(limit_ns * USED) - sequence.known * token_ns
+    return record.arrived_ns + prefill_within(record.request, sequence.known, ttft_ns, token_ns)
+
+
+def prefill_within(request: NewRequest, tokens: int, ttft_ns: int, token_ns: int) -> int:
+    """Return the ns from a request's arrival to the moment of start_by(). A share of 1 - USED of the limit is left
+    unused."""
+    return int((request.ttft_slo_ns or ttft_ns) * USED) - tokens * token_ns
 
 
 def _lifted(table: SlotTable, rows: Rows, now_ns: int, age_ns: int) -> Int64:

@@ -127,12 +127,18 @@ class BySlack:
     """
 
     def __init__(
-        self, start_by: Callable[[Sequence], int], key: Callable[[Sequence], int], late_first: bool = False
+        self,
+        start_by: Callable[[Sequence], int],
+        key: Callable[[Sequence], int],
+        late_first: bool = False,
+        became_late: Callable[[Sequence, int], None] | None = None,
     ) -> None:
         """start_by: return the last moment (ns) at which a prefill may begin. key: order of sequences in time.
 
-        Neither may change while a sequence waits.
+        Neither may change while a sequence waits. became_late: called with each that was in time when it came, and the
+        time.
         """
+        self._became_late = became_late
         self._start_by, self._key = start_by, key
         self._late_first = late_first
         self._begun, self._timely, self._late = Heap(), Heap(), Heap()
@@ -190,6 +196,8 @@ class BySlack:
             self._may_move -= 1
             self._timely.remove(timely)
             self._late.push(timely, arrival(timely))
+            if self._became_late is not None:
+                self._became_late(timely, now_ns)
 
 
 class Inner(Protocol):
