@@ -4,7 +4,7 @@ A process of low priority compiles grammars and computes masks (shared/text/gram
 time nor Python's lock holds up a step. A mask is ordered as soon as the host knows the token before it: when the
 sequence enters, with the outputs that it came with, or when the step that samples begins. Tenants take turns, and the
 sequences of each tenant. No mask is interrupted for another, so a second process serves tenants with costly ones, if
-other tenants are there.
+other tenants are there. It has a low priority among all processes, the first one within the worker.
 
 A row without its mask by the time of sampling is late: it sits the step out and is planned again, while the others go
 on. Until its mask is there, later steps leave the row out before they compute it.
@@ -95,9 +95,11 @@ class Turns:
 class Lane:
     """One process of grammars, which a thread asks one question after another, in turns."""
 
-    def __init__(self, model: Path, vocab: int, answered: Callable[[Question, float], object]) -> None:
+    def __init__(
+        self, model: Path, vocab: int, yields_to_all: bool, answered: Callable[[Question, float], object]
+    ) -> None:
         """answered: is called with each question and its processor time, when its mask is there."""
-        self.process = GrammarProcess(model, vocab, MEMORY_BYTES)
+        self.process = GrammarProcess(model, vocab, MEMORY_BYTES, yields_to_all)
         self._answered = answered
         self._turns = Turns()
         self._thread = ThreadPoolExecutor(1, "grammars")
@@ -154,8 +156,8 @@ class SlotGrammars:
     """
 
     def __init__(self, model: Path, vocab: int) -> None:
-        self.quick = Lane(model, vocab, self._answered)
-        self.costly = Lane(model, vocab, self._answered)
+        self.quick = Lane(model, vocab, False, self._answered)
+        self.costly = Lane(model, vocab, True, self._answered)
         """Its process starts with its first question."""
         self.late = 0
         """Rows that sat out a step because their mask was not there."""
@@ -163,6 +165,7 @@ class SlotGrammars:
         """Return whether a step with other slots than these has come, so that this one must not wait."""
         self._mask_bytes = 4 * -(-vocab // 32)
         self._bound: dict[int, _Bound] = {}
+        self._tenants: dict[int, int] = {}  # by slot, with and without a grammar
         self._keys = itertools.count(1)
         self._costly_until: dict[int, float] = {}  # by tenant
         self._news = threading.Condition()  # a mask is there, or a step has come; also guards the line before
@@ -192,6 +195,7 @@ class SlotGrammars:
 
     def clear(self) -> None:
         """Free every slot."""
+        self._tenants.clear()
         for slot in list(self._bound):
             self._drop(slot)
 
@@ -203,13 +207,15 @@ class SlotGrammars:
 
     def free(self, slots: Int32) -> None:
         """Drop the grammars of sequences that leave their slots; no mask is computed for them any more."""
-        for slot in slots.tolist() if self._bound else ():
+        for slot in slots.tolist():
+            self._tenants.pop(slot, None)
             self._drop(slot)
 
     def enter(self, enters: Iterable[worker_pb2.Enter]) -> None:
         """Begin to compile the grammars of sequences that take slots."""
         for enter in enters:
             self._drop(enter.slot)
+            self._tenants[enter.slot] = enter.tenant
             if grammar := enter.sampling.grammar:
                 bound = self._bound[enter.slot] = _Bound(grammar, next(self._keys), enter.tenant, self.quick)
                 self._order(bound, unpack(enter.tokens)[enter.prompt_tokens :])
@@ -296,7 +302,7 @@ class SlotGrammars:
         """Move a sequence of a tenant with costly masks out of the way of other tenants."""
         if bound.lane is self.costly or self._costly_until.get(bound.tenant, 0.0) < time.monotonic():
             return
-        if any(other.tenant != bound.tenant for other in self._bound.values()):
+        if any(tenant != bound.tenant for tenant in self._tenants.values()):
             self.quick.forget(bound.key)
             bound.lane = self.costly
 

@@ -54,8 +54,11 @@ NO_OUTPUTS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 class GrammarProcess:
     """The near end. Methods block; one question at a time is served. Keys of sequences are used once."""
 
-    def __init__(self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES) -> None:
-        limits = {"seconds": QUESTION_S, "bytes": memory_bytes}
+    def __init__(
+        self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES, yields_to_all: bool = True
+    ) -> None:
+        """yields_to_all: have a low priority among all processes; else only beside those of this one's session."""
+        limits = {"seconds": QUESTION_S, "bytes": memory_bytes, "yields_to_all": yields_to_all}
         first = json.dumps({"model": str(model.resolve()), "vocab": vocab_size, **limits}).encode()
         self._memory_bytes = memory_bytes
         self.ended = 0
@@ -288,7 +291,7 @@ def main() -> int:
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
         followed = _Followed(_opened(settings), int(KEPT_SHARE * settings["bytes"]))
-        yield_to_others()
+        yield_to_others(settings["yields_to_all"])
         confine(settings["bytes"])
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
