@@ -3,8 +3,11 @@
 A process of low priority compiles grammars and computes masks (shared/text/grammar_process.py), so that neither their
 time nor Python's lock holds up a step. A mask is ordered as soon as the host knows the token before it: when the
 sequence enters, with the outputs that it came with, or when the step that samples begins. Tenants take turns, and the
-sequences of each tenant. A row without its mask by the time of sampling is late: it sits the step out and is planned
-again, while the others go on. Until its mask is there, later steps leave the row out before they compute it.
+sequences of each tenant. No mask is interrupted for another, so a second process serves tenants with costly ones, if
+other tenants are there. It has a low priority among all processes, the first one within the worker.
+
+A row without its mask by the time of sampling is late: it sits the step out and is planned again, while the others go
+on. Until its mask is there, later steps leave the row out before they compute it.
 """
 
 from __future__ import annotations
@@ -31,8 +34,12 @@ from shared.processes.jail import JailError
 from shared.text.grammar_process import GrammarProcess
 from shared.text.grammars import NOT_FOLLOWED, NoGrammarsError
 
-MEMORY_BYTES = 4 << 30
-"""Of the process: the grammars of all sequences and the tokenizer. Beyond most of it the largest grammar ends."""
+MEMORY_BYTES = 2 << 30
+"""Of each process: the grammars of all its sequences and the tokenizer. Beyond most of it the largest grammar ends."""
+COSTLY_MASK_S, COSTLY_BEGIN_S = 0.002, 0.05
+"""Processor time from which a mask is costly, and a sequence's first one, with its grammar to compile."""
+COSTLY_FOR_S = 30.0
+"""A tenant is served apart for so long after its last costly mask."""
 ALONE_S = 0.1
 """A step in which no other row has anything to compute waits so long for the first of its masks."""
 BESIDE_OTHERS_S = 0.001
@@ -45,9 +52,11 @@ TOGETHER_S = 5.0
 class Question:
     """What a mask is computed from. took_s: how long that took, without the wait for its turn."""
 
+    tenant: int
     key: int
     grammar: str
     outputs: Int32
+    is_first: bool = False  # of its sequence
     mask: Future[bytes] = field(default_factory=Future)
     took_s: float = 0.0
 
@@ -62,10 +71,10 @@ class Turns:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[int, deque[Question]] = OrderedDict()  # by tenant, the next one first
 
-    def put(self, tenant: int, question: Question) -> None:
+    def put(self, question: Question) -> None:
         """Add a question behind those of its tenant."""
         with self._lock:
-            self._waiting.setdefault(tenant, deque()).append(question)
+            self._waiting.setdefault(question.tenant, deque()).append(question)
 
     def take(self) -> Question | None:
         """Return the next question, which cannot be cancelled from now on; None when none is left."""
@@ -83,6 +92,50 @@ class Turns:
         return None
 
 
+class Lane:
+    """One process of grammars, which a thread asks one question after another, in turns."""
+
+    def __init__(
+        self, model: Path, vocab: int, yields_to_all: bool, answered: Callable[[Question, float], object]
+    ) -> None:
+        """answered: is called with each question and its processor time, when its mask is there."""
+        self.process = GrammarProcess(model, vocab, MEMORY_BYTES, yields_to_all)
+        self._answered = answered
+        self._turns = Turns()
+        self._thread = ThreadPoolExecutor(1, "grammars")
+
+    def prepare(self) -> None:
+        """Start the process."""
+        self._thread.submit(self.process.jail.start)
+
+    def close(self) -> None:
+        """End the process."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.process.close()
+
+    def ask(self, question: Question) -> None:
+        """Have the mask computed."""
+        self._turns.put(question)
+        self._thread.submit(self._answer_next)
+
+    def forget(self, key: int) -> None:
+        """Drop a sequence, behind what is asked already."""
+        self._thread.submit(self.process.forget, key)
+
+    def _answer_next(self) -> None:
+        if (question := self._turns.take()) is None:  # the others were cancelled
+            return
+        began = time.monotonic()
+        try:
+            mask = self.process.mask(question.key, question.grammar, question.outputs)
+        except Exception as error:  # for the sequence
+            question.mask.set_exception(error)
+        else:
+            question.took_s = time.monotonic() - began
+            question.mask.set_result(mask)
+        self._answered(question, self.process.spent_s)
+
+
 @dataclass(slots=True)
 class _Bound:
     """One sequence's grammar. question: for the mask after `outputs` outputs; none before the first was ordered."""
@@ -90,6 +143,7 @@ class _Bound:
     grammar: str
     key: int
     tenant: int
+    lane: Lane
     outputs: int = -1
     question: Question | None = None
     was_late: bool = False  # without this mask in a step before
@@ -102,34 +156,46 @@ class SlotGrammars:
     """
 
     def __init__(self, model: Path, vocab: int) -> None:
-        self.process = GrammarProcess(model, vocab, MEMORY_BYTES)
+        self.quick = Lane(model, vocab, False, self._answered)
+        self.costly = Lane(model, vocab, True, self._answered)
+        """Its process starts with its first question."""
         self.late = 0
         """Rows that sat out a step because their mask was not there."""
         self.others_wait: Callable[[Collection[int]], bool] = lambda slots: False
         """Return whether a step with other slots than these has come, so that this one must not wait."""
         self._mask_bytes = 4 * -(-vocab // 32)
         self._bound: dict[int, _Bound] = {}
+        self._tenants: dict[int, int] = {}  # by slot, with and without a grammar
         self._keys = itertools.count(1)
-        self._turns = Turns()
-        self._asking = ThreadPoolExecutor(1, "grammars")
-        self._news = threading.Condition()  # a mask is there, or a step has come
+        self._costly_until: dict[int, float] = {}  # by tenant
+        self._news = threading.Condition()  # a mask is there, or a step has come; also guards the line before
 
     def figures(self) -> dict[str, int]:
         """Return counts since the start: fields of worker:{id}."""
-        return {"late_rows": self.late, "grammars_ended": self.process.ended}
+        return {"late_rows": self.late, "grammars_ended": sum(lane.process.ended for lane in self._lanes)}
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Have `call` called for each grammar that took too much processor time or memory."""
+        for lane in self._lanes:
+            lane.process.on_ended = call
+
+    @property
+    def _lanes(self) -> tuple[Lane, Lane]:
+        return self.quick, self.costly
 
     def prepare(self) -> None:
         """Start the process, which reads the tokenizer: a second where it is large, and no step is to wait for that."""
-        self._asking.submit(self.process.jail.start)
+        self.quick.prepare()
 
     def close(self) -> None:
-        """End the process."""
+        """End the processes."""
         self.clear()
-        self._asking.shutdown(wait=False, cancel_futures=True)
-        self.process.close()
+        for lane in self._lanes:
+            lane.close()
 
     def clear(self) -> None:
         """Free every slot."""
+        self._tenants.clear()
         for slot in list(self._bound):
             self._drop(slot)
 
@@ -141,15 +207,17 @@ class SlotGrammars:
 
     def free(self, slots: Int32) -> None:
         """Drop the grammars of sequences that leave their slots; no mask is computed for them any more."""
-        for slot in slots.tolist() if self._bound else ():
+        for slot in slots.tolist():
+            self._tenants.pop(slot, None)
             self._drop(slot)
 
     def enter(self, enters: Iterable[worker_pb2.Enter]) -> None:
         """Begin to compile the grammars of sequences that take slots."""
         for enter in enters:
             self._drop(enter.slot)
+            self._tenants[enter.slot] = enter.tenant
             if grammar := enter.sampling.grammar:
-                bound = self._bound[enter.slot] = _Bound(grammar, next(self._keys), enter.tenant)
+                bound = self._bound[enter.slot] = _Bound(grammar, next(self._keys), enter.tenant, self.quick)
                 self._order(bound, unpack(enter.tokens)[enter.prompt_tokens :])
 
     def order(self, sampling: Int32, table: SlotTable) -> None:
@@ -224,25 +292,27 @@ class SlotGrammars:
             if question is not None:
                 bound.is_quick = question.mask.done() and question.took_s <= BESIDE_OTHERS_S
                 question.mask.cancel()
-            question = bound.question = Question(bound.key, bound.grammar, outputs.copy())
-            bound.outputs, bound.was_late = len(outputs), False
-            self._turns.put(bound.tenant, question)
-            self._asking.submit(self._answer_next)
+            self._choose_lane(bound)
+            question = Question(bound.tenant, bound.key, bound.grammar, outputs.copy(), is_first=bound.outputs < 0)
+            bound.question, bound.outputs, bound.was_late = question, len(outputs), False
+            bound.lane.ask(question)
         return question.mask
 
-    def _answer_next(self) -> None:
-        """Compute the mask of the question that is next."""
-        if (question := self._turns.take()) is None:  # the others were cancelled
+    def _choose_lane(self, bound: _Bound) -> None:
+        """Move a sequence of a tenant with costly masks out of the way of other tenants."""
+        if bound.lane is self.costly or self._costly_until.get(bound.tenant, 0.0) < time.monotonic():
             return
-        began = time.monotonic()
-        try:
-            mask = self.process.mask(question.key, question.grammar, question.outputs)
-        except Exception as error:  # for the sequence
-            question.mask.set_exception(error)
-        else:
-            question.took_s = time.monotonic() - began
-            question.mask.set_result(mask)
+        if any(tenant != bound.tenant for tenant in self._tenants.values()):
+            self.quick.forget(bound.key)
+            bound.lane = self.costly
+
+    def _answered(self, question: Question, spent_s: float) -> None:
+        """Note what a mask cost, and wake the step that waits for it. For the threads of the lanes."""
+        now = time.monotonic()
         with self._news:
+            if spent_s >= (COSTLY_BEGIN_S if question.is_first else COSTLY_MASK_S):
+                self._costly_until = {tenant: end for tenant, end in self._costly_until.items() if end >= now}
+                self._costly_until[question.tenant] = now + COSTLY_FOR_S
             self._news.notify_all()
 
     def _wait_alone(self, masks: dict[int, Future[bytes]]) -> None:
@@ -256,7 +326,7 @@ class SlotGrammars:
         if (bound := self._bound.pop(slot, None)) is not None:
             if bound.question is not None:
                 bound.question.mask.cancel()
-            self._asking.submit(self.process.forget, bound.key)
+            bound.lane.forget(bound.key)
 
 
 def _outputs(slot: int, previous: InFlightStep | None, table: SlotTable) -> Int32 | None:

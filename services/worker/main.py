@@ -72,7 +72,7 @@ def lead(settings: WorkerSettings, place: Place | None, stopping: SignalHandler)
         if place is not None:
             ranks = Ranks(place.addresses(), channel_credentials(settings), metrics.rank_busy)
             ranks.connect(engine.info(), MEET_S)
-        engine.grammars.process.on_ended = metrics.grammars_ended.inc
+        engine.grammars.when_ended(metrics.grammars_ended.inc)
         stopping.serving(lambda: (hurry if stop.is_set() else stop).set())
         server.serve(engine, metrics.step, ranks)
         address = settings.advertise or server.address

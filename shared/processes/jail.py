@@ -115,14 +115,16 @@ NICE = 10
 TRIES = 20
 
 
-def yield_to_others() -> None:
-    """Give this process a low priority, towards all others. Call it before `confine`.
+def yield_to_others(all_sessions: bool) -> None:
+    """Give this process a low priority, towards its own service or all processes. Call it before `confine`.
 
     Linux may share processor time out among sessions first, and only then by nice within each (sched(7), autogroup).
-    Every service has a session of its own, so this process leaves its service's for another with that priority.
+    Every service has a session of its own, so towards all this process takes another one with that priority.
     """
     with contextlib.suppress(OSError):
         os.nice(NICE)
+    if not all_sessions:
+        return
     with contextlib.suppress(OSError):  # it leads a session already
         os.setsid()
     for _ in range(TRIES):

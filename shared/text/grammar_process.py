@@ -15,6 +15,7 @@ import logging
 import signal
 import struct
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,12 +38,14 @@ PATIENCE = 15
 """An answer may take so many times its processor time: the process gets what others leave."""
 MEMORY_BYTES = 1 << 30
 """Of the process. The grammars that it keeps may take KEPT_SHARE of that, so that there is room for one question."""
-KEPT_SHARE = 0.75
+KEPT_SHARE = 0.5
 MIB = 1 << 20
 MOST_QUESTION_BYTES, MOST_ANSWER_BYTES = 64 << 20, 1 << 20
 CHECK, BEGIN, GO_ON = b"C", b"B", b"G"
 """Questions: compile a grammar; the mask behind outputs of a grammar, or behind further outputs of a sequence."""
 TAKEN, REFUSED, ENDED, NO_GRAMMARS, UNKNOWN = b"T", b"R", b"E", b"N", b"U"
+SPENT = struct.Struct("<d")
+"""Before each answer: its processor time in seconds."""
 HEAD = struct.Struct("<cQII")
 """Of a question: kind, key of the sequence, numbers of outputs and of keys to forget; then these, and the grammar."""
 NO_OUTPUTS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
@@ -51,12 +54,17 @@ NO_OUTPUTS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 class GrammarProcess:
     """The near end. Methods block; one question at a time is served. Keys of sequences are used once."""
 
-    def __init__(self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES) -> None:
-        limits = {"seconds": QUESTION_S, "bytes": memory_bytes}
+    def __init__(
+        self, model: Path, vocab_size: int, memory_bytes: int = MEMORY_BYTES, yields_to_all: bool = True
+    ) -> None:
+        """yields_to_all: have a low priority among all processes; else only beside those of this one's session."""
+        limits = {"seconds": QUESTION_S, "bytes": memory_bytes, "yields_to_all": yields_to_all}
         first = json.dumps({"model": str(model.resolve()), "vocab": vocab_size, **limits}).encode()
         self._memory_bytes = memory_bytes
         self.ended = 0
         """Sequences and grammars that took too much processor time or memory."""
+        self.spent_s = 0.0
+        """Processor time of the last mask."""
         self.on_ended: Callable[[], object] = lambda: None
         self._fed: dict[int, int] = {}  # outputs that the far end has taken, by key
         self._forgotten: list[int] = []
@@ -71,6 +79,7 @@ class GrammarProcess:
 
         Raise as `check`. A process that was started again is given all of the outputs.
         """
+        self.spent_s = 0.0
         fed = self._fed.get(key)
         answer = UNKNOWN if fed is None else self._ask(GO_ON, key, outputs[fed:])
         if answer == UNKNOWN:
@@ -94,11 +103,14 @@ class GrammarProcess:
         forgotten, self._forgotten = np.array(self._forgotten, "<u8"), []
         head = HEAD.pack(kind, key, len(outputs), len(forgotten))
         try:
-            return self.jail.ask(head + outputs.astype("<i4").tobytes() + forgotten.tobytes() + grammar.encode())
+            answer = self.jail.ask(head + outputs.astype("<i4").tobytes() + forgotten.tobytes() + grammar.encode())
         except JailError as error:
+            self.spent_s = QUESTION_S
             if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
                 raise
             raise self._ended(error) from error
+        self.spent_s += SPENT.unpack_from(answer)[0]
+        return answer[SPENT.size :]
 
     def _count_ended(self) -> None:
         self.ended += 1
@@ -279,14 +291,15 @@ def main() -> int:
     with Connection(sys.stdin.fileno()) as connection, contextlib.suppress(EOFError, BrokenPipeError):
         settings = json.loads(connection.recv_bytes(1 << 20))
         followed = _Followed(_opened(settings), int(KEPT_SHARE * settings["bytes"]))
-        yield_to_others()
+        yield_to_others(settings["yields_to_all"])
         confine(settings["bytes"])
         while True:
             question = connection.recv_bytes(MOST_QUESTION_BYTES)
             signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
+            began = time.process_time()
             answer = _answer(followed, question)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(answer)
+            connection.send_bytes(SPENT.pack(time.process_time() - began) + answer)
     return 0
 
 

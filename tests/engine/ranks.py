@@ -38,13 +38,13 @@ def take_masks(engine: Engine, said: str) -> None:
         _given.set()
         return
     _given.clear()
-    engine.takes_late, compute = True, engine.grammars.process.mask
+    engine.takes_late, compute = True, engine.grammars.quick.process.mask
 
     def held(*question: Any) -> bytes:
         assert _given.wait(TIMEOUT_S)
         return compute(*question)
 
-    engine.grammars.process.mask = held  # type: ignore[method-assign]
+    engine.grammars.quick.process.mask = held  # type: ignore[method-assign]
 
 
 def serve(pipe: Connection) -> None:

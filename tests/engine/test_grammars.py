@@ -173,13 +173,13 @@ def takes_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 def hold_masks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let no mask come until the event is set."""
-    given, compute = threading.Event(), engine.grammars.process.mask
+    given, compute = threading.Event(), engine.grammars.quick.process.mask
 
     def held(*question: Any) -> bytes:
         assert given.wait(60)
         return compute(*question)
 
-    monkeypatch.setattr(engine.grammars.process, "mask", held)
+    monkeypatch.setattr(engine.grammars.quick.process, "mask", held)
     return given
 
 
@@ -230,14 +230,14 @@ def test_late_row_is_left_out_until_its_mask_is_there(takes_late: Engine, monkey
 
 def test_no_mask_is_computed_for_a_slot_that_was_freed(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    given, compute, driver = threading.Event(), takes_late.grammars.process.mask, Driver(takes_late)
+    given, compute, driver = threading.Event(), takes_late.grammars.quick.process.mask, Driver(takes_late)
 
     def held(key: int, *question: Any) -> bytes:
         asked.append(key)
         assert given.wait(60)
         return compute(key, *question)
 
-    monkeypatch.setattr(takes_late.grammars.process, "mask", held)
+    monkeypatch.setattr(takes_late.grammars.quick.process, "mask", held)
     enter_two(driver)
     driver.enter(3, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[1][0]))
     driver.step({0: 64, 2: 64, 3: 64})
@@ -296,13 +296,45 @@ def test_sequence_with_quick_masks_alone_is_waited_for(takes_late: Engine, monke
 
 
 def test_mask_is_asked_for_under_its_tenant(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, tenants = engine.grammars._turns.put, []
-    monkeypatch.setattr(engine.grammars._turns, "put", lambda tenant, one: (tenants.append(tenant), put(tenant, one)))
+    ask, tenants = engine.grammars.quick.ask, []
+    monkeypatch.setattr(engine.grammars.quick, "ask", lambda one: (tenants.append(one.tenant), ask(one)))
     driver = Driver(engine)
     engine.reset()
     driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]), tenant=7)
     driver.step({2: 64})
     assert tenants == [7]
+
+
+@pytest.mark.parametrize(
+    ("lasts_s", "is_bound"),
+    [(60.0, True), (60.0, False), (-1.0, True)],
+    ids=["costly", "costly beside a tenant without grammars", "costly long ago"],
+)
+def test_tenant_with_costly_masks_is_served_apart_from_others(
+    model: Path, monkeypatch: pytest.MonkeyPatch, lasts_s: float, is_bound: bool
+) -> None:
+    """By the second process, which starts then; a tenant alone keeps the first. Tokens are the same."""
+    monkeypatch.setattr(grammar_module, "COSTLY_MASK_S", 0.0)  # any mask is costly
+    monkeypatch.setattr(grammar_module, "COSTLY_FOR_S", lasts_s)
+    monkeypatch.setattr(grammar_module, "TOGETHER_S", 60.0)
+    engine = make_engine(model)
+    driver, outputs = Driver(engine), []
+    numbers = worker_pb2.Sampling(grammar=LLMatcher.grammar_from_regex("[0-9]{30}"))
+    for tenants in ([1], [1, 2]):
+        engine.reset()
+        driver = Driver(engine)
+        for tenant in tenants:
+            bound = numbers if tenant == 1 or is_bound else worker_pb2.Sampling()
+            driver.enter(tenant, [4, 5], sampling=bound, tenant=tenant)
+        while len(driver.outputs[1]) < 6:
+            driver.step({tenant: 64 for tenant in tenants})
+        outputs.append(driver.outputs[1])
+        is_apart = engine.grammars.costly.process.jail.pid is not None
+        assert is_apart == (len(tenants) > 1 and lasts_s > 0)
+    engine.grammars.close()
+    assert outputs[0] == outputs[1]
+    if is_bound:
+        assert driver.outputs[2] == outputs[0]
 
 
 def test_step_that_has_to_wait_fails_the_row_without_its_mask_alone(

@@ -301,6 +301,7 @@ def test_late_hello_of_a_replaced_run_resets_nothing() -> None:
 
     class Counted:
         overlaps, max_in_flight, settings = False, 1, SimpleNamespace(step_timeout_s=0.0)
+        grammars = SimpleNamespace(step_came=lambda: None)
 
         def reset(self) -> None:
             resets.append(1)

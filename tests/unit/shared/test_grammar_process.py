@@ -198,12 +198,15 @@ def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, m
     assert process.ended == 1
 
 
-def test_process_has_a_low_priority_among_all_sessions(process: GrammarProcess) -> None:
+@pytest.mark.parametrize("to_all", [True, False])
+def test_process_has_a_low_priority_among_all_sessions(model: Path, to_all: bool) -> None:
     """Nice alone counts within a session where Linux groups by session, and this would be that of a service."""
+    process = GrammarProcess(model, VOCAB, yields_to_all=to_all)
     process.check(PATTERN)
     pid = process.jail.pid
-    assert pid is not None
-    assert os.getpriority(os.PRIO_PROCESS, pid) >= jail.NICE and os.getsid(pid) == pid
+    assert pid is not None and os.getpriority(os.PRIO_PROCESS, pid) >= jail.NICE
+    assert os.getsid(pid) == (pid if to_all else os.getsid(0))
     group = Path(f"/proc/{pid}/autogroup")
-    if group.exists() and (words := group.read_text().split()):
+    if to_all and group.exists() and (words := group.read_text().split()):
         assert int(words[-1]) == jail.NICE
+    process.close()
