@@ -121,6 +121,9 @@ def test_response_events_add_up_to_the_response(deltas: list[Delta], message: di
     choice = {"message": message, "finish_reason": reason}
     expected = of_chat(begun, {"choices": [choice], "usage": usage.body()})
     assert events[-1]["response"] == expected
+    types = [event["type"] for event in events]
+    assert types[:2] == ["response.created", "response.in_progress"]
+    assert types[-2:] == ["response.output_item.done", f"response.{expected['status']}"]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items: dict[int, str] = {}
     for event in events:

@@ -45,29 +45,7 @@ def test_tokens_arrive_in_order_with_their_ids(gateway: GatewayProcess, schedule
     assert all("\ufffd" not in choice["text"] for choice in stream.choices())
 
 
-def test_duplicate_rows_are_dropped(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    before = gateway.metric("orcinus_gateway_duplicate_rows_total")
-    stream, claimed = streamed(gateway, scheduler)
-    scheduler.publish(Line(claimed.id, 0, FOX[:2]))
-    scheduler.publish(Line(claimed.id, 0, FOX[:2]))
-    scheduler.publish(Line(claimed.id, 1, FOX[1:4]))  # half of it is new
-    scheduler.publish(Line(claimed.id, 4, FOX[4:], finish=LENGTH))
-    scheduler.end(claimed, [FOX], [LENGTH])
-    assert stream.join().tokens() == FOX
-    assert gateway.metric("orcinus_gateway_duplicate_rows_total") == before + 1
-
-
-def test_gap_is_filled_from_the_record(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    before = gateway.metric("orcinus_gateway_refilled_rows_total")
-    stream, claimed = streamed(gateway, scheduler)
-    scheduler.publish(Line(claimed.id, 0, FOX[:1]))
-    scheduler.publish(checkpoints=[(claimed.id, 0, 0, FOX[:4])])
-    scheduler.publish(Line(claimed.id, 4, FOX[4:], finish=LENGTH))
-    assert (stream.join().tokens(), stream.reason) == (FOX, "length")
-    assert gateway.metric("orcinus_gateway_refilled_rows_total") > before
-
-
-def test_logprobs_stay_with_their_tokens_through_gaps_and_duplicates(
+def test_tokens_and_logprobs_come_once_through_gaps_and_duplicates(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
     tokens = token_ids("The quick brown fox jumps over")
@@ -75,14 +53,18 @@ def test_logprobs_stay_with_their_tokens_through_gaps_and_duplicates(
     records = [
         pack_record(value, np.array([token]), np.array([value])) for value, token in zip(values, tokens, strict=True)
     ]
+    counters = [f"orcinus_gateway_{what}_rows_total" for what in ("duplicate", "refilled")]
+    before = [gateway.metric(name) for name in counters]
     stream, claimed = streamed(gateway, scheduler, logprobs=1)
     assert claimed.request.sampling.logprobs == 2
-    scheduler.publish(Line(claimed.id, 0, tokens[:1], logprobs=records[:1]))
+    for _ in range(2):
+        scheduler.publish(Line(claimed.id, 0, tokens[:1], logprobs=records[:1]))
     unread = Line(claimed.id, 1, tokens[1:4], logprobs=records[1:4])
     scheduler.publish(unread, checkpoints=[(claimed.id, 0, 0, tokens[:4])], to_stream=False)
     scheduler.publish(Line(claimed.id, 4, tokens[4:5], logprobs=records[4:5]))
     scheduler.publish(Line(claimed.id, 3, tokens[3:], finish=LENGTH, logprobs=records[3:]))
-    stream.join()
+    assert (stream.join().tokens(), stream.reason) == (tokens, "length")
+    assert all(gateway.metric(name) > was for name, was in zip(counters, before, strict=True))
     found = [choice["logprobs"] for choice in stream.choices() if choice["logprobs"]]
     assert [value for one in found for value in one["token_logprobs"]] == values
     assert [value for one in found for best in one["top_logprobs"] for value in best.values()] == values

@@ -77,7 +77,7 @@ def test_one_that_ran_before_is_never_held() -> None:
     assert share.head(2).number == 0
 
 
-def test_what_is_taken_within_a_step_counts_at_once() -> None:
+def test_what_is_taken_within_a_step_counts_at_once_and_until_its_end() -> None:
     share = _share()
     push(share, [0] * 5 + [1], tokens=ALLOWANCE)
     taken = []
@@ -85,6 +85,10 @@ def test_what_is_taken_within_a_step_counts_at_once() -> None:
         share.pop(head := share.head(1))
         taken.append(head.record.tenant)
     assert taken == [0, 0, 1]
+    share.push(waiting(6, 6, tenant=1), 1)
+    assert share.head(1).record.tenant == 1
+    share.served(np.array([0, 1]), np.array([0, 0]))  # the step computed nothing of them
+    assert share.head(2).record.tenant == 0
 
 
 def test_one_that_is_taken_and_put_back_changes_nothing() -> None:
