@@ -89,7 +89,10 @@ class RedisSource:
         except (RedisError, OSError) as error:
             if self._none_here:
                 return {"error": NO_STACK}
-            return {"error": f"Redis at {self._address} does not answer: {str(error) or type(error).__name__}"}
+            why = (str(error) or type(error).__name__).rstrip(".")
+            return {
+                "error": f"Redis at {self._address} does not answer: {why}; start it, or name another with --redis-url"
+            }
 
     async def past(self, shard: str, now_ms: int) -> dict[str, list[float]]:
         """Return the last minutes of a shard; empty if Redis does not answer."""
