@@ -341,7 +341,7 @@ def tiles(view: View) -> list[tuple[str, str, str]]:
         ("throughput", f"{count(total(stats, 'tok_s'))} tok/s", f"{count(total(stats, 'tokens_total'))} in all"),
         ("first token", milliseconds(worst(stats, "ttft_ms_p50")), f"p99 {milliseconds(worst(stats, 'ttft_ms_p99'))}"),
         ("predicted", *forecast(stats)),
-        ("between tokens", milliseconds(worst(stats, "tbt_ms_p50")), f"p99 {milliseconds(worst(stats, 'tbt_ms_p99'))}"),
+        ("token gap", milliseconds(worst(stats, "tbt_ms_p50")), f"p99 {milliseconds(worst(stats, 'tbt_ms_p99'))}"),
         ("running", count(total(stats, "running")), f"step {milliseconds(worst(stats, 'step_ms'))}"),
         ("waiting", count(total(stats, "waiting")), f"{count(total(stats, 'swapped'))} swapped"),
         ("KV in use", percent(used_blocks(stats), blocks), f"{count(used_blocks(stats))} of {count(blocks)}"),
