@@ -138,7 +138,7 @@ class Top(App[None]):
     CSS = """
     #head { height: 1; padding: 0 1; background: $panel; }
     #tiles { grid-size: 7; height: 4; grid-gutter: 0 0; }
-    .narrow #tiles { grid-size: 4; height: 8; }
+    .narrow #tiles, .middle #tiles { grid-size: 4; height: 8; }
     .tile, .panel { border: round $primary-darken-1; padding: 0 1; height: auto; }
     .row { height: auto; }
     .row > .panel { width: 1fr; }
@@ -150,7 +150,7 @@ class Top(App[None]):
         Binding("s", "next_shard", "Next shard"),
         Binding("d", "toggle_dark", "Dark or light"),
     ]
-    HORIZONTAL_BREAKPOINTS: list[tuple[int, str]] | None = [(0, "narrow"), (100, "wide")]  # noqa: RUF012 - as in App
+    HORIZONTAL_BREAKPOINTS: list[tuple[int, str]] | None = [(0, "narrow"), (100, "middle"), (126, "wide")]  # noqa: RUF012 - as in App
 
     def __init__(self, source: Source) -> None:
         super().__init__()
