@@ -35,6 +35,12 @@ def is_repository(text: str) -> bool:
     return _REPOSITORY.fullmatch(text) is not None and "--" not in text and ".." not in text
 
 
+def in_address(text: str) -> HubName | None:
+    """Return the name in the address of a model's page, also of one that was read as a path; None without one."""
+    found = re.search(r"\bhttps?:/{1,2}[^/]+/([^/]+/[^/?#]+)", text)
+    return parse_name(found[1]) if found else None
+
+
 def parse_name(text: str) -> HubName | None:
     """Return the name that the text is; None when it cannot be one.
 
@@ -85,7 +91,10 @@ def gguf_in(directory: Path) -> Path:
 
 def gguf_files(directory: Path) -> list[Path]:
     """Return the GGUF files of a directory and of the folders in it, by name."""
-    return sorted([*directory.glob("*.gguf"), *directory.glob("*/*.gguf")])
+    try:
+        return sorted([*directory.glob("*.gguf"), *directory.glob("*/*.gguf")])
+    except OSError:  # a folder in it cannot be read, or was just removed
+        return []
 
 
 def snapshot_of(path: Path) -> Path | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -58,10 +59,23 @@ class CommonSettings(BaseSettings):
         description="OpenTelemetry collector for traces, http://host:4318; empty means no traces",
     )
 
+    @field_validator("redis_url")
+    @classmethod
+    def _scheme(cls, value: str) -> str:
+        try:
+            has_port = urlsplit(value).port != 0
+        except ValueError:  # no number, or above 65535
+            has_port = False
+        if not (has_port and value.startswith(("redis://", "rediss://", "unix://"))):
+            raise ValueError("no address of Redis; write redis://HOST:PORT/0, rediss://... or unix://...")
+        return value
+
     @field_validator("model", mode="before")
     @classmethod
     def _path(cls, value: object) -> object:
         """Keep `./org/name` a path: Path drops the dot, and `org/name` may be a name of the Hub."""
+        if value == "":
+            raise ValueError("empty; give a Hugging Face directory or ORG/NAME")
         return Path(value).absolute() if isinstance(value, str) and value.startswith("./") else value
 
     @model_validator(mode="after")

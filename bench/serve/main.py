@@ -182,7 +182,11 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
                 if reply.status != 200:
                     raise WrongUse(f"{url}/v1/models answered {reply.status}: is this an OpenAI-compatible server?")
                 names = [str(entry["id"]) for entry in orjson.loads(await reply.read())["data"]]
-        except (aiohttp.ClientConnectorError, TimeoutError) as error:
+        except TimeoutError as error:
+            raise WrongUse(
+                f"{url} did not answer in 10 s; try again when it has less to do, or name another with --url"
+            ) from error
+        except aiohttp.ClientConnectorError as error:
             raise WrongUse(f"no server at {url}; start one with `make run`, or name it with --url") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise WrongUse(f"no server at {url}: {error or type(error).__name__}; name another with --url") from error

@@ -6,6 +6,7 @@ object on stdout.
 
 from __future__ import annotations
 
+import errno
 import json as json_module
 import sys
 from collections.abc import Callable
@@ -374,6 +375,16 @@ def main() -> None:
         app()
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(
+            f"error: {where}{error.strerror}; make room (df -h shows where), or choose another disk with --run-dir or "
+            "HF_HOME",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 

@@ -170,7 +170,7 @@ class Server:
         try:
             text = _message(orjson.loads(answer.read()))
         except orjson.JSONDecodeError:
-            text = f"{self._base} answers {answer.status_code}"
+            text = f"{self._base} answers {answer.status_code}: no OpenAI-compatible server; name one with --url"
         raise ChatError(self._without_key(text), answer.status_code)
 
     def _without_key(self, text: str) -> str:
@@ -183,7 +183,7 @@ class Server:
         except httpx.ConnectError:
             raise ChatError(f"no server at {self._base}; start one with `make run`, or name it with --url") from None
         except httpx.TimeoutException:
-            raise ChatError(f"{self._base} did not answer in time") from None
+            raise ChatError(f"{self._base} did not answer in time; try again, or name another with --url") from None
         except httpx.HTTPError as error:
             raise ChatError(self._without_key(f"the connection broke off: {error}")) from None
 

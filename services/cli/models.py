@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from shared.errors import ConfigurationError, ModelError
-from shared.hub import HubName, cache_directory, gguf_in, parse_name
+from shared.hub import HubName, cache_directory, gguf_in, in_address, parse_name
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 Name = Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="a model of the Hugging Face Hub")]
@@ -131,5 +131,7 @@ def rm(
 def _parsed(name: str) -> HubName:
     found = parse_name(name)
     if found is None:
-        raise ConfigurationError(f"{name}: not a name of the Hub; write ORG/NAME or ORG/NAME@REVISION")
+        inside = in_address(name)
+        remedy = f"write {inside}" if inside else "write ORG/NAME or ORG/NAME@REVISION"
+        raise ConfigurationError(f"{name}: not a name of the Hub; {remedy}")
     return found

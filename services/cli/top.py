@@ -89,7 +89,10 @@ class RedisSource:
         except (RedisError, OSError) as error:
             if self._none_here:
                 return {"error": NO_STACK}
-            return {"error": f"Redis at {self._address} does not answer: {str(error) or type(error).__name__}"}
+            why = (str(error) or type(error).__name__).rstrip(".")
+            return {
+                "error": f"Redis at {self._address} does not answer: {why}; start it, or name another with --redis-url"
+            }
 
     async def past(self, shard: str, now_ms: int) -> dict[str, list[float]]:
         """Return the last minutes of a shard; empty if Redis does not answer."""
@@ -135,7 +138,7 @@ class Top(App[None]):
     CSS = """
     #head { height: 1; padding: 0 1; background: $panel; }
     #tiles { grid-size: 7; height: 4; grid-gutter: 0 0; }
-    .narrow #tiles { grid-size: 4; height: 8; }
+    .narrow #tiles, .middle #tiles { grid-size: 4; height: 8; }
     .tile, .panel { border: round $primary-darken-1; padding: 0 1; height: auto; }
     .row { height: auto; }
     .row > .panel { width: 1fr; }
@@ -147,7 +150,7 @@ class Top(App[None]):
         Binding("s", "next_shard", "Next shard"),
         Binding("d", "toggle_dark", "Dark or light"),
     ]
-    HORIZONTAL_BREAKPOINTS: list[tuple[int, str]] | None = [(0, "narrow"), (100, "wide")]  # noqa: RUF012 - as in App
+    HORIZONTAL_BREAKPOINTS: list[tuple[int, str]] | None = [(0, "narrow"), (100, "middle"), (126, "wide")]  # noqa: RUF012 - as in App
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -338,7 +341,7 @@ def tiles(view: View) -> list[tuple[str, str, str]]:
         ("throughput", f"{count(total(stats, 'tok_s'))} tok/s", f"{count(total(stats, 'tokens_total'))} in all"),
         ("first token", milliseconds(worst(stats, "ttft_ms_p50")), f"p99 {milliseconds(worst(stats, 'ttft_ms_p99'))}"),
         ("predicted", *forecast(stats)),
-        ("between tokens", milliseconds(worst(stats, "tbt_ms_p50")), f"p99 {milliseconds(worst(stats, 'tbt_ms_p99'))}"),
+        ("token gap", milliseconds(worst(stats, "tbt_ms_p50")), f"p99 {milliseconds(worst(stats, 'tbt_ms_p99'))}"),
         ("running", count(total(stats, "running")), f"step {milliseconds(worst(stats, 'step_ms'))}"),
         ("waiting", count(total(stats, "waiting")), f"{count(total(stats, 'swapped'))} swapped"),
         ("KV in use", percent(used_blocks(stats), blocks), f"{count(used_blocks(stats))} of {count(blocks)}"),

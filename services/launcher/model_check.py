@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 import psutil
 
 from services.launcher.gpu_facts import device_files, gather_driver
@@ -24,7 +25,7 @@ from services.worker.models.stored import HELD_BITS, Stored, read_stored, stored
 from shared.errors import ModelError
 from shared.gguf.config import config_of
 from shared.gguf.reader import is_gguf, open_gguf
-from shared.hub import gguf_files, gguf_in, repository_of, require_local
+from shared.hub import gguf_files, gguf_in, in_address, repository_of, require_local
 from shared.model_files import read_bounded
 from shared.settings import WorkerSettings
 
@@ -103,8 +104,12 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
     else:
         for file in _weight_files(model):
             tensors.update(_shapes(file))
-    read_bounded(model / "tokenizer.json")
+    text = read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ModelError(f"{model / 'tokenizer.json'}: not readable as JSON: {error}; {_again(model)}") from error
     return ModelFacts(_dtype(config), tensors, stored)
 
 
@@ -224,6 +229,8 @@ def _check_directory(model: Path) -> None:
     if model.is_file():
         raise ModelError(f"model {model}: a file, not a directory; give the directory with config.json")
     if not model.is_dir():
+        if name := in_address(str(model)):
+            raise ModelError(f"model {model}: an address, not a directory; give the name, {name}")
         raise ModelError(f"model directory {model} does not exist; give a Hugging Face directory or ORG/NAME")
     if not (model / "config.json").exists():
         _refuse_several_gguf(model)

@@ -27,6 +27,7 @@ from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, W
 from services.launcher.rundir import RunDir, StackFacts
 from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
+from services.worker.models.config import check_split, load_config
 from services.worker.models.stored import read_stored
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
@@ -219,6 +220,7 @@ def _fetch_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
 def _check_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
     if problem := model_problem(worker.model, worker.load_format):
         raise ConfigurationError(f"{problem} (MODEL=, --model or ORCINUS_MODEL)")
+    check_split(load_config(worker.model), worker.tp, worker.pp)
     if problem := memory_problem(worker.model, worker, len(launcher.roles())):
         raise ConfigurationError(problem)
 

@@ -47,7 +47,9 @@ class ModelText:
         """
         directory = Path(directory)
         if not directory.is_dir() and not is_gguf(directory):
-            raise ModelError(f"model directory {directory} does not exist")
+            raise ModelError(
+                f"model directory {directory} does not exist; give a Hugging Face directory or a GGUF file"
+            )
         config = _read_json(directory, "config.json", "a Hugging Face model directory has one")
         self._bounded = load_tokenizer(directory / "tokenizer.json")
         self.tokenizer = self._bounded.library

@@ -16,7 +16,7 @@ from typing import Any
 from services.worker.models.fields import Fields, read_json
 from services.worker.models.registry import FAMILIES, ExpertNames, Family
 from services.worker.models.stored import Stored, read_stored, stored_of_gguf
-from shared.errors import ModelError
+from shared.errors import ConfigurationError, ModelError
 from shared.gguf.config import config_of, rope_factors
 from shared.gguf.reader import GgufFile, is_gguf, open_gguf
 
@@ -337,3 +337,29 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
 
 def _mscale(scale: float, mscale: float) -> float:
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+
+def check_split(config: DecoderConfig, tp: int, pp: int) -> None:
+    """Raise ConfigurationError for a model that cannot be split over `tp` ranks and `pp` stages."""
+    sizes = [("num_attention_heads", config.heads)]
+    if config.mixture is None or len(config.mixture.layers) < config.layers:
+        sizes.append(("intermediate_size", config.intermediate_size))
+    if config.mixture is not None:
+        field = "moe_intermediate_size"
+        sizes.append((config.family.field_names.get(field, field), config.mixture.intermediate_size))
+        sizes.append(("shared_expert_intermediate_size", config.mixture.shared_size))
+    for name, value in sizes:
+        if value % tp:
+            raise ConfigurationError(f"--tp {tp} does not divide the model's {name} {value}; {_fewer(value, tp)}")
+    if config.kv_heads % tp and tp % config.kv_heads:
+        raise ConfigurationError(
+            f"--tp {tp} neither divides the model's num_key_value_heads {config.kv_heads} nor is a multiple of it; "
+            f"{_fewer(config.kv_heads, tp)}"
+        )
+    if pp > config.layers:
+        raise ConfigurationError(f"--pp {pp} is more stages than the model's {config.layers} layers; lower it")
+
+
+def _fewer(value: int, tp: int) -> str:
+    below = max(number for number in range(1, tp) if value % number == 0)
+    return f"--tp {below} does"

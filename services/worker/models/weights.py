@@ -18,11 +18,10 @@ from torch import Tensor
 
 from kernels.ops import AnyOps, Norm
 from services.worker.models.checkpoint import Source
-from services.worker.models.config import DecoderConfig
+from services.worker.models.config import DecoderConfig, check_split
 from services.worker.models.matrices import layer_prefix
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization.base import LinearMethod, Matrix, Part
-from shared.errors import ConfigurationError
 
 BUFFERS = ("inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 """Ends of names that older checkpoints carry and that are computed, not learned."""
@@ -60,7 +59,7 @@ class Shard:
 
 def shard_of(config: DecoderConfig, parallel: ParallelState) -> Shard:
     """Return the rank's part. Raise ConfigurationError for a model that cannot be split so."""
-    _check_split(config, parallel.tp, parallel.pp)
+    check_split(config, parallel.tp, parallel.pp)
     group = config.heads // config.kv_heads
     heads = _part(config.heads, parallel.tp_rank, parallel.tp)
     vocab = range(config.vocab_size)
@@ -88,31 +87,6 @@ def shard_of(config: DecoderConfig, parallel: ParallelState) -> Shard:
 def _part(count: int, at: int, parts: int) -> range:
     """Return part `at` of `parts`, which differ by one at most."""
     return range(count * at // parts, count * (at + 1) // parts)
-
-
-def _check_split(config: DecoderConfig, tp: int, pp: int) -> None:
-    sizes = [("num_attention_heads", config.heads)]
-    if config.mixture is None or len(config.mixture.layers) < config.layers:
-        sizes.append(("intermediate_size", config.intermediate_size))
-    if config.mixture is not None:
-        field = "moe_intermediate_size"
-        sizes.append((config.family.field_names.get(field, field), config.mixture.intermediate_size))
-        sizes.append(("shared_expert_intermediate_size", config.mixture.shared_size))
-    for name, value in sizes:
-        if value % tp:
-            raise ConfigurationError(f"--tp {tp} does not divide the model's {name} {value}; {_remedy(value, tp)}")
-    if config.kv_heads % tp and tp % config.kv_heads:
-        raise ConfigurationError(
-            f"--tp {tp} neither divides the model's num_key_value_heads {config.kv_heads} nor is a multiple of it; "
-            f"{_remedy(config.kv_heads, tp)}"
-        )
-    if pp > config.layers:
-        raise ConfigurationError(f"--pp {pp} is more stages than the model's {config.layers} layers; lower it")
-
-
-def _remedy(value: int, tp: int) -> str:
-    below = max(number for number in range(1, tp) if value % number == 0)
-    return f"--tp {below} does"
 
 
 def find_tensor(config: DecoderConfig, source: Source, name: str) -> str:

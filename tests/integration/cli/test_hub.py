@@ -198,6 +198,7 @@ def test_gated_model_is_an_error_with_the_page_to_accept(machine: Machine) -> No
         (f"{NAME}@v9", "has no revision v9"),
         ("tiny", "not a name of the Hub; write ORG/NAME"),
         ("acme/../tiny", "not a name of the Hub"),
+        ("https://huggingface.co/acme/tiny/tree/main", "not a name of the Hub; write acme/tiny"),
     ],
 )
 def test_missing_model_is_an_error(machine: Machine, name: str, said: str) -> None:
@@ -391,6 +392,7 @@ _BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "broken JSON": ("config.json", b'{"architectures": [', "not readable as JSON"),
     "no object": ("config.json", b"[]", "no JSON object"),
     "weights cut off": ("model.safetensors", weights()[:-1], "cut off"),
+    "broken tokenizer": ("tokenizer.json", b"{", "tokenizer.json: not readable as JSON"),
     "no tokenizer": ("tokenizer.json", None, "missing; save the fast tokenizer"),
     "quantized": (
         "config.json", b'{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "exl3"}}',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from services.cli import app
 from services.cli.app import EVERYTHING, SERVICES, run_tool
 from services.cli.options import build
 from shared.errors import ConfigurationError
@@ -55,6 +57,17 @@ def test_help_imports_no_service_no_torch_and_no_web_framework() -> None:
         (["config", "--policy", "orcinus:order=odd"], "--policy=orcinus:order=odd: no order 'odd'; there are fcfs, "),
         (["doctor", "--policy", "orca:tokens=fixed"], "no tokens 'fixed'; there are unlimited, fixed-N, "),
         (["scheduler", "--policy", "orca:colour=red"], "no part 'colour=red'"),
+        (["up", "--tp", "3"], "error: --tp 3 does not divide the model's num_attention_heads 4; --tp 2 does\n"),
+        (["up", "--model", ""], "error: --model=: empty; give a Hugging Face directory or ORG/NAME\n"),
+        (
+            ["up", "--model", "https://huggingface.co/acme/tiny"],
+            "an address, not a directory; give the name, acme/tiny",
+        ),
+        (["top", "--redis-url", "nonsense"], "error: --redis-url=nonsense: no address of Redis; write redis://"),
+        (
+            ["status", "--redis-url", "redis://:secret@here:99999"],
+            "--redis-url=redis://:********@here:99999: no address",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -154,6 +167,17 @@ def test_version_is_that_of_the_project() -> None:
     number = json.loads(orcinus("version", "--json").stdout)["version"]
     assert f'version = "{number}"' in (ROOT / "pyproject.toml").read_text()
     assert orcinus("version").stdout == f"orcinus {number}\n"
+
+
+def test_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/run/redis.conf")
+
+    monkeypatch.setattr(app, "app", full)
+    with pytest.raises(SystemExit, match="2"):
+        app.main()
+    said = capsys.readouterr().err
+    assert said.startswith("error: /run/redis.conf: No space left on device; make room") and said.count("\n") == 1
 
 
 def test_tool_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
