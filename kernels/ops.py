@@ -70,11 +70,21 @@ class CacheShape:
     block_size: int  # tokens
     head_dim: int
     dtype: torch.dtype
+    int8: bool = False
+    """Whether K and V are held in 8 bits, rounded as they are written; only the cpu backend can. With x the head_dim
+    numbers of a token and KV head, of K or of V: scale = max |x| / 127 in float32, code = x / scale rounded to nearest
+    even, and attention reads code * scale as `dtype`."""
 
     @property
     def block_bytes(self) -> int:
         """Return the bytes of one block's numbers: all layers, K and V. A backend may take more: Ops.block_bytes."""
-        return 2 * self.layers * self.kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        vector = self.head_dim + 4 if self.int8 else self.head_dim * self.dtype.itemsize
+        return 2 * self.layers * self.kv_heads * self.block_size * vector
+
+    def demand_plain(self, backend: str) -> None:
+        """Raise ValueError for K and V in 8 bits, in a backend that has none."""
+        if self.int8:
+            raise ValueError(f"KV in 8 bits: the {backend} backend has no kernels for it (--kv-dtype auto)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,6 +312,11 @@ class WorkerSettings(InternalSettings):
         "none",
         description="int8 and int4 round the weights of linear layers to so many bits; they need the cpu kernels",
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="type of the KV cache; auto is that of the activations, int8 has 8 bits and a scale for each token "
+        "and head and needs the cpu kernels",
+    )
     deterministic: bool = Field(
         False,
         description="make tokens and logits of a request the same to the bit in every batch; needs the cpu kernels",

@@ -38,6 +38,7 @@ class EngineSettings:
     dtype: str = "auto"
     kernels: str = "auto"
     quantize: str = "none"
+    kv_dtype: str = "auto"
     deterministic: bool = False
     load_format: str = "auto"
     block_size: int = 16
@@ -76,6 +77,10 @@ class Case:
     @property
     def sequences(self) -> int:
         return self.decodes + self.prompts
+
+    def blocks(self, block_size: int, steps: int) -> int:
+        """Return the KV blocks of one of its sequences, grown by `steps` tokens."""
+        return -(-(max(self.context, self.prefill) + steps + 1) // block_size)
 
     @property
     def step_tokens(self) -> int:
@@ -250,7 +255,7 @@ class Driver:
         blocks = np.arange(info.gpu_blocks, dtype=np.int32)
         self._position = case.context
         self._entered = False
-        per = -(-(max(case.context, case.prefill) + steps + 1) // info.block_size)
+        per = case.blocks(info.block_size, steps)
         self._tables = [blocks[i * per : (i + 1) * per] for i in range(case.sequences)]
         for slot in range(case.decodes):
             engine.execute(self._enter([slot], case.context, case.context))

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--kernels", choices=("auto", "cpu", "reference", *ON_A_DEVICE), default="auto", help="likewise"
     )
     parser.add_argument("--quantize", choices=tuple(METHODS), default="none", help="likewise")
+    parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto", help="likewise")
     parser.add_argument("--deterministic", action="store_true", help="use our matrix kernels, whichever are faster")
     parser.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto", help="likewise")
     parser.add_argument("--threads", type=int, default=0, help="0: every core")
@@ -84,20 +85,25 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         dtype=options.dtype,
         kernels=options.kernels,
         quantize=options.quantize,
+        kv_dtype=options.kv_dtype,
         deterministic=options.deterministic,
         load_format=options.load_format,
         threads=options.threads,
         max_seqs=max(case.sequences for case in options.cases),
         max_step_tokens=max(case.step_tokens for case in options.cases),
     )
-    if load_config(options.model).mixture is not None:
+    config = load_config(options.model)
+    if config.mixture is not None:
         raise ConfigurationError(
             f"{options.model}: this bench has no floor for a mixture of experts; give a model without experts, or "
             "measure the service with orcinus bench serve"
         )
     on_device = _device(options.kernels) if options.kernels in ON_A_DEVICE else None  # before memory is taken
     _say(f"loading {settings.served_model_name}")
-    engine = Engine(settings)
+    fitting = [case for case in options.cases if case.fits(config.context, options.steps)]
+    # The pool of a worker may be smaller: a service lets sequences wait, a case does not.
+    blocks = max((case.sequences * case.blocks(settings.block_size, options.steps) for case in fitting), default=0)
+    engine = Engine(settings.model_copy(update={"kv_blocks": max(blocks, -(-config.context // settings.block_size))}))
     engine.warm_up()
     if on_device is None:
         _say("measuring the machine")
@@ -113,7 +119,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     info = engine.info()
     return {
         "model": {"name": info.model, "layers": info.layers, "dtype": info.dtype, "backend": info.backend}
-        | {"numerics": info.numerics, "quantize": options.quantize, "deterministic": options.deterministic},
+        | {"numerics": info.numerics, "quantize": options.quantize, "deterministic": options.deterministic}
+        | {"kv_dtype": options.kv_dtype, "block_bytes": info.block_bytes},
         "floor": floor.as_dict(),
         "results": results,
     }
@@ -147,6 +154,7 @@ def show(found: dict[str, Any]) -> None:
     console.width = max(console.width, WIDTH)
     model, floor = found["model"], found["floor"]
     weights = "" if model["quantize"] == "none" else f", {model['quantize']} weights"
+    weights += "" if model["kv_dtype"] == "auto" else f", {model['kv_dtype']} KV"
     where = f"{floor['threads']} threads" if not floor["device"] else floor["device"]
     rate = f"{floor['float32_gflop_s']:.0f} GFLOP/s float32, {floor['bfloat16_gflop_s']:.0f} bfloat16"
     if floor["device"]:

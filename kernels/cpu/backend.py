@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.cache import CpuCache
+from kernels.cpu.cache import CpuCache, block_bytes
 from kernels.cpu.commands import (
     ACTIVATIONS,
     FLOAT32,
@@ -124,9 +124,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return f"{self.name} {self.library.numerics(dtype_code(dtype))}"
 
     def block_bytes(self, shape: CacheShape) -> int:
-        """Return the bytes of one block; heads are padded (src/kv.h)."""
-        code = dtype_code(shape.dtype)
-        return self.library.block_bytes(shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code)
+        return block_bytes(self.library, shape)
 
     def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> CpuCache:
         return CpuCache(shape, self.library, self._immediate, host)

@@ -12,20 +12,25 @@ from kernels.cpu.program import Runner, address, dtype_code
 from kernels.ops import Cache, CacheShape, Int32
 
 
+def block_bytes(library: Library, shape: CacheShape) -> int:
+    """Return the bytes of one block; heads are padded (src/kv.h)."""
+    code = dtype_code(shape.dtype)
+    return library.block_bytes(shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code, shape.int8)
+
+
 class CpuCache(Cache):
     """Blocks of bytes, also on the host tier; both are ordinary memory here."""
-
-    layout = "cpu-1"  # of src/kv.h, the same with every set of instructions; another number when that changes
 
     def __init__(self, shape: CacheShape, library: Library, runner: Runner, host: Tensor | None = None) -> None:
         """Take the memory. host: as Ops.new_cache. Raise ValueError for a block size that the kernels cannot use."""
         if shape.block_size % 16:
             raise ValueError(f"block size {shape.block_size}: the cpu kernels need a multiple of 16 (--block-size)")
         self.shape = shape
+        # Of src/kv.h or src/kv_int8.h, the same with every set of instructions; another number when that changes.
+        self.layout = "cpu-int8-1" if shape.int8 else "cpu-1"
         self._library = library
         self._runner = runner
-        code = dtype_code(shape.dtype)
-        size = library.block_bytes(shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code)
+        size = block_bytes(library, shape)
         # zero_ touches every page: memory that is missing is missed now, not in the middle of a request.
         self.blocks = large(shape.blocks * size).zero_().view(shape.blocks, size)
         self.host = (torch.empty(shape.host_blocks * size, dtype=torch.uint8) if host is None else host).view(-1, size)
@@ -38,7 +43,8 @@ class CpuCache(Cache):
             block_size=shape.block_size,
             head_dim=shape.head_dim,
             head_stride=library.head_stride(shape.head_dim),
-            dtype=code,
+            dtype=dtype_code(shape.dtype),
+            int8=shape.int8,
         )
 
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:

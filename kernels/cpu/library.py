@@ -44,7 +44,7 @@ class Library:
         self._pack.argtypes = (c_int32, c_void_p, *(c_int64,) * 4, c_void_p, c_int32, c_void_p, c_void_p)
         self._pack.restype = None
         self._block_bytes = lib.orcinus_block_bytes
-        self._block_bytes.argtypes, self._block_bytes.restype = (c_int32,) * 5, c_int64
+        self._block_bytes.argtypes, self._block_bytes.restype = (c_int32,) * 6, c_int64
         self._head_stride = lib.orcinus_head_stride
         self._head_stride.argtypes, self._head_stride.restype = (c_int32,), c_int32
         self._read_block = lib.orcinus_read_block
@@ -89,8 +89,8 @@ class Library:
         """Pack rows first .. first + rows of a weight of that whole shape, [outputs, inputs]."""
         self._pack(weight_format, packed, shape[0], shape[1], first, rows, source, source_dtype, scales, mins)
 
-    def block_bytes(self, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: int) -> int:
-        return int(self._block_bytes(layers, kv_heads, block_size, head_dim, dtype))
+    def block_bytes(self, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: int, int8: bool) -> int:
+        return int(self._block_bytes(layers, kv_heads, block_size, head_dim, dtype, int8))
 
     def head_stride(self, head_dim: int) -> int:
         return int(self._head_stride(head_dim))

@@ -34,8 +34,9 @@ class CudaCache(Cache):
 
         layer_major: the pool is ordered [layer, K/V, block, ...] instead, for comparison; copies need a kernel then.
 
-        host: as Ops.new_cache. Raise ValueError for a block size that the kernels cannot use.
+        host: as Ops.new_cache. Raise ValueError for a shape that the kernels cannot use.
         """
+        shape.demand_plain("cuda")
         slabs = shape.block_size // SLAB
         if shape.block_size % SLAB or slabs & (slabs - 1) or not slabs:
             raise ValueError(f"block size {shape.block_size}: the cuda kernels need 16, 32, 64 ... (--block-size)")

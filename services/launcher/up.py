@@ -143,9 +143,21 @@ def cuda_problem() -> str:
     return ""
 
 
+def kv_problem(worker: WorkerSettings) -> str:
+    """Return why the KV cache cannot have its type with these kernels, with the remedy; empty when it can."""
+    if worker.kv_dtype == "auto" or (worker.device != "cuda" and worker.kernels in ("auto", "cpu")):
+        return ""
+    given = "DEVICE=cuda" if worker.device == "cuda" else f"--kernels {worker.kernels}"
+    return (
+        f"--kv-dtype {worker.kv_dtype} needs the cpu kernels, and {given} rules them out; "
+        "give DEVICE=cpu and --kernels cpu, or --kv-dtype auto"
+    )
+
+
 def unused_gpu(worker: WorkerSettings) -> str:
     """Return why a GPU that is here and may be used will not be used; empty when it will, or there is none."""
-    on_cpu = worker.deterministic or worker.quantize != "none" or not worker.device == worker.kernels == "auto"
+    on_cpu = worker.deterministic or worker.quantize != "none" or worker.kv_dtype != "auto"
+    on_cpu = on_cpu or not worker.device == worker.kernels == "auto"
     return "" if on_cpu or not device_files() else cuda_problem()
 
 
@@ -239,6 +251,8 @@ def _compile_kernels(worker: WorkerSettings) -> None:
 
 
 def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings) -> None:
+    if problem := kv_problem(worker):
+        raise ConfigurationError(problem)
     if worker.device == "cuda" and (problem := cuda_problem()):
         raise ConfigurationError(f"DEVICE=cuda: {problem}")
     gateway.api_keys()

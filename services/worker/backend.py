@@ -166,6 +166,8 @@ def _needs_cpu_kernels(settings: WorkerSettings) -> str | None:
         return "--deterministic"
     if METHODS[settings.quantize].backends == ("cpu",):
         return f"--quantize {settings.quantize}"
+    if settings.kv_dtype != "auto":
+        return f"--kv-dtype {settings.kv_dtype}"
     return "--kernels cpu" if settings.kernels == "cpu" else None
 
 
@@ -184,15 +186,18 @@ def _library(settings: WorkerSettings) -> Library | None:
 
 def _cpu_ops(settings: WorkerSettings, config: DecoderConfig, library: Library, dtype: torch.dtype) -> AnyOps:
     ops = CpuOps(library, torch.get_num_threads())
-    weights = ""
+    formats = ""
     if settings.quantize != "none" or config.stored is not None:
         weights = settings.quantize if config.stored is None else f"{config.stored.method} {config.stored.bits}-bit"
+        formats += f", {weights} weights"
+    if settings.kv_dtype != "auto":
+        formats += f", {settings.kv_dtype} KV"
     log.info(
         "%s kernels, %d threads: %s by %s instructions%s",
         library.variant,
         ops.threads,
         str(dtype).removeprefix("torch."),
         ops.numerics(dtype).removeprefix("cpu "),
-        f", {weights} weights" if weights else "",
+        formats,
     )
     return ops

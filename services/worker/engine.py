@@ -119,7 +119,8 @@ class Engine:
         """Take a pool of as many blocks as there may be; on a GPU, of those that weights and the largest step leave."""
         settings, config = self.settings, self.decoder.config
         tokens, heads = settings.block_size, config.kv_heads
-        shape = CacheShape(1, 0, config.layers, heads, tokens, config.head_dim, self.dtype)
+        is_int8 = settings.kv_dtype == "int8"
+        shape = CacheShape(1, 0, config.layers, heads, tokens, config.head_dim, self.dtype, is_int8)
         gpu_bytes = None
         if (device := device_of(self.ops)) is not None:
             with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):
@@ -180,9 +181,10 @@ class Engine:
 
     @property
     def numerics(self) -> str:
-        """Return what decides the numbers of this engine besides the model: kernels, type and weight format."""
+        """Return what decides the numbers of this engine besides the model: kernels, type, weight and KV format."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.ops.numerics(self.dtype)} {dtype} {self.settings.quantize}"
+        kv = "" if self.settings.kv_dtype == "auto" else f" kv {self.settings.kv_dtype}"
+        return f"{self.ops.numerics(self.dtype)} {dtype} {self.settings.quantize}{kv}"
 
     def info(self) -> worker_pb2.WorkerInfo:
         """Return what Describe answers."""

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "kernels.h"
-#include "kv.h"
+#include "kv_int8.h"
 #include "vec_exp.h"
 
 namespace {
@@ -67,12 +67,20 @@ void write_lane(char* part, Lane lane, const float* x, int64_t padded) {
   }
 }
 
+// K or V of one token; `codes`: memory for `head_stride` of them.
+template <typename T>
+void write_token(const Pool& pool, char* part, bool is_value, int64_t offset, const float* x, int8_t* codes) {
+  if (pool.int8) return write_int8(pool, part, is_value, offset, x, codes);
+  write_lane<T>(part, is_value ? v_lane(pool, offset) : k_lane(pool, offset), x, pool.head_stride);
+}
+
 template <typename T>
 void rope(const RopeArgs& a, const Step& step, int64_t rows, Team& team) {
   const Pool& pool = *a.pool;
   const int64_t size = pool.head_dim, padded = pool.head_stride;
   const int64_t heads = a.heads, kv_heads = pool.kv_heads;
-  float* x = reinterpret_cast<float*>(team.scratch(padded * sizeof(float)));
+  float* x = reinterpret_cast<float*>(team.scratch(padded * (sizeof(float) + 1)));
+  int8_t* codes = reinterpret_cast<int8_t*>(x + padded);
   const int64_t most = rows_per_piece(rows, team.threads()), pieces = (rows + most - 1) / most;
   for (int64_t piece; (piece = team.next()) < pieces;) {
     const int64_t end = rows < (piece + 1) * most ? rows : (piece + 1) * most;
@@ -91,11 +99,11 @@ void rope(const RopeArgs& a, const Step& step, int64_t rows, Team& team) {
         read_head(from, x, size, padded);
         if (a.k_norm) norm_head(x, a.k_norm, size, a.eps);
         if (angles) rotate_head(x, angles, a.rotary);
-        write_lane<T>(k_part(pool, block, a.layer, head), k_lane(pool, offset), x, padded);
+        write_token<T>(pool, k_part(pool, block, a.layer, head), false, offset, x, codes);
       }
       for (int head = 0; head < kv_heads; head++, from += size) {
         read_head(from, x, size, padded);
-        write_lane<T>(v_part(pool, block, a.layer, head), v_lane(pool, offset), x, padded);
+        write_token<T>(pool, v_part(pool, block, a.layer, head), true, offset, x, codes);
       }
     }
   }

@@ -84,8 +84,8 @@ class HostTier:
         return Peers(cache, block_bytes, self._folder, self._parallel)
 
     def describe(self, cache: Cache, kernels: str, model_hash: str) -> dict[str, Any]:
-        """Return fields of WorkerInfo. kv_format: the facts that decide which bytes a block has on each rank: layout,
-        kernels, ranks, settings and weights."""
+        """Return fields of WorkerInfo. kv_format: the facts that decide which bytes a block has on each rank: layout
+        (another for KV in 8 bits), kernels, ranks, settings and weights."""
         settings, parallel, shape = self._settings, self._parallel, cache.shape
         size = "x".join(map(str, (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)))
         ranks = f"tp {parallel.tp} pp {parallel.pp}"

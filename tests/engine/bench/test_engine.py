@@ -122,3 +122,17 @@ def test_json_says_which_kernels_ran_and_what_was_asked_for(capsys: pytest.Captu
     assert found["model"]["backend"] == "cpu" and found["model"]["numerics"].startswith("cpu ")
     assert found["model"]["deterministic"] and found["model"]["quantize"] == "none"
     assert found["results"][0]["profile_us"]["linear"] > 0
+
+
+@pytest.mark.usefixtures("_compiled")
+def test_pool_holds_the_sequences_of_the_longest_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """32 contexts of 1,024 tokens are more than a worker's pool on one thread has by default."""
+    model = make_llama(tmp_path / "tiny", seed=4, requests=1, output_tokens=1, max_position_embeddings=1100)
+    given = ["--kernels", "cpu", "--kv-dtype", "int8", "--cases", "decode-32-long", "--threads", "1"]
+    assert bench.main(["--model", str(model.path), *given, "--steps", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["case"] for row in found["results"]] == ["decode-32-long"]
+    assert found["model"]["kv_dtype"] == "int8"
+    assert found["model"]["block_bytes"] == 2 * 2 * 2 * 16 * (
+        16 + 4
+    )  # K and V, layers, KV heads, tokens, codes and scale

@@ -40,6 +40,14 @@ def decode(x: Array) -> Array:
     return x.astype(np.float64)
 
 
+def rounded(x: Array) -> Array:
+    """The numbers [..., head_dim] that codes and scales of 8 bits stand for, in the type of x."""
+    numbers = decode(x).astype(np.float32)
+    scale = np.abs(numbers).max(-1, keepdims=True) / np.float32(127)
+    codes = np.rint(numbers / np.where(scale > 0, scale, np.float32(1)))
+    return encode(codes * scale, BF16 if x.dtype == np.uint16 else F32)
+
+
 def empty(shape: tuple[int, ...], dtype: int) -> Array:
     return np.full(shape, np.nan, np.float32) if dtype == F32 else np.full(shape, 0x7FC0, np.uint16)
 
@@ -87,6 +95,7 @@ class World:
     alibi: bool = False
     seed: int = 0
     spread: float = 1.0
+    int8: bool = False
     k: list[Array] = field(default_factory=list)
     v: list[Array] = field(default_factory=list)
     q: list[Array] = field(default_factory=list)
@@ -107,17 +116,25 @@ class World:
         """Puts the KV into blocks drawn at random; the pool around them and the tables behind them are poison."""
         rng = np.random.default_rng(seed)
         c, size = self.library.c, self.block_size
-        block_bytes = c.orcinus_block_bytes(self.layers, self.kv_heads, size, self.head_dim, self.dtype)
+        block_bytes = c.orcinus_block_bytes(self.layers, self.kv_heads, size, self.head_dim, self.dtype, self.int8)
         needed = [-(-context // size) for context in self.contexts]
         blocks = sum(needed) + 2
-        word, poison = (np.uint32, 0x7FC00000) if self.dtype == F32 else (np.uint16, 0x7FC0)
+        word, poison = (np.uint16, 0x7FC0) if self.dtype == BF16 and not self.int8 else (np.uint32, 0x7FC00000)
         raw = np.full(blocks * block_bytes + 64, 0, np.uint8)
         start = -raw.ctypes.data % 64
         self.memory = raw[start : start + blocks * block_bytes].reshape(blocks, block_bytes)
         self.memory.view(word)[:] = poison
         stride = c.orcinus_head_stride(self.head_dim)
         self.pool = Pool(
-            self.memory.ctypes.data, block_bytes, self.layers, self.kv_heads, size, self.head_dim, stride, self.dtype
+            self.memory.ctypes.data,
+            block_bytes,
+            self.layers,
+            self.kv_heads,
+            size,
+            self.head_dim,
+            stride,
+            self.dtype,
+            self.int8,
         )
         order = rng.permutation(blocks).astype(np.int32)
         self.tables = np.full((len(self.contexts), max(needed) + 1), 2**30, np.int32)
@@ -156,7 +173,7 @@ class World:
         return np.split(out, np.cumsum(counts)[:-1])
 
     def expected(self, s: int, first: int, end: int) -> Array:
-        q, k, v = (decode(x[s]) for x in (self.q, self.k, self.v))
+        q, k, v = (decode(rounded(x[s]) if self.int8 and x is not self.q else x[s]) for x in (self.q, self.k, self.v))
         q, k, v = q[first:end], k[:end], v[:end]
         group = self.heads // self.kv_heads
         k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
@@ -198,25 +215,44 @@ def mixed(contexts: list[int], seed: int) -> list[tuple[int, int, int]]:
     return chunks
 
 
+in_its_pools = pytest.mark.parametrize(
+    ("dtype", "int8"),
+    [
+        pytest.param(dtype, int8, id=f"{name}{'-int8' if int8 else ''}")
+        for dtype, name in ((F32, "float32"), (BF16, "bfloat16"))
+        for int8 in (False, True)
+    ],
+)
+
 CONTEXTS = [1, 17, 200, 64, 130, 33, 600, 15, 47]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@in_its_pools
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (20, 64), (128, 32), (72, 48), (1, 256)])
-def test_every_variant_is_the_formula(library: Library, head_dim: int, block_size: int, dtype: int) -> None:
+def test_every_variant_is_the_formula(library: Library, head_dim: int, block_size: int, dtype: int, int8: bool) -> None:
     for window, alibi, heads, kv_heads in ((0, False, 6, 2), (40, True, 7, 1)):
         world = World(
-            library, CONTEXTS, heads, kv_heads, head_dim, block_size, dtype, window=window, alibi=alibi, seed=1
+            library,
+            CONTEXTS,
+            heads,
+            kv_heads,
+            head_dim,
+            block_size,
+            dtype,
+            window=window,
+            alibi=alibi,
+            seed=1,
+            int8=int8,
         )
         world.check(mixed(CONTEXTS, 1))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@in_its_pools
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("window", [0, 700])
-def test_a_long_sequence_among_short_ones(best: Library, window: int, threads: int, dtype: int) -> None:
+def test_a_long_sequence_among_short_ones(best: Library, window: int, threads: int, dtype: int, int8: bool) -> None:
     contexts = [3000, 20, 513, 1024]
-    world = World(best, contexts, 4, 2, 64, dtype=dtype, window=window, alibi=True, seed=3)
+    world = World(best, contexts, 4, 2, 64, dtype=dtype, window=window, alibi=True, seed=3, int8=int8)
     world.check([(0, 2999, 3000), (1, 0, 20), (2, 512, 513), (3, 1000, 1024)], threads)
     world.check([(0, 2900, 3000)], threads)
     world.check([(0, 2999, 3000)], threads)
@@ -237,6 +273,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"alibi": True, "dtype": BF16},
     {"alibi": True, "window": 600, "heads": 6, "kv_heads": 1, "head_dim": 80},
     {"heads": 14, "kv_heads": 2, "head_dim": 16, "block_size": 64, "dtype": BF16, "window": 33},
+    {"int8": True},
+    {"int8": True, "dtype": BF16, "head_dim": 80, "block_size": 32, "window": 150, "alibi": True},
 ]
 
 
@@ -262,16 +300,30 @@ def test_a_row_is_the_same_bits_however_it_is_computed(library: Library, setting
         same([(0, 1499, 1500)], threads)
 
 
-def test_row_is_unchanged_when_later_rows_are_nan(library: Library) -> None:
-    for dtype in (F32, BF16):
-        world = World(library, [100], dtype=dtype, seed=2)
-        clean = world.attend([(0, 0, 100)])[0]
-        poison = np.float32(np.nan) if dtype == F32 else np.uint16(0x7FC0)
-        world.k[0][70], world.v[0][70] = poison, poison
-        world.place(4)
-        found = world.attend([(0, 0, 100)])[0]
-        assert np.array_equal(found[:70].view(np.uint8), clean[:70].view(np.uint8))
-        assert np.isnan(decode(found[70:])).all()
+@in_its_pools
+def test_row_is_unchanged_when_later_rows_are_nan(library: Library, dtype: int, int8: bool) -> None:
+    world = World(library, [100], dtype=dtype, seed=2, int8=int8)
+    clean = world.attend([(0, 0, 100)])[0]
+    poison = np.float32(np.nan) if dtype == F32 else np.uint16(0x7FC0)
+    world.k[0][70], world.v[0][70] = poison, poison
+    world.place(4)
+    found = world.attend([(0, 0, 100)])[0]
+    assert np.array_equal(found[:70].view(np.uint8), clean[:70].view(np.uint8))
+    assert np.isnan(decode(found[70:])).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("window", [0, 90])
+def test_attention_over_int8_has_the_bits_of_the_numbers_it_stands_for(
+    library: Library, window: int, dtype: int
+) -> None:
+    chunks = mixed(CONTEXTS, 2)
+    held = World(library, CONTEXTS, head_dim=72, block_size=32, dtype=dtype, window=window, seed=8, int8=True)
+    plain = World(library, CONTEXTS, head_dim=72, block_size=32, dtype=dtype, window=window, seed=8)
+    plain.k, plain.v = [[rounded(x) for x in kind] for kind in (plain.k, plain.v)]
+    plain.place(1)
+    for found, expected in zip(held.attend(chunks), plain.attend(chunks), strict=True):
+        assert np.array_equal(found.view(np.uint8), expected.view(np.uint8))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -283,6 +335,39 @@ def test_a_block_is_read_as_it_was_written(library: Library, head_dim: int, bloc
     plain = encode(rng.standard_normal(shape), dtype)
     library.move_block("write", world.pool, 1, plain)
     assert np.array_equal(world.read_block(1), plain)
+
+
+HARD_VECTORS = np.array(
+    [
+        [0, 0, 0, 0],
+        [127, 0.5, 1.5, -2.5],  # ties
+        [-127, 126.5, -0.5, 3.49],
+        [1e-44, -1e-44, 0, 1e-45],  # the scale is 0
+        [3e-43, -3e-43, 1e-43, 0],  # the scale is denormal, and a quotient above 127
+        [3e38, -3e38, 1, 1e-30],
+        [np.nan, 1, 2, 3],
+        [-np.inf, 1, 2, 3],
+        [1, np.inf, np.nan, 3],
+        [-1, -2, -3, -4],
+    ],
+    np.float32,
+)
+
+
+@pytest.mark.parametrize("head_dim", [4, 17, 64])
+def test_int8_block_holds_what_the_formula_rounds(library: Library, head_dim: int) -> None:
+    world = World(library, [1], head_dim=head_dim, dtype=F32, int8=True)
+    plain = np.random.default_rng(0).standard_normal((world.layers, 2, world.kv_heads, 16, head_dim), np.float32)
+    plain[:, :, :, : len(HARD_VECTORS), :4] = HARD_VECTORS
+    plain[:, :, :, : len(HARD_VECTORS), 4:] = 0
+    library.move_block("write", world.pool, 1, plain)
+    found = world.read_block(1)
+    broken = ~np.isfinite(plain).all(-1)
+    assert broken.sum() == 3 * world.layers * 2 * world.kv_heads
+    assert np.isnan(found[broken]).all()
+    scale = np.abs(plain[~broken]).max(-1, keepdims=True) / np.float32(127)
+    codes = np.clip(np.rint(plain[~broken] / np.where(scale > 0, scale, np.float32(1))), -127, 127)
+    assert np.array_equal(found[~broken], np.where(scale > 0, codes * scale, 0))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,40 @@ class Model:
 
 def make_cache(ops: CpuOps, dtype: torch.dtype) -> CpuCache:
     return ops.new_cache(CacheShape(40, 0, LAYERS, KV_HEADS, BLOCK, HEAD_DIM, dtype))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_rope_writes_into_int8_pool_what_rounding_leaves(variant: str, dtype: torch.dtype, threads: int) -> None:
+    """To the bit, but for K in bfloat16, which a plain pool rounds and the other one takes as it was before."""
+    ops, head_dim = CpuOps(library(variant), threads), 20
+    shape = CacheShape(3, 0, 2, KV_HEADS, BLOCK, head_dim, dtype)
+    plain, held = ops.new_cache(shape), ops.new_cache(replace(shape, int8=True))
+    random = torch.Generator().manual_seed(1)
+    angles = torch.rand(64, 8, generator=random)
+    attention = Attention(HEADS, 1.0, torch.cat((angles.cos(), angles.sin()), -1))
+    qkv = torch.randn((40, (HEADS + 2 * KV_HEADS) * head_dim), generator=random).to(dtype)
+    tables, positions = np.array([[2, 0, 1]], np.int32), np.arange(40, dtype=np.int32)
+    batch = Batch(
+        tokens=np.zeros(40, np.int32),
+        positions=positions,
+        query_start=np.array([0, 40], np.int32),
+        context=np.array([40], np.int32),
+        tables=tables,
+        write_blocks=tables[0, positions // BLOCK],
+        write_offsets=positions % BLOCK,
+        sample_rows=np.array([39], np.int32),
+    )
+    q = [ops.rope_and_write(qkv.clone(), attention, ops.prepare(batch, cache), cache, 1) for cache in (plain, held)]
+    assert torch.equal(*q)
+    for block in range(3):
+        numbers = plain.read_block(block).float()
+        scale = numbers.abs().amax(-1, keepdim=True) / 127
+        expected = torch.round(numbers / torch.where(scale > 0, scale, 1.0)) * scale
+        found = held.read_block(block).float()
+        exact = found if dtype == torch.float32 else found[:, 1]
+        assert torch.equal(exact, (expected if dtype == torch.float32 else expected[:, 1]).to(dtype).float())
+        assert ((found - numbers).abs() <= 0.51 * scale + 1.02 * 2**-7 * numbers.abs()).all()
 
 
 def random_batch(rng: np.random.Generator, lengths: list[int]) -> Batch:

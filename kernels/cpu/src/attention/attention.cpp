@@ -9,6 +9,7 @@
 #include "attention_softmax.h"
 #include "attention_tiles.h"
 #include "../kernels.h"
+#include "../kv_int8.h"
 
 namespace {
 
@@ -40,7 +41,7 @@ struct NoTiles {
 template <typename T>
 class Worker {
  public:
-  Worker(const AttentionArgs& a, const Step& step, char* memory, int64_t most_rows)
+  Worker(const AttentionArgs& a, const Step& step, char* memory, int64_t most_rows, int64_t state_size)
       : a_(a),
         step_(step),
         pool_(*a.pool),
@@ -49,14 +50,17 @@ class Worker {
         tiles_in_block_(pool_.block_size / TILE),
         tile_bytes_(tile_bytes(pool_)),
         tiles_(stride_),
-        to_v_(v_part(pool_, 0, 0, 0) - k_part(pool_, 0, 0, 0)) {
+        to_v_(v_part(pool_, 0, 0, 0) - k_part(pool_, 0, 0, 0)),
+        wide_tile_bytes_(TILE * stride_ * int64_t(sizeof(T))) {
     scores_ = reinterpret_cast<float*>(memory);
     positions_ = reinterpret_cast<int32_t*>(scores_ + BLOCK_ROWS * SEGMENT);
     query_ = reinterpret_cast<float*>(positions_ + (most_rows + 15) / 16 * 16);
     states_ = query_ + most_rows * stride_;
+    wide_ = memory + memory_without_wide(most_rows, stride_, state_size);
   }
-  static int64_t memory(int64_t most_rows, int64_t stride, int64_t state) {
-    return (BLOCK_ROWS * SEGMENT + (most_rows + 15) / 16 * 16 + most_rows * stride + 2 * state) * sizeof(float);
+  static int64_t memory(const Pool& pool, int64_t most_rows, int64_t state_size) {
+    const int64_t wide = pool.int8 ? 2 * SEGMENT * pool.head_stride * int64_t(sizeof(T)) : 0;
+    return memory_without_wide(most_rows, pool.head_stride, state_size) + wide;
   }
 
   // The query rows of a piece and KV head.
@@ -95,6 +99,7 @@ class Worker {
         find_tiles(keys_, segment + SEGMENT, next_k_, next_v_);
       else
         memcpy(next_k_, after_k_, sizeof next_k_);
+      if (pool_.int8) widen(segment);
       for (int b = 0; b < blocks_; b++) attend_segment(segment, b, state);
       memcpy(k_, next_k_, sizeof k_);
       memcpy(v_, next_v_, sizeof v_);
@@ -120,6 +125,10 @@ class Worker {
  private:
   typedef std::conditional_t<BY_TILES<T>, TileProducts, NoTiles> OfTiles;
   static constexpr int BLOCK_ROWS = OfTiles::ROWS;
+
+  static int64_t memory_without_wide(int64_t most_rows, int64_t stride, int64_t state_size) {
+    return (BLOCK_ROWS * SEGMENT + (most_rows + 15) / 16 * 16 + most_rows * stride + 2 * state_size) * sizeof(float);
+  }
 
   // Rows of a piece: position by position, the heads of the group one after another. A block is what the kernels take.
   int block_begin(int b) const { return b * per_block_ + smaller(b, larger_blocks_); }
@@ -161,6 +170,18 @@ class Worker {
     }
   }
 
+  // Tiles of 8 bits, those that a row of the piece sees, become tiles of T in scratch memory.
+  void widen(int segment) {
+    const int lowest = a_.window ? larger(0, keys_.position - a_.window + 1) : 0;
+    for (int t = larger(0, lowest - segment) / TILE; t < SEGMENT_TILES && segment + t * TILE < keys_.end; t++) {
+      char *k = wide_ + t * wide_tile_bytes_, *v = k + SEGMENT_TILES * wide_tile_bytes_;
+      widen_k<T>(k_[t], next_k_[t], stride_, k);
+      widen_v<T>(v_[t], next_k_[t] + to_v_, stride_, v);
+      k_[t] = k;
+      v_[t] = v;
+    }
+  }
+
   // Keys of a segment that a row sees, as begin and end within it.
   int sees_from(int row, int segment) const {
     return a_.window ? larger(0, positions_[row] - a_.window + 1 - segment) : 0;
@@ -171,10 +192,11 @@ class Worker {
     const int top = block_begin(b), bottom = block_begin(b + 1), rows = bottom - top;
     const int begin = sees_from(top, segment), end = sees_to(bottom - 1, segment);
     if (begin >= end) return;
-    // What comes next is fetched while the first block is worked on.
+    // What comes next is fetched while the first block is worked on, or while a segment of 8 bits is widened.
+    const bool fetches = b == 0 && !pool_.int8;
     const int from = begin / LANES, to = (end + LANES - 1) / LANES;
     if constexpr (BY_TILES<T>) {
-      if (b == 0) fetch_next();
+      if (fetches) fetch_next();
       tiles_.scores(query_ + top * stride_, rows, k_ + from, to - from, scores_ + from * LANES);
       return weigh_and_add(top, bottom, segment, state);
     }
@@ -186,11 +208,11 @@ class Worker {
         keys[c] = k_[at / TILE] + at % TILE * 4;
         ahead[c] = v_[at / TILE];
       }
-      products<T>.score[rows - 1][count - 1](query_ + top * stride_, keys, b ? nullptr : ahead, stride_,
+      products<T>.score[rows - 1][count - 1](query_ + top * stride_, keys, fetches ? ahead : nullptr, stride_,
                                              scores_ + vector * LANES);
     }
     for (int row = top; row < bottom; row++) weigh_row(row, row - top, segment, state);
-    const char* const* next = b ? nullptr : next_k_;
+    const char* const* next = fetches ? next_k_ : nullptr;
     if (sees_all(top, segment) && sees_all(bottom - 1, segment))
       return add_values(rows, 0, 0, SEGMENT, keep_, next, state.values + top * stride_);
     add_seen_values(top, bottom, top, segment, next, state);
@@ -272,11 +294,13 @@ class Worker {
   const int64_t tile_bytes_;
   OfTiles tiles_;
   const int64_t to_v_;
+  const int64_t wide_tile_bytes_;
   int32_t* positions_;  // [rows]
   float* scores_;  // [BLOCK_ROWS, SEGMENT]
   float keep_[BLOCK_ROWS];  // what a segment's greatest score leaves of the values before
   float* query_;   // [rows, stride]
   float* states_;
+  char* wide_;     // [2 (K, V), SEGMENT_TILES] tiles of T, for a pool of 8 bits
   int64_t kv_head_ = 0;
   Keys keys_{};
   int first_row_ = 0, rows_ = 0;
@@ -290,11 +314,11 @@ void attention(const AttentionArgs& a, const Step& step, Team& team) {
   Plan plan(step, a, team.threads());
   const int64_t kv_heads = a.pool->kv_heads, state_size = plan.state_size(plan.most_rows());
   const int64_t list_bytes = (plan.pieces() * int64_t(sizeof(Piece)) + 63) / 64 * 64;
-  const int64_t work_bytes = Worker<T>::memory(plan.most_rows(), a.pool->head_stride, state_size);
+  const int64_t work_bytes = Worker<T>::memory(*a.pool, plan.most_rows(), state_size);
   char* memory = team.scratch(list_bytes + work_bytes);
   Piece* list = reinterpret_cast<Piece*>(memory);
   plan.list(list);
-  Worker<T> worker(a, step, memory + list_bytes, plan.most_rows());
+  Worker<T> worker(a, step, memory + list_bytes, plan.most_rows(), state_size);
   char* shared = nullptr;
   if (plan.shared_states()) shared = team.shared(Team::SHARED_ZEROS + plan.shared_states() * sizeof(float));
   static_assert(Plan::MOST_SLOTS * sizeof(std::atomic<int32_t>) <= Team::SHARED_ZEROS, "a counter for each slot");

@@ -1,0 +1,101 @@
+"""KV in 8 bits against transformers with a cache that is rounded by the formula, and the bytes that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from services.worker.engine import Engine
+from tests.engine.driver import Driver, make_engine
+from tests.engine.test_tokens import all_logits
+from tests.support.models import MIN_GAP, Reference, make_llama
+
+OUTPUTS = 64
+LOGITS_ERROR = 1e-3
+"""Of the largest logit: where x / scale is within the last bit of a half, engine and oracle may round it apart."""
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return what 8 bits hold of x [..., head_dim] float32, a scale for each vector."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / torch.where(scale > 0, scale, 1.0)) * scale
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    path = tmp_path_factory.mktemp("int8") / "tiny"
+    return make_llama(path, seed=5, requests=3, output_tokens=1, prompt_tokens=(2, 90))
+
+
+@pytest.fixture
+def rounded_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the caches of transformers hold rounded K and V."""
+    update = DynamicLayer.update
+
+    def round_and_update(self: Any, keys: Tensor, values: Tensor, *rest: Any, **named: Any) -> Any:
+        return update(self, rounded(keys), rounded(values), *rest, **named)
+
+    monkeypatch.setattr(DynamicLayer, "update", round_and_update)
+    yield
+
+
+def int8_engine(reference: Reference, **settings: Any) -> Engine:
+    return make_engine(reference.path, kernels="cpu", block_size=16, kv_dtype="int8", **settings)
+
+
+def greedy(reference: Reference, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(OUTPUTS):
+        best = reference.logits(tokens)[-1].topk(2)
+        assert best.values[0] - best.values[1] > MIN_GAP, "choose another seed"
+        tokens.append(int(best.indices[0]))
+    return tokens[len(prompt) :]
+
+
+def outputs(engine: Engine, prompts: list[list[int]], chunk: int) -> list[list[int]]:
+    driver = Driver(engine)
+    for slot, prompt in enumerate(prompts):
+        driver.enter(slot, prompt)
+    while any(len(driver.outputs[slot]) < OUTPUTS for slot in range(len(prompts))):
+        driver.step(dict.fromkeys(range(len(prompts)), chunk))
+    return [driver.outputs[slot][:OUTPUTS] for slot in range(len(prompts))]
+
+
+@pytest.mark.usefixtures("rounded_cache")
+def test_int8_tokens_and_logits_are_those_of_rounded_cache(reference: Reference) -> None:
+    engine = int8_engine(reference)
+    found = outputs(engine, reference.prompts, chunk=4096)
+    assert found == [greedy(reference, prompt) for prompt in reference.prompts]
+    tokens = reference.prompts[0] + found[0]
+    engine.reset()
+    logits, expected = all_logits(engine, tokens), reference.logits(tokens)
+    assert float((logits - expected).abs().max()) <= LOGITS_ERROR * float(expected.abs().max())
+
+
+def test_logits_of_plain_cache_are_further_than_the_error_allowed(reference: Reference) -> None:
+    tokens = reference.prompts[0] * 2
+    expected = reference.logits(tokens)
+    error = float((all_logits(int8_engine(reference), tokens) - expected).abs().max())
+    assert error > LOGITS_ERROR * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_tokens_are_the_same_in_chunks_and_with_one_thread(reference: Reference, dtype: str) -> None:
+    whole = outputs(int8_engine(reference, dtype=dtype), reference.prompts, chunk=4096)
+    assert outputs(int8_engine(reference, dtype=dtype, threads=1), reference.prompts, chunk=7) == whole
+
+
+@pytest.mark.parametrize(("dtype", "times"), [("float32", 4), ("bfloat16", 2)])
+def test_int8_blocks_take_a_part_of_the_bytes(reference: Reference, dtype: str, times: int) -> None:
+    plain = make_engine(reference.path, kernels="cpu", block_size=16, dtype=dtype)
+    held, info = plain.info(), int8_engine(reference, dtype=dtype).info()
+    numbers = held.block_bytes // plain.dtype.itemsize
+    scales = numbers // plain.cache.pool.head_stride
+    assert info.block_bytes == numbers + 4 * scales
+    assert held.block_bytes == times * numbers
+    assert info.numerics == f"{held.numerics} kv int8" and info.kv_format != held.kv_format
