@@ -103,6 +103,7 @@ class Row:
     error: str = ""
     logprobs: bytes = b""  # a record of each token, if the request asked (shared/text/logprobs.py)
     drafts: int = 0  # guesses in the step that brought the tokens
+    cached: int = 0  # prompt tokens that the prefix cache had, with the first token
 
 
 @dataclass(slots=True)
@@ -128,6 +129,7 @@ class RequestStream:
     record_bytes: int = 0  # of each token's log-probabilities
     accepted: int = 0  # guesses that were right, and the others
     rejected: int = 0
+    cached: dict[int, int] = field(default_factory=dict)  # choice -> prompt tokens that the prefix cache had
     received: list[int] = field(init=False)
     finished: list[bool] = field(init=False)
     left: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
@@ -167,6 +169,8 @@ class RequestStream:
         if row.drafts:
             accepted = min(max(len(row.tokens) - 1, 0), row.drafts)
             self.accepted, self.rejected = self.accepted + accepted, self.rejected + row.drafts - accepted
+        if row.cached:
+            self.cached[choice] = row.cached
         self.received[choice] = have + len(tokens)
         self.finished[choice] = row.finish != 0
         if late:
@@ -253,7 +257,15 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
     for index, request_id in enumerate(batch.requests):
         end = offset + counts[index]
         error = batch.errors.get(index, "")
-        row = Row(choices[index], tokens[offset:end], finish[index], error, logprobs[index], drafts[index])
+        row = Row(
+            choices[index],
+            tokens[offset:end],
+            finish[index],
+            error,
+            logprobs[index],
+            drafts[index],
+            batch.cached.get(index, 0),
+        )
         yield request_id, first[index], row
         offset = end
 
@@ -363,6 +375,7 @@ class Usage:
     accepted: int = 0  # guesses of next tokens that were right, and the others
     rejected: int = 0
     reasoning: int | None = None  # tokens of thinking; None of a request without
+    cached: int = 0  # prompt tokens that the prefix cache had
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
@@ -371,6 +384,8 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if self.cached:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
         details: dict[str, int] = {}
         if self.reasoning is not None:
             details["reasoning_tokens"] = self.reasoning
@@ -566,7 +581,9 @@ class Generation:
     def usage(self) -> Usage:
         stream, tokens = self.stream, sum(choice.count for choice in self.choices)
         thought = sum(choice.reasoning_tokens for choice in self.choices) if self.spec.reasoning else None
-        return Usage(self.spec.prompt_tokens, tokens, stream.accepted, stream.rejected, thought)
+        # Of each prompt's first choice: later ones may find what it has computed.
+        cached = sum(stream.cached.get(choice, 0) for choice in range(0, self.spec.choices, self.spec.n))
+        return Usage(self.spec.prompt_tokens, tokens, stream.accepted, stream.rejected, thought, cached)
 
     def end_at(self, when: float) -> None:
         """End the request as past its deadline at time.monotonic() `when`, unless it has ended: a client that set one

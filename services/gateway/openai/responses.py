@@ -352,7 +352,7 @@ def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, u
         "output": output,
         "usage": {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},  # what the prefix cache spared is not counted by request
+            "input_tokens_details": {"cached_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": usage["total_tokens"],
