@@ -67,15 +67,16 @@ async def chat_spec(
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
         raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
-    tools = plan_tools(body, model) if body.model_fields_set & OUTPUT_FIELDS else ToolPlan()
-    is_bound = binds_output(body, tools)
+    has_output_fields = not body.model_fields_set.isdisjoint(OUTPUT_FIELDS)
+    tools = plan_tools(body, model) if has_output_fields else ToolPlan()
+    is_bound = has_output_fields and binds_output(body, tools)
     prompt = await encode_messages(body, body.messages, model, limits, tools.shown, is_bound)
     room = room_after(len(prompt), limits, "messages")
     if max_tokens is None:
         max_tokens = room
     check_output(max_tokens, len(prompt), room, limits, name)
     spec = generation_spec(body, model, limits, "chat", [prompt], [], max_tokens, False, request_id)
-    if body.model_fields_set & OUTPUT_FIELDS:
+    if has_output_fields:
         await bind_output(spec, body, model, tools, tenant)
     if model.reasoning == "think" and not spec.sampling.grammar:
         spec.reasoning = _state(body, prompt, model)
