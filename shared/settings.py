@@ -204,6 +204,11 @@ class GatewaySettings(CommonSettings):
         "auto",
         description="format of the model's tool calls; auto takes it from the chat template",
     )
+    reasoning_parser: Literal["auto", "think", "none"] = Field(
+        "auto",
+        description="marks of the model's thinking; think is <think> and </think>, none leaves them in the content; "
+        "auto takes it from the chat template and the tokenizer",
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
         description="temperature, top_p, top_k, min_p and repetition_penalty of requests that leave them out; model "

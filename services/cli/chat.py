@@ -37,6 +37,9 @@ _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "
 }  # fmt: skip
 
 
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
 class ChatError(OrcinusError):
     """A refusal in the server's words, or the reason why there is no answer."""
 
@@ -55,6 +58,9 @@ class Terminal(Protocol):
 
     def write(self, text: str) -> None:
         """Print text without a line end."""
+
+    def think(self, text: str) -> None:
+        """Print a part of the model's thinking, where a person reads it."""
 
     def note(self, text: str) -> None:
         """Print a line that is no answer."""
@@ -83,6 +89,10 @@ class Console:
     def write(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+    def think(self, text: str) -> None:
+        if sys.stdout.isatty():
+            self.write(f"{_DIM}{text}{_PLAIN}")
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -276,7 +286,7 @@ class Chat:
     def _answer(self, question: str) -> None:
         """Ask, and print the answer while it comes. Raise ChatError."""
         started = time.monotonic()
-        began, tokens, parts, reason = 0.0, 0, [], ""
+        began, tokens, parts, reason, is_thinking = 0.0, 0, [], "", False
         body = {
             "model": self.model, "messages": self.conversation.messages(question), **self.sampling, "stream": True,
             "stream_options": {"include_usage": True},
@@ -287,13 +297,24 @@ class Chat:
                     tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
                     for choice in event.get("choices") or []:
                         reason = choice.get("finish_reason") or reason
-                        if text := (choice.get("delta") or {}).get("content"):
+                        delta = choice.get("delta") or {}
+                        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                            began = began or time.monotonic()
+                            is_thinking = True
+                            self.terminal.think(visible(thought))
+                        text = delta.get("content") or ""
+                        if is_thinking and (text := text.lstrip("\n")):
+                            is_thinking = False
+                            self.terminal.think("\n\n")
+                        if text:
                             began = began or time.monotonic()
                             parts.append(text)
                             self.terminal.write(visible(text))
         except KeyboardInterrupt:
             reason = "stopped"
         finally:
+            if is_thinking:
+                self.terminal.think("\n")
             if parts:
                 self.terminal.write("\n")
                 self.conversation.turns.append((question, "".join(parts)))

@@ -35,7 +35,13 @@ def run(settings: GatewaySettings, place: Place | None = None) -> int:
     died. place: which of several processes this is. Raise ConfigurationError for a bad model, key, certificate or port.
     """
     logs.setup("gateway", settings.log_level, settings.log_json)
-    model = ModelText(settings.model, settings.template_timeout_s, settings.tool_parser, settings.sampling_defaults)
+    model = ModelText(
+        settings.model,
+        settings.template_timeout_s,
+        settings.tool_parser,
+        settings.sampling_defaults,
+        settings.reasoning_parser,
+    )
     log.info("sampling defaults: %s", model.defaults)
     if problem := model.try_template():
         log.warning("the chat template does not render a plain message: %s", problem)

@@ -94,6 +94,7 @@ class GenerationSpec:
     logprobs: int | None = None  # most likely tokens returned beside each sampled one; None means no log-probabilities
     keep: int = 0  # return the best `keep` of each prompt's n choices; 0 means all
     tools: ToolUse | None = None
+    reasoning: str = ""  # where the prompt left the model (text/reasoning.py); empty: all text is content
     grammar_field: str = ""  # field of the body that brought the grammar of `sampling`
     prompt_tokens: int = 0  # counted from `prompts` unless given
 

@@ -148,6 +148,35 @@ def test_page_is_used_by_keyboard_alone(chat: Callable[..., Visit], replies: Rep
     assert {"theme", "settings-button", "new", "live", "model", "Copy", "Answer again"} <= seen
 
 
+def test_thinking_streams_into_a_block_that_is_closed(
+    tmp_path: Path, model: Path, redis_server: RedisServer, tokenizer: Tokenizer, open_page: OpenPage
+) -> None:
+    settings = {"served_model_name": "thinker", "reasoning_parser": "think"}
+    with led_gateway(tmp_path, model, redis_server, **settings) as (gateway, scheduler):
+        replies = Replies(scheduler, tokenizer)
+        visit = open_page(address=gateway.url + "/")
+        visit.says("#model", "thinker")
+        write(visit, "Hello")
+        claimed = replies.begin("<think>\nfoxes are ")
+        visit.says(".thinking p", "foxes are")
+        visit.says(".thinking summary", "Thinking…")
+        assert not visit.page.locator(".thinking p").is_visible(), "closed until it is opened"
+        visit.page.locator(".thinking summary").click()
+        assert visit.text(".thinking p").strip() == "foxes are"
+        assert visit.text(".answer .text") == ""
+        begun, rest = replies.ids("<think>\nfoxes are "), replies.ids("quick\n</think>\n\nThe fox")
+        replies.scheduler.publish(Line(claimed.id, len(begun), rest, finish=STOP))
+        replies.scheduler.end(claimed, [[*begun, *rest]], [STOP])
+        complete(visit)
+        assert visit.text(".answer .text") == "The fox"
+        assert visit.text(".thinking p").strip() == "foxes are quick"
+        assert visit.text(".thinking summary") == "Thinking"
+        visit.page.reload()
+        visit.says(".answer .text", "The fox")
+        assert visit.page.locator(".thinking").get_attribute("open") is None
+        assert visit.complaints == []
+
+
 def test_stop_button_cancels_and_an_answer_is_repeated_on_demand(chat: Callable[..., Visit], replies: Replies) -> None:
     visit = chat()
     write(visit, "Hello")

@@ -32,6 +32,7 @@ from services.gateway.errors import (
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
 from services.gateway.text.logprobs import Logprobs
+from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.stop import StopMatcher
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import CallPiece, ToolReader
@@ -102,6 +103,7 @@ class Row:
     error: str = ""
     logprobs: bytes = b""  # a record of each token, if the request asked (shared/text/logprobs.py)
     drafts: int = 0  # guesses in the step that brought the tokens
+    cached: int = 0  # prompt tokens that the prefix cache had, with the first token
 
 
 @dataclass(slots=True)
@@ -127,6 +129,7 @@ class RequestStream:
     record_bytes: int = 0  # of each token's log-probabilities
     accepted: int = 0  # guesses that were right, and the others
     rejected: int = 0
+    cached: dict[int, int] = field(default_factory=dict)  # choice -> prompt tokens that the prefix cache had
     received: list[int] = field(init=False)
     finished: list[bool] = field(init=False)
     left: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
@@ -166,6 +169,8 @@ class RequestStream:
         if row.drafts:
             accepted = min(max(len(row.tokens) - 1, 0), row.drafts)
             self.accepted, self.rejected = self.accepted + accepted, self.rejected + row.drafts - accepted
+        if row.cached:
+            self.cached[choice] = row.cached
         self.received[choice] = have + len(tokens)
         self.finished[choice] = row.finish != 0
         if late:
@@ -252,7 +257,15 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
     for index, request_id in enumerate(batch.requests):
         end = offset + counts[index]
         error = batch.errors.get(index, "")
-        row = Row(choices[index], tokens[offset:end], finish[index], error, logprobs[index], drafts[index])
+        row = Row(
+            choices[index],
+            tokens[offset:end],
+            finish[index],
+            error,
+            logprobs[index],
+            drafts[index],
+            batch.cached.get(index, 0),
+        )
         yield request_id, first[index], row
         offset = end
 
@@ -350,6 +363,7 @@ class Delta:
     token_ids: list[int]
     finish_reason: str | None
     calls: list[CallPiece] = field(default_factory=list)
+    reasoning: str = ""  # before the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +374,8 @@ class Usage:
     completion_tokens: int
     accepted: int = 0  # guesses of next tokens that were right, and the others
     rejected: int = 0
+    reasoning: int | None = None  # tokens of thinking; None of a request without
+    cached: int = 0  # prompt tokens that the prefix cache had
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
@@ -368,11 +384,15 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if self.cached:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached}
+        details: dict[str, int] = {}
+        if self.reasoning is not None:
+            details["reasoning_tokens"] = self.reasoning
         if self.accepted or self.rejected:
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self.accepted,
-                "rejected_prediction_tokens": self.rejected,
-            }
+            details |= {"accepted_prediction_tokens": self.accepted, "rejected_prediction_tokens": self.rejected}
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
 
@@ -381,8 +401,9 @@ class ChoiceText:
 
     # fmt: off
     __slots__ = (
-        "_detokenizer", "_has_offsets", "_include", "_length", "_matcher", "_min_tokens", "_silent", "_stop_ids",
-        "_tools", "calls", "count", "finish_reason", "is_plain", "offsets",
+        "_detokenizer", "_has_offsets", "_include", "_length", "_matcher", "_min_tokens", "_reader", "_silent",
+        "_stop_ids", "_tools", "calls", "count", "finish_reason", "is_plain", "offsets", "reasoning",
+        "reasoning_tokens",
     )
     # fmt: on
 
@@ -397,9 +418,14 @@ class ChoiceText:
         self.offsets: list[int] = []  # where in that text each token begins; only if an answer has it
         self._tools = None if spec.tools is None else ToolReader(spec.tools, spec.id, index)
         self.calls: list[CallPiece] = []  # of tools, by the last `feed`
+        self._reader = ReasoningReader(spec.reasoning) if spec.reasoning else None
+        self.reasoning = ""  # by the last `feed`
+        self.reasoning_tokens = 0  # with those of the marks
         self.count = 0
         self.finish_reason: str | None = None
-        self.is_plain = not (spec.stop or self._has_offsets or spec.tools)  # then `grow` does as `feed`
+        self.is_plain = not (
+            spec.stop or self._has_offsets or spec.tools or spec.reasoning
+        )  # then `grow` does as `feed`
         self._silent = frozenset() if self._include else self._stop_ids
 
     def grow(self, tokens: list[int]) -> str:
@@ -413,10 +439,41 @@ class ChoiceText:
 
     def feed(self, tokens: list[int], finish_reason: str | None) -> tuple[str, list[int], bool]:
         """Return text that can be shown, the tokens that count, and whether a stop string ended the choice here."""
-        text, used, stopped = self._feed(tokens, finish_reason)
+        self.reasoning = ""
+        if self._reader is None or self._reader.is_over:
+            text, used, stopped = self._feed(tokens, finish_reason)
+        else:
+            text, used, stopped = self._think(self._reader, tokens, finish_reason)
         if self._tools is not None:
             text = self._read_calls(self._tools, text)
         return text, used, stopped
+
+    def _think(
+        self, reader: ReasoningReader, tokens: list[int], finish_reason: str | None
+    ) -> tuple[str, list[int], bool]:
+        """Return as `feed` the text behind the thinking, which goes to `reasoning`. Thinking is read token by token:
+        how many tokens it has does not depend on how many came at once.
+        """
+        text, used, stopped = "", 0, False
+        while used < len(tokens) and not (reader.is_over or stopped):
+            is_last = used + 1 == len(tokens)
+            piece, _, stopped = self._feed(tokens[used : used + 1], finish_reason if is_last else None)
+            used += 1
+            text += self._split(reader.feed(piece))
+            if reader.has_thought:
+                self.reasoning_tokens = self.count
+        if not stopped and (used < len(tokens) or not tokens):
+            piece, counted, stopped = self._feed(tokens[used:], finish_reason)
+            used += len(counted)
+            text += self._split(reader.feed(piece))
+        if self.finish_reason is not None:
+            text += self._split(reader.flush())
+        return text, tokens[:used], stopped
+
+    def _split(self, parts: tuple[str, str]) -> str:
+        """Keep the thinking of two parts and return the text."""
+        self.reasoning += parts[0]
+        return parts[1]
 
     def _read_calls(self, tools: ToolReader, text: str) -> str:
         """Return the text without tool calls, which go to `calls`."""
@@ -523,7 +580,10 @@ class Generation:
     @property
     def usage(self) -> Usage:
         stream, tokens = self.stream, sum(choice.count for choice in self.choices)
-        return Usage(self.spec.prompt_tokens, tokens, stream.accepted, stream.rejected)
+        thought = sum(choice.reasoning_tokens for choice in self.choices) if self.spec.reasoning else None
+        # Of each prompt's first choice: later ones may find what it has computed.
+        cached = sum(stream.cached.get(choice, 0) for choice in range(0, self.spec.choices, self.spec.n))
+        return Usage(self.spec.prompt_tokens, tokens, stream.accepted, stream.rejected, thought, cached)
 
     def end_at(self, when: float) -> None:
         """End the request as past its deadline at time.monotonic() `when`, unless it has ended: a client that set one
@@ -571,7 +631,7 @@ class Generation:
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
             skipped = max(0, self._had[row.choice] - choice.count)
             text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
-            calls = choice.calls
+            calls, reasoning = choice.calls, choice.reasoning
             self._keep_logprobs(row, skipped, tokens)
             ended = choice.finish_reason
             beyond = self._had[row.choice] - choice.count  # see Position
@@ -584,10 +644,11 @@ class Generation:
             if choice.finish_reason is not None:
                 if beyond >= 2:
                     continue
-                text, calls = ("", []) if beyond == 1 else (text, calls)
+                text, calls, reasoning = ("", [], "") if beyond == 1 else (text, calls, reasoning)
             held = deltas.setdefault(row.choice, Delta(row.choice, "", [], None))
             held.text += text
             held.calls += calls
+            held.reasoning += reasoning
             held.token_ids = held.token_ids + tokens
             held.finish_reason = ended
         for number in self._held_finishes.take():
@@ -611,7 +672,7 @@ class Generation:
         skips_all = skipped >= len(tokens)
         _, _, stopped = choice.feed(tokens[:skipped], None)
         if stopped or (skips_all and reason is None):
-            choice.calls = []
+            choice.calls, choice.reasoning = [], ""
             return "", [], stopped
         return choice.feed(tokens[skipped:], reason)
 

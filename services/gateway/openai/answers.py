@@ -148,9 +148,11 @@ async def collect(generation: Generation, request: Request, fingerprint: str) ->
 
 async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
     """Return the body of the answer, once the request has ended. Raise ApiError."""
-    texts, ids, calls = await _run(generation)
+    texts, ids, calls, thoughts = await _run(generation)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
-    return answer(generation.spec, fingerprint, texts, ids, reasons, generation.usage, generation.logprobs, calls)
+    return answer(
+        generation.spec, fingerprint, texts, ids, reasons, generation.usage, generation.logprobs, calls, thoughts
+    )
 
 
 def answer(
@@ -162,6 +164,7 @@ def answer(
     usage: Usage,
     logprobs: Logprobs | None = None,
     calls: list[list[CallPiece]] | None = None,
+    thoughts: list[str] | None = None,
 ) -> dict[str, Any]:
     """Return OpenAI's completion or chat completion; with best_of, of the choices that are returned."""
     choices = []
@@ -169,7 +172,7 @@ def answer(
         text, entry = texts[index], None if logprobs is None else logprobs.take(index)
         choice: dict[str, Any] = {"index": number, "logprobs": entry, "finish_reason": reasons[index]}
         if spec.endpoint == "chat":
-            choice["message"] = _message(text, [] if calls is None else calls[index])
+            choice["message"] = _message(text, calls[index] if calls else [], thoughts[index] if thoughts else "")
         else:
             choice["text"] = spec.prompt_texts[index // spec.n] + text if spec.echo else text
         if spec.return_token_ids:
@@ -186,25 +189,31 @@ def answer(
     }
 
 
-def _message(text: str, calls: list[CallPiece]) -> dict[str, Any]:
-    """Return the message of an assistant that may have called tools."""
-    if not calls:
-        return {"role": "assistant", "content": text, "refusal": None}
-    bodies = [{key: value for key, value in call.body().items() if key != "index"} for call in merged(calls)]
-    return {"role": "assistant", "content": text or None, "refusal": None, "tool_calls": bodies}
+def _message(text: str, calls: list[CallPiece], reasoning: str) -> dict[str, Any]:
+    """Return the message of an assistant that may have thought and called tools."""
+    content = None if (calls or reasoning) and not text else text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        bodies = [{key: value for key, value in call.body().items() if key != "index"} for call in merged(calls)]
+        message["tool_calls"] = bodies
+    return message
 
 
-async def _run(generation: Generation) -> tuple[list[str], list[list[int]], list[list[CallPiece]]]:
-    """Read a request to its end; return text, token ids and tool calls of each choice."""
+async def _run(generation: Generation) -> tuple[list[str], list[list[int]], list[list[CallPiece]], list[str]]:
+    """Read a request to its end; return text, token ids, tool calls and thinking of each choice."""
     texts: list[list[str]] = [[] for _ in generation.choices]
     ids: list[list[int]] = [[] for _ in generation.choices]
     calls: list[list[CallPiece]] = [[] for _ in generation.choices]
+    thoughts: list[list[str]] = [[] for _ in generation.choices]
     while not generation.done:
         for delta in await generation.next():
             texts[delta.choice].append(delta.text)
             ids[delta.choice] += delta.token_ids
             calls[delta.choice] += delta.calls
-    return ["".join(parts) for parts in texts], ids, calls
+            thoughts[delta.choice].append(delta.reasoning)
+    return ["".join(parts) for parts in texts], ids, calls, ["".join(parts) for parts in thoughts]
 
 
 DONE = b"data: [DONE]\n\n"
@@ -272,7 +281,7 @@ class EventWriter:
         last = self._position.last  # moved before each event; its id includes it
         if self.is_plain and len(deltas) == 1 and (last[0] != NOTHING or not self._chat):
             delta = deltas[0]
-            if delta.finish_reason is None and not delta.calls:
+            if delta.finish_reason is None and not (delta.calls or delta.reasoning):
                 return self._more(delta.text)
         parts = []
         for delta in deltas:
@@ -281,11 +290,12 @@ class EventWriter:
                 last[delta.choice] = PREAMBLE
                 parts.append(self._raw(delta.choice, b'"delta":{"role":"assistant","content":""}', [], None))
             ids = delta.token_ids if self._spec.return_token_ids else []
-            if delta.text or delta.calls or (ids and delta.finish_reason is None):
+            has_part = delta.calls or delta.reasoning
+            if delta.text or has_part or (ids and delta.finish_reason is None):
                 last[delta.choice] = count - 1 if delta.finish_reason is None else count
                 logprobs = self._logprobs(delta.choice)
-                if delta.calls:  # one event with the text before them; its id includes both
-                    parts.append(self._raw(delta.choice, calls_delta(delta), ids, None, logprobs))
+                if has_part:  # one event with the text; its id includes all
+                    parts.append(self._raw(delta.choice, parts_delta(delta), ids, None, logprobs))
                 else:
                     parts.append(self._event(delta.choice, delta.text, ids, None, logprobs))
                 ids = []
@@ -446,10 +456,14 @@ def _failed() -> ApiError:
     return ApiError(500, "internal error; see the log of the gateway", code="internal_error")
 
 
-def calls_delta(delta: Delta) -> bytes:
-    """Return the delta of a chunk that has tool calls."""
-    content = {"content": delta.text} if delta.text else {}
-    return b'"delta":' + orjson.dumps({**content, "tool_calls": [call.body() for call in merged(delta.calls)]})
+def parts_delta(delta: Delta) -> bytes:
+    """Return the delta of a chunk that has thinking or tool calls."""
+    body: dict[str, Any] = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+    if delta.text:
+        body["content"] = delta.text
+    if delta.calls:
+        body["tool_calls"] = [call.body() for call in merged(delta.calls)]
+    return b'"delta":' + orjson.dumps(body)
 
 
 async def until_disconnect(receive: Receive) -> None:

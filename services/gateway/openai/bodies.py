@@ -175,6 +175,7 @@ MAX_BIAS = 300
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_DETOKENIZE = 1_000_000
+MAX_VARIABLES = 32
 INT64 = 1 << 63
 
 Priority = Literal["realtime", "high", "normal", "low"]
@@ -318,8 +319,19 @@ class CompletionBody(GenerationBody):
     suffix: Any = None
 
 
+class TemplateBody(Body):
+    """The fields that the chat template gets beside messages and tools."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[Annotated[str, StringConstraints(max_length=64)], Any] | None = Field(
+        None, max_length=MAX_VARIABLES
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
 class ChatMessage(Body):
-    """One message. `developer` is rendered as `system`."""
+    """One message. `developer` is rendered as `system`. reasoning: another name of reasoning_content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None  # only where tool_calls stand for it
@@ -330,9 +342,11 @@ class ChatMessage(Body):
     tool_calls: list[CalledTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_call_id: str | None = Field(None, min_length=1, max_length=256)
     function_call: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, TemplateBody):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -355,21 +369,19 @@ class ChatBody(GenerationBody):
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
     moderation: Any = None
     prompt_cache_options: Any = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """`POST /tokenize`: a prompt, or messages."""
 
     model: str | None = Field(None, max_length=256)
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -409,7 +421,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),

@@ -11,12 +11,13 @@ import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import ApiError, invalid, shown, untokenizable
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import ACCEPTED, GENERATION_ERRORS, serve
 from services.gateway.openai.bodies import (
     ChatBody,
     ChatMessage,
+    TemplateBody,
     check_length,
     check_model,
     check_output,
@@ -25,9 +26,12 @@ from services.gateway.openai.bodies import (
     room_after,
 )
 from services.gateway.openai.document import body_of, event_stream
-from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, plan_tools
+from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, binds_output, plan_tools
 from services.gateway.request import GenerationSpec, Limits
+from services.gateway.text.chat_template import RESERVED
+from services.gateway.text.reasoning import state_behind, state_within
 from services.gateway.text.tokenizer import ModelText
+from shared.text.tokenizer import TokenizerError
 
 
 def router(gateway: Gateway) -> APIRouter:
@@ -63,31 +67,82 @@ async def chat_spec(
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
         raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
-    tools = plan_tools(body, model) if body.model_fields_set & OUTPUT_FIELDS else ToolPlan()
-    prompt = await encode_messages(body.messages, model, limits, tools=tools.shown)
+    has_output_fields = not body.model_fields_set.isdisjoint(OUTPUT_FIELDS)
+    tools = plan_tools(body, model) if has_output_fields else ToolPlan()
+    is_bound = has_output_fields and binds_output(body, tools)
+    prompt = await encode_messages(body, body.messages, model, limits, tools.shown, is_bound)
     room = room_after(len(prompt), limits, "messages")
     if max_tokens is None:
         max_tokens = room
     check_output(max_tokens, len(prompt), room, limits, name)
     spec = generation_spec(body, model, limits, "chat", [prompt], [], max_tokens, False, request_id)
-    if body.model_fields_set & OUTPUT_FIELDS:
+    if has_output_fields:
         await bind_output(spec, body, model, tools, tenant)
+    if model.reasoning == "think" and not spec.sampling.grammar:
+        spec.reasoning = _state(body, prompt, model)
+        if spec.reasoning and model.hides_markers:
+            spec.skip_special_tokens = False  # thinking is found by them
     return spec
 
 
 async def encode_messages(
+    body: TemplateBody,
     messages: Sequence[ChatMessage],
     model: ModelText,
     limits: Limits,
-    add_generation_prompt: bool = True,
     tools: Sequence[dict[str, Any]] = (),
+    is_bound: bool = False,
 ) -> list[int]:
-    """Return token ids of a conversation. tools: those that the template is to show. Raise ApiError(400)."""
+    """Return token ids of a conversation. body: what else the template reads. tools: those that the template is to
+    show. is_bound: a grammar leaves no room for thinking. Raise ApiError(400).
+    """
     plain = plain_messages(messages)
-    size = sum(len(message["content"]) for message in plain)
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        text = "continue_final_message cannot be combined with add_generation_prompt, which begins another message"
+        raise invalid("continue_final_message", text)
+    if continues and (messages[-1].role != "assistant" or messages[-1].tool_calls):
+        text = "continue_final_message needs an assistant's message without tool_calls at the end of messages"
+        raise invalid("continue_final_message", f"{text}; got role {messages[-1].role!r}")
+    variables = template_variables(body, is_bound)
+    size = sum(len(message["content"]) + len(message.get("reasoning_content", "")) for message in plain)
     check_length(size // model.longest, limits, "messages")
+    prompts = not continues and body.add_generation_prompt is not False
     # Beside the event loop however short it is: another process renders it.
-    return await asyncio.to_thread(model.chat.encode, plain, add_generation_prompt, tools)
+    return await asyncio.to_thread(model.chat.encode, plain, prompts, tools, variables, continues)
+
+
+MAX_VARIABLE_BYTES = 16 * 1024
+STATE_TOKENS = 16
+"""The last of a prompt, which have a marker of thinking and the white space behind it."""
+
+
+def template_variables(body: TemplateBody, is_bound: bool) -> dict[str, Any]:
+    """Return the variables of the chat template that a body sets: `chat_template_kwargs` above the others. Raise
+    ApiError(400).
+    """
+    field, given = "chat_template_kwargs", body.chat_template_kwargs or {}
+    if taken := sorted(given.keys() & RESERVED):
+        raise invalid(field, f"{field} cannot set {', '.join(taken)}, which this server sets")
+    if (size := len(orjson.dumps(given))) > MAX_VARIABLE_BYTES:
+        raise invalid(field, f"{field} may have {MAX_VARIABLE_BYTES} bytes of JSON; got {size}")
+    found: dict[str, Any] = {}
+    if body.reasoning_effort not in (None, "none"):
+        found["reasoning_effort"] = body.reasoning_effort
+    if is_bound or body.reasoning_effort == "none":
+        found["enable_thinking"] = False
+    return found | given
+
+
+def _state(body: ChatBody, prompt: list[int], model: ModelText) -> str:
+    """Return where a prompt leaves the model, before, in or behind its thinking."""
+    content = plain_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
+    if content.strip():
+        return state_within(content)
+    try:
+        return state_behind(model.text.decode(prompt[-STATE_TOKENS:], skip_special=False))
+    except TokenizerError as error:
+        raise untokenizable("messages", error) from error
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:
@@ -102,7 +157,12 @@ def _plain(name: str, message: ChatMessage) -> dict[str, Any]:
         )
     if message.tool_calls and message.role != "assistant":
         raise invalid(f"{name}.tool_calls", f"only an assistant's message has tool_calls; got role {message.role!r}")
-    if message.content is None and not message.tool_calls:
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None and message.role != "assistant":
+        raise invalid(
+            f"{name}.reasoning_content", f"only an assistant's message has reasoning_content; got role {message.role!r}"
+        )
+    if message.content is None and not message.tool_calls and reasoning is None:
         raise _missing(f"{name}.content")
     if message.role == "tool" and message.tool_call_id is None:
         raise _missing(f"{name}.tool_call_id")
@@ -110,6 +170,8 @@ def _plain(name: str, message: ChatMessage) -> dict[str, Any]:
     if not isinstance(content, str):
         content = "".join(part.text for part in content)
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
     if message.name:
         plain["name"] = message.name
     if message.role == "tool":

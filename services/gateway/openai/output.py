@@ -81,6 +81,14 @@ def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
     return ToolPlan(use, dumped, grammar, _control_id(opening, model) is not None)
 
 
+def binds_output(body: StructuredBody, tools: ToolPlan) -> bool:
+    """Return whether a grammar is to bind the output from its first token."""
+    form = body.response_format
+    fields = StructuredBody.model_fields.keys() - {"response_format"}
+    has_form = form is not None and form.type != "text"
+    return bool(tools.grammar) or has_form or any(getattr(body, name) is not None for name in fields)
+
+
 async def bind_output(
     spec: GenerationSpec, body: GenerationBody, model: ModelText, tools: ToolPlan, tenant: str
 ) -> None:

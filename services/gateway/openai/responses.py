@@ -11,7 +11,7 @@ import re
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Request
@@ -51,7 +51,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "moderation": (),
     "prompt_cache_options": (),
-    "reasoning": ({}, {"effort": "none"}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -77,6 +76,14 @@ class TextOptions(Body):
     verbosity: Any = None
 
 
+class ReasoningOptions(Body):
+    """`reasoning`. effort: as `reasoning_effort` of chat. Thinking is returned as it is; summaries are not made."""
+
+    effort: Any = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
 class ResponseStreamOptions(Body):
     """`stream_options`."""
 
@@ -95,6 +102,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -127,7 +135,6 @@ class ResponsesBody(Body):
     max_tool_calls: Any = None
     moderation: Any = None
     prompt_cache_options: Any = None
-    reasoning: Any = None
     top_logprobs: Any = None
     truncation: Any = None
 
@@ -145,6 +152,8 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         fields["max_completion_tokens"] = body.max_output_tokens
     if body.text is not None:
         fields |= _text_options(body.text)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
     if body.tools:
         fields["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
@@ -162,6 +171,7 @@ def in_words_of_responses(error: ApiError) -> ApiError:
         (r"max_completion_tokens|max_tokens", "max_output_tokens"),
         (r"response_format", "text.format"),
         (r"verbosity", "text.verbosity"),
+        (r"reasoning_effort", "reasoning.effort"),
         (r"(tools\[\d+\]|tool_choice)\.function", r"\1"),
         (r"tool_choice\.allowed_tools", "tool_choice"),
     ):
@@ -188,8 +198,13 @@ def messages(body: ResponsesBody) -> list[dict[str, Any]]:
             text = f"{where}.type {shown(kind)} is not supported; supported are {', '.join(ITEMS)}"
             raise invalid("input", text, "unsupported_parameter")
         message = ITEMS[kind](item, where)
-        if kind == "function_call" and found and "tool_calls" in found[-1]:
-            found[-1]["tool_calls"] += message["tool_calls"]  # calls of one turn are one message
+        last = found[-1] if found else {}
+        if kind == "function_call" and "tool_calls" in last:
+            last["tool_calls"] += message["tool_calls"]  # calls of one turn are one message
+        elif message["role"] == "assistant" and last.keys() == {"role", "reasoning_content"}:
+            last.update(
+                message | {"reasoning_content": last["reasoning_content"] + message.get("reasoning_content", "")}
+            )
         else:
             found.append(message)
     return found
@@ -215,10 +230,23 @@ def _function_output(item: dict[str, Any], where: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content}
 
 
-ITEMS = {"message": _message, "function_call": _function_call, "function_call_output": _function_output}
+def _reasoning(item: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the thinking before an answer or a call, which becomes one message with it. A summary is left out."""
+    _check_names(item, ("type", "content", "summary", "encrypted_content", "id", "status"), where)
+    if item.get("encrypted_content") is not None:
+        text = f"{where}.encrypted_content is not supported: this server encrypts none; send content"
+        raise invalid("input", text, "unsupported_parameter")
+    content = _content(item["content"], f"{where}.content", ("reasoning_text",)) if item.get("content") else ""
+    return {"role": "assistant", "reasoning_content": content}
 
 
-def _content(content: Any, where: str) -> str:
+ITEMS = {
+    "message": _message, "function_call": _function_call, "function_call_output": _function_output,
+    "reasoning": _reasoning,
+}  # fmt: skip
+
+
+def _content(content: Any, where: str, kinds: tuple[str, ...] = PARTS) -> str:
     """Return the text of a string or of parts that are text."""
     if isinstance(content, str):
         return content
@@ -227,8 +255,8 @@ def _content(content: Any, where: str) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in PARTS:
-            text = f"{where}[{index}].type must be one of {', '.join(PARTS)}; got {shown(kind)}"
+        if kind not in kinds:
+            text = f"{where}[{index}].type must be one of {', '.join(kinds)}; got {shown(kind)}"
             raise invalid("input", text, "unsupported_parameter")
         _check_names(part, ("type", "text", "annotations", "logprobs"), f"{where}[{index}]")
         texts.append(_string(part, "text", f"{where}[{index}]"))
@@ -301,7 +329,7 @@ def shell(
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "store": False,
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}} | text,
@@ -314,8 +342,9 @@ def shell(
     }
 
 
-def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, int]) -> dict[str, Any]:
+def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, usage: dict[str, Any]) -> dict[str, Any]:
     """Return the response at its end. usage: as of chat."""
+    thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     incomplete = INCOMPLETE.get(reason)
     return shell | {
         "status": "incomplete" if incomplete else "completed",
@@ -323,9 +352,9 @@ def finished(shell: dict[str, Any], output: list[dict[str, Any]], reason: str, u
         "output": output,
         "usage": {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},  # what the prefix cache spared is not counted by request
+            "input_tokens_details": {"cached_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": usage["total_tokens"],
         },
     }
@@ -337,7 +366,10 @@ def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     message, reason = choice["message"], choice["finish_reason"]
     calls = message.get("tool_calls") or []
     items = []
-    if message["content"] or not calls:
+    thought = message.get("reasoning_content")
+    if thought:
+        items.append(reasoning_item(shell["id"], thought, _status(reason) if not message["content"] else "completed"))
+    if message["content"] or not (calls or thought):
         items.append(message_item(shell["id"], message["content"] or "", _status(reason)))
     for index, call in enumerate(calls):
         status = _call_status(reason, is_last=index == len(calls) - 1)
@@ -376,6 +408,13 @@ def message_item(response_id: str, text: str, status: str) -> dict[str, Any]:
     return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 
+def reasoning_item(response_id: str, text: str, status: str) -> dict[str, Any]:
+    """Return the thinking of a response; without its part while that is not begun."""
+    content = [] if status == "in_progress" else [{"type": "reasoning_text", "text": text}]
+    item_id = "rs_" + response_id.removeprefix("resp_")
+    return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
+
+
 def call_item(response_id: str, index: int, call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
     """Return a call of a function."""
     item_id = f"fc_{response_id.removeprefix('resp_')}_{index}"
@@ -394,8 +433,8 @@ def _call_status(reason: str, is_last: bool) -> str:
     return "incomplete" if reason == "stop" and is_last else _status(reason)
 
 
-MESSAGE = -1
-"""The key of the message among the items of a stream; calls have their index."""
+MESSAGE, REASONING = -1, -2
+"""The keys of the message and of the thinking among the items of a stream; calls have their index."""
 
 
 @dataclass(slots=True)
@@ -425,6 +464,8 @@ class ResponseEvents:
         """Return events of one delivery; empty when all its text is still held back."""
         parts = []
         for delta in deltas:
+            if delta.reasoning:
+                parts.append(self._thought(delta.reasoning))
             if delta.text:
                 parts.append(self._text(delta.text))
             parts += [self._call(piece) for piece in delta.calls]
@@ -436,7 +477,10 @@ class ResponseEvents:
         events = b"" if self._items else self._message()[1]
         output = []
         for key, item in self._items.items():
-            status = _status(reason) if key == MESSAGE else _call_status(reason, is_last=key == max(self._items))
+            if key == REASONING:
+                status = _status(reason) if len(self._items) == 1 else "completed"
+            else:
+                status = _status(reason) if key == MESSAGE else _call_status(reason, is_last=key == max(self._items))
             done, event = self._done(key, item, status)
             output.append(done)
             events += event + self._event("response.output_item.done", output_index=item.at["output_index"], item=done)
@@ -453,6 +497,16 @@ class ResponseEvents:
         item, events = self._message()
         item.pieces.append(text)
         return events + self._event("response.output_text.delta", **item.at, content_index=0, delta=text, logprobs=[])
+
+    def _thought(self, text: str) -> bytes:
+        events = b""
+        if REASONING not in self._items:
+            begun, part = reasoning_item(self._shell["id"], "", "in_progress"), {"type": "reasoning_text", "text": ""}
+            item, events = self._begin(REASONING, begun)
+            events += self._event("response.content_part.added", **item.at, content_index=0, part=part)
+        item = self._items[REASONING]
+        item.pieces.append(text)
+        return events + self._event("response.reasoning_text.delta", **item.at, content_index=0, delta=text)
 
     def _message(self) -> tuple[_Item, bytes]:
         """Return the message and its one part, begun when they are first needed."""
@@ -481,6 +535,11 @@ class ResponseEvents:
     def _done(self, key: int, item: _Item, status: str) -> tuple[dict[str, Any], bytes]:
         """Return an item at its end, and the events with its content."""
         whole = "".join(item.pieces)
+        if key == REASONING:
+            done = reasoning_item(self._shell["id"], whole, status)
+            events = self._event("response.reasoning_text.done", **item.at, content_index=0, text=whole)
+            part = done["content"][0]
+            return done, events + self._event("response.content_part.done", **item.at, content_index=0, part=part)
         if key != MESSAGE:
             done = item.begun | {"status": status, "arguments": whole}
             name = done["name"]

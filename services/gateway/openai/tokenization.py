@@ -10,7 +10,7 @@ from starlette.responses import Response
 from services.gateway.errors import invalid
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import json_response
-from services.gateway.openai.bodies import DetokenizeBody, TokenizeBody, check_model, read_body
+from services.gateway.openai.bodies import DetokenizeBody, TemplateBody, TokenizeBody, check_model, read_body
 from services.gateway.openai.chat import encode_messages
 from services.gateway.openai.completions import THREAD_TOKENS, decode, encode_text
 from services.gateway.openai.document import FOUND, body_of, errors
@@ -34,11 +34,11 @@ def router(gateway: Gateway) -> APIRouter:
                 raise invalid(
                     "add_special_tokens", "add_special_tokens is for prompt only; a chat template adds its own"
                 )
-            generation = body.add_generation_prompt is not False
-            tokens = await encode_messages(body.messages, gateway.model, limits, generation)
+            tokens = await encode_messages(body, body.messages, gateway.model, limits)
         else:
-            if body.add_generation_prompt is not None:
-                raise invalid("add_generation_prompt", "add_generation_prompt is for messages only")
+            for name in TemplateBody.model_fields:
+                if getattr(body, name) is not None:
+                    raise invalid(name, f"{name} is for messages only")
             tokens = await encode_text(body.prompt or "", gateway.model, limits, body.add_special_tokens is not False)
         answer = {"count": len(tokens), "max_model_len": limits.max_model_len, "tokens": tokens}
         if body.return_token_strs:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -67,6 +68,11 @@ class Renderer:
 
 
 Message = Mapping[str, Any]
+RESERVED = frozenset({
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "self", "raise_exception",
+    "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token",
+})  # fmt: skip
+"""Names of the context and of its functions."""
 
 
 class ChatTemplate:
@@ -90,19 +96,32 @@ class ChatTemplate:
         self._special_ids = frozenset(self._specials.values())
 
     def encode(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] = ()
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Message] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        continues: bool = False,
     ) -> list[int]:
         """Return token ids of a conversation. Raise ApiError(400) with the template's words when it refuses, and where
         there is no template.
 
-        tools: the functions that the model may call, in OpenAI's form.
+        tools: the functions that the model may call, in OpenAI's form. variables: what else the template may read, none
+        of RESERVED. continues: end the text behind the content of the final message, for the model to go on with.
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions", "no_chat_template")
         hidden = _Hidden(self._pattern)
-        text = self._render(
-            self._template, hidden.hide(list(messages)), hidden.hide(list(tools)), add_generation_prompt
-        )
+        shown = [dict(message) for message in messages]
+        if continues:
+            shown[-1]["content"] += hidden.end
+        context = hidden.hide({"messages": shown, "tools": list(tools) or None, **variables})
+        text = self._render(self._template, {**context, "add_generation_prompt": add_generation_prompt})
+        if continues:
+            text, found, _ = text.rpartition(hidden.end)
+            if not found:
+                field = "continue_final_message"
+                raise invalid(field, f"{field}: the model's chat template does not show the final message")
         written = 0
         if self._pattern is not None:
             text, written = self._pattern.subn(lambda match: self._renamed[match.group()], text)
@@ -125,21 +144,9 @@ class ChatTemplate:
         if self._template is not None:
             self._template.close()
 
-    def _render(
-        self,
-        template: Renderer,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
-        add_generation_prompt: bool,
-    ) -> str:
+    def _render(self, template: Renderer, context: dict[str, Any]) -> str:
         try:
-            return template.render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._names,
-            )
+            return template.render(**{"documents": None, **context, **self._names})
         except jinja2.TemplateError as error:
             raise invalid("messages", f"the model's chat template refused the messages: {error}") from error
         except Exception as error:  # a template is a program; it must not bring the gateway down
@@ -152,6 +159,7 @@ class _Hidden:
     def __init__(self, pattern: re.Pattern[str] | None) -> None:
         self._pattern = pattern
         self._nonce = secrets.token_hex(12)
+        self.end = f"\ue000{self._nonce}-end\ue001"
         self._texts: list[str] = []
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from services.gateway.request import SamplingDefaults
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
+from services.gateway.text.reasoning import CLOSING, OPENING, markers_of
 from services.gateway.text.tools.formats import format_of
 from shared.errors import ModelError
 from shared.gguf.reader import is_gguf
@@ -39,11 +40,13 @@ class ModelText:
         template_timeout_s: float = 2.0,
         tool_parser: str = "auto",
         sampling_defaults: str = "model",
+        reasoning_parser: str = "auto",
     ) -> None:
         """Load a model directory. Raise ModelError.
 
         template_timeout_s: processor time of the chat template for one conversation. tool_parser: the format in which
-        the model writes calls of tools; auto reads it from the template. sampling_defaults: as that setting.
+        the model writes calls of tools; auto reads it from the template. sampling_defaults, reasoning_parser: as those
+        settings.
         """
         directory = Path(directory)
         if not directory.is_dir() and not is_gguf(directory):
@@ -70,7 +73,17 @@ class ModelText:
         self.eos_ids = end_ids(directory)
         self.defaults = _defaults(directory) if sampling_defaults == "model" else SamplingDefaults()
         self.tool_format = "none" if tool_parser == "auto" else tool_parser
-        self.chat = self._template(directory, tokenizer_config, names, template_timeout_s, tool_parser)
+        source = _template_source(directory, tokenizer_config)
+        if source is not None and tool_parser == "auto":
+            self.tool_format = format_of(source)
+        added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
+        self.reasoning = markers_of(source or "", added) if reasoning_parser == "auto" else reasoning_parser
+        self.hides_markers = not {OPENING, CLOSING}.isdisjoint(self.tokens(self.text.special))
+        """Whether text without control tokens lacks the marks of thinking."""
+        try:
+            self.chat = ChatTemplate(source, self._bounded, names, template_timeout_s)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template of {directory} does not compile: {error}") from error
         self.longest = self.text.longest
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
@@ -102,23 +115,9 @@ class ModelText:
         self.chat.close()
         self.grammars.close()
 
-    def tokens(self, ids: Sequence[int]) -> list[str]:
+    def tokens(self, ids: Iterable[int]) -> list[str]:
         """Return the vocabulary's strings of some ids."""
         return [self.tokenizer.id_to_token(id_) or "" for id_ in ids]
-
-    def _template(
-        self, directory: Path, config: dict[str, Any], names: dict[str, str], timeout_s: float, tool_parser: str
-    ) -> ChatTemplate:
-        path = directory / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-        if isinstance(source, list):
-            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
-        if source is not None and tool_parser == "auto":
-            self.tool_format = format_of(source)
-        try:
-            return ChatTemplate(source, self._bounded, names, timeout_s)
-        except jinja2.TemplateError as error:
-            raise ModelError(f"the chat template of {directory} does not compile: {error}") from error
 
 
 _BOUNDS = {
@@ -142,6 +141,14 @@ def _defaults(directory: Path) -> SamplingDefaults:
             continue
         found[name] = max(0, int(value)) if name == "top_k" else float(value)
     return SamplingDefaults(**found)
+
+
+def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(source, list):
+        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+    return source
 
 
 def _context(directory: Path, config: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ const MOST_CHARACTERS = 1_000_000;
 const DEMO_MODEL = "demo-model";
 const by = (id) => document.getElementById(id);
 
-const turns = []; // {question, answer, note, error}
+const turns = []; // {question, answer, thinking, note, error}
 const views = []; // what shows each turn
 let running = null; // the AbortController of the answer that runs
 
@@ -60,21 +60,27 @@ class View {
     this.mine.append(element("p", "", turn.question));
     this.answer = element("article", "answer");
     this.answer.setAttribute("aria-label", "Answer");
+    this.thinking = element("details", "thinking");
+    this.thought = element("p", "");
+    this.thinking.append(element("summary", "", "Thinking"), this.thought);
     this.text = element("div", "text");
     this.error = element("p", "error");
     this.error.setAttribute("role", "alert");
     this.foot = element("div", "foot");
-    this.answer.append(this.text, this.error, this.foot);
+    this.answer.append(this.thinking, this.text, this.error, this.foot);
     this.markdown = new Markdown(this.text);
     by("log").append(this.mine, this.answer);
     this.show();
   }
 
   show() {
-    const { answer, error, note } = this.turn;
+    const { answer, thinking, error, note } = this.turn;
     const isRunning = running !== null && turns.at(-1) === this.turn;
     const follows = nearEnd();
     this.text.setAttribute("aria-busy", String(isRunning)); // read out when it is complete
+    this.thinking.hidden = !thinking;
+    if (this.thought.textContent !== thinking) this.thought.textContent = thinking ?? "";
+    this.thinking.firstChild.textContent = isRunning && !answer ? "Thinking…" : "Thinking";
     this.markdown.show(answer);
     this.error.hidden = !error;
     if (this.error.textContent !== error) this.error.textContent = error;
@@ -141,7 +147,7 @@ async function answer() {
   const turn = turns.at(-1);
   const view = views.at(-1);
   const controller = new AbortController();
-  Object.assign(turn, { answer: "", note: "", error: "" });
+  Object.assign(turn, { answer: "", thinking: "", note: "", error: "" });
   setRunning(controller);
   if (!by("model").value) await models(); // the server was not there when the page was opened
   by("state").textContent = "Waiting for the first token";
@@ -160,17 +166,19 @@ async function answer() {
         if (!choice) continue;
         measured.reason = choice.finish_reason ?? measured.reason;
         const text = choice.delta?.content ?? "";
-        if (!text) continue;
+        const thought = choice.delta?.reasoning_content ?? "";
+        if (!text && !thought) continue;
         measured.first();
-        turn.answer += text;
-        by("state").textContent = "Answering";
+        turn.thinking = (turn.thinking + thought).replace(/^\n+/, "");
+        turn.answer = turn.thinking ? (turn.answer + text).replace(/^\n+/, "") : turn.answer + text;
+        by("state").textContent = turn.answer ? "Answering" : "Thinking";
         drawing ||= requestAnimationFrame(() => {
           drawing = 0;
           view.show();
         });
       }
     });
-    turn.note = turn.answer ? measured.text() : "the answer is empty";
+    turn.note = turn.answer || turn.thinking ? measured.text() : "the answer is empty";
   } catch (error) {
     if (error.name === "AbortError") turn.note = `stopped by you${measured.text() && `, ${measured.text()}`}`;
     else turn.error = error instanceof ServerError ? error.message : `The page failed: ${error.message}`;
@@ -214,7 +222,7 @@ function send() {
   if (!question || running) return;
   by("prompt").value = "";
   grow();
-  const turn = { question, answer: "", note: "", error: "" };
+  const turn = { question, answer: "", thinking: "", note: "", error: "" };
   turns.push(turn);
   views.push(new View(turn));
   showEmpty();

@@ -406,6 +406,8 @@ class Admission:
         run = []
         for slot, candidate in zip(slots.tolist(), entering, strict=True):
             sequence = candidate.sequence
+            if sequence.cached < 0:
+                sequence.cached = (candidate.hit.gpu.size + candidate.hit.host.size) * limits.block_size
             if sequence.lost:
                 state.counters.recomputed_tokens += max(min(sequence.lost, sequence.known) - sequence.prefix.hits, 0)
                 sequence.lost = 0

@@ -53,6 +53,7 @@ class Columns:
     tokens: Int32
     counts: Int32 | None  # tokens of each row; None: one
     drafts: Int32 | None  # guesses in the step of each row; None: no guess
+    cached: dict[int, int]  # as of Outcome
     finish: npt.NDArray[np.uint8]
     waits_ns: npt.NDArray[np.int64]
     logprobs: Records | None
@@ -110,7 +111,7 @@ class OutcomeBuilder:
             outcome.counts = _ones(columns.first.size) if columns.counts is None else columns.counts
             outcome.logprobs = columns.logprobs
             outcome.drafts = columns.drafts if columns.drafts is not None else outcome.drafts
-            outcome.waits_ns = columns.waits_ns
+            outcome.waits_ns, outcome.cached = columns.waits_ns, columns.cached
         if self.rows:
             self._merge(outcome)
         return outcome
@@ -138,6 +139,8 @@ class OutcomeBuilder:
         outcome.waits_ns = np.concatenate([outcome.waits_ns, np.array([row.wait_ns for row in rows], np.int64)])[order]
         outcome.counts, outcome.tokens = counts[order], tokens[which]
         outcome.requests, outcome.gateways = [requests[i] for i in order], [gateways[i] for i in order]
+        if outcome.cached:
+            outcome.cached = {row: outcome.cached[i] for row, i in enumerate(order) if i in outcome.cached}
         outcome.errors = {
             row: rows[i - base].error for row, i in enumerate(order) if i >= base and rows[i - base].error
         }

@@ -251,6 +251,7 @@ class Results:
         waits = now_ns - table.last_token_ns[:size]
         np.copyto(table.last_token_ns[:size], now_ns, where=samples)
         self.tokens_total += rows.size if counts is None else int(counts.sum())
+        cached = self._cached(replica, delivery.rows, first)
         done = table.applied[:size] >= table.limit[:size]
         done &= samples
         if stopped is not None:
@@ -275,7 +276,16 @@ class Results:
                 self._endings.end(sequence, Finish(int(kinds[row])), "", out)
         records = logprobs[which] if logprobs is not None else None
         drafts = step.drafts[at] if counts is not None and step.drafts is not None else None
-        return Columns(delivery, first[at], tokens[which], counts, drafts, finish, waits[at], records)
+        return Columns(delivery, first[at], tokens[which], counts, drafts, cached, finish, waits[at], records)
+
+    @staticmethod
+    def _cached(replica: Replica, at: RowIndex, first: Int32) -> dict[int, int]:
+        """Return, by row of the Outcome, the prompt tokens that the prefix cache had, of rows with a first token."""
+        if replica.prefix_cache is None or (starts := first[at]).all():
+            return {}
+        rows, table = np.arange(first.size)[at], replica.table
+        found = [(row, table.sequence[rows[row]].cached) for row in np.flatnonzero(starts == 0).tolist()]
+        return {row: cached for row, cached in found if cached > 0}
 
     def _checkpoints(self, replica: Replica, going: Bool, now_ns: int, out: OutcomeBuilder) -> None:
         """Checkpoint the rows of `going`, [n] of the first n rows, that have enough tokens since their last one."""

@@ -175,6 +175,7 @@ class Outcome:
     waits_ns: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     finish: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     errors: dict[int, str] = field(default_factory=dict)  # row -> message
+    cached: dict[int, int] = field(default_factory=dict)  # row of a first token -> prompt tokens from the prefix cache
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)  # id, choice, first index, tokens
     started: list[str] = field(default_factory=list)  # requests that got their first slot
     ended: list[FinishedRequest] = field(default_factory=list)

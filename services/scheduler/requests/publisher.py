@@ -93,6 +93,7 @@ def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
             finish=np.ascontiguousarray(outcome.finish[begin:end], dtype=np.uint8).tobytes(),
             errors={row - begin: text for row, text in outcome.errors.items() if begin <= row < end},
             drafts=pack(outcome.drafts[begin:end]),
+            cached={row - begin: tokens for row, tokens in outcome.cached.items() if begin <= row < end},
             **logprobs,
         )
         result.append((names[begin], batch.SerializeToString()))

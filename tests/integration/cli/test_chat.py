@@ -35,6 +35,7 @@ class OpenAI:
     """Streams `pieces` to each question. `hold`: waits behind the first piece until it is set or the client leaves."""
 
     pieces: list[str] = field(default_factory=lambda: ["Hel", "lo"])
+    thoughts: list[str] = field(default_factory=list)
     key: str = ""
     refusal: tuple[int, str] | None = None
     broken: bool = False
@@ -66,6 +67,8 @@ class OpenAI:
                     outer.left.set()
 
             def stream(self) -> None:
+                for thought in outer.thoughts:
+                    self.event({"choices": [{"delta": {"reasoning_content": thought}}]})
                 for piece in outer.pieces:
                     self.event({"choices": [{"delta": {"content": piece}}]})
                     while outer.hold and not outer.hold.wait(0.02):
@@ -118,6 +121,7 @@ class Typed:
     keys: list[str] = field(default_factory=list)
     is_interactive: bool = True
     shown: str = ""
+    thoughts: str = ""
     notes: list[str] = field(default_factory=list)
 
     def read(self, prompt: str) -> str:
@@ -127,6 +131,9 @@ class Typed:
 
     def write(self, text: str) -> None:
         self.shown += text
+
+    def think(self, text: str) -> None:
+        self.thoughts += text
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -154,6 +161,26 @@ def test_answer_is_streamed_and_the_history_is_sent(server: OpenAI) -> None:
     assert said(second) == [*said(first), ("assistant", "Hello"), ("user", "And?")]
     assert "7 tokens, first token" in terminal.notes[1]
     assert "cut at the limit of tokens" in terminal.notes[1]
+
+
+def test_thinking_is_shown_apart_and_not_sent_again(server: OpenAI) -> None:
+    server.thoughts, server.pieces = ["\nhm", "\x1b[2J\n"], ["\n\n", "Hello"]
+    terminal = talk(server, "Hi", "And?")
+    assert terminal.shown == "Hello\nHello\n\n"
+    assert terminal.thoughts == "\nhm\u241b[2J\n\n\n" * 2
+    assert said(server.bodies[1])[1] == ("assistant", "Hello")
+    server.pieces = []
+    assert talk(server, "Hi").thoughts == "\nhm\u241b[2J\n\n", "an answer that was cut within its thinking"
+
+
+def test_thinking_is_dim_on_a_terminal_and_left_out_of_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat.Console().think("hm")
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    chat.Console().think("hm")
+    assert capsys.readouterr().out == "\x1b[2mhm\x1b[0m"
 
 
 def test_message_may_have_several_lines(server: OpenAI) -> None:

@@ -51,6 +51,7 @@ class Line:
     error: str = ""
     logprobs: Sequence[bytes] = ()  # a record for each token
     drafts: int = 0  # guesses of the step
+    cached: int = 0  # prompt tokens that the prefix cache had
 
 
 @dataclass
@@ -167,6 +168,7 @@ class ScriptedScheduler:
             errors={row: line.error for row, line in enumerate(lines) if line.error},
             logprobs=b"".join(record for line in lines for record in line.logprobs),
             logprob_sizes=pack([sum(map(len, line.logprobs)) for line in lines]),
+            cached={row: line.cached for row, line in enumerate(lines) if line.cached},
             drafts=pack([line.drafts for line in lines]) if any(line.drafts for line in lines) else b"",
         )
 

@@ -50,6 +50,31 @@ def test_calls_of_one_turn_become_one_message() -> None:
     assert [(message.tool_call_id, message.content) for message in chat.messages[2:]] == [("c1", "7"), ("c2", "8")]
 
 
+def test_thinking_belongs_to_the_answer_or_call_behind_it() -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "add"},
+        thought,
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "7"},
+        {"type": "reasoning", "summary": []},
+        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": "thanks"},
+    ]
+    chat = chat_body(body(input=items, tools=[TOOL], reasoning={"effort": "low"}))
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "assistant", "user"]
+    assert [message.reasoning_content for message in chat.messages] == [None, "hm", None, "", None]
+    assert [one.id for one in chat.messages[1].tool_calls or []] == ["c1"]
+    assert chat.messages[3].content == "7" and chat.reasoning_effort == "low"
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    with pytest.raises(ApiError, match="encrypted_content is not supported"):
+        chat_body(body(input=[sealed, {"role": "user", "content": "x"}]))
+    with pytest.raises(ApiError) as refused:
+        chat_body(body(reasoning={"effort": "huge"}))
+    assert "'reasoning.effort'" in refused.value.message and refused.value.param == "reasoning.effort"
+
+
 def test_tools_choice_and_format_become_those_of_chat() -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
     chat = chat_body(body(tools=[TOOL], tool_choice={"type": "function", "name": "add"}, text={"format": form}))
@@ -75,6 +100,7 @@ def test_tools_choice_and_format_become_those_of_chat() -> None:
         ("verbosity is not supported", "verbosity", "text.verbosity is not supported", "text.verbosity"),
         ("tools[1].function.x is unknown", "tools[1].function.x", "tools[1].x is unknown", "tools[1].x"),
         ("tool_choice.allowed_tools.tools[0].function.name", "tool_choice", "tool_choice.tools[0].name", "tool_choice"),
+        ("reasoning_effort is wrong", "reasoning_effort", "reasoning.effort is wrong", "reasoning.effort"),
         ("temperature is wrong", "temperature", "temperature is wrong", "temperature"),
     ],
 )
@@ -107,13 +133,26 @@ CALLS = [
         ),
         ([Delta(0, "hello", [1], "stop")], {"content": "hello"}),
         ([Delta(0, "", [1], "length")], {"content": ""}),
+        (
+            [Delta(0, "", [1], None, reasoning="hm"), Delta(0, "so", [2], None, reasoning="!"), *PIECES[1:]],
+            {"content": "so see", "reasoning_content": "hm!", "tool_calls": CALLS},
+        ),
+        ([Delta(0, "", [1], "length", reasoning="hm")], {"content": None, "reasoning_content": "hm"}),
     ],
-    ids=["text and calls", "a call that a stop cut", "a call alone", "text alone", "nothing"],
+    ids=[
+        "text and calls",
+        "a call that a stop cut",
+        "a call alone",
+        "text alone",
+        "nothing",
+        "thinking before all",
+        "thinking that was cut",
+    ],
 )
 def test_response_events_add_up_to_the_response(deltas: list[Delta], message: dict[str, Any]) -> None:
     reason = deltas[-1].finish_reason
     begun = shell(body(), "resp_1", 5)
-    usage = Usage(3, 4)
+    usage = Usage(3, 4, reasoning=2)
     generation: Any = SimpleNamespace(choices=[SimpleNamespace(finish_reason=reason)])
     writer = ResponseEvents(generation, begun)
     told = writer.echo() + b"".join(writer.events([delta]) for delta in deltas) + writer.end(usage)
@@ -121,6 +160,7 @@ def test_response_events_add_up_to_the_response(deltas: list[Delta], message: di
     choice = {"message": message, "finish_reason": reason}
     expected = of_chat(begun, {"choices": [choice], "usage": usage.body()})
     assert events[-1]["response"] == expected
+    assert expected["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
     types = [event["type"] for event in events]
     assert types[:2] == ["response.created", "response.in_progress"]
     assert types[-2:] == ["response.output_item.done", f"response.{expected['status']}"]

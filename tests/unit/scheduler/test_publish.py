@@ -32,6 +32,7 @@ def outcome() -> Outcome:
         waits_ns=np.array([2_000_000, -1, 40_000_000], np.int64),
         finish=np.array([Finish.RUNNING, Finish.CANCELLED, Finish.ERROR], np.uint8),
         errors={2: "it broke"},
+        cached={2: 4},
         checkpoints=[("a", 0, 2, np.array([10, 11], np.int32))],
         started=["c"],
         ended=[FinishedRequest(rows[2], [np.array([22], np.int32)], [Finish.ERROR], "it broke")],
@@ -46,10 +47,10 @@ def test_each_gateway_gets_one_entry_with_its_rows_alone() -> None:
     assert unpack(batch.counts).tolist() == [1, 0]
     assert unpack(batch.tokens).tolist() == [11]
     assert list(batch.finish) == [Finish.RUNNING, Finish.CANCELLED]
-    assert not batch.errors
+    assert not batch.errors and not batch.cached
     batch = queue_pb2.TokenBatch.FromString(two)
     assert unpack(batch.tokens).tolist() == [22]
-    assert dict(batch.errors) == {0: "it broke"}
+    assert dict(batch.errors) == {0: "it broke"} and dict(batch.cached) == {0: 4}
 
 
 def test_an_outcome_without_rows_makes_no_entry() -> None:

@@ -50,6 +50,14 @@ def test_text_after_a_token_does_not_depend_on_later_tokens(tokens: list[int], o
     assert a[: len(tokens)] == b[: len(tokens)]
 
 
+def test_usage_counts_cached_tokens_of_each_prompts_first_choice() -> None:
+    running, stream, _ = generation(spec(prompts=[[50] * 9, [50] * 5], n=2, stop_ids=[]))
+    for choice, cached in enumerate([4, 8, 0, 4]):
+        stream.offer(Row(choice, [50], 2, cached=cached), 0)
+    asyncio.run(running.next(0.0))
+    assert running.usage.body()["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
 def test_stop_string_before_min_tokens_ends_nothing() -> None:
     tokens = model().encode("a.b.c")
     first_dot = next(n for n in range(1, 9) if "." in model().text.decode(tokens[:n]))

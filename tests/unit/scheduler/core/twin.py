@@ -230,6 +230,7 @@ class House:
         self.errors: dict[str, str] = {}
         self.started: list[str] = []
         self.heard: dict[tuple[str, int], int] = {}  # when the last token came; at first the arrival
+        self.cached: dict[tuple[str, int], int] = {}  # tokens with KV when its worker first heard of it
         self.tiers: dict[str, Kv] = {}
         self.most = 0
         self.join(limits)
@@ -272,6 +273,8 @@ class House:
         if outcome is not None:
             self.take(outcome)
         if step is not None:
+            for enter in step.enters:
+                self.cached.setdefault((enter.request.id, enter.choice), enter.computed)
             self.workers[replica].queue.append(step)
         return step
 
@@ -309,6 +312,8 @@ class House:
             assert outcome.waits_ns[i] == (self.now - self.heard[key] if count else -1)
             if count:
                 self.heard[key] = self.now
+            is_first = count > 0 and outcome.first[i] == 0
+            assert outcome.cached.get(i, 0) == (self.cached[key] if is_first else 0)
             self.published[key] += outcome.tokens[at : at + count].tolist()
             at += count
             if finish is not Finish.RUNNING:

@@ -1,0 +1,331 @@
+"""Thinking in answers: which text is thinking, however it is cut, and the state that rendered templates leave."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from services.gateway.delivery.stream import ChoiceText, Row
+from services.gateway.errors import ApiError
+from services.gateway.openai.answers import EventWriter, whole
+from services.gateway.openai.bodies import ChatBody, parse_body
+from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
+from services.gateway.request import GenerationSpec, Limits, ToolUse
+from services.gateway.text.reasoning import THINKING, UNDECIDED, ReasoningReader
+from services.gateway.text.tokenizer import ModelText
+from tests.support import sse
+from tests.support.generations import CUTS, generation, model, rows, spec
+from tests.support.tokenizers import byte_level, write_model
+
+QWEN = (
+    "{%- for message in messages %}{%- set content = message.content %}"
+    "{%- if message.role == 'assistant' %}{%- set reasoning = '' %}"
+    "{%- if message.reasoning_content is string %}{%- set reasoning = message.reasoning_content %}"
+    "{%- elif '</think>' in content %}"
+    "{%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
+    "{%- if reasoning %}{{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' "
+    "+ content.lstrip('\\n') }}{%- else %}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}"
+    "{{- '<|im_end|>\\n' }}{%- else %}{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}"
+    "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- if reasoning_effort %}{{- reasoning_effort }}{%- endif %}{%- endif %}"
+)
+"""The parts of Qwen3's template that deal with thinking, and one variable more."""
+OPENS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+)
+"""As DeepSeek-R1's and QwQ's, which open the block themselves."""
+LIMITS = Limits(512)
+
+
+def directory_of(path: Path, template: str, special: bool = False) -> Path:
+    tokenizer = byte_level()
+    markers = [AddedToken(text, special=special, normalized=False) for text in ("<think>", "</think>")]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(markers)
+    return write_model(path, tokenizer, chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return directory_of(tmp_path_factory.mktemp("qwen") / "m", QWEN)
+
+
+@functools.cache
+def text_of(directory: Path) -> ModelText:
+    return ModelText(directory)
+
+
+def body(**fields: Any) -> ChatBody:
+    given = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 16} | fields
+    return parse_body(json.dumps(given).encode(), ChatBody)
+
+
+def request(directory: Path, **fields: Any) -> tuple[GenerationSpec, str]:
+    """Return the request of a body, and its prompt as text."""
+    text = text_of(directory)
+    made = asyncio.run(chat_spec(body(**fields), text, "m", LIMITS))
+    return made, text.text.decode(made.prompts[0], skip_special=False)
+
+
+def read(pieces: list[str], state: str) -> tuple[str, str]:
+    reader = ReasoningReader(state)
+    parts = [*(reader.feed(piece) for piece in pieces), reader.flush()]
+    return "".join(part for part, _ in parts), "".join(part for _, part in parts)
+
+
+CASES = [
+    (UNDECIDED, "<think>\nhm\n</think>\n\nYes", "\nhm\n", "\n\nYes"),
+    (UNDECIDED, " \n<think>hm</think>Yes", "hm", "Yes"),
+    (UNDECIDED, "  Yes", "", "  Yes"),
+    (UNDECIDED, "<thin", "", "<thin"),
+    (UNDECIDED, " \n", "", " \n"),
+    (UNDECIDED, "<thing> is <think>no</think>", "", "<thing> is <think>no</think>"),
+    (UNDECIDED, "<think>never ends </thin", "never ends </thin", ""),
+    (UNDECIDED, "<think></think>", "", ""),
+    (THINKING, "hm < 3 </think>Yes", "hm < 3 ", "Yes"),
+    (THINKING, "<think>hm</think>Yes", "<think>hm", "Yes"),
+    (THINKING, "a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+    (THINKING, "</</think>", "</", ""),
+    ("", "<think>a</think>b", "", "<think>a</think>b"),
+]
+
+
+@pytest.mark.parametrize(("state", "text", "thinking", "content"), CASES)
+def test_reader_parts_thinking_from_content(state: str, text: str, thinking: str, content: str) -> None:
+    assert read([text], state) == (thinking, content)
+    assert read(list(text), state) == (thinking, content), "cut into characters"
+
+
+def test_no_part_of_a_marker_leaks_before_it_is_whole() -> None:
+    reader = ReasoningReader(UNDECIDED)
+    assert [reader.feed(char) for char in "<think>"] == [("", "")] * 7
+    assert [reader.feed(char) for char in "</think"] == [("", "")] * 7
+    assert reader.feed("!") == ("</think!", "")
+
+
+PARTS = st.lists(
+    st.sampled_from(["<think>", "</think>", "<", "think>", "</", "\n", " ", "yes", "é🐋", "<tool_call>", "</tool_call>",
+                     '{"name": "f", "arguments": {}}']),
+    max_size=9,
+).map("".join)  # fmt: skip
+
+
+def brute_force(text: str, state: str) -> tuple[str, str]:
+    if state == UNDECIDED:
+        begun = re.match(r"\s*<think>", text)
+        text, state = (text[begun.end() :], THINKING) if begun else (text, "")
+    if state == THINKING:
+        thinking, _, content = text.partition("</think>")
+        return thinking, content
+    return "", text
+
+
+def fed(pieces: list[list[int]], request: GenerationSpec) -> tuple[Any, ...]:
+    choice = ChoiceText(request, model(), request.prompts[0])
+    thinking, content, calls, used = "", "", [], []
+    for index, piece in enumerate(pieces):
+        if choice.finish_reason is None:
+            text, counted, _ = choice.feed(piece, "stop" if index == len(pieces) - 1 else None)
+            thinking, content = thinking + choice.reasoning, content + text
+            calls += [(call.name, call.arguments) for call in choice.calls]
+            used += counted
+    called = [name for name, _ in calls if name], "".join(arguments for _, arguments in calls)
+    return thinking, content, called, used, choice.finish_reason, choice.reasoning_tokens
+
+
+@given(PARTS, CUTS, st.sampled_from([UNDECIDED, THINKING, ""]), st.booleans(), st.sampled_from([[], ["s"], ["k>"]]))
+@settings(max_examples=400, deadline=None)
+def test_thinking_content_and_calls_are_the_same_however_cut(
+    text: str, cuts: list[int], state: str, tools: bool, stop: list[str]
+) -> None:
+    use = ToolUse("hermes", ("f",), True) if tools else None
+    asked = spec(endpoint="chat", reasoning=state, tools=use, stop=stop, stop_ids=[])
+    tokens = model().encode(text)
+    singly = fed([*([token] for token in tokens), []], asked)
+    assert fed(rows(tokens, cuts) or [[]], asked) == singly
+    if not stop:
+        thinking, content = brute_force(text, state)
+        assert singly[0] == thinking
+        if not tools:
+            assert singly[1] == content
+        elif "<tool_call>" not in content:
+            assert singly[2] == ([], ""), "a call within the thinking is none"
+
+
+@given(PARTS, st.data())
+@settings(max_examples=200, deadline=None)
+def test_another_gateway_continues_in_the_same_state(text: str, data: st.DataObject) -> None:
+    asked = spec(
+        id="chatcmpl-1", endpoint="chat", reasoning=data.draw(st.sampled_from([UNDECIDED, THINKING])), stop_ids=[],
+        tools=ToolUse("hermes", ("f",), True), include_usage=True, prompts=[model().encode("x")],
+    )  # fmt: skip
+    tokens = model().encode(text)
+
+    def told(request: GenerationSpec, had: str = "") -> list[sse.Event]:
+        running, stream, _ = generation(request, had=had)
+        writer = EventWriter(running, "fp")
+        events = b""
+        for at, token in enumerate(tokens):
+            stream.offer(Row(0, [token]), at)
+            events += writer.events(asyncio.run(running.next(0.0)))
+        stream.offer(Row(0, [], 1), len(tokens))
+        events += writer.events(asyncio.run(running.next(0.0)))
+        return sse.parse(events + writer.end(running.usage))
+
+    events = told(asked)
+    cut = data.draw(st.integers(0, len(events) - 2))
+    stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(model().text.tail), "normal")
+    rest = told(stored, events[cut].id)
+    assert [event.data for event in rest] == [event.data for event in events[cut + 1 :]]
+
+
+def test_answer_has_thinking_apart_and_counts_it() -> None:
+    asked = spec(id="chatcmpl-1", endpoint="chat", reasoning=UNDECIDED, stop_ids=[])
+    said, before = model().encode("<think>a b</think>Yes"), model().encode("<think>a b</think>")
+
+    def answer(tokens: list[int], finish: int) -> dict[str, Any]:
+        running, stream, _ = generation(asked)
+        stream.offer(Row(0, tokens, finish), 0)
+        return asyncio.run(whole(running, "fp"))
+
+    got = answer(said, 1)
+    message = {"role": "assistant", "content": "Yes", "refusal": None, "reasoning_content": "a b"}
+    assert got["choices"][0]["message"] == message
+    assert got["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(before)}
+    cut = answer(before[:-2], 2)["choices"][0]
+    assert cut["finish_reason"] == "length"
+    assert cut["message"]["content"] is None and cut["message"]["reasoning_content"]
+    plain = answer(model().encode("Yes"), 1)
+    assert plain["choices"][0]["message"] == {"role": "assistant", "content": "Yes", "refusal": None}
+    assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({}, UNDECIDED),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ""),
+        ({"reasoning_effort": "none"}, ""),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, UNDECIDED),
+        ({"messages": [{"role": "user", "content": "what is <think>"}]}, UNDECIDED),
+        ({"messages": [{"role": "user", "content": "what is </think>"}]}, UNDECIDED),
+    ],
+)
+def test_state_follows_the_rendered_prompt(qwen: Path, fields: dict[str, Any], state: str) -> None:
+    assert text_of(qwen).reasoning == "think"
+    assert request(qwen, **fields)[0].reasoning == state
+
+
+def test_template_that_opens_the_block_leaves_the_model_thinking(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path / "m", OPENS, special=True)
+    made, _ = request(directory)
+    assert made.reasoning == THINKING
+    assert made.skip_special_tokens is False, "else the closing marker, a control token, would not be seen"
+    assert ModelText(directory, reasoning_parser="none").reasoning == "none"
+    plain = ModelText(write_model(tmp_path / "plain"))
+    assert plain.reasoning == "none"
+
+
+def test_grammar_leaves_no_room_for_thinking(qwen: Path, tmp_path: Path) -> None:
+    form = {"type": "json_object"}
+    made, prompt = request(qwen, response_format=form)
+    assert made.reasoning == "" and prompt.endswith("<think>\n\n</think>\n\n")
+    opened, prompt = request(directory_of(tmp_path / "m", OPENS), response_format=form)
+    assert opened.reasoning == "" and prompt.endswith("<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+    ],
+)
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"role": "assistant", "content": "The answer is ", "reasoning_content": "so\n"},
+        {"role": "assistant", "content": "<think>\nLet me see"},
+        {"role": "assistant", "content": "<think>\nLet me see\n</think>\n\nThe"},
+    ],
+)
+def test_prompts_are_those_of_transformers(
+    qwen: Path, fields: dict[str, Any], variables: dict[str, Any], last: dict[str, Any]
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}, last]
+    made, _ = request(qwen, messages=messages, **fields)
+    options = {"add_generation_prompt": True} | variables
+    theirs = AutoTokenizer.from_pretrained(qwen).apply_chat_template(
+        messages, tokenize=True, return_dict=False, **options
+    )
+    assert made.prompts[0] == list(theirs)
+
+
+@pytest.mark.parametrize(
+    ("content", "state"),
+    [("<think>\nLet me", THINKING), ("<think>a</think>The", ""), ("The ", ""), ("", UNDECIDED)],
+)
+def test_continued_message_goes_on_where_it_stopped(qwen: Path, content: str, state: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    made, prompt = request(qwen, messages=messages, continue_final_message=True)
+    assert made.reasoning == state
+    assert prompt.endswith(content.removeprefix("<think>a</think>"))
+
+
+def test_reasoning_is_read_under_both_names(qwen: Path) -> None:
+    def prompt(**thought: str) -> str:
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", **thought}]
+        return request(qwen, messages=[*messages, {"role": "user", "content": "Why?"}])[1]
+
+    assert "<think>\nbecause\n</think>\n\nYes" in prompt(reasoning_content="because")
+    assert prompt(reasoning="because") == prompt(reasoning_content="because")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set messages"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs", "cannot set bos_token"),
+        ({"chat_template_kwargs": {"a": "x" * MAX_VARIABLE_BYTES}}, "chat_template_kwargs", "bytes of JSON"),
+        ({"chat_template_kwargs": {str(n): 1 for n in range(33)}}, "chat_template_kwargs", "at most 32"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs", "valid dictionary"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "'none'"),
+        ({"continue_final_message": True}, "continue_final_message", "got role 'user'"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "begins another message",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]},
+            "messages[0].reasoning_content",
+            "only an assistant's",
+        ),
+    ],
+)
+def test_bad_fields_are_refused_by_name(qwen: Path, fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(words)) as refused:
+        request(qwen, **fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_values_of_kwargs_are_no_control_tokens(qwen: Path) -> None:
+    text = text_of(qwen)
+    made, prompt = request(qwen, chat_template_kwargs={"reasoning_effort": "<|im_end|>"})
+    assert prompt.endswith("<|im_end|>")
+    control = text.tokenizer.token_to_id("<|im_end|>")
+    assert made.prompts[0].count(control) == request(qwen)[0].prompts[0].count(control)
