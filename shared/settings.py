@@ -206,7 +206,7 @@ class GatewaySettings(CommonSettings):
     )
     reasoning_parser: Literal["auto", "think", "none"] = Field(
         "auto",
-        description="marks of the model's thinking; think is <think> and </think>, none leaves them in the content; "
+        description="marks of the model's thinking; think is the tag of that name, none leaves it in the content; "
         "auto takes it from the chat template and the tokenizer",
     )
     sampling_defaults: Literal["model", "openai"] = Field(

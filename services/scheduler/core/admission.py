@@ -119,9 +119,8 @@ class Admission:
         for slot in replica.transfers.take_arrived():
             sequence: Sequence = table.sequence[slot]
             table.go(slot, replica.limits)
-            enter = _enter(slot, sequence, table.blocks[slot, : table.held[slot]].copy(), table.block_size)
-            enter.computed = int(table.planned[slot])
-            step.enters.append(enter)
+            blocks = table.blocks[slot, : table.held[slot]].copy()
+            step.enters.append(_enter(slot, sequence, blocks, int(table.planned[slot])))
 
     def urgent_class(self, step: StepBuilder) -> int:
         """Return the class of the next sequence if it is of class <= high and may take slots; else the lowest class.
@@ -406,15 +405,14 @@ class Admission:
         run = []
         for slot, candidate in zip(slots.tolist(), entering, strict=True):
             sequence = candidate.sequence
-            if sequence.cached < 0:
-                sequence.cached = (candidate.hit.gpu.size + candidate.hit.host.size) * limits.block_size
             if sequence.lost:
                 state.counters.recomputed_tokens += max(min(sequence.lost, sequence.known) - sequence.prefix.hits, 0)
                 sequence.lost = 0
             if candidate.loads:
                 self._load(replica, slot, candidate)
             else:
-                step.enters.append(_enter(slot, sequence, candidate.hit.gpu, limits.block_size))
+                held = candidate.hit.gpu
+                step.enters.append(_enter(slot, sequence, held, held.size * limits.block_size))
                 run.append(slot)
             sequence.replica, sequence.route.passed = replica.number, 0
             if not sequence.record.started:
@@ -448,7 +446,9 @@ class Admission:
         sequence.saved = None
 
 
-def _enter(slot: int, sequence: Sequence, blocks: Int32, block_size: int) -> Enter:
-    """Return the entry that tells the worker of a sequence; all `blocks` hold computed KV."""
-    record, prompt, computed = sequence.record, sequence.prompt.size, blocks.size * block_size
+def _enter(slot: int, sequence: Sequence, blocks: Int32, computed: int) -> Enter:
+    """Return the entry that tells the worker of a sequence whose first `computed` tokens have KV, in `blocks`."""
+    if sequence.cached < 0:
+        sequence.cached = computed
+    record, prompt = sequence.record, sequence.prompt.size
     return Enter(slot, record.request, sequence.choice, sequence.tokens(), prompt, computed, blocks, record.tenant)

@@ -71,6 +71,7 @@ class Row:
     finish: Finish
     error: str
     wait_ns: int = -1
+    cached: int = 0  # as of Outcome
 
 
 @dataclass(slots=True)
@@ -92,7 +93,9 @@ class OutcomeBuilder:
     def departed(self, sequence: Sequence, token: int, logprobs: bytes, wait_ns: int) -> None:
         """Add `token`, in the outputs already, of a step sent before `sequence` lost its slot."""
         first = sequence.outputs.size - 1
-        self.rows.append(Row(sequence.record, sequence.choice, first, token, logprobs, sequence.finish, "", wait_ns))
+        cached = 0 if first else max(sequence.cached, 0)
+        record, finish = sequence.record, sequence.finish
+        self.rows.append(Row(record, sequence.choice, first, token, logprobs, finish, "", wait_ns, cached))
 
     def checkpoint(self, sequence: Sequence) -> None:
         """Checkpoint all of a sequence without a slot that no checkpoint has carried yet."""
@@ -139,8 +142,8 @@ class OutcomeBuilder:
         outcome.waits_ns = np.concatenate([outcome.waits_ns, np.array([row.wait_ns for row in rows], np.int64)])[order]
         outcome.counts, outcome.tokens = counts[order], tokens[which]
         outcome.requests, outcome.gateways = [requests[i] for i in order], [gateways[i] for i in order]
-        if outcome.cached:
-            outcome.cached = {row: outcome.cached[i] for row, i in enumerate(order) if i in outcome.cached}
+        cached = outcome.cached | {base + i: row.cached for i, row in enumerate(rows) if row.cached}
+        outcome.cached = {row: cached[i] for row, i in enumerate(order) if i in cached}
         outcome.errors = {
             row: rows[i - base].error for row, i in enumerate(order) if i >= base and rows[i - base].error
         }

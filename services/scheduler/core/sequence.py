@@ -86,7 +86,7 @@ class Sequence:
     checkpointed: int = 0  # outputs that a checkpoint has carried
     checkpoint_ns: int = 0
     last_token_ns: int = 0  # when it got its last token; 0: none yet
-    cached: int = -1  # prompt tokens that the prefix cache had when it first got a slot; -1: it had none yet
+    cached: int = -1  # prompt tokens with KV when a worker first heard of it; -1: none has yet
     lost: int = 0  # tokens with KV that it gave up when it left its slot
     saved: SavedKV | None = None  # its KV, while it is swapped out
     prefix: PrefixState = field(default_factory=PrefixState)  # of the prefix cache

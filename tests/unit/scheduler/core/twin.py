@@ -313,7 +313,7 @@ class House:
             if count:
                 self.heard[key] = self.now
             is_first = count > 0 and outcome.first[i] == 0
-            assert outcome.cached.get(i, 0) == (self.cached[key] if is_first else 0)
+            assert outcome.cached.get(i, 0) == (self.cached[key] if is_first else 0), key
             self.published[key] += outcome.tokens[at : at + count].tolist()
             at += count
             if finish is not Finish.RUNNING:
