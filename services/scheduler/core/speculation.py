@@ -181,11 +181,16 @@ class Speculation:
             self._waited = NO_ROWS
         return found
 
-    def propose(self, rows: Rows, tokens_left: int, blocks_left: int, context: int) -> Drafts | None:
+    def propose(
+        self, rows: Rows, tokens_left: int, blocks_left: int, context: int, waiting: bool = False
+    ) -> Drafts | None:
         """Return drafts for some of `rows`, all that decode, or None where they would cost more than they give.
 
         tokens_left, blocks_left: what drafts may take beyond what the rows take without any. context: sum of the rows'
         context lengths. A row that has a step unanswered is judged by the tokens applied so far.
+
+        waiting: the step would be put off until what is unanswered is answered. The answer brings the tokens that the
+        first drafts guess, so these bring nothing; and the device stands still both before the step and behind it.
         """
         table, model = self._table, self._model
         if not model.observed or not rows.size:
@@ -203,29 +208,34 @@ class Speculation:
         may = (self._next[rows] <= table.applied[rows]) & (table.limit[rows] > table.known[rows])
         due = [row for row in rows[may].tolist() if table.request[row].speculate]
         found: list[tuple[int, list[int]]] = []
-        expected = 0.0
+        expected, answered = 0.0, 0  # answered: drafts of tokens that the answer brings
         for row in due:
             share = self._share.item(row)
             most = min(MAX_ROW_DRAFTS, room, table.limit.item(row) - table.known.item(row))
             if share < least or most < 1:
                 self._share[row] += RECOVERY_RATE * (INITIAL_SHARE - share)
                 continue
-            drafts, right = agree(self._look(row, most), share, least)
+            follows = self._look(row, most)
+            drafts, right = agree(follows, share, least)
             if not drafts:
                 self._misses[row] += 1
                 self._next[row] = table.applied[row] + min(1 << min(self._misses.item(row), 8), MAX_PAUSE)
                 continue
             self._misses[row] = 0
             drafts, blocks_left = self._within(row, drafts, blocks_left)
-            if drafts:
+            unanswered = table.unanswered.item(row) if waiting else 0
+            if len(drafts) > unanswered:
                 found.append((row, drafts))
-                room -= len(drafts)
-                expected += right
+                room -= len(drafts) - unanswered
+                answered += unanswered
+                expected += right - agree([each[:unanswered] for each in follows], share, least)[1]
         if not found:
             return None
         counts = np.array([len(drafts) for _, drafts in found], np.int32)
         plain = step_ns + min(self._ahead_ns, self._alone_ns)
-        took = step_ns + draft_ns * int(counts.sum()) + self._alone_ns
+        took = step_ns + draft_ns * (int(counts.sum()) - answered) + self._alone_ns
+        if waiting:
+            took += max(self._alone_ns - self._ahead_ns, 0.0)
         if (rows.size + expected) * plain < MIN_GAIN * rows.size * took:
             tried = [row for row, _ in found]
             self._share[tried] += RECOVERY_RATE * (INITIAL_SHARE - self._share[tried])
@@ -241,7 +251,7 @@ class Speculation:
         if self._patience:
             self._patience -= 1
             return False
-        drafts = self.propose(rows, tokens_left, self._limits.blocks, context)
+        drafts = self.propose(rows, tokens_left, self._limits.blocks, context, waiting=True)
         if drafts is None:
             return False
         self._waited = drafts.rows

@@ -9,7 +9,16 @@ import pytest
 
 from services.scheduler.core import speculation
 from services.scheduler.core.policy.step_time import StepTime
-from services.scheduler.core.speculation import GAP, MAX_TENANTS, TENANT_TOKENS, History, Speculation, agree, find
+from services.scheduler.core.speculation import (
+    GAP,
+    MAX_TENANTS,
+    TENANT_TOKENS,
+    History,
+    Outputs,
+    Speculation,
+    agree,
+    find,
+)
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Int32, Limits, NewRequest
@@ -72,6 +81,23 @@ def test_history_is_bounded_in_tenants_and_tokens() -> None:
     assert history.find("x", ids(39_901, 39_902, 39_903), 2) == (3, [[39_904, 39_905]])
     history.add(NewRequest("r", [ids(1)], 9, tenant="y"), np.arange(3 * TENANT_TOKENS, dtype=np.int32))
     assert history.find("y", ids(1, 2, 3), 1) == (3, [[4]])
+
+
+def test_outputs_of_tenant_take_64_kib_and_those_of_all_4_mib() -> None:
+    outputs = Outputs()
+    for size in [5, TENANT_TOKENS // 2, 3 * TENANT_TOKENS, 100, TENANT_TOKENS - 1] * 20:
+        outputs.add(np.arange(size, dtype=np.int32))
+        assert outputs.tokens.nbytes <= 64 << 10
+        assert outputs.tokens.base is not None and outputs.tokens.base.nbytes == 64 << 10
+    assert MAX_TENANTS * (64 << 10) == 4 << 20
+
+
+def test_tenant_that_was_served_goes_after_those_that_were_not() -> None:
+    history = History()
+    for number in [*range(MAX_TENANTS), 0, MAX_TENANTS]:
+        history.add(NewRequest("r", [ids(1)], 9, tenant=str(number)), ids(1, 2, 3, 4, 5))
+    assert history.find("0", ids(1, 2, 3), 1) == (3, [[4], [4]])
+    assert history.find("1", ids(1, 2, 3), 1) == (0, [])
 
 
 def test_request_without_guesses_adds_nothing_to_the_history() -> None:
@@ -176,3 +202,26 @@ def test_wait_for_an_answer_that_was_in_vain_is_not_repeated_at_once(monkeypatch
     monkeypatch.undo()
     looks = [made.worth_waiting(row, 1000, 25) for _ in range(2)]
     assert looks[0] is False
+
+
+def test_no_step_is_put_off_for_a_guess_of_the_token_that_is_unanswered() -> None:
+    table, _ = running(1, LIMITS)
+    table.tokens[0, :25] = np.arange(25)
+    made, row = Speculation(table, LIMITS, measured(draft_ns=1_000), History()), np.array([0])
+    table.request[0].prediction = ids(22, 23, 24, 25)
+    assert made.propose(row, 1000, 1000, 25) is not None
+    assert not made.worth_waiting(row, 1000, 25)
+    table.request[0].prediction = np.arange(22, 40, dtype=np.int32)
+    assert made.worth_waiting(row, 1000, 25)
+
+
+def test_waiting_is_charged_the_gap_before_the_step_and_the_one_behind_it() -> None:
+    table, _ = running(1, LIMITS)
+    made, row = Speculation(table, LIMITS, measured(draft_ns=1_000), History()), np.array([0])
+    for _ in range(400):  # 2 ms steps, 1.4 ms beside a step that is planned alone, none beside one that is not
+        made.answered(0, 2 * MS, int(3.4 * MS), alone=True)
+        made.answered(0, 2 * MS, 2 * MS, alone=False)
+    table.tokens[0, :25] = np.arange(25)
+    table.request[0].prediction = np.arange(22, 29, dtype=np.int32)  # four guesses, three behind the answer
+    assert made.propose(row, 1000, 1000, 25) is not None
+    assert not made.worth_waiting(row, 1000, 25)
