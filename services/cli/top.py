@@ -349,7 +349,7 @@ def tiles(view: View) -> list[tuple[str, str, str]]:
 
 
 def forecast(stats: list[Stats]) -> tuple[str, str]:
-    """Return the predicted time to the first token and its error, of the shard whose error is the largest."""
+    """Return the predicted time to the first token and its error, of the shard with the largest error."""
     far = max(stats, key=lambda each: float(each.get("ttft_error_ms_p50") or 0), default={})
     error = float(far.get("ttft_error_ms_p50") or 0)
     if not error:

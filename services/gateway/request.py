@@ -34,6 +34,9 @@ class ToolUse:
     forced: bool = False
 
 
+UNDECIDED, THINKING = "undecided", "thinking"
+"""States of thinking behind a prompt, in `Delivery.reasoning`: the model may begin it, or the prompt has begun it.
+Empty: all that follows is content."""
 MAX_CHOICES = 65_536
 """Choices of a stored request: more than any gateway allows (--max-choices)."""
 
@@ -176,6 +179,8 @@ class GenerationSpec:
         fields["stop"] = list(wire.stop)
         if not 0 < len(wire.prompt_tails) * wire.n <= MAX_CHOICES or wire.endpoint not in BEGINNINGS:
             raise ValueError(f"delivery: {len(wire.prompt_tails)} prompts, n={wire.n}, endpoint {wire.endpoint!r}")
+        if wire.reasoning not in ("", UNDECIDED, THINKING):
+            raise ValueError(f"delivery: reasoning {wire.reasoning!r}, neither {UNDECIDED}, {THINKING} nor empty")
         return cls(
             **fields,
             id=request_id,

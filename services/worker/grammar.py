@@ -43,7 +43,7 @@ COSTLY_FOR_S = 30.0
 ALONE_S = 0.1
 """A step in which no other row has anything to compute waits so long for the first of its masks."""
 BESIDE_OTHERS_S = 0.001
-"""Any step waits so long for masks of sequences whose last mask took no longer."""
+"""Any step waits so long for masks of sequences of which the last mask took no longer."""
 TOGETHER_S = 5.0
 """Where no row may be late a step waits so long: less than the scheduler's watchdog, which would drop the worker."""
 
@@ -56,7 +56,6 @@ class Question:
     key: int
     grammar: str
     outputs: Int32
-    is_first: bool = False  # of its sequence
     mask: Future[bytes] = field(default_factory=Future)
     took_s: float = 0.0
 
@@ -96,9 +95,9 @@ class Lane:
     """One process of grammars, which a thread asks one question after another, in turns."""
 
     def __init__(
-        self, model: Path, vocab: int, yields_to_all: bool, answered: Callable[[Question, float], object]
+        self, model: Path, vocab: int, yields_to_all: bool, answered: Callable[[Question, bool], object]
     ) -> None:
-        """answered: is called with each question and its processor time, when its mask is there."""
+        """answered: is called with each question, and whether its mask was costly, when that is there."""
         self.process = GrammarProcess(model, vocab, MEMORY_BYTES, yields_to_all)
         self._answered = answered
         self._turns = Turns()
@@ -133,7 +132,8 @@ class Lane:
         else:
             question.took_s = time.monotonic() - began
             question.mask.set_result(mask)
-        self._answered(question, self.process.spent_s)
+        limit_s = COSTLY_BEGIN_S if self.process.has_begun else COSTLY_MASK_S
+        self._answered(question, self.process.spent_s >= limit_s)
 
 
 @dataclass(slots=True)
@@ -228,17 +228,18 @@ class SlotGrammars:
                 if not outputs.size or outputs[-1] >= 0:
                     self._order(bound, outputs)
 
-    def left_out(self, chunks: Chunks) -> list[int]:
-        """Return the slots that were late before and whose masks are still not there: no use in computing them.
+    def left_out(self, chunks: Chunks, is_idle: bool) -> list[int]:
+        """Return the slots that were late before and still have no mask: no use in computing them.
 
-        A step of such slots alone waits for the first of the masks.
+        A step of such slots alone waits for the first of the masks if the device is idle: another step's tokens would
+        wait as well.
         """
         waiting = {
             slot: bound.question.mask
             for slot in (chunks.slots[chunks.samples & (chunks.lengths == 1)].tolist() if self._bound else ())
             if (bound := self._bound.get(slot)) is not None and bound.was_late and bound.question is not None
         }
-        if waiting and len(waiting) == chunks.slots.size:
+        if is_idle and waiting and len(waiting) == chunks.slots.size:
             self._wait_alone(waiting)
         late = [slot for slot, mask in waiting.items() if not mask.done()]
         self.late += len(late)
@@ -293,24 +294,28 @@ class SlotGrammars:
                 bound.is_quick = question.mask.done() and question.took_s <= BESIDE_OTHERS_S
                 question.mask.cancel()
             self._choose_lane(bound)
-            question = Question(bound.tenant, bound.key, bound.grammar, outputs.copy(), is_first=bound.outputs < 0)
+            question = Question(bound.tenant, bound.key, bound.grammar, outputs.copy())
             bound.question, bound.outputs, bound.was_late = question, len(outputs), False
             bound.lane.ask(question)
         return question.mask
 
     def _choose_lane(self, bound: _Bound) -> None:
-        """Move a sequence of a tenant with costly masks out of the way of other tenants."""
-        if bound.lane is self.costly or self._costly_until.get(bound.tenant, 0.0) < time.monotonic():
+        """Move a sequence of a tenant with costly masks out of the way of other tenants, and back when it has none."""
+        if self._costly_until.get(bound.tenant, 0.0) < time.monotonic():
+            lane = self.quick
+        elif any(tenant != bound.tenant for tenant in self._tenants.values()):
+            lane = self.costly
+        else:
             return
-        if any(tenant != bound.tenant for tenant in self._tenants.values()):
-            self.quick.forget(bound.key)
-            bound.lane = self.costly
+        if lane is not bound.lane:
+            bound.lane.forget(bound.key)
+            bound.lane = lane
 
-    def _answered(self, question: Question, spent_s: float) -> None:
-        """Note what a mask cost, and wake the step that waits for it. For the threads of the lanes."""
+    def _answered(self, question: Question, is_costly: bool) -> None:
+        """Note a tenant with costly masks, and wake the step that waits for it. For the threads of the lanes."""
         now = time.monotonic()
         with self._news:
-            if spent_s >= (COSTLY_BEGIN_S if question.is_first else COSTLY_MASK_S):
+            if is_costly:
                 self._costly_until = {tenant: end for tenant, end in self._costly_until.items() if end >= now}
                 self._costly_until[question.tenant] = now + COSTLY_FOR_S
             self._news.notify_all()

@@ -126,6 +126,11 @@ class InFlightSteps:
         self._slots = slots
         self._out: list[InFlightStep] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no step waits for its result."""
+        return not self._out
+
     def begin(self, inflight: InFlightStep) -> None:
         self._out.append(inflight)
 

@@ -64,7 +64,9 @@ class GrammarProcess:
         self.ended = 0
         """Sequences and grammars that took too much processor time or memory."""
         self.spent_s = 0.0
-        """Processor time of the last mask."""
+        """Processor time of the last mask; of one that ended the process its limit."""
+        self.has_begun = False
+        """The last mask was the far end's first one of its sequence, which had the grammar to compile."""
         self.on_ended: Callable[[], object] = lambda: None
         self._fed: dict[int, int] = {}  # outputs that the far end has taken, by key
         self._forgotten: list[int] = []
@@ -79,10 +81,11 @@ class GrammarProcess:
 
         Raise as `check`. A process that was started again is given all of the outputs.
         """
-        self.spent_s = 0.0
+        self.spent_s, self.has_begun = 0.0, False
         fed = self._fed.get(key)
         answer = UNKNOWN if fed is None else self._ask(GO_ON, key, outputs[fed:])
         if answer == UNKNOWN:
+            self.has_begun = True
             answer = self._ask(BEGIN, key, outputs, grammar)
         if answer[:1] == ENDED:
             self._count_ended()
@@ -105,9 +108,9 @@ class GrammarProcess:
         try:
             answer = self.jail.ask(head + outputs.astype("<i4").tobytes() + forgotten.tobytes() + grammar.encode())
         except JailError as error:
-            self.spent_s = QUESTION_S
             if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
                 raise
+            self.spent_s = QUESTION_S
             raise self._ended(error) from error
         self.spent_s += SPENT.unpack_from(answer)[0]
         return answer[SPENT.size :]

@@ -6,11 +6,14 @@ Scheduler and engine in one process, random weights, temperature 1. The oracles 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import wait as wait_for
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -22,12 +25,14 @@ from protos import worker_pb2
 from services.scheduler.core.types import Finish, NewRequest
 from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
+from services.worker.grammar import Lane, Question
 from shared.columns import pack, unpack
 from shared.text.grammars import NOT_FOLLOWED
 from tests.engine.driver import Driver, make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process
 from tests.support.models import BOS, EOS, IM_END, make_llama, random_prompts
+from tests.support.waiting import until
 
 SCHEMA = {
     "type": "object",
@@ -335,6 +340,57 @@ def test_tenant_with_costly_masks_is_served_apart_from_others(
     assert outputs[0] == outputs[1]
     if is_bound:
         assert driver.outputs[2] == outputs[0]
+
+
+def test_tenant_comes_back_from_the_second_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(grammar_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(grammar_module, "COSTLY_MASK_S", 0.0)  # any mask is costly
+    monkeypatch.setattr(grammar_module, "TOGETHER_S", 60.0)
+    engine = make_engine(model)
+    driver = Driver(engine)
+    for tenant in (1, 2):
+        grammar = LLMatcher.grammar_from_regex("[0-9]{30}")
+        driver.enter(tenant, [4, 5], sampling=worker_pb2.Sampling(grammar=grammar), tenant=tenant)
+    while engine.grammars.costly.process.jail.pid is None:
+        driver.step({1: 64, 2: 64})
+    now[0] += grammar_module.COSTLY_FOR_S + 1
+    monkeypatch.setattr(grammar_module, "COSTLY_MASK_S", 60.0)
+    asked: list[Lane] = []
+    for lane in (engine.grammars.quick, engine.grammars.costly):
+        monkeypatch.setattr(lane, "ask", lambda one, lane=lane, ask=lane.ask: (asked.append(lane), ask(one)))
+    size = len(driver.outputs[1])
+    while len(driver.outputs[1]) < size + 4:
+        driver.step({1: 64, 2: 64})
+    engine.grammars.close()
+    assert len(asked) > 4 and set(asked[2:]) == {engine.grammars.quick}
+    assert driver.outputs[1] == driver.outputs[2]
+
+
+def test_mask_is_judged_as_a_first_one_where_the_process_had_to_begin_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the end of another tenant's grammar would make the masks of all costly."""
+    monkeypatch.setattr(grammar_module, "COSTLY_MASK_S", 0.0)
+    monkeypatch.setattr(grammar_module, "COSTLY_BEGIN_S", 60.0)
+    judged: list[bool] = []
+    lane = Lane(model, 260, False, lambda question, is_costly: judged.append(is_costly))
+    grammar = LLMatcher.grammar_from_regex("[0-9]{30}")
+
+    def ask() -> None:
+        question = Question(1, 1, grammar, np.zeros(0, np.int32))
+        lane.ask(question)
+        assert question.mask.result(60)
+
+    ask()
+    ask()
+    assert lane.process.jail.pid is not None
+    os.kill(lane.process.jail.pid, signal.SIGKILL)
+    until("the process is gone", lambda: lane.process.jail.pid is None)
+    ask()
+    lane.close()
+    until("the last one is judged", lambda: len(judged) == 3)
+    assert judged == [False, True, False]
 
 
 def test_step_that_has_to_wait_fails_the_row_without_its_mask_alone(

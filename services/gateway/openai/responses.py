@@ -198,6 +198,8 @@ def messages(body: ResponsesBody) -> list[dict[str, Any]]:
             text = f"{where}.type {shown(kind)} is not supported; supported are {', '.join(ITEMS)}"
             raise invalid("input", text, "unsupported_parameter")
         message = ITEMS[kind](item, where)
+        if kind == "reasoning" and not message["reasoning_content"]:
+            continue  # no turn: it has a summary at most
         last = found[-1] if found else {}
         if kind == "function_call" and "tool_calls" in last:
             last["tool_calls"] += message["tool_calls"]  # calls of one turn are one message
@@ -368,7 +370,8 @@ def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     items = []
     thought = message.get("reasoning_content")
     if thought:
-        items.append(reasoning_item(shell["id"], thought, _status(reason) if not message["content"] else "completed"))
+        is_last = not (message["content"] or calls)
+        items.append(reasoning_item(shell["id"], thought, _status(reason) if is_last else "completed"))
     if message["content"] or not (calls or thought):
         items.append(message_item(shell["id"], message["content"] or "", _status(reason)))
     for index, call in enumerate(calls):

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from services.gateway.request import THINKING, UNDECIDED
+
 OPENING, CLOSING = "<think>", "</think>"
-UNDECIDED, THINKING = "undecided", "thinking"
-"""States of a prompt's end, in `Delivery.reasoning`: the model may open a block, or the prompt has opened one. Empty:
-all that follows is content."""
 
 
 def markers_of(template: str, vocabulary: Iterable[str]) -> Literal["none", "think"]:

@@ -151,7 +151,7 @@ class FirstTokens:
         self._state = state
         self._replicas = replicas
         self._feeding = feeding
-        self._looks: dict[int, tuple[float, list[FullStep]]] = {}  # by the last class whose running prompts go before
+        self._looks: dict[int, tuple[float, list[FullStep]]] = {}  # by the last class that goes before
         self._lower_slots = -1  # of running sequences that an urgent request may take; -1: not counted yet
 
     def wait_ns(self, request: NewRequest, now_ns: int, waited_ns: int, starts_s: float) -> int:

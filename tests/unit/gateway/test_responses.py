@@ -61,10 +61,12 @@ def test_thinking_belongs_to_the_answer_or_call_behind_it() -> None:
         {"type": "reasoning", "summary": []},
         {"role": "assistant", "content": "7"},
         {"role": "user", "content": "thanks"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},  # is no turn
+        {"role": "user", "content": "more"},
     ]
     chat = chat_body(body(input=items, tools=[TOOL], reasoning={"effort": "low"}))
-    assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "assistant", "user"]
-    assert [message.reasoning_content for message in chat.messages] == [None, "hm", None, "", None]
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool", "assistant", "user", "user"]
+    assert [message.reasoning_content for message in chat.messages] == [None, "hm", *[None] * 4]
     assert [one.id for one in chat.messages[1].tool_calls or []] == ["c1"]
     assert chat.messages[3].content == "7" and chat.reasoning_effort == "low"
     sealed = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
@@ -138,6 +140,10 @@ CALLS = [
             {"content": "so see", "reasoning_content": "hm!", "tool_calls": CALLS},
         ),
         ([Delta(0, "", [1], "length", reasoning="hm")], {"content": None, "reasoning_content": "hm"}),
+        (
+            [Delta(0, "", [1], "length", [CallPiece(0, "call_b", "sub", "{}")], reasoning="hm")],
+            {"content": None, "reasoning_content": "hm", "tool_calls": CALLS[1:]},
+        ),
     ],
     ids=[
         "text and calls",
@@ -147,6 +153,7 @@ CALLS = [
         "nothing",
         "thinking before all",
         "thinking that was cut",
+        "thinking before a call that was cut",
     ],
 )
 def test_response_events_add_up_to_the_response(deltas: list[Delta], message: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ TTFT_NS = 2_000_000_000  # TTFT limit of a request that gives none
 TBT_NS = 100_000_000  # TBT limit of a request that gives none
 WEIGHT = 4  # a prompt's key is later by so many times its predicted prefill; the best of 0, 1 and 4 on both traces
 USED = 0.85  # share of a TTFT limit that is planned with; under overload the rest absorbs forecast errors
-LATE_SIZES = 64  # sequences that became late whose sizes are kept, by class
+LATE_SIZES = 64  # by class, sizes that are kept of sequences that became late
 SHORTER = 4  # a prompt shorter than three of four of those is expected to be in time
 EVER = 1 << 62
 TOKEN_NS = 50_000  # predicted prefill time of a token: 20,000 tokens a second
@@ -92,6 +92,7 @@ class ClassThenSlack(Order):
         urgent, others = self._spares = Spare(), Spare()
         spares = [urgent if priority < Priority.NORMAL else others for priority in range(CLASS_COUNT)]
         self._late_sizes = [deque(maxlen=LATE_SIZES) for _ in range(CLASS_COUNT)]
+        self._late_ns = [-EVER] * CLASS_COUNT
         self._shares = [
             ByShare(lambda: BySlack(self._start_by, self._key, became_late=self._became_late), spare)
             for spare in spares

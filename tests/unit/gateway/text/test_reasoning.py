@@ -20,8 +20,8 @@ from services.gateway.errors import ApiError
 from services.gateway.openai.answers import EventWriter, whole
 from services.gateway.openai.bodies import ChatBody, parse_body
 from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
-from services.gateway.request import GenerationSpec, Limits, ToolUse
-from services.gateway.text.reasoning import THINKING, UNDECIDED, ReasoningReader
+from services.gateway.request import THINKING, UNDECIDED, GenerationSpec, Limits, ToolUse
+from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.tokenizer import ModelText
 from tests.support import sse
 from tests.support.generations import CUTS, generation, model, rows, spec
@@ -189,6 +189,12 @@ def test_another_gateway_continues_in_the_same_state(text: str, data: st.DataObj
     stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(model().text.tail), "normal")
     rest = told(stored, events[cut].id)
     assert [event.data for event in rest] == [event.data for event in events[cut + 1 :]]
+
+
+def test_record_with_a_state_of_thinking_that_is_not_one_is_refused() -> None:
+    stored = spec(endpoint="chat", reasoning="channels").to_delivery(model().text.tail)
+    with pytest.raises(ValueError, match="reasoning 'channels'"):
+        GenerationSpec.from_delivery("chatcmpl-1", stored, "normal")
 
 
 def test_answer_has_thinking_apart_and_counts_it() -> None:
