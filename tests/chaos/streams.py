@@ -99,10 +99,10 @@ class Load:
 
 
 def common(stack: Stack, tokens: int) -> dict[str, Any]:
-    """A greedy stream of so many tokens."""
+    """A greedy stream of so many tokens, without guesses so that it takes its time."""
     return {
         "model": stack.name, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-        "return_token_ids": True,
+        "return_token_ids": True, "speculate": False,
     }  # fmt: skip
 
 

@@ -249,5 +249,5 @@ async def _sse(content: aiohttp.StreamReader) -> AsyncIterator[sse.Event]:
 
 
 def counts(usage: dict[str, Any] | None) -> dict[str, int] | None:
-    """The tokens of an answer; how many of them were guessed depends on what else ran."""
-    return usage and {name: count for name, count in usage.items() if name != "completion_tokens_details"}
+    """The tokens of an answer; how many of them were guessed or cached depends on what else ran."""
+    return usage and {name: count for name, count in usage.items() if not name.endswith("_details")}
