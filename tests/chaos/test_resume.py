@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.chaos.harness.client import counts
 from tests.chaos.streams import load
 from tests.support import sse
 from tests.support.gateway_process import GatewayProcess
@@ -82,8 +83,8 @@ class Told:
             self.text[index] = self.text.get(index, "") + (text or "")
             if choice["finish_reason"]:
                 self.reasons.setdefault(index, []).append(choice["finish_reason"])
-        if event.get("usage"):
-            self.usages.append(event["usage"])
+        if usage := counts(event.get("usage")):
+            self.usages.append(usage)
 
     def go_on(self, url: str, **options: Any) -> None:
         address = f"{url}/v1/requests/{self.request}/stream"
