@@ -94,7 +94,8 @@ class Told:
 
 
 def body(stack: Stack, prompt: list[int], **fields: Any) -> dict[str, Any]:
-    common = {"model": stack.name, "temperature": 0, "return_token_ids": True, "stream": True}
+    """A stream without guesses, so that it takes its time."""
+    common = {"model": stack.name, "temperature": 0, "return_token_ids": True, "stream": True, "speculate": False}
     return {**common, "prompt": prompt, "max_tokens": LONG, "ignore_eos": True, **fields}
 
 
