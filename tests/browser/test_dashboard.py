@@ -109,9 +109,8 @@ def test_predicted_ttft_stands_beside_the_measured_with_its_error(open_page: Ope
 
 
 def test_requests_and_failures_are_shown_by_the_second(open_page: OpenPage, written: WrittenStack) -> None:
-    now = (
-        written.now_ms() + 2 * AHEAD_MS
-    )  # beyond the times of the test before, whose page the gateway may still follow
+    # The gateway may still follow the page of the test before; these times are later than those.
+    now = written.now_ms() + 2 * AHEAD_MS
     written.lead()
     written.worker()
     written.tell(time_ms=now - 4000, finished=100, cancelled=0, failed=0)

@@ -99,7 +99,7 @@ class Load:
 
 
 def common(stack: Stack, tokens: int) -> dict[str, Any]:
-    """A greedy stream of so many tokens, without guesses so that it takes its time."""
+    """Return the body of a greedy stream. It has no guesses: with them it could end before the fault."""
     return {
         "model": stack.name, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
         "return_token_ids": True, "speculate": False,

@@ -94,7 +94,7 @@ class Told:
 
 
 def body(stack: Stack, prompt: list[int], **fields: Any) -> dict[str, Any]:
-    """A stream without guesses, so that it takes its time."""
+    """Return the body of a stream. It has no guesses: with them it could end before the fault."""
     common = {"model": stack.name, "temperature": 0, "return_token_ids": True, "stream": True, "speculate": False}
     return {**common, "prompt": prompt, "max_tokens": LONG, "ignore_eos": True, **fields}
 

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from protos import worker_pb2
@@ -44,7 +45,7 @@ def take_masks(engine: Engine, said: str) -> None:
         assert _given.wait(TIMEOUT_S)
         return compute(*question)
 
-    engine.grammars.quick.process.mask = held  # type: ignore[method-assign]
+    pytest.MonkeyPatch().setattr(engine.grammars.quick.process, "mask", held)
 
 
 def serve(pipe: Connection) -> None:

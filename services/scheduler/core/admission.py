@@ -447,7 +447,7 @@ class Admission:
 
 
 def _enter(slot: int, sequence: Sequence, blocks: Int32, computed: int) -> Enter:
-    """Return the entry that tells the worker of a sequence whose first `computed` tokens have KV, in `blocks`."""
+    """Return the entry of a sequence for its worker. computed: its first tokens, with KV in `blocks`."""
     if sequence.cached < 0:
         sequence.cached = computed
     record, prompt = sequence.record, sequence.prompt.size

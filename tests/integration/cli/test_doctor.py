@@ -49,7 +49,7 @@ def write_weights(path: Path, rows: int) -> None:
 
 
 def free_ports() -> int:
-    """Return a port whose successor is free too."""
+    """Return a free port; the port after it is free, too."""
     port, after = free_port(), free_port()
     while after != port + 1:
         port, after = after, free_port()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -25,11 +26,11 @@ class Reporting(Scheduler):
     """A core beside which the statistics run as in the service: a report each second."""
 
     reports: Reports
+    _reported_ns = SECOND
 
-    def __init__(self, *arguments: object, **more: object) -> None:
-        super().__init__(*arguments, **more)  # type: ignore[arg-type]
-        self.statistics = Stats(SECOND)
-        self._reported_ns = SECOND
+    @cached_property
+    def statistics(self) -> Stats:
+        return Stats(SECOND)
 
     def add(self, request: NewRequest, now_ns: int) -> Outcome:
         self._report(now_ns)

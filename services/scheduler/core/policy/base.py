@@ -90,8 +90,10 @@ class Order(ABC):
         """Return running `rows` [n] in this order."""
 
     def in_time_ns(self, request: NewRequest, tokens: int, now_ns: int) -> int:
-        """Return the ns after its arrival within which the prefill of a new request of so many tokens is expected to
-        begin because all that it waits for goes behind it then; 0 if nothing does."""
+        """Return how many ns after its arrival a new request passes all that waits before it; 0 if it never does.
+
+        tokens: of its prompt. The prefill is expected to begin by then.
+        """
         return 0
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
