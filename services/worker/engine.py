@@ -371,8 +371,8 @@ class Engine:
             self.grammars.enter(step.enters)
             self.grammars.order(chunks.slots[chunks.samples], table)
             # Ranks have to agree on the rows of a step: with several only the tokens say which are late.
-            if self.takes_late and self.parallel.size == 1:
-                late = self.grammars.left_out(chunks, self._in_flight.is_empty)
+            is_alone = self.takes_late and self.parallel.size == 1
+            if is_alone and (late := self.grammars.left_out(chunks, self._in_flight.is_empty)):
                 table.late.update(late)
                 chunks = chunks.without(late)
         tokens = int(chunks.lengths.sum())

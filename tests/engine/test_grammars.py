@@ -26,6 +26,7 @@ from services.scheduler.core.types import Finish, NewRequest
 from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
 from services.worker.grammar import Lane, Question
+from services.worker.slots import Chunks
 from shared.columns import pack, unpack
 from shared.text.grammars import NOT_FOLLOWED
 from tests.engine.driver import Driver, make_engine
@@ -277,6 +278,19 @@ def test_step_waits_for_masks_alone_until_another_row_waits(
     result = driver.step({2: 64})
     given.set()
     assert asked == [[2], [2]] and unpack(result.late_slots).tolist() == [2]
+
+
+def test_late_rows_alone_wait_for_no_mask_while_another_step_runs(
+    takes_late: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, driver = hold_masks(takes_late, monkeypatch), Driver(takes_late)
+    enter_two(driver)
+    driver.step({0: 64, 2: 64})
+    monkeypatch.setattr(takes_late.grammars, "others_wait", lambda slots: pytest.fail(f"slots {slots} waited"))
+    one = np.ones(1, np.int32)
+    late = takes_late.grammars.left_out(Chunks(2 * one, one, one, one > 0), is_idle=False)
+    given.set()
+    assert late == [2]
 
 
 def test_sequence_with_quick_masks_alone_is_waited_for(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,4 +143,6 @@ def test_prompt_as_long_as_those_that_became_late_is_expected_to_be_late() -> No
     late_ns = 3 * SECOND  # the one slot is taken, and a limit of 2 s is over
     core.waiting.head(None, late_ns)
     assert order.in_time_ns(long, 120, late_ns) == 0 < order.in_time_ns(short, 50, late_ns)
+    order.queue()
+    assert order.in_time_ns(long, 120, late_ns) > 0, "of a new queue nothing became late"
     assert order.in_time_ns(long, 120, late_ns + 2 * SECOND) > 0, "nothing has become late for as long as a limit"
