@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -16,6 +17,7 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import Abort, TyperException
 
 from shared import options
 from shared.arguments import KINDS
@@ -53,10 +55,35 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """A group of commands. Its help wraps the first sentence of each command instead of cutting it off."""
 
+    def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
+        """Run a command and exit; wrong use is one line with the remedy, as other errors are."""
+        if not standalone_mode:
+            return super().main(args, standalone_mode=False, **extra)
+        try:
+            code = super().main(args, standalone_mode=False, **extra)
+        except TyperException as error:
+            print(_remedy(error), file=sys.stderr)
+            sys.exit(error.exit_code)
+        except Abort:
+            print("stopped", file=sys.stderr)
+            sys.exit(1)
+        sys.exit(code if isinstance(code, int) else 0)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in commands if one])
+
+
+def _remedy(error: TyperException) -> str:
+    """Return the line for wrong use of a command, or the help where a command without arguments shows it."""
+    text = error.format_message()
+    if text.startswith("Usage: "):
+        return text
+    context = getattr(error, "ctx", None)  # the parser of options knows none
+    where = context.command_path if context else "the command with"
+    what = "commands" if context and isinstance(context.command, TyperGroup) else "options"
+    return f"error: {text[:1].lower()}{text[1:].rstrip('.')}; {where} --help lists the {what}"
 
 
 def settings_command(app: typer.Typer, name: str, *classes: type[BaseSettings]) -> Callable[[Any], Any]:

@@ -45,7 +45,7 @@ class SimulateParser(Parser):
     """A parser that raises WrongUse instead of ending the program."""
 
     def error(self, message: str) -> NoReturn:
-        raise WrongUse(f"{message} (orcinus simulate --help lists the options)")
+        raise WrongUse(f"{message}; orcinus simulate --help lists the options")
 
 
 def parser() -> SimulateParser:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from typer.testing import CliRunner
 
+from services.cli.app import app
 from shared.arguments import KINDS
 from tests.unit.snapshots import surfaces
 
@@ -46,3 +48,17 @@ def test_wrong_option_is_one_line_with_the_remedy(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == (
         "error: unrecognized arguments: --rat 3; orcinus bench serve --help lists the options\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        (["up", "--nonsense"], "no such option: --nonsense; orcinus up --help lists the options"),
+        (["nonsense"], "no such command 'nonsense'; orcinus --help lists the commands"),
+        (["keys", "add"], "missing argument 'name'; orcinus keys add --help lists the options"),
+        (["up", "--port"], "option '--port' requires an argument; the command with --help lists the options"),
+    ],
+)
+def test_wrong_use_of_a_command_is_one_line_with_the_remedy(wrong: list[str], line: str) -> None:
+    done = CliRunner().invoke(app, wrong, prog_name="orcinus")
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"error: {line}\n")
