@@ -110,6 +110,15 @@ class Keys:
         """The gateway that is taking over a background request."""
         return f"{self.prefix}adopting:{request_id}"
 
+    def response(self, response_id: str) -> str:
+        """A response of `/v1/responses` that later ones may refer to, JSON; empty: forgotten."""
+        return f"{self.prefix}response:{response_id}"
+
+    @property
+    def responses(self) -> str:
+        """Sorted set: ids of stored responses by the time (ms) at which they expire; `keep.lua` adds to its name."""
+        return f"{self.prefix}responses"
+
     @property
     def queue(self) -> str:
         """Hash: tokens and requests that wait for their first step, in total and by class; bytes until the end."""

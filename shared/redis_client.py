@@ -218,3 +218,4 @@ class Scripts:
         self.fenced = Script(client, "fenced", observe)
         self.give = Script(client, "give", observe)
         self.drop = Script(client, "drop", observe)
+        self.keep = Script(client, "keep", observe)

@@ -185,6 +185,18 @@ class GatewaySettings(CommonSettings):
         description="bytes that requests (prompts, schemas) may hold in Redis until they end; further ones get 429, "
         "those of class low from half of it on; 0 means half of Redis's maxmemory, where it is set",
     )
+    response_retention_s: int = Field(
+        86_400,
+        ge=0,
+        le=30 * 86_400,
+        description="time for which responses of /v1/responses are stored in Redis, with their conversation, unless a "
+        "request has store false; 0 stores none",
+    )
+    stored_response_bytes: int = Field(
+        64 << 20,
+        ge=0,
+        description="bytes that stored responses may take in Redis, a tenant half of them; the oldest go first",
+    )
     tenant_queue_share: float = Field(
         0.5,
         gt=0,

@@ -13,6 +13,7 @@ from services.gateway.auth import Keyring
 from services.gateway.cluster import Cluster
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher
+from services.gateway.delivery.response_store import ResponseStore
 from services.gateway.errors import handed_over
 from services.gateway.metrics import Metrics
 from services.gateway.processes import Siblings
@@ -43,6 +44,7 @@ class Gateway:
         fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
         self.cluster = Cluster(settings, self.id, fallback, self.letters)
         self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics, self.letters)
+        self.responses = ResponseStore(settings, self.dispatcher, self.letters)
         self.background = BackgroundTasks()
         self.admission = Admission(
             settings,
@@ -73,6 +75,7 @@ class Gateway:
         await end(*watching)
         await self.keyring.close()
         await self.adopter.close()
+        await self.responses.close()
         await self.cluster.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

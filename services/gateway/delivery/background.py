@@ -38,6 +38,8 @@ class BackgroundTasks:
         """Requests to take back: a client streamed them and has disconnected."""
         self.ended: set[str] = set()
         """Requests that have ended, until the adopter has removed them in Redis."""
+        self.on_end: Callable[[str], Awaitable[None]] | None = None
+        """Called with the id of each request that has ended, well or not."""
 
     @property
     def kept(self) -> list[str]:
@@ -56,16 +58,19 @@ class BackgroundTasks:
         await end(*self._tasks.values())
 
     async def _read(self, generation: Generation) -> None:
-        request_id = generation.spec.id
+        request_id, handed_on = generation.spec.id, False
         try:
             while not generation.done:
                 await generation.next()
-            self.ended.add(request_id)
-        except ApiError as error:
-            if error.code not in (TAKEN_OVER, HANDED_OVER):  # a cancel, or its end with an error
-                self.ended.add(request_id)
+        except ApiError as error:  # a cancel, its end with an error, or another gateway reads it
+            handed_on = error.code in (TAKEN_OVER, HANDED_OVER)
         finally:
             generation.close()
+        if handed_on:
+            return
+        self.ended.add(request_id)
+        if self.on_end is not None:
+            await self.on_end(request_id)
 
     def _gone(self, request_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(request_id) is task:

@@ -361,13 +361,20 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, generation: Generation, writer: Writer, keepalive_s: float, headers: dict[str, str] | None = None
+        self,
+        generation: Generation,
+        writer: Writer,
+        keepalive_s: float,
+        headers: dict[str, str] | None = None,
+        before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """before_end: awaited behind the last token, before the writer's end."""
         self.status_code = 200
         self.background = None
         self._generation = generation
         self._writer = writer
         self._keepalive_s = keepalive_s
+        self._before_end = before_end
         self._deliver: Callable[[Row], bool] | None = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
 
@@ -405,15 +412,15 @@ class EventStream(Response):
         generation, writer = self._generation, self._writer
         if echoed := writer.echo():
             await _body(send, echoed)
+        events = b""
         while not generation.done:
             deltas = await self._next()
             events = writer.events(deltas) if deltas or generation.done else KEEP_ALIVE
-            if generation.done:
-                await _body(send, events + writer.end(generation.usage), last=True)
-                return
-            if events:
+            if events and not generation.done:
                 await _body(send, events)
-        await _body(send, writer.end(generation.usage), last=True)
+        if self._before_end is not None:
+            await self._before_end()
+        await _body(send, events + writer.end(generation.usage), last=True)
 
     async def _next(self) -> list[Delta]:
         """Return deltas for the writer; empty when nothing was written for `keepalive_s`, by either way."""

@@ -1,24 +1,29 @@
-"""Serve `/v1/responses`, stateless: a conversation as OpenAI's newer clients send it.
+"""Serve `/v1/responses`: a conversation as OpenAI's newer clients send it.
 
-A response is a chat request with an id that begins with `resp_`; its record can be read for five minutes. The body
-becomes a body of `/v1/chat/completions`, which is checked there. Nothing is kept for a later call, so fields that refer
-to one are refused by name. The events of a stream add up to the whole response object.
+A response is a chat request with an id that begins with `resp_`. The body becomes a body of `/v1/chat/completions`,
+which is checked there. A response is stored with its conversation (delivery/response_store.py), and a later one goes on
+from it by `previous_response_id`; without `store` its record can be read for five minutes. The events of a stream add
+up to the whole response object.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import Field, WithJsonSchema
 from starlette.responses import Response
 
 from services.gateway.admission import unknown_request
+from services.gateway.delivery.response_store import StoredResponse
 from services.gateway.delivery.stream import Delta, Generation, Usage
 from services.gateway.errors import ApiError, failed, invalid, shown
 from services.gateway.gateway import Gateway
@@ -39,11 +44,12 @@ from services.gateway.request import GenerationSpec, SamplingDefaults
 from services.gateway.text.tools.reader import CallPiece
 from shared import ids
 
+log = logging.getLogger("orcinus.gateway")
+
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text")
 # Field -> the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
     "conversation": (),
     "prompt": (),
     "context_management": ([],),
@@ -108,7 +114,8 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     background: bool | None = None
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
-    store: bool | None = None
+    store: bool | None = Field(None, description="false: the response is not stored; by default it is")
+    previous_response_id: str | None = Field(None, max_length=64, description="go on behind this stored response")
     service_tier: str | None = Field(None, max_length=32)
     user: str | None = Field(None, max_length=1024)
     prompt_cache_key: str | None = Field(None, max_length=1024)
@@ -127,7 +134,6 @@ class ResponsesBody(Body):
     deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
 
     # Known to OpenAI: accepted only where they ask for nothing
-    previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
     context_management: Any = None
@@ -139,14 +145,17 @@ class ResponsesBody(Body):
     truncation: Any = None
 
 
-def chat_body(body: ResponsesBody) -> ChatBody:
-    """Return the same request to `/v1/chat/completions`. Raise ApiError(400) in the words of this endpoint."""
+def chat_body(body: ResponsesBody, before: Sequence[dict[str, Any]] = ()) -> ChatBody:
+    """Return the same request to `/v1/chat/completions`. Raise ApiError(400) in the words of this endpoint.
+
+    before: the items of the conversation that the request goes on from.
+    """
     for name, neutral in REFUSED.items():
         sent = getattr(body, name)
         if sent is not None and not any(type(sent) is type(value) and sent == value for value in neutral):
             raise invalid(name, f"{name} is not supported; got {shown(sent)}", "unsupported_parameter")
     fields = {name: getattr(body, name) for name in OF_CHAT if getattr(body, name) is not None}
-    fields["messages"] = messages(body)
+    fields["messages"] = messages(body, before)
     fields["stream"] = bool(body.stream)
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
@@ -180,17 +189,23 @@ def in_words_of_responses(error: ApiError) -> ApiError:
     return error
 
 
-def messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Return the conversation, the instructions first. Raise ApiError(400)."""
+def items_of(body: ResponsesBody) -> list[Any]:
+    """Return the items of the input, as they came. Raise ApiError(400)."""
+    if isinstance(body.input, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
+    if not isinstance(body.input, list) or not body.input:
+        raise invalid("input", f"input must be text or a list of items; got {shown(body.input)}", "invalid_value")
+    return body.input
+
+
+def messages(body: ResponsesBody, before: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return the conversation, the instructions first, then the items `before`. Raise ApiError(400)."""
     found: list[dict[str, Any]] = []
     if body.instructions is not None:
         found.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*found, {"role": "user", "content": body.input}]
-    if not isinstance(body.input, list) or not body.input:
-        raise invalid("input", f"input must be text or a list of items; got {shown(body.input)}", "invalid_value")
-    for index, item in enumerate(body.input):
-        where = f"input[{index}]"
+    placed = [(f"previous_response_id[{index}]", item) for index, item in enumerate(before)]
+    placed += [(f"input[{index}]", item) for index, item in enumerate(items_of(body))]
+    for where, item in placed:
         if not isinstance(item, dict):
             raise invalid("input", f"{where} must be an object; got {shown(item)}", "invalid_value")
         kind = item.get("type") or "message"
@@ -330,9 +345,9 @@ def shell(
         "model": body.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "store": False,
+        "store": body.store is not False,
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}} | text,
         "tool_choice": body.tool_choice or "auto",
@@ -380,14 +395,10 @@ def of_chat(shell: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     return finished(shell, items, reason, answer["usage"])
 
 
-def of_record(
-    state: dict[str, Any], model: str, answer: dict[str, Any] | None, defaults: SamplingDefaults = SamplingDefaults()
-) -> dict[str, Any]:
-    """Return a response made from its record; fields that only its body had are lost. state: as of `GET
-    /v1/requests/{id}`. answer: the chat completion, of a response that ended well.
+def of_record(state: dict[str, Any], answer: dict[str, Any] | None, begun: dict[str, Any]) -> dict[str, Any]:
+    """Return a response as its record has it. state: as of `GET /v1/requests/{id}`. answer: the chat completion, of a
+    response that ended well. begun: the response before its first token.
     """
-    body = ResponsesBody(model=model, input="", background=state["background"])
-    begun = shell(body, state["id"], answer["created"] if answer else state["enqueued_ms"] // 1000, defaults)
     if answer is not None:
         return of_chat(begun, answer)
     if state["status"] != "finished":
@@ -457,6 +468,7 @@ class ResponseEvents:
         self._shell = shell
         self._number = 0
         self._items: dict[int, _Item] = {}
+        self._ended: tuple[bytes, dict[str, Any]] | None = None
 
     def echo(self) -> bytes:
         """Return what comes before the first token."""
@@ -476,6 +488,17 @@ class ResponseEvents:
 
     def end(self, usage: Usage) -> bytes:
         """Return each item as a whole, and the response with them."""
+        events, response = self._ended or self._finish(usage)
+        return events + self._event(f"response.{response['status']}", response=response)
+
+    async def store(self, keep: Callable[[dict[str, Any]], Awaitable[bool]]) -> None:
+        """Store the whole response before its last event, so that a request may go on from it at once."""
+        self._ended = self._finish(self._generation.usage)
+        response = self._ended[1]
+        response["store"] = await keep(response)
+
+    def _finish(self, usage: Usage) -> tuple[bytes, dict[str, Any]]:
+        """Return the events of whole items, and the whole response."""
         reason = self._generation.choices[0].finish_reason or "stop"
         events = b"" if self._items else self._message()[1]
         output = []
@@ -487,8 +510,7 @@ class ResponseEvents:
             done, event = self._done(key, item, status)
             output.append(done)
             events += event + self._event("response.output_item.done", output_index=item.at["output_index"], item=done)
-        response = finished(self._shell, output, reason, usage.body())
-        return events + self._event(f"response.{response['status']}", response=response)
+        return events, finished(self._shell, output, reason, usage.body())
 
     def error(self, error: ApiError) -> bytes:
         """Return an error after the first byte; the stream ends behind it."""
@@ -561,11 +583,15 @@ class ResponseEvents:
 
 KIND = "responses"
 _RESPONSE = {"description": "the response", "content": {"application/json": {"schema": {"type": "object"}}}}
+MOST_ITEMS = 100
+"""Of one page of `input_items`."""
 
 
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
+    served = Responses(gateway)
+    gateway.background.on_end = served.ended
 
     @routes.post(
         "/v1/responses",
@@ -576,59 +602,202 @@ def router(gateway: Gateway) -> APIRouter:
         """Answer a conversation."""
         started = time.monotonic()
         body = await read_body(request, ResponsesBody)
-        spec = await _spec(gateway, body, request.state.tenant)
+        before = await served.before(body, request.state.tenant)
+        spec = await _spec(gateway, body, before, request.state.tenant)
         await take_headers(request, spec)
         response = shell(body, spec.id, spec.created, gateway.model.defaults)
+        response["store"] &= gateway.responses.stores
+        conversation = [*before, *with_ids(items_of(body), spec.id)] if response["store"] else []
+        keep = partial(served.keep, request.state.tenant, conversation)
         if spec.background:
-            await gateway.admission.begin_background(spec, request.state.caller, started)
-            return json_response(response | {"status": "queued"})
+            response["status"] = "queued"
+            known, _ = await gateway.responses.find(spec.id, request.state.tenant)  # of an earlier call of one name
+            response["store"] = known is not None or await keep(response)
+            try:
+                await gateway.admission.begin_background(spec, request.state.caller, started)
+            except ApiError:
+                if response["store"] and known is None:
+                    await gateway.responses.forget(spec.id, request.state.tenant, hidden_ms=1)
+                raise
+            return json_response(response)
         generation, headers = await begin(gateway, request, spec, started)
         if spec.stream:
             events = ResponseEvents(generation, response)
-            return EventStream(generation, events, gateway.settings.keepalive_s, headers)
+            return EventStream(
+                generation, events, gateway.settings.keepalive_s, headers, before_end=partial(events.store, keep)
+            )
 
         async def answer() -> dict[str, Any]:
-            return of_chat(response, await collect(generation, request, gateway.model.fingerprint))
+            whole = of_chat(response, await collect(generation, request, gateway.model.fingerprint))
+            return whole | {"store": await keep(whole)}
 
         return await whole_response(answer(), headers)
 
     @routes.get("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
     async def response(response_id: str, request: Request) -> Response:
-        """Return a response that runs, in the background or not, or has ended less than five minutes ago."""
+        """Return a stored response, or one that runs or has ended less than five minutes ago."""
         if request.query_params.get("stream", "false") not in ("false", "False", "0"):
             raise invalid(
                 "stream", f"a response is returned whole here; GET /v1/requests/{response_id[:80]}/stream streams it"
             )
-        return json_response(await _found(gateway, response_id, request.state.tenant))
+        return json_response((await served.find(response_id, request.state.tenant)).response)
+
+    @routes.delete("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Cancel a response that runs, and forget it."""
+        found = await served.find(response_id, request.state.tenant)
+        if found.running:
+            await gateway.dispatcher.cancel_for(response_id, request.state.tenant)
+        await gateway.responses.forget(response_id, request.state.tenant)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    @routes.get("/v1/responses/{response_id}/input_items", responses={200: _RESPONSE, **errors(404, 503)})
+    async def input_items(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = 20,
+        order: Annotated[Literal["asc", "desc"], Query()] = "desc",
+        after: Annotated[str, Query(max_length=128)] = "",
+    ) -> Response:
+        """Return the items of the conversation before a stored response, a page at a time."""
+        found = await served.find(response_id, request.state.tenant)
+        if not found.response["store"]:
+            raise unknown_request(response_id)
+        return json_response(page(found.input, limit, after, newest_first=order == "desc"))
 
     @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 503)})
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Cancel a response, wherever it runs."""
-        found = await _found(gateway, response_id, request.state.tenant)
-        if found["status"] in ("queued", "in_progress"):
+        found = await served.find(response_id, request.state.tenant)
+        if found.running:
             verdict = await gateway.dispatcher.cancel_for(response_id, request.state.tenant)
-            found["status"] = "cancelled" if verdict != "finished" else found["status"]
-        return json_response(found)
+            found.response["status"] = "cancelled" if verdict != "finished" else found.response["status"]
+        return json_response(found.response)
 
     return routes
 
 
-async def _spec(gateway: Gateway, body: ResponsesBody, tenant: str) -> GenerationSpec:
+class Responses:
+    """Responses as the store and their records have them."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def before(self, body: ResponsesBody, tenant: str) -> list[dict[str, Any]]:
+        """Return the conversation that a request goes on from. Raise ApiError(400, 503)."""
+        name = body.previous_response_id
+        if name is None:
+            return []
+        try:
+            found = await self.find(name, tenant)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            found = None
+        if found is None or not found.response["store"]:
+            raise invalid(
+                "previous_response_id",
+                f"previous_response_id {shown(name)} is not stored: it is unknown, has store false, was deleted, or is "
+                f"older than {self._gateway.settings.response_retention_s} s; send the conversation as input",
+                "previous_response_not_found",
+            )
+        if found.response["status"] not in ("completed", "incomplete"):
+            status = found.response["status"]
+            text = f"previous_response_id {shown(name)} has no answer: its status is {status}; wait for its end"
+            raise invalid("previous_response_id", text, "invalid_value")
+        return found.items
+
+    async def keep(self, tenant: str, conversation: list[dict[str, Any]], response: dict[str, Any]) -> bool:
+        """Store a response unless its request asked for none; return whether it is stored."""
+        if not response["store"]:
+            return False
+        return await self._gateway.responses.keep(StoredResponse(tenant, response, conversation))
+
+    async def find(self, response_id: str, tenant: str) -> StoredResponse:
+        """Return a response; one that is not stored has no input. Raise ApiError(404, 503)."""
+        if not response_id.startswith(ids.BEGINNINGS[KIND]) or len(response_id) > MOST_ID:
+            raise unknown_request(response_id)
+        stored, is_deleted = await self._gateway.responses.find(response_id, tenant)
+        if is_deleted:
+            raise unknown_request(response_id)
+        if stored is not None and not stored.running:
+            return stored
+        now = await self._recorded(response_id, tenant, stored)
+        if now.response["store"] and not now.running:
+            await self._gateway.responses.keep(now)
+        return now
+
+    async def ended(self, response_id: str) -> None:
+        """Store the end of a response in the background."""
+        if ids.kind_of(response_id) != KIND:
+            return
+        try:
+            record = await self._gateway.dispatcher.raw_record(response_id)
+            tenant = record.get(b"tenant", b"").decode("utf-8", "replace")
+            for _ in range(LOOKS):
+                if not (await self.find(response_id, tenant)).running:
+                    return
+                await asyncio.sleep(LOOK_EVERY_S)
+        except ApiError as error:
+            log.warning("the end of response %s is not stored: %s", response_id, error.message)
+
+    async def _recorded(self, response_id: str, tenant: str, stored: StoredResponse | None) -> StoredResponse:
+        """Return a response as its record has it. Raise ApiError(404, 503)."""
+        gateway = self._gateway
+        record = await gateway.dispatcher.raw_record(response_id)
+        if record.get(b"tenant", b"") != tenant.encode() or not record:
+            if stored is None:
+                raise unknown_request(response_id)
+            error = {"code": "server_error", "message": "the answer was not read in time; send the request again"}
+            return replace(stored, response=stored.response | {"status": "failed", "error": error})
+        answer = await result(response_id, record, gateway.dispatcher, gateway.model)
+        state = gateway.dispatcher.decoded(response_id, record, partial(status, response_id))
+        if stored is not None:
+            return replace(stored, response=of_record(state, answer, stored.response))
+        body = ResponsesBody(
+            model=gateway.settings.served_model_name, input="", background=state["background"], store=False
+        )
+        created = answer["created"] if answer else state["enqueued_ms"] // 1000
+        return StoredResponse(
+            tenant, of_record(state, answer, shell(body, response_id, created, gateway.model.defaults)), []
+        )
+
+
+MOST_ID = 64
+LOOK_EVERY_S = 0.5
+LOOKS = 60
+"""Behind a stop string a record ends a little later than the text."""
+
+
+def with_ids(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
+    """Return items with ids, those of the response and their place where they have none."""
+    ending = response_id.removeprefix(ids.BEGINNINGS[KIND])
+    return [{"id": f"item_{ending}_{index}", "type": "message", **item} for index, item in enumerate(items)]
+
+
+def page(items: list[dict[str, Any]], limit: int, after: str, newest_first: bool) -> dict[str, Any]:
+    """Return a list object of items behind the one with the id `after`. Raise ApiError(400)."""
+    ordered = items[::-1] if newest_first else items
+    begin = 0
+    if after:
+        begin = next((index + 1 for index, item in enumerate(ordered) if item.get("id") == after), 0)
+        if not begin:
+            raise invalid("after", f"after {shown(after)} is no item of this response; leave it out", "invalid_value")
+    chosen = ordered[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": chosen,
+        "first_id": chosen[0].get("id") if chosen else None,
+        "last_id": chosen[-1].get("id") if chosen else None,
+        "has_more": begin + limit < len(ordered),
+    }
+
+
+async def _spec(gateway: Gateway, body: ResponsesBody, before: Sequence[dict[str, Any]], tenant: str) -> GenerationSpec:
     """Raise ApiError in the words of this endpoint."""
-    chat = chat_body(body)
+    chat = chat_body(body, before)
     served, limits = gateway.settings.served_model_name, gateway.cluster.limits
     try:
         return await chat_spec(chat, gateway.model, served, limits, ids.request_id(KIND), tenant)
     except ApiError as error:
         raise in_words_of_responses(error) from None
-
-
-async def _found(gateway: Gateway, response_id: str, tenant: str) -> dict[str, Any]:
-    """Return a response from its record. Raise ApiError(404, 503)."""
-    record = await gateway.dispatcher.raw_record(response_id)
-    if not response_id.startswith(ids.BEGINNINGS[KIND]) or record.get(b"tenant", b"") != tenant.encode():
-        raise unknown_request(response_id)
-    answer = await result(response_id, record, gateway.dispatcher, gateway.model)
-    served = gateway.settings.served_model_name
-    state = gateway.dispatcher.decoded(response_id, record, partial(status, response_id))
-    return of_record(state, served, answer, gateway.model.defaults)

@@ -1,0 +1,125 @@
+"""Store responses in Redis, so that later ones may refer to them by `previous_response_id`.
+
+A stored response is its last state and all items of the conversation before its answer. Any gateway reads it, for
+`response_retention_s`; `keep.lua` bounds the bytes of all and of a tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+from redis.exceptions import RedisError, ResponseError
+
+from services.gateway.delivery.dispatcher import Dispatcher
+from shared.dead_letters import DeadLetters
+from shared.redis_client import KEPT_TTL_MS, Scripts, Unreachable, Value, connect
+from shared.settings import GatewaySettings
+
+log = logging.getLogger("orcinus.gateway")
+
+RUNNING = ("queued", "in_progress")
+TENANT_SHARE = 0.5  # of the bytes
+PATIENCE_S = 2.0
+"""Time that the end of an answer waits for Redis to store it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """What lies in Redis."""
+
+    tenant: str
+    response: dict[str, Any]
+    input: list[dict[str, Any]]
+    """The items of the conversation before the answer, the oldest first."""
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """Return the conversation with the answer."""
+        return [*self.input, *self.response["output"]]
+
+    @property
+    def running(self) -> bool:
+        """Return whether the answer is still to come, as far as the store knows."""
+        return self.response["status"] in RUNNING
+
+
+_STORED = TypeAdapter(StoredResponse)
+
+
+def _parsed(raw: bytes | ResponseError) -> StoredResponse:
+    if isinstance(raw, ResponseError):
+        raise raw
+    try:
+        found = _STORED.validate_json(raw)
+        if found.response["status"] and isinstance(found.response["output"], list):
+            return found
+    except (ValidationError, KeyError) as error:
+        raise ValueError(str(error)[:200]) from None
+    raise ValueError("has no status or output")
+
+
+class ResponseStore:
+    """The stored responses of all gateways."""
+
+    def __init__(self, settings: GatewaySettings, dispatcher: Dispatcher, letters: DeadLetters | None = None) -> None:
+        self._keys = settings.keys
+        self._retention_ms = settings.response_retention_s * 1000
+        self._bytes = settings.stored_response_bytes
+        self._ask = dispatcher.ask
+        self._letters = letters or DeadLetters()
+        self._redis: Any = connect(settings, connections=2)
+        scripts = Scripts(self._redis)
+        self._script = scripts.keep
+
+    @property
+    def stores(self) -> bool:
+        """Return whether responses are stored at all."""
+        return self._retention_ms > 0 and self._bytes > 0
+
+    async def keep(self, stored: StoredResponse) -> bool:
+        """Store a response, or its next state. Return False where it is not stored: it is too large, its client has
+        deleted it, or Redis does not take it.
+        """
+        if not self.stores:
+            return False
+        value = orjson.dumps(stored)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await self._run(stored.response["id"], stored.tenant, value, self._retention_ms)
+        except (*Unreachable, RedisError) as error:
+            log.warning("response %s is not stored: %s", stored.response["id"], error)
+            return False
+
+    async def find(self, response_id: str, tenant: str) -> tuple[StoredResponse | None, bool]:
+        """Return a stored response of a tenant, and whether it was deleted. Raise ApiError(503)."""
+        key = self._keys.response(response_id)
+
+        async def read() -> bytes | ResponseError | None:
+            try:
+                return await self._redis.get(key)  # type: ignore[no-any-return]
+            except ResponseError as error:  # a key of another type
+                return error
+
+        raw = await self._ask(read)
+        if raw is None or raw == b"":
+            return None, raw is not None
+        found = self._letters.read(key, raw, _parsed)
+        return (found if found is not None and found.tenant == tenant else None), False
+
+    async def forget(self, response_id: str, tenant: str, hidden_ms: int = 2 * KEPT_TTL_MS) -> None:
+        """Delete a response, and hide the record of its request for a while. Raise ApiError(503)."""
+        await self._ask(lambda: self._run(response_id, tenant, b"", hidden_ms))
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _run(self, response_id: str, tenant: str, value: bytes, kept_ms: int) -> bool:
+        keys = [self._keys.response(response_id), self._keys.responses]
+        bounds = (self._bytes, int(self._bytes * TENANT_SHARE))
+        arguments: list[Value] = [self._keys.response(""), tenant, response_id, value, kept_ms, *bounds]
+        return bool(await self._script(keys, arguments))

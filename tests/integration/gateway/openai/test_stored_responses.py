@@ -1,0 +1,178 @@
+"""Stored responses: one goes on from another, they are deleted, and their bytes in Redis stay within a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.conftest import KEY, OTHER, TEXT
+from tests.support.gateway_process import GatewayProcess
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import STOP, Line, ScriptedScheduler
+from tests.support.tokenizers import token_ids
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def respond(client: openai.OpenAI, gateway: GatewayProcess, text: str = "hi", **fields: Any) -> Any:
+    return client.responses.create(model=gateway.name, input=text, max_output_tokens=100, **fields)
+
+
+def test_response_goes_on_from_an_earlier_one(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None, redis_server: RedisServer
+) -> None:
+    first = respond(client, gateway, "one", instructions="only here")
+    assert first.store is True
+    second = respond(client, gateway, "two", previous_response_id=first.id)
+    third = respond(client, gateway, "three", previous_response_id=second.id)
+    assert second.previous_response_id == first.id
+    told = [
+        {"role": "user", "content": "one"}, {"role": "assistant", "content": TEXT},
+        {"role": "user", "content": "two"}, {"role": "assistant", "content": TEXT},
+        {"role": "user", "content": "three"},
+    ]  # fmt: skip
+    chat = client.chat.completions.create(model=gateway.name, messages=told, max_tokens=100)  # type: ignore[arg-type]
+    assert chat.usage is not None
+    assert third.usage.input_tokens == chat.usage.prompt_tokens > second.usage.input_tokens > first.usage.input_tokens
+
+
+def test_prompt_behind_an_earlier_response_is_that_of_the_whole_conversation(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    with client.responses.stream(model=gateway.name, input="one", max_output_tokens=100) as stream:
+        claimed = scheduler.claim()
+        scheduler.serve(claimed, [*token_ids(TEXT), claimed.request.stop_token_ids[0]], STOP, piece=4)
+        first = stream.get_final_response()
+    items: list[Any] = [{"role": "user", "content": "one"}, {"role": "assistant", "content": TEXT}]
+    prompts = []
+    bodies: list[dict[str, Any]] = [
+        {"input": "two", "previous_response_id": first.id},
+        {"input": [*items, {"role": "user", "content": "two"}]},
+    ]
+    for body in bodies:
+        gateway.post("/v1/responses", {"background": True, **body}).raise_for_status()
+        claimed = scheduler.claim()
+        prompts.append(claimed.prompts)
+        scheduler.serve(claimed, [50])
+    assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize("why", ["unknown", "not stored", "deleted", "of another key"])
+def test_response_that_is_not_stored_cannot_be_gone_on_from(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None, why: str
+) -> None:
+    name, asking = "resp_0", client
+    if why != "unknown":
+        name = respond(client, gateway, store=why != "not stored").id
+    if why == "deleted":
+        client.responses.delete(name)
+    if why == "of another key":
+        asking = client.with_options(api_key=OTHER)
+    with pytest.raises(openai.BadRequestError) as refused:
+        respond(asking, gateway, previous_response_id=name)
+    assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
+    assert "send the conversation as input" in refused.value.message
+
+
+def test_response_without_its_end_cannot_be_gone_on_from(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    begun = respond(client, gateway, background=True)
+    claimed = scheduler.claim()
+    with pytest.raises(openai.BadRequestError, match="its status is queued; wait for its end"):
+        respond(client, gateway, previous_response_id=begun.id)
+    scheduler.serve(claimed, token_ids(TEXT))
+
+
+def test_deleted_response_is_gone_though_its_record_lives(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None, redis_server: RedisServer
+) -> None:
+    made = respond(client, gateway)
+    other = client.with_options(api_key=OTHER)
+    with pytest.raises(openai.NotFoundError):
+        other.responses.delete(made.id)
+    client.responses.delete(made.id)
+    assert redis_server.client.exists(gateway.keys.req(made.id))
+    for ask in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            ask(made.id)
+
+
+def test_deleting_a_running_response_cancels_it(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    begun = respond(client, gateway, background=True)
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, [50]), started=[claimed.id])
+    client.responses.delete(begun.id)
+    scheduler.wait_control("cancel", claimed.id)
+    scheduler.end(claimed, [[50]], [3])
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(begun.id)
+
+
+def test_background_response_is_stored_at_its_end_without_a_reader(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, redis_server: RedisServer
+) -> None:
+    begun = respond(client, gateway, background=True, instructions="be brief")
+    claimed = scheduler.claim()
+    tokens = token_ids(TEXT)
+    scheduler.publish(Line(claimed.id, 0, tokens, finish=STOP), started=[claimed.id])
+    scheduler.end(claimed, [tokens], [STOP])
+    stored = gateway.keys.response(begun.id)
+    until("the end is stored", lambda: b'"completed"' in (redis_server.client.get(stored) or b""))
+    redis_server.client.delete(gateway.keys.req(begun.id))  # as five minutes later
+    found = client.responses.retrieve(begun.id)
+    assert (found.status, found.output_text, found.instructions, found.background) == (
+        "completed", TEXT, "be brief", True,
+    )  # fmt: skip
+
+
+def test_items_before_a_response_come_in_pages(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
+    first = respond(client, gateway, "one")
+    second = respond(client, gateway, "two", previous_response_id=first.id)
+    page = client.responses.input_items.list(second.id, limit=2)
+    assert [item.content[0].text for item in page.data] == ["two", TEXT]  # type: ignore[union-attr]
+    assert page.has_more
+    whole = [item.content[0].text for item in client.responses.input_items.list(second.id, limit=2, order="asc")]  # type: ignore[union-attr]
+    assert whole == ["one", TEXT, "two"]
+    answer = gateway.get(f"/v1/responses/{second.id}/input_items?after=nothing")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
+
+
+@pytest.mark.parametrize("junk", [b"{", b'{"tenant": 1}', b"\xff", "a list"])
+def test_broken_stored_response_is_set_aside(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None, redis_server: RedisServer, junk: bytes | str
+) -> None:
+    made = respond(client, gateway)
+    key = gateway.keys.response(made.id)
+    redis_server.client.delete(key)
+    if isinstance(junk, bytes):
+        redis_server.client.set(key, junk)
+    else:
+        redis_server.client.rpush(key, junk)
+    assert client.responses.retrieve(made.id).output_text == TEXT  # from the record
+    with pytest.raises(openai.BadRequestError):
+        respond(client, gateway, previous_response_id=made.id)
+    assert gateway.metric("orcinus_gateway_unreadable_records_total") >= 1
+
+
+def test_response_that_redis_does_not_take_is_answered(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None, redis_server: RedisServer
+) -> None:
+    index = gateway.keys.responses
+    redis_server.client.delete(index)
+    redis_server.client.set(index, "of another type")
+    try:
+        made = respond(client, gateway)
+        assert (made.output_text, made.store) == (TEXT, False)
+    finally:
+        redis_server.client.delete(index)
