@@ -81,6 +81,24 @@ def test_errors(client: openai.OpenAI, server: Any) -> None:
     assert refused.value.param == "previous_response_id"
 
 
+def test_response_goes_on_from_a_stored_one(client: openai.OpenAI, server: Any) -> None:
+    first = client.responses.create(model=server.model, input="def add(", max_output_tokens=4, temperature=0)
+    second = client.responses.create(
+        model=server.model, input="more", previous_response_id=first.id, max_output_tokens=4, temperature=0
+    )
+    told: Any = [
+        {"role": "user", "content": "def add("},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "more"},
+    ]
+    whole = client.responses.create(model=server.model, input=told, max_output_tokens=4, temperature=0, store=False)
+    assert second.output_text == whole.output_text
+    assert second.usage.input_tokens == whole.usage.input_tokens > first.usage.input_tokens
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
 def test_stop(client: openai.OpenAI, server: Any, continued: str) -> None:
     stop = continued[3:5]
     answer = client.completions.create(model=server.model, prompt="def add(", max_tokens=12, temperature=0, stop=[stop])
