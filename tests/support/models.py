@@ -23,6 +23,7 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -65,6 +66,7 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {**_LLAMA, "num_local_experts": 4}),
     "qwen2_moe": (Qwen2MoeConfig, {**_QWEN_MOE, "shared_expert_intermediate_size": 80}),
     "qwen3_moe": (Qwen3MoeConfig, {**_QWEN_MOE, "head_dim": 24}),
+    "gpt_oss": (GptOssConfig, {**_LLAMA, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3}),
     "gemma": (GemmaConfig, {**_LLAMA, "head_dim": 24}),
     "gemma3": (Gemma3TextConfig, {**_LLAMA, "head_dim": 24, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}),
     "gpt2": (GPT2Config, {**_GPT2, "n_positions": 256}),
@@ -193,7 +195,7 @@ def _random_model(config: Any, seed: int) -> PreTrainedModel:
         gain, spread = 6.0, 0.5
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:
+            if weight.ndim == 2 and not name.endswith("bias"):
                 # Every matrix keeps its input's size; the output matrix spreads logits over about +-20.
                 is_embedding = isinstance(model.get_submodule(name.removesuffix(".weight")), torch.nn.Embedding)
                 scale = 1.0 if is_embedding else gain / weight.shape[0 if name in turned else 1] ** 0.5

@@ -74,8 +74,8 @@ class DecoderConfig:
     context: int  # positions that the model was made for
     tied: bool  # the output matrix is the embedding
     parallel_residual: bool  # attention and MLP read the same rows and are added together
-    biases: frozenset[str]  # of qkv_proj, o_proj, mlp, lm_head
-    activation: str  # of kernels.ops.ACTIVATIONS
+    biases: frozenset[str]  # of qkv_proj, o_proj, mlp, lm_head, router, experts
+    activation: str  # of kernels.ops.GATED_ACTIVATIONS
     scale: float  # of attention scores
     windows: tuple[int, ...]  # positions that each layer sees, including the row's position; 0: all
     rope: Rope | None

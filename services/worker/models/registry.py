@@ -28,14 +28,19 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The checkpoint's names in a layer with a mixture of experts; expert n's matrices lie under `experts`.n."""
+    """The checkpoint's names in a layer with a mixture of experts; expert n's matrices lie under `experts`.n.
+
+    stacked: all experts lie in the tensors `experts`.gate_up_proj and `experts`.down_proj [experts, inputs, outputs],
+    their biases in tensors of these names and _bias. The even outputs of the first are gate's, the odd ones up's.
+    """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    gate_up_proj: tuple[str, str] = ("gate_proj", "up_proj")
+    gate_up_proj: tuple[str, ...] = ("gate_proj", "up_proj")
     down_proj: str = "down_proj"
     shared: str | None = None  # an expert that every row has
     shared_gate: str | None = None
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Names:
     qkv_proj: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one name: one matrix
     q_norm: str | None = None
     k_norm: str | None = None
+    sinks: str | None = None  # a number for each head, without .weight
     o_proj: str = "self_attn.o_proj"
     attention_norm: str | None = None  # of the attention's output, before it is added
     mlp_norm: str = "post_attention_layernorm"
@@ -77,6 +83,7 @@ class Family:
     partial_rotary: bool = False  # partial_rotary_factor is heeded
     windows: Literal["none", "all", "upper", "pattern"] = "none"  # which layers a sliding_window is for
     local_rope: bool = False  # layers with a window have a separate rotary embedding
+    softcaps: bool = False  # attn_logit_softcapping and final_logit_softcapping are heeded
     scale_field: str | None = None  # scores are divided by its root; None: head_dim's
     layer_norm: bool = False
     norm_offset: float = 0.0  # the norms multiply by their weight + this
@@ -84,7 +91,7 @@ class Family:
     gated: bool = True
     mlp_ratio: int = 0  # intermediate_size, where none is given, in hidden sizes
     parallel_residual: str | bool = False  # attention and MLP read the same rows; a string names the field that says so
-    biases: frozenset[str] = frozenset()  # of qkv_proj, o_proj, mlp, lm_head
+    biases: frozenset[str] = frozenset()  # of qkv_proj, o_proj, mlp, lm_head, router, experts
     bias_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> the biases that it switches on
     transposed: bool = False  # matrices of the layers lie [inputs, outputs]
     normalize_experts: bool = False  # the weights of a row's experts add up to 1, whatever norm_topk_prob says
@@ -202,6 +209,40 @@ FAMILIES = {
         },
         bias_fields=_ATTENTION_BIAS,
         windows="all",
+    ),
+    "GptOssForCausalLM": replace(
+        _LLAMA,
+        names=Names(
+            sinks="self_attn.sinks",
+            experts=ExpertNames("mlp.router", gate_up_proj=("gate_up_proj",), stacked=True),
+        ),
+        field_names={**_RMS, "num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+        defaults={
+            "norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
+        },
+        activations={"silu": "clamped_swiglu"},
+        only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        windows="pattern",
+        normalize_experts=True,
+        biases=frozenset({"router", "experts"}),
+        bias_fields=_ATTENTION_BIAS,
     ),
     "GemmaForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": replace(

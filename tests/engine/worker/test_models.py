@@ -158,6 +158,8 @@ def refused(raw: dict[str, Any], words: list[str]) -> None:
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["longrope", "default"]),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "default"]),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping 50.0"]),
+        ("GptOssForCausalLM", {"swiglu_limit": 6.0}, ["swiglu_limit 6.0", "only 7.0"]),
+        ("GptOssForCausalLM", {"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
         ("GemmaForCausalLM", {"use_bidirectional_attention": True}, ["use_bidirectional_attention true"]),
         ("Gemma2ForCausalLM", {}, ["Gemma2ForCausalLM", "Gemma3ForCausalLM"]),
         ("Gemma3ForConditionalGeneration", {}, ["Gemma3ForConditionalGeneration"]),
@@ -194,6 +196,7 @@ def test_missing_field_has_the_default_of_transformers(architecture: str) -> Non
     made = config_class(architecture)()
     # No attributes there: OPT's epsilon, BLOOM's activation, Gemma 3's pattern; Qwen's window is switched off.
     nameless = {"OPTForCausalLM": "norm_eps", "BloomForCausalLM": "hidden_act", "Gemma3ForCausalLM": "_pattern"}
+    nameless |= {"GptOssForCausalLM": "_pattern"}
     if architecture.startswith("Qwen"):
         made = config_class(architecture)(use_sliding_window=True)
     for key, value in {"tie_word_embeddings": False, **FAMILIES[architecture].defaults}.items():
@@ -201,6 +204,8 @@ def test_missing_field_has_the_default_of_transformers(architecture: str) -> Non
             continue
         if key in ("partial_rotary_factor", "rope_theta"):
             assert made.rope_parameters[key] == value
+        elif key == "rope_parameters":
+            assert made.rope_parameters == {**value, "rope_theta": FAMILIES[architecture].defaults["rope_theta"]}
         else:
             assert getattr(made, FAMILIES[architecture].field_names.get(key, key)) == value, key
 
@@ -209,7 +214,9 @@ def config_class(architecture: str) -> Any:
     return getattr(transformers, architecture).config_class
 
 
-@pytest.mark.parametrize(("architecture", "layers"), [("Qwen2ForCausalLM", 5), ("Gemma3ForCausalLM", 9)])
+@pytest.mark.parametrize(
+    ("architecture", "layers"), [("Qwen2ForCausalLM", 5), ("Gemma3ForCausalLM", 9), ("GptOssForCausalLM", 5)]
+)
 def test_windows_of_layers_are_those_of_transformers(architecture: str, layers: int) -> None:
     fields = {"num_hidden_layers": layers, "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3}
     made = config_class(architecture)(**fields)
