@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kernels.ops import Groups
+from services.scheduler.workers.wire import limits_from_wire
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import load_config
 from services.worker.quantization import method_of
@@ -83,6 +84,8 @@ def test_scales_are_powers_of_two_and_the_last_is_not_a_number() -> None:
 def test_mxfp4_gives_the_tokens_and_logits_of_its_weights(reference: Reference, kernels: str) -> None:
     demand_compiler(kernels)
     engine = make_engine(reference.path, kernels=kernels, block_size=16)
+    limits = limits_from_wire(engine.info())
+    assert (limits.experts, limits.experts_per_token) == (6, 3)
     made = [in_process.request(f"r{at}", prompt, TOKENS) for at, prompt in enumerate(reference.prompts)]
     recorded = in_process.run(engine, made, "orcinus")[0]
     assert [recorded.tokens[f"r{at}", 0] for at in range(3)] == reference.outputs
