@@ -103,8 +103,9 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
             )
         tensors.update(shapes(load_config(model)))
     else:
+        unread = FAMILIES[_architecture(config)].unread
         for file in _weight_files(model):
-            tensors.update(_shapes(file))
+            tensors.update((name, shape) for name, shape in _shapes(file).items() if not name.startswith(unread))
     text = read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
     try:
@@ -134,14 +135,18 @@ def read_config(model: Path) -> dict[str, Any]:
     """Return config.json. Raise ModelError when no worker computes its architecture, or not with such weights."""
     where = model / "config.json"
     config = _read_json(where)
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
+    name = _architecture(config)
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
             f"{where}: architecture {name!r} is not supported; choose a model of one of {', '.join(FAMILIES)}"
         )
     read_stored(config, str(where))
     return config
+
+
+def _architecture(config: dict[str, Any]) -> Any:
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names else names
 
 
 def expected_bytes(config: dict[str, Any], weights_bytes: int, worker: WorkerSettings) -> int:
@@ -201,6 +206,8 @@ def free_memory() -> int:
 
 
 def _dtype(config: dict[str, Any]) -> str:
+    text = config.get("text_config")
+    config = {**(text if isinstance(text, dict) else {}), **config}
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 

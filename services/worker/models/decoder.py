@@ -87,7 +87,8 @@ class Decoder:
             ops.add(residual.pending, residual.rows)
             ops.exchange(residual.rows, self.parallel.send_rows)
             return residual.rows
-        return ops.logits(residual.norm(ops, self.norm), self.lm_head)
+        logits = ops.logits(residual.norm(ops, self.norm), self.lm_head)
+        return ops.softcap(logits, self.config.logit_softcap) if self.config.logit_softcap else logits
 
     def local_tokens(self, batch: Batch) -> Batch:
         """Return the batch with tokens as rows of this rank's embedding, those of other ranks as the row of zeros."""

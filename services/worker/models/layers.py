@@ -106,6 +106,7 @@ class Attention:
             window=window if window < loader.positions else 0,
             slopes=tables.slopes,
             sinks=loader.sinks(prefix),
+            softcap=c.score_softcap,
         )
         columns = _head_numbers(shard.heads, c.head_dim)
         o_proj = loader.row_parallel(f"{prefix}{names.o_proj}", c.heads * c.head_dim, columns, "o_proj")

@@ -48,6 +48,7 @@ class Names:
     """The checkpoint's names of tensors, without `.weight` and `.bias`; None means that there is no such tensor."""
 
     prefix: str = "model."  # of every name but lm_head; some checkpoints leave it out
+    other_prefixes: tuple[str, ...] = ()  # that others have in its place
     embed_tokens: str = "embed_tokens"
     embed_norm: str | None = None
     position_embeddings: str | None = None
@@ -85,6 +86,8 @@ class Family:
     local_rope: bool = False  # layers with a window have a separate rotary embedding
     softcaps: bool = False  # attn_logit_softcapping and final_logit_softcapping are heeded
     scale_field: str | None = None  # scores are divided by its root; None: head_dim's
+    text_config: bool = False  # the fields of the decoder lie in text_config
+    unread: tuple[str, ...] = ()  # what the names of tensors begin with that are no part of the decoder
     layer_norm: bool = False
     norm_offset: float = 0.0  # the norms multiply by their weight + this
     embedding_scale: bool = False  # embeddings are multiplied by sqrt(hidden_size)
@@ -146,6 +149,44 @@ _FUSED_NAMES = Names(
     gate_up_proj=("mlp.dense_h_to_4h",),
     down_proj="mlp.dense_4h_to_h",
     norm="ln_f",
+)
+
+_GEMMA2_NAMES = Names(
+    attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    down_norm="post_feedforward_layernorm",
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    names=_GEMMA2_NAMES,
+    field_names={**_RMS, "hidden_act": "hidden_activation"},
+    defaults={
+        **_GEMMA.defaults,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    activations=ACTIVATIONS,
+    windows="pattern",
+    scale_field="query_pre_attn_scalar",
+    softcaps=True,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    names=replace(_GEMMA2_NAMES, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    defaults={
+        **_GEMMA2.defaults,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    # transformers caps scores or does not, by the way in which it computes attention.
+    only={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    local_rope=True,
 )
 
 FAMILIES = {
@@ -245,29 +286,23 @@ FAMILIES = {
         bias_fields=_ATTENTION_BIAS,
     ),
     "GemmaForCausalLM": _GEMMA,
-    "Gemma3ForCausalLM": replace(
-        _GEMMA,
-        names=Names(
-            q_norm="self_attn.q_norm",
-            k_norm="self_attn.k_norm",
-            attention_norm="post_attention_layernorm",
-            mlp_norm="pre_feedforward_layernorm",
-            down_norm="post_feedforward_layernorm",
-        ),
-        field_names={**_RMS, "hidden_act": "hidden_activation"},
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(  # its text alone
+        _GEMMA3,
+        names=replace(_GEMMA3.names, prefix="language_model.model.", other_prefixes=("model.language_model.",)),
         defaults={
-            **_GEMMA.defaults,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-            "query_pre_attn_scalar": 256,
+            **_GEMMA3.defaults,
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
         },
-        activations=ACTIVATIONS,
-        only={"use_bidirectional_attention": False, "attn_logit_softcapping": None, "final_logit_softcapping": None},
-        windows="pattern",
-        local_rope=True,
-        scale_field="query_pre_attn_scalar",
+        text_config=True,
+        unread=tuple(
+            f"{before}{part}." for before in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+        ),
     ),
     "GPT2LMHeadModel": Family(
         names=replace(

@@ -90,9 +90,12 @@ def _part(count: int, at: int, parts: int) -> range:
 
 
 def find_tensor(config: DecoderConfig, source: Source, name: str) -> str:
-    """Return the name as the checkpoint has it: with the family's prefix or, where that is left out, without."""
-    bare = name.removeprefix(config.family.names.prefix)
-    return bare if name not in source and bare in source else name
+    """Return the name as the checkpoint has it: with the family's prefix, another one or none."""
+    names = config.family.names
+    if name in source or not name.startswith(names.prefix):
+        return name
+    bare = name.removeprefix(names.prefix)
+    return next((other + bare for other in (*names.other_prefixes, "") if other + bare in source), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +254,8 @@ class WeightLoader:
 
     def unused(self) -> list[str]:
         """Return the tensors that no layer has read, but for those that a decoder may ignore."""
-        head = f"{self.names.lm_head}."
-        return [name for name in self.source.unread() if not name.endswith(BUFFERS) and not name.startswith(head)]
+        others = (f"{self.names.lm_head}.", *self.config.family.unread)
+        return [name for name in self.source.unread() if not name.endswith(BUFFERS) and not name.startswith(others)]
 
     def _read(self, rows: Rows, inputs: int, columns: range) -> Part:
         if rows.stack is not None:

@@ -479,6 +479,16 @@ def test_size_of_experts_in_one_tensor_is_that_of_their_matrices() -> None:
     assert facts.held_bytes(WorkerSettings(device="cpu", quantize="int4")) == numbers * 5 // 8 + 2 * (4 * 96 + 4 * 64)
 
 
+def test_size_of_a_model_with_images_is_that_of_its_text(tmp_path: Path) -> None:
+    whole, text = (
+        make_llama(tmp_path / kind, requests=1, output_tokens=1, kind=kind).path
+        for kind in ("gemma3_and_images", "gemma3")
+    )
+    worker = WorkerSettings(device="cpu", dtype="float32")
+    assert read_model(whole).held_bytes(worker) == read_model(text).held_bytes(worker)
+    assert read_model(whole).dtype == "float32" and (whole / "model.safetensors").stat().st_size > 200_000
+
+
 def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Path) -> None:
     tables = {"token_embd.weight": ("Q8_0", (4, 32), bytes(4 * 34)), "output.weight": ("Q8_0", (4, 32), bytes(4 * 34))}
     layers = {

@@ -6,6 +6,7 @@ to first token, the choice between swap and recompute, and the simulator. A pred
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -127,7 +128,7 @@ class StepTime:
 
     def touched(self, tokens: float) -> float:
         """Return how many experts of a layer so many tokens are given to, with even routing."""
-        return self._experts * (1.0 - self._untouched**tokens)
+        return self._experts * (1.0 - math.pow(self._untouched, tokens))
 
     def largest(self, limit_ns: float, decodes: int, decode_context: int, prefix: int = 0) -> int:
         """Return the most prompt tokens beside `decodes` in a step that is predicted to take at most `limit_ns`.
