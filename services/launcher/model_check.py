@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import psutil
 
-from services.launcher.gpu_facts import device_files, gather_driver
+from services.launcher.gpu_facts import device_files, gather_driver, may_use_gpu
 from services.worker.models.config import load_config
 from services.worker.models.matrices import shapes
 from services.worker.models.registry import FAMILIES
@@ -231,7 +231,7 @@ def _packs_table(name: str, bits: int, worker: WorkerSettings) -> bool:
 
 
 def _on_gpu(worker: WorkerSettings) -> bool:
-    return worker.device == "cuda" or (worker.device == "auto" and worker.kernels == "auto" and device_files())
+    return may_use_gpu(worker) and ("cuda" in (worker.device, worker.kernels) or device_files())
 
 
 def _check_directory(model: Path) -> None:
