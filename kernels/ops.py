@@ -28,6 +28,10 @@ Bool = npt.NDArray[np.bool_]
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """gelu is the exact one (erf); gelu_tanh is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), also called gelu_new."""
 
+GATED_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
+"""Of act_and_mul. clamped_swiglu is gpt-oss's: g * sigmoid(1.702 g) * (u + 1) with g = min(gate, 7) and up u within -7
+and 7."""
+
 STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED = 0, 1, 2
 
 
@@ -105,13 +109,18 @@ class Batch:
     sample_rows: Int32  # [R] rows with logits wanted
 
 
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""E2M1, the floats of 4 bits: sign, two bits of exponent, one of fraction (OCP Microscaling Formats 1.0, 5.3.3)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Some rows of a weight in 4 or 8 bits. Each `group` inputs of an output share a scale, and perhaps a minimum.
 
     A weight is scale * number - min where there are minima, else scale * (number - 8), or 128 with 8 bits; in float32
     with one rounding. Where there are minima each scale * number is exact, as with scales of at most 24 - bits
-    significant bits, so that a multiply-add rounds like a product and a difference.
+    significant bits, so that a multiply-add rounds like a product and a difference. With `floats` it is
+    scale * FLOAT4[number].
     """
 
     bits: int
@@ -119,16 +128,21 @@ class Groups:
     numbers: Tensor  # [rows, inputs] uint8, contiguous, below 2^bits
     scales: Tensor  # [rows, ceil(inputs / group)] float32, contiguous
     mins: Tensor | None = None  # as scales
+    floats: bool = False  # numbers are floats of 4 bits
 
     @property
     def weight_format(self) -> str:
         """Return the name of a format of these bits and groups; a backend may have none (Ops.group_formats)."""
+        if self.floats:
+            return f"float{self.bits}-{self.group}"
         return f"int{self.bits}-{self.group}{'' if self.mins is None else '-mins'}"
 
     def plain(self) -> Tensor:
         """Return the weights, [rows, inputs] float32."""
         inputs = self.numbers.shape[1]
         scales = self.scales.repeat_interleave(self.group, 1)[:, :inputs]
+        if self.floats:
+            return torch.tensor(FLOAT4)[self.numbers.int()] * scales
         if self.mins is None:
             return (self.numbers.float() - (1 << self.bits - 1)) * scales
         return self.numbers.float() * scales - self.mins.repeat_interleave(self.group, 1)[:, :inputs]
@@ -162,6 +176,8 @@ class Attention:
     k_norm: Norm | None = None
     window: int = 0  # the latest `window` positions are seen, including the row's position; 0: all
     slopes: Tensor | None = None  # [heads] float32, ALiBi: slope * (key's - row's position) is added to a score
+    sinks: Tensor | None = None  # [heads] float32: each row's softmax has one more score, this, with a value of zeros
+    softcap: float = 0.0  # a scaled score s becomes softcap * tanh(s / softcap) (Gemma 2); 0: it stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +189,7 @@ class Routing:
 
     top_k: int
     normalize: bool  # the weights of a row are divided by their sum
-    activation: str  # of ACTIVATIONS, of the gated experts
+    activation: str  # of GATED_ACTIVATIONS, of the experts
 
 
 class Cache(ABC):
@@ -445,16 +461,20 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Return [N, 2 I] -> activation(first half) * second half, [N, I]. Activations: ACTIVATIONS."""
+        """Return [N, 2 I] -> activation(first half) * second half, [N, I]; or what GATED_ACTIVATIONS says of it."""
 
     @abstractmethod
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """Return [N, I] -> activation(x), perhaps in place."""
+        """Return [N, I] -> activation(x), perhaps in place. Activations: ACTIVATIONS."""
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """Return cap * tanh(logits / cap), [R, V] float32, perhaps in place."""
+        raise ValueError(f"capped logits: the {self.name} backend has no kernels for it")
 
     def pack_experts(self, gate_up: Sequence[Any], down: Sequence[Any]) -> Any:
         """Return a layer's experts as `experts` takes them, of what pack_linear, pack_groups or stack gave for each.
 
-        gate_up: [2 I, hidden] each; down: [hidden, I]; both of any format, without biases.
+        gate_up: [2 I, hidden] each; down: [hidden, I]; both of any format and perhaps with biases.
         """
         raise ValueError(f"a mixture of experts: the {self.name} backend has no kernels for it")
 

@@ -20,8 +20,10 @@ from kernels.cpu.cache import CpuCache, block_bytes
 from kernels.cpu.commands import (
     ACTIVATIONS,
     FLOAT32,
+    GATED_ACTIVATIONS,
     ROWS_SAMPLES,
     ROWS_TOKENS,
+    SOFTCAP,
     ActivateArgs,
     AddArgs,
     AttentionArgs,
@@ -344,12 +346,14 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             q=q.data_ptr(),
             out=out.data_ptr(),
             slopes=_pointer(attention.slopes),
+            sinks=_pointer(attention.sinks),
             pool=pointer(cache.pool),
             heads=attention.heads,
             layer=layer,
             dtype=DTYPES[q.dtype],
             window=attention.window,
             scale=attention.scale,
+            softcap=attention.softcap,
         )
         self._runner.emit(rows, args, prepared.step, (attention, cache))
         return out
@@ -357,7 +361,8 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         rows, size = self._runner.rows(gate_up), gate_up.shape[1] // 2
         out = self._runner.out(rows, size, gate_up.dtype)
-        args = GatedArgs(gate_up.data_ptr(), out.data_ptr(), size, DTYPES[gate_up.dtype], ACTIVATIONS[activation])
+        kind = GATED_ACTIVATIONS[activation]
+        args = GatedArgs(gate_up.data_ptr(), out.data_ptr(), size, DTYPES[gate_up.dtype], kind)
         self._runner.emit(rows, args, None)
         return out
 
@@ -365,6 +370,11 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         args = ActivateArgs(x.data_ptr(), x.shape[1], DTYPES[x.dtype], ACTIVATIONS[activation])
         self._runner.emit(self._runner.rows(x), args, None)
         return x
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        args = ActivateArgs(logits.data_ptr(), logits.shape[1], DTYPES[logits.dtype], SOFTCAP, cap)
+        self._runner.emit(self._runner.rows(logits), args, None)
+        return logits
 
     def pack_experts(self, gate_up: Sequence[AnyPacked], down: Sequence[AnyPacked]) -> Experts:
         return Experts(gate_up, down)
@@ -464,15 +474,15 @@ class _ExpertPart:
 
 
 def _side_by_side(experts: Sequence[AnyPacked]) -> list[_ExpertPart]:
-    """Return the parts of the experts' matrices. Raise ValueError for those that are not cut alike, or have biases."""
+    """Return the parts of the experts' matrices. Raise ValueError for those that are not cut alike."""
     cut = [one.parts if isinstance(one, Stacked) else (one,) for one in experts]
     found = []
     for parts in zip(*cut, strict=True):
         shapes = {(part.outputs, part.inputs) for part in parts}
-        if len(shapes) != 1 or any(part.bias is not None for part in parts):
-            raise ValueError(f"experts of {len(shapes)} shapes or with biases: the cpu backend has no kernels for them")
-        pairs = (ExpertWeight(part.memory.data_ptr(), part.weight_format) for part in parts)
-        found.append(_ExpertPart((ExpertWeight * len(parts))(*pairs), *shapes.pop()))
+        if len(shapes) != 1:
+            raise ValueError(f"experts of {len(shapes)} shapes: the cpu backend has no kernels for them")
+        weights = (ExpertWeight(part.memory.data_ptr(), _pointer(part.bias), part.weight_format) for part in parts)
+        found.append(_ExpertPart((ExpertWeight * len(parts))(*weights), *shapes.pop()))
     return found
 
 

@@ -7,6 +7,8 @@ from ctypes import POINTER, Structure, Union, c_float, c_int32, c_int64, c_void_
 ROWS_TOKENS, ROWS_SAMPLES = -1, -2
 FLOAT32, BFLOAT16 = 0, 1
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+GATED_ACTIVATIONS = {**ACTIVATIONS, "clamped_swiglu": 4}
+SOFTCAP = 5
 
 
 class Step(Structure):
@@ -88,7 +90,13 @@ class GatedArgs(Structure):
 
 
 class ActivateArgs(Structure):
-    _fields_ = (("x", c_void_p), ("size", c_int32), ("dtype", c_int32), ("activation", c_int32))
+    _fields_ = (
+        ("x", c_void_p),
+        ("size", c_int32),
+        ("dtype", c_int32),
+        ("activation", c_int32),
+        ("cap", c_float),
+    )
 
 
 class AddArgs(Structure):
@@ -120,12 +128,14 @@ class AttentionArgs(Structure):
         ("q", c_void_p),
         ("out", c_void_p),
         ("slopes", c_void_p),
+        ("sinks", c_void_p),
         ("pool", POINTER(Pool)),
         ("heads", c_int32),
         ("layer", c_int32),
         ("dtype", c_int32),
         ("window", c_int32),
         ("scale", c_float),
+        ("softcap", c_float),
     )
 
 
@@ -184,7 +194,7 @@ class RouteArgs(Structure):
 
 
 class ExpertWeight(Structure):
-    _fields_ = (("weight", c_void_p), ("weight_format", c_int64))
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("weight_format", c_int64))
 
 
 class ExpertsArgs(Structure):

@@ -264,6 +264,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return self._attention(q, attention, prepared, cache, layer)
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation not in calls.ACTIVATIONS:
+            raise ValueError(f"{activation}: the {self.name} backend has no kernel for it")
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(rows, width, gate_up.dtype)
         if rows:

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, with ALiBi and sliding windows. Used by the reference backend alone.
+"""Paged attention in plain torch, with ALiBi, windows, sinks and capped scores. Used by the reference backend alone.
 
 Decode rows (one new token each) are gathered and computed together, a few groups of similar length at a time; chunks of
 several tokens are computed sequence by sequence: their lengths and starts differ, padding them would cost more than
@@ -83,13 +83,14 @@ def decode(q: Tensor, group: DecodeGroup, cache: ReferenceCache, layer: int, att
     if attention.window not in group.hidden:
         group.hidden[attention.window] = ~_seen(group.distance, attention.window)[:, None, None, :]
     hidden = group.hidden[attention.window]
-    if attention.slopes is None and q.dtype != torch.float32:
+    if _is_plain(attention) and attention.slopes is None and q.dtype != torch.float32:
         # Scores must not be rounded to 8 bits on their way to the softmax; SDPA keeps them in float32.
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=attention.scale).reshape(q.shape[0], -1)
-    scores = torch.matmul(q.float(), k.float().transpose(2, 3)).mul_(attention.scale)
+    scores = _capped(torch.matmul(q.float(), k.float().transpose(2, 3)).mul_(attention.scale), attention)
     if attention.slopes is not None:
         scores += attention.slopes.view(shape.kv_heads, -1, 1) * group.distance[:, None, None, :]
-    weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    sinks = None if attention.sinks is None else attention.sinks.view(shape.kv_heads, -1, 1)
+    weights = _softmax(scores.masked_fill_(hidden, -torch.inf), sinks)
     return torch.matmul(weights, v.float()).reshape(q.shape[0], -1).to(q.dtype)
 
 
@@ -102,6 +103,8 @@ def prefill(q: Tensor, chunk: Chunk, cache: ReferenceCache, layer: int, attentio
         .view(1, shape.kv_heads, -1, shape.head_dim)[:, :, : chunk.context]
         for value in (False, True)
     )
+    if not _is_plain(attention):
+        return _prefill_by_formula(q, k[0], v[0], chunk, attention)
     plain = chunk.length == chunk.context and not attention.window and attention.slopes is None
     mask: Tensor | None = None
     if not plain:
@@ -120,6 +123,39 @@ def prefill(q: Tensor, chunk: Chunk, cache: ReferenceCache, layer: int, attentio
         enable_gqa=q.shape[1] != shape.kv_heads,
     )
     return found.transpose(1, 2).reshape(chunk.length, -1).to(dtype)
+
+
+def _is_plain(attention: Attention) -> bool:
+    """Return whether torch's own attention computes it."""
+    return attention.sinks is None and not attention.softcap
+
+
+def _prefill_by_formula(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, attention: Attention) -> Tensor:
+    """Attend q [length, heads * head_dim] to k and v [kv_heads, context, head_dim] in float32."""
+    kv_heads, _, head_dim = k.shape
+    rows = q.float().view(chunk.length, kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [kv_heads, group, length, dim]
+    scores = _capped(torch.matmul(rows, k.float()[:, None].transpose(2, 3)).mul_(attention.scale), attention)
+    mask = _chunk_mask(chunk, attention, q.device)
+    if attention.slopes is None:
+        scores.masked_fill_(~mask, -torch.inf)
+    else:
+        scores += mask.view(kv_heads, -1, *mask.shape[1:])
+    sinks = None if attention.sinks is None else attention.sinks.view(kv_heads, -1, 1, 1)
+    found = torch.matmul(_softmax(scores, sinks), v.float()[:, None])
+    return found.permute(2, 0, 1, 3).reshape(chunk.length, -1).to(q.dtype)
+
+
+def _capped(scores: Tensor, attention: Attention) -> Tensor:
+    return scores.div_(attention.softcap).tanh_().mul_(attention.softcap) if attention.softcap else scores
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax over the last axis; sinks: one more score of each row, of the shape of scores[..., :1]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    most = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+    weights = (scores - most).exp_()
+    return weights.div_(weights.sum(-1, keepdim=True) + (sinks - most).exp_())
 
 
 def _chunk_mask(chunk: Chunk, attention: Attention, device: torch.device) -> Tensor:

@@ -159,6 +159,9 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "clamped_swiglu":
+            gate, up = gate.float().clamp(max=7), up.float().clamp(-7, 7)
+            return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(gate_up.dtype)
         return self.activate(gate, activation).mul_(up)
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
@@ -167,6 +170,9 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         if activation == "relu":
             return F.relu(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        return logits.div_(cap).tanh_().mul_(cap)
 
     def pack_experts(self, gate_up: Sequence[Packed], down: Sequence[Packed]) -> list[tuple[Packed, Packed]]:
         return list(zip(gate_up, down, strict=True))

@@ -15,7 +15,7 @@ import psutil
 from services.launcher import redis_server
 from services.launcher.check import Check
 from services.launcher.gpu_checks import judge
-from services.launcher.gpu_facts import Facts, device_files, gather
+from services.launcher.gpu_facts import Facts, device_files, gather, may_use_gpu
 from services.launcher.model_check import free_memory, memory_problem, model_problem, read_model
 from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem
@@ -171,7 +171,7 @@ def check_ranks(worker: WorkerSettings) -> list[Check]:
     if ranks == 1:
         return []
     detail = f"TP={worker.tp} x PP={worker.pp}: {ranks} processes"
-    on_gpu = worker.device == "cuda" or (worker.device == "auto" and bool(device_files()))
+    on_gpu = may_use_gpu(worker) and ("cuda" in (worker.device, worker.kernels) or device_files())
     if on_gpu and (gpus := len(gather().devices)) < ranks:
         return [Check("ranks", "fail", f"{detail}, {gpus} GPUs", "one GPU a rank: lower TP or PP, or DEVICE=cpu")]
     if not on_gpu and cores < ranks:

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import psutil
 
-from services.launcher.gpu_facts import device_files, gather_driver
+from services.launcher.gpu_facts import device_files, gather_driver, may_use_gpu
 from services.worker.models.config import load_config
 from services.worker.models.matrices import shapes
 from services.worker.models.registry import FAMILIES
@@ -40,10 +40,10 @@ WORK_BYTES = GIB // 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
 _GGUF_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
-UNROUNDED = ("embed", "wte", "wpe", "lm_head", "gate.weight")
-"""Parts of names of tables, heads and routers of experts, which --quantize leaves alone."""
-WORDS = (".weight_packed", ".qweight")  # ends of names in quantized checkpoints
-SCALES = (".weight_scale", ".scales")
+UNROUNDED = ("embed", "wte", "wpe", "lm_head", "gate.weight", "router.weight", "bias")
+"""Parts of names of tables, heads, routers of experts and biases, which --quantize leaves alone."""
+WORDS = (".weight_packed", ".qweight", "_blocks")  # ends of names in quantized checkpoints
+SCALES = (".weight_scale", ".scales", "_scales")
 UNPACKED = (".weight_zero_point", ".qzeros", ".g_idx", ".weight_g_idx", ".weight_shape", ".weight_scale_inv")
 
 
@@ -73,13 +73,14 @@ class ModelFacts:
         bits, kept = 8 * _held_item_bytes(self.dtype, worker), self.stored is not None and _keeps(self.stored, worker)
         total = 0
         for name, shape in self.tensors.items():
-            count, is_matrix = math.prod(shape), len(shape) == 2 and not any(part in name for part in UNROUNDED)
+            count, is_matrix = math.prod(shape), len(shape) > 1 and not any(part in name for part in UNROUNDED)
             if name in self.packed_bits:
                 is_packed = kept and (name not in _GGUF_TABLES.values() or _packs_table(name, bits, worker))
                 total += count * (self.packed_bits[name] if is_packed else bits)
             elif self.stored is not None and name.endswith(WORDS):
-                numbers, scale = 32 // self.stored.bits * count, 64 if self.stored.zeros else 32
-                total += 32 * count + numbers * scale // self.stored.unit if kept else numbers * bits
+                word = 8 if name.endswith("_blocks") else 32
+                numbers, scale = word // self.stored.bits * count, 64 if self.stored.zeros else 32
+                total += word * count + numbers * scale // self.stored.unit if kept else numbers * bits
             elif self.stored is None or not name.endswith(SCALES + UNPACKED):
                 total += count * (ROUNDED_BITS.get(worker.quantize, bits) if is_matrix else bits)
         return total // 8
@@ -102,8 +103,9 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
             )
         tensors.update(shapes(load_config(model)))
     else:
+        unread = FAMILIES[_architecture(config)].unread
         for file in _weight_files(model):
-            tensors.update(_shapes(file))
+            tensors.update((name, shape) for name, shape in _shapes(file).items() if not name.startswith(unread))
     text = read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
     try:
@@ -133,8 +135,7 @@ def read_config(model: Path) -> dict[str, Any]:
     """Return config.json. Raise ModelError when no worker computes its architecture, or not with such weights."""
     where = model / "config.json"
     config = _read_json(where)
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
+    name = _architecture(config)
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
             f"{where}: architecture {name!r} is not supported; choose a model of one of {', '.join(FAMILIES)}"
@@ -143,11 +144,18 @@ def read_config(model: Path) -> dict[str, Any]:
     return config
 
 
+def _architecture(config: dict[str, Any]) -> Any:
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names else names
+
+
 def expected_bytes(config: dict[str, Any], weights_bytes: int, worker: WorkerSettings) -> int:
     """Return what weights of that size on disk will take in memory, roughly: for a model that is not here yet."""
     dtype, stored = _dtype(config), read_stored(config, "config.json")
     held = ROUNDED_BITS.get(worker.quantize, 8 * _held_item_bytes(dtype, worker))
     if stored is not None:
+        if stored.method == "mxfp4":  # of 4.25 bits in the file, 5 are held
+            return weights_bytes * 4 * (5 if _keeps(stored, worker) else held) // 17
         return weights_bytes if _keeps(stored, worker) else weights_bytes * held // stored.bits
     return weights_bytes * held // (8 * ITEM_BYTES.get(dtype, 4))
 
@@ -198,6 +206,8 @@ def free_memory() -> int:
 
 
 def _dtype(config: dict[str, Any]) -> str:
+    text = config.get("text_config")
+    config = {**(text if isinstance(text, dict) else {}), **config}
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
@@ -221,7 +231,7 @@ def _packs_table(name: str, bits: int, worker: WorkerSettings) -> bool:
 
 
 def _on_gpu(worker: WorkerSettings) -> bool:
-    return worker.device == "cuda" or (worker.device == "auto" and worker.kernels == "auto" and device_files())
+    return may_use_gpu(worker) and ("cuda" in (worker.device, worker.kernels) or device_files())
 
 
 def _check_directory(model: Path) -> None:

@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings
 
 from services.hub.store import hold
 from services.launcher import redis_server
-from services.launcher.gpu_facts import cupy_packages, device_count, device_files, torch_cuda
+from services.launcher.gpu_facts import cupy_packages, device_count, device_files, may_use_gpu, torch_cuda
 from services.launcher.model_check import expected_bytes, memory_problem, model_problem, read_config, size_problem
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.rundir import RunDir, StackFacts
@@ -156,9 +156,8 @@ def kv_problem(worker: WorkerSettings) -> str:
 
 def unused_gpu(worker: WorkerSettings) -> str:
     """Return why a GPU that is here and may be used will not be used; empty when it will, or there is none."""
-    on_cpu = worker.deterministic or worker.quantize != "none" or worker.kv_dtype != "auto"
-    on_cpu = on_cpu or not worker.device == worker.kernels == "auto"
-    return "" if on_cpu or not device_files() else cuda_problem()
+    demanded = "cuda" in (worker.device, worker.kernels)
+    return "" if demanded or not may_use_gpu(worker) or not device_files() else cuda_problem()
 
 
 def api_url(gateway: GatewaySettings) -> str:
@@ -274,7 +273,7 @@ def check_replicas(replicas: int, worker: WorkerSettings) -> None:
 
 def on_gpu(worker: WorkerSettings) -> bool:
     """Will a worker with these settings compute on a GPU?"""
-    return device_files() and worker.device != "cpu" and not unused_gpu(worker)
+    return device_files() and may_use_gpu(worker) and not unused_gpu(worker)
 
 
 def replica_env(worker: WorkerSettings, number: int, replicas: int) -> dict[str, str]:

@@ -147,6 +147,8 @@ def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch
         raise ConfigurationError(f"--block-size {settings.block_size}: on a GPU it is 16, 32, 64, 128 or 256")
     if config.mixture is not None:
         return "the model is a mixture of experts, they have no kernels for it"
+    if config.score_softcap or config.logit_softcap:
+        return "the model caps its scores and logits, they have no kernels for it"
     if dtype == torch.float32:
         return "the model is in float32, they compute in bfloat16 and float16 (--dtype bfloat16)"
     if wrong := [width for width in (config.hidden_size, config.intermediate_size) if width % VECTOR]:

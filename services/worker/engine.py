@@ -215,6 +215,8 @@ class Engine:
             # Of more than two ranks the order of a sum depends on the row's place, unless the sums are to be exact.
             same_bits=self.ops.name == "cpu" and (self.parallel.tp <= 2 or self.settings.deterministic),
             numerics=self.numerics,
+            experts=mixture.experts if (mixture := self.config.mixture) else 0,
+            experts_per_token=mixture.top_k if mixture else 0,
             **self._tier.describe(self.cache, self.ops.name, self.model_hash),
         )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from services.worker.engine import Engine
+from shared.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine
 from tests.engine.test_tokens import all_logits
 from tests.support.models import MIN_GAP, Reference, make_llama
@@ -99,3 +101,26 @@ def test_int8_blocks_take_a_part_of_the_bytes(reference: Reference, dtype: str, 
     assert info.block_bytes == numbers + 4 * scales
     assert held.block_bytes == times * numbers
     assert info.numerics == f"{held.numerics} kv int8" and info.kv_format != held.kv_format
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_blocks_swapped_out_and_back_give_the_same_tokens(reference: Reference, dtype: str) -> None:
+    """Another sequence overwrites the blocks meanwhile, and the KV comes back to others."""
+    engine, prompt = int8_engine(reference, dtype=dtype, host_blocks=32), max(reference.prompts, key=len)
+    [expected] = outputs(engine, [prompt], chunk=4096)
+    engine.reset()
+    driver = Driver(engine)
+    driver.enter(0, prompt)
+    before = list(driver.run(0, 20))
+    computed = driver.computed[0]
+    count = -(-computed // 16)
+    own, host, others = driver.blocks(0)[:count], np.arange(31, 31 - count, -1), driver.blocks(3)[:count]
+    acknowledged = driver.step({}, swap_out_gpu=pack(own), swap_out_host=pack(host))
+    assert sorted(unpack(acknowledged.swap_out_acks)) == sorted(own)
+    driver.free(0)
+    driver.enter(0, [7, 8, 9] * 40)
+    driver.run(0, 30)
+    assert not any(torch.equal(engine.cache.read_block(block), engine.cache.read_block(own[0])) for block in others)
+    driver.enter(3, prompt + before, prompt=len(prompt), computed=computed)
+    driver.step({3: 1}, swap_in_host=pack(host), swap_in_gpu=pack(others))
+    assert driver.run(3, OUTPUTS)[:OUTPUTS] == expected

@@ -168,11 +168,15 @@ class Sequences:
             values = self.values[s][:b].double().numpy().repeat(group, axis=1)
             distance = np.arange(b) - np.arange(a, b)[:, None]
             scores = np.einsum("rhd,khd->hrk", q, keys) * attention.scale
+            if attention.softcap:
+                scores = attention.softcap * np.tanh(scores / attention.softcap)
             if attention.slopes is not None:
                 scores += attention.slopes.double().numpy()[:, None, None] * distance
             hidden = (distance > 0) | (distance <= -(attention.window or 1 << 30))
             scores[:, hidden] = -np.inf
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
+            most = scores.max(-1, keepdims=True)
+            weights = np.exp(scores - most)
+            sinks = -np.inf if attention.sinks is None else attention.sinks.double().numpy()[:, None, None]
+            weights /= weights.sum(-1, keepdims=True) + np.exp(sinks - most)
             out.append(np.einsum("hrk,khd->rhd", weights, values).reshape(b - a, -1))
         return np.concatenate(out)

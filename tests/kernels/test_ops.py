@@ -161,15 +161,49 @@ def test_activations_are_their_formulas(ops: AnyOps, width: int, activation: str
     close(ops.act_and_mul(x.clone(), activation), exact[:, :width] * f64(x)[:, width:], dtype)
 
 
+def clamped_swiglu(gate: Float64, up: Float64) -> Float64:
+    """As gpt-oss has it (transformers, models/gpt_oss/modeling_gpt_oss.py)."""
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+@in_its_types
+def test_clamped_swiglu_is_its_formula(ops: AnyOps, dtype: torch.dtype) -> None:
+    x = random((5, 80), 1, dtype) * 6
+    if isinstance(ops, CudaOps):
+        with pytest.raises(ValueError, match=f"clamped_swiglu: the {ops.name} backend has no kernel for it"):
+            ops.act_and_mul(x, "clamped_swiglu")
+        return
+    close(ops.act_and_mul(x.clone(), "clamped_swiglu"), clamped_swiglu(f64(x[:, :40]), f64(x[:, 40:])), dtype)
+    x[0, 0], x[1, 41], x[2, 2], x[3, 43] = math.nan, math.nan, math.inf, -math.inf
+    found = ops.act_and_mul(x.clone(), "clamped_swiglu")
+    assert found.isnan().nonzero().tolist() == [[0, 0], [1, 1]]
+    assert found[2, 2].isfinite() and found[3, 3].isfinite()
+
+
+def test_capped_logits_are_their_formula(ops: AnyOps) -> None:
+    x = random((5, 37), 1, torch.float32) * 40
+    x[0, :3] = torch.tensor([3e38, -3e38, 0.0])
+    if isinstance(ops, CudaOps):
+        with pytest.raises(ValueError, match=f"capped logits: the {ops.name} backend has no kernels for it"):
+            ops.softcap(x, 30.0)
+        return
+    close(ops.softcap(x.clone(), 30.0), 30 * np.tanh(f64(x) / 30), torch.float32)
+
+
 class Mixture:
     """Eight experts of hidden size 48 and intermediate size 40, packed, and what they give in float64."""
 
-    def __init__(self, ops: AnyOps, dtype: torch.dtype) -> None:
+    def __init__(self, ops: AnyOps, dtype: torch.dtype, biases: bool = False) -> None:
         self.gate_up = [random((80, 48), 10 + expert, dtype) / 7 for expert in range(8)]
         self.down = [random((48, 40), 30 + expert, dtype) / 6 for expert in range(8)]
-        pack = ops.pack_linear
+        self.gate_up_biases, self.down_biases = (
+            [random((size,), seed + expert, dtype).float() * biases for expert in range(8)]
+            for size, seed in ((80, 50), (48, 70))
+        )
         self.packed = ops.pack_experts(
-            [pack([one], 80, 48, None) for one in self.gate_up], [pack([one], 48, 40, None) for one in self.down]
+            [ops.pack_linear([w], 80, 48, b) for w, b in zip(self.gate_up, self.gate_up_biases, strict=True)],
+            [ops.pack_linear([w], 48, 40, b) for w, b in zip(self.down, self.down_biases, strict=True)],
         )
 
     def expected(self, x: Tensor, logits: Tensor, routing: Routing) -> Float64:
@@ -180,9 +214,11 @@ class Mixture:
             chosen = sorted(range(8), key=lambda expert: (-scores[expert], expert))[: routing.top_k]
             total = shares[chosen].sum() if routing.normalize else 1.0
             for expert in chosen:
-                gate, up = np.split(f64(self.gate_up[expert]) @ f64(x[row]), 2)
-                inner = FORMULAS[routing.activation](gate) * up
-                out[row] += shares[expert] / total * (f64(self.down[expert]) @ inner)
+                gate, up = np.split(f64(self.gate_up[expert]) @ f64(x[row]) + f64(self.gate_up_biases[expert]), 2)
+                clamped = routing.activation == "clamped_swiglu"
+                inner = clamped_swiglu(gate, up) if clamped else FORMULAS[routing.activation](gate) * up
+                found = f64(self.down[expert]) @ inner + f64(self.down_biases[expert])
+                out[row] += shares[expert] / total * found
         return out
 
 
@@ -195,13 +231,21 @@ def demand_experts(ops: AnyOps, dtype: torch.dtype) -> None:
 
 
 @in_its_types
-@pytest.mark.parametrize("routing", [Routing(2, True, "silu"), Routing(1, False, "gelu"), Routing(8, False, "relu")])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(2, True, "silu"),
+        Routing(1, False, "gelu"),
+        Routing(8, False, "relu"),
+        Routing(3, True, "clamped_swiglu"),
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_experts_of_the_largest_logits_are_weighted_and_summed(
     ops: AnyOps, rows: int, routing: Routing, dtype: torch.dtype
 ) -> None:
     demand_experts(ops, dtype)
-    mixture = Mixture(ops, dtype)
+    mixture = Mixture(ops, dtype, biases=routing.activation == "clamped_swiglu")
     x, logits = random((rows, 48), 1, dtype), random((rows, 8), 2, torch.float32) * 2
     exact = mixture.expected(x, logits, routing)
     close(ops.experts(x, logits, mixture.packed, routing), exact, dtype)
@@ -280,6 +324,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window-of-one": {"window": 1},
     "wide-window": {"window": 40},
     "alibi": {"slopes": 2.0 ** -torch.arange(1, 9)},
+    "sinks": {"sinks": torch.linspace(-3, 4, 8)},
+    "sinks-window": {"sinks": torch.linspace(4, -3, 8), "window": 7},
+    "softcap": {"softcap": 0.5},
+    "softcap-window": {"softcap": 2.0, "window": 12},
+    "sinks-alibi": {"sinks": torch.linspace(-3, 4, 8), "slopes": 2.0 ** -torch.arange(1, 9)},
     "alibi-window": {"slopes": 2.0 ** -torch.arange(1, 9), "window": 12},
 }
 
@@ -294,7 +343,13 @@ def test_paged_attention_of_mixed_chunks_and_decodes_is_the_formula(
     attention = Attention(heads=2 * group, scale=0.25, **FEATURES[feature])
     if attention.slopes is not None:
         attention = replace(attention, slopes=attention.slopes[: 2 * group])
+    if attention.sinks is not None:
+        attention = replace(attention, sinks=attention.sinks[: 2 * group].contiguous())
     world = Sequences(ops, dtype, contexts, block_size, attention)
+    if isinstance(ops, CudaOps) and (attention.sinks is not None or attention.softcap):
+        with pytest.raises(ValueError, match="sinks or capped scores: the cuda kernels have none"):
+            world.run(5, [0], [0], [1])
+        return
     before = [
         (s, 0, n - cut) for s, (n, cut) in enumerate(zip(contexts, [0, 1, 1, 4, 1, 30, 3], strict=True)) if n > cut
     ]

@@ -19,10 +19,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -44,6 +47,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+def _gemma3_and_images(**fields: Any) -> Gemma3Config:
+    return Gemma3Config(text_config=fields, vision_config={**_VISION, "image_size": 28, "patch_size": 14})
+
+
 _IDS = {"vocab_size": VOCAB, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
 _LLAMA = {
     **_IDS,
@@ -57,6 +66,8 @@ _LLAMA = {
 _OPT = {name: value for name, value in _LLAMA.items() if name not in ("intermediate_size", "num_key_value_heads")}
 _GPT2 = {**_IDS, "n_embd": 64, "n_layer": 2, "n_head": 4}
 _QWEN_MOE = {**_LLAMA, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
+_GEMMA = {**_LLAMA, "head_dim": 24, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, _LLAMA),
     "mistral": (MistralConfig, {**_LLAMA, "sliding_window": None}),
@@ -65,8 +76,11 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {**_LLAMA, "num_local_experts": 4}),
     "qwen2_moe": (Qwen2MoeConfig, {**_QWEN_MOE, "shared_expert_intermediate_size": 80}),
     "qwen3_moe": (Qwen3MoeConfig, {**_QWEN_MOE, "head_dim": 24}),
+    "gpt_oss": (GptOssConfig, {**_LLAMA, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3}),
     "gemma": (GemmaConfig, {**_LLAMA, "head_dim": 24}),
-    "gemma3": (Gemma3TextConfig, {**_LLAMA, "head_dim": 24, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}),
+    "gemma2": (Gemma2Config, _GEMMA),
+    "gemma3": (Gemma3TextConfig, _GEMMA),
+    "gemma3_and_images": (_gemma3_and_images, _GEMMA),
     "gpt2": (GPT2Config, {**_GPT2, "n_positions": 256}),
     "bloom": (BloomConfig, {**_IDS, "hidden_size": 64, "n_layer": 2, "n_head": 4, "seq_length": 256}),
     "opt": (OPTConfig, {**_OPT, "ffn_dim": 96, "word_embed_proj_dim": 64}),
@@ -97,7 +111,7 @@ def make_llama(
     size = sum(p.nbytes for p in model.parameters())
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path, max_shard_size=size + 1 if shards == 1 else size // shards)
-    _write_tokenizer(path, getattr(config, "max_position_embeddings", 256))
+    _write_tokenizer(path, getattr(config.get_text_config(), "max_position_embeddings", 256))
     found = Reference(path)
     cases = found.cases(requests, prompt_tokens, output_tokens, seed)
     found.prompts, found.outputs = [case.prompt for case in cases], [case.tokens for case in cases]
@@ -139,7 +153,7 @@ class Reference:
         self.prompts: list[list[int]] = []
         self.outputs: list[list[int]] = []
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.vocab = int(self.model.config.vocab_size)
+        self.vocab = int(self.model.config.get_text_config().vocab_size)
 
     @torch.inference_mode()
     @one_thread()
@@ -184,6 +198,7 @@ class Reference:
 
 def _random_model(config: Any, seed: int) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config = config.get_text_config()
     generator = torch.Generator().manual_seed(seed)
     turned = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
     is_gemma = type(model).__name__.startswith("Gemma")
@@ -193,7 +208,7 @@ def _random_model(config: Any, seed: int) -> PreTrainedModel:
         gain, spread = 6.0, 0.5
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:
+            if weight.ndim == 2 and name.endswith(".weight"):
                 # Every matrix keeps its input's size; the output matrix spreads logits over about +-20.
                 is_embedding = isinstance(model.get_submodule(name.removesuffix(".weight")), torch.nn.Embedding)
                 scale = 1.0 if is_embedding else gain / weight.shape[0 if name in turned else 1] ** 0.5

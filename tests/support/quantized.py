@@ -172,3 +172,42 @@ def add_config(model: Path, **fields: Any) -> None:
     """Set fields of config.json."""
     path = model / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # sizes of E2M1, OCP Microscaling Formats 1.0, table 5
+
+
+def mxfp4(weight: Float) -> tuple[NDArray[np.uint8], NDArray[np.uint8], Float]:
+    """Round [..., outputs, inputs] to blocks of 32 inputs: blocks, scales and the weights that they mean.
+
+    The scale is the power of two of the largest number less 2 (section 6.3); numbers go to the nearest.
+    """
+    cut = weight.reshape(*weight.shape[:-1], -1, 32).astype(np.float64)
+    power = np.floor(np.log2(np.abs(cut).max(-1, keepdims=True))) - 2
+    steps = cut / 2.0**power
+    numbers = np.abs(np.abs(steps)[..., None] - FLOAT4).argmin(-1)
+    meant = FLOAT4[numbers] * np.sign(steps) * 2.0**power
+    codes = (numbers + 8 * (steps < 0)).astype(np.uint8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    return blocks, (power[..., 0] + 127).astype(np.uint8), meant.reshape(weight.shape).astype(np.float32)
+
+
+def write_mxfp4(plain: Path, target: Path) -> dict[str, Tensor]:
+    """Write `plain`, a gpt-oss, to `target` with its experts in MXFP4, and into `plain` the weights that these mean.
+
+    Return these by name, [experts, inputs, outputs].
+    """
+    shutil.copytree(plain, target)
+    stored = load_file(plain / "model.safetensors")
+    meant, written = {}, {}
+    for name, weight in stored.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks, scales, exact = mxfp4(np.ascontiguousarray(weight.numpy().swapaxes(1, 2)))
+            written[f"{name}_blocks"], written[f"{name}_scales"] = torch.from_numpy(blocks), torch.from_numpy(scales)
+            meant[name] = torch.from_numpy(np.ascontiguousarray(exact.swapaxes(1, 2)))
+        else:
+            written[name] = weight
+    save_file({**stored, **meant}, plain / "model.safetensors", {"format": "pt"})
+    save_file(written, target / "model.safetensors", {"format": "pt"})
+    add_config(target, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return meant

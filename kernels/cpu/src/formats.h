@@ -31,5 +31,5 @@ struct Formats {};
 
 // A format's place is its number in LinearArgs and EmbedArgs; Python asks for the names (orcinus_weight_format).
 typedef Formats<Float32, Bfloat16, Int8, Int4x32, Int4x32Mins, Int4x128, Int4x128Mins, Int8x16, Int8x32, Int8x32Mins,
-                Int8x128, Int8x128Mins>
+                Int8x128, Int8x128Mins, Float4x32>
     WeightFormats;

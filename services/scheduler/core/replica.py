@@ -128,7 +128,7 @@ class Replica:
         self.peers: Peers[Replica] = Peers()
         self.handed: list[Sequence] = []  # swapped out for another replica, and no other may take them yet
         self.prefix_cache = PrefixCache(self.pool, self.host, self.table, hasher) if hasher else None
-        self.model = StepTime()
+        self.model = StepTime(limits.experts, limits.experts_per_token)
         self.token_time = TokenTime()
         self.speculation = Speculation(self.table, limits, self.model, history)
         self.swap_time = SwapTime(limits.block_bytes, LINK_BYTES_S)

@@ -197,6 +197,8 @@ class Limits:
     host_tier: str = ""  # "<folder>/<file>", where replicas with the same folder find its host tier; empty: private
     kv_format: str = ""  # of a block's bytes: between equal ones blocks can be copied
     max_drafts: int = 0  # draft tokens that a step may have; 0: none
+    experts: int = 0  # of a layer with a mixture of experts; 0: there is none
+    experts_per_token: int = 0
 
 
 PREFILL, DECODE = "prefill", "decode"

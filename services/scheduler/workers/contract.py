@@ -33,6 +33,8 @@ BOUNDS = {
     "block_bytes": (0, 1 << 40),
     "highest_epoch": (0, EPOCHS - 2),
     "max_drafts": (0, 1 << 16),
+    "experts": (0, 1 << 16),
+    "experts_per_token": (0, 1 << 16),
 }
 """Smallest and largest value of a number of Describe."""
 TABLE_TOKENS = 1 << 31
@@ -74,6 +76,10 @@ def check_info(info: worker_pb2.WorkerInfo, model: str) -> None:
         raise ContractError(
             f"max_seqs: {info.max_seqs} sequences of {info.max_model_len} tokens are more than {TABLE_TOKENS} in all; "
             f"lower ORCINUS_MAX_SEQS or ORCINUS_MAX_MODEL_LEN of the worker"
+        )
+    if (info.experts_per_token > 0) != (info.experts > 0) or info.experts_per_token > info.experts:
+        raise ContractError(
+            f"experts_per_token: {info.experts_per_token} of {info.experts} experts; update or repair the worker"
         )
     if info.dtype not in DTYPES:
         raise ContractError(f"dtype: {info.dtype[:100]!r} is none of {', '.join(DTYPES)}; update the scheduler")

@@ -31,6 +31,8 @@ def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto") -> Li
         host_tier=info.host_tier,
         kv_format=info.kv_format,
         max_drafts=info.max_drafts if drafts else 0,
+        experts=info.experts,
+        experts_per_token=info.experts_per_token,
     )
 
 

@@ -23,6 +23,8 @@ from shared.gguf.reader import GgufFile, is_gguf, open_gguf
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 4096
 MAX_EXPERTS = 1024
+BESIDE_TEXT = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "compression_config")
+"""Fields that hold for text_config unless they are in it."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -74,9 +76,11 @@ class DecoderConfig:
     context: int  # positions that the model was made for
     tied: bool  # the output matrix is the embedding
     parallel_residual: bool  # attention and MLP read the same rows and are added together
-    biases: frozenset[str]  # of qkv_proj, o_proj, mlp, lm_head
-    activation: str  # of kernels.ops.ACTIVATIONS
+    biases: frozenset[str]  # of qkv_proj, o_proj, mlp, lm_head, router, experts
+    activation: str  # of kernels.ops.GATED_ACTIVATIONS
     scale: float  # of attention scores
+    score_softcap: float  # see kernels.ops.Attention.softcap
+    logit_softcap: float  # logits become cap * tanh(logit / cap); 0: they stay
     windows: tuple[int, ...]  # positions that each layer sees, including the row's position; 0: all
     rope: Rope | None
     local_rope: Rope | None  # of the layers with a window; None: as the others
@@ -125,6 +129,9 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"{where}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
+    if family.text_config:
+        raw = {**{key: raw[key] for key in BESIDE_TEXT if key in raw}, **Fields(raw, where).fields("text_config")}
+        where = f"{where}: text_config"
     raw = {**family.defaults, **{key: raw[name] for key, name in family.field_names.items() if name in raw}, **raw}
     read = Fields(raw, where, family.field_names)
     _refuse_unsupported(read, family)
@@ -161,6 +168,8 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
         biases=family.biases | switched,
         activation=_activation(read, family),
         scale=(read.integer(family.scale_field) if family.scale_field else head_dim) ** -0.5,
+        score_softcap=_softcap(read, family, "attn_logit_softcapping"),
+        logit_softcap=_softcap(read, family, "final_logit_softcapping"),
         windows=_windows(read, family, layers),
         rope=rope,
         local_rope=local_rope,
@@ -189,6 +198,13 @@ def _activation(read: Fields, family: Family) -> str:
         called = family.field_names.get("hidden_act", "hidden_act")
         raise ModelError(f"{read.where}: {called} {value!r} is not supported; supported: {', '.join(known)}")
     return known[value]
+
+
+def _softcap(read: Fields, family: Family, key: str) -> float:
+    """Return the bound of a softcap; 0 where there is none."""
+    if not family.softcaps or read.raw.get(key) is None:
+        return 0.0
+    return read.number(key, 1e-3, 1e6)
 
 
 def _windows(read: Fields, family: Family, layers: int) -> tuple[int, ...]:

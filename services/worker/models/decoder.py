@@ -19,11 +19,11 @@ from kernels.ops import AnyOps, Batch, Cache, Prepared
 from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig
 from services.worker.models.layers import DecoderLayer, PositionTables, Residual
-from services.worker.models.matrices import layer_matrices, layer_prefix, routers, tables
+from services.worker.models.matrices import layer_matrices, layer_prefix, routers, stacks, tables
 from services.worker.models.weights import WeightLoader, find_tensor, shard_of
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import METHODS
-from services.worker.quantization.base import LinearMethod, Matrix
+from services.worker.quantization.base import LinearMethod, Matrix, Stack
 
 log = logging.getLogger("orcinus.worker")
 
@@ -87,7 +87,8 @@ class Decoder:
             ops.add(residual.pending, residual.rows)
             ops.exchange(residual.rows, self.parallel.send_rows)
             return residual.rows
-        return ops.logits(residual.norm(ops, self.norm), self.lm_head)
+        logits = ops.logits(residual.norm(ops, self.norm), self.lm_head)
+        return ops.softcap(logits, self.config.logit_softcap) if self.config.logit_softcap else logits
 
     def local_tokens(self, batch: Batch) -> Batch:
         """Return the batch with tokens as rows of this rank's embedding, those of other ranks as the row of zeros."""
@@ -141,3 +142,6 @@ def check_matrices(config: DecoderConfig, source: Source, method: LinearMethod) 
             stem = find_tensor(config, source, f"{prefix}{name}.weight").removesuffix(".weight")
             matrix = Matrix(stem, outputs, inputs, range(outputs), range(inputs), config.family.transposed)
             method.check(source, matrix)
+        for name, count, outputs, inputs in stacks(config, index):
+            tensor = find_tensor(config, source, f"{prefix}{name}")
+            method.check(source, Matrix(tensor, outputs, inputs, range(outputs), range(inputs), stack=Stack(0, count)))

@@ -105,6 +105,8 @@ class Attention:
             k_norm=loader.optional_norm(prefix, names.k_norm, c.head_dim),
             window=window if window < loader.positions else 0,
             slopes=tables.slopes,
+            sinks=loader.sinks(prefix),
+            softcap=c.score_softcap,
         )
         columns = _head_numbers(shard.heads, c.head_dim)
         o_proj = loader.row_parallel(f"{prefix}{names.o_proj}", c.heads * c.head_dim, columns, "o_proj")
@@ -166,10 +168,12 @@ class MixtureOfExperts:
         names, ops, shard = mixture.names, loader.ops, loader.shard
         self.ops, self.parallel = ops, parallel
         self.routing = kernel_ops.Routing(mixture.top_k, mixture.normalize, loader.config.activation)
-        self.router = loader.replicated(f"{prefix}{names.router}", mixture.experts)
+        self.router = loader.replicated(f"{prefix}{names.router}", mixture.experts, "router")
         parts, inner = (names.gate_up_proj, names.down_proj), (mixture.intermediate_size, shard.expert)
         pairs = [
-            _mlp_matrices(loader, f"{prefix}{names.experts}.{expert}.", parts, inner)
+            loader.stacked_expert(prefix, mixture, expert)
+            if names.stacked
+            else _mlp_matrices(loader, f"{prefix}{names.experts}.{expert}.", parts, inner)
             for expert in range(mixture.experts)
         ]
         self.experts = ops.pack_experts([gate_up for gate_up, _ in pairs], [down for _, down in pairs])

@@ -28,14 +28,19 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The checkpoint's names in a layer with a mixture of experts; expert n's matrices lie under `experts`.n."""
+    """The checkpoint's names in a layer with a mixture of experts; expert n's matrices lie under `experts`.n.
+
+    stacked: all experts lie in the tensors `experts`.gate_up_proj and `experts`.down_proj [experts, inputs, outputs],
+    their biases in tensors of these names and _bias. The even outputs of the first are gate's, the odd ones up's.
+    """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    gate_up_proj: tuple[str, str] = ("gate_proj", "up_proj")
+    gate_up_proj: tuple[str, ...] = ("gate_proj", "up_proj")
     down_proj: str = "down_proj"
     shared: str | None = None  # an expert that every row has
     shared_gate: str | None = None
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class Names:
     """The checkpoint's names of tensors, without `.weight` and `.bias`; None means that there is no such tensor."""
 
     prefix: str = "model."  # of every name but lm_head; some checkpoints leave it out
+    other_prefixes: tuple[str, ...] = ()  # that others have in its place
     embed_tokens: str = "embed_tokens"
     embed_norm: str | None = None
     position_embeddings: str | None = None
@@ -51,6 +57,7 @@ class Names:
     qkv_proj: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one name: one matrix
     q_norm: str | None = None
     k_norm: str | None = None
+    sinks: str | None = None  # a number for each head, without .weight
     o_proj: str = "self_attn.o_proj"
     attention_norm: str | None = None  # of the attention's output, before it is added
     mlp_norm: str = "post_attention_layernorm"
@@ -77,14 +84,17 @@ class Family:
     partial_rotary: bool = False  # partial_rotary_factor is heeded
     windows: Literal["none", "all", "upper", "pattern"] = "none"  # which layers a sliding_window is for
     local_rope: bool = False  # layers with a window have a separate rotary embedding
+    softcaps: bool = False  # attn_logit_softcapping and final_logit_softcapping are heeded
     scale_field: str | None = None  # scores are divided by its root; None: head_dim's
+    text_config: bool = False  # the fields of the decoder lie in text_config
+    unread: tuple[str, ...] = ()  # what the names of tensors begin with that are no part of the decoder
     layer_norm: bool = False
     norm_offset: float = 0.0  # the norms multiply by their weight + this
     embedding_scale: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     gated: bool = True
     mlp_ratio: int = 0  # intermediate_size, where none is given, in hidden sizes
     parallel_residual: str | bool = False  # attention and MLP read the same rows; a string names the field that says so
-    biases: frozenset[str] = frozenset()  # of qkv_proj, o_proj, mlp, lm_head
+    biases: frozenset[str] = frozenset()  # of qkv_proj, o_proj, mlp, lm_head, router, experts
     bias_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> the biases that it switches on
     transposed: bool = False  # matrices of the layers lie [inputs, outputs]
     normalize_experts: bool = False  # the weights of a row's experts add up to 1, whatever norm_topk_prob says
@@ -139,6 +149,44 @@ _FUSED_NAMES = Names(
     gate_up_proj=("mlp.dense_h_to_4h",),
     down_proj="mlp.dense_4h_to_h",
     norm="ln_f",
+)
+
+_GEMMA2_NAMES = Names(
+    attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    down_norm="post_feedforward_layernorm",
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    names=_GEMMA2_NAMES,
+    field_names={**_RMS, "hidden_act": "hidden_activation"},
+    defaults={
+        **_GEMMA.defaults,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    activations=ACTIVATIONS,
+    windows="pattern",
+    scale_field="query_pre_attn_scalar",
+    softcaps=True,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    names=replace(_GEMMA2_NAMES, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+    defaults={
+        **_GEMMA2.defaults,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    # transformers caps scores or does not, by the way in which it computes attention.
+    only={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    local_rope=True,
 )
 
 FAMILIES = {
@@ -203,30 +251,58 @@ FAMILIES = {
         bias_fields=_ATTENTION_BIAS,
         windows="all",
     ),
-    "GemmaForCausalLM": _GEMMA,
-    "Gemma3ForCausalLM": replace(
-        _GEMMA,
+    "GptOssForCausalLM": replace(
+        _LLAMA,
         names=Names(
-            q_norm="self_attn.q_norm",
-            k_norm="self_attn.k_norm",
-            attention_norm="post_attention_layernorm",
-            mlp_norm="pre_feedforward_layernorm",
-            down_norm="post_feedforward_layernorm",
+            sinks="self_attn.sinks",
+            experts=ExpertNames("mlp.router", gate_up_proj=("gate_up_proj",), stacked=True),
         ),
-        field_names={**_RMS, "hidden_act": "hidden_activation"},
+        field_names={**_RMS, "num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
         defaults={
-            **_GEMMA.defaults,
-            "num_key_value_heads": 4,
+            "norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
             "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-            "query_pre_attn_scalar": 256,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
         },
-        activations=ACTIVATIONS,
-        only={"use_bidirectional_attention": False, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        activations={"silu": "clamped_swiglu"},
+        only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         windows="pattern",
-        local_rope=True,
-        scale_field="query_pre_attn_scalar",
+        normalize_experts=True,
+        biases=frozenset({"router", "experts"}),
+        bias_fields=_ATTENTION_BIAS,
+    ),
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(  # its text alone
+        _GEMMA3,
+        names=replace(_GEMMA3.names, prefix="language_model.model.", other_prefixes=("model.language_model.",)),
+        defaults={
+            **_GEMMA3.defaults,
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+        },
+        text_config=True,
+        unread=tuple(
+            f"{before}{part}." for before in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+        ),
     ),
     "GPT2LMHeadModel": Family(
         names=replace(

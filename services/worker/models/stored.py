@@ -24,7 +24,7 @@ REMEDY = "choose the unquantized model, and --quantize int4 or int8 if it is too
 class Stored:
     """A kind of quantized matrix."""
 
-    method: str  # quant_method: compressed-tensors, awq, gptq or fp8; gguf
+    method: str  # quant_method: compressed-tensors, awq, gptq, fp8 or mxfp4; gguf
     bits: int  # of a number as it is held; of a GGUF file, of most numbers
     group: int = 0  # inputs that share a scale; 0: all of a row
     zeros: bool = False  # each group has a zero point
@@ -144,7 +144,12 @@ def _fp8(read: Fields) -> Stored:
     return Stored("fp8", 8, block=(block[0], block[1]))
 
 
-_READERS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8}
+def _mxfp4(read: Fields) -> Stored:
+    """The experts of gpt-oss in MXFP4; everything else is plain."""
+    return Stored("mxfp4", 4, 32)
+
+
+_READERS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4}
 
 
 def _group_size(read: Fields) -> int:

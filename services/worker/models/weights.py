@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kernels.ops import AnyOps, Norm
 from services.worker.models.checkpoint import Source
-from services.worker.models.config import DecoderConfig, check_split
+from services.worker.models.config import DecoderConfig, Mixture, check_split
 from services.worker.models.matrices import layer_prefix
 from services.worker.parallel.state import ParallelState
-from services.worker.quantization.base import LinearMethod, Matrix, Part
+from services.worker.quantization.base import LinearMethod, Matrix, Part, Stack
 
 BUFFERS = ("inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 """Ends of names that older checkpoints carry and that are computed, not learned."""
@@ -90,9 +90,12 @@ def _part(count: int, at: int, parts: int) -> range:
 
 
 def find_tensor(config: DecoderConfig, source: Source, name: str) -> str:
-    """Return the name as the checkpoint has it: with the family's prefix or, where that is left out, without."""
-    bare = name.removeprefix(config.family.names.prefix)
-    return bare if name not in source and bare in source else name
+    """Return the name as the checkpoint has it: with the family's prefix, another one or none."""
+    names = config.family.names
+    if name in source or not name.startswith(names.prefix):
+        return name
+    bare = name.removeprefix(names.prefix)
+    return next((other + bare for other in (*names.other_prefixes, "") if other + bare in source), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class Rows:
     name: str  # without .weight and .bias
     total: int
     rows: range
+    stack: Stack | None = None
 
 
 class WeightLoader:
@@ -194,7 +198,35 @@ class WeightLoader:
         part = self._read(Rows(name, hidden, range(hidden)), inputs, columns)
         return self.method.pack(self.ops, [part], len(columns), bias)
 
-    def replicated(self, name: str, outputs: int) -> Any:
+    def stacked_expert(self, prefix: str, mixture: Mixture, index: int) -> tuple[Any, Any]:
+        """Return the packed gate_up_proj and down_proj of an expert; all of a layer lie in one tensor each.
+
+        mixture: of the whole model. prefix: of the layer.
+        """
+        names, hidden, inner = mixture.names, self.config.hidden_size, self.shard.expert
+        gate_up, down = (f"{prefix}{names.experts}.{name}" for name in (names.gate_up_proj[0], names.down_proj))
+        size, outputs = mixture.intermediate_size, range(2 * inner.start, 2 * inner.stop)
+        bias = down_bias = None
+        if "experts" in self.config.biases:
+            both = self._row(f"{gate_up}_bias", (mixture.experts, 2 * size), index)[outputs.start : outputs.stop]
+            bias = torch.cat((both[0::2], both[1::2]))
+            if self.shard.adds:
+                down_bias = self._row(f"{down}_bias", (mixture.experts, hidden), index)
+        first = self._read(
+            Rows(gate_up, 2 * size, outputs, Stack(index, mixture.experts, interleaved=True)), hidden, range(hidden)
+        )
+        packed = self.method.pack(self.ops, [first], hidden, bias)
+        second = self._read(Rows(down, hidden, range(hidden), Stack(index, mixture.experts)), size, inner)
+        return packed, self.method.pack(self.ops, [second], len(inner), down_bias)
+
+    def sinks(self, prefix: str) -> Tensor | None:
+        """Return the sinks of the shard's heads, [heads] float32, of a layer that has them."""
+        if self.names.sinks is None:
+            return None
+        heads = self.shard.heads
+        return self._vector(f"{prefix}{self.names.sinks}", self.config.heads)[heads.start : heads.stop].contiguous()
+
+    def replicated(self, name: str, outputs: int, bias_kind: str = "") -> Any:
         """Return a packed matrix [outputs, hidden] that every rank has whole, in the model's type whatever the method.
 
         A router's: which experts a row has must not depend on --quantize or the rank.
@@ -202,7 +234,8 @@ class WeightLoader:
         hidden = self.config.hidden_size
         shape = (outputs, hidden)
         pieces = self.source.pieces(self._find(f"{name}.weight"), shape, self.dtype, range(outputs), range(hidden))
-        return self.ops.pack_linear(pieces, outputs, hidden, None)
+        bias = self._vector(f"{name}.bias", outputs) if bias_kind in self.config.biases else None
+        return self.ops.pack_linear(pieces, outputs, hidden, bias)
 
     def norm(self, name: str, size: int = 0) -> Norm:
         """Return the norm of `size` numbers, by default hidden_size."""
@@ -221,12 +254,16 @@ class WeightLoader:
 
     def unused(self) -> list[str]:
         """Return the tensors that no layer has read, but for those that a decoder may ignore."""
-        head = f"{self.names.lm_head}."
-        return [name for name in self.source.unread() if not name.endswith(BUFFERS) and not name.startswith(head)]
+        others = (f"{self.names.lm_head}.", *self.config.family.unread)
+        return [name for name in self.source.unread() if not name.endswith(BUFFERS) and not name.startswith(others)]
 
     def _read(self, rows: Rows, inputs: int, columns: range) -> Part:
-        name = self._find(f"{rows.name}.weight").removesuffix(".weight")
-        matrix = Matrix(name, rows.total, inputs, rows.rows, columns, self.config.family.transposed)
+        if rows.stack is not None:
+            name = self._find(rows.name)
+        else:
+            name = self._find(f"{rows.name}.weight").removesuffix(".weight")
+        transposed = self.config.family.transposed
+        matrix = Matrix(name, rows.total, inputs, rows.rows, columns, transposed, rows.stack)
         part = Part(self.ops, len(rows.rows), self.method.read(self.source, matrix, self.dtype), self.dtype)
         self.packed[bool(part.weight_format)] += 1
         return part
@@ -256,6 +293,11 @@ class WeightLoader:
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self.source.take(self._find(name), (size,), torch.float32).to(self.ops.device)
+
+    def _row(self, name: str, shape: tuple[int, int], index: int) -> Tensor:
+        name = self._find(name)
+        self.source.check(name, shape)
+        return self.source.read(name, shape, index, 1)[0].to(self.ops.device, torch.float32)
 
     def _find(self, name: str) -> str:
         return find_tensor(self.config, self.source, name)

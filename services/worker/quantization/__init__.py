@@ -14,6 +14,7 @@ from services.worker.quantization.gguf import Gguf
 from services.worker.quantization.gptq import Gptq
 from services.worker.quantization.int4 import Int4
 from services.worker.quantization.int8 import Int8
+from services.worker.quantization.mxfp4 import Mxfp4
 from services.worker.quantization.none import Unquantized
 from services.worker.quantization.stored import StoredMethod
 from shared.errors import ConfigurationError
@@ -26,6 +27,7 @@ STORED: dict[str, type[StoredMethod]] = {
     "awq": Awq,
     "gptq": Gptq,
     "fp8": Fp8,
+    "mxfp4": Mxfp4,
     "gguf": Gguf,
 }
 """Stored.method -> method."""

@@ -20,15 +20,36 @@ from services.worker.models.checkpoint import Source, as_piece
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """Where a matrix lies in a tensor [count, inputs, outputs] that holds `count` of its shape."""
+
+    index: int
+    count: int
+    interleaved: bool = False  # the even outputs are read first, then the odd ones
+
+
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix [outputs, inputs] of the checkpoint, and the part [rows, columns] of it that a rank holds."""
 
-    name: str  # the tensor's, without `.weight`
+    name: str  # the tensor's, without `.weight`; of a stack the whole name
     outputs: int
     inputs: int
     rows: range
     columns: range
     transposed: bool = False  # the checkpoint holds [inputs, outputs]
+    stack: Stack | None = None
+
+    @property
+    def tensor(self) -> str:
+        """Return the name of the tensor of a matrix that is not quantized."""
+        return self.name if self.stack else f"{self.name}.weight"
+
+    @property
+    def order(self) -> Tensor:
+        """Return the outputs that are read, in the order in which they are read, counted from rows.start."""
+        rows = torch.arange(len(self.rows))
+        return torch.cat((rows[0::2], rows[1::2])) if self.stack and self.stack.interleaved else rows
 
 
 class Part:
@@ -62,7 +83,7 @@ class LinearMethod(ABC):
 
     def check(self, source: Source, matrix: Matrix) -> None:
         """Raise ModelError when the checkpoint lacks the matrix or holds it in another shape. Read headers alone."""
-        source.check(f"{matrix.name}.weight", _stored_shape(matrix))
+        source.check(matrix.tensor, _stored_shape(matrix))
 
     def read(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
         """Yield [some of the rows, columns] of the rank's part, from the first row to the last.
@@ -70,15 +91,16 @@ class LinearMethod(ABC):
         They are in `dtype`, or all are Groups of one weight_format. Pieces are read as they are asked for, so that the
         peak of memory is one of them. Raise ModelError.
         """
-        name, rows, columns = f"{matrix.name}.weight", matrix.rows, matrix.columns
-        if not matrix.transposed:
+        name, rows, columns = matrix.tensor, matrix.rows, matrix.columns
+        if matrix.stack is None and not matrix.transposed:
             yield from source.pieces(name, (matrix.outputs, matrix.inputs), dtype, rows, columns)
             return
         self.check(source, matrix)
-        stored = as_piece(source.read(name, _stored_shape(matrix), columns.start, len(columns)), dtype)
-        step = -(-len(rows) // 8)
-        for first in range(rows.start, rows.stop, step):
-            yield as_piece(stored[:, first : min(first + step, rows.stop)].t(), dtype)
+        above = matrix.stack.index * matrix.inputs if matrix.stack else 0  # rows of the matrices before
+        shape = (matrix.inputs * (matrix.stack.count if matrix.stack else 1), matrix.outputs)
+        stored = as_piece(source.read(name, shape, above + columns.start, len(columns)), dtype)
+        for some in matrix.order.split(-(-len(rows) // 8)):
+            yield as_piece(stored[:, rows.start + some].t(), dtype)
 
     def pack(self, ops: AnyOps, parts: list[Part], inputs: int, bias: Tensor | None) -> Any:
         """Return the parts, one under the other, as `multiply` takes them; see Ops.pack_linear."""
@@ -104,5 +126,7 @@ class LinearMethod(ABC):
         """Return the bytes that one multiplication has to read of a weight; `dtype` is the model's."""
 
 
-def _stored_shape(matrix: Matrix) -> tuple[int, int]:
+def _stored_shape(matrix: Matrix) -> tuple[int, ...]:
+    if matrix.stack is not None:
+        return (matrix.stack.count, matrix.inputs, matrix.outputs)
     return (matrix.inputs, matrix.outputs) if matrix.transposed else (matrix.outputs, matrix.inputs)

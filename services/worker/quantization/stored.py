@@ -34,7 +34,7 @@ class StoredMethod(LinearMethod):
         self.stored = stored
 
     def check(self, source: Source, matrix: Matrix) -> None:
-        if self._is_plain(source, matrix.name):
+        if self._is_plain(source, matrix):
             super().check(source, matrix)
             return
         if matrix.transposed:
@@ -45,7 +45,7 @@ class StoredMethod(LinearMethod):
         self.check_stored(source, matrix)
 
     def read(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
-        if self._is_plain(source, matrix.name):
+        if self._is_plain(source, matrix):
             return super().read(source, matrix, dtype)
         self.check(source, matrix)
         return self.read_stored(source, matrix, dtype)
@@ -107,8 +107,8 @@ class StoredMethod(LinearMethod):
         return next((unit for unit in UNITS if not group or gcd(columns.start, group) % unit == 0), 0)
 
     @staticmethod
-    def _is_plain(source: Source, name: str) -> bool:
-        return f"{name}.weight" in source and source.dtype(f"{name}.weight") in FLOATS
+    def _is_plain(source: Source, matrix: Matrix) -> bool:
+        return matrix.tensor in source and source.dtype(matrix.tensor) in FLOATS
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"kind": "mixtral"},
     "qwen2-moe-some-layers": {"kind": "qwen2_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2},
     "gemma": {"kind": "gemma"},
+    "gemma2": {"kind": "gemma2", "sliding_window": 11, "final_logit_softcapping": 12.0},
     "gemma3": {"kind": "gemma3", "sliding_window": 11, "sliding_window_pattern": 2},
     "gpt2": {"kind": "gpt2"},
     "bloom": {"kind": "bloom", "hidden_size": 96, "n_head": 6},

@@ -127,6 +127,8 @@ def test_options_that_exclude_each_other_are_named(
         (config_of(torch.float32), "float32"),
         (config_of(head_dim=48), "heads of 48 numbers"),
         (config_of(intermediate_size=100), "rows of 100 numbers"),
+        (config_of(score_softcap=50.0), "caps its scores and logits, they have no kernels for it"),
+        (config_of(logit_softcap=30.0), "caps its scores and logits, they have no kernels for it"),
         (config_of(mixture=EXPERTS), "a mixture of experts, they have no kernels for it"),
         (config_of(hidden_size=1 << 16), "norms take 32768 at most"),
         (config_of(heads=512, kv_heads=1), "512 query heads share a KV head"),

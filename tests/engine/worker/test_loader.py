@@ -112,7 +112,7 @@ def test_peak_memory_while_loading_is_little_above_the_weights(
     assert 0.95 * bytes_held < peak < 1.2 * bytes_held
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3", "phi", "opt"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3", "phi", "opt", "gpt-oss"])
 def test_dummy_weights_serve_any_config_the_same_every_time(family: str, tmp_path: Path) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[family]).path
     real = make_engine(path).model_hash
@@ -148,7 +148,8 @@ def test_matrices_of_every_family_are_checked_before_loading(name: str, tmp_path
     config, source = load_config(path), Checkpoint(path)
     check_matrices(config, source, METHODS["none"])
     tensors = load_file(path / "model.safetensors")
-    checked = {key for key, value in tensors.items() if value.ndim == 2}
+    checked = {key for key, value in tensors.items() if value.ndim > 1 and not key.endswith("bias")}
+    checked = {key for key in checked if not key.startswith(config.family.unread)}
     named = {key: shape[::-1] if _lies_transposed(config, key) else shape for key, shape in shapes(config)}
     assert named == {key: tuple(tensors[key].shape) for key in checked}
     for key in checked:
@@ -211,6 +212,19 @@ def test_names_without_what_stands_before_all_of_them_are_found(family: str, tmp
     tensors = load_file(path / "model.safetensors")
     assert all(name.startswith(base) for name in tensors)
     save_file({name.removeprefix(base): value for name, value in tensors.items()}, path / "model.safetensors")
+    assert torch.equal(all_logits(make_engine(path), [3, 1, 4, 1, 5]), before)
+
+
+def test_text_of_a_model_with_images_is_found_under_either_prefix(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES["gemma3-and-images"]).path
+    before = all_logits(make_engine(path), [3, 1, 4, 1, 5])
+    tensors = load_file(path / "model.safetensors")
+    assert any(name.startswith("vision_tower.") for name in tensors) and "of no use" not in caplog.text
+    renamed = {name.replace("language_model.model.", "model.language_model."): value for name, value in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, path / "model.safetensors")
     assert torch.equal(all_logits(make_engine(path), [3, 1, 4, 1, 5]), before)
 
 

@@ -157,10 +157,14 @@ def refused(raw: dict[str, Any], words: list[str]) -> None:
         ("PhiForCausalLM", {"qk_layernorm": True}, ["qk_layernorm true"]),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["longrope", "default"]),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "default"]),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0}, ["attn_logit_softcapping is 0", "0.001"]),
+        ("Gemma3ForConditionalGeneration", {"text_config": {"hidden_size": -1}}, ["text_config: hidden_size is -1"]),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping 50.0"]),
+        ("Gemma3ForConditionalGeneration", {"text_config": []}, ["text_config is []", "an object"]),
+        ("GptOssForCausalLM", {"swiglu_limit": 6.0}, ["swiglu_limit 6.0", "only 7.0"]),
+        ("GptOssForCausalLM", {"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
         ("GemmaForCausalLM", {"use_bidirectional_attention": True}, ["use_bidirectional_attention true"]),
-        ("Gemma2ForCausalLM", {}, ["Gemma2ForCausalLM", "Gemma3ForCausalLM"]),
-        ("Gemma3ForConditionalGeneration", {}, ["Gemma3ForConditionalGeneration"]),
+        ("LlavaForConditionalGeneration", {}, ["LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration"]),
         ("MistralForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, ["4096", "all alike"]),
         ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, ["switched off"]),
         ("Qwen2ForCausalLM", {"layer_types": ["full_attention"]}, ["layer_types ['full_attention']"]),
@@ -191,9 +195,11 @@ def test_models_page_names_every_architecture_and_refused_field() -> None:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_missing_field_has_the_default_of_transformers(architecture: str) -> None:
-    made = config_class(architecture)()
+    made = config_class(architecture)().get_text_config()
     # No attributes there: OPT's epsilon, BLOOM's activation, Gemma 3's pattern; Qwen's window is switched off.
     nameless = {"OPTForCausalLM": "norm_eps", "BloomForCausalLM": "hidden_act", "Gemma3ForCausalLM": "_pattern"}
+    for pattern in ("GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma3ForConditionalGeneration"):
+        nameless[pattern] = "_pattern"
     if architecture.startswith("Qwen"):
         made = config_class(architecture)(use_sliding_window=True)
     for key, value in {"tie_word_embeddings": False, **FAMILIES[architecture].defaults}.items():
@@ -201,6 +207,8 @@ def test_missing_field_has_the_default_of_transformers(architecture: str) -> Non
             continue
         if key in ("partial_rotary_factor", "rope_theta"):
             assert made.rope_parameters[key] == value
+        elif key == "rope_parameters":
+            assert made.rope_parameters == {**value, "rope_theta": FAMILIES[architecture].defaults["rope_theta"]}
         else:
             assert getattr(made, FAMILIES[architecture].field_names.get(key, key)) == value, key
 
@@ -209,7 +217,10 @@ def config_class(architecture: str) -> Any:
     return getattr(transformers, architecture).config_class
 
 
-@pytest.mark.parametrize(("architecture", "layers"), [("Qwen2ForCausalLM", 5), ("Gemma3ForCausalLM", 9)])
+@pytest.mark.parametrize(
+    ("architecture", "layers"),
+    [("Qwen2ForCausalLM", 5), ("Gemma3ForCausalLM", 9), ("Gemma2ForCausalLM", 5), ("GptOssForCausalLM", 5)],
+)
 def test_windows_of_layers_are_those_of_transformers(architecture: str, layers: int) -> None:
     fields = {"num_hidden_layers": layers, "sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3}
     made = config_class(architecture)(**fields)
@@ -388,3 +399,15 @@ def test_loading_reports_its_progress_in_bytes(model: Path) -> None:
     Decoder(load_config(model), Checkpoint(model, lambda done, of: seen.append((done, of))), ops, torch.float32, 64)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert 0.9 < seen[-1][0] / seen[-1][1] <= 1
+
+
+def test_text_of_a_model_with_images_is_read_from_text_config() -> None:
+    """As gemma-3-4b-it has it: fields that have their defaults are left out."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16", "vision_config": {}}
+    scaling = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    config = parse_config({**raw, "text_config": {**text, **scaling}}, "")
+    assert (config.vocab_size, config.hidden_size, config.layers, config.heads) == (262208, 2560, 34, 8)
+    assert config.checkpoint_dtype == "bfloat16" and config.tied and config.context == 131072
+    assert config.rope is not None and (config.rope.kind, config.rope.factor) == ("linear", 8.0)
+    assert config.windows[:6] == (1024,) * 5 + (0,)

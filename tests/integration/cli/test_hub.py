@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from services.cli.app import app
 from services.hub.store import hold
-from services.launcher.model_check import ModelFacts, model_problem, read_model, size_problem
+from services.launcher.model_check import ModelFacts, expected_bytes, model_problem, read_model, size_problem
 from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, WorkerSettings
@@ -458,6 +458,35 @@ def test_size_of_a_quantized_model_counts_the_scales_that_kernels_hold() -> None
     tensors = {"up.qweight": (128, 8), "up.qzeros": (2, 8), "up.scales": (2, 64)}
     facts = ModelFacts("bfloat16", tensors, Stored("awq", 4, 64, zeros=True))
     assert facts.held_bytes(WorkerSettings(device="cpu")) == 64 * 128 // 2 + 64 * (128 // 32) * 8
+
+
+def test_size_of_mxfp4_is_five_bits_a_weight_beside_plain_matrices() -> None:
+    experts = {"experts.down_proj_blocks": (4, 8, 2, 16), "experts.down_proj_scales": (4, 8, 2)}
+    plain = {"experts.down_proj_bias": (4, 8), "q_proj.weight": (8, 64)}
+    facts, numbers = ModelFacts("bfloat16", {**experts, **plain}, Stored("mxfp4", 4, 32)), 4 * 8 * 64
+    assert facts.held_bytes(WorkerSettings(device="cpu")) == numbers * 5 // 8 + 2 * (32 + 512)
+    assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == 2 * (numbers + 32 + 512)
+    config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
+    assert expected_bytes(config, numbers * 17 // 32, WorkerSettings(device="cpu")) == numbers * 5 // 8
+    unpacked = WorkerSettings(device="cpu", kernels="reference")
+    assert expected_bytes(config, numbers * 17 // 32, unpacked) == 2 * numbers
+
+
+def test_size_of_experts_in_one_tensor_is_that_of_their_matrices() -> None:
+    tensors = {"experts.gate_up_proj": (4, 64, 96), "experts.gate_up_proj_bias": (4, 96), "mlp.router.weight": (4, 64)}
+    facts, numbers = ModelFacts("bfloat16", tensors), 4 * 64 * 96
+    assert facts.held_bytes(WorkerSettings(device="cpu")) == 2 * (numbers + 4 * 96 + 4 * 64)
+    assert facts.held_bytes(WorkerSettings(device="cpu", quantize="int4")) == numbers * 5 // 8 + 2 * (4 * 96 + 4 * 64)
+
+
+def test_size_of_a_model_with_images_is_that_of_its_text(tmp_path: Path) -> None:
+    whole, text = (
+        make_llama(tmp_path / kind, requests=1, output_tokens=1, kind=kind).path
+        for kind in ("gemma3_and_images", "gemma3")
+    )
+    worker = WorkerSettings(device="cpu", dtype="float32")
+    assert read_model(whole).held_bytes(worker) == read_model(text).held_bytes(worker)
+    assert read_model(whole).dtype == "float32" and (whole / "model.safetensors").stat().st_size > 200_000
 
 
 def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Path) -> None:

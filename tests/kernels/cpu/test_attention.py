@@ -96,6 +96,8 @@ class World:
     seed: int = 0
     spread: float = 1.0
     int8: bool = False
+    softcap: float = 0.0
+    sinks: Array | None = None
     k: list[Array] = field(default_factory=list)
     v: list[Array] = field(default_factory=list)
     q: list[Array] = field(default_factory=list)
@@ -166,9 +168,11 @@ class World:
         out = empty(q.shape, self.dtype)
         step = Step(len(q), 0, len(chunks), tables.shape[1], None, None, address(query_start), address(context))
         step.tables = address(tables)
-        args = AttentionArgs(address(q), address(out), address(self.slopes), ctypes.pointer(self.pool))
+        args = AttentionArgs(address(q), address(out), address(self.slopes), address(self.sinks))
+        args.pool = ctypes.pointer(self.pool)
         args.heads, args.layer, args.dtype = self.heads, self.layer, self.dtype
         args.window, args.scale = self.window, self.scale
+        args.softcap = self.softcap
         self.library.run(args, len(q), step, threads)
         return np.split(out, np.cumsum(counts)[:-1])
 
@@ -178,6 +182,8 @@ class World:
         group = self.heads // self.kv_heads
         k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
         scores = np.einsum("qhd,khd->hqk", q, k) * self.scale
+        if self.softcap:
+            scores = self.softcap * np.tanh(scores / self.softcap)
         distance = np.arange(end)[None, :] - np.arange(first, end)[:, None]
         if self.slopes is not None:
             scores = scores + self.slopes.astype(np.float64)[:, None, None] * distance
@@ -185,8 +191,11 @@ class World:
         if self.window:
             hidden |= distance <= -self.window
         scores = np.where(hidden, -np.inf, scores)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out: Array = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+        most = scores.max(-1, keepdims=True)
+        total = np.exp(scores - most).sum(-1, keepdims=True)
+        if self.sinks is not None:
+            total += np.exp(self.sinks[:, None, None] - most)
+        out: Array = np.einsum("hqk,khd->qhd", np.exp(scores - most) / total, v)
         return out
 
     def check(self, chunks: list[tuple[int, int, int]], threads: int = 2) -> None:
@@ -245,6 +254,19 @@ def test_every_variant_is_the_formula(library: Library, head_dim: int, block_siz
             int8=int8,
         )
         world.check(mixed(CONTEXTS, 1))
+
+
+@in_its_pools
+@pytest.mark.parametrize("window", [0, 40])
+def test_sinks_and_capped_scores_are_the_formula(library: Library, window: int, dtype: int, int8: bool) -> None:
+    """Sinks far below and far above every score too; the latter leave hardly anything of the values."""
+    sinks = np.array([0.5, -30, 4, 2, 60, -1], np.float32)
+    for seed, (cap, with_sinks) in enumerate([(0.0, True), (3.0, False), (5.0, True)]):
+        world = World(
+            library, CONTEXTS, 6, 2, 64, dtype=dtype, window=window, seed=seed, spread=3.0, int8=int8, softcap=cap,
+            sinks=sinks if with_sinks else None,
+        )  # fmt: skip
+        world.check(mixed(CONTEXTS, seed))
 
 
 @in_its_pools

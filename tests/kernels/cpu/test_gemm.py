@@ -25,9 +25,9 @@ KINDS = (
     ("int8", BFLOAT16, BFLOAT16),
 )
 KIND_NAMES = [f"{weights}-{('f32', 'bf16')[x]}-{('f32', 'bf16')[out]}" for weights, x, out in KINDS]
-GROUPS = [(bits, group, mins) for bits in (4, 8) for group in (32, 128) for mins in (False, True)]
-GROUPS.append((8, 16, False))
-"""Bits, inputs of a group, whether there are minima."""
+GROUPS = [(bits, group, kind) for bits in (4, 8) for group in (32, 128) for kind in ("plain", "mins")]
+GROUPS += [(8, 16, "plain"), (4, 32, "floats")]
+"""Bits, inputs of a group, whether there are minima or the numbers are floats."""
 SHAPES = ((1, 1), (31, 7), (33, 64), (129, 65), (96, 1024), (40, 2048), (200, 1111))
 """Outputs, inputs. Rows of 1024 float32 or 2048 bfloat16 are the distance that caches dislike."""
 ROWS = (1, 2, 3, 4, 6, 7, 13, 14, 15, 29)
@@ -146,14 +146,14 @@ class Gemm:
         return out[1:-1]
 
 
-def groups(rng: np.random.Generator, kind: tuple[int, int, bool], size: tuple[int, int]) -> Groups:
+def groups(rng: np.random.Generator, kind: tuple[int, int, str], size: tuple[int, int]) -> Groups:
     """Random ones with scales of 11 bits, as float16 has, and the mins of zero points or others of 17 bits."""
-    bits, group, has_mins = kind
+    bits, group, what = kind
     outputs, inputs = size
     numbers = torch.from_numpy(rng.integers(0, 1 << bits, size, np.uint8))
     scales = torch.from_numpy(rng.standard_normal((outputs, -(-inputs // group)), np.float32)).half().float()
-    mins = scales * torch.from_numpy(rng.integers(0, 64, scales.shape).astype(np.float32)) if has_mins else None
-    return Groups(bits, group, numbers, scales, mins)
+    mins = scales * torch.from_numpy(rng.integers(0, 64, scales.shape).astype(np.float32)) if what == "mins" else None
+    return Groups(bits, group, numbers, scales, mins, floats=what == "floats")
 
 
 def exact(part: Groups) -> NDArray[np.float64]:
@@ -163,6 +163,10 @@ def exact(part: Groups) -> NDArray[np.float64]:
         np.repeat(x, part.group, 1)[:, : numbers.shape[1]]
         for x in (scales, *(() if part.mins is None else (part.mins.double().numpy(),)))
     ]
+    if part.floats:  # sign, two bits of exponent, one of fraction
+        sign, power, half = numbers.astype(int) >> 3, numbers.astype(int) >> 1 & 3, numbers % 2 / 2
+        numbers = np.where(power > 0, 2.0 ** (power - 1) * (1 + half), half) * (1 - 2 * sign)
+        return (numbers * spread[0]).astype(np.float32).astype(np.float64)
     found = (numbers - (1 << part.bits - 1)) * spread[0] if part.mins is None else numbers * spread[0] - spread[1]
     return found.astype(np.float32).astype(np.float64)
 
@@ -222,8 +226,8 @@ def test_row_is_equal_to_the_bit_in_any_batch(gemm: Gemm, kind: tuple[str, int, 
         assert np.array_equal(gemm.linear(x[places], dtype, weight, bias, out_dtype), whole[places])
 
 
-@pytest.mark.parametrize("kind", GROUPS, ids=[f"{bits}-{group}-{mins}" for bits, group, mins in GROUPS])
-def test_groups_multiply_as_their_float32_weights_to_the_bit(gemm: Gemm, kind: tuple[int, int, bool]) -> None:
+@pytest.mark.parametrize("kind", GROUPS, ids=[f"{bits}-{group}-{what}" for bits, group, what in GROUPS])
+def test_groups_multiply_as_their_float32_weights_to_the_bit(gemm: Gemm, kind: tuple[int, int, str]) -> None:
     rng = np.random.default_rng(7)
     for outputs, inputs in ((1, 1), (33, 40), (200, 1111), (65, 1024)):
         part = groups(rng, kind, (outputs, inputs))

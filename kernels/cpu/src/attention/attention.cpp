@@ -114,7 +114,9 @@ class Worker {
     const int64_t size = pool_.head_dim;
     for (int row = 0; row < rows_; row++) {
       float* values = state.values + row * stride_;
-      const vf sum = splat(total(load(state.weights + row * 16)));
+      float weights = total(load(state.weights + row * 16));
+      if (a_.sinks) weights += power(a_.sinks[head_number(row)] * LOG2_E - reference(state.most[row]));
+      const vf sum = splat(weights);
       T* out = head_of(static_cast<T*>(a_.out), row);
       int64_t i = 0;
       for (; i + LANES <= size; i += LANES) store(out + i, load(values + i) / sum);
@@ -134,9 +136,9 @@ class Worker {
   int block_begin(int b) const { return b * per_block_ + smaller(b, larger_blocks_); }
   template <typename Q>
   Q* head_of(Q* base, int row) const {
-    const int64_t head = kv_head_ * group_ + row % group_;
-    return base + ((first_row_ + row / group_) * int64_t(a_.heads) + head) * pool_.head_dim;
+    return base + ((first_row_ + row / group_) * int64_t(a_.heads) + head_number(row)) * pool_.head_dim;
   }
+  int64_t head_number(int row) const { return kv_head_ * group_ + row % group_; }
 
   // Where the keys of a piece are, and which.
   struct Keys {
@@ -268,9 +270,14 @@ class Worker {
     const int begin = sees_from(row, segment), end = sees_to(row, segment);
     if (begin >= end) return;
     float* s = scores_ + place * SEGMENT;
-    const float scale = a_.scale * LOG2_E;
+    float scale = a_.scale * LOG2_E;
+    if (a_.softcap) {
+      for (int at = begin / LANES * LANES; at < end; at += LANES)
+        store(s + at, vec_softcap(load(s + at) * a_.scale, a_.softcap));
+      scale = LOG2_E;
+    }
     if (!a_.slopes) return weigh<false>(s, begin, end, scale, 0, 0, state, row, keep_ + place);
-    const float slope = a_.slopes[kv_head_ * group_ + row % group_] * LOG2_E;
+    const float slope = a_.slopes[head_number(row)] * LOG2_E;
     weigh<true>(s, begin, end, scale, slope, segment - positions_[row], state, row, keep_ + place);
   }
 

@@ -9,8 +9,10 @@ struct Unpacked : Float32 {
   static constexpr bool PREFETCHED = false;
 };
 
-template <int BITS, int GROUP, bool MINS>
+// FLOATS: the numbers of 4 bits are E2M1, FLOAT4 of kernels/ops.py.
+template <int BITS, int GROUP, bool MINS, bool FLOATS = false>
 struct Groups {
+  static_assert(!FLOATS || (BITS == 4 && !MINS));
   static_assert((BITS == 4 || BITS == 8) && (GROUP == 16 || GROUP % 32 == 0));
   typedef float Input;
   typedef Groups ForBfloat16;
@@ -19,7 +21,7 @@ struct Groups {
   static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS;  // of a word
   static constexpr int PIECE = GROUP < 32 ? GROUP : 32;  // unpacked together
   static constexpr bool SCALED = false, GROUPED = true, TILED = false;
-  static constexpr float MIDDLE = BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
+  static constexpr float MIDDLE = FLOATS ? 0 : BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
 
   // Scales of half `h` of a step, and what is added besides.
   static void load_scale(const char* step, int h, vf& scale, vf& below) {
@@ -65,15 +67,33 @@ struct Groups {
     for (int i = 0; i < GROUP; i++) {
       uint32_t word;
       memcpy(&word, step + SCALE_BYTES + (i / NUMBERS * WIDTH + place) * 4, 4);
-      const float q = float(word >> (i % NUMBERS * BITS) & ((1 << BITS) - 1));
+      const uint32_t number = word >> (i % NUMBERS * BITS) & ((1 << BITS) - 1);
+      const float q = FLOATS ? float4(number) : float(number);
       numbers[i] = MINS ? q * scales[0] - scales[WIDTH] : (q - MIDDLE) * scales[0];
     }
   }
 
   static constexpr int AHEAD = 4096;  // bytes of a panel that are fetched before they are unpacked
 
+  static float float4(uint32_t number) {
+    const float sizes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    return number & 8 ? -sizes[number & 7] : sizes[number & 7];
+  }
+
   // The lowest BITS of each word as a weight. q * scale is exact where there is a minimum, so one rounding is left.
   static vf value(vu words, vf scale, vf below) {
+    if (FLOATS) {
+#if LANES == 16
+      const __m512 table = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+      return (vf)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)words, table) * scale;
+#else
+      // Twice the size without a branch: 0 to 4 as they are, from 4 on in steps of 2, from 8 on in steps of 4.
+      const vi number = (vi)(words & 7);
+      const vi twice = number + (number > 4 ? number - 4 : vi{}) + (number > 6 ? vi{} + 2 : vi{});
+      const vf size = __builtin_convertvector(twice, vf) * 0.5f;
+      return (vf)((vu)size | (words & 8) << 28) * scale;
+#endif
+    }
 #if LANES == 16
     if (BITS == 4 && !MINS) {  // the lowest 4 bits of a word choose among 16 numbers
       const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -100,6 +120,10 @@ struct Int4x128 : Groups<4, 128, false> {
 struct Int4x128Mins : Groups<4, 128, true> {
   typedef Int4x128Mins ForBfloat16;
   static constexpr const char* NAME = "int4-128-mins";
+};
+struct Float4x32 : Groups<4, 32, false, true> {
+  typedef Float4x32 ForBfloat16;
+  static constexpr const char* NAME = "float4-32";
 };
 struct Int8x16 : Groups<8, 16, false> {
   typedef Int8x16 ForBfloat16;

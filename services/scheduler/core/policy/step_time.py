@@ -6,6 +6,7 @@ to first token, the choice between swap and recompute, and the simulator. A pred
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -22,13 +23,13 @@ KNEES = (64, 128, 256, 512)  # tokens; from each on a token may cost more than b
 _KNEES = np.array(KNEES, np.float64)
 # Features near 1 in an ordinary step: sums stay well-conditioned.
 _SCALE = np.array([1.0, 512.0, 65_536.0, 131_072.0, *[512.0] * len(KNEES)])
-_FEATURES = len(_SCALE)
 # Information in the first guess, in observations: a line unless the steps say otherwise. A large chunk that takes
 # longer than the line says is held to be past a knee: held to be attention, it would keep long prompts waiting.
 _PRIOR = np.array([1e-3] * 3 + [0.1] + [0.01] * len(KNEES))
+_EXPERTS_PRIOR = 1e-3
 _FORGET = 0.15  # share of the information in an excited direction that a fold forgets: a memory of about 400 steps
 _LOSE = 2.0  # no direction loses more than this times the information that the fold adds to it
-_SLIVER = 1e-9 * np.eye(_FEATURES)  # keeps the information matrix regular
+_SLIVER = 1e-9  # keeps the information matrix regular
 _CLIP = 3.0  # standard deviations beyond which residuals are cut
 _CALM = 0.005  # least relative noise that is assumed
 _RING = 32  # latest residuals from which noise and shift are estimated
@@ -43,8 +44,13 @@ class StepTime:
     larger of the time to read the weights (flat) and of the time to compute (linear): max(a, b * tokens).
 
     tokens: of all sequences. decode_context: sum of the context lengths of the decodes. prefill_context: sum over
-    prefill chunks of length * (start + (length + 1) / 2). Errors are relative to the step's time. Differences from a
-    plain recursive fit:
+    prefill chunks of length * (start + (length + 1) / 2).
+
+    A replica with a mixture of experts has the term c4 * touched(tokens): the experts of a layer that some token is
+    given to, which are read from memory. With even routing of k experts a token it is
+    touched(n) = experts * (1 - (1 - k / experts)^n), which grows fast with the first rows; a long prompt touches all.
+
+    Errors are relative to the step's time. Differences from a plain recursive fit:
 
     - A residual is cut at 3 standard deviations of its prediction, which grow with the noise and with the uncertainty
       in that direction. The noise is the median absolute residual of the last 32 steps of its kind (with or without
@@ -61,31 +67,42 @@ class StepTime:
     __slots__ = (
         "_by_kind",
         "_covariance",
+        "_experts",
         "_information",
         "_pending",
         "_prompts",
         "_recent",
+        "_scale",
+        "_sliver",
         "_theta",
+        "_untouched",
         "_used",
         "c0",
         "c1",
         "c2",
         "c3",
+        "c4",
         "error",
         "knees",
         "observed",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 0, per_token: int = 0) -> None:
+        """experts: of a layer, per_token of which each token is given to; 0: there are none."""
+        self._experts = experts
+        self._untouched = 1.0 - per_token / experts if experts else 1.0  # share of the experts after one token
+        self._scale = np.append(_SCALE, experts) if experts else _SCALE
+        self._sliver = _SLIVER * np.eye(len(self._scale))
+        features = len(self._scale)
         self.observed = 0
         self.error = 0.0  # 0.99 quantile of measured / predicted - 1 over the last 128 steps with prompts, 0 to 1
-        self.c0 = self.c1 = self.c2 = self.c3 = 0.0
+        self.c0 = self.c1 = self.c2 = self.c3 = self.c4 = 0.0
         self._pending: list[tuple[int, int, float, int]] = []
         self.knees: list[tuple[int, float]] = []  # (tokens, ns that each token above costs more), where not 0
-        self._theta: Float64 = np.zeros(_FEATURES)  # as fitted, for scaled features; may be negative
-        self._used: Float64 = np.zeros(_FEATURES)  # in use, for scaled features; none negative
-        self._information: Float64 = np.zeros((_FEATURES, _FEATURES))
-        self._covariance: Float64 = np.zeros((_FEATURES, _FEATURES))  # its inverse
+        self._theta: Float64 = np.zeros(features)  # as fitted, for scaled features; may be negative
+        self._used: Float64 = np.zeros(features)  # in use, for scaled features; none negative
+        self._information: Float64 = np.zeros((features, features))
+        self._covariance: Float64 = np.zeros((features, features))  # its inverse
         self._prompts: deque[tuple[Float64, float]] = deque(maxlen=_ERRORS)  # scaled features, ns: steps with prompts
         self._recent: deque[float] = deque(maxlen=_RING)  # relative residuals
         self._by_kind: tuple[deque[float], deque[float]] = (deque(maxlen=_RING), deque(maxlen=_RING))  # absolute ones
@@ -105,7 +122,13 @@ class StepTime:
         for knee, more in self.knees:
             if tokens > knee:
                 time += more * (tokens - knee)
+        if self._experts:
+            time += self.c4 * self.touched(tokens)
         return time
+
+    def touched(self, tokens: float) -> float:
+        """Return how many experts of a layer so many tokens are given to, with even routing."""
+        return self._experts * (1.0 - math.pow(self._untouched, tokens))
 
     def largest(self, limit_ns: float, decodes: int, decode_context: int, prefix: int = 0) -> int:
         """Return the most prompt tokens beside `decodes` in a step that is predicted to take at most `limit_ns`.
@@ -115,6 +138,25 @@ class StepTime:
         UNBOUNDED where no number of tokens reaches the limit.
         """
         room = limit_ns - self.predict(decodes, decode_context)
+        most = self._filled(room, decodes, prefix)
+        if not self.c4:
+            return most
+        # The prompt's first tokens touch more experts, of which the rest has little more to read.
+        least = self._filled(room - self._left_to_touch(decodes), decodes, prefix)
+        while least < most and self._left_to_touch(decodes + least) > 0.01 * self.c4 * self._experts:
+            middle = (least + most + 1) // 2
+            if self.predict(decodes + middle, decode_context, middle * (prefix + (middle + 1) / 2)) <= limit_ns:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def _left_to_touch(self, tokens: int) -> float:
+        """Return the time (ns) of the experts that so many tokens leave out."""
+        return self.c4 * (self._experts - self.touched(tokens))
+
+    def _filled(self, room: float, decodes: int, prefix: int) -> int:
+        """Return the most prompt tokens beside `decodes` that take at most `room` ns more, experts left out."""
         if room < 0:
             return 0
         half, slope, taken = self.c3 / 2, self.c1 + self.c3 * (prefix + 0.5), 0
@@ -136,6 +178,8 @@ class StepTime:
         if share >= 1.0:
             return UNBOUNDED
         time, slope, taken = self.predict(decodes, decode_context), self.c1 + self.c3 * prefix, 0
+        if self.c4:  # a prompt touches all experts
+            time += self._left_to_touch(decodes)
         for knee, more in [*self.knees, (UNBOUNDED, 0.0)]:
             length = knee - decodes - taken
             if length > 0:
@@ -153,10 +197,12 @@ class StepTime:
             return
         rows = np.array(self._pending, dtype=np.float64)
         measured = rows[:, 3]
-        features = np.ones((len(rows), _FEATURES))
+        features = np.ones((len(rows), len(self._scale)))
         features[:, 1:4] = rows[:, :3]
-        features[:, 4:] = np.maximum(rows[:, :1] - _KNEES, 0.0)
-        features /= _SCALE
+        features[:, 4 : 4 + len(KNEES)] = np.maximum(rows[:, :1] - _KNEES, 0.0)
+        if self._experts:
+            features[:, -1] = self._experts * (1.0 - self._untouched ** rows[:, 0])
+        features /= self._scale
         all_pending = len(rows) == self.observed
         if all_pending:  # first guess: all steps take the same time
             self._start(_median(measured.tolist()))
@@ -181,10 +227,11 @@ class StepTime:
         self._publish()
 
     def _start(self, step_ns: float) -> None:
-        self._theta = np.zeros(_FEATURES)
+        self._theta = np.zeros(len(self._scale))
         self._theta[0] = step_ns
         self._used = self._theta
-        self._know(np.diag(_PRIOR / step_ns**2))
+        prior = np.append(_PRIOR, _EXPERTS_PRIOR) if self._experts else _PRIOR
+        self._know(np.diag(prior / step_ns**2))
         self._drop_residuals()
 
     def _cut(self, features: Float64, predicted: Float64, measured: Float64) -> Float64:
@@ -217,12 +264,14 @@ class StepTime:
 
     def _know(self, information: Float64) -> None:
         # The sliver on the diagonal outweighs rounding errors in a direction without information for a million folds.
-        self._information = information + _SLIVER * information[0, 0]
+        self._information = information + self._sliver * information[0, 0]
         self._covariance = np.asarray(np.linalg.inv(self._information), dtype=np.float64)
 
     def _publish(self) -> None:
         self._used = _not_negative(self._theta, self._information)
-        self.c0, self.c1, self.c2, self.c3, *more = (self._used / _SCALE).tolist()
+        self.c0, self.c1, self.c2, self.c3, *more = (self._used / self._scale).tolist()
+        if self._experts:
+            self.c4 = more.pop()
         self.error = self._quantile()
         self.knees = [pair for pair in zip(KNEES, more, strict=True) if pair[1] > 0]
 
@@ -316,7 +365,7 @@ def _not_negative(theta: Float64, information: Float64) -> Float64:
     result = theta
     free = result > 0
     while (result < 0).any():
-        result = np.zeros(_FEATURES)
+        result = np.zeros(len(theta))
         if not free.any():
             break
         rows = information[free]

@@ -170,7 +170,12 @@ def test_invalid_model_directory_is_refused_by_its_fault(tmp_path: Path, break_i
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [({"n_positions": 77}, 77), ({"model_type": "bloom", "seq_length": 99}, 99), ({"model_type": "bloom"}, 2048)],
+    [
+        ({"n_positions": 77}, 77),
+        ({"model_type": "bloom", "seq_length": 99}, 99),
+        ({"model_type": "bloom"}, 2048),
+        ({"text_config": {"model_type": "gemma3_text"}}, 131072),
+    ],
 )
 def test_context_length_is_found_under_each_familys_name(tmp_path: Path, fields: dict[str, Any], expected: int) -> None:
     model = write_model(tmp_path / "m")

@@ -31,6 +31,35 @@ def exact(row: Row, coefficients: np.ndarray = TRUE) -> float:
     return float(coefficients @ np.array([1, *row]))
 
 
+EXPERTS, PER_TOKEN = 128, 8
+MIXTURE = np.array([1e6, 6e3, 8.0, 0.5])
+EXPERT_NS = 25e3
+
+
+class Mixture:
+    """A device with a mixture of experts, each of which takes EXPERT_NS once a step of which some token chooses it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def distinct(self, tokens: int) -> int:
+        """Draw the experts of a step with even routing; return how many there are."""
+        chosen = self.rng.random((min(tokens, 400), EXPERTS)).argpartition(PER_TOKEN, 1)[:, :PER_TOKEN]
+        return len(np.unique(chosen))
+
+    def ns(self, row: Row) -> float:
+        return exact(row, MIXTURE) + EXPERT_NS * self.distinct(row[0])
+
+    def teach(self, model: StepTime, steps: int) -> None:
+        """Feed decodes of 1 to 64 rows, every third step with a prompt's chunk beside them."""
+        for step in range(steps):
+            decodes = int(self.rng.integers(1, 65))
+            length = int(self.rng.integers(16, 512)) if step % 3 == 0 else 0
+            row = (decodes + length, decodes * int(self.rng.integers(100, 800)), length * (length + 1) / 2)
+            model.observe(*row, round(self.ns(row) * (1 + 0.02 * self.rng.normal())))
+        model.fold()
+
+
 class Machine:
     """Feeds a model with steps of known coefficients and relative noise of 3 %."""
 
@@ -304,3 +333,54 @@ def test_swap_time_starts_at_link_and_follows_what_is_measured() -> None:
     time.observe(0, 100)
     time.observe(10, 0)
     assert time.block_ns == before
+
+
+def test_touched_experts_are_those_of_even_routing() -> None:
+    model, device = StepTime(EXPERTS, PER_TOKEN), Mixture(1)
+    assert model.touched(0) == 0 and model.touched(1) == pytest.approx(PER_TOKEN)
+    for tokens, about in ((8, 52), (16, 82), (32, 112), (400, 128)):
+        assert model.touched(tokens) == pytest.approx(about, abs=0.5)
+        drawn = np.mean([device.distinct(tokens) for _ in range(200)])
+        assert model.touched(tokens) == pytest.approx(drawn, rel=0.02)
+    assert StepTime().touched(5) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_time_of_experts_is_learned_where_without_it_few_rows_are_wrong(seed: int) -> None:
+    """Steps of one row to 64, and the term's own coefficient."""
+    device, model, without = Mixture(seed), StepTime(EXPERTS, PER_TOKEN), StepTime()
+    device.teach(model, 1500)
+    Mixture(seed).teach(without, 1500)
+    assert model.c4 == pytest.approx(EXPERT_NS, rel=0.1)
+    errors = []
+    for one in (model, without):
+        worst = 0.0
+        for decodes in (1, 2, 4, 8, 16, 32, 64):
+            row = (decodes, 400 * decodes, 0.0)
+            true = exact(row, MIXTURE) + EXPERT_NS * EXPERTS * (1 - (1 - PER_TOKEN / EXPERTS) ** decodes)
+            worst = max(worst, abs(one.predict(*row) / true - 1))
+        errors.append(worst)
+    assert errors[0] < 0.05 and errors[1] > 0.25
+
+
+@pytest.mark.parametrize("decodes", [0, 1, 4, 16, 100])
+def test_largest_chunk_counts_the_experts_that_it_touches(decodes: int) -> None:
+    """Against trying every number of tokens; from where nearly all experts are touched on, a few fewer may be found."""
+    model = StepTime(EXPERTS, PER_TOKEN)
+    Mixture(5).teach(model, 1500)
+    for limit_ns in np.linspace(1e6, 12e6, 40):
+        for prefix in (0, 3000):
+            times = [model.predict(decodes + n, 300 * decodes, n * (prefix + (n + 1) / 2)) for n in range(3000)]
+            fitting = sum(time <= limit_ns for time in times)
+            most = max(fitting - 1, 0)
+            found = model.largest(limit_ns, decodes, 300 * decodes, prefix)
+            assert found <= most
+            assert found == most or times[most] - times[found] <= 0.01 * model.c4 * EXPERTS + times[found] * 0.01
+
+
+def test_budget_of_prompts_takes_all_experts_for_read() -> None:
+    """n * t'(n) / t(n) is the share, t with every expert: read once, they do not count as the prompt tokens' time."""
+    model = StepTime(EXPERTS, PER_TOKEN)
+    model.c0, model.c1, model.c4 = 1e6, 1e4, 2e4
+    tokens = model.balanced(0.5, 2, 0)
+    assert tokens == pytest.approx(100 + 2 + 256, abs=2)

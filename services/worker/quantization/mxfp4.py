@@ -1,0 +1,62 @@
+"""MXFP4 (OCP Microscaling Formats 1.0), of gpt-oss's experts: floats of 4 bits and a power of two for each 32 inputs.
+
+`NAME_blocks` [experts, outputs, inputs / 32, 16] has two numbers a byte, the lower bits first, `NAME_scales` [experts,
+outputs, inputs / 32] the exponents, 127 above their values; 255 stands for NaN. A weight is FLOAT4[number] *
+2^(scale - 127), exact in float32 and in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Groups
+from services.worker.models.checkpoint import Source, as_piece
+from services.worker.quantization.base import Matrix
+from services.worker.quantization.stored import StoredMethod, row_steps
+from shared.errors import ModelError
+
+GROUP, BYTES = 32, 16  # inputs and bytes of a block
+BYTE = ("U8",)
+
+
+class Mxfp4(StoredMethod):
+    def check_stored(self, source: Source, matrix: Matrix) -> None:
+        name, outputs, inputs = matrix.name, matrix.outputs, matrix.inputs
+        if matrix.stack is None:
+            raise ModelError(f"{source.model}: {name}.weight is missing, MXFP4 holds experts alone; fetch it again")
+        if inputs % GROUP:
+            raise ModelError(f"{source.model}: {name} has {inputs} inputs, MXFP4 packs multiples of {GROUP}")
+        shape = (matrix.stack.count, outputs, inputs // GROUP)
+        source.check(f"{name}_blocks", (*shape, BYTES), BYTE)
+        source.check(f"{name}_scales", shape, BYTE)
+
+    def read_stored(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
+        stack, columns, groups = matrix.stack, matrix.columns, matrix.inputs // GROUP
+        if stack is None:
+            raise ValueError("MXFP4 holds experts alone")
+        first, count = stack.index * matrix.outputs + matrix.rows.start, len(matrix.rows)
+        rows = stack.count * matrix.outputs
+        blocks = source.read(f"{matrix.name}_blocks", (rows, groups * BYTES), first, count)
+        exponents = source.read(f"{matrix.name}_scales", (rows, groups), first, count)
+        order, aligned = matrix.order, columns.start % GROUP == 0
+        some = slice(columns.start // GROUP, -(-columns.stop // GROUP))
+        for step in row_steps(range(count), matrix.inputs):
+            held = order[step.start : step.stop]
+            packed = blocks[held]
+            numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+            scales = powers(exponents[held])
+            if aligned:
+                cut = numbers[:, columns.start : columns.stop].contiguous()
+                yield Groups(4, GROUP, cut, scales[:, some].contiguous(), floats=True)
+            else:
+                whole = Groups(4, GROUP, numbers, scales, floats=True).plain()
+                yield as_piece(whole[:, columns.start : columns.stop], dtype)
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """Return 2^(exponents - 127) in float32 of a tensor of bytes; NaN for 255."""
+    found = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    return found.masked_fill_(exponents == 255, torch.nan)

@@ -1,0 +1,162 @@
+"""gpt-oss: experts in MXFP4 and in one tensor, sinks, and what depends on neither batch nor ranks.
+
+Logits and tokens of plain checkpoints are in test_model_families.py. The oracles are transformers' unpacking of MXFP4
+and its tokens on the weights that these blocks mean.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from kernels.ops import Groups
+from services.scheduler.workers.wire import limits_from_wire
+from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.config import load_config
+from services.worker.quantization import method_of
+from services.worker.quantization.base import Matrix, Stack
+from services.worker.quantization.mxfp4 import powers
+from shared.errors import ConfigurationError, ModelError
+from tests.engine.driver import Driver, make_engine
+from tests.engine.ranks import Processes
+from tests.engine.test_tokens import all_logits, close
+from tests.support import in_process
+from tests.support.models import Reference, make_llama
+from tests.support.quantized import write_mxfp4
+
+TOKENS = 64
+SIZES = {"kind": "gpt_oss", "hidden_size": 96, "intermediate_size": 64, "head_dim": 32, "sliding_window": 11}
+KERNELS = ["reference", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """`path` has the experts in MXFP4; beside it, `meant` has what they mean."""
+    path = tmp_path_factory.mktemp("gpt-oss")
+    make_llama(path / "meant", seed=5, requests=1, output_tokens=1, **SIZES)
+    write_mxfp4(path / "meant", path / "mxfp4")
+    found = Reference(path / "meant")
+    cases = found.cases(3, (4, 60), TOKENS, seed=3)
+    found.prompts, found.outputs = [case.prompt for case in cases], [case.tokens for case in cases]
+    found.path = path / "mxfp4"
+    return found
+
+
+def demand_compiler(kernels: str = "cpu") -> None:
+    if kernels == "cpu" and shutil.which("g++") is None:
+        pytest.skip("no g++")
+
+
+def test_mxfp4_weights_are_those_that_transformers_unpacks(reference: Reference) -> None:
+    """A rank's rows and columns too, whose gates come before what is beside them."""
+    source, method = Checkpoint(reference.path), method_of("none", load_config(reference.path).stored)
+    tensors = load_file(reference.path / "model.safetensors")
+    for part, outputs, inputs in (("gate_up_proj", 128, 96), ("down_proj", 96, 64)):
+        name = f"model.layers.1.mlp.experts.{part}"
+        exact = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=torch.float32)
+        assert exact.shape == (6, inputs, outputs)
+        for rows, columns, held in (
+            (range(outputs), range(inputs), "float4-32"),
+            (range(8, 40), range(32, 64), "float4-32"),
+            (range(4, 32), range(24, 50), ""),
+        ):
+            for interleaved in (False, True):
+                matrix = Matrix(name, outputs, inputs, rows, columns, stack=Stack(4, 6, interleaved))
+                pieces = list(method.read(source, matrix, torch.float32))
+                assert {piece.weight_format if isinstance(piece, Groups) else "" for piece in pieces} == {held}
+                found = torch.cat([piece.plain() if isinstance(piece, Groups) else piece for piece in pieces])
+                wanted = exact[4, columns.start : columns.stop, rows.start : rows.stop].t()
+                assert torch.equal(found, torch.cat((wanted[0::2], wanted[1::2])) if interleaved else wanted)
+
+
+def test_scales_are_powers_of_two_and_the_last_is_not_a_number() -> None:
+    found = powers(torch.arange(256, dtype=torch.uint8))
+    assert found[[0, 1, 126, 127, 128, 254]].double().tolist() == [2.0**n for n in (-127, -126, -1, 0, 1, 127)]
+    assert found.isnan().nonzero().tolist() == [[255]]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_mxfp4_gives_the_tokens_and_logits_of_its_weights(reference: Reference, kernels: str) -> None:
+    demand_compiler(kernels)
+    engine = make_engine(reference.path, kernels=kernels, block_size=16)
+    limits = limits_from_wire(engine.info())
+    assert (limits.experts, limits.experts_per_token) == (6, 3)
+    made = [in_process.request(f"r{at}", prompt, TOKENS) for at, prompt in enumerate(reference.prompts)]
+    recorded = in_process.run(engine, made, "orcinus")[0]
+    assert [recorded.tokens[f"r{at}", 0] for at in range(3)] == reference.outputs
+    engine.reset()
+    tokens = reference.prompts[0] + reference.outputs[0]
+    close(all_logits(engine, tokens), reference.logits(tokens))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_bfloat16_logprobs_ignore_batches_chunks_and_threads(reference: Reference, kv_dtype: str) -> None:
+    demand_compiler()
+    prompts = [prompt * 3 for prompt in reference.prompts]
+    found = []
+    for chunk, threads, together in ((4096, 2, True), (7, 1, True), (13, 2, False)):
+        settings = {"dtype": "bfloat16", "kv_dtype": kv_dtype, "deterministic": True, "threads": threads}
+        engine = make_engine(reference.path, kernels="cpu", block_size=16, **settings)
+        logits = []
+        for batch in [range(3)] if together else [[one] for one in range(3)]:
+            driver = Driver(engine)
+            for slot in batch:
+                driver.enter(slot, prompts[slot])
+            while any(len(driver.outputs[slot]) < 24 for slot in batch):
+                driver.step({slot: chunk for slot in batch if len(driver.outputs[slot]) < 24})
+            logits += [driver.outputs[slot][:24] for slot in batch]
+            engine.reset()
+        found.append((logits, all_logits(engine, prompts[1])))
+    for outputs, logits in found[1:]:
+        assert outputs == found[0][0] and torch.equal(logits, found[0][1])
+
+
+@pytest.mark.parametrize(("tp", "pp", "kernels"), [(2, 1, "cpu"), (4, 1, "cpu"), (1, 2, "reference")])
+def test_ranks_give_the_tokens_of_the_whole_model(
+    processes: Processes, reference: Reference, tp: int, pp: int, kernels: str
+) -> None:
+    """Of 64 inner numbers, ranks of four have 16, so that the halves of a block of 32 are two ranks'."""
+    demand_compiler(kernels)
+    with processes.replica(tp, pp, reference.path, kernels=kernels, block_size=16) as replica:
+        driver = Driver(replica)
+        for slot, prompt in enumerate(reference.prompts):
+            driver.enter(slot, prompt)
+        while any(len(driver.outputs[slot]) < 20 for slot in range(3)):
+            driver.step({slot: 13 for slot in range(3) if len(driver.outputs[slot]) < 20})
+    assert [driver.outputs[slot][:20] for slot in range(3)] == [one[:20] for one in reference.outputs]
+
+
+def test_bfloat16_checkpoint_is_that_of_its_weights_and_may_be_rounded(tmp_path: Path) -> None:
+    demand_compiler()
+    found = make_llama(tmp_path / "tiny", seed=6, requests=2, output_tokens=24, dtype="bfloat16", **SIZES)
+    engine = make_engine(found.path, kernels="cpu", block_size=16)
+    driver = Driver(engine)
+    for slot, prompt in enumerate(found.prompts):
+        driver.enter(slot, prompt)
+    assert [driver.run(slot, 24) for slot in range(2)] == found.outputs
+    expected = found.logits(found.prompts[0])
+    for quantize in ("int8", "int4"):
+        rounded = all_logits(make_engine(found.path, kernels="cpu", block_size=16, quantize=quantize), found.prompts[0])
+        error = float((rounded - expected).abs().max() / expected.abs().max())
+        assert 1e-4 < error < 0.5, (quantize, error)
+
+
+def test_mxfp4_that_does_not_fit_is_refused_by_name(reference: Reference, tmp_path: Path) -> None:
+    model = tmp_path / "broken"
+    shutil.copytree(reference.path, model)
+    good, name = load_file(model / "model.safetensors"), "model.layers.0.mlp.experts.down_proj"
+    for part, spoilt, said in (
+        ("blocks", good[f"{name}_blocks"][:, :, :1].contiguous(), r"down_proj_blocks has shape \[6, 96, 1, 16\]"),
+        ("scales", good[f"{name}_scales"][1:].contiguous(), r"down_proj_scales has shape \[5, 96, 2\]"),
+        ("blocks", good[f"{name}_blocks"].float(), "is F32, expected U8"),
+    ):
+        save_file({**good, f"{name}_{part}": spoilt}, model / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=said):
+            make_engine(model)
+    with pytest.raises(ConfigurationError, match="quantized already \\(mxfp4\\)"):
+        make_engine(reference.path, quantize="int8")

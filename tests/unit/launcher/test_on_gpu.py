@@ -1,0 +1,69 @@
+"""The launcher expects a worker on the GPU where the worker's own choice of a backend puts it there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.launcher import doctor, model_check, up
+from services.launcher.gpu_facts import Facts
+from shared.settings import WorkerSettings
+
+ON_CPU: list[dict[str, Any]] = [
+    {"device": "cpu"},
+    {"kernels": "cpu"},
+    {"kernels": "reference"},
+    {"kernels": "emulator"},
+    {"deterministic": True},
+    {"quantize": "int8"},
+    {"quantize": "int4"},
+    {"kv_dtype": "int8"},
+]
+ON_GPU: list[dict[str, Any]] = [{}, {"device": "cuda"}, {"kernels": "cuda"}, {"device": "cuda", "kernels": "reference"}]
+
+
+@pytest.fixture
+def usable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (up, model_check, doctor):
+        monkeypatch.setattr(module, "device_files", lambda: True)
+    monkeypatch.setattr(up, "cuda_problem", lambda: "")
+    monkeypatch.setattr(doctor, "gather", Facts)
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that are started."""
+    found: list[str] = []
+    monkeypatch.setattr(up.subprocess, "run", lambda command, **_: found.append(command[-2]))
+    return found
+
+
+@pytest.mark.usefixtures("usable_gpu")
+@pytest.mark.parametrize("given", ON_CPU, ids=str)
+def test_options_for_cpus_alone_compile_the_kernels_beside_a_gpu(given: dict[str, Any], builds: list[str]) -> None:
+    worker = WorkerSettings(**given)
+    assert not up.on_gpu(worker) and up.unused_gpu(worker) == ""
+    assert not model_check._on_gpu(worker)
+    up._compile_kernels(worker)
+    assert len(builds) == (worker.kernels in ("auto", "cpu"))
+    assert up.replica_env(worker, 1, 2).keys().isdisjoint({"CUDA_VISIBLE_DEVICES"})
+    (ranks,) = doctor.check_ranks(WorkerSettings(tp=2, **given))
+    assert "GPUs" not in ranks.detail
+
+
+@pytest.mark.usefixtures("usable_gpu")
+@pytest.mark.parametrize("given", ON_GPU, ids=str)
+def test_other_settings_expect_the_gpu_and_compile_nothing(given: dict[str, Any], builds: list[str]) -> None:
+    worker = WorkerSettings(**given)
+    assert up.on_gpu(worker) and model_check._on_gpu(worker)
+    up._compile_kernels(worker)
+    assert builds == []
+    assert "CUDA_VISIBLE_DEVICES" in up.replica_env(worker, 1, 2)
+    (ranks,) = doctor.check_ranks(WorkerSettings(tp=2, **given))
+    assert "GPUs" in ranks.detail
+
+
+def test_gpu_that_cannot_be_used_is_not_expected(usable_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "cuda_problem", lambda: "no CuPy")
+    assert not up.on_gpu(WorkerSettings()) and up.unused_gpu(WorkerSettings()) == "no CuPy"
