@@ -24,11 +24,13 @@ from services.gateway.errors import ApiError, failed, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import (
     GENERATION_ERRORS,
+    KEEP_ALIVE,
     EventStream,
     begin,
     collect,
     json_response,
     take_headers,
+    whole,
     whole_response,
 )
 from services.gateway.openai.bodies import INT64, MAX_TOOLS, Body, ChatBody, Priority, parse_body, read_body
@@ -450,7 +452,9 @@ class _Item:
 
 
 class ResponseEvents:
-    """Turn deltas into typed events; the writer of an EventStream (sse.py)."""
+    """Turn deltas into typed events; the writer of an EventStream (answers.py)."""
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, generation: Generation, shell: dict[str, Any]) -> None:
         self._generation = generation
@@ -588,7 +592,8 @@ def router(gateway: Gateway) -> APIRouter:
             return EventStream(generation, events, gateway.settings.keepalive_s, headers)
 
         async def answer() -> dict[str, Any]:
-            return of_chat(response, await collect(generation, request, gateway.model.fingerprint))
+            chat = whole(generation, gateway.model.fingerprint)
+            return of_chat(response, await collect(generation, request, chat))
 
         return await whole_response(answer(), headers)
 
