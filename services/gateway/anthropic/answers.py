@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -101,9 +101,10 @@ def signature_of(spec: GenerationSpec) -> str:
     return hashlib.sha256(spec.id.encode()).hexdigest()[:32]
 
 
-def usage_body(usage: Usage) -> dict[str, int]:
+def usage_body(usage: Usage) -> dict[str, Any]:
     """Return Anthropic's usage, whose input_tokens are those that the prefix cache did not have."""
-    return {
+    details = {} if usage.reasoning is None else {"output_tokens_details": {"thinking_tokens": usage.reasoning}}
+    return details | {
         "input_tokens": usage.prompt_tokens - usage.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
@@ -198,7 +199,7 @@ class MessageEvents:
             return []
         self._position.last[0] = PREAMBLE
         begun = message(self._generation, []) | {"stop_reason": None, "stop_sequence": None}
-        begun["usage"] |= {"output_tokens": 0}
+        begun["usage"] = usage_body(replace(self._generation.usage, completion_tokens=0, reasoning=None))
         return [{"type": "message_start", "message": begun}]
 
     def _content(self, delta: Delta) -> Iterator[dict[str, Any]]:

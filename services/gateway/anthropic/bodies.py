@@ -199,6 +199,7 @@ class MessagesBody(CountBody):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: Annotated[str, StringConstraints(max_length=64)] | None = None
+    diagnostics: dict[str, Any] | None = None
     container: None = None
 
     # Not of Anthropic

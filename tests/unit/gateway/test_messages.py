@@ -243,6 +243,8 @@ def test_events_add_up_to_the_message_however_tokens_came(cuts: list[int]) -> No
         "input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 0
     }  # fmt: skip
     assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    thought = len(token_ids("why?</think>"))
+    assert thought <= delta["usage"]["output_tokens_details"]["thinking_tokens"] <= thought + 1
     assert delta["usage"]["output_tokens"] == len(tokens) and stop == {"type": "message_stop"}
 
 
