@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 
-BEGINNINGS = {"completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_"}
+BEGINNINGS = {"completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_", "messages": "msg_"}
 
 
 def request_id(endpoint: str) -> str:

@@ -17,6 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.anthropic import messages
+from services.gateway.anthropic.bodies import CountBody, MessagesBody
 from services.gateway.auth import OPEN_PATHS, RequireKey
 from services.gateway.dashboard import routes as dashboard
 from services.gateway.errors import ApiError
@@ -29,14 +31,15 @@ from services.gateway.openai.responses import ResponsesBody
 from services.gateway.web import routes as web
 from shared.settings import is_loopback
 
-BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+BODIES = (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody)
 
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
     app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(Pages, files=web.FILES)])
-    for endpoint in (completions, chat, requests, responses, tokenization, info):
+    for endpoint in (completions, chat, responses, messages, tokenization, info):
         _include(app, endpoint.router(gateway))
+    _include(app, requests.router(gateway, {messages.KIND: messages.FORM}))
     _include(app, info.ops_router(gateway, on_public_port=True))
     _include(app, dashboard.router(gateway, on_public_port=True))
     document.install(app, BODIES, OPEN_PATHS)
@@ -88,10 +91,10 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
     )
 
 
-async def _api_error(_request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
-    return Response(error.json(), error.status, error.headers, media_type="application/json")
+    return Response(error.json(request.url.path), error.status, error.headers, media_type="application/json")
 
 
 def _allowed(request: Request) -> list[str]:

@@ -122,10 +122,12 @@ class Keyring:
         """
         return bool(self._configured or self._required or self._any)
 
-    def identify(self, authorization: str | None) -> Caller:
-        """Return the caller that an Authorization header names. Raise ApiError(401)."""
+    def identify(self, authorization: str | None, api_key: str | None = None) -> Caller:
+        """Return the caller that an Authorization header names, or without one an X-Api-Key. Raise ApiError(401)."""
         if not self.needed:
             return Caller(ANONYMOUS, rates=self._rates)
+        if not authorization and api_key:
+            authorization = f"Bearer {api_key}"
         scheme, _, text = (authorization or "").partition(" ")
         if not authorization:
             raise _refused("you didn't provide an API key")
@@ -230,10 +232,11 @@ class RequireKey:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            caller = self._keyring.identify(Headers(scope=scope).get("authorization"))
+            caller = self._keyring.identify(headers.get("authorization"), headers.get("x-api-key"))
         except ApiError as error:
-            await error.send(send)
+            await error.send(send, scope["path"])
             return
         scope["state"]["caller"] = caller
         scope["state"]["tenant"] = caller.tenant
@@ -243,7 +246,7 @@ class RequireKey:
 def _refused(why: str) -> ApiError:
     return ApiError(
         401,
-        f"{why}; send it as Authorization: Bearer KEY",
+        f"{why}; send it as Authorization: Bearer KEY or as X-Api-Key: KEY",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )

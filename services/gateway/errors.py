@@ -1,7 +1,8 @@
 """Define the errors that a client can see, in OpenAI's shape: {"error": {message, type, param, code}}.
 
-Handlers raise ApiError; the exception handlers of app.py turn it into a response, openai/answers.py into an event when
-the first byte has left already.
+Under /v1/messages they have Anthropic's: {"type": "error", "error": {type, message}}. Handlers raise ApiError; the
+exception handlers of app.py turn it into a response, the writer of a stream into an event when the first byte has left
+already.
 """
 
 from __future__ import annotations
@@ -29,6 +30,22 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+MESSAGES = "/v1/messages"
+MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Of Anthropic's API; what is not here is an api_error from 500 on, an invalid_request_error below."""
+
+
+def is_messages(path: str) -> bool:
+    """Return whether a path belongs to Anthropic's API."""
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 
 class ApiError(OrcinusError):
@@ -59,13 +76,18 @@ class ApiError(OrcinusError):
         error_type = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
-    def json(self) -> bytes:
-        """Return `body` as JSON."""
-        return orjson.dumps(self.body())
+    def messages_body(self) -> dict[str, Any]:
+        """Return the error object of Anthropic's API."""
+        error_type = MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": error_type, "message": self.message}}
 
-    async def send(self, send: Send) -> None:
-        """Send the whole answer, from pure ASGI."""
-        body = self.json()
+    def json(self, path: str = "") -> bytes:
+        """Return the error object as JSON, in the shape of the API that has the path."""
+        return orjson.dumps(self.messages_body() if is_messages(path) else self.body())
+
+    async def send(self, send: Send, path: str = "") -> None:
+        """Send the whole answer, from pure ASGI. path: of the request."""
+        body = self.json(path)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in self.headers.items()]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})

@@ -50,6 +50,8 @@ OPERATIONS = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/v1/responses/{response_id}", "GET"),
     ("/v1/responses/{response_id}/cancel", "POST"),
     ("/v1/models", "GET"),

@@ -21,8 +21,8 @@ KEY = "sk-clients"
 TOOLS = {"tool_parser": "hermes"}  # the demo model's template knows none: calls are those that a grammar makes it write
 SUITES = Path(__file__).parent / "suites"
 PYTHON = {
-    "openai-2": "suite_openai.py", "openai-3": "suite_openai.py", "litellm": "suite_litellm.py",
-    "langchain": "suite_langchain.py", "triton": "suite_triton.py",
+    "openai-2": "suite_openai.py", "openai-3": "suite_openai.py", "anthropic": "suite_anthropic.py",
+    "litellm": "suite_litellm.py", "langchain": "suite_langchain.py", "triton": "suite_triton.py",
 }  # fmt: skip
 # They would ask the internet for news of themselves, which these tests may not need.
 QUIET = {
@@ -45,7 +45,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def check(command: list[str | Path], folder: Path) -> str:
     """Run a program and return its output."""
-    drop = ("ORCINUS_", "PYTEST_", "OPENAI_")
+    drop = ("ORCINUS_", "PYTEST_", "OPENAI_", "ANTHROPIC_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(drop)} | QUIET
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     print(done.stdout[-12_000:], done.stderr[-4_000:])
@@ -64,16 +64,19 @@ def test_python_client_works(stack: Stack, name: str) -> None:
     stack.settled_empty()
 
 
-def test_javascript_client_works(stack: Stack) -> None:
+@pytest.mark.parametrize("suite", ["suite_openai.mjs", "suite_anthropic.mjs"])
+def test_javascript_client_works(stack: Stack, suite: str) -> None:
     folder = install.HOME / install.JAVASCRIPT
-    shutil.copy(SUITES / "suite_openai.mjs", folder)  # beside node_modules, where its imports are looked for
-    check(["node", "suite_openai.mjs", stack.url, KEY, stack.name], folder)
+    shutil.copy(SUITES / suite, folder)  # beside node_modules, where its imports are looked for
+    check(["node", suite, stack.url, KEY, stack.name], folder)
     stack.settled_empty()
 
 
 EXAMPLES = {
     "openai (Python)": "openai-3",
     "openai (JavaScript)": install.JAVASCRIPT,
+    "anthropic (Python)": "anthropic",
+    "anthropic (JavaScript)": install.JAVASCRIPT,
     "litellm": "litellm",
     "langchain": "langchain",
     "tritonclient": "triton",

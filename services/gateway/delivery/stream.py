@@ -364,6 +364,7 @@ class Delta:
     finish_reason: str | None
     calls: list[CallPiece] = field(default_factory=list)
     reasoning: str = ""  # before the text
+    parts: list[str | CallPiece] = field(default_factory=list)  # text and calls in their order, where there are calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +403,7 @@ class ChoiceText:
     # fmt: off
     __slots__ = (
         "_detokenizer", "_has_offsets", "_include", "_length", "_matcher", "_min_tokens", "_reader", "_silent",
-        "_stop_ids", "_tools", "calls", "count", "finish_reason", "is_plain", "offsets", "reasoning",
+        "_stop_ids", "_tools", "calls", "count", "finish_reason", "is_plain", "offsets", "parts", "reasoning",
         "reasoning_tokens",
     )
     # fmt: on
@@ -418,6 +419,7 @@ class ChoiceText:
         self.offsets: list[int] = []  # where in that text each token begins; only if an answer has it
         self._tools = None if spec.tools is None else ToolReader(spec.tools, spec.id, index)
         self.calls: list[CallPiece] = []  # of tools, by the last `feed`
+        self.parts: list[str | CallPiece] = []  # the same with the text, in their order
         self._reader = ReasoningReader(spec.reasoning) if spec.reasoning else None
         self.reasoning = ""  # by the last `feed`
         self.reasoning_tokens = 0  # with those of the marks
@@ -427,6 +429,11 @@ class ChoiceText:
             spec.stop or self._has_offsets or spec.tools or spec.reasoning
         )  # then `grow` does as `feed`
         self._silent = frozenset() if self._include else self._stop_ids
+
+    @property
+    def stop_string(self) -> str | None:
+        """Return the stop string that ended the choice."""
+        return None if self._matcher is None else self._matcher.matched
 
     def grow(self, tokens: list[int]) -> str:
         """Return the text of tokens that end nothing, where nothing has to be looked for in it."""
@@ -478,10 +485,12 @@ class ChoiceText:
     def _read_calls(self, tools: ToolReader, text: str) -> str:
         """Return the text without tool calls, which go to `calls`."""
         text, self.calls = tools.feed(text)
+        self.parts = tools.parts
         if self.finish_reason is None:
             return text
         rest, last = tools.flush()
         self.calls += last
+        self.parts += tools.parts
         if self.finish_reason == "stop" and tools.calls and not tools.cut:
             self.finish_reason = "tool_calls"
         return text + rest
@@ -560,6 +569,8 @@ class Generation:
         self._closed = False
         self.span: RequestSpan | None = None  # set where traces are sent
         self._left = left
+        self.passed_over: Callable[[Delta], None] = _unread
+        """Called with what the client has already, for a writer whose events depend on it."""
         self._held_finishes = HeldFinishes(stream.wake)
         self._deadline: asyncio.TimerHandle | None = None
         self._ended: ApiError | None = None  # raised by the next call of `next`
@@ -631,7 +642,7 @@ class Generation:
             reason = REASONS.get(Finish(row.finish)) if row.finish else None
             skipped = max(0, self._had[row.choice] - choice.count)
             text, tokens, stopped = self._feed(row.choice, row.tokens, reason)
-            calls, reasoning = choice.calls, choice.reasoning
+            calls, reasoning, parts = choice.calls, choice.reasoning, choice.parts
             self._keep_logprobs(row, skipped, tokens)
             ended = choice.finish_reason
             beyond = self._had[row.choice] - choice.count  # see Position
@@ -642,11 +653,14 @@ class Generation:
                     self._commands.stop_choice(self.spec.id, row.choice, choice.count, written)
                     ended = None
             if choice.finish_reason is not None:
+                if beyond >= 1:
+                    self.passed_over(Delta(row.choice, text, [], None, calls, reasoning, parts))
+                    text, calls, reasoning, parts = "", [], "", []
                 if beyond >= 2:
                     continue
-                text, calls, reasoning = ("", [], "") if beyond == 1 else (text, calls, reasoning)
             held = deltas.setdefault(row.choice, Delta(row.choice, "", [], None))
             held.text += text
+            held.parts += parts
             held.calls += calls
             held.reasoning += reasoning
             held.token_ids = held.token_ids + tokens
@@ -670,9 +684,10 @@ class Generation:
         if not skipped:
             return choice.feed(tokens, reason)
         skips_all = skipped >= len(tokens)
-        _, _, stopped = choice.feed(tokens[:skipped], None)
+        text, _, stopped = choice.feed(tokens[:skipped], None)
+        self.passed_over(Delta(number, text, [], None, choice.calls, choice.reasoning, choice.parts))
         if stopped or (skips_all and reason is None):
-            choice.calls, choice.reasoning = [], ""
+            choice.calls, choice.reasoning, choice.parts = [], "", []
             return "", [], stopped
         return choice.feed(tokens[skipped:], reason)
 
@@ -734,6 +749,10 @@ class Generation:
                 self.span.first_token()
             self._metrics.ttft.labels(self.spec.endpoint).observe(now - self._started)
         self._last = now
+
+
+def _unread(_delta: Delta) -> None:
+    """Ignore what the client has: events of most writers do not depend on it."""
 
 
 def _nothing() -> None:

@@ -2,7 +2,8 @@
 
 `Protocol` is uvicorn's, with bounds on what never becomes a request: the number of connections, the length of a head,
 the time in which a request has to arrive. `RequestContext`, `BodyLimit` and `CutSlow` wrap the application, in pure
-ASGI: BaseHTTPMiddleware hides disconnects from handlers and costs a task per request. Refusals are in OpenAI's shape.
+ASGI: BaseHTTPMiddleware hides disconnects from handlers and costs a task per request. Refusals are in the shape of the
+API that has the path.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Protocol(HttpToolsProtocol):
     def __init__(self, bounds: Bounds, **given: Any) -> None:
         super().__init__(**given)
         self._bounds = bounds
+        self.url = b""  # uvicorn's; a refusal may come before the first request
         self._refusal: ApiError | None = None  # sent as soon as the client has sent something
         self._late: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None  # what is answered now, or was last
@@ -236,7 +238,7 @@ class Protocol(HttpToolsProtocol):
             return
         cycle = self.cycle  # of the request that comes in, or of the last one that was all there
         if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
-            self.transport.write(_response(error))
+            self.transport.write(_response(error, self.url.decode("latin-1").partition("?")[0]))
             self.linger()
         else:
             self.transport.close()
@@ -279,8 +281,8 @@ class _CycleTransport(asyncio.Transport):
             protocol.transport.close()
 
 
-def _response(error: ApiError) -> bytes:
-    body = error.json()
+def _response(error: ApiError, path: str) -> bytes:
+    body = error.json(path)
     head = {
         "content-type": "application/json",
         "content-length": str(len(body)),
@@ -294,8 +296,8 @@ def _response(error: ApiError) -> bytes:
 
 
 _COUNTED = OPEN_PATHS | {
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/version",
-    "/metrics", "/stats", "/openapi.json",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics", "/stats", "/openapi.json",
 }  # fmt: skip
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -337,7 +339,7 @@ class RequestContext:
             log.exception("request %s failed", request_id)
             if status == 0:
                 error = ApiError(500, "internal error; see the log of the gateway", code="internal_error")
-                await error.send(stamped)
+                await error.send(stamped, scope["path"])
         finally:
             endpoint = self._endpoint(scope["path"])
             self._metrics.answers.labels(endpoint, str(status or 499)).inc()
@@ -411,7 +413,7 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._most_bytes:
-            await too_big(self._most_bytes, f"{declared} bytes").send(send)
+            await too_big(self._most_bytes, f"{declared} bytes").send(send, scope["path"])
             return
         seen = 0
 

@@ -226,8 +226,8 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def _call(self, context: Context) -> Call:
         """Raise ApiError(401)."""
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
-        authorization = metadata.get("authorization")
-        return Call(self._gateway.keyring.identify(authorization), str(metadata.get("traceparent", ""))[:256])
+        caller = self._gateway.keyring.identify(metadata.get("authorization"), metadata.get("x-api-key"))
+        return Call(caller, str(metadata.get("traceparent", ""))[:256])
 
     async def _answered(self, method: str, context: Context, work: Awaitable[T]) -> T:
         """Return the outcome of a call; answer an ApiError with a status and trailing metadata."""

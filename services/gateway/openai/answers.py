@@ -12,7 +12,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 import orjson
@@ -60,7 +60,7 @@ async def serve(gateway: Gateway, request: Request, spec: GenerationSpec, starte
     generation, headers = await begin(gateway, request, spec, started, last_event)
     if spec.stream:
         return EventStream(generation, EventWriter(generation, fingerprint), gateway.settings.keepalive_s, headers)
-    return await whole_response(collect(generation, request, fingerprint), headers)
+    return await whole_response(collect(generation, request, whole(generation, fingerprint)), headers)
 
 
 async def take_headers(request: Request, spec: GenerationSpec) -> None:
@@ -132,9 +132,13 @@ class ClientLeft(Exception):  # noqa: N818 - an event, not an error
     """The client has left before the answer."""
 
 
-async def collect(generation: Generation, request: Request, fingerprint: str) -> dict[str, Any]:
-    """Return the body of the answer. Raise ApiError, or ClientLeft after cancelling the request."""
-    working = asyncio.create_task(whole(generation, fingerprint))
+async def collect(
+    generation: Generation, request: Request, answer: Coroutine[Any, Any, dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the body of the answer, which `answer` reads from the generation. Raise ApiError, or ClientLeft after
+    cancelling the request.
+    """
+    working = asyncio.create_task(answer)
     leaving = asyncio.create_task(until_disconnect(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -223,7 +227,9 @@ SLOW_FLUSH_S = 5.0
 
 
 class Writer(Protocol):
-    """Make the events of one request."""
+    """Make the events of one request. keep_alive: what is sent while there is nothing else."""
+
+    keep_alive: bytes
 
     def echo(self) -> bytes:
         """Return what comes before the first token; may be empty."""
@@ -244,6 +250,8 @@ class Writer(Protocol):
 
 class EventWriter:
     """Turn deltas into events in OpenAI's form."""
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, generation: Generation, fingerprint: str) -> None:
         spec = generation.spec
@@ -415,7 +423,7 @@ class EventStream(Response):
         events = b""
         while not generation.done:
             deltas = await self._next()
-            events = writer.events(deltas) if deltas or generation.done else KEEP_ALIVE
+            events = writer.events(deltas) if deltas or generation.done else writer.keep_alive
             if events and not generation.done:
                 await _body(send, events)
         if self._before_end is not None:

@@ -408,6 +408,20 @@ class ErrorAnswer(BaseModel):
     error: ErrorObject
 
 
+class MessagesErrorObject(BaseModel):
+    """Anthropic's error object."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(BaseModel):
+    """Every answer under /v1/messages that is not a success."""
+
+    type: Literal["error"]
+    error: MessagesErrorObject
+
+
 MAX_JSON_DEPTH = 32
 MAX_MEMBERS = 4096
 """Of one object. A check may find a fault in every member, and each costs the event loop two microseconds."""
@@ -480,10 +494,11 @@ async def read_body(request: Request, kind: type[T]) -> T:
 def _refusal(error: ValidationError) -> ApiError:
     """Return the first fault of a pydantic error in OpenAI's words."""
     first, *others = error.errors(include_url=False, include_context=False)
-    if first["type"] == "string_type" and isinstance(first["input"], list):
+    while others and first["type"] == "string_type" and isinstance(first["input"], list):
         # Text or a list of parts: a list was sent, so what is wrong is in it.
         parent = first["loc"][:-1]
-        first = next((other for other in others if parent and other["loc"][: len(parent)] == parent), first)
+        within = [other for other in others if parent and other["loc"][: len(parent)] == parent]
+        first, others = (within[0], within[1:]) if within else (first, [])
     # Names of union members ("str", "list[TextPart]") are pydantic's, not the client's.
     location = [part for part in first["loc"] if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", str(part))]
     location = [part for part in location if part not in ("str", "[key]")]

@@ -31,10 +31,13 @@ _MEANING = {
 }
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return `responses` of a route: every error that it can answer, and those that any route can."""
+def errors(*statuses: int, model: type[BaseModel] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
+    """Return `responses` of a route: every error that it can answer, and those that any route can.
+
+    model: the shape of all of them.
+    """
     return {
-        status: {"model": ErrorAnswer, "description": _MEANING[status]}
+        status: {"model": model, "description": _MEANING[status]}
         for status in sorted({400, 401, 405, 408, 413, 431, 500, *statuses})
     }
 
@@ -63,8 +66,11 @@ def install(app: FastAPI, bodies: Sequence[type[BaseModel]], open_paths: Collect
                 body_schema = kind.model_json_schema(ref_template=_REF)
                 schemas.update(body_schema.pop("$defs", {}))
                 schemas[kind.__name__] = body_schema
-            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            schema["security"] = [{"key": []}]
+            schema["components"]["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x_api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            }
+            schema["security"] = [{"key": []}, {"x_api_key": []}]
             for path in schema["paths"].keys() & set(open_paths):
                 for operation in schema["paths"][path].values():
                     operation["security"] = []

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,16 +21,25 @@ from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Generation, RequestStream
 from services.gateway.gateway import Gateway
 from services.gateway.metrics import Metrics
-from services.gateway.openai.answers import GENERATION_ERRORS, EventStream, EventWriter, json_response, whole
+from services.gateway.openai.answers import GENERATION_ERRORS, EventStream, EventWriter, Writer, json_response, whole
 from services.gateway.openai.completions import THREAD_TOKENS
 from services.gateway.openai.document import FOUND, errors, event_stream
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
+from shared import ids
 from shared.dead_letters import integer
 
 
-def router(gateway: Gateway) -> APIRouter:
-    """Return the routes over one gateway."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the answers of another API than OpenAI's are written: as events, or whole."""
+
+    writer: Callable[[Generation], Writer]
+    whole: Callable[[Generation], Coroutine[Any, Any, dict[str, Any]]]
+
+
+def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -> APIRouter:
+    """Return the routes over one gateway. forms: by the kind of a request's id; a kind without one has OpenAI's."""
     routes = APIRouter()
 
     @routes.get(
@@ -43,7 +54,8 @@ def router(gateway: Gateway) -> APIRouter:
         started = time.monotonic()
         last_event = request.headers.get("last-event-id", "")
         generation = await gateway.admission.resume(request_id, request.state.tenant, started, last_event)
-        writer = EventWriter(generation, gateway.model.fingerprint)
+        form = _form_of(request_id, forms)
+        writer = EventWriter(generation, gateway.model.fingerprint) if form is None else form.writer(generation)
         return EventStream(generation, writer, gateway.settings.keepalive_s, {"x-orcinus-request": request_id})
 
     @routes.get("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
@@ -52,7 +64,7 @@ def router(gateway: Gateway) -> APIRouter:
         record = await gateway.dispatcher.raw_record(request_id)
         if record.get(b"tenant", b"") != request.state.tenant.encode():
             raise unknown_request(request_id)
-        answer = await result(request_id, record, gateway.dispatcher, gateway.model)
+        answer = await result(request_id, record, gateway.dispatcher, gateway.model, forms)
         state = gateway.dispatcher.decoded(request_id, record, partial(status, request_id))
         return json_response(state | ({"result": answer} if answer else {}))
 
@@ -98,10 +110,14 @@ def status(request_id: str, record: dict[bytes, bytes]) -> dict[str, Any]:
 
 
 async def result(
-    request_id: str, record: dict[bytes, bytes], dispatcher: Dispatcher, model: ModelText
+    request_id: str,
+    record: dict[bytes, bytes],
+    dispatcher: Dispatcher,
+    model: ModelText,
+    forms: Mapping[str, Form] = MappingProxyType({}),
 ) -> dict[str, Any] | None:
     """Return the answer in one piece, made from the record; None while there is none, and for a request that failed or
-    was cancelled. Raise ApiError(503).
+    was cancelled. forms: as of `router`. Raise ApiError(503).
     """
     ends = record.get(b"finish", b"").decode("ascii", "replace").split(",")
     if record.get(b"state") != b"finished" or b"delivery" not in record or not _DELIVERED.issuperset(ends):
@@ -114,10 +130,16 @@ async def result(
         return None
     if stream.failure is not None:
         raise stream.failure
-    answer = whole(generation, model.fingerprint)
+    form = _form_of(request_id, forms)
+    answer = whole(generation, model.fingerprint) if form is None else form.whole(generation)
     if sum(stream.received) > THREAD_TOKENS:
         return await asyncio.to_thread(asyncio.run, answer)
     return await answer
+
+
+def _form_of(request_id: str, forms: Mapping[str, Form]) -> Form | None:
+    found = (form for kind, form in forms.items() if request_id.startswith(ids.BEGINNINGS[kind]))
+    return next(found, None)
 
 
 class _Silent:

@@ -29,11 +29,13 @@ from services.gateway.errors import ApiError, failed, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import (
     GENERATION_ERRORS,
+    KEEP_ALIVE,
     EventStream,
     begin,
     collect,
     json_response,
     take_headers,
+    whole,
     whole_response,
 )
 from services.gateway.openai.bodies import INT64, MAX_TOOLS, Body, ChatBody, Priority, parse_body, read_body
@@ -461,7 +463,9 @@ class _Item:
 
 
 class ResponseEvents:
-    """Turn deltas into typed events; the writer of an EventStream (sse.py)."""
+    """Turn deltas into typed events; the writer of an EventStream (answers.py)."""
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, generation: Generation, shell: dict[str, Any]) -> None:
         self._generation = generation
@@ -628,8 +632,9 @@ def router(gateway: Gateway) -> APIRouter:
             )
 
         async def answer() -> dict[str, Any]:
-            whole = of_chat(response, await collect(generation, request, gateway.model.fingerprint))
-            return whole | {"store": await keep(whole)}
+            chat = whole(generation, gateway.model.fingerprint)
+            made = of_chat(response, await collect(generation, request, chat))
+            return made | {"store": await keep(made)}
 
         return await whole_response(answer(), headers)
 

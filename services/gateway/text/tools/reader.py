@@ -199,8 +199,8 @@ class ToolReader:
         self._said = False  # other text than white space came out
         self._behind_call = False  # and none since the last call
         self._object = CallObject()
-        self._text: list[str] = []
-        self._pieces: list[CallPiece] = []
+        self._out: list[str | CallPiece] = []
+        self.parts: list[str | CallPiece] = []  # text and calls of the last `feed` or `flush`, in their order
         self.calls = 0
         self.cut = False  # behind `flush`: the arguments of the last call are not whole
 
@@ -222,15 +222,15 @@ class ToolReader:
         elif self._at is not _At.BEHIND and self._at is not _At.OVER:
             self._say(self._raw + ("" if self._at is _At.OBJECT else self._held))
         if not self.calls:
-            self._text.append(self._blank)
+            self._out.append(self._blank)
         self.cut |= self._at is _At.OBJECT and bool(self._object.name) and not self._object.has_whole_arguments
         self._held = self._raw = self._blank = ""
         return self._take()
 
     def _take(self) -> tuple[str, list[CallPiece]]:
-        text, pieces = "".join(self._text), self._pieces
-        self._text, self._pieces = [], []
-        return text, pieces
+        self.parts, self._out = self._out, []
+        text = "".join(part for part in self.parts if isinstance(part, str))
+        return text, [part for part in self.parts if isinstance(part, CallPiece)]
 
     def _go_on(self) -> bool:
         """Take from what is held; False when more has to come first."""
@@ -314,7 +314,7 @@ class ToolReader:
             self._begin_call(call.name)
             has_begun = True
         if has_begun and arguments:
-            self._pieces.append(CallPiece(self.calls - 1, "", "", arguments))
+            self._out.append(CallPiece(self.calls - 1, "", "", arguments))
         if call.failed or call.ended or (bare and call.name and not has_begun):
             if not has_begun:
                 return self._is_text()
@@ -325,7 +325,7 @@ class ToolReader:
     def _begin_call(self, name: str) -> None:
         digest = hashlib.sha256(f"{self._owner}:{self.calls}".encode()).hexdigest()
         call_id = digest[:9] if self._is_mistral else f"call_{digest[:24]}"  # its templates want nine
-        self._pieces.append(CallPiece(self.calls, call_id, name, ""))
+        self._out.append(CallPiece(self.calls, call_id, name, ""))
         self.calls += 1
         self._raw = self._blank = ""
         self._behind_call = True
@@ -364,7 +364,7 @@ class ToolReader:
         kept = text.rstrip()
         self._blank = text[len(kept) :]
         if kept:
-            self._text.append(kept)
+            self._out.append(kept)
             self._said = True
             self._behind_call = False
 

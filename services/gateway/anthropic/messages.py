@@ -1,0 +1,97 @@
+"""Serve `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API over chat.
+
+A message is a chat request with an id that begins with `msg_`; openai/requests.py finds, cancels and continues it as
+any other.
+"""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from services.gateway.anthropic.answers import MessageEvents, whole_message
+from services.gateway.anthropic.bodies import (
+    CountBody,
+    MessagesBody,
+    chat_body,
+    in_words_of_messages,
+    places_of,
+)
+from services.gateway.errors import ApiError
+from services.gateway.gateway import Gateway
+from services.gateway.openai.answers import EventStream, begin, collect, json_response, take_headers, whole_response
+from services.gateway.openai.bodies import MessagesErrorAnswer, check_model, read_body
+from services.gateway.openai.chat import chat_spec, encode_messages
+from services.gateway.openai.document import body_of, errors, event_stream
+from services.gateway.openai.output import binds_output, plan_tools
+from services.gateway.openai.requests import Form
+from services.gateway.request import GenerationSpec
+from shared import ids
+
+KIND = "messages"
+FORM = Form(MessageEvents, whole_message)
+_COUNTED = {
+    "description": "how many tokens the prompt has",
+    "content": {
+        "application/json": {"schema": {"type": "object", "properties": {"input_tokens": {"type": "integer"}}}}
+    },
+}
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes over one gateway."""
+    routes = APIRouter()
+    served = gateway.settings.served_model_name
+
+    @routes.post(
+        "/v1/messages",
+        responses={
+            **event_stream("a message, or its events"),
+            **errors(403, 404, 409, 415, 429, 503, model=MessagesErrorAnswer),
+        },
+        openapi_extra=body_of(MessagesBody),
+    )
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, as Anthropic's API does."""
+        started = time.monotonic()
+        body = await read_body(request, MessagesBody)
+        spec = await _spec(gateway, body, request.state.tenant)
+        await take_headers(request, spec)
+        last_event = request.headers.get("last-event-id", "") if spec.stream else ""
+        generation, headers = await begin(gateway, request, spec, started, last_event)
+        if spec.stream:
+            return EventStream(generation, MessageEvents(generation), gateway.settings.keepalive_s, headers)
+        return await whole_response(collect(generation, request, whole_message(generation)), headers)
+
+    @routes.post(
+        "/v1/messages/count_tokens",
+        responses={200: _COUNTED, **errors(404, 415, model=MessagesErrorAnswer)},
+        openapi_extra=body_of(CountBody),
+    )
+    async def count_tokens(request: Request) -> Response:
+        """Return how many tokens a conversation has, as this model's chat template writes it."""
+        body = await read_body(request, CountBody)
+        chat = chat_body(body)
+        try:
+            check_model(chat.model, served)
+            tools = plan_tools(chat, gateway.model)
+            bound = binds_output(chat, tools)
+            limits = gateway.cluster.limits
+            tokens = await encode_messages(chat, chat.messages, gateway.model, limits, tools.shown, bound)
+        except ApiError as error:
+            raise in_words_of_messages(error, places_of(body)) from None
+        return json_response({"input_tokens": len(tokens)})
+
+    return routes
+
+
+async def _spec(gateway: Gateway, body: MessagesBody, tenant: str) -> GenerationSpec:
+    """Raise ApiError in the words of this endpoint."""
+    chat = chat_body(body)
+    served, limits = gateway.settings.served_model_name, gateway.cluster.limits
+    try:
+        return await chat_spec(chat, gateway.model, served, limits, ids.request_id(KIND), tenant)
+    except ApiError as error:
+        raise in_words_of_messages(error, places_of(body)) from None

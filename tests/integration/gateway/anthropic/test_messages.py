@@ -1,0 +1,190 @@
+"""`/v1/messages` over HTTP: whole, streamed, continued at another gateway, counted, and every error in its shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.conftest import KEY, OTHER
+from tests.support import sse
+from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler, answering
+from tests.support.tokenizers import token_ids
+
+SAID = '<think>fox?</think>The <tool_call>{"name": "look", "arguments": {"at": "fox"}}</tool_call>'
+SETTINGS: dict[str, Any] = {"served_model_name": "claude", "reasoning_parser": "think", "tool_parser": "hermes"}
+TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
+BODY: dict[str, Any] = {
+    "model": "claude",
+    "max_tokens": 100,
+    "messages": [{"role": "user", "content": "x"}],
+    "tools": [TOOL],
+    "metadata": {"user_id": "u"},
+}
+CONTENT = [
+    {"type": "thinking", "thinking": "fox?"},
+    {"type": "text", "text": "The"},
+    {"type": "tool_use", "name": "look", "input": {"at": "fox"}},
+]
+HEADERS = {"x-api-key": KEY, "anthropic-version": "2023-06-01", "anthropic-beta": "some-beta-2099-01-01"}
+
+
+@pytest.fixture(scope="module")
+def led(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[tuple[GatewayProcess, ScriptedScheduler]]:
+    directory = tmp_path_factory.mktemp("claude")
+    (directory / "keys").write_text(f"{KEY}\n{OTHER}\n")
+    limits = {"api_key_file": directory / "keys", "max_body_bytes": 20_000, "max_header_bytes": 4096}
+    with led_gateway(directory, model, redis_server, **SETTINGS, **limits) as found:
+        yield found
+
+
+@pytest.fixture
+def claude(led: tuple[GatewayProcess, ScriptedScheduler]) -> Iterator[GatewayProcess]:
+    """A gateway whose model thinks, speaks and calls a tool."""
+    gateway, scheduler = led
+    with answering(scheduler, lambda _: token_ids(SAID), STOP):
+        yield gateway
+
+
+def post(gateway: GatewayProcess, path: str = "", headers: dict[str, str] = HEADERS, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{gateway.url}/v1/messages{path}", json=BODY | fields, headers=headers, timeout=60)
+
+
+def bare(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return blocks without ids and signatures."""
+    return [{name: value for name, value in block.items() if name not in ("id", "signature")} for block in content]
+
+
+def test_message_has_thinking_text_and_calls(claude: GatewayProcess) -> None:
+    answer = post(claude)
+    body = answer.json()
+    assert bare(body["content"]) == CONTENT
+    assert body.keys() == {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"}
+    assert (body["stop_reason"], body["model"], body["id"][:4]) == ("tool_use", "claude", "msg_")
+    assert body["usage"]["output_tokens"] == len(token_ids(SAID))
+    counted = post(claude, "/count_tokens", max_tokens=None, metadata=None)
+    assert counted.status_code == 400  # no field of this endpoint
+    fields = {name: BODY[name] for name in ("model", "messages", "tools")}
+    counted = httpx.post(f"{claude.url}/v1/messages/count_tokens", json=fields, headers=HEADERS, timeout=60)
+    assert counted.json() == {"input_tokens": body["usage"]["input_tokens"]}
+    found = httpx.get(f"{claude.url}/v1/requests/{body['id']}", headers=HEADERS, timeout=60).json()
+    assert found["result"] == body
+
+
+def test_usage_parts_the_cached_tokens_of_the_prompt(led: tuple[GatewayProcess, ScriptedScheduler]) -> None:
+    gateway, scheduler = led
+    with httpx.stream(
+        "POST", f"{gateway.url}/v1/messages", json=BODY | {"stream": True}, headers=HEADERS, timeout=60
+    ) as answer:
+        claimed = scheduler.claim()
+        scheduler.publish(Line(claimed.id, 0, [50], finish=STOP, cached=3), started=[claimed.id])
+        scheduler.end(claimed, [[50]], [STOP])
+        start, *_, delta, _ = (event.json for event in sse.events(answer.iter_lines()))
+    for usage in (start["message"]["usage"], delta["usage"]):
+        assert usage["cache_read_input_tokens"] == 3
+        assert usage["input_tokens"] == sum(map(len, claimed.prompts)) - 3
+
+
+def added(events: list[sse.Event]) -> list[dict[str, Any]]:
+    """Return the content that events add up to."""
+    content: list[dict[str, Any]] = []
+    for event in events:
+        body = event.json
+        if body["type"] == "content_block_start":
+            content.append(body["content_block"])
+        elif body["type"] == "content_block_delta":
+            delta, block = body["delta"], content[body["index"]]
+            for name in ("text", "thinking", "partial_json"):
+                if name in delta:
+                    block[name] = block.get(name, "") + delta[name]
+    for block in content:
+        if "partial_json" in block:
+            block["input"] = json.loads(block.pop("partial_json"))
+    return bare(content)
+
+
+def test_stream_continues_at_another_gateway(
+    claude: GatewayProcess, tmp_path: Path, model: Path, redis_server: RedisServer
+) -> None:
+    first = post(claude, stream=True)
+    assert first.headers["content-type"].startswith("text/event-stream")
+    events = sse.parse(first.content)
+    assert added(events) == CONTENT
+    kinds = [event.kind for event in events]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    stamped = [at for at, event in enumerate(events) if event.id != (events[at - 1].id if at else "")]
+    request_id = events[0].json["message"]["id"]
+    with running_gateway(tmp_path, model, redis_server, served_model_name="claude", api_key=KEY) as other:
+        other.wait_live()
+        for at in stamped:
+            headers = HEADERS | {"last-event-id": events[at].id}
+            rest = httpx.get(f"{other.url}/v1/requests/{request_id}/stream", headers=headers, timeout=60)
+            joined = [*events[: at + 1], *sse.parse(rest.content)]
+            assert added(joined) == CONTENT
+            assert joined[-1].json == {"type": "message_stop"}
+            assert [event.json["delta"] for event in joined if event.kind == "message_delta"] == [
+                {"stop_reason": "tool_use", "stop_sequence": None}
+            ]
+
+
+def test_failure_of_a_worker_is_an_error_event(led: tuple[GatewayProcess, ScriptedScheduler]) -> None:
+    gateway, scheduler = led
+    with httpx.stream(
+        "POST", f"{gateway.url}/v1/messages", json=BODY | {"stream": True}, headers=HEADERS, timeout=60
+    ) as answer:
+        claimed = scheduler.claim()
+        scheduler.publish(Line(claimed.id, 0, [50, 51]), started=[claimed.id])
+        scheduler.publish(Line(claimed.id, 2, [], finish=ERROR, error="the worker died"))
+        *_, last = sse.events(answer.iter_lines())
+    assert (last.kind, last.json) == (
+        "error",
+        {"type": "error", "error": {"type": "api_error", "message": "the worker died"}},
+    )
+    scheduler.end(claimed, [[50, 51]], [ERROR])
+
+
+def test_prompt_cache_survives_the_billing_line(led: tuple[GatewayProcess, ScriptedScheduler]) -> None:
+    gateway, scheduler = led
+    prompts = []
+    for line in ("x-anthropic-billing-header: cch=1a2b3;", "x-anthropic-billing-header: cch=4c5d6;"):
+        blocks = [{"type": "text", "text": line}, {"type": "text", "text": "be brief"}]
+        fields = BODY | {"system": blocks, "stream": True}
+        with httpx.stream("POST", f"{gateway.url}/v1/messages", json=fields, headers=HEADERS, timeout=60):
+            claimed = scheduler.claim()
+            prompts.append(claimed.prompts)
+            scheduler.serve(claimed, [50])
+    assert prompts[0] == prompts[1]
+
+
+def refused(answer: httpx.Response, status: int, kind: str, words: str) -> None:
+    body = answer.json()
+    assert (answer.status_code, body["type"], body["error"]["type"]) == (status, "error", kind), answer.text
+    assert words in body["error"]["message"]
+    assert body["error"].keys() == {"type", "message"}
+
+
+def test_errors_have_the_shape_of_this_api_wherever_they_come_from(claude: GatewayProcess) -> None:
+    refused(post(claude, headers={}), 401, "authentication_error", "X-Api-Key: KEY")
+    refused(post(claude, headers={"x-api-key": "wrong"}), 401, "authentication_error", "not valid")
+    refused(post(claude, headers={"authorization": "Bearer wrong"}), 401, "authentication_error", "not valid")
+    refused(post(claude, "/batches"), 404, "not_found_error", "/v1/messages/batches")
+    refused(post(claude, model="gpt"), 404, "not_found_error", "'gpt'")
+    refused(post(claude, system="x" * 30_000), 413, "request_too_large", "20000")
+    refused(post(claude, max_tokens=0), 400, "invalid_request_error", "max_tokens")
+    refused(post(claude, priority="urgent"), 400, "invalid_request_error", "priority")
+    refused(post(claude, max_tokens=600), 400, "invalid_request_error", "512 tokens")
+    refused(httpx.get(f"{claude.url}/v1/messages", headers=HEADERS, timeout=60), 405, "invalid_request_error", "POST")
+    refused(post(claude, headers=HEADERS | {"x-long": "x" * 9000}), 431, "invalid_request_error", "head too large")
+    text = httpx.post(f"{claude.url}/v1/messages", content=b"{", headers=HEADERS, timeout=60)
+    refused(text, 415, "invalid_request_error", "application/json")
+    assert post(claude, headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+    chat = httpx.post(f"{claude.url}/v1/chat/completions", json={}, timeout=60)
+    assert chat.json()["error"]["code"] == "invalid_api_key"  # other paths keep OpenAI's shape

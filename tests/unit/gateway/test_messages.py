@@ -1,0 +1,293 @@
+"""`/v1/messages` over chat: blocks become messages of chat, and events add up to the whole message."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.anthropic.answers import MessageEvents, whole_message
+from services.gateway.anthropic.bodies import MessagesBody, chat_body, in_words_of_messages
+from services.gateway.delivery.stream import Finish, Row
+from services.gateway.errors import ApiError, invalid
+from services.gateway.openai.bodies import ChatBody, parse_body
+from services.gateway.request import THINKING, GenerationSpec, ToolUse
+from tests.support import sse
+from tests.support.generations import CUTS, EOS, generation, rows, spec
+from tests.support.tokenizers import token_ids
+
+TOOL = {
+    "name": "add",
+    "description": "adds",
+    "input_schema": {"type": "object"},
+    "cache_control": {"type": "ephemeral"},
+}
+SAID = (
+    'why?</think>Ah. <tool_call>{"name": "add", "arguments": {"a": [1, "é"]}}</tool_call> '
+    'and <tool_call>{"name": "add"}'
+)
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=0a1b2;"
+
+
+def chat(**fields: Any) -> ChatBody:
+    given: dict[str, Any] = {"model": "m", "max_tokens": 4000, "messages": [{"role": "user", "content": "hi"}]}
+    return chat_body(parse_body(orjson.dumps(given | fields), MessagesBody))
+
+
+def refusal(**fields: Any) -> str:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    assert refused.value.status == 400
+    return refused.value.message
+
+
+def test_blocks_become_messages_of_chat() -> None:
+    calls = [{"type": "tool_use", "id": f"t{at}", "name": "add", "input": {"a": at}} for at in (1, 2)]
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": "7", "is_error": True},
+        {"type": "tool_result", "tool_use_id": "t2", "content": [{"type": "text", "text": "8"}]},
+    ]
+    body = chat(
+        system=[
+            {"type": "text", "text": "be"},
+            {"type": "text", "text": "brief", "cache_control": {"type": "ephemeral"}},
+        ],
+        messages=[
+            {"role": "user", "content": "one"},
+            {"role": "user", "content": [{"type": "text", "text": "two"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"},
+                    {"type": "text", "text": "I ", "citations": None},
+                    {"type": "text", "text": "add"},
+                    *calls,
+                ],
+            },
+            {"role": "user", "content": [*results, {"type": "text", "text": "go on"}]},
+            {"role": "system", "content": "soon"},
+            {"role": "user", "content": "now"},
+        ],
+        tools=[TOOL],
+    )
+    assert [(message.role, message.content) for message in body.messages] == [
+        ("system", "be\nbrief"), ("user", "one\ntwo"), ("assistant", "I add"), ("tool", "7"), ("tool", "8"),
+        ("user", "go on"), ("system", "soon"), ("user", "now"),
+    ]  # fmt: skip
+    turn = body.messages[2]
+    assert turn.reasoning_content == "hm" and not body.continue_final_message
+    assert [(call.id, json.loads(call.function.arguments)) for call in turn.tool_calls or []] == [
+        ("t1", {"a": 1}),
+        ("t2", {"a": 2}),
+    ]
+    assert [message.tool_call_id for message in body.messages[3:5]] == ["t1", "t2"]
+    (tool,) = body.tools or []
+    assert (tool.function.name, tool.function.description, tool.function.parameters) == (
+        "add",
+        "adds",
+        {"type": "object"},
+    )
+
+
+def test_last_message_of_the_assistant_is_continued() -> None:
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "The"},
+        {"role": "assistant", "content": " fox"},
+    ]
+    body = chat(messages=turns)
+    assert body.continue_final_message and [message.content for message in body.messages] == ["x", "The fox"]
+    call = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
+    assert "without a tool_result" in refusal(messages=[*turns, {"role": "assistant", "content": [call]}], tools=[TOOL])
+
+
+@pytest.mark.parametrize(
+    ("system", "wanted"),
+    [
+        ([{"type": "text", "text": BILLING}, {"type": "text", "text": "You"}], "You"),
+        (f"{BILLING.upper()}\nYou\n{BILLING}", f"You\n{BILLING}"),
+        (BILLING, None),
+        (f"You\n{BILLING}", f"You\n{BILLING}"),
+    ],
+)
+def test_billing_line_at_the_head_of_the_system_prompt_is_dropped(system: Any, wanted: str | None) -> None:
+    found = chat(system=system).messages
+    assert (found[0].content if found[0].role == "system" else None) == wanted
+
+
+def test_thinking_choice_and_format_become_those_of_chat() -> None:
+    assert chat().chat_template_kwargs == {"enable_thinking": False, "thinking": False}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = chat(thinking=thinking, output_config={"effort": "max"}, metadata={"user_id": "u"}, stop_sequences=["a"])
+    assert body.chat_template_kwargs == {"enable_thinking": True, "thinking": True}
+    assert (body.reasoning_effort, body.user, body.stop) == ("xhigh", "u", ["a"])
+    assert chat(thinking={"type": "adaptive"}).chat_template_kwargs == {"enable_thinking": True, "thinking": True}
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    bound = chat(thinking=thinking, output_config={"format": form})
+    assert bound.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
+    assert bound.response_format is not None and bound.response_format.json_schema is not None
+    assert bound.response_format.json_schema.schema_ == {"type": "object"} and bound.response_format.json_schema.strict
+    one = chat(tools=[TOOL], tool_choice={"type": "tool", "name": "add", "disable_parallel_tool_use": True})
+    assert one.parallel_tool_calls is False
+    assert one.model_dump()["tool_choice"] == {"type": "function", "function": {"name": "add"}}
+    words = [chat(tools=[TOOL], tool_choice={"type": kind}).tool_choice for kind in ("auto", "any", "none")]
+    assert words == ["auto", "required", "none"]
+
+
+def said(role: str, **block: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [block]}]}
+
+
+FORM = {"type": "json_schema", "schema": {}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (said("user", type="image", source={}), "messages[0].content[0]': type must be one of text, tool_use"),
+        (
+            said("user", type="tool_result", tool_use_id="t", content=[{"type": "document"}]),
+            "messages[0].content[0].content[0]': type must be one of text;",
+        ),
+        (said("assistant", type="redacted_thinking", data="x"), "got {'type': 'redacted_thinking'"),
+        (said("user", type="thinking", thinking="x"), "messages[0].content[0]: a message of role user has no thinking"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 4000}}, "less than max_tokens, 4000; got 4000"),
+        ({"thinking": {"type": "adaptive"}, "tools": [TOOL], "tool_choice": {"type": "any"}}, "thinking cannot be"),
+        ({"temperature": 1.1}, "temperature"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"max_token": 1}, "Unrecognized request argument supplied: max_token"),
+        ({"output_format": FORM, "output_config": {"format": FORM}}, "only one of output_config.format"),
+    ],
+)
+def test_refusals_name_field_and_value(fields: dict[str, Any], words: str) -> None:
+    assert words in refusal(**fields)
+
+
+def test_errors_of_chat_are_told_in_the_names_of_this_api() -> None:
+    error = invalid("x", "messages[2].content of tools[0].function.name, messages[0]: 'stop[3]', response_format")
+    told = in_words_of_messages(error, [-1, 0, 4]).message
+    assert told == "messages[4].content of tools[0].name, system: 'stop_sequences[3]', output_config.format"
+
+
+def request(**changes: Any) -> GenerationSpec:
+    """Return a request whose text has thinking and calls of tools."""
+    given: dict[str, Any] = {"id": "msg_1", "endpoint": "chat", "prompt_tokens": 9, "reasoning": THINKING}
+    return spec(**given | {"tools": ToolUse("hermes", ("add",), True)} | changes)
+
+
+def told(made: GenerationSpec, pieces: list[list[int]], had: str = "", finish: int = Finish.STOP) -> list[sse.Event]:
+    """Return the events of a stream whose rows came in these pieces, behind the event `had`."""
+    running, stream, _ = generation(made, had=had)
+    writer, first, events = MessageEvents(running), 0, b""
+    for at, piece in enumerate(pieces):
+        stream.offer(Row(0, piece, finish if at == len(pieces) - 1 else 0, cached=4 if at == 0 else 0), first)
+        first += len(piece)
+        deltas = running.apply(stream._rows)
+        stream._rows.clear()
+        events += writer.events(deltas)
+    return sse.parse(events + writer.end(running.usage))
+
+
+def blocks_of(events: list[sse.Event]) -> list[dict[str, Any]]:
+    """Return the blocks that events add up to, as a client reads them."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        body = json.loads(event.data)
+        assert event.kind == body["type"]
+        match body["type"]:
+            case "content_block_start":
+                assert body["index"] == len(found)
+                found.append(body["content_block"] | {"open": True, "json": ""})
+            case "content_block_delta":
+                block, delta = found[body["index"]], body["delta"]
+                assert block["open"] and body["index"] == len(found) - 1
+                for name in ("text", "thinking", "signature"):
+                    block[name] = block.get(name, "") + delta.get(name, "")
+                block["json"] += delta.get("partial_json", "")
+            case "content_block_stop":
+                found[body["index"]]["open"] = False
+    assert not any(block["open"] for block in found)
+    return [
+        {"type": block["type"], **{name: block[name] for name in ("text", "thinking", "id", "name") if block.get(name)}}
+        | ({"input": json.loads(block["json"] or "{}")} if block["type"] == "tool_use" else {})
+        for block in found
+    ]
+
+
+WANTED = [
+    {"type": "thinking", "thinking": "why?"},
+    {"type": "text", "text": "Ah."},
+    {"type": "tool_use", "name": "add", "input": {"a": [1, "é"]}},
+    {"type": "text", "text": "and"},
+    {"type": "tool_use", "name": "add", "input": {}},
+]
+
+
+@given(CUTS)
+@settings(max_examples=30, deadline=None)
+def test_events_add_up_to_the_message_however_tokens_came(cuts: list[int]) -> None:
+    tokens = [*token_ids(SAID), EOS]
+    events = told(request(), rows(tokens, cuts))
+    found = blocks_of(events)
+    assert [{name: value for name, value in block.items() if name != "id"} for block in found] == WANTED
+    assert len({block["id"] for block in found if block["type"] == "tool_use"}) == 2
+    first, *_, delta, stop = (json.loads(event.data) for event in events)
+    assert first["message"]["usage"] == {
+        "input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 0
+    }  # fmt: skip
+    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    thought = len(token_ids("why?</think>"))
+    assert thought <= delta["usage"]["output_tokens_details"]["thinking_tokens"] <= thought + 1
+    assert delta["usage"]["output_tokens"] == len(tokens) and stop == {"type": "message_stop"}
+
+
+@given(CUTS, CUTS, st.data())
+@settings(max_examples=40, deadline=None)
+def test_stream_continues_behind_any_event_with_an_id(cuts: list[int], others: list[int], data: st.DataObject) -> None:
+    tokens = [*token_ids(SAID), EOS]
+    events = told(request(), rows(tokens, cuts))
+    # Events without an id belong to the next one that has one: a reader that leaves between drops them.
+    stamped = [at for at, event in enumerate(events) if event.id != (events[at - 1].id if at else "")]
+    at = data.draw(st.sampled_from(stamped))
+    joined = [*events[: at + 1], *told(request(), rows(tokens, others), had=events[at].id)]
+    assert blocks_of(joined) == blocks_of(events)
+    assert json.loads(joined[-2].data)["delta"] == json.loads(events[-2].data)["delta"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "finish", "reason"),
+    [
+        ({}, "hm</think>x", Finish.STOP, ("end_turn", None)),
+        ({"stop": ["ow", "f"]}, "hm</think>brown fox", Finish.STOP, ("stop_sequence", "ow")),
+        ({}, "hm</think>x", Finish.LENGTH, ("max_tokens", None)),
+        ({}, "hm", Finish.DEADLINE, ("deadline", None)),
+    ],
+)
+async def test_whole_message_says_why_it_ended(
+    changes: dict[str, Any], text: str, finish: int, reason: tuple[str, str | None]
+) -> None:
+    running, stream, _ = generation(request(**changes))
+    stream.offer(Row(0, token_ids(text), finish), 0)
+    body = await whole_message(running)
+    assert (body["stop_reason"], body["stop_sequence"]) == reason
+    assert (body["id"], body["role"], body["model"]) == ("msg_1", "assistant", "m")
+    assert body["content"][0]["thinking"] == "hm" and body["content"][0]["signature"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [('{"a": "two wor', {"a": "two wor"}), ('{"a": nonsense}', {"arguments": '{"a": nonsense}'}), ('{"a"', {})],
+)
+async def test_cut_and_broken_arguments_are_not_lost(arguments: str, wanted: dict[str, Any]) -> None:
+    running, stream, _ = generation(request(reasoning=""))
+    said = f'<tool_call>{{"name": "add", "arguments": {arguments}'
+    stream.offer(Row(0, token_ids(said), Finish.LENGTH), 0)
+    body = await whole_message(running)
+    assert [block["input"] for block in body["content"]] == [wanted] and body["stop_reason"] == "max_tokens"
