@@ -463,8 +463,13 @@ class BatchSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="ORCINUS_", extra="ignore")
 
-    url: str = Field("http://127.0.0.1:8000", pattern=r"^https?://", description="address of the server, without /v1")
+    url: str = Field(
+        "",
+        pattern=r"^($|https?://)",
+        description="address of the server, without /v1; empty means the stack that runs on this machine",
+    )
     api_key: SecretStr | None = Field(None, description="key for the server")
+    run_dir: Path = Field(ROOT / ".run", description="state of the local stack, which has its address")
     priority: Literal["realtime", "high", "normal", "low", "none"] = Field(
         "low", description="class of lines without one; none sends no class, for servers that do not know the field"
     )

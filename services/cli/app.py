@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json as json_module
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, entry_points
 from importlib.metadata import version as package_version
@@ -144,7 +144,7 @@ def worker(values: Values) -> None:
 
 @settings_command(app, "config", *EVERYTHING)
 def config(values: Values, json: Json = False) -> None:
-    """Print the effective settings of every service and the source of each. Secrets are hidden."""
+    """Print the settings with which this shell would start each service, and the source of each. Secrets are hidden."""
     settings: dict[str, Any] = {name: build(kind, values) for name, kind in SERVICES.items()}
     settings["up"] = build(LauncherSettings, values)
     if json:
@@ -156,6 +156,10 @@ def config(values: Values, json: Json = False) -> None:
         return
     from rich.console import Console
 
+    from services.launcher.rundir import RunDir
+
+    if RunDir(settings["up"].run_dir).running():
+        print("A stack runs here with the settings of its own start; `orcinus status` shows it.", file=sys.stderr)
     console = Console(highlight=False, soft_wrap=True)
     for name, one in settings.items():
         console.print(f"[bold]orcinus {name}[/]")
@@ -170,16 +174,18 @@ def doctor(values: Values, json: Json = False) -> None:
     build(SchedulerSettings, values)  # the launcher does not know the policies
     from services.cli import status
     from services.cli.stack import find
+    from services.launcher.check import Check
     from services.launcher.doctor import examine, in_image, show
 
-    checks = examine(values)
-    if in_image():
-        checks.append(status.check(find(values)))
+    def each() -> Iterator[Check]:
+        yield from examine(values)
+        if in_image():
+            yield status.check(find(values))
+
+    checks = list(each()) if json else show(each())
     failed = any(check.status == "fail" for check in checks)
     if json:
         print(json_module.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))
-    else:
-        show(checks)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -222,7 +228,9 @@ def drain(
     timeout_s: Annotated[float, typer.Option("--timeout-s", "--timeout", help="how long to wait")] = 120.0,
     json: Json = False,
 ) -> None:
-    """Let a service finish or hand over its requests and stop, and wait until it has; no client sees an error."""
+    """Let a service finish or hand over its requests and stop, and wait until it has. No request is lost; a
+    gateway cuts streams that take longer than its --drain-s, and an event in them says how to go on.
+    """
     from services.cli.drain import drain as run
     from services.cli.stack import find
 
@@ -250,7 +258,9 @@ def batch(
     """Send the requests of a file to a running server; run the same command again to continue a stopped run."""
     settings = build(BatchSettings, values)
     from services.cli.batch import run
+    from services.cli.chat import find_server
 
+    settings.url = find_server(settings)
     summary = run(source, target, settings, show=not json)
     if json:
         print(json_module.dumps(summary.as_dict()))

@@ -14,13 +14,14 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
 import orjson
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shared.errors import ConfigurationError
@@ -87,11 +88,10 @@ def run(source: Path, target: Path, settings: BatchSettings, show: bool) -> Summ
         todo = [place for custom_id, place in places.items() if custom_id not in done]
         summary = Summary(lines=len(places), skipped=len(places) - len(todo))
         started = time.monotonic()
-        with Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), disable=not show
-        ) as bar:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True, markup=False, highlight=False), disable=not show) as bar:
             task = bar.add_task(target.name, total=len(places), completed=summary.skipped)
-            batch = _Batch(source, target, out, settings, summary, lambda: bar.advance(task))
+            batch = _Batch(source, target, out, settings, summary, lambda: bar.advance(task), bar.console.print)
             try:
                 asyncio.run(batch.run(todo))
             except Stopped as stopped:
@@ -106,7 +106,14 @@ class _Batch:
     """One run: `concurrency` senders that share the remaining lines."""
 
     def __init__(
-        self, source: Path, target: Path, out: BinaryIO, settings: BatchSettings, summary: Summary, advance: Any
+        self,
+        source: Path,
+        target: Path,
+        out: BinaryIO,
+        settings: BatchSettings,
+        summary: Summary,
+        advance: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
         self._source = source
         self._salt = str(target.resolve())
@@ -114,6 +121,8 @@ class _Batch:
         self._settings = settings
         self._summary = summary
         self._advance = advance
+        self._say = say
+        self._trouble = ""  # the last that was said
         self._answered_at = time.monotonic()  # time of the last answer of any line
         self._random = random.SystemRandom()
 
@@ -164,11 +173,19 @@ class _Batch:
                     return self._output(line, answer)
                 trouble = f"status {answer.status_code}: {_message(answer)}"
                 wait_s = _retry_after_s(answer) or wait_s
+            self._report(trouble)
             if time.monotonic() - self._answered_at > self._settings.patience_s:
                 raise Stopped(f"no line was answered for {self._settings.patience_s:g} s; the last problem: {trouble}")
             tries += 1
             self._summary.retries += 1
             await asyncio.sleep(wait_s * self._random.uniform(0.75, 1.25))
+
+    def _report(self, trouble: str) -> None:
+        """Say why lines are sent again, where that is new."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            patience = f"lines are sent again until none was answered for {self._settings.patience_s:g} s"
+            self._say(f"{self._settings.url}: {trouble}; {patience}")
 
     def _name(self, line: Line, content: bytes, faults: int) -> str:
         """Return the idempotency key of a line.

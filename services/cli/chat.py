@@ -21,7 +21,7 @@ import orjson
 
 from services.launcher.rundir import RunDir
 from shared.errors import ConfigurationError, OrcinusError
-from shared.settings import ChatSettings
+from shared.settings import BatchSettings, ChatSettings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = '''/help          this list
@@ -65,8 +65,8 @@ class Terminal(Protocol):
     def note(self, text: str) -> None:
         """Print a line that is no answer."""
 
-    def ask_key(self) -> str:
-        """Return a key that was typed; empty if there is none to ask for."""
+    def ask_key(self, why: str) -> str:
+        """Say why, and return a key that was typed; empty without a terminal."""
 
 
 class Console:
@@ -97,8 +97,11 @@ class Console:
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def ask_key(self) -> str:
-        return getpass.getpass("API key: ").strip() if self.is_interactive else ""
+    def ask_key(self, why: str) -> str:
+        if not self.is_interactive:
+            return ""
+        self.note(why)
+        return getpass.getpass("API key: ").strip()
 
 
 @dataclass
@@ -178,9 +181,15 @@ class Server:
         if answer.is_success:
             return
         try:
-            text = _message(orjson.loads(answer.read()))
+            body = orjson.loads(answer.read())
+            text = _message(body)
         except orjson.JSONDecodeError:
             text = f"{self._base} answers {answer.status_code}: no OpenAI-compatible server; name one with --url"
+        else:
+            if answer.status_code == 401:
+                text = text.partition("; send it as")[0]  # a header is of no use here
+            elif isinstance(error := body.get("error"), dict) and error.get("code") == "context_length_exceeded":
+                text += "; /clear forgets the conversation"
         raise ChatError(self._without_key(text), answer.status_code)
 
     def _without_key(self, text: str) -> str:
@@ -347,7 +356,7 @@ def _message(body: Any) -> str:
     return str(text)[:1000]
 
 
-def find_server(settings: ChatSettings) -> str:
+def find_server(settings: ChatSettings | BatchSettings) -> str:
     """Return the address that was given, else that of the stack that runs on this machine, else the default one."""
     running = RunDir(settings.run_dir).running()
     return settings.url or (running.url if running else DEFAULT_URL)
@@ -371,10 +380,10 @@ def _first_model(server: Server, terminal: Terminal) -> str:
         try:
             models = server.models()
         except ChatError as error:
-            if error.status == 401 and (key := terminal.ask_key()):
+            if error.status == 401 and (key := terminal.ask_key(visible(str(error)))):
                 server.use_key(key)
                 continue
-            remedy = "; set ORCINUS_API_KEY" if error.status == 401 else ""
+            remedy = "; set ORCINUS_API_KEY, or give --api-key" if error.status == 401 else ""
             raise ConfigurationError(f"{visible(str(error))}{remedy}") from None
         if not models:
             raise ConfigurationError("the server lists no model; give its name: orcinus chat MODEL")

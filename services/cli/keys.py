@@ -29,6 +29,7 @@ app = typer.Typer(cls=Group, rich_markup_mode=None, help="Make, list and revoke 
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 WIDE = 1000  # columns of the list; the terminal breaks longer lines
+ALL_GONE = "no key is active, and requests still need one: `orcinus keys add NAME` makes one (docs/security.md#keys)"
 _TENANT = re.compile(r"[a-z0-9._-]{1,64}")
 _SPAN = re.compile(r"(\d{1,6})([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
@@ -67,6 +68,7 @@ def add(
                 f"keys: the model has {MOST_KEYS}, the maximum; remove one with `orcinus keys revoke --forget`"
             )
         now_s = int(client.time()[0])
+        same = [one.id for one in _records(client, keys) if one.name == name and one.state(now_s) == "active"]
         key_id, text = api_keys.new_key()
         record = KeyRecord(
             key_id, api_keys.digest(text).hex(), name, tenant or key_id, max_priority, requests_per_minute,
@@ -76,6 +78,8 @@ def add(
     if json:
         print(json_module.dumps({"key": text, **_shown(record, now_s)}))
         return
+    if same:
+        print(f"{name} is also the name of {', '.join(same[:5])}; give ids to `orcinus keys revoke`", file=sys.stderr)
     if not count:
         print("the first key of this model: from now on every request needs a key", file=sys.stderr)
     print(f"key {key_id} of tenant {record.tenant}; it is shown only this once:", file=sys.stderr)
@@ -89,6 +93,7 @@ def list_keys(values: Values, json: Json = False) -> None:
         now_s = int(client.time()[0])
         records = sorted(_records(client, keys), key=lambda record: (record.created_s, record.id))
         used = {key.decode(): int(at) for key, at in client.hgetall(keys.keys_used).items()}
+        had_keys = client.exists(keys.keys_version)
     rows = [{**_shown(record, now_s), "last_used_s": used.get(record.id, 0)} for record in records]
     if json:
         print(json_module.dumps({"keys": rows}))
@@ -97,7 +102,7 @@ def list_keys(values: Values, json: Json = False) -> None:
     from rich.table import Table
 
     if not rows:
-        print(f"no keys for model {keys.model}; `orcinus keys add NAME` makes one")
+        print(ALL_GONE if had_keys else f"no keys for model {keys.model}; `orcinus keys add NAME` makes one")
         return
     columns = {
         "id": [record.id for record in records],
@@ -139,6 +144,9 @@ def revoke(
             _forget(client, keys, key_id)
         else:
             _write(client, keys, record)
+        left = sum(one.state(now_s) == "active" for one in _records(client, keys))
+    if not left:
+        print(ALL_GONE, file=sys.stderr)
     text = f"key {key_id} ({record.name}) is revoked" + (" and forgotten" if forget else "")
     print(json_module.dumps({**_shown(record, now_s), "forgotten": forget}) if json else text)
 

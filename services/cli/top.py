@@ -25,6 +25,7 @@ from textual.containers import Grid, Horizontal, VerticalScroll
 from textual.widgets import Footer, Static
 
 from services.cli.stack import NO_STACK, none_here, redis_address
+from shared.errors import ConfigurationError
 from shared.keys import CLASSES
 from shared.options import without_password
 from shared.settings import CommonSettings, LauncherSettings
@@ -109,6 +110,8 @@ def run(settings: CommonSettings, launcher: LauncherSettings, once: bool, as_jso
     """Show the stack until q is pressed, or print one view with `once`; return 1 when Redis does not answer then."""
     source = RedisSource(settings, launcher)
     if not once:
+        if not sys.stdout.isatty():
+            raise ConfigurationError("top: the output is no terminal; give --once, or --json")
         Top(source).run()
         return 0
     view = asyncio.run(look_once(source))
@@ -441,7 +444,7 @@ def events(view: View, rows: int) -> Text:
                       plain(event.get("text")))
         for event in view.get("events", [])[:rows]
     ]  # fmt: skip
-    return Text("\n").join(lines) if lines else Text("nothing has happened", "dim")
+    return Text("\n").join(lines) if lines else Text("no events: no worker, lease or policy has changed", "dim")
 
 
 def totals(view: View) -> Text:

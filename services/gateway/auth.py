@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.errors import ApiError
+from services.gateway.errors import RETRY, ApiError, unavailable
 from shared.dead_letters import DeadLetters, text
 from shared.keys import CLASSES
 from shared.redis_client import Unreachable, connect
@@ -105,7 +105,7 @@ class Keyring:
         self._rates = Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests)
         self._redis: Redis = connect(settings, connections=1)
         self._records: dict[str, KeyRecord] = {}
-        self._any = False  # any record was ever there
+        self._any = False  # a record is or was there
         self._several = len(self._configured) > 1  # tenants have keys
         self._version: bytes | None = None
         self._secret = b""
@@ -117,14 +117,20 @@ class Keyring:
 
     @property
     def needed(self) -> bool:
-        """Whether requests need a key. Once Redis had one, always: neither its revocation nor lost data opens the
-        gateway.
+        """Whether requests need a key. Once Redis had one, always: neither its removal nor lost data opens the gateway.
+
+        `keys:version` tells it to gateways that start later.
         """
         return bool(self._configured or self._required or self._any)
 
     def identify(self, authorization: str | None, api_key: str | None = None) -> Caller:
-        """Return the caller that an Authorization header names, or without one an X-Api-Key. Raise ApiError(401)."""
+        """Return the caller that an Authorization header names, or without one an X-Api-Key.
+
+        Raise ApiError(401), and 503 as long as Redis has not said whether there are keys.
+        """
         if not self.needed:
+            if not self.read:
+                raise unavailable(f"the keys have not been read yet; {RETRY}", "keys_unread", 2)
             return Caller(ANONYMOUS, rates=self._rates)
         if not authorization and api_key:
             authorization = f"Bearer {api_key}"
@@ -195,7 +201,7 @@ class Keyring:
         self._ahead_s = seconds + micros / 1e6 - time.time()
         if not self.read or version != self._version:
             self._records, self._version = await self._all(), version
-            self._any |= bool(self._records)
+            self._any |= bool(self._records) or version is not None
             tenants = {record.tenant for record in self._records.values() if not record.revoked_s}
             self._several = len(tenants) + len(set(self._configured)) > 1
         if secret is None and self.needed:

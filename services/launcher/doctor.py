@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -36,38 +37,41 @@ def in_image() -> bool:
     return bool(os.environ.get(CONTAINER))
 
 
-def examine(values: Values) -> list[Check]:
-    """Return every check, none of which changes anything. Raise ConfigurationError when a setting cannot be read."""
+def examine(values: Values) -> Iterator[Check]:
+    """Yield every check, none of which changes anything. Raise ConfigurationError when a setting cannot be read."""
     launcher = build(LauncherSettings, values)
     gateway = build(GatewaySettings, values)
     worker = build(WorkerSettings, values)
     build(SchedulerSettings, values)
+    yield check_python()
     if in_image():
-        return [check_python(), check_redis(gateway), check_model(worker.model, worker.load_format)]
-    return [
-        check_python(),
-        check_compiler(),
-        *check_tiles(),
-        check_redis(gateway),
-        *check_gpu(worker.device, worker.model),
-        *check_ports(gateway, launcher.run_dir),
-        check_disk(launcher.run_dir),
-        *check_ranks(worker),
-        check_memory(worker, len(launcher.roles())),
-        check_model(worker.model, worker.load_format),
-    ]
+        yield check_redis(gateway)
+        yield check_model(worker.model, worker.load_format)
+        return
+    yield check_compiler()
+    yield from check_tiles()
+    yield check_redis(gateway)
+    yield from check_gpu(worker.device, worker.model)
+    yield from check_ports(gateway, launcher.run_dir)
+    yield check_disk(launcher.run_dir)
+    yield from check_ranks(worker)
+    yield check_memory(worker, len(launcher.roles()))
+    yield check_model(worker.model, worker.load_format)
 
 
-def show(checks: list[Check]) -> None:
+def show(checks: Iterable[Check]) -> list[Check]:
+    """Print checks as they come, and return them."""
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(highlight=False, soft_wrap=True)
-    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    styles, shown = {"ok": "green", "warn": "yellow", "fail": "bold red"}, []
     for check in checks:
+        shown.append(check)
         console.print(f"[{styles[check.status]}]{check.status:4}[/]  {check.name:9} {escape(check.detail)}")
         if check.fix:
             console.print(f"                {escape('-> ' + check.fix)}")
+    return shown
 
 
 def check_python() -> Check:

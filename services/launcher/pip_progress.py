@@ -109,7 +109,11 @@ def main() -> int:
     from sysconfig import get_path
 
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *sys.argv[1:]]
-    return run(command, Path(get_path("purelib")), sys.stdout)
+    try:
+        return run(command, Path(get_path("purelib")), sys.stdout)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on with what is left", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -106,7 +106,8 @@ class RunDir:
                 os.close(fd)
                 raise ConfigurationError(
                     f"Orcinus runs here already (pid {pid}, {self.path}): stop it with `kill {pid}`, "
-                    "or start another stack with its own --run-dir and --port"
+                    "or start another with its own directory and port: orcinus up --run-dir .run2 --port 8010, or "
+                    'make run PORT=8010 ARGS="--run-dir .run2"'
                 ) from None
             # The launcher before may have unlinked the file between this open and this lock.
             if _same_file(fd, self.lock):

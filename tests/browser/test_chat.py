@@ -77,7 +77,7 @@ def write(visit: Visit, text: str) -> None:
 
 
 def complete(visit: Visit) -> None:
-    visit.says("#state", "complete")
+    visit.says("#state", "The answer")
 
 
 def test_answer_appears_while_it_is_computed_and_survives_a_reload(
@@ -321,6 +321,18 @@ def test_refusals_are_shown_in_the_words_of_the_server(chat: Callable[..., Visit
     visit.says(".answer:last-child .text", "and")
     replies.scheduler.publish(Line(claimed.id, len(replies.ids("and ")), finish=5, error="the worker is gone"))
     visit.says(".answer:last-child .error", "the worker is gone")
+
+
+def test_full_conversation_offers_a_new_chat(chat: Callable[..., Visit], replies: Replies) -> None:
+    visit = chat()
+    write(visit, "Hello")
+    replies.answer("fox")
+    complete(visit)
+    write(visit, "word " * 5000)
+    visit.says(".answer:last-child .error", "maximum context length is")
+    assert not visit.page.get_by_role("button", name="Try again").is_visible()
+    visit.page.locator(".answer").get_by_role("button", name="New chat").click()
+    assert visit.page.locator(".answer").count() == 0
 
 
 def test_server_that_is_gone_is_said(open_page: OpenPage, tmp_path: Path, model: Path, replies: Replies) -> None:

@@ -3,9 +3,10 @@
 const KEY = "orcinus-key"; // the live page uses the same name
 
 export class ServerError extends Error {
-  constructor(message, status) {
+  constructor(message, status, code = "") {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -31,17 +32,13 @@ export async function ask(path, body = null, signal = null) {
   }
   if (answer.ok) return answer;
   if (answer.status === 401) sessionStorage.removeItem(KEY);
-  throw new ServerError(await sentence(answer, key), answer.status);
-}
-
-async function sentence(answer, key) {
-  let text = `the server answers ${answer.status}`;
+  let error = { message: `the server answers ${answer.status}` };
   try {
-    text = (await answer.json()).error.message;
+    error = (await answer.json()).error;
   } catch {
     // not in OpenAI's shape, as from a proxy
   }
-  return answer.status === 401 && !key ? "" : text;
+  throw new ServerError(answer.status === 401 && !key ? "" : error.message, answer.status, error.code);
 }
 
 // Yield the JSON of each event until [DONE]. Throw ServerError for an error event and for a stream that breaks off.

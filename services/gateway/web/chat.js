@@ -84,7 +84,8 @@ class View {
     this.markdown.show(answer);
     this.error.hidden = !error;
     if (this.error.textContent !== error) this.error.textContent = error;
-    const again = turns.at(-1) === this.turn ? [button(error ? "Try again" : "Answer again", repeat)] : [];
+    const isLast = turns.at(-1) === this.turn;
+    const again = isLast ? [this.turn.isFull ? button("New chat", clear) : button(error ? "Try again" : "Answer again", repeat)] : [];
     this.foot.replaceChildren(
       ...(isRunning ? [] : [...(answer ? [copyButton(() => this.turn.answer, "Copy answer")] : []), ...again, element("span", "note", note)]),
     );
@@ -147,13 +148,14 @@ async function answer() {
   const turn = turns.at(-1);
   const view = views.at(-1);
   const controller = new AbortController();
-  Object.assign(turn, { answer: "", thinking: "", note: "", error: "" });
+  Object.assign(turn, { answer: "", thinking: "", note: "", error: "", isFull: false });
   setRunning(controller);
   if (!by("model").value) await models(); // the server was not there when the page was opened
   by("state").textContent = "Waiting for the first token";
   view.show();
   views.at(-2)?.show(); // only the last turn can be answered again
   const measured = new Measured();
+  let state = "The answer is complete";
   try {
     await withKey(async () => {
       measured.start();
@@ -179,12 +181,15 @@ async function answer() {
       }
     });
     turn.note = turn.answer || turn.thinking ? measured.text() : "the answer is empty";
+    if (measured.reason === "length") state = "The answer was cut";
   } catch (error) {
+    state = error.name === "AbortError" ? "The answer was stopped" : "The answer failed";
     if (error.name === "AbortError") turn.note = `stopped by you${measured.text() && `, ${measured.text()}`}`;
     else turn.error = error instanceof ServerError ? error.message : `The page failed: ${error.message}`;
+    turn.isFull = error.code === "context_length_exceeded" && turns.length > 1;
   }
   setRunning(null);
-  by("state").textContent = turn.error ? "The answer failed" : "The answer is complete";
+  by("state").textContent = state;
   view.show();
   keep();
 }

@@ -379,6 +379,14 @@ class Running:
                 os.kill(pid, number)
 
 
+IDLE = {
+    "running": "wait for their end",
+    "waiting": "wait for their end",
+    "parked": "their gateway went away with them; they end within five minutes, or by DELETE /v1/requests/{id}",
+}
+"""What to do about requests that a stack still has."""
+
+
 class RunningStack(Stack):
     """The stack that `orcinus up` runs on this machine. Its Redis, its network and its settings are left alone."""
 
@@ -409,7 +417,9 @@ class RunningStack(Stack):
         await until(f"the stack at {self.urls[0]} is ready", self.ready, START_S)
         stats = await self.stats()
         if busy := [name for name in ("running", "waiting", "parked") if int(stats.get(name, 0))]:
-            raise NotReadyError(f"the stack at {self.urls[0]} has requests {busy[0]}: chaos needs it idle")
+            raise NotReadyError(
+                f"the stack at {self.urls[0]} has requests {busy[0]}: chaos needs it idle; {IDLE[busy[0]]}"
+            )
         known: list[bytes] = [key async for key in self.redis.scan_iter(count=1000)]
         self.lasting = frozenset([key.decode() for key in known if await self.redis.ttl(key) == -1])
         return self

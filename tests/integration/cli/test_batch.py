@@ -25,7 +25,7 @@ from tests.integration.conftest import KEY, TEXT
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import ROOT
 from tests.support.tokenizers import token_ids
-from tests.support.waiting import until
+from tests.support.waiting import free_port, until
 
 Answer = tuple[int, dict[str, str], Any]
 ENOUGH: Answer = (200, {}, {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 3}})
@@ -282,3 +282,13 @@ def test_gateway_answers_each_line_once(tmp_path: Path, gateway: GatewayProcess,
     assert found["line-0"]["body"]["choices"][0]["text"] == TEXT
     assert found["line-5"]["body"]["choices"][0]["message"]["content"] == TEXT
     assert (found["wrong"]["status_code"], found["wrong"]["body"]["error"]["code"]) == (404, "model_not_found")
+
+
+def test_server_that_is_not_there_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "in", lines_of(3))
+    settings = BatchSettings(url=f"http://127.0.0.1:{free_port()}", patience_s=0.05)
+    summary = run(tmp_path / "in", tmp_path / "out", settings, show=True)
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert said.count("ConnectError") == 1 and settings.url in said
+    assert "lines are sent again until none was answered for 0.05 s" in said
+    assert "ConnectError" in summary.stopped

@@ -49,7 +49,8 @@ class OpenAI:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 if outer.key and self.headers["Authorization"] != f"Bearer {outer.key}":
-                    self.refuse(401, f"the key {self.headers['Authorization']} is not valid")
+                    text = f"the key {self.headers['Authorization']} is not valid"
+                    self.refuse(401, f"{text}; send it as Authorization: Bearer KEY or as X-Api-Key: KEY")
                 else:
                     self.whole(200, {"data": [{"id": "first"}, {"id": "second"}]})
 
@@ -138,7 +139,8 @@ class Typed:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def ask_key(self) -> str:
+    def ask_key(self, why: str) -> str:
+        self.note(why)
         return self.keys.pop(0) if self.keys else ""
 
 
@@ -226,8 +228,11 @@ def test_key_is_asked_for_and_never_shown(server: OpenAI) -> None:
     server.key = SECRET
     terminal = talk(server, "Hi", keys=["sk-wrong-one", SECRET])
     assert terminal.shown == "Hello\n\n"
+    assert terminal.notes[:2] == ["the key None is not valid", "the key Bearer *** is not valid"]
     wrong = ChatSettings(url=server.url, api_key="sk-wrong-one")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"the key Bearer \*\*\* is not valid; set ORCINUS_API_KEY") as error:
+    with pytest.raises(
+        ConfigurationError, match=r"the key Bearer \*\*\* is not valid; set ORCINUS_API_KEY, or"
+    ) as error:
         chat.run(wrong, "", "", {}, Typed([]))
     assert "sk-wrong" not in str(error.value)
 

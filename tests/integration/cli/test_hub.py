@@ -396,7 +396,7 @@ _BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "no tokenizer": ("tokenizer.json", None, "missing; save the fast tokenizer"),
     "quantized": (
         "config.json", b'{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "exl3"}}',
-        "quantization_config (exl3) is not supported, compressed-tensors, awq, gptq, fp8 are",
+        "quantization_config (exl3) is not supported, compressed-tensors, awq, gptq, fp8, mxfp4 are",
     ),
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,11 +14,11 @@ from typer.testing import CliRunner
 from services.cli.app import app
 from shared.errors import ConfigurationError
 from shared.security.api_keys import KeyRecord
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.tokenizers import token_ids
-from tests.support.waiting import until
+from tests.support.waiting import free_port, until
 
 CONFIGURED = "sk-of-the-settings"
 GATEWAY = {"served_model_name": "keyed", "api_key": CONFIGURED}
@@ -192,3 +193,30 @@ def test_list_shows_whole_ids_and_no_empty_column(redis_server: RedisServer, mon
     ids = [ran.stdout.split("-")[2] for ran in (made, second)]
     assert rows.keys() == set(ids)
     assert "a long name of a key that is not cut off" in rows[ids[0]] and "shop" in rows[ids[1]]
+
+
+def test_model_without_its_last_key_stays_closed_behind_a_restart(
+    tmp_path: Path, model: Path, redis_server: RedisServer
+) -> None:
+    command = ["--redis-url", redis_server.url, "--served-model-name", "emptied"]
+    made = CliRunner().invoke(app, ["keys", "add", "last", *command])
+    removed = CliRunner().invoke(app, ["keys", "revoke", "--forget", "last", *command])
+    assert made.exit_code == removed.exit_code == 0
+    assert "no key is active, and requests still need one" in removed.stderr
+    assert "requests still need one" in CliRunner().invoke(app, ["keys", "list", *command]).stdout
+    with running_gateway(tmp_path, model, redis_server, served_model_name="emptied") as closed:
+        until("the keys were read", lambda: closed.status("/v1/models") != 503)
+        assert closed.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+
+
+def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_one(tmp_path: Path, model: Path) -> None:
+    gateway = GatewayProcess(tmp_path, model, f"redis://127.0.0.1:{free_port()}/0").start()
+    try:
+        gateway.wait_live()
+        for path in ("/v1/models", "/metrics", "/stats", "/version"):
+            answer = gateway.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "keys_unread")
+        answer = gateway.post("/tokenize", {"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "keys_unread")
+    finally:
+        gateway.stop()
