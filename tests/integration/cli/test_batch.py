@@ -288,7 +288,7 @@ def test_server_that_is_not_there_is_said_at_once(tmp_path: Path, capsys: pytest
     written(tmp_path / "in", lines_of(3))
     settings = BatchSettings(url=f"http://127.0.0.1:{free_port()}", patience_s=0.05)
     summary = run(tmp_path / "in", tmp_path / "out", settings, show=True)
-    said = capsys.readouterr().err.replace("\n", " ")
+    said = " ".join(capsys.readouterr().err.split())
     assert said.count("ConnectError") == 1 and settings.url in said
     assert "lines are sent again until none was answered for 0.05 s" in said
     assert "ConnectError" in summary.stopped
