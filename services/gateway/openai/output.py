@@ -28,7 +28,7 @@ from services.gateway.openai.bodies import (
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.grammar import GrammarCheck, choice_grammar, json_grammar, lark_text
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.formats import MISTRAL_ARGS, OPENINGS, calls_grammar
+from services.gateway.text.tools.formats import calls_grammar, has_texts, marks_of, texts_of
 from shared.columns import pack
 from shared.text.tokenizer import TokenizerError
 
@@ -69,16 +69,15 @@ def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
         )
     callable_, forced = _callable(tools, choice)
     parallel = body.parallel_tool_calls is not False
-    use = ToolUse(model.tool_format, tuple(tool.function.name for tool in callable_), parallel, forced)
-    opening = OPENINGS[use.format]
-    grammar = ""
-    if forced:
-        atoms = _atom(opening, model), _atom(MISTRAL_ARGS, model)
-        grammar = calls_grammar(use, [tool.function for tool in callable_], *atoms)
+    functions = [tool.function for tool in callable_]
+    texts = texts_of(functions) if has_texts(model.tool_format) else ()
+    use = ToolUse(model.tool_format, tuple(function.name for function in functions), parallel, forced, texts)
+    grammar = calls_grammar(use, functions, partial(_atom, model=model)) if forced else ""
     # With a named function the model sees all tools, also those that it may not call.
     offered = tools if isinstance(choice, ChosenTool) else callable_
     dumped = tuple(tool.model_dump(exclude_none=True) for tool in offered)
-    return ToolPlan(use, dumped, grammar, _control_id(opening, model) is not None)
+    has_control = any(_control_id(mark, model) is not None for mark in marks_of(use.format))
+    return ToolPlan(use, dumped, grammar, has_control)
 
 
 def binds_output(body: StructuredBody, tools: ToolPlan) -> bool:
