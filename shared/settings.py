@@ -212,7 +212,20 @@ class GatewaySettings(CommonSettings):
     requests_per_minute: int = Field(0, ge=0, description="per key; 0 means unlimited")
     tokens_per_minute: int = Field(0, ge=0, description="per key, prompt and output together; 0 means unlimited")
     concurrent_requests: int = Field(0, ge=0, description="per key; 0 means unlimited")
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "mistral-args", "none"] = Field(
+    tool_parser: Literal[
+        "auto",
+        "hermes",
+        "llama3",
+        "mistral",
+        "mistral-args",
+        "granite",
+        "qwen3-coder",
+        "glm-4.5",
+        "deepseek-v3",
+        "kimi-k2",
+        "pythonic",
+        "none",
+    ] = Field(
         "auto",
         description="format of the model's tool calls; auto takes it from the chat template",
     )

@@ -26,12 +26,15 @@ from shared.text.logprobs import record_bytes
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How tool calls of a request are read. names: the tools that it may call. forced: the output is calls only."""
+    """How tool calls of a request are read. names: the tools that it may call. forced: the output is calls only.
+    texts: parameters that are text, as `function.parameter`, where the format does not tell text from numbers.
+    """
 
     format: str
     names: tuple[str, ...]
     parallel: bool
     forced: bool = False
+    texts: tuple[str, ...] = ()
 
 
 UNDECIDED, THINKING = "undecided", "thinking"
@@ -211,4 +214,6 @@ def _tools(stored: bytes) -> ToolUse | None:
     if not stored:
         return None
     use = orjson.loads(stored)
-    return ToolUse(use["format"], tuple(use["names"]), use["parallel"], use.get("forced", False))
+    return ToolUse(
+        use["format"], tuple(use["names"]), use["parallel"], use.get("forced", False), tuple(use.get("texts", ()))
+    )

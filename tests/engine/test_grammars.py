@@ -22,6 +22,7 @@ import pytest
 from llguidance import LLMatcher
 
 from protos import worker_pb2
+from services.gateway.text.reasoning import budget_grammar
 from services.scheduler.core.types import Finish, NewRequest
 from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
@@ -131,6 +132,40 @@ def test_sequence_goes_on_elsewhere_with_the_tokens_it_has(engine: Engine, alone
         known.tokens[request.id, 0] = list(had)
     recorded, _ = in_process.run(engine, moved, "orcinus", lookahead=1, known=known)
     assert recorded.tokens == alone.tokens and recorded.finish == alone.finish
+
+
+MARK, BUDGET = 99, 12
+THINKING = budget_grammar(BUDGET, "thinking", (98, MARK), ())
+
+
+def thinkers(grammar: str = THINKING) -> list[NewRequest]:
+    """Requests of random thoughts, which the model may end itself."""
+    prompts = random_prompts(24, (2, 40), 12)
+    return [
+        in_process.request(f"t{at}", prompt, 40, temperature=1.0, seed=at, grammar=grammar)
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+def test_thinking_is_that_without_a_budget_until_it_is_spent(model: Path, engine: Engine) -> None:
+    free, _ = in_process.run(engine, thinkers(""), "orcinus", lookahead=1)
+    bound, _ = in_process.run(engine, thinkers(), "orcinus", lookahead=1)
+    assert not bound.errors
+    for name, tokens in bound.tokens.items():
+        end = tokens.index(MARK)
+        assert end <= BUDGET and tokens[:end] == free.tokens[name][:end]
+        assert (len(tokens), end) == (40, BUDGET) or free.tokens[name][end] == MARK
+    assert sum(tokens.index(MARK) == BUDGET for tokens in bound.tokens.values()) > 12
+    crowded = make_late_engine(model, host_blocks=0, **SMALL)
+    again, core = in_process.run(crowded, thinkers(), "sarathi", microbatches=2, lookahead=1, step_tokens=17)
+    assert again.tokens == bound.tokens and core.stats()["preemptions"] > 0
+    moved, known = thinkers(), in_process.Recorded()
+    for at, request in enumerate(moved):
+        had = bound.tokens[request.id, 0][: at % (BUDGET + 4)]
+        request.outputs = [np.array(had, np.int32)]
+        known.tokens[request.id, 0] = list(had)
+    elsewhere, _ = in_process.run(engine, moved, "orcinus", lookahead=1, known=known)
+    assert elsewhere.tokens == bound.tokens
 
 
 @pytest.mark.parametrize(

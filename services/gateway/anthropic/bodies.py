@@ -235,6 +235,8 @@ def chat_body(body: CountBody) -> ChatBody:
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     # Templates know it by either name; a grammar leaves no room for thinking.
     fields["chat_template_kwargs"] = dict.fromkeys(("enable_thinking", "thinking"), thinks and form is None)
+    if form is None and body.thinking is not None and body.thinking.type == "enabled":
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
     if body.output_config is not None and (effort := body.output_config.effort) is not None:
         fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
     if body.tools:
@@ -268,6 +270,7 @@ def in_words_of_messages(error: ApiError, places: Sequence[int]) -> ApiError:
         (r"'stop\b", "'stop_sequences"),
         (r"response_format", "output_config.format"),
         (r"reasoning_effort", "output_config.effort"),
+        (r"thinking_token_budget", "thinking.budget_tokens"),
     ):
         error.message = re.sub(chat, ours, error.message)
     return error

@@ -35,7 +35,8 @@ from services.gateway.text.logprobs import Logprobs
 from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.stop import StopMatcher
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.reader import CallPiece, ToolReader
+from services.gateway.text.tools.blocks import reader_of
+from services.gateway.text.tools.reader import CallPiece, Reader
 from services.gateway.tracing import RequestSpan
 from shared.columns import unpack
 from shared.dead_letters import integer
@@ -417,7 +418,7 @@ class ChoiceText:
         self._has_offsets = spec.logprobs is not None and spec.endpoint == "completions"
         self._length = 0  # of the text of all tokens so far, held back or not
         self.offsets: list[int] = []  # where in that text each token begins; only if an answer has it
-        self._tools = None if spec.tools is None else ToolReader(spec.tools, spec.id, index)
+        self._tools = None if spec.tools is None else reader_of(spec.tools, spec.id, index)
         self.calls: list[CallPiece] = []  # of tools, by the last `feed`
         self.parts: list[str | CallPiece] = []  # the same with the text, in their order
         self._reader = ReasoningReader(spec.reasoning) if spec.reasoning else None
@@ -482,7 +483,7 @@ class ChoiceText:
         self.reasoning += parts[0]
         return parts[1]
 
-    def _read_calls(self, tools: ToolReader, text: str) -> str:
+    def _read_calls(self, tools: Reader, text: str) -> str:
         """Return the text without tool calls, which go to `calls`."""
         text, self.calls = tools.feed(text)
         self.parts = tools.parts

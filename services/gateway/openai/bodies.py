@@ -357,6 +357,7 @@ class ChatBody(GenerationBody, TemplateBody):
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    thinking_token_budget: int | None = Field(None, ge=1, lt=1 << 31)  # as vLLM calls it
     prompt_cache_key: str | None = Field(None, max_length=1024)
     prompt_cache_retention: str | None = Field(None, max_length=32)
     safety_identifier: str | None = Field(None, max_length=1024)

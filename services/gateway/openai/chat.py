@@ -26,7 +26,7 @@ from services.gateway.openai.bodies import (
     room_after,
 )
 from services.gateway.openai.document import body_of, event_stream
-from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, binds_output, plan_tools
+from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, bind_thinking, binds_output, plan_tools
 from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.chat_template import RESERVED
 from services.gateway.text.reasoning import state_behind, state_within
@@ -82,6 +82,8 @@ async def chat_spec(
         spec.reasoning = _state(body, prompt, model)
         if spec.reasoning and model.hides_markers:
             spec.skip_special_tokens = False  # thinking is found by them
+    if body.thinking_token_budget is not None:
+        await bind_thinking(spec, body, body.thinking_token_budget, model, tenant)
     return spec
 
 

@@ -27,8 +27,9 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.grammar import GrammarCheck, choice_grammar, json_grammar, lark_text
+from services.gateway.text.reasoning import budget_grammar
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.formats import MISTRAL_ARGS, OPENINGS, calls_grammar
+from services.gateway.text.tools.formats import calls_grammar, has_texts, marks_of, texts_of
 from shared.columns import pack
 from shared.text.tokenizer import TokenizerError
 
@@ -69,16 +70,15 @@ def plan_tools(body: ChatBody, model: ModelText) -> ToolPlan:
         )
     callable_, forced = _callable(tools, choice)
     parallel = body.parallel_tool_calls is not False
-    use = ToolUse(model.tool_format, tuple(tool.function.name for tool in callable_), parallel, forced)
-    opening = OPENINGS[use.format]
-    grammar = ""
-    if forced:
-        atoms = _atom(opening, model), _atom(MISTRAL_ARGS, model)
-        grammar = calls_grammar(use, [tool.function for tool in callable_], *atoms)
+    functions = [tool.function for tool in callable_]
+    texts = texts_of(functions) if has_texts(model.tool_format) else ()
+    use = ToolUse(model.tool_format, tuple(function.name for function in functions), parallel, forced, texts)
+    grammar = calls_grammar(use, functions, partial(_atom, model=model)) if forced else ""
     # With a named function the model sees all tools, also those that it may not call.
     offered = tools if isinstance(choice, ChosenTool) else callable_
     dumped = tuple(tool.model_dump(exclude_none=True) for tool in offered)
-    return ToolPlan(use, dumped, grammar, _control_id(opening, model) is not None)
+    has_control = any(_control_id(mark, model) is not None for mark in marks_of(use.format))
+    return ToolPlan(use, dumped, grammar, has_control)
 
 
 def binds_output(body: StructuredBody, tools: ToolPlan) -> bool:
@@ -99,6 +99,27 @@ async def bind_output(
         spec.skip_special_tokens = False  # calls are found by it
     if body.prediction is not None:
         spec.prediction = await encode_prediction(body.prediction, model)
+
+
+async def bind_thinking(spec: GenerationSpec, body: ChatBody, budget: int, model: ModelText, tenant: str) -> None:
+    """Set the grammar that ends the thinking of a request when its budget is spent. Raise ApiError.
+
+    Nothing is bound where the thinking cannot be longer: the answer does not think, or its tokens end before.
+    """
+    field = "thinking_token_budget"
+    if spec.sampling.grammar:
+        text = f"{field} cannot be combined with structured output and calls that have to come, which leave no thinking"
+        raise invalid(field, text)
+    if not spec.reasoning or spec.max_tokens <= budget:
+        return
+    if model.thinking_marks is None:
+        raise invalid(field, f"{field}: the marks of this model's thinking are not one token each; leave it out")
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise invalid(name, f"{name} cannot be combined with {field}")
+    grammar = budget_grammar(budget, spec.reasoning, model.thinking_marks, model.blank_ids)
+    await model.grammars.check(field, grammar, tenant)
+    spec.grammar_field, spec.sampling.grammar = field, grammar
 
 
 async def encode_prediction(prediction: Prediction, model: ModelText) -> bytes:

@@ -60,7 +60,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "prompt_cache_options": (),
     "top_logprobs": (0,),
-    "truncation": ("disabled",),
 }
 OF_CHAT = (
     "model", "temperature", "top_p", "parallel_tool_calls", "priority", "ttft_slo_ms", "tbt_slo_ms", "deadline_ms",
@@ -114,6 +113,7 @@ class ResponsesBody(Body):
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: bool | None = Field(None, description="false: the response is not stored; by default it is")
@@ -144,7 +144,6 @@ class ResponsesBody(Body):
     moderation: Any = None
     prompt_cache_options: Any = None
     top_logprobs: Any = None
-    truncation: Any = None
 
 
 def chat_body(body: ResponsesBody, before: Sequence[dict[str, Any]] = ()) -> ChatBody:
@@ -355,7 +354,7 @@ def shell(
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_p": defaults.top_p if body.top_p is None else body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
@@ -586,6 +585,7 @@ class ResponseEvents:
 
 
 KIND = "responses"
+TOO_LONG = "context_length_exceeded"
 _RESPONSE = {"description": "the response", "content": {"application/json": {"schema": {"type": "object"}}}}
 MOST_ITEMS = 100
 """Of one page of `input_items`."""
@@ -802,7 +802,40 @@ async def _spec(gateway: Gateway, body: ResponsesBody, before: Sequence[dict[str
     """Raise ApiError in the words of this endpoint."""
     chat = chat_body(body, before)
     served, limits = gateway.settings.served_model_name, gateway.cluster.limits
-    try:
+
+    async def spec_of(chat: ChatBody) -> GenerationSpec:
         return await chat_spec(chat, gateway.model, served, limits, ids.request_id(KIND), tenant)
+
+    try:
+        return await (truncated_spec(chat, spec_of) if body.truncation == "auto" else spec_of(chat))
     except ApiError as error:
         raise in_words_of_responses(error) from None
+
+
+async def truncated_spec(chat: ChatBody, spec_of: Callable[[ChatBody], Awaitable[GenerationSpec]]) -> GenerationSpec:
+    """Return the request without as many of the first turns as it takes to fit into the context. Raise ApiError.
+
+    A turn begins with a message of the user; what is before the first one, and the last turn, stay.
+    """
+    turns = [at for at, message in enumerate(chat.messages) if message.role == "user"]
+
+    async def without(dropped: int) -> GenerationSpec:
+        messages = [*chat.messages[: turns[0]], *chat.messages[turns[dropped] :]]
+        return await spec_of(chat.model_copy(update={"messages": messages}))
+
+    try:
+        return await spec_of(chat)
+    except ApiError as error:
+        if error.code != TOO_LONG or len(turns) < 2:
+            raise
+    least, most = 1, len(turns) - 1
+    found = await without(most)
+    while least < most:
+        middle = (least + most) // 2
+        try:
+            found, most = await without(middle), middle
+        except ApiError as error:
+            if error.code != TOO_LONG:
+                raise
+            least = middle + 1
+    return found

@@ -45,6 +45,23 @@ def state_within(content: str) -> str:
     return THINKING if answer.startswith(OPENING) and CLOSING not in answer else ""
 
 
+def budget_grammar(budget: int, state: str, marks: tuple[int, int], blanks: Iterable[int]) -> str:
+    """Return the grammar of an answer that has at most `budget` tokens of thinking: behind so many the closing mark is
+    the only token. Everything else is free.
+
+    state: where the prompt left the model, UNDECIDED or THINKING. marks: ids of the opening and the closing one.
+    blanks: ids of tokens that are white space, which may stand before the opening one.
+    """
+    opening, closing = marks
+    thinking = f"<[^{closing}]>{{0,{budget}}} <[{closing}]> <[*]>*"
+    if state == THINKING:
+        return f"start: {thinking}\n"
+    spaces = ",".join(map(str, sorted(blanks)))
+    before = f"<[{spaces}]>* " if spaces else ""
+    others = ",".join(filter(None, (str(opening), spaces)))
+    return f"start: {before}(<[{opening}]> {thinking} | (<[^{others}]> <[*]>*)?)\n"
+
+
 class ReasoningReader:
     """The text of one choice in; its thinking and the text behind it out.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,9 @@ class ModelText:
         self.reasoning = markers_of(source or "", added) if reasoning_parser == "auto" else reasoning_parser
         self.hides_markers = not {OPENING, CLOSING}.isdisjoint(self.tokens(self.text.special))
         """Whether text without control tokens lacks the marks of thinking."""
+        marks = self.tokenizer.token_to_id(OPENING), self.tokenizer.token_to_id(CLOSING)
+        self.thinking_marks = None if marks[0] is None or marks[1] is None else (marks[0], marks[1])
+        """Ids of the marks of thinking, where each is one token."""
         try:
             self.chat = ChatTemplate(source, self._bounded, names, template_timeout_s)
         except jinja2.TemplateError as error:
@@ -114,6 +118,14 @@ class ModelText:
         """End the processes that render the chat template and compile grammars; another call starts them again."""
         self.chat.close()
         self.grammars.close()
+
+    @cached_property
+    def blank_ids(self) -> tuple[int, ...]:
+        """Return the ids of tokens that are white space; none where the tokenizer has no table of bytes."""
+        if not self.text.has_table:
+            return ()
+        pieces = ((id_, self.text.piece(id_)) for id_ in range(self.tokenizer.get_vocab_size()))
+        return tuple(id_ for id_, piece in pieces if piece and not piece.strip())
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Return the vocabulary's strings of some ids."""

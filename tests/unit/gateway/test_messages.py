@@ -124,11 +124,12 @@ def test_thinking_choice_and_format_become_those_of_chat() -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     body = chat(thinking=thinking, output_config={"effort": "max"}, metadata={"user_id": "u"}, stop_sequences=["a"])
     assert body.chat_template_kwargs == {"enable_thinking": True, "thinking": True}
-    assert (body.reasoning_effort, body.user, body.stop) == ("xhigh", "u", ["a"])
+    assert (body.reasoning_effort, body.user, body.stop, body.thinking_token_budget) == ("xhigh", "u", ["a"], 1024)
     assert chat(thinking={"type": "adaptive"}).chat_template_kwargs == {"enable_thinking": True, "thinking": True}
     form = {"type": "json_schema", "schema": {"type": "object"}}
     bound = chat(thinking=thinking, output_config={"format": form})
     assert bound.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
+    assert bound.thinking_token_budget is None
     assert bound.response_format is not None and bound.response_format.json_schema is not None
     assert bound.response_format.json_schema.schema_ == {"type": "object"} and bound.response_format.json_schema.strict
     one = chat(tools=[TOOL], tool_choice={"type": "tool", "name": "add", "disable_parallel_tool_use": True})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.gateway.delivery.stream import Delta, Usage
 from services.gateway.errors import ApiError
-from services.gateway.openai.bodies import AllowedChoice
+from services.gateway.openai.bodies import AllowedChoice, ChatBody
 from services.gateway.openai.responses import (
     ResponseEvents,
     ResponsesBody,
@@ -17,6 +20,7 @@ from services.gateway.openai.responses import (
     in_words_of_responses,
     of_chat,
     shell,
+    truncated_spec,
 )
 from services.gateway.text.tools.reader import CallPiece
 from tests.support import sse
@@ -182,3 +186,47 @@ def test_response_events_add_up_to_the_response(deltas: list[Delta], message: di
     assert done == expected["output"]
     statuses = [item["status"] for item in done if item["type"] == "function_call"]
     assert statuses == ["completed"] * (len(statuses) - 1) + [CALL_AT_THE_END[reason]] * bool(statuses)
+
+
+def conversation(*turns: int) -> list[dict[str, Any]]:
+    """Return instructions and turns of so many messages: the user's, and answers to it."""
+    found: list[dict[str, Any]] = [{"role": "developer", "content": "d"}]
+    for number, size in enumerate(turns):
+        found += [{"role": "user" if at == 0 else "assistant", "content": f"{number}.{at}"} for at in range(size)]
+    return found
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_truncation_leaves_out_as_few_first_turns_as_it_can(turns: list[int], room: int) -> None:
+    tried = []
+
+    async def spec_of(chat: ChatBody) -> Any:
+        tried.append(len(chat.messages))
+        if len(chat.messages) > room:
+            raise ApiError(400, "too long", code="context_length_exceeded")
+        return chat
+
+    asked = chat_body(body(input=conversation(*turns), truncation="auto", instructions="be brief"))
+    sizes = [2 + sum(turns[dropped:]) for dropped in range(len(turns))]
+    fitting = [dropped for dropped, size in enumerate(sizes) if size <= room]
+    if not fitting:
+        with pytest.raises(ApiError, match="too long"):
+            asyncio.run(truncated_spec(asked, spec_of))
+        return
+    kept = asyncio.run(truncated_spec(asked, spec_of)).messages
+    assert [message.role for message in kept[:3]] == ["system", "developer", "user"]
+    assert [message.content for message in kept[2:]] == [
+        f"{number}.{at}" for number, size in enumerate(turns) for at in range(size) if number >= fitting[0]
+    ]
+    assert len(tried) <= 2 + len(turns).bit_length()
+
+
+def test_truncation_passes_other_faults_on() -> None:
+    async def spec_of(chat: ChatBody) -> Any:
+        if len(chat.messages) > 4:
+            raise ApiError(400, "too long", code="context_length_exceeded")
+        raise ApiError(404, "no such model")
+
+    with pytest.raises(ApiError, match="no such model"):
+        asyncio.run(truncated_spec(chat_body(body(input=conversation(2, 2, 2))), spec_of))

@@ -1,8 +1,9 @@
-"""Read tool calls in the text of a model while it comes: hermes, llama3 and the two forms of mistral.
+"""Read tool calls in the text of a model while it comes: hermes, llama3, granite and the two forms of mistral.
 
     hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, one after another
     llama3    {"name": "f", "parameters": {...}}; {...} - and nothing else
     mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, {...}]
+    granite   <|tool_call|>[{"name": "f", "arguments": {...}}, {...}]
     newer     [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]..., perhaps with [CALL_ID]x before [ARGS]; read as mistral, too
 
 The output is a function of the text so far, however it was cut into pieces. Text that turns out to be no call stays
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -183,22 +185,17 @@ class _At(Enum):
     OVER = auto()  # one call was all that was wanted
 
 
-class ToolReader:
-    """The text of one choice in; text and calls out."""
+class Reader(ABC):
+    """The text of one choice in; text and calls out. What a format needs is in `_go_on` and `_finish`."""
 
     def __init__(self, use: ToolUse, request_id: str, choice: int) -> None:
         self._use = use
-        self._is_mistral = use.format.startswith("mistral")
         self._owner = f"{request_id}:{choice}"
-        self._at = _At.TEXT
         self._held = ""  # not looked at yet
         self._raw = ""  # of what may be a call, while it may also be text
-        self._listed = False  # inside mistral's brackets
-        self._alone = False  # the last call was mistral's newer one: neither a bracket nor a comma belongs to it
         self._blank = ""  # white space at the end of the text: dropped where a call follows
         self._said = False  # other text than white space came out
         self._behind_call = False  # and none since the last call
-        self._object = CallObject()
         self._out: list[str | CallPiece] = []
         self.parts: list[str | CallPiece] = []  # text and calls of the last `feed` or `flush`, in their order
         self.calls = 0
@@ -213,6 +210,75 @@ class ToolReader:
 
     def flush(self) -> tuple[str, list[CallPiece]]:
         """Return the rest, at the end of the choice."""
+        self._finish()
+        if not self.calls:
+            self._out.append(self._blank)
+        self._held = self._raw = self._blank = ""
+        return self._take()
+
+    @abstractmethod
+    def _go_on(self) -> bool:
+        """Take from what is held; False when more has to come first."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Say what is held and no call, at the end of the choice."""
+
+    def _take(self) -> tuple[str, list[CallPiece]]:
+        self.parts, self._out = self._out, []
+        text = "".join(part for part in self.parts if isinstance(part, str))
+        return text, [part for part in self.parts if isinstance(part, CallPiece)]
+
+    def _begin_call(self, name: str, written_id: str = "") -> None:
+        """Begin a call. written_id: as the model wrote it."""
+        digest = hashlib.sha256(f"{self._owner}:{self.calls}".encode()).hexdigest()
+        is_short = self._use.format.startswith("mistral")  # its templates want nine
+        call_id = written_id or (digest[:9] if is_short else f"call_{digest[:24]}")
+        self._out.append(CallPiece(self.calls, call_id, name, ""))
+        self.calls += 1
+        self._raw = self._blank = ""
+        self._behind_call = True
+
+    def _argue(self, arguments: str) -> None:
+        """Add to the arguments of the last call."""
+        self._out.append(CallPiece(self.calls - 1, "", "", arguments))
+
+    def _skip_blanks(self) -> str:
+        rest = self._held.lstrip()
+        self._raw += self._held[: len(self._held) - len(rest)]
+        self._held = rest
+        return rest
+
+    def _is_text(self) -> bool:
+        """Treat the text that began like a call as text."""
+        self._say(self._raw)
+        self._raw, self._said = "", True
+        return True
+
+    def _say(self, text: str) -> None:
+        """Put out text, without the white space beside calls."""
+        text = text.lstrip() if self._behind_call else self._blank + text
+        kept = text.rstrip()
+        self._blank = text[len(kept) :]
+        if kept:
+            self._out.append(kept)
+            self._said = True
+            self._behind_call = False
+
+
+class ToolReader(Reader):
+    """The text of one choice in; text and calls that are JSON objects out, while they come."""
+
+    def __init__(self, use: ToolUse, request_id: str, choice: int) -> None:
+        super().__init__(use, request_id, choice)
+        self._is_mistral = use.format.startswith("mistral")
+        self._may_list = self._is_mistral or use.format == "granite"
+        self._at = _At.TEXT
+        self._listed = False  # inside the brackets of a list
+        self._alone = False  # the last call was mistral's newer one: neither a bracket nor a comma belongs to it
+        self._object = CallObject()
+
+    def _finish(self) -> None:
         if self._use.forced:  # what has no name yet is no text: it would have become a call
             if not self.calls and len(self._use.names) == 1:
                 self._begin_call(self._use.names[0])
@@ -221,19 +287,9 @@ class ToolReader:
             self._say(self._held)
         elif self._at is not _At.BEHIND and self._at is not _At.OVER:
             self._say(self._raw + ("" if self._at is _At.OBJECT else self._held))
-        if not self.calls:
-            self._out.append(self._blank)
         self.cut |= self._at is _At.OBJECT and bool(self._object.name) and not self._object.has_whole_arguments
-        self._held = self._raw = self._blank = ""
-        return self._take()
-
-    def _take(self) -> tuple[str, list[CallPiece]]:
-        self.parts, self._out = self._out, []
-        text = "".join(part for part in self.parts if isinstance(part, str))
-        return text, [part for part in self.parts if isinstance(part, CallPiece)]
 
     def _go_on(self) -> bool:
-        """Take from what is held; False when more has to come first."""
         match self._at:
             case _At.TEXT:
                 return self._open_bare() if self._use.format == "llama3" else self._find_opening()
@@ -251,7 +307,7 @@ class ToolReader:
         opening = OPENINGS[self._use.format]
         at = self._held.find(opening)
         if at < 0:
-            keep = _overlap(self._held, opening)
+            keep = overlap(self._held, opening)
             self._say(self._held[: len(self._held) - keep])
             self._held = self._held[len(self._held) - keep :]
             return False
@@ -279,7 +335,7 @@ class ToolReader:
         rest = self._skip_blanks()
         if not rest:
             return False
-        if self._is_mistral and rest[0] == "[" and not self._listed:
+        if self._may_list and rest[0] == "[" and not self._listed:
             self._raw, self._held, self._listed = self._raw + "[", rest[1:], True
             return True
         if self._is_mistral and rest[0] != "{" and not self._listed:
@@ -314,21 +370,13 @@ class ToolReader:
             self._begin_call(call.name)
             has_begun = True
         if has_begun and arguments:
-            self._out.append(CallPiece(self.calls - 1, "", "", arguments))
+            self._argue(arguments)
         if call.failed or call.ended or (bare and call.name and not has_begun):
             if not has_begun:
                 return self._is_text()
             self._at = _At.BEHIND if self._use.parallel else _At.OVER
             return True
         return False
-
-    def _begin_call(self, name: str) -> None:
-        digest = hashlib.sha256(f"{self._owner}:{self.calls}".encode()).hexdigest()
-        call_id = digest[:9] if self._is_mistral else f"call_{digest[:24]}"  # its templates want nine
-        self._out.append(CallPiece(self.calls, call_id, name, ""))
-        self.calls += 1
-        self._raw = self._blank = ""
-        self._behind_call = True
 
     def _go_behind(self) -> bool:
         """Take another object, the closing, or text."""
@@ -345,31 +393,12 @@ class ToolReader:
         self._at = _At.TEXT
         return True
 
-    def _skip_blanks(self) -> str:
-        rest = self._held.lstrip()
-        self._raw += self._held[: len(self._held) - len(rest)]
-        self._held = rest
-        return rest
-
     def _is_text(self) -> bool:
-        """Treat the text that began like a call as text."""
-        self._say(self._raw)
-        self._raw, self._listed, self._said = "", False, True
-        self._at = _At.TEXT
-        return True
-
-    def _say(self, text: str) -> None:
-        """Put out text, without the white space beside calls."""
-        text = text.lstrip() if self._behind_call else self._blank + text
-        kept = text.rstrip()
-        self._blank = text[len(kept) :]
-        if kept:
-            self._out.append(kept)
-            self._said = True
-            self._behind_call = False
+        self._listed, self._at = False, _At.TEXT
+        return super()._is_text()
 
 
-def _overlap(text: str, opening: str) -> int:
+def overlap(text: str, opening: str) -> int:
     """Return the length of the longest end of the text that begins an opening."""
     return next(
         (size for size in range(min(len(text), len(opening) - 1), 0, -1) if opening.startswith(text[-size:])), 0

@@ -146,7 +146,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an effort without a name": ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     "a summary of the thinking": ({"reasoning": {"summary": "detailed"}}, "reasoning"),
     "what to include": ({"include": ["reasoning.encrypted_content"]}, "include"),
-    "cutting the conversation": ({"truncation": "auto"}, "truncation"),
+    "another way of cutting the conversation": ({"truncation": "middle"}, "truncation"),
     "no input": ({"input": []}, "input"),
     "an item of another type": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
     "a picture": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
@@ -171,3 +171,24 @@ def test_bad_response_is_refused_by_its_fields(
     assert (answer.status_code, error["param"]) == (400, param)
     assert "messages" not in error["message"]
     assert scheduler.claim_one() is None
+
+
+def test_conversation_that_is_too_long_loses_its_first_turns(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    turns = [
+        {"role": role, "content": f"{number} " + "word " * 12}
+        for number in range(8)
+        for role in ("user", "assistant")
+        if (number, role) != (7, "assistant")
+    ]
+    prompts = []
+    for fields in ({"input": turns, "truncation": "auto"}, {"input": turns[-3:]}):
+        gateway.post("/v1/responses", {"background": True, "max_output_tokens": 1, **fields}).raise_for_status()
+        claimed = scheduler.claim()
+        prompts.append(claimed.prompts[0])
+        scheduler.serve(claimed, [50])
+    behind = len(prompts[1])
+    assert len(prompts[0]) < 512 and prompts[0][-behind:] == prompts[1]
+    refused = gateway.post("/v1/responses", {"input": turns, "truncation": "disabled"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")

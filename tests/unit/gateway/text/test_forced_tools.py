@@ -13,7 +13,8 @@ from services.gateway.errors import ApiError, failed
 from services.gateway.openai.output import plan_tools
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.reader import ToolReader, merged
+from services.gateway.text.tools.blocks import reader_of
+from services.gateway.text.tools.reader import merged
 from shared.text.grammars import NOT_FOLLOWED
 from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import write_model
@@ -22,6 +23,7 @@ from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, gra
 ARGUMENTS = '{"city": "K\\u00f6ln"}'
 WHOLE = {
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": ' + ARGUMENTS + "}\n</tool_call>",
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": ' + ARGUMENTS + "}]",
     "llama3": '{"name": "get_weather", "parameters": ' + ARGUMENTS + "}",
     "mistral": '[TOOL_CALLS][{"name": "get_weather", "arguments": ' + ARGUMENTS + "}]",
     "mistral-args": "[TOOL_CALLS]get_weather[ARGS]" + ARGUMENTS,
@@ -46,7 +48,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 def read(text: str, use: ToolUse) -> tuple[str, list[tuple[str, str]], bool]:
     """Content, calls, and whether the last of them was cut."""
-    reader = ToolReader(use, "r", 0)
+    reader = reader_of(use, "r", 0)
     content, pieces = reader.feed(text)
     rest, last = reader.flush()
     return content + rest, [(call.name, call.arguments) for call in merged(pieces + last)], reader.cut
@@ -70,6 +72,36 @@ def test_call_cut_before_its_name_is_dropped_among_several_tools(kind: str) -> N
         content, calls, _ = read(whole[:end], use)
         assert content == "" and len(calls) <= 1, whole[:end]
         assert not calls or calls[0][0] == "get_weather"
+
+
+BLOCKS = {
+    "qwen3-coder": "<tool_call><function=get_weather><parameter=city>Köln</parameter></function></tool_call>",
+    "glm-4.5": "<tool_call>get_weather\n<arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>",
+    "deepseek-v3": '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Köln"}<｜tool▁call▁end｜>',
+    "kimi-k2": "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Köln"}<|tool_call_end|>',
+    "pythonic": "[get_weather(city='Köln')]",
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_cut_block_of_a_call_that_has_to_come_is_no_content(kind: str) -> None:
+    whole = BLOCKS[kind]
+    one = ToolUse(kind, ("get_weather",), True, forced=True)
+    several = ToolUse(kind, ("get_weather", "ring"), True, forced=True)
+    for end in range(len(whole)):
+        assert read(whole[:end], one) == ("", [("get_weather", "")], True), whole[:end]
+        content, calls, cut = read(whole[:end], several)
+        assert content == "" and calls in ([], [("get_weather", "")]) and cut == bool(calls), whole[:end]
+    assert read(whole[:-1], several)[1] == [("get_weather", "")]
+    assert read(whole, several) == ("", [("get_weather", '{"city": "Köln"}')], False)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_cut_block_of_a_free_call_stays_text(kind: str) -> None:
+    whole = BLOCKS[kind]
+    for end in range(1, len(whole)):
+        assert read(whole[:end], ToolUse(kind, ("get_weather",), True)) == (whole[:end], [], False)
 
 
 @pytest.mark.parametrize("kind", WHOLE)

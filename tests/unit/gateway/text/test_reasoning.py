@@ -9,9 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -335,3 +337,83 @@ def test_values_of_kwargs_are_no_control_tokens(qwen: Path) -> None:
     assert prompt.endswith("<|im_end|>")
     control = text.tokenizer.token_to_id("<|im_end|>")
     assert made.prompts[0].count(control) == request(qwen)[0].prompts[0].count(control)
+
+
+def bound_tokens(directory: Path, grammar: str, wanted: list[int]) -> list[int]:
+    """Return the tokens of a model that wants these, one by one, where its grammar allows a token; else the first
+    that is allowed.
+    """
+    text = text_of(directory)
+    tokenizer = LLTokenizer(str(directory / "tokenizer.json"), n_vocab=text.vocab_size, eos_token=text.eos_ids)
+    matcher, said = LLMatcher(tokenizer, grammar), []
+    for token in wanted:
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
+        said.append(token if token in allowed else int(allowed[0]))
+        assert matcher.consume_token(said[-1])
+    return said
+
+
+BEFORE = ["", "\n", " \n\n"]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("budget", [1, 7])
+def test_thinking_ends_when_its_budget_is_spent(tmp_path: Path, special: bool, before: str, budget: int) -> None:
+    directory = directory_of(tmp_path / "m", QWEN, special)
+    asked, _ = request(directory, max_tokens=64, thinking_token_budget=budget)
+    text = text_of(directory)
+    assert asked.reasoning == UNDECIDED and asked.grammar_field == "thinking_token_budget"
+    opening, closing = text.thinking_marks or (0, 0)
+    thought = [50, 51, 52] * 5
+    head = [*text.encode(before), opening]
+    said = bound_tokens(directory, asked.sampling.grammar, [*head, *thought, *text.encode("so </think><think>")])
+    assert said[: len(head) + budget] == [*head, *thought][: len(head) + budget]
+    assert said[len(head) + budget] == closing
+    assert said[len(head) + budget + 1 :] == [*thought, *text.encode("so </think><think>")][budget + 1 :]
+    made = generation(asked, text)[0]
+    reasoning = [delta.reasoning for row in said for delta in made.apply([Row(0, [row])])]
+    assert "".join(reasoning) == text.text.decode(thought[:budget])
+
+
+@pytest.mark.parametrize("said", ["so it is", "\n so <think>x", "", "</think>"])
+def test_answer_without_thinking_is_free_under_a_budget(qwen: Path, said: str) -> None:
+    asked, _ = request(qwen, max_tokens=64, thinking_token_budget=1)
+    wanted = [*text_of(qwen).encode(said), 50, 51, 52, text_of(qwen).eos_ids[0]]
+    assert bound_tokens(qwen, asked.sampling.grammar, wanted) == wanted
+
+
+def test_thinking_that_ends_before_its_budget_is_free_behind_it(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path / "m", OPENS)
+    asked, _ = request(directory, max_tokens=64, thinking_token_budget=9)
+    assert asked.reasoning == THINKING
+    text = text_of(directory)
+    wanted = [50, 51, *text.encode("</think>"), *[52] * 20, *text.encode("</think>"), text.eos_ids[0]]
+    assert bound_tokens(directory, asked.sampling.grammar, wanted) == wanted
+
+
+def test_budget_binds_nothing_where_thinking_cannot_be_longer(qwen: Path, tmp_path: Path) -> None:
+    assert not request(qwen, max_tokens=9, thinking_token_budget=9)[0].sampling.grammar
+    assert request(qwen, max_tokens=10, thinking_token_budget=9)[0].sampling.grammar
+    assert not request(qwen, reasoning_effort="none", thinking_token_budget=1)[0].sampling.grammar
+    plain = write_model(tmp_path / "plain")
+    assert not request(plain, thinking_token_budget=1)[0].sampling.grammar
+    parted = write_model(tmp_path / "parted", chat_template=OPENS)
+    with pytest.raises(ApiError, match="not one token each"):
+        request(parted, thinking_token_budget=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a"}, "thinking_token_budget"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"min_tokens": 2}, "min_tokens"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget"),
+    ],
+)
+def test_budget_refuses_what_it_cannot_be_combined_with(qwen: Path, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        request(qwen, **{"thinking_token_budget": 3} | fields)
+    assert (refused.value.status, refused.value.param) == (400, param)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from services.gateway.request import ToolUse
-from services.gateway.text.tools.reader import ToolReader, merged
+from services.gateway.text.tools.blocks import reader_of
+from services.gateway.text.tools.reader import merged
 
 NAMES = ("get_weather", "add")
 A = '{"city": "Köln", "days": [1, {"x": "}\\"]"}]}'
@@ -19,7 +20,7 @@ ADD = ("add", "{}")
 
 def read(pieces: list[str], kind: str, parallel: bool = True) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls."""
-    reader = ToolReader(ToolUse(kind, NAMES, parallel), "chatcmpl-1", 0)
+    reader = reader_of(ToolUse(kind, NAMES, parallel, texts=("get_weather.city",)), "chatcmpl-1", 0)
     content, calls = "", []
     for piece in pieces:
         text, gained = reader.feed(piece)
@@ -31,6 +32,18 @@ def read(pieces: list[str], kind: str, parallel: bool = True) -> tuple[str, list
     return content + text, [(call.name, call.arguments) for call in calls]
 
 
+QWEN = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\n7\n</parameter>\n"
+    '<parameter=days>\n[1, "x"]\n</parameter>\n</function>\n</tool_call>'
+)
+FUNCTION = "<function=add>x</function>"
+D_SECTION, D_OPEN, D_SEP, D_CLOSE, D_END = (
+    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+)
+K_SECTION, K_OPEN, K_ARGS, K_CLOSE, K_END = (
+    f"<|tool_{name}|>"
+    for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
+)
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "no call at all \n", "no call at all \n", []),
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
@@ -73,6 +86,64 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", "[TOOL_CALLS]add [ARGS]{}", "[TOOL_CALLS]add [ARGS]{}", []),
     ("mistral", "[TOOL_CALLS]add[CALL_ID]x", "[TOOL_CALLS]add[CALL_ID]x", []),
     ("mistral", f"[TOOL_CALLS]{'a' * 65}[ARGS]{{}}", f"[TOOL_CALLS]{'a' * 65}[ARGS]{{}}", []),
+    ("granite", f"Hm <|tool_call|>[{CALL}, {CALL}]", "Hm", [WEATHER, WEATHER]),
+    ("granite", "<|tool_call|>get_weather[ARGS]{}", "<|tool_call|>get_weather[ARGS]{}", []),
+    ("qwen3-coder", f"So.\n{QWEN}\n{QWEN} bye", "So.bye", [("get_weather", '{"city": "7", "days": [1, "x"]}')] * 2),
+    ("qwen3-coder", "<tool_call>\n<function=add>\n</function>\n</tool_call>", "", [ADD]),
+    (
+        "qwen3-coder",
+        "<tool_call><function=add>x</function></tool_call>",
+        "<tool_call><function=add>x</function></tool_call>",
+        [],
+    ),
+    ("qwen3-coder", f"<tool_call>{CALL}</tool_call>", f"<tool_call>{CALL}</tool_call>", []),
+    ("qwen3-coder", "a <tool_call><funny", "a <tool_call><funny", []),
+    ("glm-4.5", "<tool_call>add\n</tool_call><tool_call>add</tool_call>", "", [ADD, ADD]),
+    (
+        "glm-4.5",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>7\n</arg_value>\n<arg_key>on</arg_key>\n"
+        "<arg_value>True</arg_value>\n</tool_call>",
+        "",
+        [("get_weather", '{"city": "7\\n", "on": true}')],
+    ),
+    ("glm-4.5", "<tool_call>well, no</tool_call>", "<tool_call>well, no</tool_call>", []),
+    ("glm-4.5", "<tool_call>add\n<arg_key>a</tool_call>", "<tool_call>add\n<arg_key>a</tool_call>", []),
+    (
+        "deepseek-v3",
+        f"{D_SECTION}{D_OPEN}add{D_SEP}{{}}{D_CLOSE}{D_OPEN}get_weather{D_SEP}{A}{D_CLOSE}{D_END}",
+        "",
+        [ADD, WEATHER],
+    ),
+    (
+        "deepseek-v3",
+        f"Hm {D_SECTION}{D_OPEN}function{D_SEP}add\n```json\n{{}}\n```{D_CLOSE}\n{D_END} so",
+        "Hmso",
+        [ADD],
+    ),
+    ("deepseek-v3", f"{D_OPEN}add{D_SEP}{{nonsense{D_CLOSE}", f"{D_OPEN}add{D_SEP}{{nonsense{D_CLOSE}", []),
+    ("deepseek-v3", f"{D_SECTION} no", f"{D_SECTION} no", []),
+    (
+        "kimi-k2",
+        f"{K_SECTION}{K_OPEN}functions.add:0{K_ARGS}{{}}{K_CLOSE}{K_OPEN}functions.get_weather:1{K_ARGS}{A}{K_CLOSE}{K_END}",
+        "",
+        [ADD, WEATHER],
+    ),
+    ("kimi-k2", f"{K_OPEN}add {K_ARGS} {{}} {K_CLOSE}", "", [ADD]),
+    ("kimi-k2", f"{K_OPEN}functions.add:0{K_ARGS}[]{K_CLOSE}", f"{K_OPEN}functions.add:0{K_ARGS}[]{K_CLOSE}", []),
+    (
+        "pythonic",
+        "[get_weather(city='K\\'n]', days=[1, -2.5], on={'a': None}), add()]",
+        "",
+        [("get_weather", '{"city": "K\'n]", "days": [1, -2.5], "on": {"a": null}}'), ADD],
+    ),
+    ("pythonic", " <|python_start|>[add(a=true)]<|python_end|>", "", [("add", '{"a": true}')]),
+    ("pythonic", "[add(1)]", "[add(1)]", []),
+    ("pythonic", "[add(a=__import__('os'))]", "[add(a=__import__('os'))]", []),
+    ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
+    ("pythonic", "[1, 2] are numbers", "[1, 2] are numbers", []),
+    ("pythonic", "See [add()]", "See [add()]", []),
+    ("pythonic", "[add(a=1)", "[add(a=1)", []),
+    ("pythonic", "[add(a=1)] done", "done", [("add", '{"a": 1}')]),
 ]
 
 
@@ -90,7 +161,7 @@ def test_reader_returns_one_call_without_parallel_calls() -> None:
 
 
 def test_arguments_are_streamed_after_the_name() -> None:
-    reader = ToolReader(ToolUse("hermes", NAMES, True), "chatcmpl-1", 1)
+    reader = reader_of(ToolUse("hermes", NAMES, True), "chatcmpl-1", 1)
     bodies: list[Any] = []
     for char in f"<tool_call>{CALL}</tool_call>":
         _, pieces = reader.feed(char)
@@ -102,10 +173,16 @@ def test_arguments_are_streamed_after_the_name() -> None:
 
 def test_call_ids_depend_on_request_choice_and_index() -> None:
     def ids(request: str, choice: int, kind: str) -> list[str]:
-        reader = ToolReader(ToolUse(kind, NAMES, True), request, choice)
+        reader = reader_of(ToolUse(kind, NAMES, True), request, choice)
         text = {"hermes": f"<tool_call>{CALL}</tool_call>" * 2, "mistral": f"[TOOL_CALLS][{CALL},{CALL}]"}[kind]
         return [piece.id for piece in reader.feed(text)[1] if piece.name]
 
     assert ids("r", 0, "hermes") == ids("r", 0, "hermes")
     assert len({*ids("r", 0, "hermes"), *ids("r", 1, "hermes"), *ids("q", 0, "hermes")}) == 6
     assert all(len(found) == 9 and found.isalnum() for found in ids("r", 0, "mistral"))
+
+
+def test_calls_of_kimi_keep_the_ids_that_the_model_wrote() -> None:
+    calls = "".join(f"{K_OPEN}functions.add:{at}{K_ARGS}{{}}{K_CLOSE}" for at in (4, 4, 5))
+    ids = [piece.id for piece in reader_of(ToolUse("kimi-k2", NAMES, True), "r", 0).feed(calls)[1] if piece.name]
+    assert (ids[0], ids[2]) == ("functions.add:4", "functions.add:5") and ids[1].startswith("call_")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from services.gateway.openai.chat import plain_messages
 from services.gateway.openai.output import output_grammar, plan_tools
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.reader import ToolReader, merged
+from services.gateway.text.tools.blocks import reader_of
+from services.gateway.text.tools.formats import BLOCKS, OPENINGS
+from services.gateway.text.tools.reader import merged
 from shared.text.grammars import CACHE_BYTES, Grammars
 from tests.support.generations import generation
 from tests.support.generations import spec as make_spec
@@ -41,6 +44,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "description": "the weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "ring"}},
 ]
+SEP = "<｜tool▁sep｜>"
 SCHEMAS = {"get_weather": WEATHER, "ring": {"maxProperties": 0}}
 MESSAGES = [{"role": "user", "content": "x"}]
 HERMES = (
@@ -215,6 +219,12 @@ def test_tools_are_refused_when_the_template_has_none(tmp_path: Path) -> None:
         ("[TOOL_CALLS]", "mistral"),
         ("[TOOL_CALLS]f[ARGS]{}", "mistral-args"),
         ('{"name": "f", "parameters": {}}', "llama3"),
+        ("<|tool_call|>", "granite"),
+        ("<tool_call><function=f>", "qwen3-coder"),
+        ("<tool_call>f<arg_key>", "glm-4.5"),
+        ("<｜tool▁calls▁begin｜>", "deepseek-v3"),
+        ("<|tool_calls_section_begin|>", "kimi-k2"),
+        ("[func_name1(params_name1=params_value1)]", "pythonic"),
         ("", "none"),
     ],
 )
@@ -223,7 +233,7 @@ def test_tool_format_follows_the_template(tmp_path: Path, words: str, kind: str)
     assert ModelText(write_model(tmp_path / "m", chat_template=source)).tool_format == kind
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama3", "mistral", "mistral-args"])
+@pytest.mark.parametrize("kind", OPENINGS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("control", [False, True])
@@ -232,17 +242,18 @@ def test_forced_calls_are_valid_whatever_the_model_samples(
 ) -> None:
     tokenizer = byte_level()
     if control:
-        tokenizer.add_special_tokens(["<tool_call>", "[TOOL_CALLS]", "[ARGS]"])
+        marks = astuple(BLOCKS[kind]) if kind in BLOCKS else ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "[ARGS]")
+        tokenizer.add_special_tokens([mark for mark in (*marks, SEP) if mark])
     directory = write_model(tmp_path / "m", tokenizer)
     text = ModelText(directory, tool_parser=kind)
     body = chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel)
     asked = plan_tools(body, text)
-    assert asked.use is not None and asked.has_control == (control and kind != "llama3")
+    assert asked.use is not None and asked.has_control == (control and kind not in ("llama3", "pythonic"))
     grammar = grammar_of(body, text)
     for seed in range(4):
         if (said := walk(text, directory, grammar, seed)) is None:
             continue
-        reader = ToolReader(asked.use, "r", 0)
+        reader = reader_of(asked.use, "r", 0)
         content, pieces = reader.feed(said)
         rest, last = reader.flush()
         calls = merged(pieces + last)
