@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.cpu.backend import Compiled
 from kernels.cuda.device import Device
-from kernels.ops import Batch, Cache, CacheShape, Int32
+from kernels.ops import SCORED_BYTES, Batch, Cache, CacheShape, Int32, Prepared, Scored, joined_scores
 from protos import worker_pb2
 from services.worker.backend import choose, device_of, set_threads
 from services.worker.grammar import SlotGrammars
@@ -35,7 +35,7 @@ from services.worker.models.weights import shard_of
 from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import method_of
-from services.worker.slots import SlotTable
+from services.worker.slots import ScoredTokens, SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
 from shared.columns import pack, unpack
@@ -141,6 +141,7 @@ class Engine:
         self._take_pool(shape)
         self._compile()
         self._run_largest()
+        self._run_alone(self._warm_steps.score())
         del self.compiled  # and what it holds of the device, before the next is made
         taken = device.peak_bytes() - before - shape.blocks * shape.block_bytes
         log.info("the largest step takes %.0f MiB of the %.0f that the weights leave", taken / 2**20, free / 2**20)
@@ -320,7 +321,12 @@ class Engine:
             if self.ops.overlaps:
                 marks.start = self.ops.mark()  # a device that has waited for the host until here was idle
             inflight.begun_ns = time.monotonic_ns()
-            logits = None if prepared is None else self.compiled(prepared)
+            if prepared is None:
+                logits = None
+            elif inflight.scoring is not None and self.parallel.last:
+                logits = self._score(inflight, inflight.scoring, prepared)
+            else:
+                logits = self.compiled(prepared)
             if logits is not None and not self.parallel.first:
                 marks.start = self.decoder.began
             marks.forwarded = self.ops.mark()
@@ -358,6 +364,7 @@ class Engine:
             errors=inflight.all_errors(),
             late_slots=inflight.late_slots(),
         )
+        inflight.write_prompt_logprobs(result)
         if self._step_log is not None:
             self._step_log.write(result, inflight.chunks)
         return result
@@ -400,6 +407,10 @@ class Engine:
         if not chunks.slots.size:
             return inflight, None
         batch = table.batch(chunks)
+        inflight.scoring = table.scored_tokens(chunks)
+        if inflight.scoring is not None and self.parallel.last:
+            rows = inflight.scoring.rows
+            batch = dataclasses.replace(batch, sample_rows=np.append(batch.sample_rows, rows), scored=len(rows))
         table.computed_through(chunks)
         return inflight, self.decoder.local_tokens(batch)
 
@@ -409,6 +420,26 @@ class Engine:
             if inflight.sampled is not None and (sampled := inflight.sampled.wait()) is not None:
                 with self._lock:
                     self._in_flight.learn(inflight, sampled)
+
+    def _score(self, inflight: InFlightStep, scoring: ScoredTokens, prepared: Prepared) -> Tensor:
+        """Run a step's forward pass; score prompt tokens, a bounded number at once; return the logits that sample."""
+        decoder, count = self.decoder, len(scoring.tokens)
+        rows = decoder.last_rows(prepared, self.cache)
+        sampling = rows.shape[0] - count
+        at_once = max(1, SCORED_BYTES // (4 * self.config.vocab_size))
+        parts: list[Scored] = []
+        for first in range(0, count, at_once):
+            end = min(first + at_once, count)
+            logits = decoder.logits(rows[sampling + first : sampling + end])
+            if self.parallel.size > 1:
+                logits = decoder.gather_logits(logits)
+            if self.parallel.samples:
+                parts.append(self.ops.score(logits, scoring.tokens[first:end], scoring.likely))
+        if self.parallel.samples:
+            inflight.scores = joined_scores(parts)
+            with self._lock:
+                self._in_flight.learn_scores(inflight)
+        return decoder.logits(rows[:sampling])
 
     def _sample(self, inflight: InFlightStep, logits: Tensor) -> None:
         """Begin to draw the tokens of the slots that sample, or to receive them from the rank that does."""

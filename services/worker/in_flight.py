@@ -20,12 +20,13 @@ from kernels.ops import (
     Int64,
     Pending,
     Sampled,
+    Scored,
 )
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
-from services.worker.slots import Chunks, SlotTable
+from services.worker.slots import Chunks, ScoredTokens, SlotTable
 from shared.columns import pack
-from shared.text.logprobs import pack_record
+from shared.text.logprobs import pack_prompt_records, pack_record, prompt_record_bytes
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
 
@@ -81,6 +82,8 @@ class InFlightStep:
     peers: list[int] = field(default_factory=list)  # new peers of the step with a host tier that can be read
     begun_ns: int = 0  # time.monotonic_ns() when the device was given it
     sampled: Pending[Sampled] | None = None
+    scoring: ScoredTokens | None = None  # prompt tokens with log-probabilities that are wanted
+    scores: Scored | None = None  # these, when they are known: [T] rows
     learned: bool = False  # whether the slots know the tokens
     counts: Int32 | None = None  # of a step with drafts: by slot that samples, the tokens that count
     counting: Bool | None = None  # [R] of a step with drafts: whether the token counts
@@ -104,6 +107,23 @@ class InFlightStep:
         """Return the generation of one of the chunks' slots; None for a slot that has no chunk here."""
         at = np.flatnonzero(self.chunks.slots == slot)
         return int(self.generations[at[0]]) if at.size else None
+
+    def write_prompt_logprobs(self, result: worker_pb2.Result) -> None:
+        """Write the columns of the Result for prompt tokens, without those of sequences that failed."""
+        scoring, scores = self.scoring, self.scores
+        if scoring is None or scores is None:
+            return
+        kept = ~np.isin(scoring.slots, list(self.failed))
+        ends = np.cumsum(scoring.counts)
+        records, sizes = [], []
+        for at in kept.nonzero()[0].tolist():
+            part, wanted = slice(ends[at] - scoring.counts[at], ends[at]), int(scoring.wanted[at])
+            ids, best = scores.ids[part, : wanted - 1], scores.best[part, : wanted - 1]
+            records.append(pack_prompt_records(scores.logprobs[part], scores.ranks[part], ids, best))
+            sizes.append(prompt_record_bytes(wanted))
+        result.prompt_slots, result.prompt_firsts = pack(scoring.slots[kept]), pack(scoring.firsts[kept])
+        result.prompt_counts, result.prompt_sizes = pack(scoring.counts[kept]), pack(sizes)
+        result.prompt_logprobs = b"".join(records)
 
     def late_slots(self) -> bytes:
         """Return the column of the Result."""
@@ -136,9 +156,7 @@ class InFlightSteps:
 
     def unknown(self, slots: Int32) -> list[InFlightStep]:
         """Return those, in order, that sample for one of these slots a token that the host does not know yet."""
-        return [
-            one for one in list(self._out) if one.sampled and not one.learned and np.isin(one.sampling, slots).any()
-        ]
+        return [one for one in list(self._out) if one.sampled and not one.learned and _concerns(one, slots)]
 
     def learn(self, inflight: InFlightStep, sampled: Sampled) -> Int32:
         """Write the sampled tokens to the slots and return them; a failed draw fails the sequence."""
@@ -146,6 +164,7 @@ class InFlightSteps:
         if inflight.learned:
             return tokens
         inflight.learned = True
+        self.learn_scores(inflight)
         if inflight.late_rows is not None:
             self._take_back(inflight, inflight.late_rows)
         status = sampled.status.cpu().numpy()
@@ -165,6 +184,15 @@ class InFlightSteps:
                 self.fail(inflight, int(inflight.sampling[row]), GRAMMAR, why)
         self._record(inflight, tokens)
         return tokens
+
+    def learn_scores(self, inflight: InFlightStep) -> None:
+        """Let the sequences fail with a prompt token that has no log-probability. Changes nothing when called again."""
+        scoring, scores = inflight.scoring, inflight.scores
+        if scoring is None or scores is None or not scores.status.any():
+            return
+        of_tokens = scoring.of_tokens
+        for row in np.flatnonzero(scores.status != STATUS_FINE).tolist():
+            self.fail(inflight, int(of_tokens[row]), *WHY[int(scores.status[row])])
 
     def settle(self, inflight: InFlightStep, sampled: Sampled | None) -> tuple[Int32, Int32, Int32, list[bytes]]:
         """Return the slots, their tokens, the counts of these and the records of log-probabilities of the Result.
@@ -227,6 +255,12 @@ class InFlightSteps:
             table.settle(slots[ends][kept], known[kept])
             same = same & inflight.counting
         table.record(slots[same], positions[same], tokens[same])
+
+
+def _concerns(inflight: InFlightStep, slots: Int32) -> bool:
+    """Return whether a step samples for one of these slots, or scores tokens of its prompt."""
+    scored = inflight.scoring is not None and bool(np.isin(inflight.scoring.slots, slots).any())
+    return scored or bool(np.isin(inflight.sampling, slots).any())
 
 
 def _that_count(chunks: Chunks, tokens: Int32) -> Bool:

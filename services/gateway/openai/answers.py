@@ -26,7 +26,7 @@ from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.openai.document import errors
 from services.gateway.request import GenerationSpec
-from services.gateway.text.logprobs import Logprobs
+from services.gateway.text.logprobs import Logprobs, PromptLogprobs
 from services.gateway.text.tools.reader import CallPiece, merged
 from shared import ids
 from shared.tasks import end
@@ -40,6 +40,8 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {"type": "object"}}},
     }
 }
+THREAD_PROMPT_TOKENS = 1024
+"""The log-probabilities of more prompt tokens are written beside the event loop."""
 _IDEMPOTENCY_KEY = re.compile(r"[ -~]{1,255}")
 
 
@@ -148,11 +150,21 @@ async def collect(generation: Generation, request: Request, fingerprint: str) ->
 
 async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
     """Return the body of the answer, once the request has ended. Raise ApiError."""
+    spec = generation.spec
     texts, ids, calls, thoughts = await _run(generation)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
-    return answer(
-        generation.spec, fingerprint, texts, ids, reasons, generation.usage, generation.logprobs, calls, thoughts
-    )
+    prompts = await generation.prompt_logprobs()
+    if spec.prompt_only:
+        texts, ids = [""] * spec.choices, [[]] * spec.choices
+        reasons = [reason if reason == "deadline" else "length" for reason in reasons]
+
+    def made() -> dict[str, Any]:
+        usage, logprobs = generation.usage, generation.logprobs
+        return answer(spec, fingerprint, texts, ids, reasons, usage, logprobs, calls, thoughts, prompts)
+
+    if prompts is not None and spec.prompt_tokens > THREAD_PROMPT_TOKENS:
+        return await asyncio.to_thread(made)
+    return made()
 
 
 def answer(
@@ -165,9 +177,11 @@ def answer(
     logprobs: Logprobs | None = None,
     calls: list[list[CallPiece]] | None = None,
     thoughts: list[str] | None = None,
+    prompts: PromptLogprobs | None = None,
 ) -> dict[str, Any]:
     """Return OpenAI's completion or chat completion; with best_of, of the choices that are returned."""
     choices = []
+    listed = _listed(spec, prompts)
     for number, index in enumerate(logprobs.kept() if logprobs is not None else range(len(texts))):
         text, entry = texts[index], None if logprobs is None else logprobs.take(index)
         choice: dict[str, Any] = {"index": number, "logprobs": entry, "finish_reason": reasons[index]}
@@ -175,10 +189,14 @@ def answer(
             choice["message"] = _message(text, calls[index] if calls else [], thoughts[index] if thoughts else "")
         else:
             choice["text"] = spec.prompt_texts[index // spec.n] + text if spec.echo else text
+            if prompts is not None and spec.echo and spec.logprobs is not None:
+                choice["logprobs"] = _echoed(spec, prompts, index // spec.n, entry)
+            if listed is not None:
+                choice["prompt_logprobs"] = listed[index // spec.n]
         if spec.return_token_ids:
             choice["token_ids"] = ids[index]
         choices.append(choice)
-    return {
+    body: dict[str, Any] = {
         "id": spec.id,
         "object": "chat.completion" if spec.endpoint == "chat" else "text_completion",
         "created": spec.created,
@@ -187,6 +205,30 @@ def answer(
         "choices": choices,
         "usage": usage.body(),
     }
+    if listed is not None and spec.endpoint == "chat":
+        body["prompt_logprobs"] = listed[0]
+    return body
+
+
+def _listed(spec: GenerationSpec, prompts: PromptLogprobs | None) -> list[list[dict[str, Any] | None] | None] | None:
+    """Return `prompt_logprobs` of each prompt, None of one that a deadline ended; None where they are not wanted."""
+    if prompts is None or spec.prompt_logprobs is None:
+        return None
+    return [prompts.listed(prompt) if prompts.has(prompt) else None for prompt in range(len(spec.prompts))]
+
+
+def _echoed(
+    spec: GenerationSpec, prompts: PromptLogprobs, prompt: int, output: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return `logprobs` of an echoed prompt and the output behind it; None of a prompt that a deadline ended."""
+    if not prompts.has(prompt):
+        return None
+    columns = prompts.echoed(prompt)
+    if output is None or spec.prompt_only:
+        return columns
+    offset = len(spec.prompt_texts[prompt])
+    moved = output | {"text_offset": [offset + at for at in output["text_offset"]]}
+    return {name: column + moved[name] for name, column in columns.items()}
 
 
 def _message(text: str, calls: list[CallPiece], reasoning: str) -> dict[str, Any]:

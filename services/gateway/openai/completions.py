@@ -62,15 +62,15 @@ async def completion_spec(
     check_model(body.model, served)
     prompts, texts = await _prompts(body, model, limits)
     echo = bool(body.echo)
-    if echo and body.logprobs is not None:
-        raise invalid(
-            "echo", "echo with logprobs is not supported: the prompt's are not computed", "unsupported_parameter"
-        )
+    is_scored = body.prompt_logprobs is not None or (echo and body.logprobs is not None)
     if echo and not texts:
         texts = await decode(prompts, model, body.skip_special_tokens is not False, "prompt")
     max_tokens = body.max_tokens
-    if max_tokens == 0 and not echo:
-        raise invalid("max_tokens", "max_tokens must be at least 1; 0 is for echo only; got 0")
+    if max_tokens == 0 and not (echo or is_scored):
+        raise invalid("max_tokens", "max_tokens must be at least 1; 0 is for echo and prompt_logprobs only; got 0")
+    prompt_only = max_tokens == 0 and is_scored
+    if prompt_only:
+        max_tokens = 1  # a prompt is computed to its end with the token behind it
     longest = max(map(len, prompts))
     room = room_after(longest, limits, "prompt", needs=0 if max_tokens == 0 else 1)
     if max_tokens is None:
@@ -79,6 +79,7 @@ async def completion_spec(
     spec = generation_spec(
         body, model, limits, "completions", prompts, texts if echo else [], max_tokens, echo, request_id
     )
+    spec.prompt_only = prompt_only
     if body.model_fields_set & OUTPUT_FIELDS:
         await bind_output(spec, body, model, ToolPlan(), tenant)
     return spec

@@ -62,6 +62,9 @@ class Slots(Protocol):
     def record_bytes(self, slot: int, step: int) -> int:
         """Return the size of one token's log-probabilities of the sequence that had the slot."""
 
+    def prompt_record_bytes(self, slot: int, step: int) -> int:
+        """Return the same of a token of its prompt."""
+
 
 def check_info(info: worker_pb2.WorkerInfo, model: str) -> None:
     """Raise ContractError where Describe names another model than `model` or is out of bounds."""
@@ -123,6 +126,13 @@ def check_result(message: worker_pb2.Result, result: StepResult, vocab_size: int
         _check_errors(result, slots)
     if slots.asking or result.logprobs is not None:
         _check_logprobs(result, slots)
+    for told in result.prompt_logprobs:
+        wanted = slots.prompt_record_bytes(told.slot, result.id)
+        if len(told.records) != told.count * wanted:
+            raise ContractError(
+                f"prompt_logprobs: {len(told.records)} bytes for {told.count} tokens of slot {told.slot}, which asked "
+                f"for {wanted} each; repair the worker"
+            )
 
 
 def _check_errors(result: StepResult, slots: Slots) -> None:
