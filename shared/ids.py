@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 
-BEGINNINGS = {"completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_"}
+BEGINNINGS = {"completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_", "embeddings": "embd-"}
 
 
 def request_id(endpoint: str) -> str:

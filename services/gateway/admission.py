@@ -454,6 +454,11 @@ class Admission:
                 "request_id",
                 "request_id: a request with best_of cannot be streamed; the best choice is known at its end",
             )
+        if spec.stream and spec.pooling:
+            raise invalid(
+                "request_id",
+                f"request_id: vectors cannot be streamed; read the answer at /v1/requests/{request_id}",
+            )
         if spec.stream and spec.prompt_wanted:
             raise invalid(
                 "request_id",

@@ -67,7 +67,7 @@ class GenerationSpec:
     """One request, checked. It has len(prompts) * n choices; choice c continues prompt c // n."""
 
     id: str
-    endpoint: str  # completions | chat
+    endpoint: str  # completions | chat | embeddings
     model: str
     created: int  # seconds since the epoch
     prompts: list[list[int]]  # token ids; where `from_delivery` made the spec, their tails, unless they are scored
@@ -97,6 +97,10 @@ class GenerationSpec:
     logprobs: int | None = None  # most likely tokens returned beside each sampled one; None means no log-probabilities
     prompt_logprobs: int | None = None  # the same of the prompt's tokens; with `echo`, `logprobs` counts for them, too
     prompt_only: bool = False  # of the output, which has one token, nothing is returned
+    pooling: int = 0  # 1: the answer has vectors of the prompts, no text
+    vector_size: int = 0  # numbers of each of these
+    dimensions: int = 0  # so many of them are returned; 0 means all
+    base64: bool = False  # whether vectors are returned as base64
     keep: int = 0  # return the best `keep` of each prompt's n choices; 0 means all
     tools: ToolUse | None = None
     reasoning: str = ""  # where the prompt left the model (text/reasoning.py); empty: all text is content
@@ -118,7 +122,9 @@ class GenerationSpec:
 
     @property
     def record_bytes(self) -> int:
-        """Return the bytes of the log-probabilities of one token; 0 when the request needs none."""
+        """Return the bytes of the record of one token, log-probabilities or a vector; 0 when the request needs none."""
+        if self.pooling:
+            return 4 * self.vector_size
         return record_bytes(self.sampling.logprobs)
 
     @property

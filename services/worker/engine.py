@@ -51,6 +51,9 @@ log = logging.getLogger("orcinus.worker")
 MAX_DRAFTS = 64
 """Draft tokens of one step."""
 
+LEAST_LENGTH = 1e-12
+"""A vector is divided by no less."""
+
 STEPS_IN_FLIGHT = 2
 """Steps that may be submitted and not finished. With more, a step could need a token that was overwritten."""
 
@@ -187,6 +190,11 @@ class Engine:
         kv = "" if self.settings.kv_dtype == "auto" else f" kv {self.settings.kv_dtype}"
         return f"{self.ops.numerics(self.dtype)} {dtype} {self.settings.quantize}{kv}"
 
+    @property
+    def vector_size(self) -> int:
+        """Return how many numbers the vector of a pooled sequence has."""
+        return self.config.hidden_size
+
     def info(self) -> worker_pb2.WorkerInfo:
         """Return what Describe answers."""
         shape = self.cache.shape
@@ -216,6 +224,7 @@ class Engine:
             # Of more than two ranks the order of a sum depends on the row's place, unless the sums are to be exact.
             same_bits=self.ops.name == "cpu" and (self.parallel.tp <= 2 or self.settings.deterministic),
             numerics=self.numerics,
+            vector_size=self.vector_size,
             **self._tier.describe(self.cache, self.ops.name, self.model_hash),
         )
 
@@ -323,8 +332,8 @@ class Engine:
             inflight.begun_ns = time.monotonic_ns()
             if prepared is None:
                 logits = None
-            elif inflight.scoring is not None and self.parallel.last:
-                logits = self._score(inflight, inflight.scoring, prepared)
+            elif self.parallel.last and (inflight.scoring is not None or inflight.pooled.size):
+                logits = self._read_rows(inflight, prepared)
             else:
                 logits = self.compiled(prepared)
             if logits is not None and not self.parallel.first:
@@ -407,6 +416,8 @@ class Engine:
         if not chunks.slots.size:
             return inflight, None
         batch = table.batch(chunks)
+        if table.pooling[chunks.slots].any():
+            inflight.pooled, inflight.vector_size = np.flatnonzero(table.pooling[inflight.sampling]), self.vector_size
         inflight.scoring = table.scored_tokens(chunks)
         if inflight.scoring is not None and self.parallel.last:
             rows = inflight.scoring.rows
@@ -421,25 +432,37 @@ class Engine:
                 with self._lock:
                     self._in_flight.learn(inflight, sampled)
 
-    def _score(self, inflight: InFlightStep, scoring: ScoredTokens, prepared: Prepared) -> Tensor:
-        """Run a step's forward pass; score prompt tokens, a bounded number at once; return the logits that sample."""
-        decoder, count = self.decoder, len(scoring.tokens)
-        rows = decoder.last_rows(prepared, self.cache)
-        sampling = rows.shape[0] - count
-        at_once = max(1, SCORED_BYTES // (4 * self.config.vocab_size))
+    def _read_rows(self, inflight: InFlightStep, prepared: Prepared) -> Tensor:
+        """Run a step's forward pass; read the rows of prompt tokens to score and of vectors; return the logits that
+        sample.
+        """
+        rows = self.decoder.last_rows(prepared, self.cache)
+        sampling = len(inflight.sampling)
+        if inflight.scoring is not None:
+            self._score(inflight, inflight.scoring, rows[sampling:])
+        if inflight.pooled.size and self.parallel.samples:
+            found: list[Tensor] = []
+            self.ops.exchange(rows[:sampling], lambda last: found.append(last.float().cpu()))
+            vectors = found[0].numpy()[inflight.pooled]
+            lengths = np.sqrt((vectors.astype(np.float64) ** 2).sum(1, keepdims=True))
+            inflight.vectors = (vectors / np.maximum(lengths, LEAST_LENGTH)).astype(np.float32)
+        return self.decoder.logits(rows[:sampling])
+
+    def _score(self, inflight: InFlightStep, scoring: ScoredTokens, rows: Tensor) -> None:
+        """Score prompt tokens by the rows before them, a bounded number at once."""
+        count, at_once = len(scoring.tokens), max(1, SCORED_BYTES // (4 * self.config.vocab_size))
         parts: list[Scored] = []
         for first in range(0, count, at_once):
             end = min(first + at_once, count)
-            logits = decoder.logits(rows[sampling + first : sampling + end])
+            logits = self.decoder.logits(rows[first:end])
             if self.parallel.size > 1:
-                logits = decoder.gather_logits(logits)
+                logits = self.decoder.gather_logits(logits)
             if self.parallel.samples:
                 parts.append(self.ops.score(logits, scoring.tokens[first:end], scoring.likely))
         if self.parallel.samples:
             inflight.scores = joined_scores(parts)
             with self._lock:
                 self._in_flight.learn_scores(inflight)
-        return decoder.logits(rows[:sampling])
 
     def _sample(self, inflight: InFlightStep, logits: Tensor) -> None:
         """Begin to draw the tokens of the slots that sample, or to receive them from the rank that does."""

@@ -16,6 +16,7 @@ from kernels.ops import (
     STATUS_NOTHING_ALLOWED,
     AnyOps,
     Bool,
+    Float32,
     Int32,
     Int64,
     Pending,
@@ -25,10 +26,11 @@ from kernels.ops import (
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
 from services.worker.slots import Chunks, ScoredTokens, SlotTable
-from shared.columns import pack
+from shared.columns import pack, pack_float
 from shared.text.logprobs import pack_prompt_records, pack_record, prompt_record_bytes
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
+NO_TOKENS: Int64 = np.zeros(0, np.int64)
 
 WHY = {
     STATUS_NOT_FINITE: ("nan_logits", "the model gave logits that are not finite"),
@@ -84,6 +86,9 @@ class InFlightStep:
     sampled: Pending[Sampled] | None = None
     scoring: ScoredTokens | None = None  # prompt tokens with log-probabilities that are wanted
     scores: Scored | None = None  # these, when they are known: [T] rows
+    pooled: Int64 = field(default_factory=lambda: NO_TOKENS)  # [P] rows, of R, with a vector as their record
+    vector_size: int = 0  # of each of these
+    vectors: Float32 | None = None  # these, when they are known: [P, vector_size]
     learned: bool = False  # whether the slots know the tokens
     counts: Int32 | None = None  # of a step with drafts: by slot that samples, the tokens that count
     counting: Bool | None = None  # [R] of a step with drafts: whether the token counts
@@ -207,7 +212,7 @@ class InFlightSteps:
             return slots, slots, NO_ROWS, []
         tokens = self.learn(inflight, sampled)
         if not inflight.failed and not inflight.late and inflight.counting is None:
-            return slots, tokens, NO_ROWS, _records(sampled, inflight.logprobs)
+            return slots, tokens, NO_ROWS, _with_vectors(_records(sampled, inflight.logprobs), inflight)
         fine, counts = ~np.isin(slots, [*inflight.failed, *inflight.late]), NO_ROWS
         answered = slots[fine]
         if inflight.counting is not None and inflight.counts is not None:
@@ -215,7 +220,7 @@ class InFlightSteps:
             alive = fine[starts]
             answered, counts = slots[starts][alive], inflight.counts[alive]
             fine &= inflight.counting
-        records = _records(sampled, np.where(fine, inflight.logprobs, 0))
+        records = _with_vectors(_records(sampled, np.where(fine, inflight.logprobs, 0)), inflight)
         records = [records[row] for row in np.flatnonzero(fine).tolist()] if records else []
         return answered, tokens[fine], counts, records
 
@@ -274,6 +279,16 @@ def _that_count(chunks: Chunks, tokens: Int32) -> Bool:
     wrong: Int64 = np.cumsum(~right) - ~right  # wrong ones before each row
     counting: Bool = wrong == np.repeat(wrong[starts], draws)
     return counting
+
+
+def _with_vectors(records: list[bytes], inflight: InFlightStep) -> list[bytes]:
+    """Return the records with those of pooled rows, which are their vectors."""
+    if inflight.vectors is None:
+        return records
+    records = records or [b""] * len(inflight.sampling)
+    for row, vector in zip(inflight.pooled.tolist(), inflight.vectors, strict=True):
+        records[row] = pack_float(vector)
+    return records
 
 
 def _records(sampled: Sampled, wanted: Int32) -> list[bytes]:

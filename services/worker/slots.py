@@ -20,6 +20,8 @@ from shared.columns import unpack
 from shared.errors import ProtocolError
 
 NONE: Int32 = np.zeros(0, np.int32)
+LAST_TOKEN = 1
+"""The only pooling that there is (Enter.pooling)."""
 ANY = 1 << 32
 """Limit of a column of any int32."""
 
@@ -118,6 +120,7 @@ class SlotTable:
         self.known = np.zeros(max_seqs, np.int32)
         self.computed = np.zeros(max_seqs, np.int32)
         self.prompt = np.zeros(max_seqs, np.int32)
+        self.pooling = np.zeros(max_seqs, np.bool_)  # the record of the first token is a vector
         self.scored = np.zeros(max_seqs, np.int32)  # first prompt tokens with log-probabilities that were told before
         self.tables = np.zeros((max_seqs, self.max_blocks), np.int32)
         self.table_blocks = np.zeros(max_seqs, np.int32)
@@ -326,10 +329,13 @@ class SlotTable:
         self.computed[slot] = enter.computed
         self.prompt[slot] = enter.prompt_tokens
         self.scored[slot] = min(enter.scored, count)
+        self.pooling[slot] = enter.pooling > 0
         self.tables[slot, : len(blocks)] = blocks
         self.table_blocks[slot] = len(blocks)
         wrong = self.sampling.enter(slot, enter.sampling)
-        if wrong:
+        if enter.pooling > LAST_TOKEN:
+            self.fail(slot, "invalid_pooling", f"pooling {enter.pooling}: this worker has {LAST_TOKEN}, the last token")
+        elif wrong:
             self.fail(slot, "invalid_sampling", wrong)
         elif tokens.min() < 0 or tokens.max() >= self.vocab:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()

@@ -569,6 +569,7 @@ class Generation:
         prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
         self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
         self._text = model.text
+        self.vectors = [b""] * spec.choices  # float32, of a request with pooling
         self.logprobs = Logprobs(spec, model.text, self.choices) if spec.record_bytes else None
         self.position = position or Position([NOTHING] * spec.choices)
         self._had = [last + 1 for last in self.position.last]  # tokens that the client has as text
@@ -699,7 +700,9 @@ class Generation:
 
     def _keep_logprobs(self, row: Row, skipped: int, tokens: list[int]) -> None:
         """Keep the log-probabilities of `tokens`, those of the row that count, behind `skipped` that the client has."""
-        if self.logprobs is not None:
+        if self.spec.pooling:
+            self.vectors[row.choice] += row.logprobs
+        elif self.logprobs is not None:
             size = self.spec.record_bytes
             records = row.logprobs[size * skipped : size * (skipped + len(tokens))]
             self.logprobs.keep(row.choice, self.choices[row.choice].count - len(tokens), tokens, records)

@@ -294,8 +294,8 @@ def _response(error: ApiError) -> bytes:
 
 
 _COUNTED = OPEN_PATHS | {
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/tokenize", "/detokenize", "/version",
-    "/metrics", "/stats", "/openapi.json",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/tokenize",
+    "/detokenize", "/version", "/metrics", "/stats", "/openapi.json",
 }  # fmt: skip
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 

@@ -378,6 +378,22 @@ class ChatBody(GenerationBody, TemplateBody):
     prompt_cache_options: Any = None
 
 
+class EmbeddingsBody(Body):
+    """`POST /v1/embeddings`."""
+
+    model: str = Field(min_length=1, max_length=256)
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, lt=1 << 31)
+    user: str | None = Field(None, max_length=1024)
+
+    # Not of OpenAI
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
+    background: bool | None = None
+
+
 class TokenizeBody(TemplateBody):
     """`POST /tokenize`: a prompt, or messages."""
 
@@ -609,7 +625,9 @@ def check_model(name: str | None, served: str) -> None:
         )
 
 
-def check_choices(prompts: int, n: int, limits: Limits) -> None:
+def check_choices(prompts: int, n: int, limits: Limits, param: str = "n") -> None:
+    if prompts > limits.max_choices and param != "n":
+        raise invalid(param, f"{param} has {prompts} items; this server's limit is {limits.max_choices}")
     if prompts * n > limits.max_choices:
         raise invalid(
             "n",

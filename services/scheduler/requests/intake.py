@@ -123,6 +123,10 @@ def decode(
     prediction = unpack(wire.prediction)
     if prediction.size > MAX_PREDICTION or (prediction.size and int(prediction.min()) < 0):
         raise ValueError(f"prediction: {prediction.size} tokens, or a negative id; at most {MAX_PREDICTION} tokens")
+    if wire.pooling > 1 or (wire.pooling and (wire.max_tokens > 1 or wire.sampling.logprobs)):
+        raise ValueError(
+            f"pooling {wire.pooling}, max_tokens={wire.max_tokens}: at most 1, with one token and no logprobs"
+        )
     sampling = wire.sampling
     wrong = wrong_logprobs(sampling.logprobs) or wrong_logprobs(sampling.prompt_logprobs, "prompt_logprobs")
     if wrong:

@@ -33,6 +33,7 @@ BOUNDS = {
     "block_bytes": (0, 1 << 40),
     "highest_epoch": (0, EPOCHS - 2),
     "max_drafts": (0, 1 << 16),
+    "vector_size": (0, 1 << 16),
 }
 """Smallest and largest value of a number of Describe."""
 TABLE_TOKENS = 1 << 31

@@ -32,7 +32,9 @@ log = logging.getLogger("orcinus.scheduler")
 class InFlight:
     """Steps that were sent and not answered, in order, and which request entered which slot with which step."""
 
-    def __init__(self) -> None:
+    def __init__(self, vector_bytes: int = 0) -> None:
+        """vector_bytes: of the vector of a pooled sequence."""
+        self._vector_bytes = vector_bytes
         self.plans: dict[int, StepPlan] = {}
         # By slot, as far back as unanswered steps reach: first step, request, and the bytes of the log-probabilities of
         # an output token and of a prompt token.
@@ -52,7 +54,9 @@ class InFlight:
             sampling = None if enter.request.payload is None else enter.request.payload.sampling
             wanted = 0 if sampling is None else sampling.logprobs
             of_prompt = 0 if sampling is None or not enter.scored else sampling.prompt_logprobs
-            sizes = record_bytes(wanted), prompt_record_bytes(of_prompt)
+            is_pooled = sampling is not None and enter.request.payload.pooling > 0
+            of_output = self._vector_bytes if is_pooled else record_bytes(wanted)
+            sizes = of_output, prompt_record_bytes(of_prompt)
             entered.append((plan.id, enter.request.id, *sizes))
             if any(size for _, _, size, _ in entered):
                 self.asking.add(enter.slot)
@@ -146,7 +150,7 @@ class WorkerLoop:
         self.link = link
         self.replica = replica
         self.slots = slots
-        self.in_flight = InFlight()
+        self.in_flight = InFlight(4 * link.info.vector_size)
         self.answered = 0
         self.pace = WorkerRates()
         self.wake = asyncio.Event()  # set when there is something to plan, or room to publish

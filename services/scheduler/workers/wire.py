@@ -54,6 +54,7 @@ def _enter(enter: Enter) -> worker_pb2.Enter:
         sampling=sampling_of(enter.request.payload, enter.choice),
         tenant=enter.tenant,
         scored=enter.scored,
+        pooling=enter.request.payload.pooling,
     )
 
 

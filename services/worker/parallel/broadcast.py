@@ -56,6 +56,8 @@ class ReceivedTokens(Pending[Sampled]):
             self._inflight.late_rows = message["late"].copy()
         if "score_logprobs" in names:
             self._inflight.scores = _scores(message, names)
+        if "vectors" in names:
+            self._inflight.vectors = message["vectors"].copy()
         likely = None
         if "likely_ids" in names:
             likely = Likely(torch.from_numpy(message["likely_ids"]), torch.from_numpy(message["likely_logprobs"]))
@@ -104,6 +106,8 @@ class TokenBroadcast:
             for name in ("logprobs", "ranks", "status", "ids", "best"):
                 if f"score_{name}" in names:
                     record[f"score_{name}"] = getattr(scores, name)
+        if "vectors" in names and inflight.vectors is not None:
+            record["vectors"] = inflight.vectors
         sent = torch.from_numpy(message.view(np.uint8))
         for rank in range(self._parallel.size):
             if rank != self._parallel.rank:
@@ -156,6 +160,8 @@ def _layout(inflight: InFlightStep) -> np.dtype[np.void]:
         fields.append(("score_status", "<i4", (tokens,)))
         if likely:
             fields += [("score_ids", "<i4", (tokens, likely)), ("score_best", "<f4", (tokens, likely))]
+    if pooled := len(inflight.pooled):
+        fields.append(("vectors", "<f4", (pooled, inflight.vector_size)))
     if inflight.has_grammars:
         fields += [("grammar_errors", f"S{REASON_BYTES}", (rows,)), ("late", "?", (rows,))]
     return np.dtype(fields)

@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 from kernels.emulator.device import EmulatedDevice
 from services.worker import engine as engine_module
 from services.worker.engine import Engine
+from shared.columns import unpack_float
 from shared.text.logprobs import unpack_prompt_records, unpack_records
 from tests.engine.driver import make_engine
 from tests.kernels.cuda.programs import needs_compiler
@@ -97,6 +98,27 @@ def test_prompts_are_scored_beside_decodes_that_overlap(
         for token, row, (_, one) in zip(prompt[1:], expected, told, strict=True):
             assert one.sampled == pytest.approx(float(row[token]), abs=0.25)  # float16, logits of 30
             assert [value for _, value in one.best] == pytest.approx(row.topk(2).values.tolist(), abs=0.25)
+
+
+def test_vectors_come_beside_decodes_that_overlap(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = emulated(monkeypatch, reference.path, 3, kv_blocks=18)
+    engine.warm_up()
+    requests = [
+        in_process.request(f"r{i}", prompt, OUTPUTS if i % 2 else 1) for i, prompt in enumerate(reference.prompts)
+    ]
+    for one in requests[::2]:
+        one.payload.pooling = 1
+    recorded, _ = in_process.run(engine, requests, "orcinus", lookahead=1, step_tokens=16, prefix_cache=True)
+    assert not recorded.errors
+    model: Any = reference.model
+    for i, prompt in enumerate(reference.prompts):
+        if i % 2:
+            assert recorded.tokens[f"r{i}", 0] == reference.outputs[i]
+            continue
+        with torch.inference_mode():
+            row = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        told = unpack_float(recorded.logprobs[f"r{i}", 0])
+        assert float(told @ torch.nn.functional.normalize(row, dim=0).numpy()) > 0.999  # float16
 
 
 def test_a_grammar_is_given_the_tokens_that_the_device_keeps(

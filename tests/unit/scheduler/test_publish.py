@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -107,6 +109,15 @@ def test_more_log_probabilities_than_there_may_be_make_request_unservable() -> N
     wire.sampling.prompt_logprobs = 22
     with pytest.raises(ValueError, match="prompt_logprobs: 21 tokens"):
         decode(wire, prompts, 0, "g", Clock())
+
+
+@pytest.mark.parametrize("changes", [{"pooling": 2}, {"max_tokens": 2}, {"sampling": queue_pb2.Sampling(logprobs=1)}])
+def test_vectors_of_more_than_one_token_make_request_unservable(changes: dict[str, Any]) -> None:
+    prompts = queue_pb2.Prompts(tokens=[pack([5])])
+    fields = {"id": "a", "n": 1, "max_tokens": 1, "pooling": 1}
+    assert decode(queue_pb2.Request(**fields), prompts, 0, "g", Clock()).max_tokens == 1  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pooling"):
+        decode(queue_pb2.Request(**fields | changes), prompts, 0, "g", Clock())
 
 
 def test_a_window_keeps_the_newest_samples_of_the_last_minute() -> None:
