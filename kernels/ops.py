@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -107,6 +107,8 @@ class Batch:
     write_blocks: Int32  # [N] block that row's K and V go to
     write_offsets: Int32  # [N] and its place inside the block
     sample_rows: Int32  # [R] rows with logits wanted
+    scored: int = field(default=0, kw_only=True)
+    """How many of these, the last ones, are rows before prompt tokens to score: the pass is not a compiled one."""
 
 
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -313,6 +315,27 @@ class Sampled:
     likely: Likely | None = None  # where some row wants one
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What R given tokens have under the model's distribution, on the host: [R] columns, and [R, K] of the most likely.
+
+    ranks: how many ids have a logit at least as large as the token's. status: STATUS_*; other numbers of rows that are
+    not fine mean nothing. ids are -1 where the vocabulary has fewer than K; equal ones come in any order.
+    """
+
+    logprobs: Float32
+    ranks: Int32
+    status: Int32
+    ids: Int32
+    best: Float32
+
+
+SCORED_BYTES = 32 << 20
+"""Logits of the rows that are scored at once, at most; one row has any size."""
+FORCED = 1e30
+"""A bias that lets no other token be the largest."""
+
+
 PreparedT = TypeVar("PreparedT", bound=Prepared)
 CacheT = TypeVar("CacheT", bound=Cache)
 
@@ -499,6 +522,36 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """Sample from logits [R, V] float32, which may be overwritten. See SamplingRows for the meaning."""
 
+    def score(self, logits: Tensor, tokens: Int32, likely: int) -> Scored:
+        """Return what tokens[r] has in row r of logits [R, V] float32, which may be overwritten, and others."""
+        count = len(tokens)
+        ranks = self.ranks(logits, tokens)
+        rows = SamplingRows(
+            temperature=np.zeros(count, np.float32),
+            top_k=np.zeros(count, np.int32),
+            top_p=np.ones(count, np.float32),
+            min_p=np.zeros(count, np.float32),
+            seed=np.zeros(count, np.uint64),
+            position=np.zeros(count, np.int64),
+            want_logprob=np.ones(count, np.bool_),
+            likely=np.full(count, likely, np.int32) if likely else None,
+            # The sampler takes the token itself, and tells its log-probability under the logits without the bias.
+            bias=Sparse(np.arange(count), tokens.astype(np.int64), np.full(count, FORCED, np.float32)),
+        )
+        sampled = self.sample(logits, rows)
+        found = sampled.likely
+        return Scored(
+            logprobs=np.zeros(0, np.float32) if sampled.logprobs is None else sampled.logprobs.cpu().numpy(),
+            ranks=ranks,
+            status=sampled.status.cpu().numpy().astype(np.int32),
+            ids=np.zeros((count, 0), np.int32) if found is None else found.ids.cpu().numpy(),
+            best=np.zeros((count, 0), np.float32) if found is None else found.logprobs.cpu().numpy(),
+        )
+
+    def ranks(self, logits: Tensor, tokens: Int32) -> Int32:
+        """Return [R] how many ids of row r of logits [R, V] have at least the logit of tokens[r]."""
+        return ranks_of(logits, torch.from_numpy(tokens.astype(np.int64))).numpy()
+
     def sample_later(self, logits: Tensor, rows: SamplingRows, slots: Int32) -> Pending[Sampled]:
         """Sample with results, on the CPU, that may come later; row r's token becomes the last one of slot slots[r].
 
@@ -524,6 +577,20 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         call.
         """
         return forward
+
+
+def joined_scores(parts: Sequence[Scored]) -> Scored:
+    """Return the rows of several, at least one, one after another."""
+    columns = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("logprobs", "ranks", "status", "ids", "best")
+    )
+    return Scored(*columns)
+
+
+def ranks_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return [R] int32 as Ops.ranks, on the device of both; tokens [R] int64."""
+    return (logits >= logits.gather(1, tokens[:, None])).sum(1, dtype=torch.int32)
 
 
 AnyOps = Ops[Any, Any]

@@ -7,7 +7,9 @@ import os
 import secrets
 import socket
 
-BEGINNINGS = {"completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_", "messages": "msg_"}
+BEGINNINGS = {
+    "completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_", "messages": "msg_", "embeddings": "embd-",
+}  # fmt: skip
 
 
 def request_id(endpoint: str) -> str:

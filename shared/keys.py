@@ -72,6 +72,9 @@ class Keys:
     def logprobs(self, request_id: str, choice: int) -> str:
         return f"{self.prefix}logprobs:{request_id}:{choice}"
 
+    def prompt_logprobs(self, request_id: str, prompt: int) -> str:
+        return f"{self.prefix}prompt_logprobs:{request_id}:{prompt}"
+
     def tokens(self, gateway: str) -> str:
         return f"{self.prefix}tokens:{gateway}"
 

@@ -23,7 +23,19 @@ from kernels.cuda.graphs import Graphs, sizes_up_to
 from kernels.cuda.metadata import CudaPrepared, Staging, Work, page_columns, plan_columns, row_columns
 from kernels.cuda.planner import Planner
 from kernels.cuda.sampling import Sampler
-from kernels.ops import Attention, Batch, CacheShape, Int32, Norm, Ops, Pending, Sampled, SamplingRows, register
+from kernels.ops import (
+    Attention,
+    Batch,
+    CacheShape,
+    Int32,
+    Norm,
+    Ops,
+    Pending,
+    Sampled,
+    SamplingRows,
+    ranks_of,
+    register,
+)
 
 MOST_SLOTS = 1 << 16
 
@@ -75,7 +87,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         if graphs is None or graphs.cache is not cache:
             prepared = self._prepared(batch, cache)
         else:
-            decodes = len(batch.tokens) == len(batch.context) == len(batch.sample_rows)
+            decodes = not batch.scored and len(batch.tokens) == len(batch.context) == len(batch.sample_rows)
             graph = graphs.size_for(len(batch.tokens)) if decodes else 0
             prepared = self._prepared(batch, cache, graphs.planner, graph)
             if graph and prepared.numbers <= graphs.columns.numel():
@@ -283,6 +295,13 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return self._sampler(logits).sample(logits, rows)
+
+    def ranks(self, logits: Tensor, tokens: Int32) -> Int32:
+        of_tokens = self._put(torch.from_numpy(tokens.astype(np.int64)))
+        found = self.gpu.empty((len(tokens),), torch.int32)
+        self._main.run(lambda: found.copy_(ranks_of(logits, of_tokens)))
+        self._main.record().wait()
+        return found.cpu().numpy()
 
     def sample_later(self, logits: Tensor, rows: SamplingRows, slots: Int32) -> Pending[Sampled]:
         return self._sampler(logits).sample_later(logits, rows, slots, self._last_tokens)

@@ -454,6 +454,17 @@ class Admission:
                 "request_id",
                 "request_id: a request with best_of cannot be streamed; the best choice is known at its end",
             )
+        if spec.stream and spec.pooling:
+            raise invalid(
+                "request_id",
+                f"request_id: vectors cannot be streamed; read the answer at /v1/requests/{request_id}",
+            )
+        if spec.stream and spec.prompt_wanted:
+            raise invalid(
+                "request_id",
+                "request_id: a request with log-probabilities of its prompt cannot be streamed; "
+                f"read its answer at /v1/requests/{request_id}",
+            )
         stream = self._open_stream(spec)
         left = partial(self._background.left.add, request_id) if spec.background and not left_by else None
         generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started, position, left)

@@ -70,10 +70,10 @@ class GenerationSpec:
     """One request, checked. It has len(prompts) * n choices; choice c continues prompt c // n."""
 
     id: str
-    endpoint: str  # completions | chat
+    endpoint: str  # completions | chat | embeddings
     model: str
     created: int  # seconds since the epoch
-    prompts: list[list[int]]  # token ids; only their tails where `from_delivery` made the spec
+    prompts: list[list[int]]  # token ids; where `from_delivery` made the spec, their tails, unless they are scored
     n: int
     max_tokens: int
     sampling: queue_pb2.Sampling
@@ -98,6 +98,12 @@ class GenerationSpec:
     background: bool = False  # runs without a client
     body_sha256: bytes = b""  # of the HTTP body, where an Idempotency-Key names the request
     logprobs: int | None = None  # most likely tokens returned beside each sampled one; None means no log-probabilities
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens; with `echo`, `logprobs` counts for them, too
+    prompt_only: bool = False  # of the output, which has one token, nothing is returned
+    pooling: int = 0  # 1: the answer has vectors of the prompts, no text
+    vector_size: int = 0  # numbers of each of these
+    dimensions: int = 0  # so many of them are returned; 0 means all
+    base64: bool = False  # whether vectors are returned as base64
     keep: int = 0  # return the best `keep` of each prompt's n choices; 0 means all
     tools: ToolUse | None = None
     reasoning: str = ""  # where the prompt left the model (text/reasoning.py); empty: all text is content
@@ -119,8 +125,16 @@ class GenerationSpec:
 
     @property
     def record_bytes(self) -> int:
-        """Return the bytes of the log-probabilities of one token; 0 when the request needs none."""
+        """Return the bytes of the record of one token, log-probabilities or a vector; 0 when the request needs none."""
+        if self.pooling:
+            return 4 * self.vector_size
         return record_bytes(self.sampling.logprobs)
+
+    @property
+    def prompt_wanted(self) -> int:
+        """Return Sampling.prompt_logprobs: 1 and the most likely tokens beside each prompt token; 0 for none."""
+        asked = [self.logprobs if self.echo else None, self.prompt_logprobs]
+        return max((1 + most for most in asked if most is not None), default=0)
 
     @property
     def choices(self) -> int:
@@ -163,9 +177,13 @@ class GenerationSpec:
         return queue_pb2.Delivery(
             **{name: getattr(self, name) for name in DELIVERY_FIELDS},
             stop_ids=pack(self.stop_ids),
-            prompt_tails=[pack(tail(prompt, self.skip_special_tokens)) for prompt in self.prompts],
+            prompt_tails=[
+                pack(prompt if self.prompt_wanted else tail(prompt, self.skip_special_tokens))
+                for prompt in self.prompts
+            ],
             prompt_texts=self.prompt_texts if self.echo else [],
             logprobs=0 if self.logprobs is None else self.logprobs + 1,
+            prompt_logprobs=0 if self.prompt_logprobs is None else self.prompt_logprobs + 1,
             tools_json=b"" if self.tools is None else orjson.dumps(dataclasses.asdict(self.tools)),
         ).SerializeToString()
 
@@ -194,6 +212,7 @@ class GenerationSpec:
             sampling=queue_pb2.Sampling(logprobs=wire.logprobs or int(wire.keep > 0)),
             priority=priority,
             logprobs=wire.logprobs - 1 if wire.logprobs else None,
+            prompt_logprobs=wire.prompt_logprobs - 1 if wire.prompt_logprobs else None,
             tools=_tools(wire.tools_json),
         )
 
@@ -207,7 +226,7 @@ def _common(message: type[Message], *coded: str) -> tuple[str, ...]:
 
 
 REQUEST_FIELDS = _common(queue_pb2.Request, "prompts")
-DELIVERY_FIELDS = _common(queue_pb2.Delivery, "stop_ids", "prompt_texts", "logprobs")
+DELIVERY_FIELDS = _common(queue_pb2.Delivery, "stop_ids", "prompt_texts", "logprobs", "prompt_logprobs")
 
 
 def _tools(stored: bytes) -> ToolUse | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span
 
 
-OPERATIONS = {"chat": "chat", "completions": "text_completion"}
+OPERATIONS = {"chat": "chat", "completions": "text_completion"}  # others are called as their endpoint
 
 
 class Tracing:

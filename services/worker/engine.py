@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.cpu.backend import Compiled
 from kernels.cuda.device import Device
-from kernels.ops import Batch, Cache, CacheShape, Int32
+from kernels.ops import SCORED_BYTES, Batch, Cache, CacheShape, Int32, Prepared, Scored, joined_scores
 from protos import worker_pb2
 from services.worker.backend import choose, device_of, set_threads
 from services.worker.grammar import SlotGrammars
@@ -35,7 +35,7 @@ from services.worker.models.weights import shard_of
 from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import method_of
-from services.worker.slots import SlotTable
+from services.worker.slots import ScoredTokens, SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
 from shared.columns import pack, unpack
@@ -50,6 +50,9 @@ log = logging.getLogger("orcinus.worker")
 
 MAX_DRAFTS = 64
 """Draft tokens of one step."""
+
+LEAST_LENGTH = 1e-12
+"""A vector is divided by no less."""
 
 STEPS_IN_FLIGHT = 2
 """Steps that may be submitted and not finished. With more, a step could need a token that was overwritten."""
@@ -141,6 +144,7 @@ class Engine:
         self._take_pool(shape)
         self._compile()
         self._run_largest()
+        self._run_alone(self._warm_steps.score())
         del self.compiled  # and what it holds of the device, before the next is made
         taken = device.peak_bytes() - before - shape.blocks * shape.block_bytes
         log.info("the largest step takes %.0f MiB of the %.0f that the weights leave", taken / 2**20, free / 2**20)
@@ -186,6 +190,11 @@ class Engine:
         kv = "" if self.settings.kv_dtype == "auto" else f" kv {self.settings.kv_dtype}"
         return f"{self.ops.numerics(self.dtype)} {dtype} {self.settings.quantize}{kv}"
 
+    @property
+    def vector_size(self) -> int:
+        """Return how many numbers the vector of a pooled sequence has."""
+        return self.config.hidden_size
+
     def info(self) -> worker_pb2.WorkerInfo:
         """Return what Describe answers."""
         shape = self.cache.shape
@@ -217,6 +226,7 @@ class Engine:
             numerics=self.numerics,
             experts=mixture.experts if (mixture := self.config.mixture) else 0,
             experts_per_token=mixture.top_k if mixture else 0,
+            vector_size=self.vector_size,
             **self._tier.describe(self.cache, self.ops.name, self.model_hash),
         )
 
@@ -322,7 +332,12 @@ class Engine:
             if self.ops.overlaps:
                 marks.start = self.ops.mark()  # a device that has waited for the host until here was idle
             inflight.begun_ns = time.monotonic_ns()
-            logits = None if prepared is None else self.compiled(prepared)
+            if prepared is None:
+                logits = None
+            elif self.parallel.last and (inflight.scoring is not None or inflight.pooled.size):
+                logits = self._read_rows(inflight, prepared)
+            else:
+                logits = self.compiled(prepared)
             if logits is not None and not self.parallel.first:
                 marks.start = self.decoder.began
             marks.forwarded = self.ops.mark()
@@ -360,6 +375,7 @@ class Engine:
             errors=inflight.all_errors(),
             late_slots=inflight.late_slots(),
         )
+        inflight.write_prompt_logprobs(result)
         if self._step_log is not None:
             self._step_log.write(result, inflight.chunks)
         return result
@@ -402,6 +418,12 @@ class Engine:
         if not chunks.slots.size:
             return inflight, None
         batch = table.batch(chunks)
+        if table.pooling[chunks.slots].any():
+            inflight.pooled, inflight.vector_size = np.flatnonzero(table.pooling[inflight.sampling]), self.vector_size
+        inflight.scoring = table.scored_tokens(chunks)
+        if inflight.scoring is not None and self.parallel.last:
+            rows = inflight.scoring.rows
+            batch = dataclasses.replace(batch, sample_rows=np.append(batch.sample_rows, rows), scored=len(rows))
         table.computed_through(chunks)
         return inflight, self.decoder.local_tokens(batch)
 
@@ -411,6 +433,38 @@ class Engine:
             if inflight.sampled is not None and (sampled := inflight.sampled.wait()) is not None:
                 with self._lock:
                     self._in_flight.learn(inflight, sampled)
+
+    def _read_rows(self, inflight: InFlightStep, prepared: Prepared) -> Tensor:
+        """Run a step's forward pass; read the rows of prompt tokens to score and of vectors; return the logits that
+        sample.
+        """
+        rows = self.decoder.last_rows(prepared, self.cache)
+        sampling = len(inflight.sampling)
+        if inflight.scoring is not None:
+            self._score(inflight, inflight.scoring, rows[sampling:])
+        if inflight.pooled.size and self.parallel.samples:
+            found: list[Tensor] = []
+            self.ops.exchange(rows[:sampling], lambda last: found.append(last.float().cpu()))
+            vectors = found[0].numpy()[inflight.pooled]
+            lengths = np.sqrt((vectors.astype(np.float64) ** 2).sum(1, keepdims=True))
+            inflight.vectors = (vectors / np.maximum(lengths, LEAST_LENGTH)).astype(np.float32)
+        return self.decoder.logits(rows[:sampling])
+
+    def _score(self, inflight: InFlightStep, scoring: ScoredTokens, rows: Tensor) -> None:
+        """Score prompt tokens by the rows before them, a bounded number at once."""
+        count, at_once = len(scoring.tokens), max(1, SCORED_BYTES // (4 * self.config.vocab_size))
+        parts: list[Scored] = []
+        for first in range(0, count, at_once):
+            end = min(first + at_once, count)
+            logits = self.decoder.logits(rows[first:end])
+            if self.parallel.size > 1:
+                logits = self.decoder.gather_logits(logits)
+            if self.parallel.samples:
+                parts.append(self.ops.score(logits, scoring.tokens[first:end], scoring.likely))
+        if self.parallel.samples:
+            inflight.scores = joined_scores(parts)
+            with self._lock:
+                self._in_flight.learn_scores(inflight)
 
     def _sample(self, inflight: InFlightStep, logits: Tensor) -> None:
         """Begin to draw the tokens of the slots that sample, or to receive them from the rank that does."""

@@ -16,18 +16,21 @@ from kernels.ops import (
     STATUS_NOTHING_ALLOWED,
     AnyOps,
     Bool,
+    Float32,
     Int32,
     Int64,
     Pending,
     Sampled,
+    Scored,
 )
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
-from services.worker.slots import Chunks, SlotTable
-from shared.columns import pack
-from shared.text.logprobs import pack_record
+from services.worker.slots import Chunks, ScoredTokens, SlotTable
+from shared.columns import pack, pack_float
+from shared.text.logprobs import pack_prompt_records, pack_record, prompt_record_bytes
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
+NO_TOKENS: Int64 = np.zeros(0, np.int64)
 
 WHY = {
     STATUS_NOT_FINITE: ("nan_logits", "the model gave logits that are not finite"),
@@ -81,6 +84,11 @@ class InFlightStep:
     peers: list[int] = field(default_factory=list)  # new peers of the step with a host tier that can be read
     begun_ns: int = 0  # time.monotonic_ns() when the device was given it
     sampled: Pending[Sampled] | None = None
+    scoring: ScoredTokens | None = None  # prompt tokens with log-probabilities that are wanted
+    scores: Scored | None = None  # these, when they are known: [T] rows
+    pooled: Int64 = field(default_factory=lambda: NO_TOKENS)  # [P] rows, of R, with a vector as their record
+    vector_size: int = 0  # of each of these
+    vectors: Float32 | None = None  # these, when they are known: [P, vector_size]
     learned: bool = False  # whether the slots know the tokens
     counts: Int32 | None = None  # of a step with drafts: by slot that samples, the tokens that count
     counting: Bool | None = None  # [R] of a step with drafts: whether the token counts
@@ -104,6 +112,23 @@ class InFlightStep:
         """Return the generation of one of the chunks' slots; None for a slot that has no chunk here."""
         at = np.flatnonzero(self.chunks.slots == slot)
         return int(self.generations[at[0]]) if at.size else None
+
+    def write_prompt_logprobs(self, result: worker_pb2.Result) -> None:
+        """Write the columns of the Result for prompt tokens, without those of sequences that failed."""
+        scoring, scores = self.scoring, self.scores
+        if scoring is None or scores is None:
+            return
+        kept = ~np.isin(scoring.slots, list(self.failed))
+        ends = np.cumsum(scoring.counts)
+        records, sizes = [], []
+        for at in kept.nonzero()[0].tolist():
+            part, wanted = slice(ends[at] - scoring.counts[at], ends[at]), int(scoring.wanted[at])
+            ids, best = scores.ids[part, : wanted - 1], scores.best[part, : wanted - 1]
+            records.append(pack_prompt_records(scores.logprobs[part], scores.ranks[part], ids, best))
+            sizes.append(prompt_record_bytes(wanted))
+        result.prompt_slots, result.prompt_firsts = pack(scoring.slots[kept]), pack(scoring.firsts[kept])
+        result.prompt_counts, result.prompt_sizes = pack(scoring.counts[kept]), pack(sizes)
+        result.prompt_logprobs = b"".join(records)
 
     def late_slots(self) -> bytes:
         """Return the column of the Result."""
@@ -136,9 +161,7 @@ class InFlightSteps:
 
     def unknown(self, slots: Int32) -> list[InFlightStep]:
         """Return those, in order, that sample for one of these slots a token that the host does not know yet."""
-        return [
-            one for one in list(self._out) if one.sampled and not one.learned and np.isin(one.sampling, slots).any()
-        ]
+        return [one for one in list(self._out) if one.sampled and not one.learned and _concerns(one, slots)]
 
     def learn(self, inflight: InFlightStep, sampled: Sampled) -> Int32:
         """Write the sampled tokens to the slots and return them; a failed draw fails the sequence."""
@@ -146,6 +169,7 @@ class InFlightSteps:
         if inflight.learned:
             return tokens
         inflight.learned = True
+        self.learn_scores(inflight)
         if inflight.late_rows is not None:
             self._take_back(inflight, inflight.late_rows)
         status = sampled.status.cpu().numpy()
@@ -166,6 +190,15 @@ class InFlightSteps:
         self._record(inflight, tokens)
         return tokens
 
+    def learn_scores(self, inflight: InFlightStep) -> None:
+        """Let the sequences fail with a prompt token that has no log-probability. Changes nothing when called again."""
+        scoring, scores = inflight.scoring, inflight.scores
+        if scoring is None or scores is None or not scores.status.any():
+            return
+        of_tokens = scoring.of_tokens
+        for row in np.flatnonzero(scores.status != STATUS_FINE).tolist():
+            self.fail(inflight, int(of_tokens[row]), *WHY[int(scores.status[row])])
+
     def settle(self, inflight: InFlightStep, sampled: Sampled | None) -> tuple[Int32, Int32, Int32, list[bytes]]:
         """Return the slots, their tokens, the counts of these and the records of log-probabilities of the Result.
 
@@ -179,7 +212,7 @@ class InFlightSteps:
             return slots, slots, NO_ROWS, []
         tokens = self.learn(inflight, sampled)
         if not inflight.failed and not inflight.late and inflight.counting is None:
-            return slots, tokens, NO_ROWS, _records(sampled, inflight.logprobs)
+            return slots, tokens, NO_ROWS, _with_vectors(_records(sampled, inflight.logprobs), inflight)
         fine, counts = ~np.isin(slots, [*inflight.failed, *inflight.late]), NO_ROWS
         answered = slots[fine]
         if inflight.counting is not None and inflight.counts is not None:
@@ -187,7 +220,7 @@ class InFlightSteps:
             alive = fine[starts]
             answered, counts = slots[starts][alive], inflight.counts[alive]
             fine &= inflight.counting
-        records = _records(sampled, np.where(fine, inflight.logprobs, 0))
+        records = _with_vectors(_records(sampled, np.where(fine, inflight.logprobs, 0)), inflight)
         records = [records[row] for row in np.flatnonzero(fine).tolist()] if records else []
         return answered, tokens[fine], counts, records
 
@@ -229,6 +262,12 @@ class InFlightSteps:
         table.record(slots[same], positions[same], tokens[same])
 
 
+def _concerns(inflight: InFlightStep, slots: Int32) -> bool:
+    """Return whether a step samples for one of these slots, or scores tokens of its prompt."""
+    scored = inflight.scoring is not None and bool(np.isin(inflight.scoring.slots, slots).any())
+    return scored or bool(np.isin(inflight.sampling, slots).any())
+
+
 def _that_count(chunks: Chunks, tokens: Int32) -> Bool:
     """Return [R] which of the drawn tokens count: those before which every draft was drawn."""
     draws = chunks.draws
@@ -240,6 +279,16 @@ def _that_count(chunks: Chunks, tokens: Int32) -> Bool:
     wrong: Int64 = np.cumsum(~right) - ~right  # wrong ones before each row
     counting: Bool = wrong == np.repeat(wrong[starts], draws)
     return counting
+
+
+def _with_vectors(records: list[bytes], inflight: InFlightStep) -> list[bytes]:
+    """Return the records with those of pooled rows, which are their vectors."""
+    if inflight.vectors is None:
+        return records
+    records = records or [b""] * len(inflight.sampling)
+    for row, vector in zip(inflight.pooled.tolist(), inflight.vectors, strict=True):
+        records[row] = pack_float(vector)
+    return records
 
 
 def _records(sampled: Sampled, wanted: Int32) -> list[bytes]:

@@ -48,6 +48,7 @@ class SamplingTable:
         self.repetition = np.ones(max_seqs, np.float32)
         self.penalised = np.zeros(max_seqs, np.bool_)
         self.logprobs = np.zeros(max_seqs, np.int32)  # as in the message
+        self.prompt_logprobs = np.zeros(max_seqs, np.int32)
         self.has_grammar = np.zeros(max_seqs, np.bool_)
         self._has_ids = np.zeros(max_seqs, np.bool_)
         self._ids: dict[int, SlotIds] = {}
@@ -72,6 +73,7 @@ class SamplingTable:
             message.presence_penalty or message.frequency_penalty or message.repetition_penalty not in (0.0, 1.0)
         )
         self.logprobs[slot] = min(message.logprobs, MOST + 1)
+        self.prompt_logprobs[slot] = min(message.prompt_logprobs, MOST + 1)
         self.has_grammar[slot] = bool(message.grammar)
         self._has_ids[slot] = bool(message.bias_ids or message.banned_ids or message.stop_ids)
         try:
@@ -158,7 +160,7 @@ def _wrong_number(message: worker_pb2.Sampling) -> str:
         return "temperature and repetition_penalty cannot be negative"
     if not 0 <= message.top_p <= 1 or not 0 <= message.min_p <= 1:
         return f"top_p {message.top_p} and min_p {message.min_p} must lie in 0..1"
-    return wrong_logprobs(message.logprobs)
+    return wrong_logprobs(message.logprobs) or wrong_logprobs(message.prompt_logprobs, "prompt_logprobs")
 
 
 def _history(rows: Int64, slots: Int32, known: Int32, prompt: Int32, tokens: Int32) -> Sparse:

@@ -20,6 +20,8 @@ from shared.columns import unpack
 from shared.errors import ProtocolError
 
 NONE: Int32 = np.zeros(0, np.int32)
+LAST_TOKEN = 1
+"""The only pooling that there is (Enter.pooling)."""
 ANY = 1 << 32
 """Limit of a column of any int32."""
 
@@ -70,6 +72,31 @@ class Chunks:
         return counting(self.draws)
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Prompt tokens with log-probabilities that a step gives.
+
+    [P] columns of slots, then [T] columns of their tokens, those of one slot one after another.
+    """
+
+    slots: Int32
+    firsts: Int32  # position of the first token of each slot
+    counts: Int32
+    wanted: Int32  # as Sampling.prompt_logprobs
+    rows: Int32  # of the batch: the row before each token
+    tokens: Int32
+
+    @property
+    def of_tokens(self) -> Int32:
+        """Return [T] the slot of each token."""
+        return np.repeat(self.slots, self.counts)
+
+    @property
+    def likely(self) -> int:
+        """Return how many most likely tokens are found of each row."""
+        return int(self.wanted.max()) - 1
+
+
 def counting(counts: Int32) -> Int32:
     """Return 0, 1, ... of counts[i] numbers each, for all i in order."""
     before = np.cumsum(counts, dtype=np.int32) - counts
@@ -93,6 +120,8 @@ class SlotTable:
         self.known = np.zeros(max_seqs, np.int32)
         self.computed = np.zeros(max_seqs, np.int32)
         self.prompt = np.zeros(max_seqs, np.int32)
+        self.pooling = np.zeros(max_seqs, np.bool_)  # the record of the first token is a vector
+        self.scored = np.zeros(max_seqs, np.int32)  # first prompt tokens with log-probabilities that were told before
         self.tables = np.zeros((max_seqs, self.max_blocks), np.int32)
         self.table_blocks = np.zeros(max_seqs, np.int32)
         self.active = np.zeros(max_seqs, np.bool_)
@@ -142,6 +171,29 @@ class SlotTable:
             write_blocks=self.tables[row_slot, positions // self.block_size],
             write_offsets=positions % self.block_size,
             sample_rows=sample_rows,
+        )
+
+    def scored_tokens(self, chunks: Chunks) -> ScoredTokens | None:
+        """Return the prompt tokens with log-probabilities that the chunks give; None without any."""
+        wanted = self.sampling.prompt_logprobs[chunks.slots]
+        if not wanted.any():
+            return None
+        slots, starts = chunks.slots, chunks.starts
+        firsts = np.maximum(starts + 1, self.scored[slots])
+        counts = np.minimum(starts + chunks.lengths + 1, self.prompt[slots]) - firsts
+        which = (wanted > 0) & (counts > 0)
+        if not which.any():
+            return None
+        before = np.cumsum(chunks.lengths, dtype=np.int32) - chunks.lengths
+        firsts, counts = firsts[which], counts[which]
+        positions = np.repeat(firsts, counts) + counting(counts)
+        return ScoredTokens(
+            slots=slots[which],
+            firsts=firsts,
+            counts=counts,
+            wanted=wanted[which],
+            rows=np.repeat((before - starts)[which], counts) + positions - 1,
+            tokens=self.tokens[np.repeat(slots[which], counts), positions],
         )
 
     def outputs(self, slot: int) -> Int32:
@@ -276,10 +328,14 @@ class SlotTable:
         self.known[slot] = count
         self.computed[slot] = enter.computed
         self.prompt[slot] = enter.prompt_tokens
+        self.scored[slot] = min(enter.scored, count)
+        self.pooling[slot] = enter.pooling > 0
         self.tables[slot, : len(blocks)] = blocks
         self.table_blocks[slot] = len(blocks)
         wrong = self.sampling.enter(slot, enter.sampling)
-        if wrong:
+        if enter.pooling > LAST_TOKEN:
+            self.fail(slot, "invalid_pooling", f"pooling {enter.pooling}: this worker has {LAST_TOKEN}, the last token")
+        elif wrong:
             self.fail(slot, "invalid_sampling", wrong)
         elif tokens.min() < 0 or tokens.max() >= self.vocab:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()

@@ -12,6 +12,7 @@ import numpy as np
 
 from protos import worker_pb2
 from shared.columns import pack
+from shared.text.logprobs import MOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,13 @@ class WarmUp:
         if len(lengths) < self.seqs and self.step_tokens % self.chunk:
             lengths.append(self.step_tokens % self.chunk)
         return self._step(lengths, 0), sum(lengths)
+
+    def score(self) -> worker_pb2.Step:
+        """Return the step of `prefill`, in which all prompt tokens have log-probabilities."""
+        step, _ = self.prefill()
+        for enter in step.enters:
+            enter.sampling.prompt_logprobs, enter.scored = MOST + 1, 1
+        return step
 
     def decode(self, blocks: int) -> worker_pb2.Step:
         """Return a step in which every slot decodes, with contexts that together fill a pool of so many blocks."""

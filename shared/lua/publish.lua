@@ -5,7 +5,8 @@
 --       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens, finish or 0, tokens at the end),
 --       started (id),
 --       ended (id, stream, entry, finish of each choice, prompt tokens, tokens of each choice, error),
---       logprobs (id, choice, byte offset, records)
+--       logprobs (id, choice, byte offset, records); and, only where there are any, a sixth:
+--       log-probabilities of prompts (id, prompt, byte offset, records)
 -- Returns id and choice of each output record that is too short for what was to be written behind it, as after the loss of
 -- Redis's last writes. Nothing is written there, and a request with such a record does not end: the caller writes all
 -- tokens and calls again.
@@ -115,6 +116,7 @@ local function finish_request(id, stream, entry, given, prompt, lengths, failure
   for index, length in ipairs(counts) do
     trim(prefix .. 'out:' .. id .. ':' .. index - 1, length, kept)
     redis.call('PEXPIRE', prefix .. 'logprobs:' .. id .. ':' .. index - 1, kept)
+    redis.call('PEXPIRE', prefix .. 'prompt_logprobs:' .. id .. ':' .. index - 1, kept)
   end
   delete_entry(KEYS[2], stream, group, entry)
   redis.call('DEL', prefix .. 'prompt:' .. id)
@@ -138,17 +140,24 @@ for _ = 1, tonumber(arg()) do
   finish_request(id, stream, entry, given, tonumber(arg()), arg(), arg())
 end
 
--- Log-probabilities of the tokens above. More records than tokens in `out` do no harm: readers count by the tokens.
-for _ = 1, tonumber(arg()) do
-  local id, choice, offset, records = arg(), arg(), arg(), arg()
+local function write_records(name)
+  local id, number, offset, records = arg(), arg(), arg(), arg()
   local state = redis.call('HGET', prefix .. 'req:' .. id, 'state')
   if state then
-    local key = prefix .. 'logprobs:' .. id .. ':' .. choice
+    local key = prefix .. name .. id .. ':' .. number
     -- A hole would be read as figures; a reader that lacks records ends with an error.
     if redis.call('STRLEN', key) >= tonumber(offset) then
       redis.call('SETRANGE', key, offset, records)
       redis.call('PEXPIRE', key, state == 'finished' and kept or live)
     end
   end
+end
+
+-- Log-probabilities of the tokens above. More records than tokens in `out` do no harm: readers count by the tokens.
+for _ = 1, tonumber(arg()) do
+  write_records('logprobs:')
+end
+for _ = 1, tonumber(arg() or 0) do
+  write_records('prompt_logprobs:')
 end
 return short

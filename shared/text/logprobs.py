@@ -1,5 +1,8 @@
 """The record of one token's log-probabilities, as gRPC and Redis carry it and `logprobs:{id}:{choice}` keeps it.
 
+A prompt record, in `prompt_logprobs:{id}:{prompt}`, has the token's rank before it, as int32: how many tokens of the
+vocabulary are at least as likely.
+
 Little-endian: the log-probability of the sampled token as float32, the k most likely ids as int32 (-1 if the vocabulary
 has fewer), and their log-probabilities as float32; best first, equal ones by id. `wanted` is k + 1 in every message, so
 0 means none.
@@ -37,11 +40,20 @@ def record_bytes(wanted: int) -> int:
     return 4 * (2 * wanted - 1) if wanted else 0
 
 
-def wrong_number(wanted: int) -> str:
+def prompt_record_bytes(wanted: int) -> int:
+    """Return the size of one prompt token's record in bytes; 0 without log-probabilities.
+
+    >>> [prompt_record_bytes(wanted) for wanted in (0, 1, 6)]
+    [0, 8, 48]
+    """
+    return record_bytes(wanted) + 4 if wanted else 0
+
+
+def wrong_number(wanted: int, name: str = "logprobs") -> str:
     """Return the problem of a request's number of tokens; empty if there is none."""
     if wanted <= MOST + 1:
         return ""
-    return f"logprobs: {wanted - 1} tokens besides the sampled one; ask for at most {MOST}"
+    return f"{name}: {wanted - 1} tokens besides the sampled one; ask for at most {MOST}"
 
 
 def pack_record(sampled: float, ids: Columns, logprobs: Columns) -> bytes:
@@ -68,6 +80,27 @@ def unpack_records(records: bytes, wanted: int) -> list[TokenLogprobs]:
         TokenLogprobs(logprob, [pair for pair in zip(row, values, strict=True) if pair[0] >= 0])
         for logprob, row, values in zip(sampled.tolist(), ids.tolist(), best.tolist(), strict=True)
     ]
+
+
+def pack_prompt_records(logprobs: Float32, ranks: Int32, ids: Int32, best: Float32) -> bytes:
+    """Return the records of prompt tokens, one after another. logprobs, ranks: [T]; ids, best: [T, k], in any order."""
+    order = np.lexsort((ids, -best), axis=-1)
+    columns = (
+        ranks.reshape(-1, 1).astype("<i4"),
+        logprobs.reshape(-1, 1).astype("<f4").view("<i4"),
+        np.take_along_axis(ids, order, -1).astype("<i4"),
+        np.take_along_axis(best, order, -1).astype("<f4").view("<i4"),
+    )
+    return np.concatenate(columns, 1).tobytes()
+
+
+def unpack_prompt_records(records: bytes, wanted: int) -> list[tuple[int, TokenLogprobs]]:
+    """Return rank and log-probabilities of consecutive prompt records. Raises ValueError if the last is incomplete."""
+    if not records:
+        return []
+    rows = np.frombuffer(records, np.uint8).reshape(-1, prompt_record_bytes(wanted))
+    ranks: Int32 = rows[:, :4].copy().view("<i4")[:, 0]
+    return list(zip(ranks.tolist(), unpack_records(rows[:, 4:].tobytes(), wanted), strict=True))
 
 
 def split_records(records: bytes, sizes: Int32, rows: int) -> npt.NDArray[np.object_]:

@@ -13,7 +13,18 @@ from torch import Tensor
 
 from kernels import ops as kernel_ops
 from kernels.cuda.backend import CudaOps
-from kernels.ops import ACTIVATIONS, AnyOps, Attention, Cache, CacheShape, Groups, Norm, Routing
+from kernels.ops import (
+    ACTIVATIONS,
+    STATUS_FINE,
+    STATUS_NOT_FINITE,
+    AnyOps,
+    Attention,
+    Cache,
+    CacheShape,
+    Groups,
+    Norm,
+    Routing,
+)
 from tests.kernels.sequences import Float64, Sequences, chunk, close, demand_width, in_its_types, new_cache, random
 from tests.kernels.sequences import ops as ops  # the fixture
 
@@ -79,6 +90,22 @@ def test_linear_and_logits_are_products_however_the_weight_comes(
         found = ops.logits(x, packed)
         assert found.dtype == torch.float32
         close(found, exact + f64(bias), dtype)
+
+
+@pytest.mark.parametrize("likely", [0, 3])
+def test_scores_are_log_softmax_rank_and_best(ops: AnyOps, likely: int) -> None:
+    logits = 4 * random((9, 64), 3, torch.float32)
+    logits[4] = 1.0  # all alike
+    logits[7, 20] = torch.nan
+    tokens = np.arange(9, dtype=np.int32) * 7
+    scored = ops.score(logits.clone().to(ops.device), tokens, likely)
+    fine, every = [row for row in range(9) if row != 7], f64(logits)
+    every -= np.log(np.exp(every).sum(1, keepdims=True))
+    np.testing.assert_allclose(scored.logprobs[fine], every[fine, tokens[fine]], atol=1e-5)
+    np.testing.assert_allclose(scored.best[fine], -np.sort(-every[fine])[:, :likely], atol=1e-5)
+    assert scored.ids.shape == scored.best.shape == (9, likely)
+    assert scored.ranks[fine].tolist() == [int((logits[row] >= logits[row, tokens[row]]).sum()) for row in fine]
+    assert scored.status.tolist() == [STATUS_FINE] * 7 + [STATUS_NOT_FINITE, STATUS_FINE]
 
 
 def test_a_weight_of_too_few_rows_is_refused(ops: AnyOps) -> None:

@@ -51,6 +51,10 @@ class Recorded:
         self.closed: list[str] = []
         self.away = False
         self.unwritten: list[Callable[[], None]] = []
+        self.records: list[bytes] = []  # of each prompt
+
+    async def prompt_logprobs(self, request_id: str, prompts: int) -> list[bytes]:
+        return self.records
 
     def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
         self.stops.append((choice, at_token))

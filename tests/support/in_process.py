@@ -32,6 +32,8 @@ class Recorded:
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     finish: dict[tuple[str, int], Finish] = field(default_factory=dict)
     logprobs: dict[tuple[str, int], bytes] = field(default_factory=dict)  # records (shared/text/logprobs.py)
+    prompt_logprobs: dict[tuple[str, int], bytes] = field(default_factory=dict)  # records, by request and prompt
+    scored: dict[tuple[str, int], int] = field(default_factory=dict)  # tokens of the prompt that were told
     errors: list[str] = field(default_factory=list)
 
     def take(self, outcome: Outcome | None) -> None:
@@ -55,6 +57,11 @@ class Recorded:
                     raise AssertionError(f"{at} ended twice")
                 self.finish[at] = Finish(int(outcome.finish[row]))
         self.errors += outcome.errors.values()
+        for name, prompt, first, count, records in outcome.prompt_logprobs:
+            if first != self.scored.get((name, prompt), 1):
+                raise AssertionError(f"prompt {prompt} of {name}: token {first} was scored out of order")
+            self.scored[name, prompt] = first + count
+            self.prompt_logprobs[name, prompt] = self.prompt_logprobs.get((name, prompt), b"") + records
 
 
 def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **sampling: float | bytes) -> NewRequest:
@@ -66,7 +73,13 @@ def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **samplin
         setattr(wire.sampling, field_name, value)
     wire.prompts.tokens.append(pack(prompt))
     return NewRequest(
-        id=name, prompts=[np.array(prompt, np.int32)], max_tokens=max_tokens, n=n, gateway="gateway-0", payload=wire
+        id=name,
+        prompts=[np.array(prompt, np.int32)],
+        max_tokens=max_tokens,
+        n=n,
+        gateway="gateway-0",
+        payload=wire,
+        scored=[1] if wire.sampling.prompt_logprobs else None,
     )
 
 

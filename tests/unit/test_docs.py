@@ -161,6 +161,7 @@ def names_that_exist() -> set[str]:
         HIDDEN_BY,
         "HF_HOME", "HF_HUB_OFFLINE",  # huggingface_hub's own
         "SSL_CERT_FILE",  # OpenSSL's own
+        "OPENAI_API_KEY",  # lm-evaluation-harness's own
         "REDISCLI_AUTH",  # redis-cli's own
         "ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL",  # of Anthropic's clients
     }  # fmt: skip

@@ -521,6 +521,20 @@ class Dispatcher:
         record, rows = await self.ask(question)
         self.decoded(stream.request_id, record, lambda found: fill(stream, found, rows))
 
+    async def prompt_logprobs(self, request_id: str, prompts: int) -> list[bytes]:
+        """Return the records of the log-probabilities of each prompt; empty without any. Raise ApiError(503)."""
+        keys = [self._keys.prompt_logprobs(request_id, prompt) for prompt in range(prompts)]
+
+        async def question() -> list[Any]:
+            pipe: Any = self._redis.pipeline(transaction=False)
+            for key in keys:
+                pipe.get(key)
+            replies: list[Any] = await pipe.execute(raise_on_error=False)
+            return replies
+
+        replies = await self.ask(question)
+        return [self._letters.read(key, reply or b"", bytes) or b"" for key, reply in zip(keys, replies, strict=True)]
+
     # The working task
 
     async def _work(self) -> None:

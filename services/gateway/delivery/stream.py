@@ -31,7 +31,7 @@ from services.gateway.errors import (
 )
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
-from services.gateway.text.logprobs import Logprobs
+from services.gateway.text.logprobs import Logprobs, PromptLogprobs
 from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.stop import StopMatcher
 from services.gateway.text.tokenizer import ModelText
@@ -540,6 +540,8 @@ class Commands(Protocol):
 
     def close(self, stream: RequestStream, cancel_reason: str = "") -> None: ...
 
+    async def prompt_logprobs(self, request_id: str, prompts: int) -> list[bytes]: ...
+
 
 class Generation:
     """A request in flight. `close` must be called once, however it ends."""
@@ -578,6 +580,8 @@ class Generation:
         self.failure: ApiError | None = None
         prompts = [spec.prompts[index // spec.n] for index in range(spec.choices)]
         self.choices = [ChoiceText(spec, model, prompt, index) for index, prompt in enumerate(prompts)]
+        self._text = model.text
+        self.vectors = [b""] * spec.choices  # float32, of a request with pooling
         self.logprobs = Logprobs(spec, model.text, self.choices) if spec.record_bytes else None
         self.position = position or Position([NOTHING] * spec.choices)
         self._had = [last + 1 for last in self.position.last]  # tokens that the client has as text
@@ -592,10 +596,28 @@ class Generation:
     @property
     def usage(self) -> Usage:
         stream, tokens = self.stream, sum(choice.count for choice in self.choices)
+        if self.spec.prompt_only:
+            tokens = 0
         thought = sum(choice.reasoning_tokens for choice in self.choices) if self.spec.reasoning else None
         # Of each prompt's first choice: later ones may find what it has computed.
         cached = sum(stream.cached.get(choice, 0) for choice in range(0, self.spec.choices, self.spec.n))
         return Usage(self.spec.prompt_tokens, tokens, stream.accepted, stream.rejected, thought, cached)
+
+    async def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Return the log-probabilities of the prompts, once the request has ended; None where none are wanted.
+
+        Raise ApiError for records that are not whole.
+        """
+        spec = self.spec
+        if not spec.prompt_wanted:
+            return None
+        records = await self._commands.prompt_logprobs(spec.id, len(spec.prompts))
+        found = PromptLogprobs(spec, self._text, records)
+        for prompt in range(len(spec.prompts)):
+            reasons = [choice.finish_reason for choice in self.choices[prompt * spec.n : (prompt + 1) * spec.n]]
+            if not found.has(prompt) and "deadline" not in reasons:
+                raise broken_record()
+        return found
 
     def end_at(self, when: float) -> None:
         """End the request as past its deadline at time.monotonic() `when`, unless it has ended: a client that set one
@@ -694,7 +716,9 @@ class Generation:
 
     def _keep_logprobs(self, row: Row, skipped: int, tokens: list[int]) -> None:
         """Keep the log-probabilities of `tokens`, those of the row that count, behind `skipped` that the client has."""
-        if self.logprobs is not None:
+        if self.spec.pooling:
+            self.vectors[row.choice] += row.logprobs
+        elif self.logprobs is not None:
             size = self.spec.record_bytes
             records = row.logprobs[size * skipped : size * (skipped + len(tokens))]
             self.logprobs.keep(row.choice, self.choices[row.choice].count - len(tokens), tokens, records)

@@ -297,7 +297,7 @@ def _response(error: ApiError, path: str) -> bytes:
 
 _COUNTED = OPEN_PATHS | {
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics", "/stats", "/openapi.json",
+    "/v1/embeddings", "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics", "/stats", "/openapi.json",
 }  # fmt: skip
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 

@@ -26,7 +26,16 @@ FINAL = "triton_final_response"
 MOST_DIMENSIONS = 8
 MOST_ELEMENTS = 1 << 16
 """Of a tensor; more than any server's limit of choices. Both bound the work before a request has been checked."""
-OVER_HTTP = ("model", "prompt", "stream_options", "return_token_ids", "logprobs", "best_of", "background")
+OVER_HTTP = (
+    "model",
+    "prompt",
+    "stream_options",
+    "return_token_ids",
+    "logprobs",
+    "prompt_logprobs",
+    "best_of",
+    "background",
+)
 """Fields of `/v1/completions` that have another form here, or none."""
 
 

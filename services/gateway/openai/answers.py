@@ -8,6 +8,7 @@ far has. The client may continue from there at any gateway. A client that leaves
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import logging
 import re
@@ -15,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
+import numpy as np
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,13 +24,14 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import NOTHING, PREAMBLE, Delta, Generation, Position, Row, Usage
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import ApiError, broken_record, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.openai.document import errors
 from services.gateway.request import GenerationSpec
-from services.gateway.text.logprobs import Logprobs
+from services.gateway.text.logprobs import Logprobs, PromptLogprobs
 from services.gateway.text.tools.reader import CallPiece, merged
 from shared import ids
+from shared.columns import pack_float, unpack_float
 from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
@@ -40,6 +43,8 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {"schema": {"type": "object"}}},
     }
 }
+THREAD_PROMPT_TOKENS = 1024
+"""The log-probabilities of more prompt tokens are written beside the event loop."""
 _IDEMPOTENCY_KEY = re.compile(r"[ -~]{1,255}")
 
 
@@ -152,11 +157,23 @@ async def collect(
 
 async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
     """Return the body of the answer, once the request has ended. Raise ApiError."""
+    spec = generation.spec
     texts, ids, calls, thoughts = await _run(generation)
+    if spec.pooling:
+        return vectors_answer(spec, generation.vectors)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
-    return answer(
-        generation.spec, fingerprint, texts, ids, reasons, generation.usage, generation.logprobs, calls, thoughts
-    )
+    prompts = await generation.prompt_logprobs()
+    if spec.prompt_only:
+        texts, ids = [""] * spec.choices, [[]] * spec.choices
+        reasons = [reason if reason == "deadline" else "length" for reason in reasons]
+
+    def made() -> dict[str, Any]:
+        usage, logprobs = generation.usage, generation.logprobs
+        return answer(spec, fingerprint, texts, ids, reasons, usage, logprobs, calls, thoughts, prompts)
+
+    if prompts is not None and spec.prompt_tokens > THREAD_PROMPT_TOKENS:
+        return await asyncio.to_thread(made)
+    return made()
 
 
 def answer(
@@ -169,9 +186,11 @@ def answer(
     logprobs: Logprobs | None = None,
     calls: list[list[CallPiece]] | None = None,
     thoughts: list[str] | None = None,
+    prompts: PromptLogprobs | None = None,
 ) -> dict[str, Any]:
     """Return OpenAI's completion or chat completion; with best_of, of the choices that are returned."""
     choices = []
+    listed = _listed(spec, prompts)
     for number, index in enumerate(logprobs.kept() if logprobs is not None else range(len(texts))):
         text, entry = texts[index], None if logprobs is None else logprobs.take(index)
         choice: dict[str, Any] = {"index": number, "logprobs": entry, "finish_reason": reasons[index]}
@@ -179,10 +198,14 @@ def answer(
             choice["message"] = _message(text, calls[index] if calls else [], thoughts[index] if thoughts else "")
         else:
             choice["text"] = spec.prompt_texts[index // spec.n] + text if spec.echo else text
+            if prompts is not None and spec.echo and spec.logprobs is not None:
+                choice["logprobs"] = _echoed(spec, prompts, index // spec.n, entry)
+            if listed is not None:
+                choice["prompt_logprobs"] = listed[index // spec.n]
         if spec.return_token_ids:
             choice["token_ids"] = ids[index]
         choices.append(choice)
-    return {
+    body: dict[str, Any] = {
         "id": spec.id,
         "object": "chat.completion" if spec.endpoint == "chat" else "text_completion",
         "created": spec.created,
@@ -191,6 +214,46 @@ def answer(
         "choices": choices,
         "usage": usage.body(),
     }
+    if listed is not None and spec.endpoint == "chat":
+        body["prompt_logprobs"] = listed[0]
+    return body
+
+
+def vectors_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
+    """Return the body of `/v1/embeddings`. stored: the vector of each prompt, float32. Raise ApiError for a gap."""
+    data = []
+    for index, vector in enumerate(stored):
+        if len(vector) != spec.record_bytes:
+            raise broken_record()
+        numbers = unpack_float(vector)
+        if spec.dimensions:
+            numbers = numbers[: spec.dimensions]
+            numbers = (numbers / max(float(np.sqrt((numbers.astype(np.float64) ** 2).sum())), 1e-12)).astype(np.float32)
+        told = base64.b64encode(pack_float(numbers)).decode() if spec.base64 else numbers.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": told})
+    usage = {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
+    return {"id": spec.id, "object": "list", "created": spec.created, "model": spec.model, "data": data, "usage": usage}
+
+
+def _listed(spec: GenerationSpec, prompts: PromptLogprobs | None) -> list[list[dict[str, Any] | None] | None] | None:
+    """Return `prompt_logprobs` of each prompt, None of one that a deadline ended; None where they are not wanted."""
+    if prompts is None or spec.prompt_logprobs is None:
+        return None
+    return [prompts.listed(prompt) if prompts.has(prompt) else None for prompt in range(len(spec.prompts))]
+
+
+def _echoed(
+    spec: GenerationSpec, prompts: PromptLogprobs, prompt: int, output: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return `logprobs` of an echoed prompt and the output behind it; None of a prompt that a deadline ended."""
+    if not prompts.has(prompt):
+        return None
+    columns = prompts.echoed(prompt)
+    if output is None or spec.prompt_only:
+        return columns
+    offset = len(spec.prompt_texts[prompt])
+    moved = output | {"text_offset": [offset + at for at in output["text_offset"]]}
+    return {name: column + moved[name] for name, column in columns.items()}
 
 
 def _message(text: str, calls: list[CallPiece], reasoning: str) -> dict[str, Any]:

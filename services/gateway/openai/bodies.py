@@ -34,7 +34,7 @@ from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.columns import pack, pack_float
 from shared.text.logprobs import MOST as MOST_LOGPROBS
-from shared.text.logprobs import record_bytes
+from shared.text.logprobs import prompt_record_bytes, record_bytes
 
 MAX_PATTERN_CHARS = 16 * 1024
 MAX_CHOICES = 1024
@@ -304,6 +304,9 @@ class GenerationBody(StructuredBody):
     background: bool | None = None
     speculate: bool | None = Field(None, description="false: guess no next tokens; no token depends on it")
     prediction: Prediction | None = None  # of OpenAI's chat
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="of each prompt token and so many of the most likely ones"
+    )
 
 
 class CompletionBody(GenerationBody):
@@ -374,6 +377,22 @@ class ChatBody(GenerationBody, TemplateBody):
     web_search_options: Any = None
     moderation: Any = None
     prompt_cache_options: Any = None
+
+
+class EmbeddingsBody(Body):
+    """`POST /v1/embeddings`."""
+
+    model: str = Field(min_length=1, max_length=256)
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, lt=1 << 31)
+    user: str | None = Field(None, max_length=1024)
+
+    # Not of OpenAI
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
+    background: bool | None = None
 
 
 class TokenizeBody(TemplateBody):
@@ -543,6 +562,8 @@ def _check_shape(value: Any, place: str, param: str | None) -> None:
 
 MOST_RECORD_BYTES = 64 << 20
 """What the log-probabilities of one request may take in Redis."""
+MOST_PROMPT_RECORD_BYTES = 8 << 20
+"""What those of its prompts may take; in the answer they take up to nine times as much."""
 
 
 def requested_logprobs(body: GenerationBody) -> int | None:
@@ -584,6 +605,23 @@ def check_records(choices: int, max_tokens: int, wanted: int) -> None:
         )
 
 
+def check_prompt_records(spec: GenerationSpec) -> None:
+    """Raise ApiError for log-probabilities of prompts that are streamed, or take too much."""
+    if not (wanted := spec.prompt_wanted):
+        return
+    field = "echo" if spec.prompt_logprobs is None else "prompt_logprobs"
+    if spec.stream:
+        text = "stream cannot be combined with log-probabilities of the prompt, which come in one answer"
+        raise invalid("stream", f"{text}; leave stream out, or {field}")
+    if (size := spec.prompt_tokens * prompt_record_bytes(wanted)) > MOST_PROMPT_RECORD_BYTES:
+        raise invalid(
+            field,
+            f"log-probabilities of {spec.prompt_tokens} prompt tokens and {wanted - 1} others beside each may take "
+            f"{size / 2**20:.1f} MiB of Redis; a request gets at most {MOST_PROMPT_RECORD_BYTES >> 20}: send fewer or "
+            f"shorter prompts, or ask for fewer most likely tokens",
+        )
+
+
 COPIED = GenerationBody.model_fields.keys() & {field.name for field in dataclasses.fields(GenerationSpec)} - {
     "n",
     "max_tokens",
@@ -603,7 +641,9 @@ def check_model(name: str | None, served: str) -> None:
         )
 
 
-def check_choices(prompts: int, n: int, limits: Limits) -> None:
+def check_choices(prompts: int, n: int, limits: Limits, param: str = "n") -> None:
+    if prompts > limits.max_choices and param != "n":
+        raise invalid(param, f"{param} has {prompts} items; this server's limit is {limits.max_choices}")
     if prompts * n > limits.max_choices:
         raise invalid(
             "n",
@@ -690,7 +730,7 @@ def generation_spec(
             )
     eos = [] if body.ignore_eos else model.eos_ids
     given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
-    return GenerationSpec(
+    spec = GenerationSpec(
         **given,
         id=request_id or ids.request_id(endpoint),
         endpoint=endpoint,
@@ -707,6 +747,9 @@ def generation_spec(
         logprobs=logprobs,
         keep=keep,
     )
+    check_prompt_records(spec)
+    spec.sampling.prompt_logprobs = spec.prompt_wanted
+    return spec
 
 
 def _sampling(body: GenerationBody, model: ModelText, logprobs: int) -> queue_pb2.Sampling:

@@ -60,17 +60,18 @@ async def completion_spec(
     Raise ApiError.
     """
     check_model(body.model, served)
-    prompts, texts = await _prompts(body, model, limits)
+    special = body.add_special_tokens is not False
+    prompts, texts = await read_prompts(body.prompt, "prompt", requested_choices(body)[0], special, model, limits)
     echo = bool(body.echo)
-    if echo and body.logprobs is not None:
-        raise invalid(
-            "echo", "echo with logprobs is not supported: the prompt's are not computed", "unsupported_parameter"
-        )
+    is_scored = body.prompt_logprobs is not None or (echo and body.logprobs is not None)
     if echo and not texts:
         texts = await decode(prompts, model, body.skip_special_tokens is not False, "prompt")
     max_tokens = body.max_tokens
-    if max_tokens == 0 and not echo:
-        raise invalid("max_tokens", "max_tokens must be at least 1; 0 is for echo only; got 0")
+    if max_tokens == 0 and not (echo or is_scored):
+        raise invalid("max_tokens", "max_tokens must be at least 1; 0 is for echo and prompt_logprobs only; got 0")
+    prompt_only = max_tokens == 0 and is_scored
+    if prompt_only:
+        max_tokens = 1  # a prompt is computed to its end with the token behind it
     longest = max(map(len, prompts))
     room = room_after(longest, limits, "prompt", needs=0 if max_tokens == 0 else 1)
     if max_tokens is None:
@@ -79,6 +80,7 @@ async def completion_spec(
     spec = generation_spec(
         body, model, limits, "completions", prompts, texts if echo else [], max_tokens, echo, request_id
     )
+    spec.prompt_only = prompt_only
     if body.model_fields_set & OUTPUT_FIELDS:
         await bind_output(spec, body, model, ToolPlan(), tenant)
     return spec
@@ -89,9 +91,11 @@ async def encode_text(text: str, model: ModelText, limits: Limits, add_special_t
     return (await _encode([text], model, limits, add_special_tokens))[0]
 
 
-async def _encode(texts: list[str], model: ModelText, limits: Limits, add_special_tokens: bool) -> list[list[int]]:
+async def _encode(
+    texts: list[str], model: ModelText, limits: Limits, add_special_tokens: bool, field: str = "prompt"
+) -> list[list[int]]:
     for text in texts:
-        check_length(len(text) // model.longest, limits, "prompt")
+        check_length(len(text) // model.longest, limits, field)
 
     def work() -> list[list[int]]:
         return [model.encode(text, add_special_tokens) for text in texts]
@@ -99,7 +103,7 @@ async def _encode(texts: list[str], model: ModelText, limits: Limits, add_specia
     try:
         return work() if model.is_quick(sum(map(len, texts))) else await asyncio.to_thread(work)
     except TokenizerError as error:
-        raise untokenizable("prompt", error) from error
+        raise untokenizable(field, error) from error
 
 
 async def decode(sequences: list[list[int]], model: ModelText, skip_special: bool, param: str) -> list[str]:
@@ -114,9 +118,12 @@ async def decode(sequences: list[list[int]], model: ModelText, skip_special: boo
         raise untokenizable(param, error) from error
 
 
-async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tuple[list[list[int]], list[str]]:
-    """Return token ids of every prompt and, when prompts were texts, the texts."""
-    prompt = body.prompt
+async def read_prompts(
+    prompt: Any, field: str, n: int, add_special_tokens: bool, model: ModelText, limits: Limits
+) -> tuple[list[list[int]], list[str]]:
+    """Return token ids of every prompt in a field of a body and, when prompts were texts, the texts. n: the choices of
+    each. Raise ApiError(400).
+    """
     if isinstance(prompt, str):
         texts = [prompt]
     elif isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
@@ -124,30 +131,29 @@ async def _prompts(body: CompletionBody, model: ModelText, limits: Limits) -> tu
     else:
         size = sum(len(item) if isinstance(item, list) else 1 for item in prompt) if isinstance(prompt, list) else 0
         if size > THREAD_TOKENS:
-            return await asyncio.to_thread(_token_prompts, prompt, model), []
-        return _token_prompts(prompt, model), []
-    check_choices(len(texts), requested_choices(body)[0], limits)
-    special = body.add_special_tokens is not False
-    encoded = await _encode(texts, model, limits, special)
+            return await asyncio.to_thread(_token_prompts, prompt, field, model), []
+        return _token_prompts(prompt, field, model), []
+    check_choices(len(texts), n, limits, "n" if field == "prompt" else field)
+    encoded = await _encode(texts, model, limits, add_special_tokens, field)
     for index, tokens in enumerate(encoded):
         if not tokens:
-            name = "prompt" if len(texts) == 1 else f"prompt[{index}]"
-            raise invalid("prompt", f"{name} is empty: it has no token; got {shown(texts[index])}")
+            name = field if len(texts) == 1 else f"{field}[{index}]"
+            raise invalid(field, f"{name} is empty: it has no token; got {shown(texts[index])}")
     return encoded, texts
 
 
-def _token_prompts(prompt: Any, model: ModelText) -> list[list[int]]:
+def _token_prompts(prompt: Any, field: str, model: ModelText) -> list[list[int]]:
     if not isinstance(prompt, list) or not prompt:
-        raise invalid("prompt", f"prompt must be text, texts, token ids or lists of token ids; got {shown(prompt)}")
+        raise invalid(field, f"{field} must be text, texts, token ids or lists of token ids; got {shown(prompt)}")
     lists = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
     for index, tokens in enumerate(lists):
-        name = "prompt" if lists[0] is prompt else f"prompt[{index}]"
+        name = field if lists[0] is prompt else f"{field}[{index}]"
         if not tokens:
-            raise invalid("prompt", f"{name} is empty")
+            raise invalid(field, f"{name} is empty")
         for at, token in enumerate(tokens):
             if type(token) is not int or not 0 <= token < model.vocab_size:
                 raise invalid(
-                    "prompt",
+                    field,
                     f"{name}[{at}] must be a token id from 0 to {model.vocab_size - 1}; got {shown(token)}",
                 )
     return lists

@@ -124,7 +124,8 @@ async def result(
         return None
     spec = dispatcher.decoded(request_id, record, partial(GenerationSpec.from_record, request_id))
     stream = RequestStream(request_id, spec.choices)
-    generation = Generation(spec, model, stream, _Silent(), _UNCOUNTED, time.monotonic())
+    records = await dispatcher.prompt_logprobs(request_id, len(spec.prompts)) if spec.prompt_wanted else []
+    generation = Generation(spec, model, stream, _Silent(records), _UNCOUNTED, time.monotonic())
     await dispatcher.read(stream)
     if not stream.done:  # it expired just now
         return None
@@ -144,6 +145,13 @@ def _form_of(request_id: str, forms: Mapping[str, Form]) -> Form | None:
 
 class _Silent:
     """Commands of a generation that repeats a finished request: none is sent."""
+
+    def __init__(self, records: list[bytes]) -> None:
+        """records: of the log-probabilities of each prompt."""
+        self._records = records
+
+    async def prompt_logprobs(self, request_id: str, prompts: int) -> list[bytes]:
+        return self._records
 
     def stop_choice(self, request_id: str, choice: int, at_token: int, written: Callable[[], None]) -> None:
         written()

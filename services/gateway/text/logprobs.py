@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from services.gateway.request import GenerationSpec
 from services.gateway.text.detokenizer import TokenText
-from shared.text.logprobs import TokenLogprobs, unpack_records
+from shared.text.logprobs import TokenLogprobs, prompt_record_bytes, unpack_prompt_records, unpack_records
 
 LEAST = -9999.0
 """The log-probability of an impossible token, as OpenAI sends it: JSON has no number for minus infinity."""
@@ -90,33 +90,96 @@ class Logprobs:
         ]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return OpenAI's form of one token in a chat."""
         piece = self._text.piece(token)
         return {"token": piece.decode("utf-8", "replace"), "logprob": _number(logprob), "bytes": list(piece)}
 
     def _columns(self, choice: int, held: _Held, found: list[TokenLogprobs]) -> dict[str, Any]:
-        names = [self._name(token) for token in held.tokens]
-        return {
-            "tokens": names,
-            "token_logprobs": [_number(one.sampled) for one in found],
-            "top_logprobs": [self._named(one.best, name, one.sampled) for name, one in zip(names, found, strict=True)],
-            "text_offset": self._choices[choice].offsets[held.first : held.first + len(names)],
-        }
+        offsets = self._choices[choice].offsets
+        return _columns(self._text, held.tokens, found, offsets[held.first : held.first + len(held.tokens)])
 
-    def _named(self, best: list[tuple[int, float]], sampled: str, logprob: float) -> dict[str, float]:
-        """Return the best and the sampled one, most likely first; of tokens that are the same text the most likely."""
-        named: dict[str, float] = {}
-        for token, value in best:
-            named.setdefault(self._name(token), _number(value))
-        named.setdefault(sampled, _number(logprob))
-        return named
 
-    def _name(self, token: int) -> str:
-        """Return a unique name of a token: its text, its bytes where those are no text, its id without bytes."""
-        piece = self._text.piece(token)
-        try:
-            return piece.decode() or f"token_id:{token}"
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+class PromptLogprobs:
+    """The log-probabilities of the prompts of one request."""
+
+    def __init__(self, spec: GenerationSpec, text: TokenText, records: Sequence[bytes]) -> None:
+        """records: of each prompt, as `prompt_logprobs:{id}:{prompt}` keeps them."""
+        self._spec = spec
+        self._text = text
+        self._records = records
+
+    def has(self, prompt: int) -> bool:
+        """Return whether every token of a prompt but the first has its record."""
+        size = prompt_record_bytes(self._spec.prompt_wanted)
+        return len(self._records[prompt]) == size * (len(self._spec.prompts[prompt]) - 1)
+
+    def echoed(self, prompt: int) -> dict[str, list[Any]]:
+        """Return `logprobs` of a completion for its echoed prompt; the first token has none."""
+        tokens, most = self._spec.prompts[prompt], self._spec.logprobs or 0
+        found = [TokenLogprobs(one.sampled, one.best[:most]) for _, one in self._found(prompt)]
+        columns = _columns(self._text, tokens[1:], found, self._offsets(tokens))
+        first: dict[str, Any] = {"tokens": _name(self._text, tokens[0]), "text_offset": 0}
+        return {name: [first.get(name), *column] for name, column in columns.items()}
+
+    def listed(self, prompt: int) -> list[dict[str, Any] | None]:
+        """Return vLLM's `prompt_logprobs`: of each token itself and the most likely ones by id; None for the first."""
+        tokens, most = self._spec.prompts[prompt], self._spec.prompt_logprobs or 0
+        listed: list[dict[str, Any] | None] = [None]
+        for token, (rank, one) in zip(tokens[1:], self._found(prompt), strict=True):
+            entry = {str(token): self._entry(token, one.sampled, rank)}
+            for place, (other, logprob) in enumerate(one.best[:most], 1):
+                entry.setdefault(str(other), self._entry(other, logprob, place))
+            listed.append(entry)
+        return listed
+
+    def _found(self, prompt: int) -> list[tuple[int, TokenLogprobs]]:
+        tokens = self._spec.prompts[prompt][1:]
+        found = unpack_prompt_records(self._records[prompt], self._spec.prompt_wanted)
+        return [(rank, _agreeing(one, token)) for token, (rank, one) in zip(tokens, found, strict=True)]
+
+    def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        piece = self._text.piece(token).decode("utf-8", "replace")
+        return {"logprob": _number(logprob), "rank": rank, "decoded_token": piece}
+
+    def _offsets(self, tokens: list[int]) -> list[int]:
+        """Return where in the text of a prompt its second token and each later one begins."""
+        detokenizer, length, offsets = self._text.start([], self._spec.skip_special_tokens), 0, []
+        for token in tokens[:-1]:
+            length += len(detokenizer.feed(token))
+            offsets.append(length)
+        return offsets
+
+
+def _columns(
+    text: TokenText, tokens: Sequence[int], found: Sequence[TokenLogprobs], offsets: Sequence[int]
+) -> dict[str, list[Any]]:
+    """Return `logprobs` of a completion."""
+    names = [_name(text, token) for token in tokens]
+    rows = zip(names, found, strict=True)
+    return {
+        "tokens": names,
+        "token_logprobs": [_number(one.sampled) for one in found],
+        "top_logprobs": [_named(text, one.best, name, one.sampled) for name, one in rows],
+        "text_offset": list(offsets),
+    }
+
+
+def _named(text: TokenText, best: list[tuple[int, float]], sampled: str, logprob: float) -> dict[str, float]:
+    """Return the best and the sampled one, most likely first; of tokens that are the same text the most likely."""
+    named: dict[str, float] = {}
+    for token, value in best:
+        named.setdefault(_name(text, token), _number(value))
+    named.setdefault(sampled, _number(logprob))
+    return named
+
+
+def _name(text: TokenText, token: int) -> str:
+    """Return a unique name of a token: its text, its bytes where those are no text, its id without bytes."""
+    piece = text.piece(token)
+    try:
+        return piece.decode() or f"token_id:{token}"
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 def _agreeing(one: TokenLogprobs, token: int) -> TokenLogprobs:

@@ -61,6 +61,7 @@ class ModelText:
         config = {**config, **(config.get("text_config") or {})}
 
         self.max_model_len = _context(directory, config)
+        self.vector_size = _vector_size(config)
         self.vocab_size = int(config.get("vocab_size") or self.tokenizer.get_vocab_size())
         if not 0 < self.vocab_size <= MOST_ID:
             path = directory / "config.json"
@@ -175,6 +176,12 @@ def _context(directory: Path, config: dict[str, Any]) -> int:
     if (kind := config.get("model_type")) in CONTEXTS:
         return CONTEXTS[kind]
     raise ModelError(f"{directory / 'config.json'} has no max_position_embeddings")
+
+
+def _vector_size(config: dict[str, Any]) -> int:
+    """Return the numbers of a row of the last layer; 0 where config.json does not say."""
+    found = (config.get(name) for name in ("hidden_size", "n_embd", "n_embed"))
+    return next((size for size in found if isinstance(size, int) and size > 0), 0)
 
 
 def _read_json(directory: Path, name: str, required: str | None = None) -> dict[str, Any]:

@@ -293,7 +293,8 @@ class Admission:
                 self._set_aside(step, sequence)
                 continue
             key = prefix_cache.next_key(sequence, blocks)
-            if key in starting:  # ready at once: it is looked up again when the first one has its slot
+            if key in starting and sequence.is_scored:
+                # Ready at once: it is looked up again when the first one has its slot.
                 prefix_cache.ready.append(sequence)
                 self._set_aside(step, sequence)
                 continue
@@ -451,4 +452,5 @@ def _enter(slot: int, sequence: Sequence, blocks: Int32, computed: int) -> Enter
     if sequence.cached < 0:
         sequence.cached = computed
     record, prompt = sequence.record, sequence.prompt.size
-    return Enter(slot, record.request, sequence.choice, sequence.tokens(), prompt, computed, blocks, record.tenant)
+    tokens, scored = sequence.tokens(), sequence.scored
+    return Enter(slot, record.request, sequence.choice, tokens, prompt, computed, blocks, record.tenant, scored)

@@ -80,11 +80,12 @@ class OutcomeBuilder:
 
     rows: list[Row] = field(default_factory=list)
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[str, int, int, int, bytes]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     ended: list[FinishedRequest] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.rows or self.checkpoints or self.started or self.ended)
+        return bool(self.rows or self.checkpoints or self.prompt_logprobs or self.started or self.ended)
 
     def row(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
         """Add the end of `sequence` without a further token; its index is that of the token it would have got."""
@@ -107,6 +108,7 @@ class OutcomeBuilder:
     def build(self, columns: Columns | None = None) -> Outcome:
         """Return the Outcome, rows sorted by gateway. Lists of a steady step are shared by Outcomes: read only."""
         outcome = Outcome(checkpoints=self.checkpoints, started=self.started, ended=self.ended)
+        outcome.prompt_logprobs = self.prompt_logprobs
         if columns is not None:
             delivery = columns.delivery
             outcome.requests, outcome.gateways, outcome.choices = delivery.requests, delivery.gateways, delivery.choices

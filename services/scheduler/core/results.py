@@ -18,7 +18,7 @@ from services.scheduler.core.placement.router import Router
 from services.scheduler.core.replica import Replica, SentStep
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.table import Bool, RowIndex, ramp
-from services.scheduler.core.types import EMPTY, Finish, Int32, Outcome, Records, Rows, StepResult
+from services.scheduler.core.types import EMPTY, Finish, Int32, Outcome, PromptLogprobs, Records, Rows, StepResult
 from services.scheduler.core.waiting import WaitingQueue
 
 _NONE: npt.NDArray[np.uint8] = np.zeros(4096, np.uint8)
@@ -128,6 +128,8 @@ class Results:
                     self._append_departed(replica, step, row, int(tokens[at]), record, now_ns, out)
             samples = samples & present
             rows = rows[present[rows]]
+        for scores in result.prompt_logprobs:
+            self._scored(replica, step, scores, out)
         columns = None
         if rows.size:
             columns = self._tokens(replica, step, rows, samples, tokens, spans, logprobs, now_ns, out)
@@ -175,6 +177,35 @@ class Results:
                 table.filled[slot] = end
                 if replica.prefix_cache is not None:
                     replica.prefix_cache.filled(slot, end)
+
+    @staticmethod
+    def _scored(replica: Replica, step: SentStep, scores: PromptLogprobs, out: OutcomeBuilder) -> None:
+        """Publish log-probabilities of a prompt, each token's once: a recomputed token has its first ones.
+
+        Raises ValueError for tokens that the sequence has not, that it told nothing before of, or of another slot.
+        """
+        if not (step.slots == scores.slot).any():
+            raise ValueError(f"the result of step {step.id} scores a prompt of slot {scores.slot}, which has no chunk")
+        is_present = replica.table.generation[scores.slot] <= step.id
+        sequence: Sequence | None = (
+            replica.table.sequence[scores.slot] if is_present else replica.owner(scores.slot, step.id)
+        )
+        if sequence is None or sequence.state is State.ENDED:
+            return
+        end = scores.first + scores.count
+        if not 0 < scores.first <= sequence.scored or not scores.first < end <= sequence.prompt.size:
+            raise ValueError(
+                f"the result of step {step.id} scores tokens {scores.first} to {end - 1} of slot {scores.slot}, which "
+                f"has {sequence.prompt.size} and lacks those from {sequence.scored} on"
+            )
+        if end <= sequence.scored:
+            return
+        size = len(scores.records) // scores.count
+        records = scores.records[(sequence.scored - scores.first) * size :]
+        request = sequence.record.request
+        prompt, count = sequence.choice // request.n, end - sequence.scored
+        out.prompt_logprobs.append((request.id, prompt, sequence.scored, count, records))
+        sequence.scored = end
 
     @staticmethod
     def _answered(replica: Replica, step: SentStep, result: StepResult) -> Rows:

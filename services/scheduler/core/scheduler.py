@@ -190,9 +190,10 @@ class Scheduler:
             keys = hasher.keys(prompt, request.salt) if hasher else NO_KEYS  # here, as it is no part of an iteration
             for choice in range(number * request.n, (number + 1) * request.n):
                 outputs = request.outputs[choice] if request.outputs else EMPTY
-                record.sequences.append(
-                    Sequence(record, choice, self._sequences, prompt, outputs, prefix=PrefixState(keys))
-                )
+                sequence = Sequence(record, choice, self._sequences, prompt, outputs, prefix=PrefixState(keys))
+                if request.scored is not None and choice == number * request.n:
+                    sequence.scored = request.scored[number]
+                record.sequences.append(sequence)
                 self._sequences += 1
         record.left = len(record.sequences)
         out = self.collector()

@@ -86,6 +86,7 @@ class Sequence:
     checkpointed: int = 0  # outputs that a checkpoint has carried
     checkpoint_ns: int = 0
     last_token_ns: int = 0  # when it got its last token; 0: none yet
+    scored: int = 0  # first prompt tokens with log-probabilities that were published; 0: none are wanted
     cached: int = -1  # prompt tokens with KV when a worker first heard of it; -1: none has yet
     lost: int = 0  # tokens with KV that it gave up when it left its slot
     saved: SavedKV | None = None  # its KV, while it is swapped out
@@ -95,6 +96,11 @@ class Sequence:
     @property
     def priority(self) -> int:
         return self.record.request.priority
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether all log-probabilities of its prompt are published that are wanted."""
+        return not 0 < self.scored < self.prompt.size
 
     @property
     def swapped(self) -> bool:

@@ -65,6 +65,9 @@ class NewRequest:
     payload: Any = None  # opaque; comes back in Enter (the service keeps sampling here)
     speculate: bool = True  # whether its next tokens may be guessed
     prediction: Int32 = field(default_factory=lambda: EMPTY)  # what its output probably is
+    # Per prompt, how many of its first tokens have recorded log-probabilities: 1 at first, as the very first has none.
+    # None: none are wanted. The first choice of each prompt computes them.
+    scored: list[int] | None = None
     outputs: list[Int32] | None = None  # per choice, tokens already produced (after a restart)
     recorded: list[int] | None = None  # per choice, how many of them a checkpoint has carried; None: all
     finished: list[Finish] | None = None  # per choice, RUNNING where it still has to run
@@ -86,6 +89,7 @@ class Enter:
     computed: int  # tokens with KV in `blocks` already
     blocks: Int32
     tenant: int = 0  # interned
+    scored: int = 0  # as Sequence.scored
 
 
 @dataclass(slots=True)
@@ -126,6 +130,16 @@ class StepPlan:
 
 
 @dataclass(slots=True)
+class PromptLogprobs:
+    """The records of some tokens of one prompt, which the core only passes on."""
+
+    slot: int
+    first: int  # position of the first of them
+    count: int
+    records: bytes  # all of one size
+
+
+@dataclass(slots=True)
 class StepResult:
     """A worker's answer; the wire form is worker.proto's Result."""
 
@@ -135,6 +149,7 @@ class StepResult:
     tokens: Int32  # one slot after another
     token_counts: Int32 | None = None  # by slot: 1 and the drafts that were right; None: one token each
     logprobs: Records | None = None  # one per token, empty for requests without logprobs; None if there are none
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     swap_out_acks: Int32 = field(default_factory=lambda: EMPTY)
     swap_in_acks: Int32 = field(default_factory=lambda: EMPTY)
     errors: list[tuple[int, str, str]] = field(default_factory=list)  # slot, code, message
@@ -177,6 +192,8 @@ class Outcome:
     errors: dict[int, str] = field(default_factory=dict)  # row -> message
     cached: dict[int, int] = field(default_factory=dict)  # row of a first token -> prompt tokens from the prefix cache
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)  # id, choice, first index, tokens
+    # Request, prompt, position of the first token, number of tokens, and their records.
+    prompt_logprobs: list[tuple[str, int, int, int, bytes]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)  # requests that got their first slot
     ended: list[FinishedRequest] = field(default_factory=list)
 

@@ -24,6 +24,7 @@ from shared.columns import unpack
 from shared.dead_letters import DeadLetters, integer, remove_foreign, text
 from shared.keys import CLASSES, GROUP, Keys
 from shared.redis_client import BLOCK_MS, GONE, WRONG_TYPE, Scripts, Value
+from shared.text.logprobs import prompt_record_bytes
 from shared.text.logprobs import wrong_number as wrong_logprobs
 from shared.token_batches import decode_batch
 
@@ -122,7 +123,13 @@ def decode(
     prediction = unpack(wire.prediction)
     if prediction.size > MAX_PREDICTION or (prediction.size and int(prediction.min()) < 0):
         raise ValueError(f"prediction: {prediction.size} tokens, or a negative id; at most {MAX_PREDICTION} tokens")
-    if wrong := wrong_logprobs(wire.sampling.logprobs):
+    if wire.pooling > 1 or (wire.pooling and (wire.max_tokens > 1 or wire.sampling.logprobs)):
+        raise ValueError(
+            f"pooling {wire.pooling}, max_tokens={wire.max_tokens}: at most 1, with one token and no logprobs"
+        )
+    sampling = wire.sampling
+    wrong = wrong_logprobs(sampling.logprobs) or wrong_logprobs(sampling.prompt_logprobs, "prompt_logprobs")
+    if wrong:
         raise ValueError(wrong)
     return NewRequest(
         id=wire.id,
@@ -143,6 +150,7 @@ def decode(
         salt=wire.cache_salt,
         speculate=wire.speculate and not wire.sampling.grammar,  # a mask behind a guess would be late
         prediction=prediction,
+        scored=[1] * len(arrays) if sampling.prompt_logprobs else None,
         payload=wire,
     )
 
@@ -349,7 +357,26 @@ class Intake:
             request.begun = bool(started)
             if started:  # written with its first tokens at the latest
                 gateways |= {request.gateway, *(read(key, former or b"", _names) or [])}
+        await self._restore_scored([item.request for item in claimed if item.request.scored is not None])
         return gateways
+
+    async def _restore_scored(self, requests: list[NewRequest]) -> None:
+        """Restore how many tokens of each prompt have log-probabilities in their records."""
+        pipe = self._redis.pipeline(transaction=False)
+        keys = [
+            self._keys.prompt_logprobs(request.id, prompt)
+            for request in requests
+            for prompt in range(len(request.prompts))
+        ]
+        for key in keys:
+            pipe.strlen(key)
+        sizes = zip(keys, await pipe.execute(raise_on_error=False) if keys else [], strict=True)
+        for request in requests:
+            record = prompt_record_bytes(request.payload.sampling.prompt_logprobs)
+            request.scored = [
+                min(prompt.size, 1 + (self._letters.read(*next(sizes), int) or 0) // record)
+                for prompt in request.prompts
+            ]
 
 
 def _request(fields: dict[bytes, bytes]) -> queue_pb2.Request:

@@ -130,6 +130,7 @@ def arguments(
     started: list[Value] = []
     ended: list[Value] = []
     logprobs: list[Value] = []
+    of_prompts: list[Value] = []
     counts = [0, 0, 0, 0]
     for request_id, choice, tokens in again or []:
         checkpoints += [request_id, choice, 0, pack(tokens), 0, 0]
@@ -147,6 +148,8 @@ def arguments(
             counts[1] += 1
         if outcome.logprobs is not None:
             logprobs += records(outcome)
+        for request_id, prompt, first, count, told in outcome.prompt_logprobs:
+            of_prompts += [request_id, prompt, (first - 1) * (len(told) // count), told]
         started += outcome.started
         counts[2] += len(outcome.started)
         for finished in outcome.ended:
@@ -158,7 +161,7 @@ def arguments(
     # fmt: off
     return [
         *head, counts[0], *entries, counts[1], *checkpoints, counts[2], *started, counts[3], *ended,
-        len(logprobs) // 4, *logprobs,
+        len(logprobs) // 4, *logprobs, *([len(of_prompts) // 4, *of_prompts] if of_prompts else []),
     ]
     # fmt: on
 
@@ -188,6 +191,7 @@ def written_keys(keys: Keys, outcomes: list[Outcome]) -> dict[str, str]:
         types |= dict.fromkeys(map(keys.req, {*names, *outcome.started, *(each.id for each in ended)}), "hash")
         for name, choice in choices:
             types |= {keys.out(name, choice): "string", keys.logprobs(name, choice): "string"}
+        types |= {keys.prompt_logprobs(each[0], each[1]): "string" for each in outcome.prompt_logprobs}
     return types
 
 
@@ -230,7 +234,8 @@ class Publisher:
         """Queue an outcome that has something to write."""
         if outcome is None:
             return
-        if outcome.requests or outcome.checkpoints or outcome.started or outcome.ended:
+        has_rows = outcome.requests or outcome.checkpoints or outcome.prompt_logprobs
+        if has_rows or outcome.started or outcome.ended:
             self._waiting.append((step, outcome))
             self.put_count += 1
             self._more.set()

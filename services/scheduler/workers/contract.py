@@ -35,6 +35,7 @@ BOUNDS = {
     "max_drafts": (0, 1 << 16),
     "experts": (0, 1 << 16),
     "experts_per_token": (0, 1 << 16),
+    "vector_size": (0, 1 << 16),
 }
 """Smallest and largest value of a number of Describe."""
 TABLE_TOKENS = 1 << 31
@@ -63,6 +64,9 @@ class Slots(Protocol):
 
     def record_bytes(self, slot: int, step: int) -> int:
         """Return the size of one token's log-probabilities of the sequence that had the slot."""
+
+    def prompt_record_bytes(self, slot: int, step: int) -> int:
+        """Return the same of a token of its prompt."""
 
 
 def check_info(info: worker_pb2.WorkerInfo, model: str) -> None:
@@ -129,6 +133,13 @@ def check_result(message: worker_pb2.Result, result: StepResult, vocab_size: int
         _check_errors(result, slots)
     if slots.asking or result.logprobs is not None:
         _check_logprobs(result, slots)
+    for told in result.prompt_logprobs:
+        wanted = slots.prompt_record_bytes(told.slot, result.id)
+        if len(told.records) != told.count * wanted:
+            raise ContractError(
+                f"prompt_logprobs: {len(told.records)} bytes for {told.count} tokens of slot {told.slot}, which asked "
+                f"for {wanted} each; repair the worker"
+            )
 
 
 def _check_errors(result: StepResult, slots: Slots) -> None:

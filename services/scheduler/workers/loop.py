@@ -24,7 +24,7 @@ from services.scheduler.workers.link import WorkerLink, WorkerLostError, brief
 from services.scheduler.workers.wire import result_from_wire, step_to_wire
 from shared.errors import ProtocolError
 from shared.tasks import first_of
-from shared.text.logprobs import record_bytes
+from shared.text.logprobs import prompt_record_bytes, record_bytes
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -32,10 +32,13 @@ log = logging.getLogger("orcinus.scheduler")
 class InFlight:
     """Steps that were sent and not answered, in order, and which request entered which slot with which step."""
 
-    def __init__(self) -> None:
+    def __init__(self, vector_bytes: int = 0) -> None:
+        """vector_bytes: of the vector of a pooled sequence."""
+        self._vector_bytes = vector_bytes
         self.plans: dict[int, StepPlan] = {}
-        # By slot, as far back as unanswered steps reach: first step, request, bytes of a token's log-probabilities.
-        self._occupants: dict[int, deque[tuple[int, str, int]]] = {}
+        # By slot, as far back as unanswered steps reach: first step, request, and the bytes of the log-probabilities of
+        # an output token and of a prompt token.
+        self._occupants: dict[int, deque[tuple[int, str, int, int]]] = {}
         self.asking: set[int] = set()  # slots with log-probabilities
 
     def __len__(self) -> int:
@@ -48,9 +51,14 @@ class InFlight:
             entered = self._occupants.setdefault(enter.slot, deque())
             while len(entered) > 1 and entered[1][0] <= oldest:
                 entered.popleft()
-            wanted = enter.request.payload.sampling.logprobs if enter.request.payload is not None else 0
-            entered.append((plan.id, enter.request.id, record_bytes(wanted)))
-            if any(size for _, _, size in entered):
+            sampling = None if enter.request.payload is None else enter.request.payload.sampling
+            wanted = 0 if sampling is None else sampling.logprobs
+            of_prompt = 0 if sampling is None or not enter.scored else sampling.prompt_logprobs
+            is_pooled = sampling is not None and enter.request.payload.pooling > 0
+            of_output = self._vector_bytes if is_pooled else record_bytes(wanted)
+            sizes = of_output, prompt_record_bytes(of_prompt)
+            entered.append((plan.id, enter.request.id, *sizes))
+            if any(size for _, _, size, _ in entered):
                 self.asking.add(enter.slot)
             else:
                 self.asking.discard(enter.slot)
@@ -62,11 +70,16 @@ class InFlight:
 
     def entered(self, slot: int, step: int) -> bool:
         """Return whether a sequence entered the slot at or before the step."""
-        return any(since <= step for since, _, _ in self._occupants.get(slot, ()))
+        return any(since <= step for since, *_ in self._occupants.get(slot, ()))
 
     def record_bytes(self, slot: int, step: int) -> int:
         """Return the size of one token's log-probabilities of the sequence that had the slot at the step."""
-        sizes = [size for since, _, size in self._occupants.get(slot, ()) if since <= step]
+        sizes = [size for since, _, size, _ in self._occupants.get(slot, ()) if since <= step]
+        return sizes[-1] if sizes else 0
+
+    def prompt_record_bytes(self, slot: int, step: int) -> int:
+        """Return the same of a token of its prompt."""
+        sizes = [size for since, *_, size in self._occupants.get(slot, ()) if since <= step]
         return sizes[-1] if sizes else 0
 
     def oldest(self) -> set[str]:
@@ -80,7 +93,7 @@ class InFlight:
     def _requests(self, plan: StepPlan) -> set[str]:
         requests: set[str] = set()
         for slot in plan.chunk_slots.tolist():
-            names = [name for since, name, _ in self._occupants.get(slot, ()) if since <= plan.id]
+            names = [name for since, name, *_ in self._occupants.get(slot, ()) if since <= plan.id]
             requests |= set(names[-1:])
         return requests
 
@@ -137,7 +150,7 @@ class WorkerLoop:
         self.link = link
         self.replica = replica
         self.slots = slots
-        self.in_flight = InFlight()
+        self.in_flight = InFlight(4 * link.info.vector_size)
         self.answered = 0
         self.pace = WorkerRates()
         self.wake = asyncio.Event()  # set when there is something to plan, or room to publish

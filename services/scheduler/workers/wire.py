@@ -6,7 +6,7 @@ The fleet, the in-process tests and the benches use these functions, so there is
 from __future__ import annotations
 
 from protos import queue_pb2, worker_pb2
-from services.scheduler.core.types import EMPTY, Enter, Limits, StepPlan, StepResult
+from services.scheduler.core.types import EMPTY, Enter, Limits, PromptLogprobs, StepPlan, StepResult
 from shared.columns import pack, unpack
 from shared.text.logprobs import split_records
 
@@ -40,6 +40,8 @@ def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:
     """Return the sampling of one choice. Choice i uses seed + i, so that the n choices differ."""
     sampling = worker_pb2.Sampling(**{name: getattr(request.sampling, name) for name in SAMPLING_FIELDS})
     sampling.seed = (request.sampling.seed + choice) & 0xFFFFFFFFFFFFFFFF
+    if choice % max(request.n, 1):
+        sampling.prompt_logprobs = 0  # the first choice of the prompt tells them
     sampling.stop_ids, sampling.min_tokens = request.stop_token_ids, request.min_tokens
     return sampling
 
@@ -53,6 +55,8 @@ def _enter(enter: Enter) -> worker_pb2.Enter:
         blocks=pack(enter.blocks),
         sampling=sampling_of(enter.request.payload, enter.choice),
         tenant=enter.tenant,
+        scored=enter.scored,
+        pooling=enter.request.payload.pooling,
     )
 
 
@@ -82,6 +86,22 @@ def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
     return step
 
 
+def _prompt_logprobs(result: worker_pb2.Result) -> list[PromptLogprobs]:
+    """Return the log-probabilities of prompts. Raises ValueError when a column has a wrong length."""
+    slots, firsts, counts = unpack(result.prompt_slots), unpack(result.prompt_firsts), unpack(result.prompt_counts)
+    records = result.prompt_logprobs
+    if not slots.size == firsts.size == counts.size or (counts < 1).any() or (slots < 0).any():
+        raise ValueError(f"prompt_logprobs: columns of {slots.size}, {firsts.size} and {counts.size} numbers")
+    sizes = unpack(result.prompt_sizes)
+    if sizes.size != slots.size or (sizes < 1).any() or int((sizes.astype("i8") * counts).sum()) != len(records):
+        raise ValueError(f"prompt_logprobs: {len(records)} bytes do not fit {counts.sum()} tokens")
+    found, at = [], 0
+    for slot, first, count, size in zip(slots.tolist(), firsts.tolist(), counts.tolist(), sizes.tolist(), strict=True):
+        found.append(PromptLogprobs(slot, first, count, records[at : at + count * size]))
+        at += count * size
+    return found
+
+
 def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
     """Return the core's form of a Result. Raises ValueError when a column has a wrong length."""
     tokens, logprobs = unpack(result.tokens), None
@@ -94,6 +114,7 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         tokens=tokens,
         token_counts=unpack(result.token_counts) if result.token_counts else None,
         logprobs=logprobs,
+        prompt_logprobs=_prompt_logprobs(result) if result.prompt_slots else [],
         swap_out_acks=unpack(result.swap_out_acks),
         swap_in_acks=unpack(result.swap_in_acks),
         errors=[(error.slot, error.code[:64], error.message[:1000]) for error in result.errors],

@@ -77,6 +77,16 @@ class Decoder:
 
         Write the K and V of every row. A stage that is not the last sends its rows on; what it returns means nothing.
         """
+        rows = self.last_rows(prepared, cache)
+        return rows if self.norm is None else self.logits(rows)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return [R, vocab] float32 logits of what last_rows returned, or of some of it; as `forward`."""
+        logits = self.ops.logits(rows, self.lm_head)
+        return self.ops.softcap(logits, self.config.logit_softcap) if self.config.logit_softcap else logits
+
+    def last_rows(self, prepared: Prepared, cache: Cache) -> Tensor:
+        """Return [R, hidden]: as `forward`, of the rows that sample all but the last product."""
         ops, last = self.ops, len(self.layers) - 1
         residual = Residual(self._embed(prepared))
         for index, layer in enumerate(self.layers):
@@ -87,8 +97,7 @@ class Decoder:
             ops.add(residual.pending, residual.rows)
             ops.exchange(residual.rows, self.parallel.send_rows)
             return residual.rows
-        logits = ops.logits(residual.norm(ops, self.norm), self.lm_head)
-        return ops.softcap(logits, self.config.logit_softcap) if self.config.logit_softcap else logits
+        return residual.norm(ops, self.norm)
 
     def local_tokens(self, batch: Batch) -> Batch:
         """Return the batch with tokens as rows of this rank's embedding, those of other ranks as the row of zeros."""

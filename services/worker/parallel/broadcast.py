@@ -12,7 +12,7 @@ import time
 import numpy as np
 import torch
 
-from kernels.ops import STATUS_FINE, Likely, Pending, Sampled
+from kernels.ops import STATUS_FINE, Likely, Pending, Sampled, Scored
 from services.worker.in_flight import InFlightStep
 from services.worker.parallel.state import COPIES, TOKENS, ParallelState
 from shared.errors import RankError
@@ -54,6 +54,10 @@ class ReceivedTokens(Pending[Sampled]):
             texts = enumerate(message["grammar_errors"].tolist())
             self._inflight.grammar_errors = {row: text.decode(errors="replace") for row, text in texts if text}
             self._inflight.late_rows = message["late"].copy()
+        if "score_logprobs" in names:
+            self._inflight.scores = _scores(message, names)
+        if "vectors" in names:
+            self._inflight.vectors = message["vectors"].copy()
         likely = None
         if "likely_ids" in names:
             likely = Likely(torch.from_numpy(message["likely_ids"]), torch.from_numpy(message["likely_logprobs"]))
@@ -98,6 +102,12 @@ class TokenBroadcast:
                     record["grammar_errors"][row] = error.encode()[:REASON_BYTES]
                     record["status"][row] = STATUS_FINE
                 record["late"] = np.isin(inflight.sampling, inflight.late)
+        if (scores := inflight.scores) is not None:
+            for name in ("logprobs", "ranks", "status", "ids", "best"):
+                if f"score_{name}" in names:
+                    record[f"score_{name}"] = getattr(scores, name)
+        if "vectors" in names and inflight.vectors is not None:
+            record["vectors"] = inflight.vectors
         sent = torch.from_numpy(message.view(np.uint8))
         for rank in range(self._parallel.size):
             if rank != self._parallel.rank:
@@ -117,6 +127,20 @@ class TokenBroadcast:
                 raise RankError(f"rank {rank} has copied for step {int(received[0])}, not for {inflight.id}")
 
 
+def _scores(message: np.void, names: tuple[str, ...]) -> Scored:
+    """Return what a message tells of prompt tokens."""
+    logprobs = message["score_logprobs"].copy()
+    has_likely = "score_ids" in names
+    none = np.zeros((logprobs.size, 0))
+    return Scored(
+        logprobs=logprobs,
+        ranks=message["score_ranks"].copy(),
+        status=message["score_status"].copy(),
+        ids=message["score_ids"].copy() if has_likely else none.astype(np.int32),
+        best=message["score_best"].copy() if has_likely else none.astype(np.float32),
+    )
+
+
 def _layout(inflight: InFlightStep) -> np.dtype[np.void]:
     """Return the layout of a step's message, the same at every rank."""
     rows, wanted = len(inflight.sampling), inflight.logprobs
@@ -130,6 +154,14 @@ def _layout(inflight: InFlightStep) -> np.dtype[np.void]:
         if (likely := int(wanted.max()) - 1) > 0:
             fields.append(("likely_ids", "<i4", (rows, likely)))
             fields.append(("likely_logprobs", "<f4", (rows, likely)))
+    if (scoring := inflight.scoring) is not None:
+        tokens, likely = len(scoring.tokens), scoring.likely
+        fields += [("score_logprobs", "<f4", (tokens,)), ("score_ranks", "<i4", (tokens,))]
+        fields.append(("score_status", "<i4", (tokens,)))
+        if likely:
+            fields += [("score_ids", "<i4", (tokens, likely)), ("score_best", "<f4", (tokens, likely))]
+    if pooled := len(inflight.pooled):
+        fields.append(("vectors", "<f4", (pooled, inflight.vector_size)))
     if inflight.has_grammars:
         fields += [("grammar_errors", f"S{REASON_BYTES}", (rows,)), ("late", "?", (rows,))]
     return np.dtype(fields)

@@ -18,7 +18,8 @@ from llguidance import LLMatcher
 from kernels.emulator.device import EmulatedDevice
 from services.worker import engine as engine_module
 from services.worker.engine import Engine
-from shared.text.logprobs import unpack_records
+from shared.columns import unpack_float
+from shared.text.logprobs import unpack_prompt_records, unpack_records
 from tests.engine.driver import make_engine
 from tests.kernels.cuda.programs import needs_compiler
 from tests.support import in_process
@@ -74,6 +75,50 @@ def test_overlapped_preemption_swap_and_sharing_give_transformers_tokens(
         assert [one.sampled for one in told] == pytest.approx([one.best[0][1] for one in told], abs=1e-4)
     stats = core.stats()
     assert stats["swapped_blocks"] > 0 and stats["prefix_hit_tokens"] > 0 and stats["blocks_draining"] == 0
+
+
+@pytest.mark.parametrize("order", [1, 3])
+def test_prompts_are_scored_beside_decodes_that_overlap(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, order: int
+) -> None:
+    engine = emulated(monkeypatch, reference.path, order, kv_blocks=18)
+    engine.warm_up()
+    requests = [
+        in_process.request(f"r{i}", prompt, OUTPUTS, prompt_logprobs=3 * (i % 2))
+        for i, prompt in enumerate(reference.prompts)
+    ]
+    recorded, _ = in_process.run(engine, requests, "orcinus", lookahead=1, step_tokens=16, prefix_cache=True)
+    assert not recorded.errors
+    assert [recorded.tokens[f"r{i}", 0] for i in range(len(requests))] == reference.outputs
+    for i in range(1, len(requests), 2):
+        prompt = reference.prompts[i]
+        expected = reference.logits(prompt).log_softmax(-1)[:-1]
+        told = unpack_prompt_records(recorded.prompt_logprobs[f"r{i}", 0], 3)
+        assert len(told) == len(prompt) - 1
+        for token, row, (_, one) in zip(prompt[1:], expected, told, strict=True):
+            assert one.sampled == pytest.approx(float(row[token]), abs=0.25)  # float16, logits of 30
+            assert [value for _, value in one.best] == pytest.approx(row.topk(2).values.tolist(), abs=0.25)
+
+
+def test_vectors_come_beside_decodes_that_overlap(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = emulated(monkeypatch, reference.path, 3, kv_blocks=18)
+    engine.warm_up()
+    requests = [
+        in_process.request(f"r{i}", prompt, OUTPUTS if i % 2 else 1) for i, prompt in enumerate(reference.prompts)
+    ]
+    for one in requests[::2]:
+        one.payload.pooling = 1
+    recorded, _ = in_process.run(engine, requests, "orcinus", lookahead=1, step_tokens=16, prefix_cache=True)
+    assert not recorded.errors
+    model: Any = reference.model
+    for i, prompt in enumerate(reference.prompts):
+        if i % 2:
+            assert recorded.tokens[f"r{i}", 0] == reference.outputs[i]
+            continue
+        with torch.inference_mode():
+            row = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        told = unpack_float(recorded.logprobs[f"r{i}", 0])
+        assert float(told @ torch.nn.functional.normalize(row, dim=0).numpy()) > 0.999  # float16
 
 
 def test_a_grammar_is_given_the_tokens_that_the_device_keeps(

@@ -86,12 +86,18 @@ async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, 
     return names
 
 
-def publication(epoch: int, *sections: list[Any], logprobs: Sequence[Any] = (), give_up: bool = False) -> list[Any]:
+def publication(
+    epoch: int,
+    *sections: list[Any],
+    logprobs: Sequence[Any] = (),
+    of_prompts: Sequence[Any] = (),
+    give_up: bool = False,
+) -> list[Any]:
     widths = (2, 6, 1, 7, 4)
     flat: list[Any] = [epoch, KEYS.prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS, int(give_up)]
     for width, rows in zip(widths, (*sections, logprobs), strict=True):
         flat += [len(rows) // width, *rows]
-    return flat
+    return [*flat, len(of_prompts) // 4, *of_prompts] if of_prompts else flat
 
 
 def arange(count: int) -> bytes:

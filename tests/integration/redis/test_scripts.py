@@ -175,6 +175,20 @@ async def test_logprobs_are_stored_beside_tokens_and_live_as_long(client: Redis,
     assert not await client.exists(KEYS.logprobs("gone", 0)), "a record that expired is not brought back"
 
 
+async def test_records_of_prompts_keep_their_places_and_live_as_long(client: Redis, scripts: Scripts) -> None:
+    epoch, stream, entry = await claimed(client, scripts)
+    key = KEYS.prompt_logprobs("r", 0)
+    await publish(scripts, publication(epoch, [], [], ["r"], [], of_prompts=["r", 0, 0, b"12345678"]))
+    assert await client.pttl(key) > KEPT_TTL_MS
+    rest = ["r", 0, 4, b"5678abcd", "r", 0, 40, b"lost before", "gone", 0, 0, b"x"]
+    await publish(scripts, publication(epoch, [], [], [], [], of_prompts=rest))
+    assert await client.get(key) == b"12345678abcd", "written again in its place, and nothing beyond the end"
+    end = ["r", stream, entry, "1", 10, "1", ""]
+    await publish(scripts, publication(epoch, [], ["r", 0, 0, arange(1), 0, 0], [], end))
+    assert 0 < await client.pttl(key) <= KEPT_TTL_MS
+    assert not await client.exists(KEYS.prompt_logprobs("gone", 0))
+
+
 async def test_nothing_is_written_beyond_the_end_of_a_record(client: Redis, scripts: Scripts) -> None:
     """Redis lost its last writes: 2 of 6 tokens are left. A hole would be read as tokens of id 0."""
     epoch, stream, entry = await claimed(client, scripts)

@@ -276,6 +276,30 @@ async def test_worker_with_logprobs_of_a_wrong_size_is_dropped(change: Callable[
     assert shard.events[0][1].startswith("logprobs: ")
 
 
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        ({"sizes": [8]}, "prompt_logprobs: 8 bytes for 1 tokens"),
+        ({"sizes": [8, 8]}, "prompt_logprobs: 8 bytes do not fit"),
+        ({"counts": [0]}, "prompt_logprobs: columns of"),
+        ({"slots": [SLOTS - 1]}, "prompt_logprobs: 8 bytes for 1 tokens"),
+        ({"counts": [1 << 30]}, "prompt_logprobs: 8 bytes do not fit"),
+    ],
+)
+async def test_worker_with_records_of_prompts_that_want_none_is_dropped(
+    columns: dict[str, list[int]], named: str
+) -> None:
+    def spoil(result: worker_pb2.Result) -> None:
+        told = {"slots": [int(unpack(result.slots)[0])], "firsts": [1], "counts": [1], "sizes": [8]} | columns
+        for name, column in told.items():
+            setattr(result, f"prompt_{name}", pack(column))
+        result.prompt_logprobs = bytes(8)
+
+    shard = await run_beside_a_good_worker(ScriptedWorker(described(id="bad"), spoil))
+    assert [(kind, worker) for kind, _, worker in shard.events] == [("worker_refused", "bad")]
+    assert named in shard.events[0][1]
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_mutated_answers_end_no_service_and_no_request_wrongly(seed: int) -> None:
     rng = random.Random(seed)

@@ -230,6 +230,7 @@ BODIES = [
     Sent("/v1/models", {}, method="POST"),
     Sent("/v1/models/gpt-4", method="GET"),
     Sent("/v1/embeddings", {"input": "x"}),
+    Sent("/v1/rerank", {"query": "x", "documents": ["y"]}),
     Sent("/", method="GET"),
     Sent("/v1/requests/x", method="PUT"),
     Sent("/stats", method="GET", headers={"Host": "evil.example"}, ops=True, note="ops port, `Host: evil.example`"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
 from services.scheduler.requests.intake import Clock, Entry, decode, extend, room_by_class
-from services.scheduler.requests.publisher import arguments, batches
+from services.scheduler.requests.publisher import arguments, batches, written_keys
 from services.scheduler.telemetry import Stats, Window
 from shared.columns import pack, unpack
+from shared.keys import Keys
 
 SECOND = 1_000_000_000
 
@@ -87,6 +90,13 @@ def test_log_probabilities_go_to_their_requests_and_record_places() -> None:
     assert arguments([(9, told)], 4, "prefix:", {})[-5:] == [1, "a", 0, 36, b"aaaaaaaaaaaa"]
 
 
+def test_log_probabilities_of_prompts_go_to_their_places() -> None:
+    told = Outcome(prompt_logprobs=[("a", 0, 1, 2, b"aaaabbbb"), ("b", 3, 7, 1, b"cccc")])
+    args = arguments([(9, told)], 4, "prefix:", {})
+    assert args[7:] == [0, 0, 0, 0, 0, 2, "a", 0, 0, b"aaaabbbb", "b", 3, 24, b"cccc"]
+    assert written_keys(Keys("m"), [told])[Keys("m").prompt_logprobs("b", 3)] == "string"
+
+
 def test_more_log_probabilities_than_there_may_be_make_request_unservable() -> None:
     wire = queue_pb2.Request(id="a", n=1, max_tokens=4, sampling=queue_pb2.Sampling(logprobs=21))
     prompts = queue_pb2.Prompts(tokens=[pack([5])])
@@ -94,6 +104,20 @@ def test_more_log_probabilities_than_there_may_be_make_request_unservable() -> N
     wire.sampling.logprobs = 22
     with pytest.raises(ValueError, match="logprobs: 21 tokens besides the sampled one; ask for at most 20"):
         decode(wire, prompts, 0, "g", Clock())
+    wire.sampling.logprobs, wire.sampling.prompt_logprobs = 0, 21
+    assert decode(wire, prompts, 0, "g", Clock()).scored == [1]
+    wire.sampling.prompt_logprobs = 22
+    with pytest.raises(ValueError, match="prompt_logprobs: 21 tokens"):
+        decode(wire, prompts, 0, "g", Clock())
+
+
+@pytest.mark.parametrize("changes", [{"pooling": 2}, {"max_tokens": 2}, {"sampling": queue_pb2.Sampling(logprobs=1)}])
+def test_vectors_of_more_than_one_token_make_request_unservable(changes: dict[str, Any]) -> None:
+    prompts = queue_pb2.Prompts(tokens=[pack([5])])
+    fields = {"id": "a", "n": 1, "max_tokens": 1, "pooling": 1}
+    assert decode(queue_pb2.Request(**fields), prompts, 0, "g", Clock()).max_tokens == 1  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pooling"):
+        decode(queue_pb2.Request(**fields | changes), prompts, 0, "g", Clock())
 
 
 def test_a_window_keeps_the_newest_samples_of_the_last_minute() -> None:

@@ -81,12 +81,14 @@ class PrefixCache:
     def match(self, sequences: list[Sequence]) -> list[PrefixMatch]:
         """Return the cached blocks of each sequence; take no references.
 
-        At least one token of a sequence is left to compute.
+        At least one token of a sequence is left to compute, and of a prompt with log-probabilities to tell all tokens
+        from the one before the first that lacks them.
         """
         hits = []
         for sequence in sequences:
             tokens = sequence.tokens()
-            keys = self.chain(sequence, tokens)[: (tokens.size - 1) // self._size]
+            most = tokens.size if sequence.is_scored else sequence.scored
+            keys = self.chain(sequence, tokens)[: (most - 1) // self._size]
             gpu, host = self._pool.match(keys), EMPTY
             if self._host.cached and gpu.size < keys.size:
                 host = self._host.match(keys[gpu.size :])
@@ -125,8 +127,10 @@ class PrefixCache:
         """Return the slot that computes the next LEAST_SHARED_BLOCKS of `sequence` after its first `blocks`, or -1.
 
         It is -1 as well if the owner is of a lower class and so may take long, if MOST_ASIDE sequences wait for it
-        already, or if `sequence` has waited for that block before.
+        already, or if `sequence` has waited for that block before or has log-probabilities of its prompt to tell.
         """
+        if not sequence.is_scored:
+            return -1
         if sequence.prefix.keys.size - blocks < LEAST_SHARED_BLOCKS:
             return -1
         key = int(sequence.prefix.keys[blocks])

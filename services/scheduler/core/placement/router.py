@@ -219,7 +219,7 @@ class Router:
         size = replica.limits.block_size
         if can_load(replica, sequence):
             return sequence.computed
-        if replica.prefix_cache is None or not self._affinity:
+        if replica.prefix_cache is None or not self._affinity or not sequence.is_scored:
             return 0
         blocks = replica.prefix_cache.match_length(sequence.prefix.keys)
         if sequence.prefix.keys.size - blocks >= LEAST_KEYS:
