@@ -168,6 +168,7 @@ class Speculation:
         self._shares: Float32 = np.zeros((slots, FOLLOWS + MAX_ROW_DRAFTS), np.float32)  # as NgramIndex.follow has them
         self._shares[:, FOLLOWS:] = -np.inf
         self._upto: Int32 = np.zeros(slots, np.int32)  # applied tokens
+        self._checked: Int32 = np.zeros(slots, np.int32)  # applied tokens up to the last ones that a step had as drafts
         self._alone_ns = ALONE_NS
         self._ahead_ns = AHEAD_NS
         self._answered_ns = 0  # when the last step was answered
@@ -286,12 +287,16 @@ class Speculation:
 
     def learn(self, rows: Rows, drafts: Int32, right: Int32) -> None:
         """Learn from an answer: right[i] of drafts[i] guesses for rows[i] were right, [k] each."""
-        tried = np.minimum(right + 1, drafts)
+        self._judge(rows, right, np.minimum(right + 1, drafts))
+        self._checked[rows] = self._table.applied[rows]
+        self._history.drafted += int(drafts.sum())
+        self._history.accepted += int(right.sum())
+
+    def _judge(self, rows: Rows, right: Int32 | Rows, tried: Int32 | Rows) -> None:
+        """Learn that right[i] of tried[i] guesses for rows[i] were right."""
         share = self._share[rows]
         share += SHARE_RATE * (right / np.maximum(tried, 1) - share)
         self._share[rows] = np.minimum(np.maximum(share, 0.01), MAX_SHARE)
-        self._history.drafted += int(drafts.sum())
-        self._history.accepted += int(right.sum())
 
     @staticmethod
     def _least(rows: int, step_ns: float, draft_ns: float) -> float:
@@ -314,7 +319,7 @@ class Speculation:
         """Take other sequences as those of these rows."""
         table = self._table
         self._share[rows], self._misses[rows], self._next[rows] = INITIAL_SHARE, 0, 0
-        self._at[rows] = self._size[rows] = 0
+        self._at[rows] = self._size[rows] = self._checked[rows] = 0
         self._seen[rows] = table.generation[rows]
         self._index.clear(rows)
         for row in rows.tolist():
@@ -368,7 +373,12 @@ class Speculation:
         span = _AHEAD[: min(int(since.max()), MAX_ROW_DRAFTS + 1)]
         came = table.tokens_flat[(table.base[rows] + upto)[:, None] + span]
         guessed = self._follows.reshape(-1).take((rows * FOLLOWS + at)[:, None] + span, mode="clip")
-        wrong |= ((came != guessed) & (span < since[:, None])).any(axis=1)
+        same = (came == guessed) | (span >= since[:, None])
+        wrong |= ~same.all(axis=1)
+        if (unchecked := self._checked[rows] <= upto).any():  # what would have been right counts as what was
+            right = np.logical_and.accumulate(same[unchecked], axis=1).sum(axis=1)
+            right = np.minimum(right, since[unchecked])
+            self._judge(rows[unchecked], right, right + (right < since[unchecked]))
         self._at[rows] = at + since
         self._upto[rows] = upto + since
         self._size[rows[wrong]] = self._at[rows[wrong]] = 0
@@ -412,7 +422,7 @@ class Speculation:
         if missed.any():
             rows, applied = rows[missed], applied[missed]
             self._misses[rows] = misses = np.minimum(self._misses[rows] + 1, 8)
-            self._next[rows] = applied + np.minimum(1 << misses, MAX_PAUSE)
+            self._next[rows] = applied + np.minimum(1 << (misses - 1), MAX_PAUSE)
 
     def _of_tenants(self, rows: Rows, which: Rows) -> tuple[Rows, Rows]:
         """Return those of `which`, places in `rows`, with outputs of their tenants, and the texts of these."""

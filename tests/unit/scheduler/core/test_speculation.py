@@ -196,6 +196,22 @@ def test_guesses_go_on_behind_right_ones_without_another_search(monkeypatch: pyt
     assert len(searches) == 1
 
 
+def test_row_without_guesses_learns_from_what_would_have_been_right() -> None:
+    table, _ = running(1, LIMITS)
+    made, row = Speculation(table, LIMITS, measured(draft_ns=900_000), History()), np.array([0])
+    assert made.propose(row, 1000, 1000, 25) is not None
+    for _ in range(9):
+        made.learn(row, ids(4), ids(0))
+    for number in range(40):
+        made.propose(row, 1000, 1000, 25)
+        table.tokens[0, table.applied[0]], table.applied[0] = (2, 3, 4, 1)[number % 4], table.applied[0] + 1
+        if (drafts := made.propose(row, 1000, 1000, 25)) is not None:
+            assert 1 < number < 30
+            assert drafts.tokens[0] == (3, 4, 1, 2)[number % 4]
+            return
+    pytest.fail("no guess")
+
+
 def test_no_step_is_put_off_for_a_guess_of_the_token_that_is_unanswered() -> None:
     table, _ = running(1, LIMITS)
     table.tokens[0, :25] = np.arange(25)
