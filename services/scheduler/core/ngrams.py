@@ -21,7 +21,6 @@ MIN_MATCH = 3  # tokens that stood before as they stand now; fewer predict littl
 MAX_MATCH = 16  # a longer match is not looked for
 MAX_PLACES = 8  # latest places that are compared; a power of 2
 FOLLOWS = 32  # tokens that are kept of what followed
-NEAR = 8  # of them, those by which the place is chosen that counts
 GAP = -1  # between two outputs of one text, and before its begin
 MAX_HASHES = 2048  # of one text
 
@@ -114,8 +113,7 @@ class NgramIndex:
         places = places[:, ::-1] - 1
         at = (texts * self._width)[:, None] + places
         same = self._tokens.take(at[:, :, None] - _BACK, mode="clip") == tails[:, None, :]
-        if (early := places < MAX_MATCH - 1).any():
-            same[early] &= places[early][:, None] >= _BACK
+        same &= places[:, :, None] >= _BACK
         lengths = leading(same)
         longest = lengths.max(axis=1)
         return Places(rows, texts, places, lengths, longest).where(longest >= MIN_MATCH)
@@ -124,7 +122,7 @@ class NgramIndex:
         """Return what followed the places of [k] rows in texts of `sizes` tokens.
 
         Where places differ, those count at which at least half as many tokens match as at the best one. Returns
-        [k, FOLLOWS] tokens of the place with which most others agree for longest, of equal ones the latest, and the
+        [k, FOLLOWS] tokens of the place with the most frequent first token, of equally frequent ones the latest, and the
         logarithm of the share of places that agree up to and with each of them; -inf behind the end. repeats: what
         reaches the end of a text goes on from its own beginning, as the text may repeat itself.
         """
@@ -139,12 +137,12 @@ class NgramIndex:
         else:
             at = starts[:, :, None] + np.minimum(_AHEAD, left[:, :, None] - 1)
         texts = self._tokens.take(at, mode="clip")
-        near = texts[:, :, :NEAR]
-        agreeing = leading(near[:, :, None, :] == near[:, None, :, :]) * votes[:, None, :]
-        best = (agreeing.sum(axis=2) * votes).argmax(axis=1)
+        first = texts[:, :, 0]
+        agreeing = ((first[:, :, None] == first[:, None, :]) & votes[:, None, :]).sum(axis=2, dtype=np.int8)
+        best = (agreeing * votes).argmax(axis=1)
         follows = texts[np.arange(best.size), best]
-        agree = (texts == follows[:, None, :]) & votes[:, :, None]
-        counts = np.logical_and.accumulate(agree, axis=2).sum(axis=1)
+        lengths = leading(texts == follows[:, None, :]) * votes
+        counts = (lengths[:, :, None] > _AHEAD).sum(axis=1, dtype=np.int8)
         shares = LOGS[counts] - LOGS[votes.sum(axis=1)][:, None]
         if not repeats:
             shares[leading(follows != GAP)[:, None] <= _AHEAD] = -np.inf
