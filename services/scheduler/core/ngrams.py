@@ -122,7 +122,7 @@ class NgramIndex:
         """Return what followed the places of [k] rows in texts of `sizes` tokens.
 
         Where places differ, those count at which at least half as many tokens match as at the best one. Returns
-        [k, FOLLOWS] tokens of the place with the most frequent first token, of equally frequent ones the latest, and the
+        [k, FOLLOWS] tokens of the place with the most frequent first one, of equally frequent ones the latest, and the
         logarithm of the share of places that agree up to and with each of them; -inf behind the end. repeats: what
         reaches the end of a text goes on from its own beginning, as the text may repeat itself.
         """
