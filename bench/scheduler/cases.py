@@ -1,4 +1,4 @@
-"""The states of an iteration: steady, churn, hole and admission, as ratios to the floor.
+"""The states of an iteration: steady, churn, hole, spans and admission, as ratios to the floor.
 
 Called by bench/scheduler/main.py. The floor (floor.py) and our cases of the same size take turns in each round, so that
 a machine that slows down slows all of them. Each figure is of the round in which it was lowest: on a busy machine other
@@ -14,15 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from bench.scheduler.drive import BLOCK_SIZE, SETTLED, Drive, Iteration, NotRunningError, Setup, Watch
+from bench.scheduler.drive import (
+    BLOCK_SIZE,
+    SETTLED,
+    STEP_NS,
+    STOP_ID,
+    VOCAB,
+    Drive,
+    Iteration,
+    NotRunningError,
+    Setup,
+    Watch,
+)
 from bench.scheduler.floor import LONGEST_PROMPT, MAX_MODEL_LEN, Floor
 from bench.scheduler.parts import ENTERING, PROMPT_TOKENS, admitting, with_room
-from services.scheduler.core.types import Limits
+from services.scheduler.core.types import Limits, StepPlan, StepResult
 
 GOAL_STEADY = 1.25
 GOAL_CHURN = {256: 2.2}
 GOAL_ADMISSION = 7
 GOAL_HOLE_TO_STEADY = 1.1
+GOAL_SPANS_TO_STEADY = 1.3
 BLOCKS_PER_SLOT = 150
 """Enough for the whole context of every sequence, and for the share of the pool that policies keep free."""
 MARGIN_TOKENS = 128
@@ -59,7 +71,26 @@ def _decoding(running: int, setup: Setup) -> list[Line]:
         "ratio_to_steady": round(hole["total_us"]["p50"] / steady["total_us"]["p50"], 3),
         "goal_ratio_to_steady": GOAL_HOLE_TO_STEADY,
     }
-    return [_judged(line) for line in (floor, steady, churning, hole)]
+    return [_judged(line) for line in (floor, steady, churning, hole)] + _spans(running, setup)
+
+
+def _spans(running: int, setup: Setup) -> list[Line]:
+    """Measure iterations in which most rows have drafts, beside steady decode."""
+    few = setup.fewer()
+    spans = Spans(running, few)
+    sources: dict[str, Callable[[], Iterator[Times]]] = {
+        "floor": floor_steps(running),
+        "steady": steps(_decode(running, running, few)),
+        "spans": spans.steps,
+    }
+    _, steady, line = _measure(sources, running, few.samples, few.rounds)
+    line |= spans.figures()
+    line |= {
+        "steady_us": steady["total_us"],
+        "ratio_to_steady": round(line["total_us"]["p50"] / steady["total_us"]["p50"], 3),
+        "goal_ratio_to_steady": GOAL_SPANS_TO_STEADY,
+    }
+    return [_judged(line)]
 
 
 def _admission(running: int, setup: Setup) -> list[Line]:
@@ -213,3 +244,95 @@ class Churn:
         self._stopped = [*self._stopped, slot][-drive.lookahead :] if drive.lookahead else []
         self._slots = done.result.slots
         return done
+
+
+class Spans:
+    """A core whose rows get 1 to 5 tokens a step or more: each repeats a text, with random errors.
+
+    An error ends the drafts of its row for some steps. The shipped scheduler finds the drafts, 4 a row at most on
+    the average.
+    """
+
+    PERIOD = 64  # tokens of the text that a row repeats
+    ERRORS = 0.05  # share of tokens that are others
+    MAX_DRAFTS = 4  # of a row, on the average
+
+    def __init__(self, running: int, setup: Setup) -> None:
+        most = LONGEST_PROMPT + (1 + self.MAX_DRAFTS) * (setup.samples + 3 * SETTLED) * 2
+        limits = Limits(
+            slots=running,
+            blocks=running * -(-most // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            max_model_len=most,
+            max_step_tokens=running * LONGEST_PROMPT,
+            max_drafts=running * self.MAX_DRAFTS,
+        )
+        self._drive = drive = Drive(limits, setup)
+        random = drive.random
+        texts = np.tile(random.integers(STOP_ID + 1, VOCAB, (running, self.PERIOD)), most // self.PERIOD + 1)
+        errors = random.random(texts.shape) < self.ERRORS
+        self._texts = np.where(errors, random.integers(STOP_ID + 1, VOCAB, texts.shape), texts).astype(np.int32)
+        lengths = random.integers(2 * self.PERIOD, LONGEST_PROMPT, running)
+        for row, length in enumerate(lengths.tolist()):
+            drive.add(self._texts[row, :length], most)
+        self._running = running
+        self._now_ns = drive.now_ns
+        self._drafted: list[int] = []
+        self._tokens: list[int] = []
+        for _ in range(2 * SETTLED):
+            self._step()
+        if drive.running != running:
+            raise NotRunningError(f"{drive.running} run where {running} were to")
+        self._drafted.clear()
+        self._tokens.clear()
+
+    def steps(self) -> Iterator[Times]:
+        """Yield the iterations."""
+        while True:
+            yield self._step()
+
+    def figures(self) -> dict[str, float]:
+        """Return the mean drafts and tokens of a row, and the share of drafts that were refused."""
+        drafts, tokens = float(np.mean(self._drafted)), float(np.mean(self._tokens))
+        refused = 1 - (tokens - self._running) / drafts if drafts else 0.0
+        per_row = {"drafts_per_row": drafts / self._running, "tokens_per_row": tokens / self._running}
+        return {name: round(value, 3) for name, value in (per_row | {"refused": refused}).items()}
+
+    def _step(self) -> Times:
+        """Plan a step and answer it. While its drafts are out, a second plan is refused, as in the service."""
+        core = self._drive.core
+        begin = time.perf_counter_ns()
+        plan, _ = core.plan(self._now_ns)
+        if plan is not None and plan.drafts.size:
+            core.plan(self._now_ns)
+        planned = time.perf_counter_ns()
+        if plan is None:
+            raise NotRunningError("nothing can be planned under this policy")
+        result = self._answer(plan)
+        self._now_ns += result.step_ns
+        before = time.perf_counter_ns()
+        core.apply(result, self._now_ns)
+        applied = time.perf_counter_ns()
+        self._drafted.append(plan.drafts.size)
+        self._tokens.append(result.tokens.size)
+        return planned - begin, applied - before
+
+    def _answer(self, plan: StepPlan) -> StepResult:
+        """Return the tokens that the texts have at the places of the step."""
+        known = plan.samples.nonzero()[0]
+        slots, counts = plan.chunk_slots[known], plan.chunk_lengths[known]
+        drafts = plan.chunk_drafts[known] if plan.drafts.size else np.zeros(slots.size, np.int32)
+        ends = plan.chunk_starts[known] + counts - drafts  # where the first token of each row stands
+        tokens, given, at = [], [], 0
+        for slot, end, most in zip(slots.tolist(), ends.tolist(), drafts.tolist(), strict=True):
+            text, guess = self._texts[slot, end : end + most + 1], plan.drafts[at : at + most]
+            at += most
+            wrong = (text[:most] != guess).nonzero()[0]
+            given.append(1 + (int(wrong[0]) if wrong.size else most))
+            tokens.append(text[: given[-1]])
+        result = StepResult(plan.id, plan.replica, slots, np.concatenate(tokens) if tokens else plan.drafts)
+        if plan.drafts.size:
+            result.token_counts = np.array(given, np.int32)
+        # A draft of each row costs a quarter of a plain step.
+        result.step_ns = int(STEP_NS * (0.75 + 0.25 * int(plan.chunk_lengths.sum()) / self._running))
+        return result

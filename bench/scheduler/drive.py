@@ -70,7 +70,7 @@ class Drive:
         self.random = np.random.default_rng(limits.slots)
         self.lookahead = setup.lookahead
         self._gateways = setup.gateways
-        self._now_ns = 1_000_000_000
+        self.now_ns = 1_000_000_000
         self._tokens = self.random.integers(STOP_ID + 1, VOCAB, (64, limits.slots)).astype(np.int32)
         self._flight: deque[tuple[StepPlan, Outcome | None, int]] = deque()
         self._added = 0
@@ -100,7 +100,7 @@ class Drive:
             salt=salt,
             payload=self._payload,
         )
-        self.core.add(request, self._now_ns)
+        self.core.add(request, self.now_ns)
 
     def run(self, prompts: Sequence[Int32], max_tokens: int) -> None:
         """Step until all sequences have decoded for a while. Raises NotRunningError if the policy prevents that."""
@@ -137,7 +137,7 @@ class Drive:
     def step(self) -> Iteration | None:
         """Plan one iteration and answer the oldest one, which is returned; None while no answer is due."""
         begin = time.perf_counter_ns()
-        plan, known = self.core.plan(self._now_ns)
+        plan, known = self.core.plan(self.now_ns)
         planned = time.perf_counter_ns()
         if plan is None:
             raise NotRunningError("nothing can be planned under this policy")
@@ -152,9 +152,9 @@ class Drive:
             self._stopping.clear()
         result = StepResult(done.id, done.replica, slots, tokens)
         result.step_ns = STEP_NS
-        self._now_ns += STEP_NS
+        self.now_ns += STEP_NS
         before = time.perf_counter_ns()
-        outcome = self.core.apply(result, self._now_ns)
+        outcome = self.core.apply(result, self.now_ns)
         after = time.perf_counter_ns()
         return Iteration(done, known, result, outcome, plan_ns, after - before)
 

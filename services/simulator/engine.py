@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.scheduler.core.policy.base import Policy
+from services.scheduler.core.policy.base import Batching, Policy
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, StepResult
 from services.simulator.device.clock import StepClock
-from services.simulator.device.device import Device
+from services.simulator.device.device import Device, DraftingDevice
 from services.simulator.literature.parts import parse
 from services.simulator.metrics import Recorder, figures
 from services.simulator.routing import ROUTERS, SCHEDULER
@@ -26,6 +26,7 @@ from services.simulator.workload.workload import Int64, Workload
 START_NS = 1_000_000_000  # the core takes an arrival of 0 for "now"
 TICK_NS = 1_000_000  # between two plans of a core with requests, nothing in flight and no step
 MAX_TICKS = 120_000
+MAX_DRAFTS = 64  # of a step, as a worker takes them
 MAX_LOOK_AHEAD_NS = 10_000_000_000  # a core that may plan again later than this is woken by another event
 MAX_SAMPLES = 1_024
 _NEVER = 1 << 62
@@ -115,9 +116,7 @@ class Shard:
         self.devices: list[Device] = []
         for number in range(replicas):
             self.core.join(_limits(setup, workload, number))
-            self.devices.append(
-                Device(setup.max_seqs, clock, workload.output, setup.microbatches, batch.padded, batch.at_end, block_ns)
-            )
+            self.devices.append(_device(setup, workload, clock, batch, block_ns, first + number))
         self.first = first
         self.max_in_flight = setup.microbatches * (lookahead + 1)  # of each replica
         self.host_ns, self.host_free_ns = int(setup.host_us * 1000), 0
@@ -142,11 +141,24 @@ class Shard:
             ticket.tokens,
             ticket.duration_ns,
         )
+        answer.token_counts = ticket.counts
         answer.swap_out_acks, answer.swap_in_acks = ticket.swap_out, ticket.swap_in
         answer.swap_ns, answer.peer_acks = ticket.swap_ns, ticket.peers
         # With several replicas a plan for one may take rows from another.
         cells = ticket.cells if not self.several and ticket.id >= device.undisturbed else None
         return self.core.apply(answer, now_ns), cells
+
+
+def _device(
+    setup: Setup, workload: Workload, clock: StepClock, batch: Batching, block_ns: float, number: int
+) -> Device:
+    """Return the device of a replica. Raises ValueError for drafts in batches that take none."""
+    slots, output, stages = setup.max_seqs, workload.output, setup.microbatches
+    if not workload.acceptance.size:
+        return Device(slots, clock, output, stages, batch.padded, batch.at_end, block_ns)
+    if batch.padded or batch.at_end:
+        raise ValueError("acceptance: this policy's batches have no drafts; drop --acceptance or choose another policy")
+    return DraftingDevice(slots, clock, output, stages, block_ns, workload.acceptance, setup.seed + number)
 
 
 def _limits(setup: Setup, workload: Workload, number: int) -> Limits:
@@ -162,6 +174,7 @@ def _limits(setup: Setup, workload: Workload, number: int) -> Limits:
         role=setup.roles[number] if setup.roles else "",
         host_tier=f"folder/{number}" if setup.share_host_tiers else "",
         kv_format="simulated" if setup.share_host_tiers else "",
+        max_drafts=MAX_DRAFTS if workload.acceptance.size else 0,
     )
 
 
@@ -205,6 +218,8 @@ def simulate(
         "padding": round(sum(device.padding for device in devices) / max(computed, 1), 5),
         "computed_tokens": computed,
         "iterations": sum(int(s["iteration"]) for s in stats),
+        "drafted_tokens": sum(int(s["drafted_tokens"]) for s in stats),
+        "accepted_tokens": sum(int(s["accepted_tokens"]) for s in stats),
     }
     span_ns = result["duration_s"] * 1e9 * setup.replicas
     result["device_busy"] = round(sum(device.busy_ns for device in devices) / max(span_ns, 1), 4)

@@ -140,7 +140,9 @@ class Recorder:
         rows = zip(outcome.requests, outcome.first.tolist(), outcome.waits_ns.tolist(), strict=True)
         for (request, first, wait), count in zip(rows, outcome.counts.tolist(), strict=True):
             if count:
-                self._waits[self._cell[request.payload] + first] = wait
+                at = self._cell[request.payload] + first
+                self._waits[at] = wait
+                self._waits[at + 1 : at + count] = 0  # with drafts: they came together
 
     def _end(self, done: FinishedRequest, now_ns: int) -> None:
         index: int = done.request.payload

@@ -177,12 +177,12 @@ class Replica:
         """
         table, size = self.table, self.limits.block_size
         table.rollback(rows, tokens)
-        for row in rows[table.capacity[rows] - table.planned[rows] >= size].tolist():
-            needed, held = -(-int(table.planned[row]) // size), int(table.held[row])
-            self.pool.give(table.blocks[row, needed:held].copy())
-            reserved = int(table.reserved[row])
-            self.reserved += max(reserved - needed, 0) - max(reserved - held, 0)
-            table.held[row], table.capacity[row] = needed, needed * size
+        rows = rows[table.capacity[rows] - table.planned[rows] >= size]
+        if rows.size:
+            needed, held, reserved = -(-table.planned[rows] // size), table.held[rows], table.reserved[rows]
+            self.pool.give(table.shorten(rows, needed))
+            again = np.maximum(reserved - needed, 0) - np.maximum(reserved - held, 0)
+            self.reserved += int(again.sum())
 
     def reserve(self, slots: Rows, blocks: Int64) -> None:
         """Reserve so many blocks in all for each of these rows, [n] both, which take them as they grow.

@@ -2,28 +2,26 @@
 
 A guess (draft) is what followed the last tokens where they stood before: in the sequence itself, in the output that the
 client predicted, or in an output of the same tenant. The worker draws behind each draft and keeps those that equal what
-was drawn, so drafts change the time of a token and never the token. Called by the planner, results and ends.
+was drawn, so drafts change the time of a token and never the token. Called by the planner, results and ends. Columns
+over rows; a row is searched for again only when what was found is used up or another token was drawn.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from services.scheduler.core.ngrams import FOLLOWS, GAP, MAX_MATCH, MIN_MATCH, Float32, NgramIndex, Places
 from services.scheduler.core.policy.step_time import StepTime
-from services.scheduler.core.table import NEVER, SlotTable
+from services.scheduler.core.table import NEVER, SlotTable, ramp
 from services.scheduler.core.types import NO_ROWS, Int32, Limits, NewRequest, Rows
 
 MAX_ROW_DRAFTS = 16  # drafts of one row in a step
-MIN_MATCH = 3  # tokens that stood before as they stand now; fewer predict little
-MAX_MATCH = 24  # a longer match is not looked for
-MAX_PLACES = 16  # latest places that are compared further
 MAX_TENANTS = 64  # with outputs kept: those with the outputs that ended last
 TENANT_TOKENS = 16_384  # kept of one tenant, with a GAP behind each output
-GAP = -1  # between two outputs
 MIN_GAIN = 1.05  # tokens a second with drafts, over those without, from which they are worth a try
 ALONE_NS = 1_000_000.0  # between two steps of which the second is planned behind the answer to the first; then learnt
 AHEAD_NS = 200_000.0  # between two steps when the second was sent before that
@@ -35,6 +33,9 @@ MAX_SHARE = 0.98  # no share is taken to be more
 RECOVERY_RATE = 0.01  # a row that could draft and does not: its share moves back to INITIAL_SHARE by so much a step
 MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search
 
+_AHEAD: npt.NDArray[np.int64] = np.arange(MAX_ROW_DRAFTS + 1)
+_BACK: npt.NDArray[np.int64] = np.arange(1, MAX_MATCH + 1)
+
 
 @dataclass(slots=True)
 class Drafts:
@@ -45,30 +46,6 @@ class Drafts:
     tokens: Int32  # those of one row after another
 
 
-class Outputs:
-    """The last outputs of one tenant, one after another."""
-
-    def __init__(self) -> None:
-        self._tokens: Int32 = np.full(TENANT_TOKENS, GAP, np.int32)
-        self._size = 0
-
-    @property
-    def tokens(self) -> Int32:
-        """Return the tokens, with a GAP behind each output."""
-        return self._tokens[: self._size]
-
-    def add(self, output: Int32) -> None:
-        """Add an output, its first tokens if it is long; where there is no room the older half goes."""
-        half = TENANT_TOKENS // 2
-        output = output[: half - 1]
-        if self._size + output.size >= TENANT_TOKENS:
-            self._size -= half
-            self._tokens[: self._size] = self._tokens[half : half + self._size].copy()
-        end = self._size + output.size
-        self._tokens[self._size : end], self._tokens[end] = output, GAP
-        self._size = end + 1
-
-
 class History:
     """The last outputs by tenant; no tenant's drafts come from another one's. Shared by all replicas.
 
@@ -77,73 +54,95 @@ class History:
 
     def __init__(self) -> None:
         self.drafted = self.accepted = 0
-        self._of: OrderedDict[str, Outputs] = OrderedDict()
+        self._tokens: Int32 = np.zeros(MAX_TENANTS * TENANT_TOKENS, np.int32)
+        self._sizes: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)
+        self._indexed: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)  # of these tokens, those in the index
+        self._index = NgramIndex(self._tokens, MAX_TENANTS, TENANT_TOKENS)
+        self._texts: OrderedDict[str, int] = OrderedDict()  # tenant -> number of its text
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory that the outputs and their index take at most."""
+        return self._tokens.nbytes + self._index.nbytes
+
+    @property
+    def texts(self) -> int:
+        """Return the number of tenants with outputs."""
+        return len(self._texts)
+
+    def text(self, tenant: str) -> int:
+        """Return the number of a tenant's text; -1: none."""
+        return self._texts.get(tenant, -1)
 
     def add(self, request: NewRequest, output: Int32) -> None:
-        """Keep an output that has ended, for others of its tenant."""
+        """Keep an output that has ended, its first tokens if it is long, for others of its tenant.
+
+        Where there is no room the older half of the tenant's text goes.
+        """
         if output.size <= MIN_MATCH or not request.speculate:
             return
-        outputs = self._of.get(request.tenant)
-        if outputs is None:
-            outputs = self._of[request.tenant] = Outputs()
-            if len(self._of) > MAX_TENANTS:
-                self._of.popitem(last=False)
-        self._of.move_to_end(request.tenant)
-        outputs.add(output)
+        text = self._texts.get(request.tenant)
+        if text is None:
+            text = len(self._texts)
+            if text == MAX_TENANTS:
+                text = self._texts.popitem(last=False)[1]
+                self._forget(text)
+            self._texts[request.tenant] = text
+        self._texts.move_to_end(request.tenant)
+        half, first, size = TENANT_TOKENS // 2, text * TENANT_TOKENS, int(self._sizes[text])
+        output = output[: half - 1]
+        if size + output.size >= TENANT_TOKENS:
+            kept = self._tokens[first + half : first + size].copy()
+            self._forget(text)
+            self._tokens[first : first + kept.size] = kept
+            size = kept.size
+        end = first + size + output.size
+        self._tokens[first + size : end], self._tokens[end] = output, GAP
+        self._sizes[text] = size + output.size + 1
 
-    def find(self, tenant: str, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
-        """Return as follow(), from the outputs of a tenant."""
-        outputs = self._of.get(tenant)
-        return find(outputs.tokens, tail, most) if outputs is not None else (0, [])
+    def find(self, texts: Rows, tails: Int32) -> Places:
+        """Return where tails[i] stand in texts[i]; see NgramIndex.find."""
+        for text in set(texts.tolist()):
+            if self._indexed[text] < self._sizes[text]:
+                self._index.extend(np.array([text]), self._sizes[text : text + 1] - 1)
+                self._indexed[text] = self._sizes[text]
+        return self._index.find(texts, tails)
 
+    def follow(self, found: Places) -> tuple[Int32, Float32]:
+        """Return what followed there; see NgramIndex.follow."""
+        return self._index.follow(found, self._sizes[found.texts], repeats=False)
 
-def find(text: Int32, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
-    """Return as follow(), from wherever the last tokens of `tail` stand in `text` with something behind them."""
-    end = text.size - 1
-    if end < MIN_MATCH or tail.size < MIN_MATCH:
-        return 0, []
-    hit = text[MIN_MATCH - 1 : end] == tail[-1]
-    for back in range(1, MIN_MATCH):
-        hit &= text[MIN_MATCH - 1 - back : end - back] == tail[-1 - back]
-    places = hit.nonzero()[0][-MAX_PLACES:] + (MIN_MATCH - 1)
-    return follow(text, places, tail, most) if places.size else (0, [])
-
-
-def follow(text: Int32, places: Rows, tail: Int32, most: int) -> tuple[int, list[list[int]]]:
-    """Return the length of the longest match of the end of `tail` at one of `places` in `text`, and what follows.
-
-    places: where the last of MIN_MATCH tokens stands that match, ascending. The second has at most `most` tokens each
-    of what follows the places at which at least half as many match.
-    """
-    length, longest, by_length = MIN_MATCH, places, [places]
-    while length < tail.size:
-        longest = longest[longest >= length]
-        longest = longest[text[longest - length] == tail[-1 - length]]
-        if not longest.size:
-            break
-        length += 1
-        by_length.append(longest)
-    places = by_length[max(-(-length // 2) - MIN_MATCH, 0)]
-    return length, [text[at + 1 : at + 1 + most].tolist() for at in places.tolist()]
+    def _forget(self, text: int) -> None:
+        self._index.clear(np.array([text]))
+        self._sizes[text] = self._indexed[text] = 0
 
 
-def agree(follows: list[list[int]], share: float, least: float) -> tuple[list[int], float]:
-    """Return the tokens on which most of `follows`, the latest last, agree, and how many of them are probably right.
+class Predictions:
+    """The predicted outputs of one replica's rows."""
 
-    share: chance of a token to be right when all agree. The tokens end where the chance of all so far is below `least`.
-    """
-    tokens: list[int] = []
-    chance, expected = 1.0, 0.0
-    while follows := [each for each in follows if len(each) > len(tokens)]:
-        counts = Counter(each[len(tokens)] for each in reversed(follows))  # of equally frequent ones the latest
-        token, count = counts.most_common(1)[0]
-        chance *= share * count / len(follows)
-        if chance < least or token == GAP:
-            break
-        follows = [each for each in follows if each[len(tokens)] == token]
-        tokens.append(token)
-        expected += chance
-    return tokens, expected
+    def __init__(self, table: SlotTable) -> None:
+        self._width = table.width
+        self._tokens: Int32 = np.zeros(table.slots * table.width, np.int32)
+        self._sizes: npt.NDArray[np.int64] = np.zeros(table.slots, np.int64)
+        self._index = NgramIndex(self._tokens, table.slots, table.width)
+
+    def set(self, row: int, prediction: Int32) -> None:
+        """Make this the prediction of a row, as far as an output can be long."""
+        prediction = prediction[: self._width - 1]
+        first, size = row * self._width, prediction.size
+        self._tokens[first : first + size], self._tokens[first + size] = prediction, GAP
+        rows = np.array([row])
+        self._index.clear(rows)
+        self._sizes[row] = size + 1
+        self._index.extend(rows, self._sizes[rows] - 1)
+
+    def find(self, rows: Rows, tails: Int32) -> Places:
+        """Return where tails[i] stand in the prediction of rows[i]; see NgramIndex.find."""
+        return self._index.find(rows, tails)
+
+    def follow(self, found: Places) -> tuple[Int32, Float32]:
+        """Return what followed there; see NgramIndex.follow."""
+        return self._index.follow(found, self._sizes[found.texts], repeats=False)
 
 
 class Speculation:
@@ -154,10 +153,22 @@ class Speculation:
         self._limits = limits
         self._model = model
         self._history = history
-        self._share: npt.NDArray[np.float64] = np.full(table.slots, INITIAL_SHARE)  # of a row's drafts that were right
-        self._misses: Int32 = np.zeros(table.slots, np.int32)  # looks without a match, one after another
-        self._next: Int32 = np.zeros(table.slots, np.int32)  # applied tokens from which on a row is looked at again
-        self._seen: npt.NDArray[np.int64] = np.full(table.slots, NEVER)  # generation that these are of
+        slots = table.slots
+        self._share: npt.NDArray[np.float64] = np.full(slots, INITIAL_SHARE)  # of a row's drafts that were right
+        self._misses: Int32 = np.zeros(slots, np.int32)  # searches without a match, one after another
+        self._next: Int32 = np.zeros(slots, np.int32)  # applied tokens from which on a row is searched for again
+        self._seen: npt.NDArray[np.int64] = np.full(slots, NEVER)  # generation that these are of
+        self._willing: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)  # the request may have drafts
+        self._predicted: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self._index = NgramIndex(table.tokens_flat, slots, table.width)
+        self._predictions: Predictions | None = None
+        self._follows: Int32 = np.zeros((slots, FOLLOWS), np.int32)  # what probably comes behind the first _upto tokens
+        self._at: Int32 = np.zeros(slots, np.int32)  # of these, the first behind the _upto tokens
+        self._size: Int32 = np.zeros(slots, np.int32)  # of these
+        self._shares: Float32 = np.zeros((slots, FOLLOWS + MAX_ROW_DRAFTS), np.float32)  # as NgramIndex.follow has them
+        self._shares[:, FOLLOWS:] = -np.inf
+        self._upto: Int32 = np.zeros(slots, np.int32)  # applied tokens
+        self._checked: Int32 = np.zeros(slots, np.int32)  # applied tokens up to the last ones that a step had as drafts
         self._alone_ns = ALONE_NS
         self._ahead_ns = AHEAD_NS
         self._answered_ns = 0  # when the last step was answered
@@ -201,47 +212,50 @@ class Speculation:
         room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context))
         if least >= 1.0 or room < 1:
             return None
-        fresh = rows[self._seen[rows] != table.generation[rows]]
-        if fresh.size:
-            self._share[fresh], self._misses[fresh], self._next[fresh] = INITIAL_SHARE, 0, 0
-            self._seen[fresh] = table.generation[fresh]
-        may = (self._next[rows] <= table.applied[rows]) & (table.limit[rows] > table.known[rows])
-        due = [row for row in rows[may].tolist() if table.request[row].speculate]
-        found: list[tuple[int, list[int]]] = []
-        expected, answered = 0.0, 0  # answered: drafts of tokens that the answer brings
-        for row in due:
-            share = self._share.item(row)
-            most = min(MAX_ROW_DRAFTS, room, table.limit.item(row) - table.known.item(row))
-            if share < least or most < 1:
-                self._share[row] += RECOVERY_RATE * (INITIAL_SHARE - share)
-                continue
-            follows = self._look(row, most)
-            drafts, right = agree(follows, share, least)
-            if not drafts:
-                self._misses[row] += 1
-                self._next[row] = table.applied[row] + min(1 << min(self._misses.item(row), 8), MAX_PAUSE)
-                continue
-            self._misses[row] = 0
-            drafts, blocks_left = self._within(row, drafts, blocks_left)
-            unanswered = table.unanswered.item(row) if waiting else 0
-            if len(drafts) > unanswered:
-                found.append((row, drafts))
-                room -= len(drafts) - unanswered
-                answered += unanswered
-                expected += right - agree([each[:unanswered] for each in follows], share, least)[1]
-        if not found:
+        total, left = rows.size, table.limit[rows] - table.known[rows]
+        if (self._seen[rows] != table.generation[rows]).any():
+            self._begin(rows[self._seen[rows] != table.generation[rows]])
+        may = (self._size[rows] > self._at[rows]) | (self._next[rows] <= table.applied[rows])
+        may &= self._willing[rows] & (left > 0)
+        if not may.any():
             return None
-        counts = np.array([len(drafts) for _, drafts in found], np.int32)
+        share = self._share[rows]
+        timid = may & (share < least)
+        if timid.any():
+            again = rows[timid & (self._next[rows] <= table.applied[rows])]
+            self._share[again] += RECOVERY_RATE * (INITIAL_SHARE - self._share[again])
+            may &= ~timid
+        if not may.all():
+            rows, share, left = rows[may], share[may], left[may]
+            if not rows.size:
+                return None
+        if not (ready := self._ready(rows, share, least)).all():
+            rows, share, left = rows[ready], share[ready], left[ready]
+            if not rows.size:
+                return None
+        chances = self._chances(rows, share)
+        counts = np.minimum((chances >= np.log(least)).sum(axis=1, dtype=np.int32), left)
+        unanswered = table.unanswered[rows] if waiting else np.zeros_like(counts)
+        counts[counts <= unanswered] = 0
+        counts = self._within(rows, level(counts, room), blocks_left)
+        some = counts > unanswered
+        if not some.all():
+            rows, share, counts = rows[some], share[some], counts[some]
+            unanswered, chances = unanswered[some], chances[some]
+            if not rows.size:
+                return None
+        gains = (_AHEAD[:-1] < counts[:, None]) & (_AHEAD[:-1] >= unanswered[:, None])
+        expected = float(np.exp(chances[gains]).sum())
+        drafted, answered = int(counts.sum()), int(unanswered.sum())
         plain = step_ns + min(self._ahead_ns, self._alone_ns)
-        took = step_ns + draft_ns * (int(counts.sum()) - answered) + self._alone_ns
+        took = step_ns + draft_ns * (drafted - answered) + self._alone_ns  # the answer brings tokens without a row
         if waiting:
             took += max(self._alone_ns - self._ahead_ns, 0.0)
-        if (rows.size + expected) * plain < MIN_GAIN * rows.size * took:
-            tried = [row for row, _ in found]
-            self._share[tried] += RECOVERY_RATE * (INITIAL_SHARE - self._share[tried])
+        if (total + expected) * plain < MIN_GAIN * total * took:
+            self._share[rows] += RECOVERY_RATE * (INITIAL_SHARE - share)
             return None
-        tokens = [token for _, drafts in found for token in drafts]
-        return Drafts(np.array([row for row, _ in found]), counts, np.array(tokens, np.int32))
+        tokens = self._follows.reshape(-1)[ramp(rows * FOLLOWS + self._at[rows], counts)]
+        return Drafts(rows, counts, tokens)
 
     def worth_waiting(self, rows: Rows, tokens_left: int, context: int) -> bool:
         """Return whether `rows`, some with a step unanswered, should have drafts behind its answer and no step now.
@@ -273,11 +287,16 @@ class Speculation:
 
     def learn(self, rows: Rows, drafts: Int32, right: Int32) -> None:
         """Learn from an answer: right[i] of drafts[i] guesses for rows[i] were right, [k] each."""
-        tried = np.minimum(right + 1, drafts)
-        share = self._share[rows]
-        self._share[rows] = (share + SHARE_RATE * (right / np.maximum(tried, 1) - share)).clip(0.01, MAX_SHARE)
+        self._judge(rows, right, np.minimum(right + 1, drafts))
+        self._checked[rows] = self._table.applied[rows]
         self._history.drafted += int(drafts.sum())
         self._history.accepted += int(right.sum())
+
+    def _judge(self, rows: Rows, right: Int32 | Rows, tried: Int32 | Rows) -> None:
+        """Learn that right[i] of tried[i] guesses for rows[i] were right."""
+        share = self._share[rows]
+        share += SHARE_RATE * (right / np.maximum(tried, 1) - share)
+        self._share[rows] = np.minimum(np.maximum(share, 0.01), MAX_SHARE)
 
     @staticmethod
     def _least(rows: int, step_ns: float, draft_ns: float) -> float:
@@ -296,29 +315,149 @@ class Speculation:
         limit_ns = float(limits.min()) / (1 + self._model.error)
         return self._model.largest(limit_ns, rows.size, context, context // rows.size)
 
-    def _look(self, row: int, most: int) -> list[list[int]]:
-        """Return what followed the last applied tokens of a row where they stood before."""
-        table, request = self._table, self._table.request[row]
-        text = table.tokens[row, : table.applied.item(row)]
-        tail = text[-MAX_MATCH:]
-        length, best = find(text, tail, most)
-        # A match may reach to the end: what repeats itself may go on.
-        best = [(each * most)[:most] if len(each) < most else each for each in best]
-        if request.prediction.size:
-            longer, follows = find(request.prediction, tail, most)
-            if longer >= length and longer:  # what the client says goes before what the sequence says
-                length, best = longer, follows
-        if length < MAX_MATCH:
-            longer, follows = self._history.find(request.tenant, tail, most)
-            if longer > length:
-                best = follows
-        return best
+    def _begin(self, rows: Rows) -> None:
+        """Take other sequences as those of these rows."""
+        table = self._table
+        self._share[rows], self._misses[rows], self._next[rows] = INITIAL_SHARE, 0, 0
+        self._at[rows] = self._size[rows] = self._checked[rows] = 0
+        self._seen[rows] = table.generation[rows]
+        self._index.clear(rows)
+        for row in rows.tolist():
+            request: NewRequest = table.request[row]
+            self._willing[row], self._predicted[row] = request.speculate, request.prediction.size > 0
+            if request.speculate and request.prediction.size:
+                if self._predictions is None:
+                    self._predictions = Predictions(table)
+                self._predictions.set(row, request.prediction)
 
-    def _within(self, row: int, drafts: list[int], blocks_left: int) -> tuple[list[int], int]:
-        """Return as many of the drafts as blocks allow, and the blocks that are left."""
-        size, planned, held = self._limits.block_size, self._table.planned.item(row), self._table.held.item(row)
-        more = max(-(-(planned + len(drafts)) // size) - held, 0)
-        if more > blocks_left:
-            more = blocks_left
-            drafts = drafts[: (held + more) * size - planned]
-        return drafts, blocks_left - more
+    def _ready(self, rows: Rows, share: npt.NDArray[np.float64], least: float) -> npt.NDArray[np.bool_]:
+        """Return which of rows, [k], have tokens that probably come next; search for those for which it is due.
+
+        share: [k] of the drafts of each row that were right. least: the chance from which a draft is worth it.
+        """
+        self._advance(rows)
+        ready, size = self._size[rows] - self._at[rows], self._size[rows]
+        # Where what was kept of a text ends, there may be more of it.
+        short = (ready == 0) | ((size == FOLLOWS) & (ready < MAX_ROW_DRAFTS) & (share**ready > least))
+        short &= self._next[rows] <= self._table.applied[rows]
+        if short.any():
+            self._search(rows[short])
+            return self._size[rows] > self._at[rows]
+        found: npt.NDArray[np.bool_] = ready > 0
+        return found
+
+    def _chances(self, rows: Rows, share: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return [k, MAX_ROW_DRAFTS] logarithms of the chance that the first 1, 2, ... tokens found are right.
+
+        share: as of _ready.
+        """
+        at = self._at[rows]
+        starts = rows * self._shares.shape[1] + at
+        flat = self._shares.reshape(-1)
+        come = np.where(at > 0, flat.take(starts - 1, mode="clip"), 0.0)  # places that agree as far as the row has come
+        chances: npt.NDArray[np.float64] = flat[starts[:, None] + _AHEAD[:-1]] - come[:, None]
+        chances += np.log(share)[:, None] * _AHEAD[1:]
+        return chances
+
+    def _advance(self, rows: Rows) -> None:
+        """Compare the tokens that came since with what was to follow: it goes on behind them, or it was wrong."""
+        table = self._table
+        since = table.applied[rows] - self._upto[rows]
+        moved = (since > 0) & (self._size[rows] > 0)
+        if not moved.any():
+            return
+        if not moved.all():
+            rows, since = rows[moved], since[moved]
+        upto, at = self._upto[rows], self._at[rows]
+        wrong = since > np.minimum(self._size[rows] - at, MAX_ROW_DRAFTS + 1)
+        span = _AHEAD[: min(int(since.max()), MAX_ROW_DRAFTS + 1)]
+        came = table.tokens_flat[(table.base[rows] + upto)[:, None] + span]
+        guessed = self._follows.reshape(-1).take((rows * FOLLOWS + at)[:, None] + span, mode="clip")
+        same = (came == guessed) | (span >= since[:, None])
+        wrong |= ~same.all(axis=1)
+        if (unchecked := self._checked[rows] <= upto).any():  # what would have been right counts as what was
+            right = np.logical_and.accumulate(same[unchecked], axis=1).sum(axis=1)
+            right = np.minimum(right, since[unchecked])
+            self._judge(rows[unchecked], right, right + (right < since[unchecked]))
+        self._at[rows] = at + since
+        self._upto[rows] = upto + since
+        self._size[rows[wrong]] = self._at[rows[wrong]] = 0
+
+    def _search(self, rows: Rows) -> None:
+        """Look for what followed the last applied tokens of rows where they stood before."""
+        table = self._table
+        applied = table.applied[rows].astype(np.int64)
+        self._index.extend(rows, applied - 1)
+        back = applied[:, None] - _BACK
+        tails = table.tokens_flat.take(table.base[rows][:, None] + back, mode="clip")
+        tails[back < 0] = GAP
+        own = self._index.find(rows, tails)
+        lengths = np.zeros(rows.size, np.intp)
+        lengths[own.rows] = own.longest
+        others: list[tuple[Predictions | History, Places]] = []
+        if self._predictions is not None and (which := self._predicted[rows].nonzero()[0]).size:
+            found = self._predictions.find(rows[which], tails[which])
+            found.rows = which[found.rows]
+            # What the client says goes before what the sequence says.
+            others.append((self._predictions, found.where(found.longest >= lengths[found.rows])))
+            lengths[found.rows] = np.maximum(lengths[found.rows], found.longest)
+        if self._history.texts:
+            which, texts = self._of_tenants(rows, (lengths < MAX_MATCH).nonzero()[0])
+            found = self._history.find(texts, tails[which])
+            found.rows = which[found.rows]
+            others.append((self._history, found.where(found.longest > lengths[found.rows])))
+        follows, shares = np.zeros((rows.size, FOLLOWS), np.int32), np.full((rows.size, FOLLOWS), -np.inf, np.float32)
+        if others:
+            own = own.where(~np.isin(own.rows, np.concatenate([found.rows for _, found in others])))
+        if own.rows.size:
+            follows[own.rows], shares[own.rows] = self._index.follow(own, applied[own.rows], repeats=True)
+        for source, found in others:  # the history last, as its matches are the longest
+            if found.rows.size:
+                follows[found.rows], shares[found.rows] = source.follow(found)
+        self._follows[rows], self._shares[rows, :FOLLOWS] = follows, shares
+        sizes = (shares > -np.inf).sum(axis=1)
+        self._size[rows], self._at[rows], self._upto[rows] = sizes, 0, applied
+        missed = sizes == 0
+        self._misses[rows[~missed]] = 0
+        if missed.any():
+            rows, applied = rows[missed], applied[missed]
+            self._misses[rows] = misses = np.minimum(self._misses[rows] + 1, 8)
+            self._next[rows] = applied + np.minimum(1 << (misses - 1), MAX_PAUSE)
+
+    def _of_tenants(self, rows: Rows, which: Rows) -> tuple[Rows, Rows]:
+        """Return those of `which`, places in `rows`, with outputs of their tenants, and the texts of these."""
+        tenants = self._table.tenant[rows[which]]
+        if not which.size or (tenants == tenants[0]).all():
+            text = self._history.text(self._table.request[rows[which[0]]].tenant) if which.size else -1
+            return (which, np.full(which.size, text)) if text >= 0 else (NO_ROWS, NO_ROWS)
+        _, one, each = np.unique(tenants, return_index=True, return_inverse=True)
+        of_tenant = [self._history.text(self._table.request[row].tenant) for row in rows[which[one]].tolist()]
+        texts = np.array(of_tenant, np.intp)[each]
+        known = texts >= 0
+        return which[known], texts[known]
+
+    def _within(self, rows: Rows, counts: Int32, blocks_left: int) -> Int32:
+        """Return as many of the drafts of each row as its blocks and `blocks_left` more allow."""
+        table, size = self._table, self._limits.block_size
+        beyond = table.planned[rows] + counts - table.capacity[rows]
+        if not (beyond > 0).any():
+            return counts
+        more = np.maximum(-(-beyond // size), 0)
+        left = np.minimum(np.maximum(blocks_left - (np.cumsum(more) - more), 0), more)
+        allowed: Int32 = np.minimum(counts, table.capacity[rows] + left * size - table.planned[rows])
+        return allowed
+
+
+def level(counts: Int32, room: int) -> Int32:
+    """Return `counts` with the largest ones cut, so that their sum is at most `room`."""
+    if int(counts.sum()) <= room:
+        return counts
+    ordered = np.sort(counts)
+    # With all of the first i whole and the others cut to the next one, the sum is sums[i].
+    sums = np.cumsum(ordered) + ordered * np.arange(counts.size - 1, -1, -1)
+    whole = int(np.searchsorted(sums, room, side="right"))
+    before = int(ordered[:whole].sum())
+    each, over = divmod(room - before, counts.size - whole)
+    cut = np.minimum(counts, each)
+    cut[(counts > each).nonzero()[0][:over]] += 1
+    return cut

@@ -134,6 +134,7 @@ class SlotTable:
         self.pinned: Bool = np.zeros(slots, np.bool_)
         self.stop_ids: Int32 = np.full((MAX_STOP_IDS, slots), UNSET, np.int32)  # a row per id: contiguous over slots
         self.blocks: Int32 = np.zeros((slots, -(-limits.max_model_len // limits.block_size)), np.int32)
+        self.blocks_flat = self.blocks.reshape(-1)
         self.tokens: Int32 = np.zeros((slots, self.width), np.int32)
         self.tokens_flat = self.tokens.reshape(-1)
         self.base: Int64 = np.arange(slots, dtype=np.int64) * self.width
@@ -322,11 +323,18 @@ class SlotTable:
 
     def fill(self, rows: Rows, sizes: Int32, blocks: Int32) -> None:
         """Put sizes[i] of `blocks` at the end of the block table of rows[i], for all [n] rows in order."""
-        at = 0
-        for row, count in zip(rows.tolist(), sizes.tolist(), strict=True):
-            if count:
-                self.append(row, blocks[at : at + count])
-            at += count
+        held = self.held[rows]
+        self.blocks_flat[ramp(rows * self.blocks.shape[1] + held, sizes)] = blocks
+        held += sizes
+        self.held[rows] = held
+        self.capacity[rows] = held * self.block_size
+
+    def shorten(self, rows: Rows, held: Int32) -> Int32:
+        """Leave rows[i] its first held[i] blocks, [n] both; return the others, those of one row after another."""
+        taken = self.blocks_flat[ramp(rows * self.blocks.shape[1] + held, self.held[rows] - held)]
+        self.held[rows] = held
+        self.capacity[rows] = held * self.block_size
+        return taken
 
     def append_one(self, rows: Rows, blocks: Int32) -> Int32:
         """Put one block at the end of each row's block table; return `blocks`."""

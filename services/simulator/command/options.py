@@ -104,6 +104,12 @@ def parser() -> SimulateParser:
         default=512,
         help="tokens of each, before the prompt",
     )
+    add(
+        "--acceptance",
+        type=real(0, 1),
+        metavar="P",
+        help="speculate; chance that a draft is right behind right ones (default: the trace says, or none)",
+    )
     add("--seed", type=integer(0, 2**32 - 1), default=0, help="of the workload")
     add = build.add_argument_group("replicas").add_argument
     add("--max-seqs", type=integer(1, 8192), default=256, help="sequences that run at most")
@@ -220,6 +226,7 @@ def spec_of(options: argparse.Namespace) -> Spec:
         prefix_groups=options.prefix_groups,
         prefix_tokens=options.prefix_tokens,
         seed=options.seed,
+        acceptance=options.acceptance,
     )
 
 

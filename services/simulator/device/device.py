@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.scheduler.core.ngrams import MIN_MATCH
 from services.scheduler.core.types import EMPTY, Int32, StepPlan
 from services.simulator.device.clock import Features, StepClock
-from services.simulator.workload.workload import PLAIN_ID, STOP_ID, Int64
+from services.simulator.workload.workload import ODD_COUNT, ODD_IDS, PATH, PLAIN_ID, STOP_ID, Float64, Int64
 
 _NEVER = 1 << 62  # `due` of a row that samples no further stop
 
@@ -32,6 +33,7 @@ class Ticket(NamedTuple):
     swap_in: Int32
     swap_ns: int
     peers: Int32  # peers with host tiers that this replica can read from this step on
+    counts: Int32 | None  # tokens of each slot; None: one each
     cells: Int64  # `Recorder.cell` of the sequences that get a token, in the order of slots
 
 
@@ -109,8 +111,13 @@ class Device:
         if self._padded:
             tokens += self._idle_rows(plan)
             self.padding += tokens - decodes - plan.prefill_tokens
+        if plan.drafts.size:
+            counts = plan.chunk_drafts
+            tokens += plan.drafts.size
+            prefill_context += float((counts * (plan.chunk_starts + (counts + 1) / 2)).sum())
         self.tokens += tokens
-        cells, answer = self._cells, self._sample(sampled, plan.id)
+        cells = self._cells
+        answer, given = self._answer(sampled, plan)
         duration = 0
         if slots.size:
             features = Features(tokens, self._context, prefill_context, prefill)
@@ -118,7 +125,7 @@ class Device:
         end = self._run(plan, duration, ready_ns)
         ticket = Ticket(
             end, plan.id, sampled, answer, duration, plan.swap_out_gpu, plan.swap_in_host, self._copied_ns,
-            _named_peers(plan), cells,
+            _named_peers(plan), given, cells,
         )  # fmt: skip
         self.queue.append(ticket)
         return ticket
@@ -160,6 +167,10 @@ class Device:
         starts = plan.chunk_starts[plan.decode_tokens :].tolist()
         pairs = [n * (start + (n + 1) / 2) for n, start in zip(lengths, starts, strict=True)]
         return sum(lengths), sum(pairs)
+
+    def _answer(self, slots: Int32, plan: StepPlan) -> tuple[Int32, Int32 | None]:
+        """Return the tokens of `slots` in a step, and how many each has; None: one each."""
+        return self._sample(slots, plan.id), None
 
     def _sample(self, slots: Int32, step: int) -> Int32:
         """Return one token for each of `slots` in the step with this id: [slots] int32."""
@@ -224,6 +235,80 @@ class Device:
             time = max(time, self._copies_ns)
         self._last_end = time = max(time, self._last_end)
         return time
+
+
+class DraftingDevice(Device):
+    """A device that checks drafts, which are right with the chance of their request.
+
+    All outputs repeat PATH, which each request predicts, so that the shipped scheduler finds drafts behind any three
+    tokens of it. A token behind three such is the next one with the chance of its request, drafted or not; else a token
+    comes that comes never again.
+    """
+
+    def __init__(
+        self, slots: int, clock: StepClock, output: Int64, stages: int, block_ns: float, acceptance: Float64, seed: int
+    ) -> None:
+        """acceptance: [requests] the chance of a draft."""
+        super().__init__(slots, clock, output, stages, padded=False, at_end=False, block_ns=block_ns)
+        self.undisturbed = _NEVER  # answers have several tokens a row, so no row has a cell known beforehand
+        self._chance = acceptance
+        self._random = np.random.default_rng([seed, 7])
+        self._odd = 0  # tokens that are not of PATH
+        self._since: Int64 = np.zeros(slots, np.int64)  # tokens of PATH behind the last one that is not
+        self._index: Int64 = np.zeros(slots, np.int64)  # of the next token of the output
+        self._left: Int64 = np.zeros(slots, np.int64)  # tokens of the output to come; 0: it has ended
+        self._accepts: Float64 = np.zeros(slots)
+
+    def send(self, plan: StepPlan, ready_ns: int, cell: Callable[[int], int]) -> Ticket:
+        """Start a step, as Device.send."""
+        self._same = None  # contexts grow by more than one token
+        return super().send(plan, ready_ns, cell)
+
+    def disturbed(self) -> None:
+        """Note nothing: all answers may be in another order."""
+
+    def _enter(self, plan: StepPlan, cell: Callable[[int], int]) -> None:
+        super()._enter(plan, cell)
+        for enter in plan.enters:
+            index: int = enter.request.payload
+            self._index[enter.slot] = done = enter.tokens.size - enter.prompt_tokens
+            self._left[enter.slot] = self._output[index] - done
+            self._accepts[enter.slot], self._since[enter.slot] = self._chance[index], 0
+        self._stops.clear()
+
+    def _free(self, plan: StepPlan) -> None:
+        super()._free(plan)
+        self.undisturbed = _NEVER
+
+    def _answer(self, slots: Int32, plan: StepPlan) -> tuple[Int32, Int32 | None]:
+        left, index, since = self._left[slots], self._index[slots], self._since[slots]
+        most = 0
+        if plan.drafts.size:
+            drafts = plan.chunk_drafts[plan.samples]
+            most = int(drafts.max())
+        ahead = np.arange(most + 1)
+        drawn = PATH[(index[:, None] + ahead) % PATH.size]
+        odd = self._random.random(drawn.shape) >= self._accepts[slots][:, None]
+        odd &= since[:, None] + ahead >= MIN_MATCH
+        right = np.zeros(slots.size, np.intp)
+        if most:
+            guessed = np.full(drawn.shape, PLAIN_ID, np.int32)
+            guessed[ahead < drafts[:, None]] = plan.drafts
+            right = np.logical_and.accumulate((guessed == drawn) & ~odd, axis=1).sum(axis=1)
+        rows = np.arange(slots.size)
+        other = odd[rows, right]
+        count = int(np.count_nonzero(other))
+        drawn[rows[other], right[other]] = ODD_IDS - (self._odd + np.arange(count)) % ODD_COUNT
+        self._odd += count
+        counts = (1 + np.where(left > 0, np.minimum(right, left - 1), right)).astype(np.int32)
+        tokens = drawn[ahead < counts[:, None]]
+        self._since[slots] = np.where(other, 0, since + counts)
+        stopped = (left > 0) & (counts == left)
+        tokens[np.cumsum(counts)[stopped] - 1] = STOP_ID
+        self._left[slots], self._index[slots] = np.maximum(left - counts, 0), index + counts
+        for slot in slots[stopped].tolist():
+            self._stop(slot, plan.id)
+        return tokens, counts if plan.drafts.size else None
 
 
 def _named_peers(plan: StepPlan) -> Int32:

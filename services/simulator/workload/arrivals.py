@@ -14,7 +14,7 @@ import numpy as np
 
 from services.scheduler.core.types import CLASS_NAMES
 from services.simulator.workload.traffic import LATEST_S, MOST_TOKENS, Trace, gamma_times, read_trace
-from services.simulator.workload.workload import Int64, Workload
+from services.simulator.workload.workload import Float64, Int64, Workload
 
 TRACES = Path(__file__).resolve().parents[3] / "assets" / "traces"
 SLOWEST, MOST_RATE = 1e-6, 1e6  # bounds of a rate and of a rate scale
@@ -81,6 +81,7 @@ class Spec:
     prefix_groups: int = 0
     prefix_tokens: int = 0
     seed: int = 0
+    acceptance: float | None = None  # chance that a draft is right; None: that of the trace, or no speculation
 
 
 def build(spec: Spec) -> Workload:
@@ -119,6 +120,7 @@ def build(spec: Spec) -> Workload:
         deadline_ns=_limits(spec.deadline_ms, priority),
         group=group,
         prefix_tokens=spec.prefix_tokens if spec.prefix_groups else 0,
+        acceptance=_acceptance(spec, trace, count),
     )
 
 
@@ -151,6 +153,17 @@ def _times(spec: Spec, trace: Trace | None, count: int) -> np.ndarray[tuple[int]
     index = np.arange(count)
     times = at[index % at.size] + lap * (index // at.size)
     return np.asarray(times / spec.rate_scale)
+
+
+def _acceptance(spec: Spec, trace: Trace | None, count: int) -> Float64:
+    """Return [count] chances that a draft is right, or [0] where there is no speculation."""
+    if spec.acceptance is not None:
+        if not 0 <= spec.acceptance <= 1:
+            raise ValueError(f"acceptance {spec.acceptance:g}: not a share of drafts; give 0 to 1")
+        return np.full(count, spec.acceptance)
+    if trace is None or trace.acceptance is None:
+        return np.zeros(0)
+    return np.resize(trace.acceptance, count)
 
 
 def _classes(spec: Spec, count: int) -> Int64:

@@ -29,30 +29,32 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Columns of a trace file. `arrived_at` is None if the file has no such column."""
+    """Columns of a trace file. `arrived_at` and `acceptance` are None if the file has no such column."""
 
     arrived_at: npt.NDArray[np.float64] | None
     prompt_tokens: npt.NDArray[np.int64]
     output_tokens: npt.NDArray[np.int64]
+    acceptance: npt.NDArray[np.float64] | None = None  # chance that a draft is right
 
 
 def read_trace(path: Path) -> Trace:
-    """Return the columns `arrived_at` (seconds, optional), `num_prefill_tokens` and `num_decode_tokens` of a CSV file,
-    sorted by arrival.
+    """Return the columns `arrived_at` (seconds, optional), `num_prefill_tokens`, `num_decode_tokens` and `acceptance`
+    (0 to 1, optional) of a CSV file, sorted by arrival.
 
     Raises ValueError that names the file and the wrong line or column.
     """
-    rows: list[tuple[float, int, int]] = []
+    rows: list[tuple[float, int, int, float]] = []
     with path.open(newline="", encoding="utf-8-sig") as file:  # drop a byte order mark
         reader = csv.DictReader(file)
         try:
             names = list(reader.fieldnames or [])
             _check_names(path, names)
-            timed = "arrived_at" in names
+            timed, drafted = "arrived_at" in names, "acceptance" in names
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
                 at = _second(row, where) if timed else 0.0
-                rows.append((at, _tokens(row, "num_prefill_tokens", where), _tokens(row, "num_decode_tokens", where)))
+                lengths = _tokens(row, "num_prefill_tokens", where), _tokens(row, "num_decode_tokens", where)
+                rows.append((at, *lengths, _acceptance(row, where) if drafted else 0.0))
         except csv.Error as error:
             raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from error
     if not rows:
@@ -60,7 +62,12 @@ def read_trace(path: Path) -> Trace:
     if timed:
         rows.sort(key=lambda row: row[0])
     columns = np.asarray(rows)
-    return Trace(columns[:, 0] if timed else None, columns[:, 1].astype(np.int64), columns[:, 2].astype(np.int64))
+    return Trace(
+        columns[:, 0] if timed else None,
+        columns[:, 1].astype(np.int64),
+        columns[:, 2].astype(np.int64),
+        columns[:, 3] if drafted else None,
+    )
 
 
 def _check_names(path: Path, names: list[str]) -> None:
@@ -68,7 +75,7 @@ def _check_names(path: Path, names: list[str]) -> None:
     for name in ("num_prefill_tokens", "num_decode_tokens"):
         if name not in names:
             raise ValueError(f"{path}: no column {name!r}; add it to the columns {shown}")
-    for name in ("arrived_at", "num_prefill_tokens", "num_decode_tokens"):
+    for name in ("arrived_at", "num_prefill_tokens", "num_decode_tokens", "acceptance"):
         if names.count(name) > 1:
             raise ValueError(f"{path}: two columns {name!r}; drop one of {shown}")
 
@@ -89,6 +96,17 @@ def _second(row: dict[str, str], where: str) -> float:
     if not 0 <= at <= LATEST_S:
         raise ValueError(f"{where}: arrived_at is {text[:40]!r}; give a number of seconds from 0 to {LATEST_S:g}")
     return at
+
+
+def _acceptance(row: dict[str, str], where: str) -> float:
+    text = _value(row, "acceptance", where)
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ValueError(f"{where}: acceptance is {text[:40]!r}; give the share of drafts that are right, 0 to 1")
+    return share
 
 
 def _tokens(row: dict[str, str], name: str, where: str) -> int:

@@ -11,11 +11,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.core.types import Int32, NewRequest
+from services.scheduler.core.types import EMPTY, Int32, NewRequest
 
 Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
 STOP_ID = 1
 PLAIN_ID = 0  # sampled by the device until the end of a request
+PATH: Int32 = np.arange(3 << 29, (3 << 29) + 16, dtype=np.int32)  # what a device with drafts samples, again and again
+ODD_IDS = 2**31 - 1  # sampled where a draft is to be wrong: this one, then the one below, and so on
+ODD_COUNT = 1 << 20
+PREDICTION: Int32 = np.tile(PATH, 8)
 _FIRST_PROMPT_ID = 2
 _SPREAD, _PROMPT_IDS = 2_654_435_761, 1 << 30  # odd, so request -> first token is one to one below 2^30 requests
 _STOPS: Int32 = np.array([STOP_ID], np.int32)
@@ -44,6 +49,7 @@ class Workload:
     group: Int64 = field(default_factory=_none)  # number of the shared prefix; -1 means none
     tenant: Int64 = field(default_factory=_none)  # default: one tenant
     prefix_tokens: int = 0  # of a shared prefix; counted in `prompt`
+    acceptance: Float64 = field(default_factory=lambda: np.zeros(0))  # chance of a draft; empty: no speculation
 
     def __post_init__(self) -> None:
         n = len(self.arrived_ns)
@@ -63,6 +69,8 @@ class Workload:
         for name in ("prompt", "output", *defaults):
             if len(getattr(self, name)) != n:
                 raise ValueError(f"column {name} has {len(getattr(self, name))} entries, arrived_ns has {n}")
+        if len(self.acceptance) not in (0, n):
+            raise ValueError(f"column acceptance has {len(self.acceptance)} entries, arrived_ns has {n}")
         if n and (np.diff(self.arrived_ns) < 0).any():
             raise ValueError("arrived_ns must not fall")
         if n and min(self.prompt.min(), self.output.min(), (self.max_tokens - self.output).min() + 1) < 1:
@@ -101,6 +109,7 @@ class Workload:
             tbt_slo_ns=int(self.tbt_slo_ns[i]),
             tenant=str(self.tenant[i]),
             payload=i,
+            prediction=PREDICTION if self.acceptance.size else EMPTY,
         )
 
 

@@ -75,6 +75,9 @@ def test_cases_are_ratios_to_the_floor_with_their_goals(capsys: pytest.CaptureFi
     goals = {(case, size): line.get("goal_ratio") for (case, size), line in named.items()}
     assert [goals["steady", 8], goals["churn", 8], goals["steady", 256], goals["churn", 256]] == [1.25, None, 1.25, 2.2]
     assert named["hole", 8]["goal_ratio_to_steady"] == named["hole", 256]["goal_ratio_to_steady"] == 1.1
+    spans = named["spans", 256]
+    assert spans["goal_ratio_to_steady"] == 1.3
+    assert spans["drafts_per_row"] > 0.5 and spans["tokens_per_row"] > 1.5 and 0 < spans["refused"] < 0.6
     admissions = [line for (case, _), line in named.items() if case.startswith("admission")]
     assert [(line["running"], line["goal_ratio"], line["iterations"]) for line in admissions] == [(256, 7, 2)] * 3
     assert [line["ratio"] for line in lines if line["case"] == "floor"] == [1.0] * 3

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
-from services.scheduler.core import speculation
+from services.scheduler.core.ngrams import GAP, MAX_MATCH
 from services.scheduler.core.policy.step_time import StepTime
-from services.scheduler.core.speculation import (
-    GAP,
-    MAX_TENANTS,
-    TENANT_TOKENS,
-    History,
-    Outputs,
-    Speculation,
-    agree,
-    find,
-)
+from services.scheduler.core.speculation import MAX_TENANTS, TENANT_TOKENS, History, Speculation, level
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import SlotTable
 from services.scheduler.core.types import Int32, Limits, NewRequest
@@ -32,87 +21,75 @@ def ids(*tokens: int) -> Int32:
     return np.array(tokens, np.int32)
 
 
-def longest_match(text: list[int], tail: list[int]) -> int:
-    """By brute force: the most last tokens of `tail` that stand in `text` with something behind them; 3 at least."""
-    most = 0
-    for end in range(1, len(text)):
-        length = 0
-        while length < min(end, len(tail)) and text[end - 1 - length] == tail[-1 - length]:
-            length += 1
-        most = max(most, length)
-    return most if most >= 3 else 0
+def tail_of(*tokens: int) -> Int32:
+    """The last tokens as a search takes them: [1, MAX_MATCH], the last one first."""
+    tail = np.full((1, MAX_MATCH), GAP, np.int32)
+    last = tokens[::-1][:MAX_MATCH]
+    tail[0, : len(last)] = last
+    return tail
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_longest_match_is_that_of_brute_force(seed: int) -> None:
-    rng = random.Random(SEED + seed)
-    text = [rng.randrange(3) for _ in range(rng.randrange(60))]
-    tail = [rng.randrange(3) for _ in range(rng.randrange(1, 12))]
-    length, follows = find(ids(*text), ids(*tail), 4)
-    assert length == longest_match(text[-60:], tail) or len(text) > 16 + 3  # only the latest places are compared
-    for each in follows:
-        before = [tuple(text[at : at + len(each)]) for at in range(3, len(text)) if text[at - 3 : at] == tail[-3:]]
-        assert tuple(each) in before
-
-
-def test_outputs_of_tenant_are_found_as_in_their_text() -> None:
-    rng, history = random.Random(SEED), History()
-    outputs = [[rng.randrange(4) for _ in range(rng.randrange(4, 40))] for _ in range(50)]
-    for output in outputs:
-        history.add(NewRequest("r", [ids(1)], 9, tenant="a"), ids(*output))
-    for _ in range(200):
-        tail = [rng.randrange(4) for _ in range(10)]
-        length, follows = history.find("a", ids(*tail), 5)
-        assert length <= max(longest_match([*output, 9], tail) for output in outputs)
-        joined = ",".join(str(token) for output in outputs for token in [*output, GAP]) + 8 * ",-1"
-        assert all(",".join(map(str, each)) in joined for each in follows)
-        assert history.find("b", ids(*tail), 5) == (0, [])
+def found_in(history: History, tenant: str, *tail: int) -> list[int] | None:
+    """What followed the tail in the outputs of a tenant, as far as any; None without a match."""
+    if (text := history.text(tenant)) < 0:
+        return None
+    places = history.find(np.array([text]), tail_of(*tail))
+    if not places.rows.size:
+        return None
+    follows, shares = history.follow(places)
+    return [int(token) for token, share in zip(follows[0], shares[0], strict=True) if share > -np.inf]
 
 
 def test_history_is_bounded_in_tenants_and_tokens() -> None:
     history = History()
     for number in range(MAX_TENANTS + 5):
         history.add(NewRequest("r", [ids(1)], 9, tenant=str(number)), ids(1, 2, 3, 4, 5))
-    assert history.find("4", ids(1, 2, 3), 2) == (0, [])
-    assert history.find("5", ids(1, 2, 3), 2) == (3, [[4, 5]])
+    assert found_in(history, "4", 1, 2, 3) is None
+    assert found_in(history, "5", 1, 2, 3) == [4, 5]
     for number in range(400):
         history.add(NewRequest("r", [ids(1)], 9, tenant="x"), np.arange(100, dtype=np.int32) + 100 * number)
-    assert history.find("x", ids(1, 2, 3), 2) == (0, [])
-    assert history.find("x", ids(39_901, 39_902, 39_903), 2) == (3, [[39_904, 39_905]])
+        if number % 7 == 0:  # with its index filled at different sizes
+            assert found_in(history, "x", 100 * number + 1, 100 * number + 2, 100 * number + 3)
+    assert found_in(history, "x", 1, 2, 3) is None
+    assert found_in(history, "x", 39_995, 39_996, 39_997) == [39_998, 39_999]
     history.add(NewRequest("r", [ids(1)], 9, tenant="y"), np.arange(3 * TENANT_TOKENS, dtype=np.int32))
-    assert history.find("y", ids(1, 2, 3), 1) == (3, [[4]])
+    assert (found_in(history, "y", 1, 2, 3) or [])[:2] == [4, 5]
 
 
-def test_outputs_of_tenant_take_64_kib_and_those_of_all_4_mib() -> None:
-    outputs = Outputs()
-    for size in [5, TENANT_TOKENS // 2, 3 * TENANT_TOKENS, 100, TENANT_TOKENS - 1] * 20:
-        outputs.add(np.arange(size, dtype=np.int32))
-        assert outputs.tokens.nbytes <= 64 << 10
-        assert outputs.tokens.base is not None and outputs.tokens.base.nbytes == 64 << 10
-    assert MAX_TENANTS * (64 << 10) == 4 << 20
+def test_outputs_of_all_tenants_take_9_mib() -> None:
+    assert History().nbytes <= 9 << 20
 
 
 def test_tenant_that_was_served_goes_after_those_that_were_not() -> None:
     history = History()
     for number in [*range(MAX_TENANTS), 0, MAX_TENANTS]:
         history.add(NewRequest("r", [ids(1)], 9, tenant=str(number)), ids(1, 2, 3, 4, 5))
-    assert history.find("0", ids(1, 2, 3), 1) == (3, [[4], [4]])
-    assert history.find("1", ids(1, 2, 3), 1) == (0, [])
+    assert found_in(history, "0", 1, 2, 3) == [4, 5]
+    assert found_in(history, "1", 1, 2, 3) is None
+    assert found_in(history, str(MAX_TENANTS), 1, 2, 3) == [4, 5]  # in the place of another one's outputs
 
 
 def test_request_without_guesses_adds_nothing_to_the_history() -> None:
     history = History()
     history.add(NewRequest("r", [ids(1)], 9, tenant="a", speculate=False), ids(1, 2, 3, 4, 5))
-    assert history.find("a", ids(1, 2, 3), 2) == (0, [])
+    assert found_in(history, "a", 1, 2, 3) is None
 
 
-def test_guesses_end_where_places_disagree_or_the_chance_is_small() -> None:
-    assert agree([[1, 2, 3]], 0.9, 0.5) == ([1, 2, 3], pytest.approx(0.9 + 0.81 + 0.729))
-    assert agree([[1, 2, 3]], 0.7, 0.5)[0] == [1]
-    assert agree([[1, 2, 9], [1, 2, 8], [1, 2, 7]], 0.95, 0.5)[0] == [1, 2]
-    assert agree([[1, 5], [2, 6], [2, 7]], 0.95, 0.3) == ([2, 7], pytest.approx(0.95 * 2 / 3 * 1.475))
-    assert agree([[1, GAP, 4]], 0.95, 0.1)[0] == [1]
-    assert agree([], 0.9, 0.1) == ([], 0.0)
+@pytest.mark.parametrize(("counts", "room", "cut"), [([3, 1, 5], 9, [3, 1, 5]), ([3, 1, 5], 7, [3, 1, 3]),
+                                                      ([3, 1, 5], 6, [3, 1, 2]), ([4, 4, 4], 2, [1, 1, 0]),
+                                                      ([16, 0, 2], 1, [1, 0, 0])])  # fmt: skip
+def test_room_for_guesses_is_taken_from_the_rows_with_most(counts: list[int], room: int, cut: list[int]) -> None:
+    assert level(ids(*counts), room).tolist() == cut
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_level_uses_all_room(seed: int) -> None:
+    rng = np.random.default_rng(SEED + seed)
+    counts = rng.integers(0, 17, 50).astype(np.int32)
+    room = int(rng.integers(0, counts.sum() + 5))
+    cut = level(counts, room)
+    assert cut.sum() == min(room, counts.sum()) and (cut <= counts).all() and (cut >= 0).all()
+    assert cut[cut < counts].max(initial=0) - cut[cut < counts].min(initial=99) <= 1
 
 
 def measured(draft_ns: float = 100_000) -> StepTime:
@@ -193,15 +170,46 @@ def test_row_with_wrong_guesses_gets_fewer_and_then_none_until_it_is_tried_again
     assert any(made.propose(row, 1000, 1000, 25) for _ in range(500))
 
 
-def test_wait_for_an_answer_that_was_in_vain_is_not_repeated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_an_answer_that_was_in_vain_is_not_repeated_at_once() -> None:
     table, _ = running(1, LIMITS)
     made, row = Speculation(table, LIMITS, measured(), History()), np.array([0])
     assert made.worth_waiting(row, 1000, 25)
-    monkeypatch.setattr(speculation, "find", lambda *_: (0, []))
-    assert made.drafts(row, 1000, 1000, 25) is None
-    monkeypatch.undo()
-    looks = [made.worth_waiting(row, 1000, 25) for _ in range(2)]
-    assert looks[0] is False
+    table.tokens[0, 25], table.applied[0] = 99, 26  # the answer is another token
+    assert made.drafts(row, 1000, 1000, 26) is None
+    table.tokens[0, 26:30], table.applied[0] = (1, 2, 3, 4), 30
+    assert not made.worth_waiting(row, 1000, 25)
+    assert Speculation(table, LIMITS, measured(), History()).worth_waiting(row, 1000, 25)
+
+
+def test_guesses_go_on_behind_right_ones_without_another_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, _ = running(1, LIMITS)
+    made, row, tokens = Speculation(table, LIMITS, measured(), History()), np.array([0]), []
+    searches, search = [], Speculation._search
+    monkeypatch.setattr(Speculation, "_search", lambda self, rows: (searches.append(rows), search(self, rows)))
+    for _ in range(3):
+        drafts = made.propose(row, 4, 1000, 25)
+        assert drafts is not None
+        tokens += drafts.tokens.tolist()
+        for token in drafts.tokens.tolist():
+            table.tokens[0, table.applied[0]], table.applied[0] = token, table.applied[0] + 1
+    assert tokens == [2, 3, 4, 1] * 3
+    assert len(searches) == 1
+
+
+def test_row_without_guesses_learns_from_what_would_have_been_right() -> None:
+    table, _ = running(1, LIMITS)
+    made, row = Speculation(table, LIMITS, measured(draft_ns=900_000), History()), np.array([0])
+    assert made.propose(row, 1000, 1000, 25) is not None
+    for _ in range(9):
+        made.learn(row, ids(4), ids(0))
+    for number in range(40):
+        made.propose(row, 1000, 1000, 25)
+        table.tokens[0, table.applied[0]], table.applied[0] = (2, 3, 4, 1)[number % 4], table.applied[0] + 1
+        if (drafts := made.propose(row, 1000, 1000, 25)) is not None:
+            assert 1 < number < 30
+            assert drafts.tokens[0] == (3, 4, 1, 2)[number % 4]
+            return
+    pytest.fail("no guess")
 
 
 def test_no_step_is_put_off_for_a_guess_of_the_token_that_is_unanswered() -> None:
@@ -212,7 +220,7 @@ def test_no_step_is_put_off_for_a_guess_of_the_token_that_is_unanswered() -> Non
     assert made.propose(row, 1000, 1000, 25) is not None
     assert not made.worth_waiting(row, 1000, 25)
     table.request[0].prediction = np.arange(22, 40, dtype=np.int32)
-    assert made.worth_waiting(row, 1000, 25)
+    assert Speculation(table, LIMITS, measured(draft_ns=1_000), History()).worth_waiting(row, 1000, 25)
 
 
 def test_waiting_is_charged_the_gap_before_the_step_and_the_one_behind_it() -> None:

@@ -1,0 +1,69 @@
+"""Worker and scheduler killed while drafts run: the tokens are those without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.settings import DEMO_MODEL
+from tests.chaos.streams import Stream, common
+from tests.support.stack import START_S, Stack, running_stack
+from tests.support.waiting import until
+
+TOKENS = 900
+PROMPTS = (
+    "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n",
+    "1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4,",
+    "class A:\n    pass\n\n\nclass B:\n    pass\n\n\nclass C:\n",
+)
+TEMPERATURES = (0.0, 0.7)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory: Path = tmp_path_factory.mktemp("speculation")
+    with running_stack(directory, DEMO_MODEL, dtype="float32", speculate="auto") as running:
+        yield running
+
+
+def streams(stack: Stack, speculate: bool) -> list[Stream]:
+    """One stream for each prompt and temperature."""
+    body = common(stack, TOKENS)
+    bodies: list[dict[str, Any]] = [
+        {**body, "prompt": prompt, "temperature": temperature, "seed": 7, "speculate": speculate}
+        for prompt in PROMPTS
+        for temperature in TEMPERATURES
+    ]
+    return [Stream([stack.url], each) for each in bodies]
+
+
+def accepted(stack: Stack) -> int:
+    """Drafts that were right, as the scheduler that runs has counted."""
+    return int(stack.stats().get("accepted_tokens", "0"))
+
+
+def kill(stack: Stack, service: str, running: list[Stream], before: int) -> None:
+    """Kill a service once more drafts than `before` were right and a stream still runs; start it again."""
+    until("drafts are accepted", lambda: accepted(stack) > before, 60)
+    assert not all(stream.reason for stream in running), "all ended before the fault; give more tokens"
+    stack.kill(service)
+    stack.start(service)
+
+
+def test_tokens_are_those_without_drafts_when_worker_and_scheduler_die(stack: Stack) -> None:
+    plain, drafted = streams(stack, speculate=False), streams(stack, speculate=True)
+    with ThreadPoolExecutor(len(plain)) as pool:
+        expected = list(pool.map(Stream.read, plain))
+        assert accepted(stack) == 0
+        answers = [pool.submit(stream.read) for stream in drafted]
+        kill(stack, "worker", drafted, before=0)
+        kill(stack, "scheduler", drafted, before=accepted(stack))
+        until("the new scheduler has drafts accepted", lambda: accepted(stack) > 0, START_S)
+        tokens = [answer.result() for answer in answers]
+    assert [len(ids) for ids in expected] == [TOKENS] * len(plain)
+    assert tokens == expected
+    stack.settled_empty()
