@@ -112,9 +112,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 404:
-        found = ApiError(
-            404, f"unknown path {request.url.path[:200]}; /openapi.json lists all paths", code="unknown_path"
-        )
+        path = request.url.path[:200]
+        meant = any(isinstance(route, Route) and route.path == f"/v1{path}" for route in request.app.state.routes)
+        remedy = f"the API's base address ends with /v1: /v1{path}" if meant else "/openapi.json lists all paths"
+        found = ApiError(404, f"unknown path {path}; {remedy}", code="unknown_path")
     elif error.status_code == 405:
         allowed = ", ".join(_allowed(request))
         text = f"method {request.method} not allowed on {request.url.path[:200]}; allowed: {allowed}"
