@@ -316,8 +316,13 @@ class Scored:
     @classmethod
     def blank(cls, rows: int, likely: int) -> Scored:
         """Return the room for so many rows."""
-        numbers, columns = np.empty((2, rows), np.int32), np.empty((rows, likely), np.int32)
-        return cls(np.empty(rows, np.float32), *numbers, columns, np.empty((rows, likely), np.float32))
+        return cls(
+            logprobs=np.empty(rows, np.float32),
+            ranks=np.empty(rows, np.int32),
+            status=np.empty(rows, np.int32),
+            ids=np.empty((rows, likely), np.int32),
+            best=np.empty((rows, likely), np.float32),
+        )
 
     def put(self, first: int, part: Scored) -> None:
         """Write rows from `first` on."""
