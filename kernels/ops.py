@@ -329,6 +329,23 @@ class Scored:
     ids: Int32
     best: Float32
 
+    @classmethod
+    def blank(cls, rows: int, likely: int) -> Scored:
+        """Return the room for so many rows."""
+        return cls(
+            logprobs=np.empty(rows, np.float32),
+            ranks=np.empty(rows, np.int32),
+            status=np.empty(rows, np.int32),
+            ids=np.empty((rows, likely), np.int32),
+            best=np.empty((rows, likely), np.float32),
+        )
+
+    def put(self, first: int, part: Scored) -> None:
+        """Write rows from `first` on."""
+        for name in ("logprobs", "ranks", "status", "ids", "best"):
+            column = getattr(part, name)
+            getattr(self, name)[first : first + len(column)] = column
+
 
 SCORED_BYTES = 32 << 20
 """Logits of the rows that are scored at once, at most; one row has any size."""
@@ -577,15 +594,6 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         call.
         """
         return forward
-
-
-def joined_scores(parts: Sequence[Scored]) -> Scored:
-    """Return the rows of several, at least one, one after another."""
-    columns = (
-        np.concatenate([getattr(part, name) for part in parts])
-        for name in ("logprobs", "ranks", "status", "ids", "best")
-    )
-    return Scored(*columns)
 
 
 def ranks_of(logits: Tensor, tokens: Tensor) -> Tensor:

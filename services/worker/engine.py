@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.cpu.backend import Compiled
 from kernels.cuda.device import Device
-from kernels.ops import SCORED_BYTES, Batch, Cache, CacheShape, Int32, Prepared, Scored, joined_scores
+from kernels.ops import SCORED_BYTES, Batch, Cache, CacheShape, Int32, Prepared, Scored
 from protos import worker_pb2
 from services.worker.backend import choose, device_of, set_threads
 from services.worker.grammar import SlotGrammars
@@ -453,16 +453,17 @@ class Engine:
     def _score(self, inflight: InFlightStep, scoring: ScoredTokens, rows: Tensor) -> None:
         """Score prompt tokens by the rows before them, a bounded number at once."""
         count, at_once = len(scoring.tokens), max(1, SCORED_BYTES // (4 * self.config.vocab_size))
-        parts: list[Scored] = []
+        # Taken before any logits: what is kept between two pieces would keep the memory of both.
+        scores = Scored.blank(count, scoring.likely)
         for first in range(0, count, at_once):
             end = min(first + at_once, count)
             logits = self.decoder.logits(rows[first:end])
             if self.parallel.size > 1:
                 logits = self.decoder.gather_logits(logits)
             if self.parallel.samples:
-                parts.append(self.ops.score(logits, scoring.tokens[first:end], scoring.likely))
+                scores.put(first, self.ops.score(logits, scoring.tokens[first:end], scoring.likely))
         if self.parallel.samples:
-            inflight.scores = joined_scores(parts)
+            inflight.scores = scores
             with self._lock:
                 self._in_flight.learn_scores(inflight)
 
