@@ -46,10 +46,9 @@ class Matrix:
         return self.name if self.stack else f"{self.name}.weight"
 
     @property
-    def order(self) -> Tensor:
-        """Return the outputs that are read, in the order in which they are read, counted from rows.start."""
-        rows = torch.arange(len(self.rows))
-        return torch.cat((rows[0::2], rows[1::2])) if self.stack and self.stack.interleaved else rows
+    def runs(self) -> list[range]:
+        """Return the outputs in the order in which they are read: those of one range, then those of the next."""
+        return [self.rows[0::2], self.rows[1::2]] if self.stack and self.stack.interleaved else [self.rows]
 
 
 class Part:
@@ -99,8 +98,11 @@ class LinearMethod(ABC):
         above = matrix.stack.index * matrix.inputs if matrix.stack else 0  # rows of the matrices before
         shape = (matrix.inputs * (matrix.stack.count if matrix.stack else 1), matrix.outputs)
         stored = as_piece(source.read(name, shape, above + columns.start, len(columns)), dtype)
-        for some in matrix.order.split(-(-len(rows) // 8)):
-            yield as_piece(stored[:, rows.start + some].t(), dtype)
+        step = -(-len(rows) // 8)
+        for run in matrix.runs:
+            for first in range(0, len(run), step):
+                some = run[first : first + step]
+                yield as_piece(stored[:, some.start : some.stop : some.step].t(), dtype)
 
     def pack(self, ops: AnyOps, parts: list[Part], inputs: int, bias: Tensor | None) -> Any:
         """Return the parts, one under the other, as `multiply` takes them; see Ops.pack_linear."""

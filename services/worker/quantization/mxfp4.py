@@ -41,19 +41,19 @@ class Mxfp4(StoredMethod):
         rows = stack.count * matrix.outputs
         blocks = source.read(f"{matrix.name}_blocks", (rows, groups * BYTES), first, count)
         exponents = source.read(f"{matrix.name}_scales", (rows, groups), first, count)
-        order, aligned = matrix.order, columns.start % GROUP == 0
         some = slice(columns.start // GROUP, -(-columns.stop // GROUP))
-        for step in row_steps(range(count), matrix.inputs):
-            held = order[step.start : step.stop]
-            packed = blocks[held]
-            numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-            scales = powers(exponents[held])
-            if aligned:
-                cut = numbers[:, columns.start : columns.stop].contiguous()
-                yield Groups(4, GROUP, cut, scales[:, some].contiguous(), floats=True)
-            else:
-                whole = Groups(4, GROUP, numbers, scales, floats=True).plain()
-                yield as_piece(whole[:, columns.start : columns.stop], dtype)
+        for run in matrix.runs:
+            for step in row_steps(range(len(run)), matrix.inputs):
+                held, above = run[step.start : step.stop], matrix.rows.start
+                at = slice(held.start - above, held.stop - above, held.step)
+                numbers = torch.stack((blocks[at] & 15, blocks[at] >> 4), -1).flatten(1)
+                scales = powers(exponents[at])
+                if columns.start % GROUP == 0:
+                    cut = numbers[:, columns.start : columns.stop].contiguous()
+                    yield Groups(4, GROUP, cut, scales[:, some].contiguous(), floats=True)
+                else:
+                    whole = Groups(4, GROUP, numbers, scales, floats=True).plain()
+                    yield as_piece(whole[:, columns.start : columns.stop], dtype)
 
 
 def powers(exponents: Tensor) -> Tensor:
