@@ -277,6 +277,17 @@ def ends(record: dict[bytes, bytes], choices: int) -> list[Row]:
     return [Row(choice, [], finish, error) for choice, finish in finishes(record, choices)]
 
 
+def take_cached(stream: RequestStream, record: dict[bytes, bytes]) -> RequestStream:
+    """Take from a record how many tokens of the prompts the prefix cache had, where no row has said so.
+
+    Raise ValueError for a record that no gateway wrote.
+    """
+    for choice in range(stream.choices):
+        if choice not in stream.cached and (found := record.get(b"cached:%d" % choice)) is not None:
+            stream.cached[choice] = integer(found)
+    return stream
+
+
 def lacks_tokens(stream: RequestStream, record: dict[bytes, bytes]) -> bool:
     """Return whether a finished request had more tokens than a stream with all of `out` has: `out` is not whole."""
     lengths = [integer(part) for part in record.get(b"lengths", b"").split(b",") if part]
@@ -288,6 +299,7 @@ def lacks_tokens(stream: RequestStream, record: dict[bytes, bytes]) -> bool:
 
 def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> RequestStream:
     """Return a stream that gets nothing else, with the rows of a record."""
+    take_cached(stream, record)
     for first, row in rows:
         stream.offer(row, first)
     if lacks_tokens(stream, record):

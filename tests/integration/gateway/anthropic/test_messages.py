@@ -16,6 +16,7 @@ from tests.support.gateway_process import GatewayProcess, led_gateway, running_g
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler, answering
 from tests.support.tokenizers import token_ids
+from tests.support.waiting import until
 
 SAID = '<think>fox?</think>The <tool_call>{"name": "look", "arguments": {"at": "fox"}}</tool_call>'
 SETTINGS: dict[str, Any] = {"served_model_name": "claude", "reasoning_parser": "think", "tool_parser": "hermes"}
@@ -91,6 +92,17 @@ def test_usage_parts_the_cached_tokens_of_the_prompt(led: tuple[GatewayProcess, 
     for usage in (start["message"]["usage"], delta["usage"]):
         assert usage["cache_read_input_tokens"] == 3
         assert usage["input_tokens"] == sum(map(len, claimed.prompts)) - 3
+    path = f"{gateway.url}/v1/requests/{claimed.id}"
+
+    def kept() -> bool:
+        """Whether the record has the tokens: they are written behind the first token, and no answer waits for that."""
+        found = httpx.get(path, headers=HEADERS, timeout=60).json()["result"]["usage"]
+        return bool(found == {**found, "cache_read_input_tokens": 3})
+
+    until("the record has the cached tokens", kept)
+    again = sse.parse(httpx.get(f"{path}/stream", headers=HEADERS, timeout=60).content)
+    assert again[0].json["message"]["usage"] == start["message"]["usage"]
+    assert scheduler.client.ttl(gateway.keys.req(claimed.id)) > 0
 
 
 def added(events: list[sse.Event]) -> list[dict[str, Any]]:
