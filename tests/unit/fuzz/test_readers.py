@@ -13,6 +13,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from protos.kserve_pb2 import ModelInferRequest
+from services.gateway.anthropic.bodies import MessagesBody
+from services.gateway.anthropic.bodies import chat_body as messages_chat
 from services.gateway.errors import ApiError
 from services.gateway.kserve.tensors import body_of, check_outputs, fields_of
 from services.gateway.openai import bodies
@@ -95,6 +97,30 @@ def test_any_value_of_responses_is_accepted_or_refused(value: Any, name: str) ->
     except ApiError as error:
         assert error.status == 400 and error.message and error.code
         assert (error.param or "").split(".")[0].split("[")[0] in {name, "input", ""}
+
+
+BLOCKS_OF_MESSAGES = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
+    optional={name: VALUES for name in ("text", "id", "name", "input", "tool_use_id", "content", "thinking")},
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool"])},
+        optional={"content": TEXTS | st.lists(BLOCKS_OF_MESSAGES, max_size=3) | VALUES},
+    ),
+    max_size=4,
+)
+
+
+@given(VALUES | MESSAGES, st.sampled_from(["messages", "system", "tools", "tool_choice", "thinking", "output_config"]))
+@settings(max_examples=100)
+def test_any_value_of_messages_is_accepted_or_refused(value: Any, name: str) -> None:
+    sent = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], name: value}
+    try:
+        messages_chat(parse_body(json.dumps(sent).encode(), MessagesBody))
+    except ApiError as error:
+        assert error.status == 400 and error.message and error.code
+        assert (error.param or "").split(".")[0].split("[")[0] in {name, "messages", ""}
 
 
 @st.composite

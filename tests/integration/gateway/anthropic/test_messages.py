@@ -68,6 +68,7 @@ def test_message_has_thinking_text_and_calls(claude: GatewayProcess) -> None:
     answer = post(claude)
     body = answer.json()
     assert bare(body["content"]) == CONTENT
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
     assert body.keys() == {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"}
     assert (body["stop_reason"], body["model"], body["id"][:4]) == ("tool_use", "claude", "msg_")
     assert body["usage"]["output_tokens"] == len(token_ids(SAID))
