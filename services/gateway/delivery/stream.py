@@ -31,8 +31,8 @@ from services.gateway.errors import (
 )
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
+from services.gateway.text import reasoning
 from services.gateway.text.logprobs import Logprobs
-from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.stop import StopMatcher
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.blocks import reader_of
@@ -433,7 +433,7 @@ class ChoiceText:
         self._tools = None if spec.tools is None else reader_of(spec.tools, spec.id, index)
         self.calls: list[CallPiece] = []  # of tools, by the last `feed`
         self.parts: list[str | CallPiece] = []  # the same with the text, in their order
-        self._reader = ReasoningReader(spec.reasoning) if spec.reasoning else None
+        self._reader = reasoning.reader_of(spec.reasoning) if spec.reasoning else None
         self.reasoning = ""  # by the last `feed`
         self.reasoning_tokens = 0  # with those of the marks
         self.count = 0
@@ -469,7 +469,7 @@ class ChoiceText:
         return text, used, stopped
 
     def _think(
-        self, reader: ReasoningReader, tokens: list[int], finish_reason: str | None
+        self, reader: reasoning.Reader, tokens: list[int], finish_reason: str | None
     ) -> tuple[str, list[int], bool]:
         """Return as `feed` the text behind the thinking, which goes to `reasoning`. Thinking is read token by token:
         how many tokens it has does not depend on how many came at once.

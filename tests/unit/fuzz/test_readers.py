@@ -21,6 +21,7 @@ from services.gateway.openai import bodies
 from services.gateway.openai.bodies import MAX_JSON_DEPTH, parse_body, parse_json
 from services.gateway.openai.responses import ResponsesBody, chat_body
 from services.gateway.request import ToolUse
+from services.gateway.text.reasoning import ChannelReader
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
 from services.gateway.text.tools.reader import merged
@@ -192,6 +193,8 @@ def blocks(kind: str, calls: list[tuple[str, Any]], written: Callable[[Any], str
             text = f"function{sep}{name}\n```json\n{written(arguments)}\n```" if is_older else text
         else:
             text = f"functions.{name}:{at}<|tool_call_argument_begin|>{written(arguments)}"
+        if kind == "channels":
+            text = f"{name}<|message|>{written(arguments)}"
         texts.append(f"{marks.opening}{text}{marks.closing}")
     return marks.section + ("\n" if is_older else "").join(texts) + marks.section_end
 
@@ -279,3 +282,23 @@ def test_fragments_of_calls_are_read_the_same_at_every_cut(
     for at in range(len(text) + 1):
         assert read([text[:at], text[at:]], use) == found
     assert read(list(text), use) == found
+
+
+HEADS = [
+    "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>assistant", " to=functions.f ",
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|call|>", "<|end|>", "<|return|>", "<|",
+    "assistant", "a", "{}", "<|message|>", " ", "🐋", "<|channel|>" + "x" * 240, "x" * 16,
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(HEADS), max_size=10).map("".join))
+@settings(max_examples=60)
+def test_channels_are_read_the_same_at_every_cut(text: str) -> None:
+    def read_channels(pieces: list[str]) -> tuple[str, str]:
+        reader = ChannelReader()
+        parts = [*map(reader.feed, pieces), reader.flush()]
+        return "".join(thinking for thinking, _ in parts), "".join(content for _, content in parts)
+
+    found = read_channels([text])
+    assert all(read_channels([text[:at], text[at:]]) == found for at in range(len(text) + 1))
+    assert read_channels(list(text)) == found
