@@ -224,14 +224,16 @@ class GatewaySettings(CommonSettings):
         "deepseek-v3",
         "kimi-k2",
         "pythonic",
+        "channels",
         "none",
     ] = Field(
         "auto",
         description="format of the model's tool calls; auto takes it from the chat template",
     )
-    reasoning_parser: Literal["auto", "think", "none"] = Field(
+    reasoning_parser: Literal["auto", "think", "channels", "none"] = Field(
         "auto",
-        description="marks of the model's thinking; think is the tag of that name, none leaves it in the content; "
+        description="marks of the model's thinking; think is the tag of that name, channels are those of gpt-oss, "
+        "none leaves it in the content; "
         "auto takes it from the chat template and the tokenizer",
     )
     sampling_defaults: Literal["model", "openai"] = Field(

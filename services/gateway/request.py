@@ -37,9 +37,9 @@ class ToolUse:
     texts: tuple[str, ...] = ()
 
 
-UNDECIDED, THINKING = "undecided", "thinking"
-"""States of thinking behind a prompt, in `Delivery.reasoning`: the model may begin it, or the prompt has begun it.
-Empty: all that follows is content."""
+UNDECIDED, THINKING, CHANNELS = "undecided", "thinking", "channels"
+"""States of thinking behind a prompt, in `Delivery.reasoning`: the model may begin it, the prompt has begun it, or the
+answer has channels. Empty: all that follows is content."""
 MAX_CHOICES = 65_536
 """Choices of a stored request: more than any gateway allows (--max-choices)."""
 
@@ -200,8 +200,8 @@ class GenerationSpec:
         fields["stop"] = list(wire.stop)
         if not 0 < len(wire.prompt_tails) * wire.n <= MAX_CHOICES or wire.endpoint not in BEGINNINGS:
             raise ValueError(f"delivery: {len(wire.prompt_tails)} prompts, n={wire.n}, endpoint {wire.endpoint!r}")
-        if wire.reasoning not in ("", UNDECIDED, THINKING):
-            raise ValueError(f"delivery: reasoning {wire.reasoning!r}, neither {UNDECIDED}, {THINKING} nor empty")
+        if wire.reasoning not in ("", UNDECIDED, THINKING, CHANNELS):
+            raise ValueError(f"delivery: reasoning {wire.reasoning!r} is no state of thinking")
         return cls(
             **fields,
             id=request_id,

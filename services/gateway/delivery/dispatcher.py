@@ -26,7 +26,7 @@ from redis.exceptions import RedisError, ResponseError
 from protos import queue_pb2
 from services.gateway.auth import Caller
 from services.gateway.cluster import EVERY_S, MEMORY_MOST, Cluster
-from services.gateway.delivery.stream import Offer, RequestStream, Row, ends, fill, lacks_tokens, rows_of
+from services.gateway.delivery.stream import Offer, RequestStream, Row, ends, fill, lacks_tokens, rows_of, take_cached
 from services.gateway.errors import (
     RETRY,
     ApiError,
@@ -42,7 +42,17 @@ from services.gateway.request import GenerationSpec
 from shared.columns import unpack
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
-from shared.redis_client import BLOCK_MS, LIVE_TTL_MS, Line, Scripts, Unreachable, Value, backoff_s, connect
+from shared.redis_client import (
+    BLOCK_MS,
+    KEPT_TTL_MS,
+    LIVE_TTL_MS,
+    Line,
+    Scripts,
+    Unreachable,
+    Value,
+    backoff_s,
+    connect,
+)
 from shared.settings import GatewaySettings
 from shared.tasks import end
 from shared.token_batches import decode_batch
@@ -308,6 +318,7 @@ class Dispatcher:
         self._line = Line(self._reader)
         self.scripts = Scripts(self._redis, metrics.call)
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
+        self._cached: list[tuple[str, int, int]] = []  # request, choice, prompt tokens that the prefix cache had
         self._backlog = Backlog()
         self._unread: dict[str, RequestStream] = {}  # their records are to be read
         self._more = asyncio.Event()
@@ -717,6 +728,26 @@ class Dispatcher:
             stream = self._streams.get(request_id)
             if stream is not None:
                 self._settle(stream, row, first, stream.offer(row, first))
+                if row.cached:
+                    self._keep_cached(request_id, row)
+
+    def _keep_cached(self, request_id: str, row: Row) -> None:
+        """Have the record say what the prefix cache had, for an answer that is read again or elsewhere."""
+        if not self._cached:
+            self.submit(self._write_cached)
+        self._cached.append((request_id, row.choice, row.cached))
+
+    async def _write_cached(self) -> None:
+        taken, self._cached = self._cached, []
+        pipe: Any = self._redis.pipeline(transaction=False)
+        for request_id, choice, cached in taken:
+            key = self._keys.req(request_id)
+            pipe.hset(key, f"cached:{choice}", cached)
+            pipe.pexpire(key, KEPT_TTL_MS, nx=True)  # of no effect but on a record that had expired
+        try:
+            await pipe.execute(raise_on_error=False)
+        except (*Unreachable, RedisError) as error:
+            log.warning("cached tokens of %d requests not written: %s", len(taken), error)
 
     def _settle(self, stream: RequestStream, row: Row, first: int, outcome: Offer) -> None:
         if outcome is Offer.DUPLICATE:
@@ -784,6 +815,7 @@ class Dispatcher:
         try:
             ended = self.decoded(stream.request_id, record, lambda found: ends(found, stream.choices))
             self.decoded(stream.request_id, record, lambda found: (lacks_tokens(stream, found),))
+            self.decoded(stream.request_id, record, lambda found: take_cached(stream, found))
         except ApiError as error:
             stream.fail(error)
             return

@@ -31,8 +31,8 @@ from services.gateway.errors import (
 )
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
+from services.gateway.text import reasoning
 from services.gateway.text.logprobs import Logprobs, PromptLogprobs
-from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.stop import StopMatcher
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.blocks import reader_of
@@ -277,6 +277,17 @@ def ends(record: dict[bytes, bytes], choices: int) -> list[Row]:
     return [Row(choice, [], finish, error) for choice, finish in finishes(record, choices)]
 
 
+def take_cached(stream: RequestStream, record: dict[bytes, bytes]) -> RequestStream:
+    """Take from a record how many tokens of the prompts the prefix cache had, where no row has said so.
+
+    Raise ValueError for a record that no gateway wrote.
+    """
+    for choice in range(stream.choices):
+        if choice not in stream.cached and (found := record.get(b"cached:%d" % choice)) is not None:
+            stream.cached[choice] = integer(found)
+    return stream
+
+
 def lacks_tokens(stream: RequestStream, record: dict[bytes, bytes]) -> bool:
     """Return whether a finished request had more tokens than a stream with all of `out` has: `out` is not whole."""
     lengths = [integer(part) for part in record.get(b"lengths", b"").split(b",") if part]
@@ -288,6 +299,7 @@ def lacks_tokens(stream: RequestStream, record: dict[bytes, bytes]) -> bool:
 
 def fill(stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> RequestStream:
     """Return a stream that gets nothing else, with the rows of a record."""
+    take_cached(stream, record)
     for first, row in rows:
         stream.offer(row, first)
     if lacks_tokens(stream, record):
@@ -421,7 +433,7 @@ class ChoiceText:
         self._tools = None if spec.tools is None else reader_of(spec.tools, spec.id, index)
         self.calls: list[CallPiece] = []  # of tools, by the last `feed`
         self.parts: list[str | CallPiece] = []  # the same with the text, in their order
-        self._reader = ReasoningReader(spec.reasoning) if spec.reasoning else None
+        self._reader = reasoning.reader_of(spec.reasoning) if spec.reasoning else None
         self.reasoning = ""  # by the last `feed`
         self.reasoning_tokens = 0  # with those of the marks
         self.count = 0
@@ -457,7 +469,7 @@ class ChoiceText:
         return text, used, stopped
 
     def _think(
-        self, reader: ReasoningReader, tokens: list[int], finish_reason: str | None
+        self, reader: reasoning.Reader, tokens: list[int], finish_reason: str | None
     ) -> tuple[str, list[int], bool]:
         """Return as `feed` the text behind the thinking, which goes to `reasoning`. Thinking is read token by token:
         how many tokens it has does not depend on how many came at once.

@@ -27,7 +27,7 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.openai.document import body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, bind_thinking, binds_output, plan_tools
-from services.gateway.request import GenerationSpec, Limits
+from services.gateway.request import CHANNELS, GenerationSpec, Limits
 from services.gateway.text.chat_template import RESERVED
 from services.gateway.text.reasoning import state_behind, state_within
 from services.gateway.text.tokenizer import ModelText
@@ -82,6 +82,9 @@ async def chat_spec(
         spec.reasoning = _state(body, prompt, model)
         if spec.reasoning and model.hides_markers:
             spec.skip_special_tokens = False  # thinking is found by them
+    if "channels" in (model.reasoning, model.tool_format) and (spec.tools or not spec.sampling.grammar):
+        spec.reasoning = "" if _continued(body) else CHANNELS
+        spec.skip_special_tokens = False  # channels are found by control tokens
     if body.thinking_token_budget is not None:
         await bind_thinking(spec, body, body.thinking_token_budget, model, tenant)
     return spec
@@ -138,13 +141,18 @@ def template_variables(body: TemplateBody, is_bound: bool) -> dict[str, Any]:
 
 def _state(body: ChatBody, prompt: list[int], model: ModelText) -> str:
     """Return where a prompt leaves the model, before, in or behind its thinking."""
-    content = plain_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
-    if content.strip():
+    if content := _continued(body):
         return state_within(content)
     try:
         return state_behind(model.text.decode(prompt[-STATE_TOKENS:], skip_special=False))
     except TokenizerError as error:
         raise untokenizable("messages", error) from error
+
+
+def _continued(body: ChatBody) -> str:
+    """Return the text of the message that is to be continued; empty where it has none, or none is continued."""
+    content = plain_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
+    return str(content) if content.strip() else ""
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:

@@ -1,4 +1,5 @@
-"""Read the thinking of a model in its text while it comes: what stands between `<think>` and `</think>`.
+"""Read the thinking of a model in its text while it comes: what stands between `<think>` and `</think>`, or in the
+channel `analysis` of gpt-oss.
 
 The output is a function of the text so far and of the state in which the prompt left the model, however the text was
 cut into pieces. An answer has one block of thinking, at its beginning: a marker anywhere else is text, so an answer may
@@ -7,16 +8,22 @@ explain the markers. White space beside the markers stays where the model wrote 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Protocol
 
-from services.gateway.request import THINKING, UNDECIDED
+from services.gateway.request import CHANNELS, THINKING, UNDECIDED
 
 OPENING, CLOSING = "<think>", "</think>"
 
 
-def markers_of(template: str, vocabulary: Iterable[str]) -> Literal["none", "think"]:
+CHANNEL, MESSAGE, CALL = "<|channel|>", "<|message|>", "<|call|>"
+
+
+def markers_of(template: str, vocabulary: Iterable[str]) -> Literal["none", "think", "channels"]:
     """Return how a model marks its thinking, by its chat template or the names of its added tokens."""
+    if CHANNEL + "analysis" in template:
+        return "channels"
     names = frozenset(vocabulary)
     return "think" if CLOSING in template or {OPENING, CLOSING} <= names else "none"
 
@@ -62,6 +69,32 @@ def budget_grammar(budget: int, state: str, marks: tuple[int, int], blanks: Iter
     return f"start: {before}(<[{opening}]> {thinking} | (<[^{others}]> <[*]>*)?)\n"
 
 
+class Reader(Protocol):
+    """The text of one choice in; its thinking and the text behind it out.
+
+    is_over: nothing that follows is thinking. has_thought: the tokens so far count as thinking, if not is_over.
+    """
+
+    @property
+    def is_over(self) -> bool: ...
+
+    @property
+    def has_thought(self) -> bool: ...
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return the thinking and the text that are certain now."""
+        ...
+
+    def flush(self) -> tuple[str, str]:
+        """Return the rest, at the end of the choice."""
+        ...
+
+
+def reader_of(state: str) -> Reader:
+    """Return the reader of an answer that begins in a state."""
+    return ChannelReader() if state == CHANNELS else ReasoningReader(state)
+
+
 class ReasoningReader:
     """The text of one choice in; its thinking and the text behind it out.
 
@@ -70,12 +103,16 @@ class ReasoningReader:
 
     def __init__(self, state: str) -> None:
         self._state = state
-        self.has_thought = state == THINKING
+        self._has_thought = state == THINKING
         self._held = ""  # may be the beginning of a marker, or white space before one
 
     @property
     def is_over(self) -> bool:
         return not self._state
+
+    @property
+    def has_thought(self) -> bool:
+        return self._has_thought
 
     def feed(self, text: str) -> tuple[str, str]:
         """Return the thinking and the text that are certain now."""
@@ -86,17 +123,16 @@ class ReasoningReader:
             if len(begun) < len(OPENING) and OPENING.startswith(begun):
                 self._held = text
                 return "", ""
-            self.has_thought = begun.startswith(OPENING)
-            self._state = THINKING if self.has_thought else ""
-            text = begun.removeprefix(OPENING) if self.has_thought else text
+            self._has_thought = begun.startswith(OPENING)
+            self._state = THINKING if self._has_thought else ""
+            text = begun.removeprefix(OPENING) if self._has_thought else text
         if not self._state:
             return "", text
         thinking, marker, rest = text.partition(CLOSING)
         if marker:
             self._state = ""
             return thinking, rest
-        longest = min(len(text), len(CLOSING) - 1)
-        keep = next((size for size in range(longest, 0, -1) if CLOSING.startswith(text[-size:])), 0)
+        keep = _overlap(text, CLOSING)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], ""
 
@@ -104,3 +140,87 @@ class ReasoningReader:
         """Return the rest, at the end of the choice."""
         held, self._held = self._held, ""
         return (held, "") if self._state == THINKING else ("", held)
+
+
+_ENDS = ("<|end|>", CALL, "<|return|>", "<|start|>")
+_HEADS = (CHANNEL, MESSAGE, "<|start|>", "to=", "assistant")
+"""What the head of a message begins with; the prompt ends behind its role."""
+MOST_HEAD = 256
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]{1,64})")
+_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class ChannelReader:
+    """The messages of one choice of gpt-oss in; what is in `analysis` out as thinking, all else as text.
+
+    A message to a function comes out as `<|channel|>functions.NAME<|message|>...<|call|>`, however its head was
+    written, for the reader of calls. The mark behind it may be the token that ended the choice, which is no text. Text
+    that has no head is content.
+    """
+
+    def __init__(self) -> None:
+        self._kind = ""  # of the message that is read: thinking, call or text; empty in its head
+        self._held = ""
+
+    @property
+    def is_over(self) -> bool:
+        return False
+
+    @property
+    def has_thought(self) -> bool:
+        return self._kind == "thinking"
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return the thinking and the text that are certain now."""
+        self._held += text
+        thinking, content = "", ""
+        while self._held:
+            if not self._kind:
+                begun = self._begin()
+                if begun is None:
+                    break
+                content += begun
+                continue
+            found = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
+            size = min(found)[0] if found else len(self._held) - max(_overlap(self._held, mark) for mark in _ENDS)
+            piece, self._held = self._held[:size], self._held[size:]
+            if self._kind == "thinking":
+                thinking += piece
+            else:
+                content += piece
+            if not found:
+                break
+            content += CALL if self._kind == "call" else ""
+            self._held, self._kind = self._held.removeprefix(min(found)[1]), ""
+        return thinking, content
+
+    def flush(self) -> tuple[str, str]:
+        """Return the rest, at the end of the choice; a head that was cut is nothing."""
+        held, self._held = self._held, ""
+        if self._kind == "thinking":
+            return held, ""
+        return "", held + CALL if self._kind == "call" else held if self._kind else ""
+
+    def _begin(self) -> str | None:
+        """Read the head of a message; return the text that it becomes, None while it is not whole."""
+        head, mark, rest = self._held.partition(MESSAGE)
+        begun = self._held.lstrip()
+        is_long = len(head) > MOST_HEAD + (0 if mark else len(MESSAGE) - 1)
+        if is_long or not any(known.startswith(begun) or begun.startswith(known) for known in _HEADS):
+            self._kind = "text"
+            return ""
+        if not mark:
+            return None
+        self._held = rest
+        if (recipient := _RECIPIENT.search(head)) is not None:
+            self._kind = "call"
+            return f"{CHANNEL}functions.{recipient[1]}{MESSAGE}"
+        name = _NAME.search(head)
+        self._kind = "thinking" if name is not None and name[1] == "analysis" else "text"
+        return ""
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of the text that begins a mark."""
+    longest = min(len(text), len(mark) - 1)
+    return next((size for size in range(longest, 0, -1) if mark.startswith(text[-size:])), 0)

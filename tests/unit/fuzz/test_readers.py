@@ -13,12 +13,15 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from protos.kserve_pb2 import ModelInferRequest
+from services.gateway.anthropic.bodies import MessagesBody
+from services.gateway.anthropic.bodies import chat_body as messages_chat
 from services.gateway.errors import ApiError
 from services.gateway.kserve.tensors import body_of, check_outputs, fields_of
 from services.gateway.openai import bodies
 from services.gateway.openai.bodies import MAX_JSON_DEPTH, parse_body, parse_json
 from services.gateway.openai.responses import ResponsesBody, chat_body
 from services.gateway.request import ToolUse
+from services.gateway.text.reasoning import ChannelReader
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
 from services.gateway.text.tools.reader import merged
@@ -97,6 +100,30 @@ def test_any_value_of_responses_is_accepted_or_refused(value: Any, name: str) ->
         assert (error.param or "").split(".")[0].split("[")[0] in {name, "input", ""}
 
 
+BLOCKS_OF_MESSAGES = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
+    optional={name: VALUES for name in ("text", "id", "name", "input", "tool_use_id", "content", "thinking")},
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "tool"])},
+        optional={"content": TEXTS | st.lists(BLOCKS_OF_MESSAGES, max_size=3) | VALUES},
+    ),
+    max_size=4,
+)
+
+
+@given(VALUES | MESSAGES, st.sampled_from(["messages", "system", "tools", "tool_choice", "thinking", "output_config"]))
+@settings(max_examples=100)
+def test_any_value_of_messages_is_accepted_or_refused(value: Any, name: str) -> None:
+    sent = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], name: value}
+    try:
+        messages_chat(parse_body(json.dumps(sent).encode(), MessagesBody))
+    except ApiError as error:
+        assert error.status == 400 and error.message and error.code
+        assert (error.param or "").split(".")[0].split("[")[0] in {name, "messages", ""}
+
+
 @st.composite
 def inference_requests(draw: st.DrawFn) -> bytes:
     request = ModelInferRequest(model_name="m", model_version=draw(st.sampled_from(["", "1", "x"])))
@@ -166,6 +193,8 @@ def blocks(kind: str, calls: list[tuple[str, Any]], written: Callable[[Any], str
             text = f"function{sep}{name}\n```json\n{written(arguments)}\n```" if is_older else text
         else:
             text = f"functions.{name}:{at}<|tool_call_argument_begin|>{written(arguments)}"
+        if kind == "channels":
+            text = f"{name}<|message|>{written(arguments)}"
         texts.append(f"{marks.opening}{text}{marks.closing}")
     return marks.section + ("\n" if is_older else "").join(texts) + marks.section_end
 
@@ -253,3 +282,23 @@ def test_fragments_of_calls_are_read_the_same_at_every_cut(
     for at in range(len(text) + 1):
         assert read([text[:at], text[at:]], use) == found
     assert read(list(text), use) == found
+
+
+HEADS = [
+    "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|start|>assistant", " to=functions.f ",
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|call|>", "<|end|>", "<|return|>", "<|",
+    "assistant", "a", "{}", "<|message|>", " ", "🐋", "<|channel|>" + "x" * 240, "x" * 16,
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(HEADS), max_size=10).map("".join))
+@settings(max_examples=60)
+def test_channels_are_read_the_same_at_every_cut(text: str) -> None:
+    def read_channels(pieces: list[str]) -> tuple[str, str]:
+        reader = ChannelReader()
+        parts = [*map(reader.feed, pieces), reader.flush()]
+        return "".join(thinking for thinking, _ in parts), "".join(content for _, content in parts)
+
+    found = read_channels([text])
+    assert all(read_channels([text[:at], text[at:]]) == found for at in range(len(text) + 1))
+    assert read_channels(list(text)) == found

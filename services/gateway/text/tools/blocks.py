@@ -6,6 +6,7 @@
                  object in a fence; perhaps between <｜tool▁calls▁begin｜> and <｜tool▁calls▁end｜>
     kimi-k2      <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>, perhaps between
                  <|tool_calls_section_begin|> and <|tool_calls_section_end|>
+    channels     <|channel|>functions.f<|message|>{"a": 1}<|call|>, as reasoning.py writes calls of gpt-oss
     pythonic     [f(a=1), g()] - and nothing before it
 
 As in reader.py the output is a function of the text so far, however it was cut. A block that is no call stays text,
@@ -161,6 +162,7 @@ NAMED = {
     "qwen3-coder": re.compile(rf"\s*<function=({_NAME})>"),
     "glm-4.5": re.compile(rf"\s*({_NAME})\s*[\n<]"),
     "deepseek-v3": re.compile(rf"\s*(?:function<｜tool▁sep｜>)?({_NAME})\s*[\n<]"),
+    "channels": re.compile(rf"({_NAME})<"),
     "kimi-k2": re.compile(rf"\s*(?:functions\.)?({_NAME}?)(?::\d{{1,9}})?\s*<"),
 }
 """The name of a call at the beginning of a block."""
@@ -168,6 +170,7 @@ BEGINS = {
     "qwen3-coder": re.compile(r"\s*(?:<function=|<(?:f(?:u(?:n(?:c(?:t(?:i(?:o(?:n)?)?)?)?)?)?)?)?\Z|\Z)"),
     "glm-4.5": re.compile(r"\s*(?:[\w.-]{0,64}\Z|[\w.-]{1,64}\s*(?:[\n<]|\Z))"),
     "deepseek-v3": re.compile(r"\s*(?:[\w.-]{0,64}\Z|[\w.-]{1,64}\s*(?:[\n<]|\Z))"),
+    "channels": re.compile(r"(?:[\w.-]{0,64}\Z|[\w.-]{1,64}<)"),
     "kimi-k2": re.compile(r"\s*(?:[\w.:-]{0,80}\Z|[\w.:-]{1,80}\s*(?:<|\Z))"),
 }
 """Matches at the beginning of a block that may become a call."""
@@ -227,6 +230,11 @@ def _deepseek(block: str, _use: ToolUse) -> Call | None:
     return None if found is None else _object_call(found[1] or found[3], found[2] or found[4])
 
 
+def _channels(block: str, _use: ToolUse) -> Call | None:
+    name, mark, arguments = block.partition("<|message|>")
+    return _object_call(name, arguments.strip()) if mark else None
+
+
 def _kimi(block: str, _use: ToolUse) -> Call | None:
     """Return a call under the id that the model wrote: its template shows it again beside the result."""
     found = _KIMI.fullmatch(block)
@@ -249,6 +257,7 @@ PARSERS: dict[str, Callable[[str, ToolUse], Call | None]] = {
     "glm-4.5": _glm,
     "deepseek-v3": _deepseek,
     "kimi-k2": _kimi,
+    "channels": _channels,
 }
 
 

@@ -39,6 +39,7 @@ BLOCKS = {
     "kimi-k2": Marks(
         "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     ),
+    "channels": Marks("<|channel|>functions.", "<|call|>"),  # as ChannelReader of reasoning.py writes them
 }
 """Formats that are read block by block (blocks.py)."""
 OPENINGS = {
@@ -66,6 +67,7 @@ class Function(Protocol):
 
 
 _SIGNS = {
+    "channels": "<|channel|>commentary",
     "deepseek-v3": BLOCKS["deepseek-v3"].section,
     "kimi-k2": BLOCKS["kimi-k2"].section,
     "glm-4.5": "<arg_key>",
@@ -147,6 +149,8 @@ def calls_grammar(use: ToolUse, functions: Sequence[Function], atom: Callable[[s
             lines = [f'start: "[" {many} "]"']
         case "deepseek-v3" | "kimi-k2":
             lines = [f"start: {atom(BLOCKS[kind].section)} {many} {atom(BLOCKS[kind].section_end)}"]
+        case "channels":
+            lines = ["start: call"]  # the mark behind a call ends the answer
         case _:
             lines = [f"start: {many}"]
     call = "(" + " | ".join(f"call_{at}" for at in range(len(functions))) + ")"
@@ -175,6 +179,9 @@ def _call_lines(kind: str, at: int, function: Function, atom: Callable[[str], st
     match kind:
         case "mistral-args":
             return [f"call_{at}: {lark_text(name)} {atom(MISTRAL_ARGS)} {arguments}", object_line]
+        case "channels":
+            begin, end = f"{atom('<|channel|>')} {lark_text(f'commentary to=functions.{name} ')}", atom("<|message|>")
+            return [f'call_{at}: {begin} {atom("<|constrain|>")} "json" {end} {arguments}', object_line]
         case "kimi-k2":
             begin, digits = lark_text(f"functions.{name}:"), "/[0-9]{1,3}/"
             return [f"call_{at}: {begin} {digits} {atom('<|tool_call_argument_begin|>')} {arguments}", object_line]

@@ -16,6 +16,7 @@ from tests.support.gateway_process import GatewayProcess, led_gateway, running_g
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler, answering
 from tests.support.tokenizers import token_ids
+from tests.support.waiting import until
 
 SAID = '<think>fox?</think>The <tool_call>{"name": "look", "arguments": {"at": "fox"}}</tool_call>'
 SETTINGS: dict[str, Any] = {"served_model_name": "claude", "reasoning_parser": "think", "tool_parser": "hermes"}
@@ -67,6 +68,7 @@ def test_message_has_thinking_text_and_calls(claude: GatewayProcess) -> None:
     answer = post(claude)
     body = answer.json()
     assert bare(body["content"]) == CONTENT
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
     assert body.keys() == {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"}
     assert (body["stop_reason"], body["model"], body["id"][:4]) == ("tool_use", "claude", "msg_")
     assert body["usage"]["output_tokens"] == len(token_ids(SAID))
@@ -91,6 +93,17 @@ def test_usage_parts_the_cached_tokens_of_the_prompt(led: tuple[GatewayProcess, 
     for usage in (start["message"]["usage"], delta["usage"]):
         assert usage["cache_read_input_tokens"] == 3
         assert usage["input_tokens"] == sum(map(len, claimed.prompts)) - 3
+    path = f"{gateway.url}/v1/requests/{claimed.id}"
+
+    def kept() -> bool:
+        """Whether the record has the tokens: they are written behind the first token, and no answer waits for that."""
+        found = httpx.get(path, headers=HEADERS, timeout=60).json()["result"]["usage"]
+        return bool(found == {**found, "cache_read_input_tokens": 3})
+
+    until("the record has the cached tokens", kept)
+    again = sse.parse(httpx.get(f"{path}/stream", headers=HEADERS, timeout=60).content)
+    assert again[0].json["message"]["usage"] == start["message"]["usage"]
+    assert scheduler.client.ttl(gateway.keys.req(claimed.id)) > 0
 
 
 def added(events: list[sse.Event]) -> list[dict[str, Any]]:

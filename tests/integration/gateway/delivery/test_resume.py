@@ -214,3 +214,21 @@ async def test_tokens_of_a_handed_over_request_stay_in_redis(
     running.close()
     await gateway.dispatcher.stop()
     assert redis_server.client.xlen(gateway.settings.keys.tokens(gateway.id)) == 1
+
+
+async def test_expired_record_is_not_kept_by_its_cached_tokens(
+    gateway: Gateway, scheduler: ScriptedScheduler, redis_server: RedisServer
+) -> None:
+    spec = await named(gateway)
+    begun = await begin(gateway, spec)
+    key = gateway.settings.keys.req(spec.id)
+    assert await asyncio.to_thread(scheduler.lead().claim)
+    redis_server.client.delete(key)
+    scheduler.publish(Line(spec.id, 0, [50], cached=3))
+    async with asyncio.timeout(60):
+        while not redis_server.client.exists(key):
+            await asyncio.sleep(0.01)
+        while redis_server.client.ttl(key) <= 0:
+            await asyncio.sleep(0.01)
+    assert redis_server.client.hgetall(key) == {b"cached:0": b"3"}
+    begun.close()

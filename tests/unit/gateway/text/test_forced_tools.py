@@ -80,6 +80,7 @@ BLOCKS = {
     "deepseek-v3": '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Köln"}<｜tool▁call▁end｜>',
     "kimi-k2": "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
     '{"city": "Köln"}<|tool_call_end|>',
+    "channels": '<|channel|>functions.get_weather<|message|>{"city": "Köln"}<|call|>',
     "pythonic": "[get_weather(city='Köln')]",
 }
 

@@ -25,6 +25,7 @@ from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
 from services.gateway.request import THINKING, UNDECIDED, GenerationSpec, Limits, ToolUse
 from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.reader import merged
 from tests.support import sse
 from tests.support.generations import CUTS, generation, model, rows, spec
 from tests.support.tokenizers import byte_level, write_model
@@ -194,8 +195,8 @@ def test_another_gateway_continues_in_the_same_state(text: str, data: st.DataObj
 
 
 def test_record_with_a_state_of_thinking_that_is_not_one_is_refused() -> None:
-    stored = spec(endpoint="chat", reasoning="channels").to_delivery(model().text.tail)
-    with pytest.raises(ValueError, match="reasoning 'channels'"):
+    stored = spec(endpoint="chat", reasoning="tags").to_delivery(model().text.tail)
+    with pytest.raises(ValueError, match="reasoning 'tags'"):
         GenerationSpec.from_delivery("chatcmpl-1", stored, "normal")
 
 
@@ -417,3 +418,60 @@ def test_budget_refuses_what_it_cannot_be_combined_with(qwen: Path, fields: dict
     with pytest.raises(ApiError) as refused:
         request(qwen, **{"thinking_token_budget": 3} | fields)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+CHANNELS = (
+    "{# <|channel|>analysis <|channel|>commentary #}{% if tools %}{{ tools | length }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+A, F, C = (
+    "<|channel|>analysis<|message|>",
+    "<|start|>assistant<|channel|>final<|message|>",
+    "<|constrain|>json<|message|>",
+)
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "content", "calls"),
+    [
+        (f"{A}hm<|end|>{F}so", "hm", "so", []),
+        (f"{A}hm", "hm", "", []),
+        ("plain <|text|> here", "", "plain <|text|> here", []),
+        (f'{A}hm<|end|><|start|>assistant<|channel|>commentary to=functions.f {C}{{"a": 1}}', "hm", "", ['{"a": 1}']),
+        (f'{A}hm<|end|><|start|>assistant to=functions.f<|channel|>commentary {C}{{"a": 1}}', "hm", "", ['{"a": 1}']),
+        ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant", "", "I look.", []),
+        (f"<|channel|>commentary to=functions.f {C}{{cut", "", "<|channel|>functions.f<|message|>{cut<|call|>", []),
+        (f"{A}one<|end|><|start|>assistant{A}two<|end|>{F}so<|return|>", "onetwo", "so", []),
+        (f"{A}hm<|end|><|start|>assistant<|chan", "hm", "", []),
+        ("<|channel|>" + "x" * 300, "", "<|channel|>" + "x" * 300, []),
+    ],
+)
+def test_channels_part_thinking_content_and_calls(text: str, thinking: str, content: str, calls: list[str]) -> None:
+    made = spec(endpoint="chat", reasoning="channels", tools=ToolUse("channels", ("f",), True))
+    asked = GenerationSpec.from_delivery(made.id, made.to_delivery(model().text.tail), "normal")
+    tokens = model().encode(text)
+    for pieces in ([tokens], [[token] for token in tokens], rows(tokens, [3, 7, 20])):
+        choice, told, thought, found = ChoiceText(asked, model(), [50]), "", "", []
+        for at, piece in enumerate(pieces):
+            told += choice.feed(piece, "stop" if at == len(pieces) - 1 else None)[0]
+            thought += choice.reasoning
+            found += choice.calls
+        assert (thought, told) == (thinking, content)
+        assert [call.arguments for call in merged(found)] == calls
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        assert (choice.reasoning_tokens > 0) == bool(thinking)
+
+
+def test_channels_are_found_by_the_template_and_kept_with_the_request(tmp_path: Path) -> None:
+    directory = directory_of(tmp_path / "m", CHANNELS)
+    asked, _ = request(directory, tools=[TOOL])
+    assert (asked.reasoning, asked.skip_special_tokens) == ("channels", False)
+    assert asked.tools is not None and asked.tools.format == "channels"
+    forced, _ = request(directory, tools=[TOOL], tool_choice="required")
+    assert forced.reasoning == "channels" and "commentary to=functions.f" in forced.sampling.grammar
+    bound, _ = request(directory, guided_regex="a")
+    assert bound.reasoning == ""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The"}]
+    assert request(directory, messages=turns, continue_final_message=True)[0].reasoning == ""

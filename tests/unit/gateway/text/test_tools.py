@@ -25,6 +25,7 @@ from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
 from services.gateway.openai.chat import plain_messages
 from services.gateway.openai.output import output_grammar, plan_tools
 from services.gateway.request import GenerationSpec, ToolUse
+from services.gateway.text.reasoning import ChannelReader
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
@@ -224,6 +225,7 @@ def test_tools_are_refused_when_the_template_has_none(tmp_path: Path) -> None:
         ("<tool_call>f<arg_key>", "glm-4.5"),
         ("<｜tool▁calls▁begin｜>", "deepseek-v3"),
         ("<|tool_calls_section_begin|>", "kimi-k2"),
+        ("<|channel|>commentary json", "channels"),
         ("[func_name1(params_name1=params_value1)]", "pythonic"),
         ("", "none"),
     ],
@@ -242,18 +244,25 @@ def test_forced_calls_are_valid_whatever_the_model_samples(
 ) -> None:
     tokenizer = byte_level()
     if control:
-        marks = astuple(BLOCKS[kind]) if kind in BLOCKS else ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "[ARGS]")
+        marks = (
+            astuple(BLOCKS[kind])
+            if kind in BLOCKS and kind != "channels"
+            else ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "[ARGS]")
+        )
         tokenizer.add_special_tokens([mark for mark in (*marks, SEP) if mark])
     directory = write_model(tmp_path / "m", tokenizer)
     text = ModelText(directory, tool_parser=kind)
     body = chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel)
     asked = plan_tools(body, text)
-    assert asked.use is not None and asked.has_control == (control and kind not in ("llama3", "pythonic"))
+    assert asked.use is not None and asked.has_control == (control and kind not in ("llama3", "pythonic", "channels"))
     grammar = grammar_of(body, text)
     for seed in range(4):
         if (said := walk(text, directory, grammar, seed)) is None:
             continue
         reader = reader_of(asked.use, "r", 0)
+        if kind == "channels":  # its heads are read before
+            channels = ChannelReader()
+            said = channels.feed(said)[1] + channels.flush()[1]
         content, pieces = reader.feed(said)
         rest, last = reader.flush()
         calls = merged(pieces + last)
