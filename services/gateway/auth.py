@@ -130,7 +130,7 @@ class Keyring:
         """
         if not self.needed:
             if not self.read:
-                raise unavailable(f"the keys have not been read yet; {RETRY}", "keys_unread", 2)
+                raise _unread()
             return Caller(ANONYMOUS, rates=self._rates)
         if not authorization and api_key:
             authorization = f"Bearer {api_key}"
@@ -139,6 +139,8 @@ class Keyring:
             raise _refused("you didn't provide an API key")
         text = text.strip()
         caller = self._of_redis(text) or self._of_settings(text)
+        if caller is None and not self.read:
+            raise _unread()
         if caller is None or scheme.lower() != "bearer":
             raise _refused("the API key is not valid")
         return caller
@@ -247,6 +249,11 @@ class RequireKey:
         scope["state"]["caller"] = caller
         scope["state"]["tenant"] = caller.tenant
         await self._app(scope, receive, send)
+
+
+def _unread() -> ApiError:
+    """Return the 503 for what may need a key of `orcinus keys`, while Redis has not told them."""
+    return unavailable(f"the keys have not been read yet; {RETRY}", "keys_unread", 2)
 
 
 def _refused(why: str) -> ApiError:

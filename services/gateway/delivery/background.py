@@ -68,9 +68,9 @@ class BackgroundTasks:
             generation.close()
         if handed_on:
             return
-        self.ended.add(request_id)
         if self.on_end is not None:
-            await self.on_end(request_id)
+            await self.on_end(request_id)  # when this process ends meanwhile, another gateway adopts the request
+        self.ended.add(request_id)
 
     def _gone(self, request_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(request_id) is task:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import orjson
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from redis.exceptions import RedisError, ResponseError
 
 from services.gateway.delivery.dispatcher import Dispatcher
@@ -26,6 +27,14 @@ RUNNING = ("queued", "in_progress")
 TENANT_SHARE = 0.5  # of the bytes
 PATIENCE_S = 2.0
 """Time that the end of an answer waits for Redis to store it."""
+
+
+class Kept(IntEnum):
+    """What became of a response that was to be stored."""
+
+    NOT = 0  # it is too large, its client has deleted it, or Redis does not take it
+    NEW = 1
+    BEFORE = 2  # it is there already, and was left as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,15 @@ class StoredResponse:
         return self.response["status"] in RUNNING
 
 
+class _State(BaseModel):
+    """What is read of a stored response here."""
+
+    id: str
+    status: str
+    store: bool
+    output: list[dict[str, Any]]
+
+
 _STORED = TypeAdapter(StoredResponse)
 
 
@@ -56,11 +74,10 @@ def _parsed(raw: bytes | ResponseError) -> StoredResponse:
         raise raw
     try:
         found = _STORED.validate_json(raw)
-        if found.response["status"] and isinstance(found.response["output"], list):
-            return found
-    except (ValidationError, KeyError) as error:
+        _State.model_validate(found.response, strict=True)
+    except ValidationError as error:
         raise ValueError(str(error)[:200]) from None
-    raise ValueError("has no status or output")
+    return found
 
 
 class ResponseStore:
@@ -81,19 +98,17 @@ class ResponseStore:
         """Return whether responses are stored at all."""
         return self._retention_ms > 0 and self._bytes > 0
 
-    async def keep(self, stored: StoredResponse) -> bool:
-        """Store a response, or its next state. Return False where it is not stored: it is too large, its client has
-        deleted it, or Redis does not take it.
-        """
+    async def keep(self, stored: StoredResponse, only_new: bool = False) -> Kept:
+        """Store a response, or its next state; only_new: leave one that is there."""
         if not self.stores:
-            return False
+            return Kept.NOT
         value = orjson.dumps(stored)
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await self._run(stored.response["id"], stored.tenant, value, self._retention_ms)
+                return await self._run(stored.response["id"], stored.tenant, value, self._retention_ms, only_new)
         except (*Unreachable, RedisError) as error:
             log.warning("response %s is not stored: %s", stored.response["id"], error)
-            return False
+            return Kept.NOT
 
     async def find(self, response_id: str, tenant: str) -> tuple[StoredResponse | None, bool]:
         """Return a stored response of a tenant, and whether it was deleted. Raise ApiError(503)."""
@@ -118,8 +133,8 @@ class ResponseStore:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _run(self, response_id: str, tenant: str, value: bytes, kept_ms: int) -> bool:
+    async def _run(self, response_id: str, tenant: str, value: bytes, kept_ms: int, only_new: bool = False) -> Kept:
         keys = [self._keys.response(response_id), self._keys.responses]
         bounds = (self._bytes, int(self._bytes * TENANT_SHARE))
-        arguments: list[Value] = [self._keys.response(""), tenant, response_id, value, kept_ms, *bounds]
-        return bool(await self._script(keys, arguments))
+        arguments: list[Value] = [self._keys.response(""), tenant, response_id, value, kept_ms, *bounds, int(only_new)]
+        return Kept(await self._script(keys, arguments))

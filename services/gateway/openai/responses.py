@@ -23,7 +23,7 @@ from pydantic import Field, WithJsonSchema
 from starlette.responses import Response
 
 from services.gateway.admission import unknown_request
-from services.gateway.delivery.response_store import StoredResponse
+from services.gateway.delivery.response_store import Kept, StoredResponse
 from services.gateway.delivery.stream import Delta, Generation, Usage
 from services.gateway.errors import ApiError, failed, invalid, shown
 from services.gateway.gateway import Gateway
@@ -494,11 +494,11 @@ class ResponseEvents:
         events, response = self._ended or self._finish(usage)
         return events + self._event(f"response.{response['status']}", response=response)
 
-    async def store(self, keep: Callable[[dict[str, Any]], Awaitable[bool]]) -> None:
+    async def store(self, keep: Callable[[dict[str, Any]], Awaitable[Kept]]) -> None:
         """Store the whole response before its last event, so that a request may go on from it at once."""
         self._ended = self._finish(self._generation.usage)
         response = self._ended[1]
-        response["store"] = await keep(response)
+        response["store"] = await keep(response) is not Kept.NOT
 
     def _finish(self, usage: Usage) -> tuple[bytes, dict[str, Any]]:
         """Return the events of whole items, and the whole response."""
@@ -615,12 +615,12 @@ def router(gateway: Gateway) -> APIRouter:
         keep = partial(served.keep, request.state.tenant, conversation)
         if spec.background:
             response["status"] = "queued"
-            known, _ = await gateway.responses.find(spec.id, request.state.tenant)  # of an earlier call of one name
-            response["store"] = known is not None or await keep(response)
+            kept = await keep(response, only_new=True)  # an earlier call of the same name has it already
+            response["store"] = kept is not Kept.NOT
             try:
                 await gateway.admission.begin_background(spec, request.state.caller, started)
             except ApiError:
-                if response["store"] and known is None:
+                if kept is Kept.NEW:
                     await gateway.responses.forget(spec.id, request.state.tenant, hidden_ms=1)
                 raise
             return json_response(response)
@@ -634,7 +634,7 @@ def router(gateway: Gateway) -> APIRouter:
         async def answer() -> dict[str, Any]:
             chat = whole(generation, gateway.model.fingerprint)
             made = of_chat(response, await collect(generation, request, chat))
-            return made | {"store": await keep(made)}
+            return made | {"store": await keep(made) is not Kept.NOT}
 
         return await whole_response(answer(), headers)
 
@@ -712,11 +712,13 @@ class Responses:
             raise invalid("previous_response_id", text, "invalid_value")
         return found.items
 
-    async def keep(self, tenant: str, conversation: list[dict[str, Any]], response: dict[str, Any]) -> bool:
+    async def keep(
+        self, tenant: str, conversation: list[dict[str, Any]], response: dict[str, Any], only_new: bool = False
+    ) -> Kept:
         """Store a response unless its request asked for none; return whether it is stored."""
         if not response["store"]:
-            return False
-        return await self._gateway.responses.keep(StoredResponse(tenant, response, conversation))
+            return Kept.NOT
+        return await self._gateway.responses.keep(StoredResponse(tenant, response, conversation), only_new)
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
         """Return a response; one that is not stored has no input. Raise ApiError(404, 503)."""
@@ -733,18 +735,24 @@ class Responses:
         return now
 
     async def ended(self, response_id: str) -> None:
-        """Store the end of a response in the background."""
+        """Store the end of a response in the background. Redis may be away, and behind a stop string a record ends a
+        little later than the text: try again as long as there is a record.
+        """
         if ids.kind_of(response_id) != KIND:
             return
-        try:
-            record = await self._gateway.dispatcher.raw_record(response_id)
-            tenant = record.get(b"tenant", b"").decode("utf-8", "replace")
-            for _ in range(LOOKS):
-                if not (await self.find(response_id, tenant)).running:
+        store, problem = self._gateway.responses, ""
+        for tries in range(LOOKS):
+            try:
+                record = await self._gateway.dispatcher.raw_record(response_id)
+                tenant = record.get(b"tenant", b"").decode("utf-8", "replace")
+                stored, _ = await store.find(response_id, tenant)
+                if not record or stored is None or not stored.running:
                     return
-                await asyncio.sleep(LOOK_EVERY_S)
-        except ApiError as error:
-            log.warning("the end of response %s is not stored: %s", response_id, error.message)
+                await self.find(response_id, tenant)
+            except ApiError as error:
+                problem = error.message
+            await asyncio.sleep(min(LOOK_EVERY_S * (tries + 1), MOST_WAIT_S))
+        log.warning("the end of response %s is not stored: %s", response_id, problem or "it still runs")
 
     async def _recorded(self, response_id: str, tenant: str, stored: StoredResponse | None) -> StoredResponse:
         """Return a response as its record has it. Raise ApiError(404, 503)."""
@@ -769,9 +777,8 @@ class Responses:
 
 
 MOST_ID = 64
-LOOK_EVERY_S = 0.5
-LOOKS = 60
-"""Behind a stop string a record ends a little later than the text."""
+LOOK_EVERY_S, MOST_WAIT_S = 0.25, 5.0
+LOOKS = 60  # about four minutes, of the five for which a record lives
 
 
 def with_ids(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:

@@ -209,14 +209,22 @@ def test_model_without_its_last_key_stays_closed_behind_a_restart(
         assert closed.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
 
 
-def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_one(tmp_path: Path, model: Path) -> None:
-    gateway = GatewayProcess(tmp_path, model, f"redis://127.0.0.1:{free_port()}/0").start()
+@pytest.mark.parametrize(
+    "settings", [{}, {"require_key": True}, {"api_key": CONFIGURED}], ids=["open", "required", "own"]
+)
+def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_one(
+    tmp_path: Path, model: Path, settings: dict[str, Any]
+) -> None:
+    gateway = GatewayProcess(tmp_path, model, f"redis://127.0.0.1:{free_port()}/0", **settings).start()
+    headers = {"Authorization": "Bearer sk-orc-0123456789ab-of-redis"} if settings else {}
     try:
         gateway.wait_live()
         for path in ("/v1/models", "/metrics", "/stats", "/version"):
-            answer = gateway.get(path)
+            answer = gateway.get(path, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "keys_unread")
-        answer = gateway.post("/tokenize", {"prompt": "x"})
+        answer = gateway.post("/tokenize", {"prompt": "x"}, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "keys_unread")
+        if settings:
+            assert gateway.get("/v1/models", headers={}).status_code == 401
     finally:
         gateway.stop()

@@ -17,10 +17,16 @@ HOUR_MS = 3_600_000
 
 
 async def keep(
-    scripts: Scripts, name: str, value: bytes, tenant: str = "a", bounds: tuple[int, int] = (10_000, 5_000), ms: int = 0
-) -> bool:
+    scripts: Scripts,
+    name: str,
+    value: bytes,
+    tenant: str = "a",
+    bounds: tuple[int, int] = (10_000, 5_000),
+    ms: int = HOUR_MS,
+    only_new: bool = False,
+) -> int:
     keys = [KEYS.response(name), KEYS.responses]
-    return bool(await scripts.keep(keys, [KEYS.response(""), tenant, name, value, ms or HOUR_MS, *bounds]))
+    return int(await scripts.keep(keys, [KEYS.response(""), tenant, name, value, ms, *bounds, int(only_new)]))
 
 
 async def stored(client: Redis) -> dict[str, int]:
@@ -59,6 +65,19 @@ async def test_too_large_response_is_refused_and_drops_none(client: Redis, scrip
     assert await keep(scripts, "resp_1", b"x")
     assert not await keep(scripts, "resp_2", b"x" * 5_000)
     assert set(await stored(client)) == {"resp_1"}
+
+
+async def test_state_that_is_too_large_removes_the_one_before(client: Redis, scripts: Scripts) -> None:
+    assert await keep(scripts, "resp_1", b"queued")
+    assert not await keep(scripts, "resp_1", b"x" * 5_000)
+    assert await stored(client) == {}
+
+
+async def test_response_that_is_there_is_left_where_only_a_new_one_is_wanted(client: Redis, scripts: Scripts) -> None:
+    assert await keep(scripts, "resp_1", b"first", only_new=True) == 1
+    assert await keep(scripts, "resp_1", b"second", only_new=True) == 2
+    assert await client.get(KEYS.response("resp_1")) == b"first"
+    assert await keep(scripts, "resp_1", b"third") == 1
 
 
 async def test_forgotten_response_does_not_come_back(client: Redis, scripts: Scripts) -> None:

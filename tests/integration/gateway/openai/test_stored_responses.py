@@ -136,6 +136,22 @@ def test_background_response_is_stored_at_its_end_without_a_reader(
     )  # fmt: skip
 
 
+def test_repeated_background_call_of_one_name_leaves_what_is_stored(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    headers = {"Idempotency-Key": "stored-once"}
+    begun = respond(client, gateway, background=True, extra_headers=headers)
+    scheduler.serve(scheduler.claim(), token_ids(TEXT))
+    until("the end is stored", lambda: client.responses.retrieve(begun.id).status == "incomplete")
+    again = respond(client, gateway, background=True, extra_headers=headers)
+    assert again.id == begun.id and again.store
+    with pytest.raises(openai.ConflictError):
+        respond(client, gateway, "another body", background=True, extra_headers=headers)
+    found = client.responses.input_items.list(begun.id)
+    assert [item.content[0].text for item in found.data] == ["hi"]  # type: ignore[union-attr]
+    assert client.responses.retrieve(begun.id).output_text == TEXT
+
+
 def test_items_before_a_response_come_in_pages(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
     first = respond(client, gateway, "one")
     second = respond(client, gateway, "two", previous_response_id=first.id)
@@ -148,7 +164,10 @@ def test_items_before_a_response_come_in_pages(client: openai.OpenAI, gateway: G
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 
-@pytest.mark.parametrize("junk", [b"{", b'{"tenant": 1}', b"\xff", "a list"])
+STATELESS = b'{"tenant": "t", "response": {"id": "resp_1", "status": "completed", "output": []}, "input": []}'
+
+
+@pytest.mark.parametrize("junk", [b"{", b'{"tenant": 1}', b"\xff", STATELESS, "a list"])
 def test_broken_stored_response_is_set_aside(
     client: openai.OpenAI, gateway: GatewayProcess, answers: None, redis_server: RedisServer, junk: bytes | str
 ) -> None:
