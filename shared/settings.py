@@ -232,7 +232,7 @@ class GatewaySettings(CommonSettings):
     )
     reasoning_parser: Literal["auto", "think", "channels", "none"] = Field(
         "auto",
-        description="marks of the model's thinking; think is the tag of that name, channels are those of gpt-oss, "
+        description="marks of the model's thinking; think is the tag of that name, channels are analysis and final, "
         "none leaves it in the content; "
         "auto takes it from the chat template and the tokenizer",
     )

@@ -8,6 +8,7 @@ were: it accepts no new work in any case.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
@@ -112,6 +113,7 @@ class Keyring:
         self._ahead_s = 0.0  # Redis's clock minus the clock here
         self._used: dict[str, float] = {}  # key id -> when (Redis's clock), since it was last written
         self._written_at = -USED_EVERY_S
+        self._first_read = asyncio.Event()
         self.read = False
         """Whether Redis was asked: before that its keys are unknown, and so is the secret of the salts."""
 
@@ -144,6 +146,12 @@ class Keyring:
         if caller is None or scheme.lower() != "bearer":
             raise _refused("the API key is not valid")
         return caller
+
+    async def first_read(self) -> None:
+        """Wait for the first answer of Redis, a second at most: a gateway that has just started is about to have it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EVERY_S):
+                await self._first_read.wait()
 
     def salt(self, tenant: str) -> bytes:
         """Return the cache salt of a tenant: the same at every gateway, empty until Redis was read."""
@@ -211,6 +219,7 @@ class Keyring:
             secret = await self._redis.get(keys.keys_salt)
         self._secret = secret or b""
         self.read = True
+        self._first_read.set()
         if self._used and time.monotonic() - self._written_at >= USED_EVERY_S:
             used, self._used = self._used, {}
             self._written_at = time.monotonic()
@@ -241,6 +250,8 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        if not self._keyring.read:
+            await self._keyring.first_read()
         try:
             caller = self._keyring.identify(headers.get("authorization"), headers.get("x-api-key"))
         except ApiError as error:

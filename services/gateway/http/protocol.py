@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.auth import OPEN_PATHS
-from services.gateway.errors import ApiError, is_messages, too_big
+from services.gateway.errors import MESSAGES, ApiError, too_big
 from services.gateway.http.pages import page
 from services.gateway.metrics import Metrics
 from shared.settings import GatewaySettings
@@ -328,7 +328,7 @@ class RequestContext:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if is_messages(scope["path"]):
+                if scope["path"].startswith(MESSAGES):
                     headers["request-id"] = request_id  # where Anthropic's clients look for it
                 headers["x-content-type-options"] = "nosniff"
             await send(message)

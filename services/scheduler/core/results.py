@@ -103,6 +103,7 @@ class Results:
             raise ValueError(f"the result of step {step.id} has {result.tokens.size} tokens for {rows.size} slots")
         if spans is None and result.token_counts is not None:
             raise ValueError(f"the result of step {step.id} has token counts, but the step has no drafts")
+        scored = self._scored(replica, step, result) if result.prompt_logprobs else []
         out = self._endings.collector()
         replica.answered(step)
         if replica.speculation.possible:
@@ -121,6 +122,8 @@ class Results:
             logprobs = spread_records(rows, result.logprobs, samples.size) if result.logprobs is not None else None
         else:
             tokens, logprobs = result.tokens, result.logprobs
+        for sequence, scores in scored:  # before a token that ends the sequence
+            self._publish(sequence, scores, out)
         if np.count_nonzero(samples > present):
             for row in rows[~present[rows]].tolist():
                 for at in (row,) if spans is None else spans.of(row):
@@ -128,8 +131,6 @@ class Results:
                     self._append_departed(replica, step, row, int(tokens[at]), record, now_ns, out)
             samples = samples & present
             rows = rows[present[rows]]
-        for scores in result.prompt_logprobs:
-            self._scored(replica, step, scores, out)
         columns = None
         if rows.size:
             columns = self._tokens(replica, step, rows, samples, tokens, spans, logprobs, now_ns, out)
@@ -179,25 +180,36 @@ class Results:
                     replica.prefix_cache.filled(slot, end)
 
     @staticmethod
-    def _scored(replica: Replica, step: SentStep, scores: PromptLogprobs, out: OutcomeBuilder) -> None:
-        """Publish log-probabilities of a prompt, each token's once: a recomputed token has its first ones.
+    def _scored(replica: Replica, step: SentStep, result: StepResult) -> list[tuple[Sequence, PromptLogprobs]]:
+        """Return log-probabilities of prompts with their sequences; those of sequences that have ended are left out.
 
-        Raises ValueError for tokens that the sequence has not, that it told nothing before of, or of another slot.
+        Raises ValueError, before anything is applied, for a slot without a chunk or with two records, for tokens that
+        the prompt has not, and where tokens before the first one are missing.
         """
-        if not (step.slots == scores.slot).any():
-            raise ValueError(f"the result of step {step.id} scores a prompt of slot {scores.slot}, which has no chunk")
-        is_present = replica.table.generation[scores.slot] <= step.id
-        sequence: Sequence | None = (
-            replica.table.sequence[scores.slot] if is_present else replica.owner(scores.slot, step.id)
-        )
-        if sequence is None or sequence.state is State.ENDED:
-            return
-        end = scores.first + scores.count
-        if not 0 < scores.first <= sequence.scored or not scores.first < end <= sequence.prompt.size:
-            raise ValueError(
-                f"the result of step {step.id} scores tokens {scores.first} to {end - 1} of slot {scores.slot}, which "
-                f"has {sequence.prompt.size} and lacks those from {sequence.scored} on"
+        scored: dict[int, tuple[Sequence, PromptLogprobs]] = {}
+        for scores in result.prompt_logprobs:
+            if scores.slot in scored or not (step.slots == scores.slot).any():
+                how = "twice" if scores.slot in scored else "which has no chunk"
+                raise ValueError(f"the result of step {step.id} scores a prompt of slot {scores.slot}, {how}")
+            is_present = replica.table.generation[scores.slot] <= step.id
+            sequence: Sequence | None = (
+                replica.table.sequence[scores.slot] if is_present else replica.owner(scores.slot, step.id)
             )
+            if sequence is None or sequence.state is State.ENDED:
+                continue
+            end = scores.first + scores.count
+            if not 0 < scores.first <= sequence.scored or not scores.first < end <= sequence.prompt.size:
+                raise ValueError(
+                    f"the result of step {step.id} scores tokens {scores.first} to {end - 1} of slot {scores.slot}, "
+                    f"which has {sequence.prompt.size} and lacks those from {sequence.scored} on"
+                )
+            scored[scores.slot] = sequence, scores
+        return list(scored.values())
+
+    @staticmethod
+    def _publish(sequence: Sequence, scores: PromptLogprobs, out: OutcomeBuilder) -> None:
+        """Publish log-probabilities of a prompt, each token's once: a recomputed token has its first ones."""
+        end = scores.first + scores.count
         if end <= sequence.scored:
             return
         size = len(scores.records) // scores.count

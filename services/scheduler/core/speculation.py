@@ -371,7 +371,8 @@ class Speculation:
         upto, at = self._upto[rows], self._at[rows]
         wrong = since > np.minimum(self._size[rows] - at, MAX_ROW_DRAFTS + 1)
         span = _AHEAD[: min(int(since.max()), MAX_ROW_DRAFTS + 1)]
-        came = table.tokens_flat[(table.base[rows] + upto)[:, None] + span]
+        # Of rows that moved less, and at the end of a context, tokens behind the last are read and left out.
+        came = table.tokens_flat.take((table.base[rows] + upto)[:, None] + span, mode="clip")
         guessed = self._follows.reshape(-1).take((rows * FOLLOWS + at)[:, None] + span, mode="clip")
         same = (came == guessed) | (span >= since[:, None])
         wrong |= ~same.all(axis=1)

@@ -242,7 +242,7 @@ class DraftingDevice(Device):
 
     All outputs repeat PATH, which each request predicts, so that the shipped scheduler finds drafts behind any three
     tokens of it. A token behind three such is the next one with the chance of its request, drafted or not; else a token
-    comes that comes never again.
+    comes that never comes again.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 `NAME_blocks` [experts, outputs, inputs / 32, 16] has two numbers a byte, the lower bits first, `NAME_scales` [experts,
 outputs, inputs / 32] the exponents, 127 above their values; 255 stands for NaN. A weight is FLOAT4[number] *
-2^(scale - 127), exact in float32 and in bfloat16.
+2^(scale - 127), exact in float32 and in bfloat16 below a scale of 2^126.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ async def test_figures_of_replicas_add_up_to_those_of_all() -> None:
     context = WorkerContext(shard.core, shard.quarantine, unused, unused, unused, unused, unused, unused)
     fleet = Fleet(SchedulerSettings(shard="a"), unused, context, unused)
     for number, role in enumerate(("", "decode")):
-        link: Any = SimpleNamespace(info=SimpleNamespace(role=role), epoch=7 + number, leaving=False)
+        link: Any = SimpleNamespace(info=SimpleNamespace(role=role, vector_size=0), epoch=7 + number, leaving=False)
         fleet.loops[f"w{number}"] = WorkerLoop(link, number, LIMITS.slots, context)
     fleet.loops["w1"].leave()
     rows, all_of = fleet.replicas(), shard.core.stats()

@@ -63,6 +63,32 @@ def test_results_of_preempted_prompts_count_and_the_rest_is_asked_for() -> None:
     assert (enter.scored, enter.computed) == (17, 0)
 
 
+def test_last_records_count_where_the_sequence_has_left_its_slot_and_ends() -> None:
+    core = scheduler(step_tokens=64)
+    core.add(NewRequest("a", [PROMPT], 1, scored=[1], gateway="g"), 1)
+    step = plan(core, 1)
+    core.park("a")
+    outcome = answer(core, step, PromptLogprobs(int(step.chunk_slots[0]), 1, 39, records(1, 39)))
+    assert outcome.prompt_logprobs == [("a", 0, 1, 39, records(1, 39))]
+    assert [end.request.id for end in outcome.ended] == ["a"]
+
+
+def test_wrong_record_of_one_sequence_leaves_the_others_as_they_were() -> None:
+    core = scheduler(step_tokens=128)
+    core.add(request("a", [1]), 1)
+    core.add(request("b", [1]), 1)
+    step = plan(core, 1)
+    first, second = step.chunk_slots.tolist()
+    with pytest.raises(ValueError, match="scores tokens 5 to 7"):
+        answer(core, step, PromptLogprobs(first, 1, 39, records(1, 39)), PromptLogprobs(second, 5, 3, records(5, 3)))
+    with pytest.raises(ValueError, match="twice"):
+        answer(core, step, *[PromptLogprobs(first, 1, 39, records(1, 39))] * 2)
+    outcome = answer(
+        core, step, PromptLogprobs(first, 1, 39, records(1, 39)), PromptLogprobs(second, 1, 39, records(1, 39))
+    )
+    assert [record[:4] for record in outcome.prompt_logprobs] == [("a", 0, 1, 39), ("b", 0, 1, 39)]
+
+
 def test_a_prompt_reads_the_prefix_cache_only_before_its_first_token_to_tell() -> None:
     core = scheduler(prefix_cache=True, step_tokens=64)
     core.add(request("a", None), 1)

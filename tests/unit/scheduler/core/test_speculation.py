@@ -176,7 +176,7 @@ def test_wait_for_an_answer_that_was_in_vain_is_not_repeated_at_once() -> None:
     assert made.worth_waiting(row, 1000, 25)
     table.tokens[0, 25], table.applied[0] = 99, 26  # the answer is another token
     assert made.drafts(row, 1000, 1000, 26) is None
-    table.tokens[0, 26:30], table.applied[0] = (1, 2, 3, 4), 30
+    table.tokens[0, 26:38], table.applied[0] = (1, 2, 3, 4) * 3, 38
     assert not made.worth_waiting(row, 1000, 25)
     assert Speculation(table, LIMITS, measured(), History()).worth_waiting(row, 1000, 25)
 
