@@ -114,5 +114,5 @@ def test_policy_with_padded_batches_is_refused(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_drafts_hold_where_the_last_row_is_at_the_end_of_its_context(seed: int) -> None:
     """With --max-tokens exact a sequence fills its row to the end, beside rows that have moved further."""
-    command = "--acceptance 0.9 --max-seqs 2 --requests 12 --at-once --prompt-tokens 50 --output-tokens 150"
+    command = "--acceptance 0.9 --max-seqs 4 --requests 30 --at-once --prompt-tokens 50 --output-tokens 150"
     assert main([*command.split(), "--max-tokens", "exact", "--seed", str(seed), "--json"]) == 0
