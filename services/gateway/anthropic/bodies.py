@@ -402,7 +402,8 @@ def _tool_choice(choice: InputToolChoice) -> dict[str, Any]:
     """Return the fields of chat. Raise ApiError(400)."""
     if (choice.name is not None) != (choice.type == "tool"):
         text = (
-            f"tool_choice.name belongs to type tool, and only to it; got type {choice.type}, name {shown(choice.name)}; "
+            f"tool_choice.name belongs to type tool, and only to it; got type {choice.type}, "
+            f"name {shown(choice.name)}; "
             f"{'send name' if choice.type == 'tool' else 'leave name out, or send type tool'}"
         )
         raise invalid("tool_choice", text)
