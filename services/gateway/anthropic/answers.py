@@ -64,7 +64,18 @@ def _arguments(written: str) -> dict[str, Any]:
         found = from_json(written or "{}", allow_partial="trailing-strings")
     except ValueError:
         found = None
-    return found if isinstance(found, dict) else {"arguments": written}
+    return _writable(found) if isinstance(found, dict) else {"arguments": written}
+
+
+def _writable(value: Any) -> Any:
+    """Return a value of JSON with integers of more than 64 bits as orjson can write them."""
+    if isinstance(value, dict):
+        return {key: _writable(element) for key, element in value.items()}
+    if isinstance(value, list):
+        return [_writable(element) for element in value]
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return orjson.Fragment(str(value))
+    return value
 
 
 class Blocks:

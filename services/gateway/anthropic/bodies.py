@@ -261,9 +261,11 @@ def in_words_of_messages(error: ApiError, places: Sequence[int]) -> ApiError:
 
     def place(found: re.Match[str]) -> str:
         index = int(found[1])
+        if index >= len(places):
+            return found[0]  # text of the client, such as the name of a model
         return "system" if places[index] < 0 else f"messages[{places[index]}]"
 
-    error.message = re.sub(r"\bmessages\[(\d+)\]", place, error.message)
+    error.message = re.sub(r"\bmessages\[(\d{1,9})\]", place, error.message)
     for chat, ours in (
         (r"(tools\[\d+\]|tool_choice)\.function\b", r"\1"),
         (r"(tools\[\d+\])\.parameters\b", r"\1.input_schema"),
@@ -287,7 +289,9 @@ def _check_thinking(body: CountBody) -> None:
         return
     if thinking.type == "enabled" and thinking.budget_tokens is None:
         field = "thinking.budget_tokens"
-        raise invalid(field, f"you must provide the parameter {field}", "missing_required_parameter")
+        raise invalid(
+            field, f"{field} is missing: type enabled needs it; send it, or type adaptive", "missing_required_parameter"
+        )
     if isinstance(body, MessagesBody) and (budget := thinking.budget_tokens or 0) >= body.max_tokens:
         text = f"thinking.budget_tokens must be less than max_tokens, {body.max_tokens}; got {budget}"
         raise invalid("thinking.budget_tokens", text)
@@ -299,7 +303,9 @@ def _check_thinking(body: CountBody) -> None:
 def _format(body: CountBody) -> OutputFormat | None:
     newer = body.output_config.format if body.output_config is not None else None
     if newer is not None and body.output_format is not None:
-        raise invalid("output_format", "only one of output_config.format and output_format can be given")
+        raise invalid(
+            "output_format", "only one of output_config.format and output_format can be given; leave output_format out"
+        )
     return newer or body.output_format
 
 
@@ -307,24 +313,22 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the conversation, the system prompt first, and of each message where it came from. Turns of one role that
     follow each other are one. Raise ApiError(400).
     """
-    found: list[dict[str, Any]] = []
+    groups: list[list[dict[str, Any]]] = []
     places: list[int] = []
     system = _joined(body.system or "")
     if billing := BILLING.match(system):
         system = system[billing.end() :]
     if system:
-        found.append({"role": "system", "content": system})
+        groups.append([{"role": "system", "content": system}])
         places.append(-1)
     for index, message in enumerate(body.messages):
         for turn in _turns(message, f"messages[{index}]"):
-            last = found[-1] if found else {"role": ""}
-            if turn["role"] == last["role"] == "user":
-                last["content"] = "\n".join(filter(None, (last["content"], turn["content"])))
-            elif turn["role"] == last["role"] == "assistant":
-                _extend(last, turn)
+            if groups and turn["role"] == groups[-1][0]["role"] and turn["role"] in ("user", "assistant"):
+                groups[-1].append(turn)
             else:
-                found.append(turn)
+                groups.append([turn])
                 places.append(index)
+    found = [turns[0] if len(turns) == 1 else _merged(turns) for turns in groups]
     if found[-1]["role"] == "assistant" and "tool_calls" in found[-1]:
         text = "messages: the last one has tool_use without a tool_result behind it; send the results, or leave it out"
         raise invalid("messages", text)
@@ -370,12 +374,17 @@ def _assistant(blocks: Sequence[Any], text: str) -> dict[str, Any]:
     return turn | {"tool_calls": calls} if calls else turn
 
 
-def _extend(last: dict[str, Any], turn: dict[str, Any]) -> None:
-    """Add a turn of the assistant to the one before."""
-    last["content"] += turn["content"]
-    for name in ("reasoning_content", "tool_calls"):
-        if name in turn:
-            last[name] = last[name] + turn[name] if name in last else turn[name]
+def _merged(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return turns of one role as one. Linear in their length: they are joined once."""
+    role, texts = turns[0]["role"], [turn["content"] for turn in turns]
+    if role == "user":
+        return {"role": role, "content": "\n".join(filter(None, texts))}
+    merged: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if thoughts := [turn["reasoning_content"] for turn in turns if "reasoning_content" in turn]:
+        merged["reasoning_content"] = "".join(thoughts)
+    if calls := [call for turn in turns for call in turn.get("tool_calls", ())]:
+        merged["tool_calls"] = calls
+    return merged
 
 
 def _joined(texts: str | list[TextBlock]) -> str:
@@ -393,7 +402,9 @@ def _tool_choice(choice: InputToolChoice) -> dict[str, Any]:
     """Return the fields of chat. Raise ApiError(400)."""
     if (choice.name is not None) != (choice.type == "tool"):
         text = (
-            f"tool_choice.name belongs to type tool, and only to it; got type {choice.type}, name {shown(choice.name)}"
+            f"tool_choice.name belongs to type tool, and only to it; got type {choice.type}, "
+            f"name {shown(choice.name)}; "
+            f"{'send name' if choice.type == 'tool' else 'leave name out, or send type tool'}"
         )
         raise invalid("tool_choice", text)
     named: Any = {"type": "function", "function": {"name": choice.name}}

@@ -229,8 +229,8 @@ def vectors_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
         if spec.dimensions:
             numbers = numbers[: spec.dimensions]
             numbers = (numbers / max(float(np.sqrt((numbers.astype(np.float64) ** 2).sum())), 1e-12)).astype(np.float32)
-        told = base64.b64encode(pack_float(numbers)).decode() if spec.base64 else numbers.tolist()
-        data.append({"object": "embedding", "index": index, "embedding": told})
+        embedding = base64.b64encode(pack_float(numbers)).decode() if spec.base64 else numbers.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": embedding})
     usage = {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
     return {"id": spec.id, "object": "list", "created": spec.created, "model": spec.model, "data": data, "usage": usage}
 

@@ -52,7 +52,8 @@ async def embeddings_spec(body: EmbeddingsBody, model: ModelText, limits: Limits
     room_after(max(map(len, prompts)), limits, "input")
     size = model.vector_size
     if not size:
-        raise ApiError(400, "config.json of this model has no hidden_size: it has no vectors", code="no_vectors")
+        text = "config.json of this model has no hidden_size, so it has no vectors; send the request to another model"
+        raise ApiError(400, text, code="no_vectors")
     if body.dimensions is not None and body.dimensions > size:
         raise invalid("dimensions", f"dimensions must be at most {size}, as this model has; got {body.dimensions}")
     return GenerationSpec(

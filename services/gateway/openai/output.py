@@ -108,7 +108,9 @@ async def bind_thinking(spec: GenerationSpec, body: ChatBody, budget: int, model
     """
     field = "thinking_token_budget"
     if spec.sampling.grammar:
-        text = f"{field} cannot be combined with structured output and calls that have to come, which leave no thinking"
+        text = (
+            f"{field} cannot be combined with structured output and forced calls, which leave no thinking; leave it out"
+        )
         raise invalid(field, text)
     if not spec.reasoning or spec.max_tokens <= budget:
         return
@@ -116,7 +118,7 @@ async def bind_thinking(spec: GenerationSpec, body: ChatBody, budget: int, model
         raise invalid(field, f"{field}: the marks of this model's thinking are not one token each; leave it out")
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
-            raise invalid(name, f"{name} cannot be combined with {field}")
+            raise invalid(name, f"{name} cannot be combined with {field}; leave one of them out")
     grammar = budget_grammar(budget, spec.reasoning, model.thinking_marks, model.blank_ids)
     await model.grammars.check(field, grammar, tenant)
     spec.grammar_field, spec.sampling.grammar = field, grammar

@@ -202,6 +202,7 @@ def items_of(body: ResponsesBody) -> list[Any]:
 def messages(body: ResponsesBody, before: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
     """Return the conversation, the instructions first, then the items `before`. Raise ApiError(400)."""
     found: list[dict[str, Any]] = []
+    thoughts: list[str] = []  # of the last message, joined once all are there
     if body.instructions is not None:
         found.append({"role": "system", "content": body.instructions})
     placed = [(f"previous_response_id[{index}]", item) for index, item in enumerate(before)]
@@ -220,11 +221,16 @@ def messages(body: ResponsesBody, before: Sequence[dict[str, Any]] = ()) -> list
         if kind == "function_call" and "tool_calls" in last:
             last["tool_calls"] += message["tool_calls"]  # calls of one turn are one message
         elif message["role"] == "assistant" and last.keys() == {"role", "reasoning_content"}:
-            last.update(
-                message | {"reasoning_content": last["reasoning_content"] + message.get("reasoning_content", "")}
-            )
+            thoughts.append(message.get("reasoning_content", ""))
+            last.update(message | {"reasoning_content": thoughts})
         else:
+            if kind == "reasoning":
+                thoughts = [message["reasoning_content"]]
+                message["reasoning_content"] = thoughts
             found.append(message)
+    for message in found:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return found
 
 

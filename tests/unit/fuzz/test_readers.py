@@ -199,12 +199,18 @@ def blocks(kind: str, calls: list[tuple[str, Any]], written: Callable[[Any], str
     return marks.section + ("\n" if is_older else "").join(texts) + marks.section_end
 
 
+ENDS = ["</parameter>", "</tool_call>", "</arg_value>", "</arg_key>", "</function>", "\n", " "]
+MARKED = st.lists(st.sampled_from(ENDS), max_size=4).map(lambda marks: f"({'.'.join(marks)})")
+"""Texts that contain the marks that end values and blocks, as code about such formats does."""
+
+
 @st.composite
 def said(draw: st.DrawFn, kind: str) -> tuple[str, list[tuple[str, Any]]]:
     """A text in which a model calls tools, and the calls."""
     keys = PARAMETERS if kind in ("qwen3-coder", "glm-4.5", "pythonic") else TEXTS
     names = PARAMETERS if kind == "pythonic" else NAMES
-    calls = [(draw(names), draw(st.dictionaries(keys, VALUES, max_size=3))) for _ in range(draw(st.integers(1, 3)))]
+    values = VALUES | MARKED if kind in ("qwen3-coder", "glm-4.5") else VALUES
+    calls = [(draw(names), draw(st.dictionaries(keys, values, max_size=3))) for _ in range(draw(st.integers(1, 3)))]
     ascii_ = draw(st.booleans())
     indent = draw(st.sampled_from([None, 1]))
 

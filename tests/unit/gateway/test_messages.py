@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.anthropic.answers import MessageEvents, whole_message
-from services.gateway.anthropic.bodies import MessagesBody, chat_body, in_words_of_messages
+from services.gateway.anthropic.answers import Block, MessageEvents, whole_message
+from services.gateway.anthropic.bodies import MessagesBody, chat_body, in_words_of_messages, places_of
 from services.gateway.delivery.stream import Finish, Row
 from services.gateway.errors import ApiError, invalid
 from services.gateway.openai.bodies import ChatBody, parse_body
@@ -292,3 +292,24 @@ async def test_cut_and_broken_arguments_are_not_lost(arguments: str, wanted: dic
     stream.offer(Row(0, token_ids(said), Finish.LENGTH), 0)
     body = await whole_message(running)
     assert [block["input"] for block in body["content"]] == [wanted] and body["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_many_turns_of_one_role_merge_in_linear_work(role: str) -> None:
+    """Joined turn by turn, these copied 200 GB."""
+    turns = [{"role": role, "content": "x" * 100_000}] * 2000
+    body = MessagesBody.model_validate({"model": "m", "max_tokens": 1, "messages": turns})
+    assert len(places_of(body)) == 1
+
+
+@pytest.mark.parametrize("index", [99, "9" * 30])
+def test_an_error_may_name_a_message_that_is_not_there(index: object) -> None:
+    written = f"messages[{index}]"
+    assert written in refusal(tools=[TOOL], tool_choice={"type": "tool", "name": written})
+    assert in_words_of_messages(invalid("model", written), [0]).message == written
+
+
+def test_integers_above_64_bits_are_written_as_they_are() -> None:
+    written = '{"a":[18446744073709551616,-9223372036854775809,1],"b":{"c":1}}'
+    block = Block("tool_use", "t1", "add", [written])
+    assert json.loads(orjson.dumps(block.body("")))["input"] == json.loads(written)

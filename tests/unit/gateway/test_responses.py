@@ -18,6 +18,7 @@ from services.gateway.openai.responses import (
     ResponsesBody,
     chat_body,
     in_words_of_responses,
+    messages,
     of_chat,
     shell,
     truncated_spec,
@@ -230,3 +231,12 @@ def test_truncation_passes_other_faults_on() -> None:
 
     with pytest.raises(ApiError, match="no such model"):
         asyncio.run(truncated_spec(chat_body(body(input=conversation(2, 2, 2))), spec_of))
+
+
+def test_many_reasoning_items_merge_in_linear_work() -> None:
+    """Joined item by item, these copied 200 GB."""
+    item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 100_000}]}
+    answer = {"type": "message", "role": "assistant", "content": "y"}
+    found = messages(body(), [item] * 2000 + [answer])
+    assert [message.get("content") for message in found] == ["y", "hi"]
+    assert len(found[0]["reasoning_content"]) == 2000 * 100_000

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from services.gateway.text.tools.formats import BLOCKS, PYTHON_START
 from services.gateway.text.tools.reader import Reader, ToolReader, overlap
 
 PYTHON_END = "<|python_end|>"
+_END_OF_FUNCTION = "</function>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class BlockReader(Reader):
         self._parse = PARSERS[use.format]
         self._at = _At.TEXT
         self._looked = 0  # so much of a block was looked through for its end
+        self._begins = False  # the block begins as a call does
         self._ids: set[str] = set()  # that the model wrote
 
     def _go_on(self) -> bool:
@@ -108,6 +111,7 @@ class BlockReader(Reader):
         at, mark = min(found)
         self._say(self._held[:at])
         self._raw, self._held, self._looked = mark, self._held[at + len(mark) :], 0
+        self._begins = False
         self._at = _At.BLOCK if mark == self._marks.opening else _At.SECTION
         return True
 
@@ -118,14 +122,20 @@ class BlockReader(Reader):
         if not rest.startswith(opening):
             return self._is_text()
         self._raw, self._held, self._looked = self._raw + opening, rest[len(opening) :], 0
+        self._begins = False
         self._at = _At.BLOCK
         return True
 
     def _read_block(self) -> bool:
-        if BEGINS[self._use.format].match(self._held) is None:
-            return self._is_text()
+        if not self._begins and (not self._looked or self._held[self._looked :].strip()):  # blanks decide nothing
+            begin = BEGINS[self._use.format].match(self._held)
+            if begin is None:
+                return self._is_text()
+            self._begins = begin.end() < len(self._held)
         closing = self._marks.closing
         end = self._held.find(closing, max(0, self._looked - len(closing)))
+        while end >= 0 and not self._ends_at(end):
+            end = self._held.find(closing, end + len(closing))
         if end < 0:
             self._looked = len(self._held)
             return False
@@ -138,6 +148,17 @@ class BlockReader(Reader):
         self._whole_call(call)
         self._at = _At.BEHIND if self._use.parallel else _At.OVER
         return True
+
+    def _ends_at(self, end: int) -> bool:
+        """Return whether the closing mark there is that of the block, and no part of a value."""
+        kind = self._use.format
+        if kind not in ("qwen3-coder", "glm-4.5"):
+            return True
+        if kind == "glm-4.5" and self._held.find("<arg_key>", 0, end) < 0:
+            return True
+        while end and self._held[end - 1].isspace():
+            end -= 1
+        return self._held.endswith(_END_OF_FUNCTION if kind == "qwen3-coder" else "</arg_value>", 0, end)
 
     def _go_behind(self) -> bool:
         rest, end = self._skip_blanks(), self._marks.section_end
@@ -174,48 +195,65 @@ BEGINS = {
     "kimi-k2": re.compile(r"\s*(?:[\w.:-]{0,80}\Z|[\w.:-]{1,80}\s*(?:<|\Z))"),
 }
 """Matches at the beginning of a block that may become a call."""
-_FUNCTION = re.compile(rf"\s*<function=({_NAME})>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 _GLM = re.compile(rf"\s*({_NAME})\s*?(?:\n|(?=<)|\Z)(.*)", re.DOTALL)
-_DEEPSEEK = re.compile(
-    rf"\s*(?:function<｜tool▁sep｜>({_NAME})\s*```json\s*(.*?)\s*```\s*|({_NAME})\s*<｜tool▁sep｜>\s*(.*?)\s*)",
-    re.DOTALL,
+_PLAIN_NAME = re.compile(_NAME)
+_KIMI_ID = re.compile(rf"(?:functions\.)?({_NAME}?)(?::\d{{1,9}})?")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """How a key and its value are written. end: of a value, behind which another pair comes, or nothing."""
+
+    begin: re.Pattern[str]
+    end: re.Pattern[str]
+
+
+_PARAMETER = _Pair(
+    re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?"), re.compile(r"\n?</parameter>\s*(?=<parameter=|\Z)")
 )
-_KIMI = re.compile(
-    rf"\s*((?:functions\.)?({_NAME}?)(?::\d{{1,9}})?)\s*<\|tool_call_argument_begin\|>\s*(.*?)\s*", re.DOTALL
+_ARGUMENT = _Pair(
+    re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>"), re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
 )
 _WORDS = {"True": True, "False": False, "None": None}
 
 
 def _qwen3_coder(block: str, use: ToolUse) -> Call | None:
-    found = _FUNCTION.fullmatch(block)
-    return None if found is None else _pairs_call(found[1], found[2], _PARAMETER, use)
+    head, text = NAMED["qwen3-coder"].match(block), block.rstrip()
+    if head is None or not text.endswith(_END_OF_FUNCTION):
+        return None
+    return _pairs_call(head[1], text[head.end() : -len(_END_OF_FUNCTION)], _PARAMETER, use)
 
 
 def _glm(block: str, use: ToolUse) -> Call | None:
     found = _GLM.fullmatch(block)
-    return None if found is None else _pairs_call(found[1], found[2], _PAIR, use)
+    return None if found is None else _pairs_call(found[1], found[2], _ARGUMENT, use)
 
 
-def _pairs_call(name: str, text: str, pair: re.Pattern[str], use: ToolUse) -> Call | None:
+def _pairs_call(name: str, text: str, pair: _Pair, use: ToolUse) -> Call | None:
     """Return a call whose arguments are pairs of a key and a value, one after another."""
     values: dict[str, Any] = {}
     at = 0
     while at < len(text):
-        found = pair.match(text, at)
-        if found is None:
+        begin = pair.begin.match(text, at)
+        end = pair.end.search(text, begin.end()) if begin is not None else None
+        if begin is None or end is None:
             break
-        values[found[1]] = _value(found[2], f"{name}.{found[1]}" in use.texts)
-        at = found.end()
-    return None if text[at:].strip() else Call(name, json.dumps(values, ensure_ascii=False))
+        values[begin[1]] = _value(text[begin.end() : end.start()], f"{name}.{begin[1]}" in use.texts)
+        at = end.end()
+    return None if text[at:].strip() else Call(name, _written(values))
+
+
+def _written(values: dict[str, Any]) -> str:
+    """Return JSON that UTF-8 can hold: surrogates that escapes left are joined to pairs, lone ones replaced."""
+    written = json.dumps(values, ensure_ascii=False, allow_nan=False)
+    return written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _value(written: str, is_text: bool) -> Any:
     if is_text:
         return written
     try:
-        return json.loads(written, parse_constant=_no_constant)
+        return json.loads(written, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         return _WORDS.get(written.strip(), written)
 
@@ -225,9 +263,24 @@ def _no_constant(name: str) -> Any:
     raise ValueError(name)
 
 
+def _finite(written: str) -> float:
+    """Refuse numbers such as 1e999, which would be written as Infinity."""
+    value = float(written)
+    if math.isinf(value):
+        raise ValueError(written)
+    return value
+
+
 def _deepseek(block: str, _use: ToolUse) -> Call | None:
-    found = _DEEPSEEK.fullmatch(block)
-    return None if found is None else _object_call(found[1] or found[3], found[2] or found[4])
+    name, mark, arguments = block.strip().partition("<｜tool▁sep｜>")
+    if not mark:
+        return None
+    if name == "function":
+        fenced, fence, rest = arguments.partition("```json")
+        if fence and rest.endswith("```") and _PLAIN_NAME.fullmatch(fenced.rstrip()):
+            return _object_call(fenced.rstrip(), rest.removesuffix("```").strip())
+    name = name.rstrip()
+    return _object_call(name, arguments.strip()) if _PLAIN_NAME.fullmatch(name) else None
 
 
 def _channels(block: str, _use: ToolUse) -> Call | None:
@@ -237,11 +290,13 @@ def _channels(block: str, _use: ToolUse) -> Call | None:
 
 def _kimi(block: str, _use: ToolUse) -> Call | None:
     """Return a call under the id that the model wrote: its template shows it again beside the result."""
-    found = _KIMI.fullmatch(block)
-    if found is None:
+    head, mark, arguments = block.partition("<|tool_call_argument_begin|>")
+    id = head.strip()
+    found = _KIMI_ID.fullmatch(id)
+    if not mark or found is None:
         return None
-    call = _object_call(found[2], found[3])
-    return call if call is None or ":" not in found[1] else Call(call.name, call.arguments, found[1])
+    call = _object_call(found[1], arguments.strip())
+    return call if call is None or ":" not in id else Call(call.name, call.arguments, id)
 
 
 def _object_call(name: str, arguments: str | None) -> Call | None:
@@ -268,6 +323,7 @@ class PythonicReader(Reader):
         super().__init__(use, request_id, choice)
         self._may_begin = True
         self._is_behind = False  # the list was read, the mark behind it not
+        self._headless = 0  # so much of what is held was looked through for the head of the list
         self._looked = 0  # so much of what is held was looked through for the end of the list
         self._depth = 0
         self._quote = ""
@@ -284,11 +340,15 @@ class PythonicReader(Reader):
                 self._say(self._held)
             self._held = ""
             return False
+        if self._headless and not self._held[self._headless :].strip():
+            return False  # blanks decide nothing
         start = _BEGINS_LIST.match(self._held)
         if start is None:
             return self._is_plain()
         if start[1] is None:
+            self._headless = len(self._held)
             return False  # the head of a list is not there yet
+        self._headless = 0
         begin = start.start(1)
         end = self._end_of_list(begin)
         if end < 0:
@@ -372,7 +432,7 @@ def _python_call(node: ast.expr) -> Call:
         if keyword.arg is None:
             raise ValueError("no name")
         values[keyword.arg] = _literal(keyword.value)
-    return Call(ast.unparse(node.func), json.dumps(values, ensure_ascii=False, allow_nan=False))
+    return Call(ast.unparse(node.func), _written(values))
 
 
 def _literal(node: ast.expr) -> Any:

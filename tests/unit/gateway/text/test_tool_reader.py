@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -186,3 +187,54 @@ def test_calls_of_kimi_keep_the_ids_that_the_model_wrote() -> None:
     calls = "".join(f"{K_OPEN}functions.add:{at}{K_ARGS}{{}}{K_CLOSE}" for at in (4, 4, 5))
     ids = [piece.id for piece in reader_of(ToolUse("kimi-k2", NAMES, True), "r", 0).feed(calls)[1] if piece.name]
     assert (ids[0], ids[2]) == ("functions.add:4", "functions.add:5") and ids[1].startswith("call_")
+
+
+@pytest.mark.parametrize("value", ['print("</parameter>")', "say </tool_call> x", "a</arg_value>b</tool_call>"])
+@pytest.mark.parametrize("kind", ["qwen3-coder", "glm-4.5"])
+def test_a_value_may_contain_the_marks_of_its_end(kind: str, value: str) -> None:
+    if kind == "qwen3-coder":
+        inner = f"<function=get_weather>\n<parameter=city>\n{value}\n</parameter>\n</function>"
+    else:
+        inner = f"get_weather\n<arg_key>city</arg_key>\n<arg_value>{value}</arg_value>"
+    text = f"<tool_call>\n{inner}\n</tool_call>"
+    wanted = ("", [("get_weather", json.dumps({"city": value}))])
+    for cut in range(len(text)):
+        assert read([text[:cut], text[cut:]], kind) == wanted
+    assert read(list(text), kind) == wanted
+
+
+BLANK = "\n" * 500_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("kimi-k2", f'{K_OPEN}functions.add:0{K_ARGS}{{"a": 1,{BLANK}"b": 2}}{K_CLOSE}'),
+        ("deepseek-v3", f'{D_OPEN}add{D_SEP}{{"a": 1,{BLANK}"b": 2}}{D_CLOSE}'),
+        ("glm-4.5", f"<tool_call>add\n<arg_key>{'</arg_key><arg_value>' * 50_000}</tool_call>"),
+    ],
+)
+def test_hostile_blocks_are_read_in_linear_work(kind: str, text: str) -> None:
+    content, calls = read([text], kind)
+    assert content == text or [name for name, _ in calls] == ["add"]
+
+
+def test_blanks_at_the_head_of_a_block_are_looked_at_once() -> None:
+    content, calls = read(["<tool_call>", *[" " * 32] * 8000, "<function=add>", *["\n"] * 8000, "no"], "qwen3-coder")
+    assert len(content) > 8000 * 33 and not calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("pythonic", r'[add(a="\ud83d\udc0b \ud83d")]'),
+        ("glm-4.5", r'<tool_call>add<arg_key>a</arg_key><arg_value>"\ud83d\udc0b \ud83d"</arg_value></tool_call>'),
+    ],
+)
+def test_surrogates_are_joined_or_replaced(kind: str, text: str) -> None:
+    assert read([text], kind) == ("", [("add", '{"a": "🐋 �"}')])
+
+
+def test_a_number_that_is_too_large_stays_text() -> None:
+    text = "<tool_call>add<arg_key>a</arg_key><arg_value>1e999</arg_value></tool_call>"
+    assert read([text], "glm-4.5") == ("", [("add", '{"a": "1e999"}')])
