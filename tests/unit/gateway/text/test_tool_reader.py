@@ -238,3 +238,27 @@ def test_surrogates_are_joined_or_replaced(kind: str, text: str) -> None:
 def test_a_number_that_is_too_large_stays_text() -> None:
     text = "<tool_call>add<arg_key>a</arg_key><arg_value>1e999</arg_value></tool_call>"
     assert read([text], "glm-4.5") == ("", [("add", '{"a": "1e999"}')])
+
+
+BLANKS = "\n" * 400_000
+HOSTILE = {
+    "kimi: blanks in an object": ("kimi-k2", f"{K_OPEN}functions.add:0{K_ARGS}{{{BLANKS}}}x{K_CLOSE}"),
+    "deepseek: blanks in an object": ("deepseek-v3", f"{D_OPEN}add{D_SEP}{{{BLANKS}x{D_CLOSE}"),
+    "glm: marks again and again": (
+        "glm-4.5",
+        "<tool_call>add<arg_key>" + "</arg_key><arg_value>" * 50_000 + "</tool_call>",
+    ),
+    "qwen: ends of values": (
+        "qwen3-coder",
+        "<tool_call><function=add><parameter=a>" + "</parameter> " * 50_000 + "</function></tool_call>",
+    ),
+    "qwen: blanks at the beginning": ("qwen3-coder", "<tool_call>" + BLANKS),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("kind", "text"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_block_takes_work_in_proportion_to_its_size(kind: str, text: str) -> None:
+    """With lazy groups each of them took minutes or hours."""
+    content, calls = read([text[at : at + 32] for at in range(0, len(text), 32)], kind)
+    assert content or calls
