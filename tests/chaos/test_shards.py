@@ -90,7 +90,7 @@ def test_shards_share_what_comes_and_every_request_ends_once(stack: Stack, refer
     assert_nothing_is_left(stack, "shard-0", "shard-1")
     until("all are counted", lambda: sum(finished(stack)) == sum(before) + len(asked))
     shares = [now - then for now, then in zip(finished(stack), before, strict=True)]
-    assert min(shares) >= len(asked) // 4, shares
+    assert min(shares) >= len(asked) // 8, shares  # a scheduler that stands still for a while claims less
 
 
 def test_requests_of_shard_without_a_leader_go_on_at_another(stack: Stack, reference: Reference) -> None:
