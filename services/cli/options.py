@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -55,12 +55,14 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """A group of commands. Its help wraps the first sentence of each command instead of cutting it off."""
 
-    def main(self, args: Sequence[str] | None = None, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
+    def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command and exit; wrong use is one line with the remedy, as other errors are."""
-        if not standalone_mode:
-            return super().main(args, standalone_mode=False, **extra)
+        exits = extra.get("standalone_mode", True)
+        extra["standalone_mode"] = False
+        if not exits:
+            return super().main(*args, **extra)
         try:
-            code = super().main(args, standalone_mode=False, **extra)
+            code = super().main(*args, **extra)
         except TyperException as error:
             print(_remedy(error), file=sys.stderr)
             sys.exit(error.exit_code)

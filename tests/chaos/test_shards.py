@@ -81,16 +81,19 @@ def finished(stack: Stack) -> list[int]:
 
 
 def test_shards_share_what_comes_and_every_request_ends_once(stack: Stack, reference: Reference) -> None:
-    before = finished(stack)
     asked = [number % STREAMS for number in range(40)]
-    with ThreadPoolExecutor(len(asked)) as clients:
-        length = len(reference.outputs[0])
-        answers = list(clients.map(lambda n: stack.complete(reference.prompts[n], length, ignore_eos=True), asked))
-    assert answers == [reference.outputs[number] for number in asked]
-    assert_nothing_is_left(stack, "shard-0", "shard-1")
-    until("all are counted", lambda: sum(finished(stack)) == sum(before) + len(asked))
-    shares = [now - then for now, then in zip(finished(stack), before, strict=True)]
-    assert min(shares) >= len(asked) // 8, shares  # a scheduler that stands still for a while claims less
+    length, shares = len(reference.outputs[0]), []
+    for _ in range(3):  # a scheduler that the machine lets stand still claims less in that round
+        before = finished(stack)
+        with ThreadPoolExecutor(len(asked)) as clients:
+            answers = list(clients.map(lambda n: stack.complete(reference.prompts[n], length, ignore_eos=True), asked))
+        assert answers == [reference.outputs[number] for number in asked]
+        assert_nothing_is_left(stack, "shard-0", "shard-1")
+        until("all are counted", lambda before=before: sum(finished(stack)) == sum(before) + len(asked))
+        shares.append(min(now - then for now, then in zip(finished(stack), before, strict=True)))
+        if shares[-1] >= len(asked) // 4:
+            break
+    assert max(shares) >= len(asked) // 4, shares
 
 
 def test_requests_of_shard_without_a_leader_go_on_at_another(stack: Stack, reference: Reference) -> None:

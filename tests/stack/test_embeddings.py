@@ -60,7 +60,7 @@ def test_vectors_of_the_openai_client_are_those_of_transformers(
         if dimensions < HIDDEN:
             more["dimensions"] = dimensions
         for sent in (TEXTS, prompts):
-            answer = client.embeddings.create(model=stack.name, input=sent, **more)  # type: ignore[call-overload]
+            answer = client.embeddings.create(model=stack.name, input=sent, **more)
             told = np.array([one.embedding for one in answer.data], np.float32)
             np.testing.assert_allclose(told, expected, atol=1e-5)
             total = sum(map(len, prompts))
@@ -85,7 +85,7 @@ def test_vectors_come_whole_when_scheduler_and_worker_die(stack: Stack, referenc
     def post() -> dict[str, Any]:
         answer = httpx.post(f"{stack.url}/v1/embeddings", json=body, headers=headers, timeout=120)
         assert answer.status_code == 200, answer.text
-        return answer.json()  # type: ignore[no-any-return]
+        return answer.json()
 
     def stored() -> int:
         return sum(1 for _ in stack.redis.client.scan_iter(f"{stack.keys.prefix}logprobs:*")) - before
@@ -116,7 +116,7 @@ def test_vectors_are_made_in_the_background(stack: Stack, reference: Reference) 
     address = f"{stack.url}{answer.headers['location']}"
 
     def state() -> dict[str, Any]:
-        return httpx.get(address, headers=stack.headers, timeout=60).json()  # type: ignore[no-any-return]
+        return httpx.get(address, headers=stack.headers, timeout=60).json()
 
     until("it has ended", lambda: state()["status"] == "finished", 60)
     np.testing.assert_allclose(vectors(state()["result"]), exact(reference, [[5, 6, 7]]), atol=1e-5)

@@ -131,11 +131,11 @@ def test_log_probabilities_stay_the_same_when_scheduler_and_worker_die_halfway(
     def post() -> dict[str, Any]:
         answer = httpx.post(f"{stack.url}/v1/completions", json=body, headers=headers, timeout=120)
         assert answer.status_code == 200, answer.text
-        return answer.json()  # type: ignore[no-any-return]
+        return answer.json()
 
     def sizes() -> list[int]:
         names = [key for key in redis.scan_iter(f"{keys.prefix}prompt_logprobs:*") if name_of(key) not in before]
-        return sorted(int(redis.strlen(key)) for key in names)  # type: ignore[arg-type]
+        return sorted(int(redis.strlen(key)) for key in names)
 
     def name_of(key: bytes) -> bytes:
         return key.rsplit(b":", 1)[0]

@@ -116,9 +116,10 @@ class ResponseStore:
 
         async def read() -> bytes | ResponseError | None:
             try:
-                return await self._redis.get(key)  # type: ignore[no-any-return]
+                value: bytes | None = await self._redis.get(key)
             except ResponseError as error:  # a key of another type
                 return error
+            return value
 
         raw = await self._ask(read)
         if raw is None or raw == b"":

@@ -39,7 +39,7 @@ def test_response_goes_on_from_an_earlier_one(
         {"role": "user", "content": "two"}, {"role": "assistant", "content": TEXT},
         {"role": "user", "content": "three"},
     ]  # fmt: skip
-    chat = client.chat.completions.create(model=gateway.name, messages=told, max_tokens=100)  # type: ignore[arg-type]
+    chat = client.chat.completions.create(model=gateway.name, messages=told, max_tokens=100)
     assert chat.usage is not None
     assert third.usage.input_tokens == chat.usage.prompt_tokens > second.usage.input_tokens > first.usage.input_tokens
 
@@ -148,7 +148,7 @@ def test_repeated_background_call_of_one_name_leaves_what_is_stored(
     with pytest.raises(openai.ConflictError):
         respond(client, gateway, "another body", background=True, extra_headers=headers)
     found = client.responses.input_items.list(begun.id)
-    assert [item.content[0].text for item in found.data] == ["hi"]  # type: ignore[union-attr]
+    assert [item.content[0].text for item in found.data] == ["hi"]
     assert client.responses.retrieve(begun.id).output_text == TEXT
 
 
@@ -156,9 +156,9 @@ def test_items_before_a_response_come_in_pages(client: openai.OpenAI, gateway: G
     first = respond(client, gateway, "one")
     second = respond(client, gateway, "two", previous_response_id=first.id)
     page = client.responses.input_items.list(second.id, limit=2)
-    assert [item.content[0].text for item in page.data] == ["two", TEXT]  # type: ignore[union-attr]
+    assert [item.content[0].text for item in page.data] == ["two", TEXT]
     assert page.has_more
-    whole = [item.content[0].text for item in client.responses.input_items.list(second.id, limit=2, order="asc")]  # type: ignore[union-attr]
+    whole = [item.content[0].text for item in client.responses.input_items.list(second.id, limit=2, order="asc")]
     assert whole == ["one", TEXT, "two"]
     answer = gateway.get(f"/v1/responses/{second.id}/input_items?after=nothing")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
