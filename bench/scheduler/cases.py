@@ -247,7 +247,7 @@ class Churn:
 
 
 class Spans:
-    """A core whose rows get 1 to 5 tokens a step or more: each repeats a text, with random errors.
+    """A core with drafts: each row repeats a text with random errors, and gets one or more tokens a step.
 
     An error ends the drafts of its row for some steps. The shipped scheduler finds the drafts, 4 a row at most on
     the average.

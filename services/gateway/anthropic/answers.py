@@ -113,7 +113,7 @@ def signature_of(spec: GenerationSpec) -> str:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Return Anthropic's usage, whose input_tokens are those that the prefix cache did not have."""
+    """Return usage in Anthropic's form: input_tokens leaves out the tokens that came from the prefix cache."""
     details = {} if usage.reasoning is None else {"output_tokens_details": {"thinking_tokens": usage.reasoning}}
     return details | {
         "input_tokens": usage.prompt_tokens - usage.cached,
