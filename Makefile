@@ -201,7 +201,7 @@ sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels un
 		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -k "cpu or cuda and (test_rope.py or test_rows.py or test_backend.py or test_blocks.py or test_sampling.py or test_samplers.py)"
 
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
-	$(PY) -m pytest tests/engine/test_demo_model.py
+	$(PY) -m pytest tests/engine/models/test_demo_model.py
 
 clean: ## remove all build products; .run/ (state, logs) stays
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis protos/*_pb2*.py protos/*_pb2*.pyi kernels/cpu/lib kernels/cuda/lib

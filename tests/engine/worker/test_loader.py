@@ -30,7 +30,7 @@ from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
 from tests.engine.driver import Driver, make_engine
-from tests.engine.test_model_families import FAMILIES
+from tests.engine.models.test_model_families import FAMILIES
 from tests.engine.test_tokens import all_logits
 from tests.support.models import make_llama
 

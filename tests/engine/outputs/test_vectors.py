@@ -20,23 +20,13 @@ from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes
 from tests.support import in_process
 from tests.support.in_process import Recorded
-from tests.support.models import Reference, make_llama, one_thread, random_prompts
+from tests.support.models import Reference, one_thread
 
 TOLERANCE = 1e-5
 SMALL: dict[str, Any] = {
     "max_seqs": 8, "max_step_tokens": 256, "max_input_tokens": 64, "max_output_tokens": 16, "block_size": 16,
     "kv_blocks": 40,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """With prompts that share a prefix of two blocks, and a prompt of one token."""
-    path = tmp_path_factory.mktemp("vectors") / "tiny"
-    found = make_llama(path, seed=6, requests=1, output_tokens=1, hidden_size=48)
-    shared = random_prompts(1, (35, 35), 8)[0]
-    found.prompts = random_prompts(6, (3, 60), 7) + [shared + end for end in random_prompts(4, (1, 20), 9)] + [[5]]
-    return found
 
 
 @pytest.fixture(scope="module")

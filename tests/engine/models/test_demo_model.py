@@ -19,7 +19,7 @@ from services.launcher.up import DEMO_PROMPT
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEMO_MODEL = ROOT / "assets" / "demo-model"
 GOAL_BITS_PER_BYTE = 1.5
 
