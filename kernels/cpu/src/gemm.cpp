@@ -21,6 +21,9 @@ constexpr int64_t AHEAD = 8192;             // bytes of weights that a lone tile
 constexpr int64_t UNPACKED_INPUTS = 512;    // of a panel in float32 at once, for several tiles: half of a second cache
 constexpr int64_t LONE_INPUTS = 32;         // for each panel of a lone tile: half of the first cache
 constexpr int64_t COPY_BYTES = 512 * 1024;  // of a block's activations, when they have to be copied
+constexpr int64_t TILED_BLOCK = 32;         // tiles of rows per block that tile registers multiply,
+constexpr int64_t TILED_COPY_BYTES = 1024 * 1024;  // and its copy: half of a second cache, which is larger there
+constexpr int64_t TILED_INPUTS = 1024;      // of a panel at once then
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -131,13 +134,13 @@ class Linear {
       : args_(args), rows_(rows), order_(order), team_(team), packed_(args.outputs, args.inputs) {
     tiles_ = ceil_div(rows, TILE_ROWS);
     stride_ = args.inputs;
-    int64_t most = BLOCK_TILES;
+    int64_t most = W::TILED ? TILED_BLOCK : BLOCK_TILES;
     const int32_t read_as = sizeof(Input) == 4 ? F32 : BF16;
     // Rows a multiple of 4096 bytes apart fall on each other in the first cache.
-    copied_ = order || args.dtype != read_as || args.inputs % DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
+    copied_ = W::TILED || order || args.dtype != read_as || args.inputs % DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
     if (copied_) {
-      stride_ = round_up(args.inputs, std::max(16, DEPTH)) + 16;
-      most = std::clamp<int64_t>(COPY_BYTES / (TILE_ROWS * stride_ * sizeof(Input)), 1, most);
+      stride_ = W::TILED ? round_up(args.inputs, TILE_STEP) : round_up(args.inputs, std::max(16, DEPTH)) + 16;
+      most = std::clamp<int64_t>((W::TILED ? TILED_COPY_BYTES : COPY_BYTES) / (TILE_ROWS * stride_ * sizeof(Input)), 1, most);
     }
     blocks_ = ceil_div(tiles_, most);
     block_rows_ = most * TILE_ROWS;
@@ -163,7 +166,7 @@ class Linear {
   }
 
  private:
-  static constexpr int DEPTH = W::TILED ? 2 : W::DEPTH;  // activations are read in multiples of it
+  static constexpr int DEPTH = W::DEPTH;  // activations are read in multiples of it
   static constexpr int64_t TILE_ROWS = W::TILED ? 16 : TILE;
 
   int64_t first_row(int64_t tile) const { return cut(rows_, tiles_, tile); }
@@ -179,8 +182,13 @@ class Linear {
     const char* source = static_cast<const char*>(args_.x);
     x_ = reinterpret_cast<const Input*>(source + begin_ * row_bytes);
     if (!copied_) return;
-    for (int64_t r = 0; r < end_ - begin_; r++)
-      copy_row(source + (order_ ? order_[begin_ + r] : begin_ + r) * row_bytes, args_.dtype, args_.inputs, round_up(args_.inputs, DEPTH), copy_ + r * stride_);
+    for (int64_t r = 0; r < end_ - begin_; r++) {
+      const char* row = source + (order_ ? order_[begin_ + r] : begin_ + r) * row_bytes;
+      if constexpr (W::TILED)
+        copy_tiled(reinterpret_cast<const bf16*>(row), args_.inputs, copy_ + r / 16 * 16 * stride_ + r % 16 * TILE_STEP);
+      else
+        copy_row(row, args_.dtype, args_.inputs, round_up(args_.inputs, DEPTH), copy_ + r * stride_);
+    }
     x_ = copy_;
   }
 
@@ -243,21 +251,24 @@ class Linear {
     }
   }
 
-  // All rows of the block at hand by one panel after another; what is unpacked is paid once for all of them.
+  // All rows of the block at hand by some inputs of one panel after another, which stay in the first cache meanwhile;
+  // what is unpacked is paid once for all of them.
   void multiply_tiled(int64_t panel, int64_t count) {
-    const int64_t inputs = args_.inputs, rows = end_ - begin_, at_once = W::IN_PLACE ? inputs : UNPACKED_INPUTS;
-    for (int64_t p = 0; p < count; p++)
-      for (int64_t first = 0; first < inputs; first += at_once) {
-        const int64_t these = std::min(inputs - first, at_once);
+    const int64_t inputs = args_.inputs, rows = end_ - begin_;
+    const int64_t at_once = !W::IN_PLACE ? UNPACKED_INPUTS : rows <= TILED_ROWS ? inputs : TILED_INPUTS;
+    for (int64_t first = 0; first < inputs; first += at_once) {
+      const int64_t these = std::min(inputs - first, at_once);
+      for (int64_t p = 0; p < count; p++) {
         const char* pairs = weights(panel + p, first / W::DEPTH);
         if constexpr (!W::IN_PLACE) {
           W::unpack_pairs(pairs, these, unpacked_);
           pairs = unpacked_;
         }
         for (int64_t row = 0; row < rows; row += TILED_ROWS)
-          tile_kernel_.multiply(x_ + row * stride_ + first, stride_, pairs, round_up(these, 2),
+          tile_kernel_.multiply(x_ + row * stride_ + 16 * first, 16 * stride_, pairs, round_up(these, 2),
                                 std::min(rows - row, TILED_ROWS), sums_ + (p * block_rows_ + row) * WIDTH, first > 0);
       }
+    }
   }
 
   void multiply_packed(int64_t panel, int64_t count) {

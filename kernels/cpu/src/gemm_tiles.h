@@ -10,12 +10,22 @@
 #include "tiles.h"
 
 constexpr int64_t TILED_ROWS = 32;  // that are multiplied together: two registers
+constexpr int64_t TILE_STEP = 32;   // inputs of a register
+
+// Copies a row to where TileKernel reads it: its steps lie 16 * TILE_STEP numbers apart, those of 16 rows beside it
+// between them, so that a register is loaded from memory that lies together. Padding to whole steps is zero.
+inline void copy_tiled(const bf16* from, int64_t inputs, bf16* to) {
+  for (; inputs >= TILE_STEP; inputs -= TILE_STEP, from += TILE_STEP, to += 16 * TILE_STEP)
+    memcpy(to, from, TILE_STEP * sizeof *to);
+  if (inputs == 0) return;
+  memset(to, 0, TILE_STEP * sizeof *to);
+  memcpy(to, from, inputs * sizeof *to);
+}
 
 #ifndef TILES
 class TileKernel;  // no format is TILED
 #else
 
-constexpr int64_t TILE_STEP = 32;  // inputs of a tile
 static_assert(WIDTH == 32, "a panel is two registers of weights side by side");
 
 // Registers: sums of the upper and the lower rows with each half of the panel in 0 .. 3, rows in 4 and 5, weights in 6
@@ -27,25 +37,27 @@ class TileKernel {
   }
 
   // sums[r][o] of `rows` rows, WIDTH apart, with a panel of `inputs` inputs, an even number: pairs of the inputs of an
-  // output lie together. `resume`: sums hold what earlier inputs gave.
-  void multiply(const bf16* x, int64_t x_stride, const char* panel, int64_t inputs, int64_t rows, float* sums,
+  // output lie together. Rows are as copy_tiled has them, the lower 16 `lower` numbers behind the upper. `resume`: sums
+  // hold what earlier inputs gave.
+  void multiply(const bf16* x, int64_t lower, const char* panel, int64_t inputs, int64_t rows, float* sums,
                 bool resume) {
     const int64_t steps = inputs / TILE_STEP, rest = inputs % TILE_STEP;
-    if (steps) run(x, x_stride, panel, steps, TILE_STEP, rows, sums, resume);
+    if (steps) run(x, lower, panel, steps, TILE_STEP, rows, sums, resume);
     if (rest)
-      run(x + steps * TILE_STEP, x_stride, panel + steps * TILE_STEP * WIDTH * 2, 1, rest, rows, sums, resume || steps);
+      run(x + steps * X_STEP, lower, panel + steps * TILE_STEP * WIDTH * 2, 1, rest, rows, sums, resume || steps);
   }
 
  private:
-  static constexpr int64_t SUMS_STRIDE = WIDTH * 4, PANEL_STRIDE = WIDTH * 4;  // bytes
+  static constexpr int64_t X_STEP = 16 * TILE_STEP;                                              // numbers
+  static constexpr int64_t X_STRIDE = TILE_STEP * 2, SUMS_STRIDE = WIDTH * 4, PANEL_STRIDE = WIDTH * 4;  // bytes
 
-  void run(const bf16* x, int64_t x_stride, const char* panel, int64_t steps, int64_t inputs, int64_t rows, float* sums,
+  void run(const bf16* x, int64_t lower, const char* panel, int64_t steps, int64_t inputs, int64_t rows, float* sums,
            bool resume) {
     shape(rows, inputs);
     if (rows > 16)
-      run<true>(x, x_stride, panel, steps, sums, resume);
+      run<true>(x, lower, panel, steps, sums, resume);
     else
-      run<false>(x, x_stride, panel, steps, sums, resume);
+      run<false>(x, lower, panel, steps, sums, resume);
   }
 
   void shape(int64_t rows, int64_t inputs) {
@@ -60,7 +72,7 @@ class TileKernel {
   }
 
   template <bool LOWER>
-  void run(const bf16* x, int64_t x_stride, const char* panel, int64_t steps, float* sums, bool resume) {
+  void run(const bf16* x, int64_t lower, const char* panel, int64_t steps, float* sums, bool resume) {
     float* const lower_sums = sums + 16 * WIDTH;
     if (resume) {
       tiles_.load<0>(sums, SUMS_STRIDE);
@@ -77,14 +89,14 @@ class TileKernel {
         tiles_.zero<3>();
       }
     }
-    for (int64_t i = 0; i < steps; i++, x += TILE_STEP, panel += TILE_STEP * WIDTH * 2) {
-      tiles_.load<4>(x, x_stride * 2);
-      tiles_.stream<6>(panel, PANEL_STRIDE);
+    for (int64_t i = 0; i < steps; i++, x += X_STEP, panel += TILE_STEP * WIDTH * 2) {
+      tiles_.load<4>(x, X_STRIDE);
+      tiles_.load<6>(panel, PANEL_STRIDE);
       tiles_.multiply<0, 4, 6>();
-      tiles_.stream<7>(panel + 64, PANEL_STRIDE);
+      tiles_.load<7>(panel + 64, PANEL_STRIDE);
       tiles_.multiply<1, 4, 7>();
       if (LOWER) {
-        tiles_.load<5>(x + 16 * x_stride, x_stride * 2);
+        tiles_.load<5>(x + lower, X_STRIDE);
         tiles_.multiply<2, 5, 6>();
         tiles_.multiply<3, 5, 7>();
       }

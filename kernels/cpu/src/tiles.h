@@ -43,10 +43,6 @@ class Tiles {
       memcpy(numbers_[T][r], static_cast<const char*>(from) + r * stride, shapes_.row_bytes[T]);
   }
   template <int T>
-  void stream(const void* from, int64_t stride) {
-    load<T>(from, stride);
-  }
-  template <int T>
   void store(void* to, int64_t stride) const {
     check(shapes_.rows[T] > 0);
     for (int r = 0; r < shapes_.rows[T]; r++)
@@ -105,10 +101,6 @@ class Tiles {
   template <int T>
   void load(const void* from, int64_t stride) {
     asm volatile("tileloadd\t(%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
-  }
-  template <int T>
-  void stream(const void* from, int64_t stride) {  // past the first cache
-    asm volatile("tileloaddt1\t(%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(T) : "memory");
   }
   template <int T>
   void store(void* to, int64_t stride) const {
