@@ -4,6 +4,8 @@
 // of 512, each with a separate softmax state. Both begin at position 0 of the sequence, and the states of a row are
 // merged in order. So each row goes through the same operations in the same order whatever rows, blocks or threads it
 // shares the iteration with. Keys a row does not see are left out, not multiplied by 0: their memory may hold NaN.
+#include <utility>
+
 #include "attention_kernel.h"
 #include "attention_plan.h"
 #include "attention_softmax.h"
@@ -13,16 +15,14 @@
 
 namespace {
 
-const float LOG2_E = 1.44269504f;
-
 int smaller(int a, int b) { return a < b ? a : b; }
 int larger(int a, int b) { return a > b ? a : b; }
 
 template <typename T>
 const Products<T> products;
 
-// Whether tiles multiply: the scores, and the values of segments that a row sees all of. The values of a segment that a
-// row sees a part of are left to `products`, as 0 times a key that it does not see may be NaN.
+// Whether tiles multiply: the scores, and the values of the steps of keys that a row sees all of. The values of a step
+// that a row sees a part of are left to `products`, as 0 times a key that it does not see may be NaN.
 #ifdef TILES
 template <typename T>
 constexpr bool BY_TILES = sizeof(T) == 2;
@@ -59,7 +59,8 @@ class Worker {
     wide_ = memory + memory_without_wide(most_rows, stride_, state_size);
   }
   static int64_t memory(const Pool& pool, int64_t most_rows, int64_t state_size) {
-    const int64_t wide = pool.int8 ? 2 * SEGMENT * pool.head_stride * int64_t(sizeof(T)) : 0;
+    const bool copies = pool.int8 || (BY_TILES<T> && pool.block_size / TILE % 2);
+    const int64_t wide = copies ? 2 * SEGMENT * pool.head_stride * int64_t(sizeof(T)) : 0;
     return memory_without_wide(most_rows, pool.head_stride, state_size) + wide;
   }
 
@@ -99,7 +100,10 @@ class Worker {
         find_tiles(keys_, segment + SEGMENT, next_k_, next_v_);
       else
         memcpy(next_k_, after_k_, sizeof next_k_);
-      if (pool_.int8) widen(segment);
+      if (pool_.int8)
+        widen(segment);
+      else if (BY_TILES<T> && tiles_in_block_ % 2)
+        bring_together();
       for (int b = 0; b < blocks_; b++) attend_segment(segment, b, state);
       memcpy(k_, next_k_, sizeof k_);
       memcpy(v_, next_v_, sizeof v_);
@@ -126,7 +130,7 @@ class Worker {
 
  private:
   typedef std::conditional_t<BY_TILES<T>, TileProducts, NoTiles> OfTiles;
-  static constexpr int BLOCK_ROWS = OfTiles::ROWS;
+  static constexpr int BLOCK_ROWS = OfTiles::ROWS, PADDED_ROWS = (BLOCK_ROWS + LANES - 1) / LANES * LANES;
 
   static int64_t memory_without_wide(int64_t most_rows, int64_t stride, int64_t state_size) {
     return (BLOCK_ROWS * SEGMENT + (most_rows + 15) / 16 * 16 + most_rows * stride + 2 * state_size) * sizeof(float);
@@ -184,6 +188,15 @@ class Worker {
     }
   }
 
+  // Copies V, so that the two tiles of a step lie together.
+  void bring_together() {
+    for (int t = 0; t < SEGMENT_TILES; t++) {
+      char* v = wide_ + t * wide_tile_bytes_;
+      memcpy(v, v_[t], tile_bytes_);
+      v_[t] = v;
+    }
+  }
+
   // Keys of a segment that a row sees, as begin and end within it.
   int sees_from(int row, int segment) const {
     return a_.window ? larger(0, positions_[row] - a_.window + 1 - segment) : 0;
@@ -213,7 +226,7 @@ class Worker {
       products<T>.score[rows - 1][count - 1](query_ + top * stride_, keys, fetches ? ahead : nullptr, stride_,
                                              scores_ + vector * LANES);
     }
-    for (int row = top; row < bottom; row++) weigh_row(row, row - top, segment, state);
+    weigh_block(top, bottom, segment, state);
     const char* const* next = fetches ? next_k_ : nullptr;
     if (sees_all(top, segment) && sees_all(bottom - 1, segment))
       return add_values(rows, 0, 0, SEGMENT, keep_, next, state.values + top * stride_);
@@ -240,21 +253,43 @@ class Worker {
       add_values(1, row - first, common_end, sees_to(row, segment), nullptr, nullptr, out);
   }
 
-  // The second half of a segment by tiles. Positions ascend, so the rows that see all of it stand together.
+  // The second half of a segment by tiles. A row first adds the keys at the front that are a part of a step, then whole
+  // steps, then the part of a step at the end. Positions ascend, so rows that see the same stand together.
   void weigh_and_add(int top, int bottom, int segment, State state) {
-    for (int row = top; row < bottom; row++) weigh_row(row, row - top, segment, state);
-    int first = top;
-    while (first < bottom && !sees_all(first, segment)) first++;
-    int last = first;
-    while (last < bottom && sees_all(last, segment)) last++;
-    for (int row = top; row < first; row += MOST_ROWS)
-      add_seen_values(row, smaller(row + MOST_ROWS, first), top, segment, nullptr, state);
-    for (int row = last; row < bottom; row += MOST_ROWS)
-      add_seen_values(row, smaller(row + MOST_ROWS, bottom), top, segment, nullptr, state);
-    if (first == last) return;
-    for (int row = first; row < last; row++)
-      scale_row(state.values + row * stride_, stride_, splat(keep_[row - top]));
-    tiles_.values(scores_ + (first - top) * SEGMENT, last - first, v_, state.values + first * stride_);
+    weigh_block(top, bottom, segment, state);
+    for (int row = top; row < bottom; row++)
+      if (sees_from(row, segment) < sees_to(row, segment) && keep_[row - top] != 1)
+        scale_row(state.values + row * stride_, stride_, splat(keep_[row - top]));
+    if (sees_all(top, segment) && sees_all(bottom - 1, segment))
+      return add_steps(top, bottom, top, 0, SEGMENT / STEP_KEYS, state);
+    add_parts(top, bottom, state, [&](int row) {
+      const int from = sees_from(row, segment), step_end = (from + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS;
+      return std::pair(from, smaller(sees_to(row, segment), step_end));
+    });
+    for (int step = 0; step < SEGMENT / STEP_KEYS; step++) {
+      int first = top;
+      while (first < bottom && sees_to(first, segment) < (step + 1) * STEP_KEYS) first++;
+      int last = first;
+      while (last < bottom && sees_from(last, segment) <= step * STEP_KEYS) last++;
+      if (first < last) add_steps(first, last, top, step, step + 1, state);
+    }
+    add_parts(top, bottom, state, [&](int row) {
+      const int to = sees_to(row, segment), begin = to / STEP_KEYS * STEP_KEYS;
+      return std::pair(sees_from(row, segment) > begin ? to : begin, to);
+    });
+  }
+  void add_steps(int first, int last, int top, int begin, int end, State state) {
+    tiles_.values(first - top, last - first, begin, end, v_, state.values + first * stride_);
+  }
+  // Values of the keys `part(row)` of each row of a block, begin and end.
+  template <typename Part>
+  void add_parts(int top, int bottom, State state, Part part) {
+    for (int row = top, alike; row < bottom; row += alike) {
+      const auto keys = part(row);
+      alike = 1;
+      while (row + alike < bottom && alike < MOST_ROWS && part(row + alike) == keys) alike++;
+      add_values(alike, row - top, keys.first, keys.second, nullptr, nullptr, state.values + top * stride_);
+    }
   }
 
   // Brings the values of this segment and the keys of the next one nearer.
@@ -266,19 +301,32 @@ class Worker {
       }
   }
 
-  void weigh_row(int row, int place, int segment, State state) {
-    const int begin = sees_from(row, segment), end = sees_to(row, segment);
-    if (begin >= end) return;
-    float* s = scores_ + place * SEGMENT;
-    float scale = a_.scale * LOG2_E;
-    if (a_.softcap) {
-      for (int at = begin / LANES * LANES; at < end; at += LANES)
-        store(s + at, vec_softcap(load(s + at) * a_.scale, a_.softcap));
-      scale = LOG2_E;
+  // Scores of the rows of a block become weights, and the states of the rows follow; rows that see none are left alone.
+  void weigh_block(int top, int bottom, int segment, State state) {
+    int first = top, last = bottom;
+    while (first < last && sees_to(first, segment) <= 0) first++;
+    while (first < last && sees_from(last - 1, segment) >= SEGMENT) last--;
+    float highest[PADDED_ROWS], relative[PADDED_ROWS];
+    for (int row = first; row < last; row++) highest[row - first] = scale_row_scores(row, row - top, segment);
+    raise(state.most + first, last - first, highest, relative, keep_ + (first - top));
+    for (int row = first; row < last; row++) {
+      float* const s = scores_ + (row - top) * SEGMENT;
+      const auto use = [&](int at, vf weight) INLINE {
+        if constexpr (BY_TILES<T>) tiles_.take(row - top, at, weight);
+        store(s + at, weight);
+      };
+      weigh(s, sees_from(row, segment), sees_to(row, segment), relative[row - first], keep_[row - top],
+            state.weights + row * 16, use);
     }
-    if (!a_.slopes) return weigh<false>(s, begin, end, scale, 0, 0, state, row, keep_ + place);
+  }
+
+  float scale_row_scores(int row, int place, int segment) {
+    const int begin = sees_from(row, segment), end = sees_to(row, segment);
+    float* s = scores_ + place * SEGMENT;
+    const Scaling scaling{a_.scale, a_.softcap};
+    if (!a_.slopes) return scale_scores<false>(s, begin, end, scaling, 0, 0);
     const float slope = a_.slopes[head_number(row)] * LOG2_E;
-    weigh<true>(s, begin, end, scale, slope, segment - positions_[row], state, row, keep_ + place);
+    return scale_scores<true>(s, begin, end, scaling, slope, segment - positions_[row]);
   }
 
   // Values of keys begin .. end - 1 for `rows` rows of a block from `place` on.
@@ -304,10 +352,10 @@ class Worker {
   const int64_t wide_tile_bytes_;
   int32_t* positions_;  // [rows]
   float* scores_;  // [BLOCK_ROWS, SEGMENT]
-  float keep_[BLOCK_ROWS];  // what a segment's greatest score leaves of the values before
+  float keep_[2 * PADDED_ROWS];  // what a segment's greatest score leaves of the values before
   float* query_;   // [rows, stride]
   float* states_;
-  char* wide_;     // [2 (K, V), SEGMENT_TILES] tiles of T, for a pool of 8 bits
+  char* wide_;     // [2 (K, V), SEGMENT_TILES] tiles of T: widened from 8 bits, or V brought together
   int64_t kv_head_ = 0;
   Keys keys_{};
   int first_row_ = 0, rows_ = 0;

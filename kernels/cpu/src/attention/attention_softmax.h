@@ -2,7 +2,7 @@
 #pragma once
 #include "attention_kernel.h"
 
-static const float NOTHING = -__builtin_inff();
+static const float NOTHING = -__builtin_inff(), LOG2_E = 1.44269504f;
 
 using Lanes = std::make_integer_sequence<int, LANES>;
 
@@ -70,67 +70,56 @@ static inline void merge_row(State first, State second, int64_t row, int64_t str
   first.most[row] = most;
 }
 
-// Brings the greatest score and the sum of weights of a row to a segment with the greatest score `highest`. Returns
-// what exp is taken relative to, and the factor that the row's values still need.
-static inline vf raise(State state, int64_t row, vf highest, float* keep) {
-  const float before = state.most[row], now = highest[0] > before ? highest[0] : before;
-  const vf relative = splat(reference(now)), factor = vec_exp2(splat(before) - relative);
-  float* weights = state.weights + row * 16;
-  store(weights, multiply_add(load(weights), factor, vf{}));
-  state.most[row] = now;
-  *keep = factor[0];
-  return relative;
-}
+// How scores of base e become scores of base 2.
+struct Scaling {
+  float scale, softcap;  // softcap 0: none
+};
 
-// Scores of one row of a segment become weights; its state follows. The row sees keys begin .. end - 1.
+// Scores of one row of a segment, keys begin .. end - 1 of which it sees, become those of base 2; what it does not see of
+// their vectors becomes -inf. A key's bias is slope times its distance, `distance` for key 0. Returns the greatest.
 template <bool ALIBI>
-static inline void weigh_part(float* s, int begin, int end, float scale, float slope, int distance, State state,
-                              int64_t row, float* keep) {
-  vf most = splat(NOTHING);
+static inline float scale_scores(float* s, int begin, int end, Scaling scaling, float slope, int distance) {
   const vf lanes = lane_numbers();
+  const vf scale = splat(scaling.softcap ? LOG2_E : scaling.scale * LOG2_E);
+  vf most = splat(NOTHING);
   for (int at = begin / LANES * LANES; at < end; at += LANES) {
     const vf number = lanes + float(at);
     const vf bias = ALIBI ? (number + float(distance)) * slope : vf{};
-    vf x = multiply_add(load(s + at), splat(scale), bias);
-    x = number >= float(begin) && number < float(end) ? x : splat(NOTHING);
+    vf x = load(s + at);
+    if (scaling.softcap) x = vec_softcap(x * scaling.scale, scaling.softcap);
+    x = multiply_add(x, scale, bias);
+    if (at < begin || at + LANES > end) x = number >= float(begin) && number < float(end) ? x : splat(NOTHING);
     store(s + at, x);
     most = vec_max(x, most);
   }
-  const vf relative = raise(state, row, largest(most), keep);
-  vf sum = load(state.weights + row * 16);
+  return largest(most)[0];
+}
+
+// The greatest scores so far of `rows` rows, `most`, meet those of a segment. What exp is then taken relative to, and the
+// factor that is left of the sums before. The arrays are padded to whole vectors.
+static inline void raise(float* most, int rows, const float* highest, float* relative, float* keep) {
+  float before[LANES], now[LANES];
+  for (int r = 0; r < rows; r += LANES) {
+    const int count = rows - r < LANES ? rows - r : LANES;
+    memcpy(before, most + r, count * sizeof(float));
+    const vf old = load(before), high = load(highest + r), greater = high > old ? high : old;
+    const vf reference = greater == NOTHING ? vf{} : greater;
+    store(relative + r, reference);
+    store(keep + r, vec_exp2(old - reference));
+    store(now, greater);
+    memcpy(most + r, now, count * sizeof(float));
+  }
+}
+
+// Scores of base 2 of one row become weights, which `use(at, weights)` takes, LANES at a time. The row's sum of weights,
+// [16], first keeps `keep` of what it was.
+template <typename Use>
+static inline void weigh(const float* s, int begin, int end, float relative, float keep, float* weights, Use use) {
+  vf sum = multiply_add(load(weights), splat(keep), vf{});
   for (int at = begin / LANES * LANES; at < end; at += LANES) {
     const vf weight = vec_exp2(load(s + at) - relative);
-    store(s + at, weight);
+    use(at, weight);
     sum += weight;
   }
-  store(state.weights + row * 16, sum);
-}
-
-// The same in registers, for a row that sees the whole segment.
-template <bool ALIBI>
-static inline void weigh_whole(float* s, float scale, float slope, int distance, State state, int64_t row,
-                               float* keep) {
-  const int vectors = SEGMENT / LANES;
-  const vf lanes = lane_numbers();
-  vf x[vectors], most = splat(NOTHING);
-  times<vectors>([&](auto i) INLINE {
-    const vf bias = ALIBI ? (lanes + float(i * LANES) + float(distance)) * slope : vf{};
-    x[i] = multiply_add(load(s + i * LANES), splat(scale), bias);
-    most = vec_max(x[i], most);
-  });
-  const vf relative = raise(state, row, largest(most), keep);
-  vf sum = load(state.weights + row * 16);
-  times<vectors>([&](auto i) INLINE {
-    x[i] = vec_exp2(x[i] - relative);
-    store(s + i * LANES, x[i]);
-    sum += x[i];
-  });
-  store(state.weights + row * 16, sum);
-}
-
-template <bool ALIBI>
-static inline void weigh(float* s, int begin, int end, float scale, float slope, int distance, State state,
-                         int64_t row, float* keep) {
-  if (begin == 0 && end == SEGMENT) return weigh_whole<ALIBI>(s, scale, slope, distance, state, row, keep);
-  weigh_part<ALIBI>(s, begin, end, scale, slope, distance, state, row, keep);
+  store(weights, sum);
 }
