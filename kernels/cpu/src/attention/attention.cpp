@@ -34,7 +34,7 @@ constexpr bool BY_TILES = false;
 
 struct NoTiles {
   static constexpr int ROWS = MOST_ROWS;
-  explicit NoTiles(int64_t) {}
+  NoTiles(int64_t, int) {}
 };
 
 // One thread's work on the pieces of a command.
@@ -49,7 +49,8 @@ class Worker {
         group_(a.heads / a.pool->kv_heads),
         tiles_in_block_(pool_.block_size / TILE),
         tile_bytes_(tile_bytes(pool_)),
-        tiles_(stride_),
+        step_keys_(tiles_in_block_ % 2 ? TILE : 2 * TILE),
+        tiles_(stride_, step_keys_),
         to_v_(v_part(pool_, 0, 0, 0) - k_part(pool_, 0, 0, 0)),
         wide_tile_bytes_(TILE * stride_ * int64_t(sizeof(T))) {
     scores_ = reinterpret_cast<float*>(memory);
@@ -59,8 +60,7 @@ class Worker {
     wide_ = memory + memory_without_wide(most_rows, stride_, state_size);
   }
   static int64_t memory(const Pool& pool, int64_t most_rows, int64_t state_size) {
-    const bool copies = pool.int8 || (BY_TILES<T> && pool.block_size / TILE % 2);
-    const int64_t wide = copies ? 2 * SEGMENT * pool.head_stride * int64_t(sizeof(T)) : 0;
+    const int64_t wide = pool.int8 ? 2 * SEGMENT * pool.head_stride * int64_t(sizeof(T)) : 0;
     return memory_without_wide(most_rows, pool.head_stride, state_size) + wide;
   }
 
@@ -100,10 +100,7 @@ class Worker {
         find_tiles(keys_, segment + SEGMENT, next_k_, next_v_);
       else
         memcpy(next_k_, after_k_, sizeof next_k_);
-      if (pool_.int8)
-        widen(segment);
-      else if (BY_TILES<T> && tiles_in_block_ % 2)
-        bring_together();
+      if (pool_.int8) widen(segment);
       for (int b = 0; b < blocks_; b++) attend_segment(segment, b, state);
       memcpy(k_, next_k_, sizeof k_);
       memcpy(v_, next_v_, sizeof v_);
@@ -188,15 +185,6 @@ class Worker {
     }
   }
 
-  // Copies V, so that the two tiles of a step lie together.
-  void bring_together() {
-    for (int t = 0; t < SEGMENT_TILES; t++) {
-      char* v = wide_ + t * wide_tile_bytes_;
-      memcpy(v, v_[t], tile_bytes_);
-      v_[t] = v;
-    }
-  }
-
   // Keys of a segment that a row sees, as begin and end within it.
   int sees_from(int row, int segment) const {
     return a_.window ? larger(0, positions_[row] - a_.window + 1 - segment) : 0;
@@ -261,20 +249,20 @@ class Worker {
       if (sees_from(row, segment) < sees_to(row, segment) && keep_[row - top] != 1)
         scale_row(state.values + row * stride_, stride_, splat(keep_[row - top]));
     if (sees_all(top, segment) && sees_all(bottom - 1, segment))
-      return add_steps(top, bottom, top, 0, SEGMENT / STEP_KEYS, state);
+      return add_steps(top, bottom, top, 0, SEGMENT / step_keys_, state);
     add_parts(top, bottom, state, [&](int row) {
-      const int from = sees_from(row, segment), step_end = (from + STEP_KEYS - 1) / STEP_KEYS * STEP_KEYS;
+      const int from = sees_from(row, segment), step_end = (from + step_keys_ - 1) / step_keys_ * step_keys_;
       return std::pair(from, smaller(sees_to(row, segment), step_end));
     });
-    for (int step = 0; step < SEGMENT / STEP_KEYS; step++) {
+    for (int step = 0; step < SEGMENT / step_keys_; step++) {
       int first = top;
-      while (first < bottom && sees_to(first, segment) < (step + 1) * STEP_KEYS) first++;
+      while (first < bottom && sees_to(first, segment) < (step + 1) * step_keys_) first++;
       int last = first;
-      while (last < bottom && sees_from(last, segment) <= step * STEP_KEYS) last++;
+      while (last < bottom && sees_from(last, segment) <= step * step_keys_) last++;
       if (first < last) add_steps(first, last, top, step, step + 1, state);
     }
     add_parts(top, bottom, state, [&](int row) {
-      const int to = sees_to(row, segment), begin = to / STEP_KEYS * STEP_KEYS;
+      const int to = sees_to(row, segment), begin = to / step_keys_ * step_keys_;
       return std::pair(sees_from(row, segment) > begin ? to : begin, to);
     });
   }
@@ -347,6 +335,7 @@ class Worker {
   const int64_t stride_;
   const int group_, tiles_in_block_;
   const int64_t tile_bytes_;
+  const int step_keys_;  // that tiles multiply at once: two tiles of V where these lie together in every block
   OfTiles tiles_;
   const int64_t to_v_;
   const int64_t wide_tile_bytes_;
@@ -355,7 +344,7 @@ class Worker {
   float keep_[2 * PADDED_ROWS];  // what a segment's greatest score leaves of the values before
   float* query_;   // [rows, stride]
   float* states_;
-  char* wide_;     // [2 (K, V), SEGMENT_TILES] tiles of T: widened from 8 bits, or V brought together
+  char* wide_;     // [2 (K, V), SEGMENT_TILES] tiles of T, for a pool of 8 bits
   int64_t kv_head_ = 0;
   Keys keys_{};
   int first_row_ = 0, rows_ = 0;

@@ -1,13 +1,11 @@
 // The two products of attention in bfloat16 by tile registers, for up to 16 query rows and one segment of keys.
 //
 // A score is a sum over steps of 32 dimensions, of 16 where heads are no multiple of 32. An output number is a sum over
-// steps of 32 keys. A weight is the sum of two bfloat16, which are multiplied one after the other, so that its error is
+// steps of keys, whole tiles of V that lie together. A weight is the sum of two bfloat16, which are multiplied one after the other, so that its error is
 // 2^-17 and not 2^-9. Within a step the order is that of TDPBF16PS (tiles.h). Nothing depends on the number of rows.
 #pragma once
 #include "../tiles.h"
 #include "attention_kernel.h"
-
-static const int STEP_KEYS = 2 * TILE;
 
 #ifdef TILES
 
@@ -16,7 +14,8 @@ class TileProducts {
  public:
   static constexpr int ROWS = 16;
 
-  explicit TileProducts(int64_t stride) : stride_(stride), step_(stride % 32 ? 16 : 32) {}
+  TileProducts(int64_t stride, int step_keys)
+      : stride_(stride), step_(stride % 32 ? 16 : 32), step_keys_(step_keys) {}
   ~TileProducts() {
     if (rows_) tiles_.release();
   }
@@ -42,7 +41,7 @@ class TileProducts {
   }
 
   // out[r] += sum of weights[r][j] * v[j] for `rows` rows from row `top` on, over the keys of the steps first .. last - 1
-  // of a segment; v: where each tile of them begins, the second of a step behind the first.
+  // of a segment; v: where each tile of its keys begins.
   void values(int top, int rows, int first, int last, const char* const* v, float* out) {
     shape(rows);
     for (int64_t column = 0; column < stride_; column += 64) {
@@ -65,7 +64,7 @@ class TileProducts {
     TileShapes shapes;
     for (int sums = 0; sums < 4; sums++) shapes.set(sums, rows, 64);
     shapes.set(4, rows, step_ * 2), shapes.set(5, step_ / 2, 64);
-    shapes.set(6, STEP_KEYS / 2, 64), shapes.set(7, rows, STEP_KEYS * 2);
+    shapes.set(6, step_keys_ / 2, 64), shapes.set(7, rows, step_keys_ * 2);
     tiles_.configure(shapes);
   }
 
@@ -90,9 +89,9 @@ class TileProducts {
     times<COUNT>([&](auto c) INLINE { tiles_.load<c>(out + c * 16, bytes); });
     for (int step = first; step < last; step++)
       for (int part = 0; part < 2; part++) {
-        tiles_.load<7>(&parts_[part][top][step * STEP_KEYS], SEGMENT * 2);
+        tiles_.load<7>(&parts_[part][top][step * step_keys_], SEGMENT * 2);
         times<COUNT>([&](auto c) INLINE {
-          tiles_.load<6>(v[step * STEP_KEYS / TILE] + (column + c * 16) * 4, bytes);
+          tiles_.load<6>(v[step * step_keys_ / TILE] + (column + c * 16) * 4, bytes);
           tiles_.multiply<c, 7, 6>();
         });
       }
@@ -100,7 +99,8 @@ class TileProducts {
   }
 
   Tiles tiles_;
-  const int64_t stride_, step_;
+  const int64_t stride_, step_;  // step_: dimensions of a query that are multiplied at once
+  const int step_keys_;
   int rows_ = 0;
   alignas(64) bf16 parts_[2][ROWS][SEGMENT];  // of the weights: rounded, and what that lost
 };
