@@ -189,6 +189,11 @@ def doctor(values: Values, json: Json = False) -> None:
     raise typer.Exit(1 if failed else 0)
 
 
+def _progress(json: bool) -> Callable[[str], None]:
+    """Return where a command that waits says so: nowhere with --json."""
+    return (lambda _: None) if json else (lambda line: print(line, flush=True))
+
+
 @settings_command(app, "policy", CommonSettings, LauncherSettings)
 def policy(
     values: Values,
@@ -212,7 +217,7 @@ def policy(
         policies = show(settings, target.launcher)
         print(json_module.dumps(asdict(policies)) if json else policies.text())
         raise typer.Exit(0 if policies.policy else 1)
-    answer = switch(name, settings, target.launcher, timeout_s)
+    answer = switch(name, settings, target.launcher, timeout_s, _progress(json))
     if json:
         result = {"shard": settings.shard, "policy": name, "changed": answer.changed, "text": answer.text}
         print(json_module.dumps(result))
@@ -235,8 +240,7 @@ def drain(
     from services.cli.stack import find
 
     target = find(values)
-    say = (lambda _: None) if json else (lambda line: print(line, flush=True))
-    ends = run(name, target.settings, target.launcher, timeout_s, say)
+    ends = run(name, target.settings, target.launcher, timeout_s, _progress(json))
     drained = all(end.drained for end in ends)
     if json:
         print(json_module.dumps({"ok": drained, "services": [asdict(end) for end in ends]}))
