@@ -72,8 +72,12 @@ def effective(settings: BaseSettings, values: Values, env: Mapping[str, str] = M
     found: Shown = {}
     for name, field in type(settings).model_fields.items():
         value, given = shown(getattr(settings, name)), env.get(env_name(name))
-        changed = given is not None and name not in values and not is_secret(field) and shown(given) != str(value)
-        found[name] = (shown(given), "derived") if changed else (value, source(settings, name, values))
+        if given and is_secret(field):
+            given = HIDDEN
+        if given is not None and name not in values and shown(given) != str(value):
+            found[name] = shown(given), "derived"
+        else:
+            found[name] = value, source(settings, name, values)
     return found
 
 

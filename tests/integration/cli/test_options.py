@@ -158,6 +158,7 @@ def test_config_shows_the_stack_that_runs_unless_a_new_start_is_asked_for(tmp_pa
 
     with RunDir(tmp_path) as run_dir:
         env = {"ORCINUS_DRAIN_S": "5.0", "ORCINUS_REDIS_URL": "redis://:url-secret@here:1", "ORCINUS_API_KEY": "other"}
+        env["ORCINUS_REDIS_PASSWORD"] = "redis-secret"
         run_dir.write_settings({"gateway": effective(settings, values, env)})
         shown = config()
         lines = [line.split() for line in shown.splitlines()]
@@ -166,6 +167,7 @@ def test_config_shows_the_stack_that_runs_unless_a_new_start_is_asked_for(tmp_pa
         assert ["drain_s", "5.0", "derived", "ORCINUS_DRAIN_S"] in lines
         assert ["redis_url", "redis://:********@here:1", "derived", "ORCINUS_REDIS_URL"] in lines
         assert ["api_key", "********", "option", "ORCINUS_API_KEY"] in lines
+        assert ["redis_password", "********", "derived", "ORCINUS_REDIS_PASSWORD"] in lines
         assert "secret" not in run_dir.settings.read_text() + shown
         of_stack = json.loads(config("--json"))
         assert (of_stack["pid"], of_stack["gateway"]["port"]) == (os.getpid(), 8101)
