@@ -7,7 +7,9 @@ command line and the environment obey the same rules.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 from pydantic import SecretStr, ValidationError
@@ -59,6 +61,24 @@ def source(settings: BaseSettings, name: str, values: Values) -> str:
     if name in EnvSettingsSource(type(settings))():
         return "environment"
     return "derived" if name in settings.model_fields_set else "default"
+
+
+Shown = dict[str, tuple[Any, str]]
+"""Settings that may be printed: field -> value, source."""
+
+
+def effective(settings: BaseSettings, values: Values, env: Mapping[str, str] = MappingProxyType({})) -> Shown:
+    """Return all settings of a service. env: variables that its process gets beyond those of this one."""
+    found: Shown = {}
+    for name, field in type(settings).model_fields.items():
+        value, given = shown(getattr(settings, name)), env.get(env_name(name))
+        if given and is_secret(field):
+            given = HIDDEN
+        if given is not None and name not in values and shown(given) != str(value):
+            found[name] = shown(given), "derived"
+        else:
+            found[name] = value, source(settings, name, values)
+    return found
 
 
 def shown(value: Any) -> Any:

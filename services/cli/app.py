@@ -14,16 +14,17 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, entry_points
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from pydantic_settings import BaseSettings
 
 from services.cli import keys as cli_keys
 from services.cli import models
 from services.cli.options import Command, Group, build, settings_command
 from shared.errors import ConfigurationError
 from shared.hub import require_local
-from shared.options import Values, env_name, shown, source
+from shared.options import Values, effective, env_name
 from shared.settings import (
     BatchSettings,
     ChatSettings,
@@ -143,29 +144,42 @@ def worker(values: Values) -> None:
 
 
 @settings_command(app, "config", *EVERYTHING)
-def config(values: Values, json: Json = False) -> None:
-    """Print the settings with which this shell would start each service, and the source of each. Secrets are hidden."""
-    settings: dict[str, Any] = {name: build(kind, values) for name, kind in SERVICES.items()}
-    settings["up"] = build(LauncherSettings, values)
+def config(
+    values: Values,
+    new: Annotated[
+        bool, typer.Option("--new", help="the settings of a new start, also beside a stack that runs")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Print the settings of the stack that runs here, and the source of each; secrets are hidden.
+
+    Where none runs, and with --new or any option but --run-dir, print those with which this shell would start one.
+    """
+    launcher = build(LauncherSettings, values)
+    settings: dict[str, BaseSettings] = {name: build(kind, values) for name, kind in SERVICES.items()}
+    settings["up"] = launcher
+    from services.launcher.rundir import RunDir
+
+    run_dir = RunDir(launcher.run_dir)
+    running = None if new or set(values) - {"run_dir"} else run_dir.running_settings()
+    services = running or {name: effective(one, values) for name, one in settings.items()}
     if json:
-        effective = {
-            name: {field: shown(getattr(one, field)) for field in type(one).model_fields}
-            for name, one in settings.items()
-        }
-        print(json_module.dumps(effective, indent=1))
+        found = {name: {field: value for field, (value, _) in rows.items()} for name, rows in services.items()}
+        print(json_module.dumps({"pid": run_dir.owner() if running else None, **found}, indent=1))
         return
     from rich.console import Console
 
-    from services.launcher.rundir import RunDir
-
-    if RunDir(settings["up"].run_dir).running():
-        print("A stack runs here with the settings of its own start; `orcinus status` shows it.", file=sys.stderr)
     console = Console(highlight=False, soft_wrap=True)
-    for name, one in settings.items():
-        console.print(f"[bold]orcinus {name}[/]")
-        for field in type(one).model_fields:
-            value = str(shown(getattr(one, field)))
-            console.print(f"  {field:21} {value:36} {source(one, field, values):12} {env_name(field)}", markup=False)
+    if running:
+        console.print(
+            f"The stack that runs here (pid {run_dir.owner()}) has these settings; --new shows those of a new start.\n"
+        )
+    elif run_dir.owner():
+        console.print("A new start would have these settings; the stack that runs here has its own.\n")
+    for name, rows in services.items():
+        console.print(f"[bold]{name}[/]")
+        for field, (value, source) in rows.items():
+            console.print(f"  {field:21} {value!s:36} {source:12} {env_name(field)}", markup=False)
 
 
 @settings_command(app, "doctor", *EVERYTHING)
@@ -187,6 +201,11 @@ def doctor(values: Values, json: Json = False) -> None:
     if json:
         print(json_module.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))
     raise typer.Exit(1 if failed else 0)
+
+
+def _progress(json: bool) -> Callable[[str], None]:
+    """Return where a command that waits says so: nowhere with --json."""
+    return (lambda _: None) if json else (lambda line: print(line, flush=True))
 
 
 @settings_command(app, "policy", CommonSettings, LauncherSettings)
@@ -212,7 +231,7 @@ def policy(
         policies = show(settings, target.launcher)
         print(json_module.dumps(asdict(policies)) if json else policies.text())
         raise typer.Exit(0 if policies.policy else 1)
-    answer = switch(name, settings, target.launcher, timeout_s)
+    answer = switch(name, settings, target.launcher, timeout_s, _progress(json))
     if json:
         result = {"shard": settings.shard, "policy": name, "changed": answer.changed, "text": answer.text}
         print(json_module.dumps(result))
@@ -235,8 +254,7 @@ def drain(
     from services.cli.stack import find
 
     target = find(values)
-    say = (lambda _: None) if json else (lambda line: print(line, flush=True))
-    ends = run(name, target.settings, target.launcher, timeout_s, say)
+    ends = run(name, target.settings, target.launcher, timeout_s, _progress(json))
     drained = all(end.drained for end in ends)
     if json:
         print(json_module.dumps({"ok": drained, "services": [asdict(end) for end in ends]}))

@@ -14,6 +14,7 @@ from typing import Any
 
 from protos import queue_pb2
 from services.cli.stack import reachable_redis
+from services.cli.waiting import Waiting
 from services.launcher import redis_server
 from shared.errors import ConfigurationError
 from shared.keys import Keys
@@ -101,22 +102,23 @@ def _drain(
     begin = time.monotonic()
     for target in selected:
         _order(client, keys, target)
-    left = {target: "" for target in selected}
+    left = {target: Waiting(say) for target in selected}
+    states: dict[Target, str] = {}
     done: list[Drained] = []
     while left:
-        for target, reported in list(left.items()):
+        for target, waiting in list(left.items()):
             if _gone(client, keys, target):
                 done.append(Drained(target.role, target.id, True, f"has left after {time.monotonic() - begin:.1f} s"))
                 say(f"{target.role} {target.id} {done[-1].text}")
                 del left[target]
-            elif (now := _progress(client, keys, target)) != reported:
-                say(f"{target.role} {target.id} drains: {now}")
-                left[target] = now
+                continue
+            states[target] = _progress(client, keys, target)
+            waiting.look(f"{target.role} {target.id} drains: {states[target]}")
         if time.monotonic() - begin > timeout_s:
             break
         time.sleep(POLL_S)
     late = f"has not left after {timeout_s:g} s"
-    return done + [Drained(target.role, target.id, False, f"{late}: {progress}") for target, progress in left.items()]
+    return done + [Drained(target.role, target.id, False, f"{late}: {states[target]}") for target in left]
 
 
 def _order(client: Any, keys: Keys, target: Target) -> None:

@@ -49,7 +49,9 @@ def add(
     expires: Annotated[
         str, typer.Option(help="30m, 12h, 90d from now, or a date (2027-01-31); empty means never")
     ] = "",
-    scope: Annotated[str, typer.Option(help="ops also opens the live page; empty means requests only")] = "",
+    scope: Annotated[
+        str, typer.Option(help="ops also opens the live page, /metrics and /stats; empty means requests only")
+    ] = "",
     json: Json = False,
 ) -> None:
     """Make a key and print it; it is not shown again."""

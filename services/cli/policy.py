@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from protos import queue_pb2
 from services.cli.stack import reachable_redis
+from services.cli.waiting import Waiting
 from services.launcher import redis_server
 from services.scheduler.core.policy.presets import PRESETS, parse
 from shared.errors import ConfigurationError
@@ -66,8 +68,10 @@ def show(settings: CommonSettings, launcher: LauncherSettings) -> Policies:
     return Policies(shard, policy.decode() if policy else "", bool(policy and stored), list(PRESETS))
 
 
-def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, timeout_s: float) -> Answer:
-    """Send the command and wait for the answer.
+def switch(
+    name: str, settings: CommonSettings, launcher: LauncherSettings, timeout_s: float, say: Callable[[str], None]
+) -> Answer:
+    """Send the command and wait for the answer. say: called with each line of progress.
 
     Raises ConfigurationError for an invalid timeout, an unknown policy and an unreachable Redis, before anything is
     sent.
@@ -83,12 +87,12 @@ def switch(name: str, settings: CommonSettings, launcher: LauncherSettings, time
     url, access = reachable_redis(settings, launcher)
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
-            return _switch(client, settings.keys, settings.shard, name, timeout_s)
+            return _switch(client, settings.keys, settings.shard, name, timeout_s, say)
     except (redis.RedisError, OSError) as error:
         return Answer(False, f"Redis at {without_password(url)} stopped answering: {error}")
 
 
-def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float) -> Answer:
+def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float, say: Callable[[str], None]) -> Answer:
     if not client.exists(keys.lease(shard)):
         return Answer(False, f"no scheduler leads {shard} of model {keys.model}")
     newest = client.xrevrange(keys.events, count=1)
@@ -97,7 +101,7 @@ def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float) ->
     key = keys.control(shard)
     client.xadd(key, {"c": control.SerializeToString()}, maxlen=10_000, approximate=True)
     client.pexpire(key, LIVE_TTL_MS)
-    end = time.monotonic() + timeout_s
+    end, waiting = time.monotonic() + timeout_s, Waiting(say)
     while (left := end - time.monotonic()) > 0:
         reply: Any = client.xread({keys.events: last}, block=max(1, min(BLOCK_MS, int(1000 * left))))
         for _, rows in reply or []:
@@ -106,10 +110,17 @@ def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float) ->
                 ours = (fields.get(b"shard"), fields.get(b"policy")) == (shard.encode(), name.encode())
                 if kind in KINDS and ours:
                     return Answer(KINDS[kind], fields[b"text"].decode())
-    stats = client.hmget(keys.stats(shard), "policy", "running")
-    policy, running = (value.decode() if value else "?" for value in stats)
+        policy, running = _in_force(client, keys, shard)
+        waiting.look(f"{shard}: {policy} is in force; {name} takes over when {running} running sequences have ended")
+    policy, running = _in_force(client, keys, shard)
     return Answer(
         False,
         f"{policy} is still in force after {timeout_s:g} s: {running} sequences run to their ends first. The change to "
         f"{name} stays pending and no sequence starts until then; `orcinus policy {policy}` undoes it",
     )
+
+
+def _in_force(client: Any, keys: Keys, shard: str) -> tuple[str, str]:
+    """Return the policy in force and the number of running sequences; ? where no scheduler has said it yet."""
+    policy, running = client.hmget(keys.stats(shard), "policy", "running")
+    return policy.decode() if policy else "?", running.decode() if running else "?"

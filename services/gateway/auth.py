@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import RETRY, ApiError, unavailable
@@ -77,7 +78,7 @@ class Caller:
     rates: Rates = Rates()
     max_priority: str = CLASSES[0]
     has_others: bool = False  # there are keys of other tenants
-    is_operator: bool = True  # may see the live page; keys of `orcinus keys` need the scope ops
+    is_operator: bool = True  # may see the work of all tenants; keys of `orcinus keys` need the scope ops
 
     def priority(self, requested: str) -> str:
         """Return the class of a request; requested: the class that it names, '' for none. Raise ApiError(403) above the
@@ -260,6 +261,15 @@ class RequireKey:
         scope["state"]["caller"] = caller
         scope["state"]["tenant"] = caller.tenant
         await self._app(scope, receive, send)
+
+
+def require_operator(request: HTTPConnection) -> None:
+    """Raise ApiError(403) for a key without the scope ops; on a port that needs no key all may look."""
+    caller: Caller | None = getattr(request.state, "caller", None)
+    if caller is not None and not caller.is_operator:
+        remedy = "make one with `orcinus keys add NAME --scope ops`"
+        text = f"{request.url.path[:200]}: this key lacks the scope ops; {remedy}"
+        raise ApiError(403, text, code="scope_not_allowed")
 
 
 def _unread() -> ApiError:

@@ -12,6 +12,7 @@ import faulthandler
 import logging
 import signal
 import socket
+from dataclasses import asdict
 
 import uvloop
 
@@ -42,7 +43,7 @@ def run(settings: GatewaySettings, place: Place | None = None) -> int:
         settings.sampling_defaults,
         settings.reasoning_parser,
     )
-    log.info("sampling defaults: %s", model.defaults)
+    log.info("sampling defaults: %s", ", ".join(f"{name} {value:g}" for name, value in asdict(model.defaults).items()))
     if problem := model.try_template():
         log.warning("the chat template does not render a plain message: %s", problem)
     gateway = Gateway(settings, model)

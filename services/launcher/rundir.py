@@ -8,11 +8,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from shared.errors import ConfigurationError
+from shared.options import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class RunDir:
         self.logs = self.path / "logs"
         self.processes = self.path / "processes.json"
         self.facts = self.path / "stack.json"
+        self.settings = self.path / "settings.json"
         self.lock = self.path / "lock"
         self._lock_fd = -1
 
@@ -47,13 +50,13 @@ class RunDir:
             raise ConfigurationError(
                 f"cannot use the run directory {self.path}: {error}; choose another with --run-dir"
             ) from error
-        for file in (self.processes, self.facts):  # of a launcher that was killed
+        for file in (self.processes, self.facts, self.settings):  # of a launcher that was killed
             file.unlink(missing_ok=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.processes.unlink(missing_ok=True)
-        self.facts.unlink(missing_ok=True)
+        for file in (self.processes, self.facts, self.settings):
+            file.unlink(missing_ok=True)
         self.lock.unlink(missing_ok=True)  # while it is held: see _acquire
         os.close(self._lock_fd)
         self._lock_fd = -1
@@ -72,6 +75,23 @@ class RunDir:
     def write_facts(self, facts: StackFacts) -> None:
         """Write what other commands need to know of this stack."""
         _write(self.facts, asdict(facts))
+
+    def write_settings(self, settings: Mapping[str, Shown]) -> None:
+        """Write the settings of each process of this stack, by its name, without secrets."""
+        _write(self.settings, settings)
+
+    def running_settings(self) -> dict[str, Shown] | None:
+        """Return the settings of the stack that runs here; None if none does, or an older version started it."""
+        if not self.owner():
+            return None
+        try:
+            stored = json.loads(self.settings.read_text())
+            return {
+                service: {field: (value, source) for field, (value, source) in rows.items()}
+                for service, rows in stored.items()
+            }
+        except (OSError, ValueError, AttributeError):
+            return None
 
     def running(self) -> StackFacts | None:
         """Return the facts of the stack that runs here; None if none does, or an older version started it."""

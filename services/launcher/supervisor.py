@@ -19,6 +19,8 @@ LOG_LIMIT_BYTES = 64 << 20
 LOG_CHECK_S = 10.0
 AGAIN_S = 1.0
 """make passes on a signal that its whole group got too: within this time it is the same one."""
+STOP_LINE_S = 1.0
+"""A service that stops has a line this often."""
 
 
 class Report(Protocol):
@@ -108,15 +110,22 @@ class StackSupervisor(Supervisor):
 
     def stop_all(self) -> None:
         """Stop in reverse order, each service with a deadline; another Ctrl-C kills at once."""
+        if any(service.process for service in self.services):
+            self.say("stopping everything; Ctrl-C again kills what is left")
         for service in reversed(self.services):
             if service.process is None:
                 service.state = "stopped"
                 continue
             self.say(f"stopping {service.name}")
             service.signal(signal.SIGTERM)
-            deadline = time.monotonic() + service.spec.stop_s
+            begun = said = time.monotonic()
+            deadline = begun + service.spec.stop_s
             while (code := service.exit_code()) is None:
-                left_s = deadline - time.monotonic()
+                now = time.monotonic()
+                left_s = deadline - now
+                if now - said >= STOP_LINE_S:
+                    said = now
+                    self.say(f"stopping {service.name}: {now - begun:.0f} s of at most {service.spec.stop_s:.0f} s")
                 if left_s <= 0 or self._impatient:
                     if left_s <= 0:
                         self.say(f"{service.name} did not stop in {service.spec.stop_s:.0f} s: killed", "warning")

@@ -31,7 +31,7 @@ from services.worker.models.config import check_split, load_config
 from services.worker.models.stored import read_stored
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
-from shared.options import Values, build, env_name, fields_of, flag, without_password
+from shared.options import Values, build, effective, env_name, fields_of, flag, without_password
 from shared.processes.listeners import listen
 from shared.processes.supervisor import WRAPPER, ServiceSpec
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
@@ -90,6 +90,18 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
                 ops_url(gateway),
                 "" if local_redis else without_password(url),
             )
+        )
+
+        run_dir.write_settings(
+            {
+                **{
+                    spec.name.removesuffix("-0"): effective(of, values, spec.env)
+                    for role, of in (("gateway", gateway), ("scheduler", scheduler), ("worker", worker))
+                    for spec in specs
+                    if spec.name.startswith(f"{role}-")
+                },
+                "up": effective(launcher, values),
+            }
         )
 
         def on_ready() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -225,6 +226,44 @@ def test_page_fits_the_width_of_a_phone(open_page: OpenPage, written: WrittenSta
     assert beyond == []
     label = "[...document.querySelectorAll('#classes td')].map((one) => getComputedStyle(one, '::before').content)"
     assert '"SLO missed"' in visit.page.evaluate(label), "a cell says its column"
+
+
+SPOTS = """() => {
+  const pen = CanvasRenderingContext2D.prototype;
+  const [write, clear] = [pen.fillText, pen.clearRect];
+  window.spots = [];
+  pen.clearRect = function (...all) {
+    if (this.canvas.closest("#chart-ttft")) window.spots = [];
+    clear.apply(this, all);
+  };
+  pen.fillText = function (text, x, y) {
+    if (this.canvas.closest("#chart-ttft")) window.spots.push({ text, x, wide: this.measureText(text).width });
+    write.call(this, text, x, y);
+  };
+}"""
+"""Keep the labels of a chart as it was drawn last: where, and how wide they are."""
+TIMES = """(length) => {
+  const times = window.spots.filter((spot) => spot.text.includes(":"));
+  return times.length && times.every((spot) => spot.text.length === length) && window.spots;
+}"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_labels_of_charts_are_whole_and_apart(open_page: OpenPage, written: WrittenStack, width: int) -> None:
+    full(written)
+    visit = open_page(width=width)
+    visit.says("#chart-throughput", "1,235")
+    visit.page.evaluate(SPOTS)
+    for seconds, label in (("3600", "14:20"), ("60", "14:20:30"), ("300", "14:20")):
+        visit.page.select_option("#range", seconds)
+        spots = visit.page.wait_for_function(TIMES, arg=len(label)).json_value()
+        times = sorted((spot for spot in spots if ":" in spot["text"]), key=lambda spot: spot["x"])
+        assert len(times) >= 3, f"range {seconds}: {times}"
+        assert all(b["x"] - a["x"] > (a["wide"] + b["wide"]) / 2 for a, b in itertools.pairwise(times)), times
+        assert {"0 s", "1 s"} <= {spot["text"] for spot in spots}, "one unit for all labels of an axis"
+    cut = "[...document.querySelectorAll('.u-legend')].filter((one) => one.scrollHeight > one.clientHeight + 1).length"
+    assert visit.page.evaluate(cut) == 0
+    assert visit.complaints == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

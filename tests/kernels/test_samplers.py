@@ -17,8 +17,9 @@ from kernels.cpu.sampling import sample
 from kernels.cuda.sampling import Sampler
 from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, Sampled, SamplingRows, Sparse
 from tests.kernels import cpu_variants, sampling_cases
-from tests.kernels.cuda.programs import ORDERS, assert_fences, device_of_threads, fenced, needs_compiler
+from tests.kernels.cuda.programs import ORDERS, assert_fences, device_of_threads, fenced
 from tests.kernels.sampling_cases import FEATURES, Array, Draw, alone, mixed, normal, rows, same_as_reference, some
+from tests.support.compiler import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("reference_on_one_thread")]
 SHORTLIST = 3072  # sampler_draw.cuh: ids of smaller vocabularies all fit into the list

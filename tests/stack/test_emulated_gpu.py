@@ -8,7 +8,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.kernels.cuda.programs import needs_compiler
+from tests.support.compiler import needs_compiler
 from tests.support.models import make_llama, random_prompts
 from tests.support.stack import running_stack
 from tests.support.waiting import until

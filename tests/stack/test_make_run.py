@@ -141,15 +141,15 @@ def documented_line(part: str) -> str:
     return line
 
 
-def test_password_is_on_no_command_line_and_in_no_log(shared_run: MakeRun) -> None:
+def test_password_is_on_no_command_line_and_in_no_log_or_record(shared_run: MakeRun) -> None:
     record = shared_run.run_dir / "socket-dir"
     private = Path(record.read_text().strip()) if record.exists() else shared_run.run_dir / "socket"
     password = re.search(r'requirepass "([^"]+)"', (private / "redis.conf").read_text())
     assert password is not None
     for pid in [shared_run.launcher(), *shared_run.pids().values()]:
         assert password[1] not in " ".join(psutil.Process(pid).cmdline())
-    for log in (shared_run.run_dir / "logs").iterdir():
-        assert password[1] not in log.read_text(errors="replace")
+    for file in [*(shared_run.run_dir / "logs").iterdir(), *shared_run.run_dir.glob("*.json")]:
+        assert password[1] not in file.read_text(errors="replace")
     assert shared_run.run_dir.stat().st_mode & 0o077 == 0
 
 

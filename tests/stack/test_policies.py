@@ -86,7 +86,7 @@ def test_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Load
         for name in PRESETS:
             answers = serve(stack, load, clients)
             until_it_runs(stack, answers)
-            answer = switch(name, common(stack), LauncherSettings(), 60)
+            answer = switch(name, common(stack), LauncherSettings(), 60, print)
             assert answer.changed, answer.text
             check(answers, load)
             until("the stats have the policy", lambda name=name: stack.stats()["policy"] == name)
@@ -103,7 +103,7 @@ def test_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Load
 
 
 def test_urgent_request_is_served_before_a_waiting_crowd(stack: Stack, load: Load) -> None:
-    assert switch("orcinus", common(stack), LauncherSettings(), 60).changed
+    assert switch("orcinus", common(stack), LauncherSettings(), 60, print).changed
     crowd = {"prompt": load.prompts[0], "max_tokens": 16, "n": 128, "ignore_eos": True, "deadline_ms": 15000}
     probe = {"prompt": load.prompts[1], "max_tokens": 1, "ttft_slo_ms": 1}
 
@@ -139,7 +139,7 @@ def test_restart_with_a_policy_of_parts_continues_requests(stack: Stack, load: L
 
 
 def test_worker_that_dies_with_swapped_kv_loses_no_token(stack: Stack, load: Load) -> None:
-    assert switch("ft-aimd", common(stack), LauncherSettings(), 60).changed
+    assert switch("ft-aimd", common(stack), LauncherSettings(), 60, print).changed
     until("the gateway has seen the scheduler that was restarted", stack.ready)
     with ThreadPoolExecutor(len(load.prompts)) as clients:
         answers = serve(stack, load, clients)

@@ -1,17 +1,31 @@
 // Draw the lines over time (uPlot) and the picture of the last iterations (canvas). Colours come from page.css.
 
-import { count, milliseconds } from "./format.js";
+import { clock, count, milliseconds, NONE } from "./format.js";
 
-const LEGEND_PX = 26; // one line, as page.css has it
-const ms = (plot, values) => values.map((value) => (value === null ? "" : milliseconds(value)));
-const plain = (plot, values) => values.map((value) => (value === null ? "" : count(value)));
-const share = (plot, values) => values.map((value) => (value === null ? "" : `${Math.round(value)} %`));
+const SILENT_MS = 15000; // between two rows: a line ends there; the rows of an hour are 6 s apart
+const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600]; // between two times of an axis
+const SHORT_S = 60; // from this step on a time has no seconds
+const isShort = (from, to) => to - from < 5 * SHORT_S;
+const WHOLE = [1, 2, 5].flatMap((digit) => [0, 1, 2, 3, 4, 5].map((zeros) => digit * 10 ** zeros)).sort((a, b) => a - b);
+
+// Labels of an axis: of all values in the unit of the largest.
+const ticks = (units) => (plot, values) => {
+  const [, one, unit] = units.find(([least]) => (values.at(-1) ?? 0) >= least);
+  return values.map((value) => `${Number((value / one).toFixed(3))}${unit}`);
+};
+const ofMs = ticks([[60000, 60000, " min"], [1000, 1000, " s"], [0, 1, " ms"]]);
+const ofCount = ticks([[1e9, 1e9, " G"], [1e6, 1e6, " M"], [1e4, 1e3, " k"], [0, 1, ""]]);
+const ofShare = ticks([[0, 1, " %"]]);
+const ofTime = (plot, values, axis, space, step) =>
+  values.map((value) => clock(1000 * value).slice(0, step < SHORT_S ? 8 : 5));
+
+const share = (value) => `${Math.round(value)} %`;
 
 // The lines of each chart: [label, value of a row, colour, dashed].
 const CHARTS = {
-  throughput: { unit: plain, lines: [["tokens/s", (row) => row("tok_s"), "--line1"]], fill: true },
+  throughput: { unit: count, ticks: ofCount, lines: [["tokens/s", (row) => row("tok_s"), "--line1"]], fill: true },
   sequences: {
-    unit: plain,
+    unit: count, ticks: ofCount, whole: true,
     lines: [
       ["running", (row) => row("running"), "--line1"],
       ["waiting", (row) => row("waiting"), "--line2", [6, 4]],
@@ -19,19 +33,19 @@ const CHARTS = {
     ],
   },
   requests: {
-    unit: plain,
+    unit: count, ticks: ofCount,
     lines: [
       ["ended", (row, before) => rise(row, before, ["finished", "cancelled", "failed"]), "--line1"],
       ["failed", (row, before) => rise(row, before, ["failed"]), "--line2", [6, 4]],
     ],
   },
   cpu: {
-    unit: share,
+    unit: share, ticks: ofShare,
     lines: [["CPU", (row) => row("cpu_pct"), "--line1"]],
     fill: true,
   },
   ttft: {
-    unit: ms,
+    unit: milliseconds, ticks: ofMs,
     lines: [
       ["p50", (row) => row("ttft_ms_p50") || null, "--line1"],
       ["p99", (row) => row("ttft_ms_p99") || null, "--line2", [6, 4]],
@@ -39,14 +53,14 @@ const CHARTS = {
     ],
   },
   tbt: {
-    unit: ms,
+    unit: milliseconds, ticks: ofMs,
     lines: [
       ["p50", (row) => row("tbt_ms_p50") || null, "--line1"],
       ["p99", (row) => row("tbt_ms_p99") || null, "--line2", [6, 4]],
     ],
   },
   kv: {
-    unit: share,
+    unit: share, ticks: ofShare,
     most: 100,
     lines: [
       ["device", (row) => held(row, "", ["free", "cached", "draining"]), "--line1"],
@@ -107,13 +121,15 @@ export class Charts {
   data(chart) {
     const times = this.columns.time_ms;
     const row = (at) => (name) => this.columns[name]?.[at] ?? 0;
-    const lines = chart.lines.map(([, value]) => times.map((_, at) => value(row(at), row(at - 1))));
+    const silent = times.map((time, at) => time - times[at - 1] > SILENT_MS);
+    const lines = chart.lines.map(([, value]) => times.map((_, at) => (silent[at] ? null : value(row(at), row(at - 1)))));
     return [times.map((time) => time / 1000), ...lines];
   }
 }
 
 function size(box) {
-  return { width: box.clientWidth, height: box.clientHeight - LEGEND_PX };
+  const legend = box.querySelector(".u-legend")?.offsetHeight ?? 0; // none before the first drawing
+  return { width: box.clientWidth, height: box.clientHeight - legend };
 }
 
 export function colour(name) {
@@ -133,8 +149,12 @@ function options(chart, box) {
     cursor: { y: false, drag: { x: false, y: false } },
     scales: { x: { time: true, auto: false }, y: { auto: false } },
     axes: [
-      { ...axis, size: 28, space: 70, values: "{HH}:{mm}:{ss}" },
-      { ...axis, size: 64, space: 28, values: chart.unit },
+      {
+        ...axis, size: 28, values: ofTime,
+        incrs: (plot, at, from, to) => STEPS_S.filter((step) => step < SHORT_S === isShort(from, to)),
+        space: (plot, at, from, to) => (isShort(from, to) ? 58 : 44), // px, with seconds or without them
+      },
+      { ...axis, size: 64, space: 28, values: chart.ticks, ...(chart.whole && { incrs: WHOLE }) },
     ],
     series: [
       { label: "time", value: "{HH}:{mm}:{ss}" },
@@ -145,7 +165,7 @@ function options(chart, box) {
         dash,
         fill: chart.fill ? `${colour(line)}22` : undefined,
         points: { show: false },
-        value: (plot, value) => (value === null ? "–" : chart.unit(plot, [value])[0]),
+        value: (plot, value) => (value === null ? NONE : chart.unit(value)),
       })),
     ],
   };

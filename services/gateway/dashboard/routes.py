@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.auth import Caller
+from services.gateway.auth import require_operator
 from services.gateway.dashboard.feed import Feed, Viewer
 from services.gateway.errors import ApiError, unavailable
 from services.gateway.gateway import Gateway
@@ -62,7 +62,7 @@ def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
         """Send what the page shows, as server-sent events: `past` once, `now` each second."""
         if on_public_port and not gateway.keyring.needed:
             return _to_ops_port(gateway, request)
-        _require_operator(request)
+        require_operator(request)
         if gateway.draining:
             raise unavailable("the gateway is shutting down", "shutting_down", 5)
         return _Events(gateway, feed, feed.enter())
@@ -74,20 +74,12 @@ def router(gateway: Gateway, on_public_port: bool) -> APIRouter:
         """Return the columns of the page's charts by shard, at most about 600 rows, for a longer range of time."""
         if on_public_port and not gateway.keyring.needed:
             return _to_ops_port(gateway, request)
-        _require_operator(request)
+        require_operator(request)
         return Response(
             await feed.history(seconds), headers={"Cache-Control": "no-store"}, media_type="application/json"
         )
 
     return routes
-
-
-def _require_operator(request: Request) -> None:
-    """Raise ApiError(403) for a key without the scope ops."""
-    caller: Caller | None = getattr(request.state, "caller", None)  # None: a port that needs no key
-    if caller is not None and not caller.is_operator:
-        text = "live page: this key lacks the scope ops; make one with `orcinus keys add NAME --scope ops`"
-        raise ApiError(403, text, code="scope_not_allowed")
 
 
 def _to_ops_port(gateway: Gateway, request: Request) -> Response:

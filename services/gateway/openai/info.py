@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from services.gateway.auth import require_operator
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import json_response
@@ -71,29 +72,30 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
-    """Return the routes of `/metrics` and `/stats`; on the public port they need a key."""
+    """Return the routes of `/metrics` and `/stats`; where a port needs a key, one with the scope ops."""
     routes = APIRouter()
 
-    def guard() -> None:
+    def guard(request: Request) -> None:
         if on_public_port and not gateway.keyring.needed:
             raise ApiError(
                 404,
                 f"without a key this is only on the ops port, http://{gateway.settings.ops_host}:{gateway.settings.ops_port}",
                 code="ops_port_only",
             )
+        require_operator(request)
 
     @routes.get("/metrics", include_in_schema=not on_public_port)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Return Prometheus metrics of this gateway, and of the other processes behind its port."""
-        guard()
+        guard(request)
         siblings = gateway.siblings
         text = gateway.metrics.text() if siblings is None else await siblings.metrics()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @routes.get("/stats", include_in_schema=not on_public_port)
-    async def stats() -> Response:
+    async def stats(request: Request) -> Response:
         """Return the state of the stack as of the gateway's last look."""
-        guard()
+        guard(request)
         snapshot, siblings = gateway.cluster.snapshot, gateway.siblings
         return json_response(
             {

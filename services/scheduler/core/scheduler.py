@@ -82,7 +82,7 @@ class Scheduler:
         self._pending = OutcomeBuilder()  # known in calls that return no Outcome; goes out with the next one
         self._history = History()
         self._sequences = 0
-        self._lengths: Mapping[int, list[int]] = {}  # restored, for a policy that forecasts
+        self._lengths: Mapping[int, list[int]] = {}  # of the last policy that forecast
         self._ended = dict.fromkeys(Finish, 0)
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
 
@@ -470,7 +470,8 @@ class Scheduler:
         policy = self._next_policy
         if policy is None or any(r.table.count or r.inflight for r in self.replicas if r.alive):
             return
-        policy.memory.restore(self.lengths())
+        self._lengths = self.lengths()  # for a policy that forecasts again, later
+        policy.memory.restore(self._lengths)
         self.policy = self._state.policy = policy
         self._next_policy = None
         self.waiting.rebuild(policy.order, now_ns)

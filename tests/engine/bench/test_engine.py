@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,13 +19,13 @@ from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL
 from tests.engine.driver import make_engine
+from tests.support.compiler import demand_compiler
 from tests.support.models import make_llama
 
 
 @pytest.fixture
 def _compiled() -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler()
     load()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu.context import Context
 from shared.settings import WorkerSettings
+from tests.support.compiler import needs_compiler
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 SERVICE_ONLY = {
     "redis_url", "redis_username", "redis_password", "redis_ca", "grpc_ca", "grpc_cert", "grpc_key", "shard",
     "log_level", "log_json", "listen", "advertise", "metrics_aliases", "otlp_endpoint", "metrics_host",

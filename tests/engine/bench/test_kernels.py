@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import shutil
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from bench.kernels.backends import Peaks
 from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import TILE_FLAGS, cpu_flags
 from kernels.ops import Ops
+from tests.support.compiler import needs_compiler
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 OPERATIONS = {
     "attention",
     "embed",

@@ -27,6 +27,7 @@ from shared.gguf.reader import BLOCK_TYPES
 from tests.engine.driver import make_engine
 from tests.engine.test_tokens import all_logits, close
 from tests.support import in_process
+from tests.support.compiler import demand_compiler, needs_compiler
 from tests.support.gguf import write_model
 from tests.support.models import Reference, make_llama
 
@@ -141,7 +142,7 @@ def formats(model: Path, **settings: Any) -> list[str]:
     return found
 
 
-@pytest.mark.skipif("cpu" not in KERNELS, reason="no g++")
+@needs_compiler
 def test_types_of_a_file_are_held_as_groups_where_kernels_have_them(tmp_path: Path) -> None:
     make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES)
     write_model(tmp_path / "plain", tmp_path / "x.gguf", q4_k_m)
@@ -196,8 +197,7 @@ def test_scaled_positions_are_those_of_transformers(
 
 
 def test_plain_file_may_be_rounded_and_a_packed_one_may_not(tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler()
     make_llama(tmp_path / "plain", seed=14, requests=1, output_tokens=1, **SIZES)
     write_model(tmp_path / "plain", tmp_path / "f32.gguf", lambda _: "F32")
     prompts = [[1, 2, 3, 4]]

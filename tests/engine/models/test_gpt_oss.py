@@ -26,6 +26,7 @@ from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes
 from tests.engine.test_tokens import all_logits, close
 from tests.support import in_process
+from tests.support.compiler import demand_compiler
 from tests.support.models import Reference, make_llama
 from tests.support.quantized import write_mxfp4
 
@@ -45,11 +46,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     found.prompts, found.outputs = [case.prompt for case in cases], [case.tokens for case in cases]
     found.path = path / "mxfp4"
     return found
-
-
-def demand_compiler(kernels: str = "cpu") -> None:
-    if kernels == "cpu" and shutil.which("g++") is None:
-        pytest.skip("no g++")
 
 
 def test_mxfp4_weights_are_those_that_transformers_unpacks(reference: Reference) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.engine.driver import Driver, make_engine
 from tests.engine.test_tokens import all_logits, close
+from tests.support.compiler import demand_compiler
 from tests.support.models import Reference, make_llama
 
 TOKENS = 64
@@ -91,8 +91,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_int8_weights_of_layers_stay_near_whatever_way_matrices_lie(tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler()
     for family in ("llama", "phi3", "qwen2"):
         found = make_llama(tmp_path / family, seed=5, requests=1, output_tokens=1, **FAMILIES[family])
         engine = make_engine(found.path, kernels="cpu", block_size=16, quantize="int8")
@@ -106,8 +105,7 @@ def test_tokens_and_logits_of_a_family_are_those_of_transformers(
     reference: Reference, kernels: str, block_size: int
 ) -> None:
     """Three sequences of 64 new tokens in chunks of any size, one of them preempted twice and computed anew."""
-    if kernels == "cpu" and shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler(kernels)
     # Deterministic: the kernels of this tree, not those that happen to be faster here.
     engine = make_engine(reference.path, kernels=kernels, block_size=block_size, deterministic=kernels == "cpu")
     driver = Driver(engine)

@@ -26,6 +26,7 @@ from services.worker.quantization.stored import unpacked
 from shared.errors import ConfigurationError, ModelError
 from tests.engine.driver import make_engine
 from tests.support import in_process
+from tests.support.compiler import demand_compiler
 from tests.support.models import Reference, make_llama
 from tests.support.quantized import Format, add_config, words, write_quantized
 
@@ -99,8 +100,7 @@ def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: P
     ids=["awq", "compressed-tensors", "gptq-order"],
 )
 def test_experts_of_a_quantized_checkpoint_give_the_tokens_of_their_weights(tmp_path: Path, kind: Format) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler()
     make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES, **EXPERTS)
     meant = write_quantized(tmp_path / "plain", tmp_path / "quantized", kind)
     assert sum(".experts." in name for name in meant) == 2 * 6 * 3
@@ -110,8 +110,7 @@ def test_experts_of_a_quantized_checkpoint_give_the_tokens_of_their_weights(tmp_
 
 
 def test_experts_that_are_rounded_at_load_give_the_tokens_of_their_weights(tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler()
     make_llama(tmp_path / "given", seed=5, requests=1, output_tokens=1, **SIZES, **EXPERTS)
     shutil.copytree(tmp_path / "given", tmp_path / "meant")
     stored = load_file(tmp_path / "given" / "model.safetensors")
@@ -160,8 +159,7 @@ def test_words_are_those_of_the_compressed_tensors_package(
 
 
 def test_matrices_in_several_formats_are_stacked_and_plain_ones_stay(tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler()
     model = tmp_path / "quantized"
     make_llama(tmp_path / "plain", seed=6, requests=1, output_tokens=1, **SIZES)
     meant = write_quantized(tmp_path / "plain", model, Format("gptq", group=32, symmetric=True))
@@ -176,8 +174,7 @@ def test_matrices_in_several_formats_are_stacked_and_plain_ones_stay(tmp_path: P
 
 
 def test_int4_of_a_plain_checkpoint_gives_the_tokens_of_rounded_weights(tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler()
     make_llama(tmp_path / "plain", seed=7, requests=1, output_tokens=1, **SIZES)
     reference = Reference(tmp_path / "plain")
     with torch.no_grad():

@@ -6,8 +6,6 @@ output, the MLP's second) has a scale for each rank's part of a row, which is as
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from torch import Tensor
 from services.worker.engine import Engine
 from tests.engine.ranks import Processes, Replica
 from tests.support import in_process
+from tests.support.compiler import demand_compiler
 from tests.support.models import Case, Reference, make_llama
 
 CUT_BY_INPUTS = ("o_proj.weight", "down_proj.weight")
@@ -24,8 +23,7 @@ INT8 = {"kernels": "cpu", "quantize": "int8", "block_size": 16}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler()
     return make_llama(tmp_path_factory.mktemp("int8") / "tiny", seed=31, requests=1, num_hidden_layers=4)
 
 

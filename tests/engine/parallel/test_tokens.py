@@ -5,7 +5,6 @@ The oracle is transformers; its two best logits are never close in these prompts
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from shared.text.logprobs import unpack_records
 from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes, Replica
 from tests.support import in_process
+from tests.support.compiler import demand_compiler
 from tests.support.models import VOCAB, Reference, make_llama, random_prompts
 from tests.support.shared_prefixes import Load, shared_prefixes
 
@@ -57,8 +57,7 @@ def load(reference: Reference) -> Load:
 def test_chunking_preempting_and_swapping_give_the_references_tokens(
     processes: Processes, reference: Reference, load: Load, tp: int, pp: int, kernels: str
 ) -> None:
-    if kernels == "cpu" and shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler(kernels)
     with processes.replica(tp, pp, reference.path, **KERNELS[kernels]) as replica:
         assert replica.info().stages == pp
         for policy, lookahead in (("orcinus:memory=watermark", 1), ("vllm", 0)):

@@ -21,8 +21,8 @@ from services.worker.engine import Engine
 from shared.columns import unpack_float
 from shared.text.logprobs import unpack_prompt_records, unpack_records
 from tests.engine.driver import make_engine
-from tests.kernels.cuda.programs import needs_compiler
 from tests.support import in_process
+from tests.support.compiler import needs_compiler
 from tests.support.models import EOS, Reference, make_llama, random_prompts
 
 pytestmark = needs_compiler

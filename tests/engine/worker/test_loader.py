@@ -32,6 +32,7 @@ from shared.settings import WorkerSettings
 from tests.engine.driver import Driver, make_engine
 from tests.engine.models.test_model_families import FAMILIES
 from tests.engine.test_tokens import all_logits
+from tests.support.compiler import demand_compiler
 from tests.support.models import make_llama
 
 LOADS_A_MODEL = """
@@ -90,8 +91,7 @@ def test_peak_memory_while_loading_is_little_above_the_weights(
     name: str, kernels: str, parallel: tuple[int, int, int], tmp_path: Path
 ) -> None:
     """Everything counts: what is allocated and the pages of files that are in memory. parallel: tp, pp and the rank."""
-    if kernels == "cpu" and shutil.which("g++") is None:
-        pytest.skip("no g++")
+    demand_compiler(kernels)
     config, on_disk, held = LARGE[name]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

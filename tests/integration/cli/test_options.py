@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from services.cli import app
 from services.cli.app import EVERYTHING, SERVICES, run_tool
 from services.cli.options import build
+from services.launcher.rundir import RunDir
 from shared.errors import ConfigurationError
-from shared.options import env_name, fields_of, flag, shown, source, without_password
+from shared.options import effective, env_name, fields_of, flag, shown, source, without_password
 from shared.settings import ChatSettings, GatewaySettings, WorkerSettings
 from tests.support.launcher import ROOT, clean_env
 
@@ -79,7 +82,7 @@ def test_bad_option_is_refused_with_its_value_and_the_limit(command: list[str], 
 
 def test_policy_of_parts_is_an_effective_setting() -> None:
     policy = "sarathi:order=fair,relief=newest-swap+slo"
-    done = orcinus("config", "--json", ORCINUS_POLICY=policy)
+    done = orcinus("config", "--new", "--json", ORCINUS_POLICY=policy)
     assert json.loads(done.stdout)["scheduler"]["policy"] == policy
 
 
@@ -126,12 +129,13 @@ def test_config_prints_every_setting_as_json_without_secrets(tmp_path: Path) -> 
         "config", "--json", "--redis-url", "redis://me:url-secret@example:1/0", "--port", "8100",
         ORCINUS_API_KEY="key-secret", ORCINUS_REDIS_PASSWORD="redis-secret", ORCINUS_RUN_DIR=str(tmp_path),
     )  # fmt: skip
-    effective = json.loads(done.stdout)
-    assert set(effective) == {"gateway", "scheduler", "worker", "up"}
-    assert set(effective["worker"]) == set(WorkerSettings.model_fields)
-    assert (effective["gateway"]["port"], effective["gateway"]["ops_port"]) == (8100, 8101)
-    assert effective["gateway"]["redis_url"] == "redis://me:********@example:1/0"
-    assert effective["up"]["run_dir"] == str(tmp_path)
+    found = json.loads(done.stdout)
+    assert found.pop("pid") is None
+    assert set(found) == {"gateway", "scheduler", "worker", "up"}
+    assert set(found["worker"]) == set(WorkerSettings.model_fields)
+    assert (found["gateway"]["port"], found["gateway"]["ops_port"]) == (8100, 8101)
+    assert found["gateway"]["redis_url"] == "redis://me:********@example:1/0"
+    assert found["up"]["run_dir"] == str(tmp_path)
     assert "secret" not in done.stdout + done.stderr
 
 
@@ -142,6 +146,36 @@ def test_config_shows_the_source_of_each_value_without_secrets() -> None:
     assert ["log_level", "debug", "environment", "ORCINUS_LOG_LEVEL"] in lines
     assert ["api_key", "********", "environment", "ORCINUS_API_KEY"] in lines
     assert "key-secret" not in done.stdout
+
+
+def test_config_shows_the_stack_that_runs_unless_a_new_start_is_asked_for(tmp_path: Path) -> None:
+    values = {"port": "8101", "api_key": "key-secret"}
+    settings = build(GatewaySettings, values)
+
+    def config(*options: str) -> str:
+        where = {"ORCINUS_RUN_DIR": str(tmp_path), "ORCINUS_PORT": "8102"}
+        return CliRunner().invoke(app.app, ["config", *options], env=where, catch_exceptions=False).stdout
+
+    with RunDir(tmp_path) as run_dir:
+        env = {"ORCINUS_DRAIN_S": "5.0", "ORCINUS_REDIS_URL": "redis://:url-secret@here:1", "ORCINUS_API_KEY": "other"}
+        env["ORCINUS_REDIS_PASSWORD"] = "redis-secret"
+        run_dir.write_settings({"gateway": effective(settings, values, env)})
+        shown = config()
+        lines = [line.split() for line in shown.splitlines()]
+        assert f"The stack that runs here (pid {os.getpid()})" in shown
+        assert ["port", "8101", "option", "ORCINUS_PORT"] in lines
+        assert ["drain_s", "5.0", "derived", "ORCINUS_DRAIN_S"] in lines
+        assert ["redis_url", "redis://:********@here:1", "derived", "ORCINUS_REDIS_URL"] in lines
+        assert ["api_key", "********", "option", "ORCINUS_API_KEY"] in lines
+        assert ["redis_password", "********", "derived", "ORCINUS_REDIS_PASSWORD"] in lines
+        assert "secret" not in run_dir.settings.read_text() + shown
+        of_stack = json.loads(config("--json"))
+        assert (of_stack["pid"], of_stack["gateway"]["port"]) == (os.getpid(), 8101)
+        for option in (["--new"], ["--max-seqs", "7"]):
+            new = config(*option)
+            assert "A new start would have these settings" in new and " 8102 " in new
+    assert not run_dir.settings.exists()
+    assert " 8102 " in config()
 
 
 def test_bad_secret_is_not_repeated_in_the_error() -> None:

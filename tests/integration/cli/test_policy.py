@@ -19,8 +19,10 @@ from tests.support.waiting import free_port
 def test_late_switch_is_pending_and_can_be_undone(redis_server: RedisServer, model: Path) -> None:
     settings = CommonSettings(redis_url=redis_server.url, model=str(model))
     scheduler = ScriptedScheduler(redis_server.client, Keys(settings.keys.model)).lead(policy="orca", running=3)
-    answer = switch("tgi:order=fair", settings, LauncherSettings(), 0.3)
+    said: list[str] = []
+    answer = switch("tgi:order=fair", settings, LauncherSettings(), 0.3, said.append)
     assert not answer.changed
+    assert said == ["shard-0: orca is in force; tgi:order=fair takes over when 3 running sequences have ended"]
     for words in ("orca is still in force after 0.3 s", "3 sequences", "tgi:order=fair stays pending"):
         assert words in answer.text
     assert "no sequence starts until then; `orcinus policy orca` undoes it" in answer.text
@@ -31,6 +33,6 @@ def test_late_switch_is_pending_and_can_be_undone(redis_server: RedisServer, mod
 def test_silent_redis_and_bad_number_are_errors() -> None:
     nowhere = CommonSettings(redis_url=f"redis://127.0.0.1:{free_port()}/0")
     with pytest.raises(ConfigurationError, match="Redis"):
-        switch("tgi", nowhere, LauncherSettings(), 0.3)
+        switch("tgi", nowhere, LauncherSettings(), 0.3, print)
     with pytest.raises(ConfigurationError, match="1 to 2147483647, not 99999999999999999999999"):
-        switch("sarathi:batch=chunked-99999999999999999999999", nowhere, LauncherSettings(), 0.3)
+        switch("sarathi:batch=chunked-99999999999999999999999", nowhere, LauncherSettings(), 0.3, print)

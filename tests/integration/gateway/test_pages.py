@@ -98,7 +98,9 @@ def test_live_page_without_a_key_redirects_to_the_ops_port(gateway: GatewayProce
         assert gateway.ops_url in answer.json()["error"]["message"]
 
 
-def test_live_page_needs_a_key_with_the_scope_ops(guarded: GatewayProcess, redis_server: RedisServer) -> None:
+def test_live_page_metrics_and_statistics_need_a_key_with_the_scope_ops(
+    guarded: GatewayProcess, redis_server: RedisServer
+) -> None:
     where = ["--redis-url", redis_server.url, "--served-model-name", guarded.name, "--json"]
 
     def headers_of(*options: str) -> dict[str, str]:
@@ -113,10 +115,13 @@ def test_live_page_needs_a_key_with_the_scope_ops(guarded: GatewayProcess, redis
                 httpx.get(guarded.url + "/v1/models", headers=headers, timeout=60).status_code == 200
             ),
         )
-    assert httpx.get(guarded.url + "/dashboard/history", headers=plain, timeout=60).status_code == 403
-    refused = httpx.get(guarded.url + "/dashboard/events", headers=plain, timeout=60)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "scope_not_allowed")
-    assert "orcinus keys add NAME --scope ops" in refused.json()["error"]["message"]
+    for path in ("/dashboard/events", "/dashboard/history", "/metrics", "/stats"):
+        refused = httpx.get(guarded.url + path, headers=plain, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "scope_not_allowed"), path
+        assert f"{path}: " in (text := refused.json()["error"]["message"])
+        assert "orcinus keys add NAME --scope ops" in text
+    for path in ("/dashboard/history", "/metrics", "/stats"):
+        assert httpx.get(guarded.url + path, headers=ops, timeout=60).status_code == 200, path
     with httpx.stream("GET", guarded.url + "/dashboard/events", headers=ops, timeout=60) as events:
         assert events.status_code == 200
     wrong = CliRunner().invoke(app, ["keys", "add", "a key", "--scope", "all", *where])

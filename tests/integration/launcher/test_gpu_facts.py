@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,9 @@ from services.launcher import gpu_facts, up
 from services.launcher.gpu_checks import judge
 from services.launcher.gpu_facts import Device, gather, gather_driver, torch_cuda
 from shared.settings import DEMO_MODEL, WorkerSettings
+from tests.support.compiler import needs_compiler
 from tests.support.launcher import ROOT, clean_env
 from tests.support.stand_ins.recorded_gpus import GIB, PROC_VERSION, SMI, driver
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
 @pytest.fixture(scope="module")

@@ -144,18 +144,15 @@ def test_service_is_killed_after_its_deadline(tmp_path: Path, source: str) -> No
         assert not alive(pids["alpha"])
 
 
-def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+def test_slow_stop_is_shown_and_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     with Stack(tmp_path, {"alpha": DEAF}, stop_s=3600) as stack:
         pids = stack.wait_ready()
         process = stack.process
         assert process is not None
-
-        def pressed_until_ended() -> bool:
-            process.send_signal(signal.SIGINT)
-            return process.poll() is not None
-
-        until("the launcher has ended", pressed_until_ended, every=0.3)
-        assert process.returncode == 0
+        process.send_signal(signal.SIGINT)
+        text = stack.wait_text("of at most 3600 s")
+        assert "stopping everything; Ctrl-C again kills what is left\nstopping alpha\nstopping alpha: " in text
+        assert stack.stop(signal.SIGINT) == 0
         assert not alive(pids["alpha"])
         assert stack.notes() == ["deaf"]
 

@@ -20,9 +20,7 @@ from services.worker import backend
 from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-
+from tests.support.compiler import needs_compiler
 
 V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
 V4 = " avx512f avx512bw avx512cd avx512dq avx512vl"

@@ -7,13 +7,11 @@ same address. Under a preloaded libasan (`make sanitizers`) the emulated program
 from __future__ import annotations
 
 import os
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -35,8 +33,6 @@ SMALLEST = {torch.bfloat16: 0.0, torch.float16: 2.0**-25}
 FLAGS = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
 FENCE = 64
 UNTOUCHED = -77.0
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
 @cache

@@ -26,11 +26,11 @@ from tests.kernels.cuda.programs import (
     fenced,
     int32,
     launch,
-    needs_compiler,
     numbers,
     untouched,
     wide,
 )
+from tests.support.compiler import needs_compiler
 
 in_every_order = pytest.mark.parametrize("order", ORDERS)
 pytestmark = needs_compiler

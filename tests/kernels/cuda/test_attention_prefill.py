@@ -26,11 +26,11 @@ from tests.kernels.cuda.programs import (
     fenced,
     int32,
     launch,
-    needs_compiler,
     numbers,
     untouched,
     wide,
 )
+from tests.support.compiler import needs_compiler
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 2e-3}
 """Of the largest number expected, beside one rounding to the type that is stored."""

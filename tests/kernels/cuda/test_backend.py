@@ -34,8 +34,8 @@ from tests.kernels.cuda.decoders import (
     tables_of,
 )
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
-from tests.kernels.cuda.programs import needs_compiler
 from tests.kernels.sequences import Sequences
+from tests.support.compiler import needs_compiler
 from tests.support.models import VOCAB
 
 pytestmark = needs_compiler

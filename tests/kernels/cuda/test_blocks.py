@@ -12,10 +12,10 @@ from tests.kernels.cuda.programs import (
     assert_fences,
     int32,
     launch,
-    needs_compiler,
     numbers,
     untouched,
 )
+from tests.support.compiler import needs_compiler
 
 FROM, TO = (6, 0, 3, 2), (1, 5, 0, 4)
 

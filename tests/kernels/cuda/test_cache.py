@@ -13,7 +13,8 @@ from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device
 from kernels.emulator.device import EmulatedDevice
 from kernels.ops import CacheShape, Int32
-from tests.kernels.cuda.programs import DEVICE, GPU, device_of, needs_compiler
+from tests.kernels.cuda.programs import DEVICE, GPU, device_of
+from tests.support.compiler import needs_compiler
 
 SHAPE = CacheShape(blocks=12, host_blocks=9, layers=3, kv_heads=2, block_size=16, head_dim=8, dtype=torch.bfloat16)
 SEEDS = range(9)

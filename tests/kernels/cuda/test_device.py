@@ -15,7 +15,8 @@ from kernels.cuda.device import Device
 from kernels.emulator import device as emulated
 from kernels.emulator.device import EmulatedDevice
 from kernels.emulator.program import EmulatorError
-from tests.kernels.cuda.programs import DEVICE, GPU, device_of, needs_compiler
+from tests.kernels.cuda.programs import DEVICE, GPU, device_of
+from tests.support.compiler import needs_compiler
 
 SEEDS = range(12)
 LAZY = 3

@@ -18,11 +18,11 @@ from tests.kernels.cuda.programs import (
     close,
     int32,
     launch,
-    needs_compiler,
     numbers,
     untouched,
     wide,
 )
+from tests.support.compiler import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.parametrize("order", ORDERS)]
 

@@ -21,11 +21,11 @@ from tests.kernels.cuda.programs import (
     fenced,
     int32,
     launch,
-    needs_compiler,
     numbers,
     untouched,
     wide,
 )
+from tests.support.compiler import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.parametrize("order", ORDERS)]
 

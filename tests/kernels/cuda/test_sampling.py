@@ -18,8 +18,9 @@ from kernels.emulator.device import EmulatedDevice
 from kernels.emulator.program import FORWARD
 from kernels.ops import Sampled, SamplingRows, Sparse
 from tests.kernels import sampling_cases
-from tests.kernels.cuda.programs import FLAGS, ORDERS, assert_fences, device_of_threads, fenced, needs_compiler
+from tests.kernels.cuda.programs import FLAGS, ORDERS, assert_fences, device_of_threads, fenced
 from tests.kernels.sampling_cases import Array, mixed, normal, rows, some
+from tests.support.compiler import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("reference_on_one_thread")]
 in_every_order = pytest.mark.parametrize("order", ORDERS)

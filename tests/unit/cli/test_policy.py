@@ -31,13 +31,13 @@ def test_invalid_timeout_is_refused(wait: str) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"--timeout-s {wait}: out of range; give a finite number of seconds above 0"
     ):
-        cli_policy.switch("orca", CommonSettings(redis_url=UNREACHABLE), LauncherSettings(), float(wait))
+        cli_policy.switch("orca", CommonSettings(redis_url=UNREACHABLE), LauncherSettings(), float(wait), print)
 
 
 @pytest.mark.usefixtures("silent")
 def test_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="fifo"):
-        cli_policy.switch("fifo", CommonSettings(redis_url=UNREACHABLE), LauncherSettings(), 1.0)
+        cli_policy.switch("fifo", CommonSettings(redis_url=UNREACHABLE), LauncherSettings(), 1.0, print)
 
 
 @pytest.mark.parametrize("wait", ["inf", "nan", "-3"])

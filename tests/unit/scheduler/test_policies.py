@@ -88,10 +88,14 @@ def test_settings_decide_over_prefix_cache_or_leave_it_to_policy() -> None:
 
 
 @pytest.mark.parametrize("policies", [("orcinus", "orcinus:order=fair"), ("vllm", "orcinus"), ("orcinus", "vllm")])
-def test_lengths_of_finished_requests_outlive_change_of_policy(policies: tuple[str, str]) -> None:
+@pytest.mark.parametrize("restored", [True, False], ids=["restored", "learned"])
+def test_lengths_of_finished_requests_outlive_change_of_policy(policies: tuple[str, str], restored: bool) -> None:
     core = make_scheduler(SchedulerSettings(policy=policies[0]))
     seen = {35: [300] * 40, 128: [300] * 40}
-    core.restore_lengths(seen)
+    if restored or policies[0] == "vllm":
+        core.restore_lengths(seen)
+    else:
+        core.policy.memory.restore(seen)
     core.switch(policies[1])
     core.join(Limits(slots=4, blocks=64, block_size=4, max_model_len=64, max_step_tokens=64))
     core.plan(1)
