@@ -7,7 +7,8 @@ loopback only. A request that comes by DNS rebinding has the attacker's host nam
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,26 +26,48 @@ from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.http.pages import PAGE_HEADERS
 from services.gateway.http.protocol import BodyLimit, CutSlow, Pages, RequestContext
-from services.gateway.openai import chat, completions, document, embeddings, info, requests, responses, tokenization
+from services.gateway.openai import (
+    batches,
+    chat,
+    completions,
+    document,
+    embeddings,
+    files,
+    info,
+    requests,
+    responses,
+    tokenization,
+)
+from services.gateway.openai.batches import BatchBody
 from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, TokenizeBody
 from services.gateway.openai.responses import ResponsesBody
 from services.gateway.web import routes as web
 from shared.settings import is_loopback
 
 BODIES = (
-    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, TokenizeBody, DetokenizeBody,
+    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, BatchBody, TokenizeBody,
+    DetokenizeBody,
 )  # fmt: skip
 
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
     app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(Pages, files=web.FILES)])
-    for endpoint in (completions, chat, embeddings, responses, messages, tokenization, info):
+    for endpoint in (completions, chat, embeddings, responses, messages, files, batches, tokenization, info):
         _include(app, endpoint.router(gateway))
     _include(app, requests.router(gateway, {messages.KIND: messages.FORM}))
     _include(app, info.ops_router(gateway, on_public_port=True))
     _include(app, dashboard.router(gateway, on_public_port=True))
     document.install(app, BODIES, OPEN_PATHS)
+    gateway.batches.app = _lines_app(gateway)
+    return app
+
+
+def _lines_app(gateway: Gateway) -> FastAPI:
+    """Return the application that answers the lines of batches: handlers alone, behind no server."""
+    app = FastAPI(openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
+    for endpoint in (completions, chat, embeddings, responses):
+        app.include_router(endpoint.router(gateway))
     return app
 
 
@@ -80,7 +103,7 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
             if needs_key
             else []
         ),
-        Middleware(BodyLimit, most_bytes=gateway.settings.max_body_bytes),
+        Middleware(BodyLimit, most_bytes=gateway.settings.max_body_bytes, larger={files.PATH: _upload_bytes(gateway)}),
     ]
     return FastAPI(
         title=title,
@@ -89,8 +112,13 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware,
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+        exception_handlers=EXCEPTION_HANDLERS,
     )
+
+
+def _upload_bytes(gateway: Gateway) -> int:
+    """Return the bound of an upload: the file, and the form around it."""
+    return max(gateway.settings.max_body_bytes, gateway.settings.file_bytes + files.FORM_BYTES)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -125,6 +153,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
         found = ApiError(error.status_code, str(error.detail))
     found.headers.update(error.headers or {})
     return await _api_error(request, found)
+
+
+EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
+    ApiError: _api_error,
+    HTTPException: _http_error,
+}
 
 
 class PageHeaders:
