@@ -156,7 +156,8 @@ class FileStore:
             text = "files: this gateway has no directory for them; set ORCINUS_FILES_DIR, the same for all gateways"
             raise ApiError(404, text, code="files_off")
         folder = self.root / owner
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         return folder
 
     def owners(self) -> list[str]:
