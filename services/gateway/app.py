@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,7 +23,7 @@ from services.gateway.anthropic import messages
 from services.gateway.anthropic.bodies import CountBody, MessagesBody
 from services.gateway.auth import OPEN_PATHS, RequireKey
 from services.gateway.dashboard import routes as dashboard
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.http.pages import PAGE_HEADERS
 from services.gateway.http.protocol import BodyLimit, CutSlow, Pages, RequestContext
@@ -155,9 +156,18 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return await _api_error(request, found)
 
 
+async def _query_error(request: Request, error: RequestValidationError) -> Response:
+    """Refuse a parameter of the address, as `bodies.py` does with a field of a body."""
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    found = invalid(name, f"Invalid value for '{name}': {first['msg']}; got {shown(first.get('input'))}")
+    return await _api_error(request, found)
+
+
 EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
     ApiError: _api_error,
     HTTPException: _http_error,
+    RequestValidationError: _query_error,
 }
 
 

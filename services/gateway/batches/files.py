@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.gateway.errors import ApiError
 from shared.dead_letters import shown
+from shared.errors import ConfigurationError
 from shared.keys import hash_tag
 from shared.settings import GatewaySettings
 
@@ -134,12 +135,18 @@ class FileStore:
     """The files of all tenants."""
 
     def __init__(self, settings: GatewaySettings) -> None:
+        """Raise ConfigurationError for a directory that cannot be used."""
         self._settings = settings
-        self.root = (
-            None
-            if settings.files_dir is None
-            else settings.files_dir.absolute() / f"model-{hash_tag(settings.served_model_name)}"
-        )
+        self.root: Path | None = None
+        if settings.files_dir is None:
+            return
+        self.root = settings.files_dir.absolute() / f"model-{hash_tag(settings.served_model_name)}"
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.listdir(self.root)
+        except OSError as error:
+            problem = f"cannot be used: {error.strerror}; name a folder that the gateway may write"
+            raise ConfigurationError(f"ORCINUS_FILES_DIR={settings.files_dir}: {problem}") from error
 
     @property
     def enabled(self) -> bool:
@@ -156,13 +163,12 @@ class FileStore:
             text = "files: this gateway has no directory for them; set ORCINUS_FILES_DIR, the same for all gateways"
             raise ApiError(404, text, code="files_off")
         folder = self.root / owner
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
 
     def owners(self) -> list[str]:
         """Return the folders of all tenants."""
-        if self.root is None or not self.root.is_dir():
+        if self.root is None:
             return []
         return [name for name in sorted(os.listdir(self.root)) if OWNER.fullmatch(name)]
 

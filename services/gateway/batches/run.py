@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ WATCH_S = 1.0
 FIRST_WAIT_S, MAX_WAIT_S = 0.25, 30.0
 FAULT_TRIES = 3
 """Times that a line is computed if Redis loses its request."""
-LOST = frozenset({"record_lost", "request_not_found"})
+LOST = frozenset({"record_lost", "request_not_found", "idempotency_key_reused"})
+"""Errors behind which the line is computed again, under another name; the last one where another version named it."""
 AGAIN = frozenset({"taken_over"})
 """Errors behind which the same request can be read."""
 FINAL = frozenset({"deadline_unreachable", "slo_unreachable"})
@@ -86,9 +87,7 @@ class Run:
     async def run(self) -> None:
         """Run to the end of the batch. Raise Outdated, OSError."""
         batches = self._means.batches
-        journal = await asyncio.to_thread(self._begin)
-        lines = InputLines(self._folder / "input")
-        try:
+        with closing(await asyncio.to_thread(self._begin)) as journal, closing(self._input()) as lines:
             problems = await asyncio.to_thread(lines.check, self._order.endpoint, self._means.most_line_bytes)
             if problems:
                 failed = self._state.moved("failed", time.time(), errors=problems)
@@ -104,9 +103,9 @@ class Run:
             writer = Writer(journal)
             ending = await self._answer(lines, todo, writer)
             await self._finish(ending, lines, journal)
-        finally:
-            journal.close()
-            lines.close()
+
+    def _input(self) -> InputLines:
+        return InputLines(self._folder / "input")
 
     def _begin(self) -> Journal:
         self._state = self._means.batches.take_over(self._batch, self._epoch, whole_bytes)
@@ -119,6 +118,8 @@ class Run:
 
     async def _answer(self, lines: InputLines, todo: list[int], writer: Writer) -> str:
         """Answer lines until all are, or the batch has to end; return the status that it ends with."""
+        if todo and (ending := await self._must_end()):
+            return ending
         answering = asyncio.create_task(self._send(lines, todo, writer))
         watching = asyncio.create_task(self._watch())
         ending = "completed"
@@ -155,19 +156,24 @@ class Run:
 
     async def _watch(self) -> str:
         """Return the status that the batch ends with as soon as it has to."""
-        batches, written = self._means.batches, self._state
-        for rounds in itertools.count():
-            if await asyncio.to_thread(batches.is_cancelled, self._batch):
-                return "cancelled"
-            if time.time() >= self._order.expires_at:
-                return "expired"
-            if rounds % ROOM_ROUNDS == 0 and await asyncio.to_thread(self._means.files.room, self._batch.owner) < 0:
-                return self._fails("file_quota_exceeded", FULL)
+        written, rounds = self._state, 0
+        while not (ending := await self._must_end(counts_bytes=rounds % ROOM_ROUNDS == 0)):
             if self._state != written:
                 written = self._state
                 await self._write()
             await asyncio.sleep(WATCH_S)
-        raise AssertionError("counting has no end")
+            rounds += 1
+        return ending
+
+    async def _must_end(self, counts_bytes: bool = False) -> str:
+        """Return the status that the batch has to end with before all is answered; empty while it may go on."""
+        if await asyncio.to_thread(self._means.batches.is_cancelled, self._batch):
+            return "cancelled"
+        if time.time() >= self._order.expires_at:
+            return "expired"
+        if counts_bytes and await asyncio.to_thread(self._means.files.room, self._batch.owner) < 0:
+            return self._fails("file_quota_exceeded", FULL)
+        return ""
 
     async def _send_all(self, lines: InputLines, waiting: Iterator[int], writer: Writer) -> None:
         for number in waiting:
@@ -217,7 +223,7 @@ class Run:
         self._running.pop(number, None)  # those that are cancelled stay, for `_cancel_running`
 
     async def _cancel_running(self) -> None:
-        """Cancel the requests whose answers nobody will read."""
+        """Cancel the requests whose answers will not be read."""
         for exchange in self._running.values():
             if exchange.request_id:
                 try:

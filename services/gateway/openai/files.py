@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from services.gateway.batches.files import FileStore, StoredFile, Upload
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
 from services.gateway.gateway import Gateway
 from services.gateway.http.multipart import MultipartReader, Part, boundary_of
 from services.gateway.openai.answers import json_response, listed
@@ -66,7 +66,7 @@ def router(gateway: Gateway) -> APIRouter:
     files = gateway.batches.files
     uploads = asyncio.Semaphore(MOST_UPLOADS)
 
-    @routes.post(PATH, responses={200: FOUND, **errors(404, 413, 415, 429)}, openapi_extra=_UPLOAD)
+    @routes.post(PATH, responses={200: FOUND, **errors(404, 413, 415, 429, 503)}, openapi_extra=_UPLOAD)
     async def upload_file(request: Request) -> Response:
         """Keep a file of requests for a batch."""
         reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
@@ -74,7 +74,11 @@ def router(gateway: Gateway) -> APIRouter:
             text = f"files: {MOST_UPLOADS} uploads at a time; retry after the time in Retry-After"
             raise ApiError(429, text, code="too_many_uploads", retry_after_s=1)
         async with uploads:
-            return json_response((await _upload(request, reader, files)).body())
+            try:
+                return json_response((await _upload(request, reader, files)).body())
+            except OSError as error:
+                text = f"files: the disk takes none: {error.strerror}; {RETRY}"
+                raise unavailable(text, "files_unavailable", 60) from error
 
     @routes.get(PATH, responses={200: FOUND, **errors(404)})
     async def list_files(

@@ -290,3 +290,17 @@ def test_gateway_without_a_directory_has_no_files(
             answer = bare.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "files_off")
             assert "ORCINUS_FILES_DIR" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/files?limit=0", "/v1/batches?limit=x", "/v1/files?order=up"])
+def test_bad_parameter_of_a_list_is_named(gateway: GatewayProcess, path: str) -> None:
+    error = gateway.get(path).json()["error"]
+    assert (error["param"], error["type"]) == (path[1:].partition("?")[2].partition("=")[0], "invalid_request_error")
+
+
+def test_responses_are_lines_as_well(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
+    url = "/v1/responses"
+    batch = ended(client, begin(client, [line("a", gateway.name, url, input="hi", max_output_tokens=100)], url))
+    [row] = rows(client, batch.output_file_id)
+    stored = client.responses.retrieve(row["response"]["request_id"])
+    assert (stored.output_text, row["response"]["body"]["id"]) == (TEXT, stored.id)

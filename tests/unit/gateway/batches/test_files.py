@@ -9,6 +9,7 @@ import pytest
 
 from services.gateway.batches.files import FileStore, open_plain
 from services.gateway.errors import ApiError
+from shared.errors import ConfigurationError
 from shared.settings import GatewaySettings
 from tests.unit.gateway.batches.disk import TENANT, stores, upload
 
@@ -111,3 +112,9 @@ def test_models_that_share_a_directory_share_no_file(tmp_path: Path) -> None:
     stored = upload(one, b"abc")
     with pytest.raises(ApiError):
         two.find(TENANT, stored.id)
+
+
+def test_directory_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot be used: Not a directory"):
+        stores(tmp_path / "file")
