@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -123,11 +122,6 @@ class Outdated(Exception):  # noqa: N818 - an event, not an error
 
 _ORDER = TypeAdapter(BatchOrder)
 _STATE = TypeAdapter(BatchState)
-
-
-def new_batch_id() -> str:
-    """Return an id that no client can guess."""
-    return f"batch_{secrets.token_hex(15)}"
 
 
 class BatchStore:

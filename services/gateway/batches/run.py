@@ -22,7 +22,7 @@ import orjson
 from starlette.types import ASGIApp
 
 from services.gateway.auth import Caller
-from services.gateway.batches.files import FileStore, new_file_id
+from services.gateway.batches.files import FileStore, new_id
 from services.gateway.batches.handler import Exchange
 from services.gateway.batches.journal import Journal, rows, whole_bytes, write_outputs
 from services.gateway.batches.lines import InputLines, seed_of
@@ -269,7 +269,7 @@ class Run:
 
     def _published(self, part: Path, name: str) -> str:
         filename = f"{self._batch.id}_{name}.jsonl"
-        file_id, kept_s = new_file_id(), self._order.output_kept_s
+        file_id, kept_s = new_id("file-"), self._order.output_kept_s
         self._means.files.publish(self._batch.owner, part, file_id, filename, "batch_output", kept_s)
         return file_id
 

@@ -10,7 +10,8 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from services.gateway.batches.records import BatchOrder, new_batch_id
+from services.gateway.batches.files import new_id
+from services.gateway.batches.records import BatchOrder
 from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import json_response, listed
@@ -91,7 +92,7 @@ def _order(body: BatchBody, request: Request) -> BatchOrder:
     caller, now = request.state.caller, int(time.time())
     kept: dict[str, Any] = {"output_kept_s": body.output_expires_after.seconds} if body.output_expires_after else {}
     return BatchOrder(
-        id=new_batch_id(),
+        id=new_id("batch_"),
         tenant=caller.tenant,
         key=caller.bucket,
         endpoint=body.endpoint,

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from services.gateway.batches.files import FileStore, StoredFile
-from services.gateway.batches.records import BatchOrder, BatchStore, OpenBatch, new_batch_id
+from services.gateway.batches.files import FileStore, StoredFile, new_id
+from services.gateway.batches.records import BatchOrder, BatchStore, OpenBatch
 from shared.settings import GatewaySettings
 
 TENANT = "tenant-1"
@@ -45,6 +45,6 @@ def ordered(
     """Return a new batch over a file with that content."""
     now = int(time.time())
     stored = upload(files, content)
-    order = BatchOrder(new_batch_id(), TENANT, "key-1", URL, stored.id, "1h", now, now + window_s)
+    order = BatchOrder(new_id("batch_"), TENANT, "key-1", URL, stored.id, "1h", now, now + window_s)
     batches.create(order)
     return order, OpenBatch(now, files.owner(TENANT), order.id)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.batches import records
+from services.gateway.batches.files import new_id
 from services.gateway.batches.journal import Journal, journal_name, rows, whole_bytes, write_outputs
 from services.gateway.batches.records import BatchStore, OpenBatch, Outdated
 from services.gateway.errors import ApiError
@@ -112,7 +113,7 @@ def test_oldest_batch_that_ended_makes_room(tmp_path: Path, monkeypatch: pytest.
     files, batches = stores(tmp_path)
     made = [ordered(files, batches, lines_of(1)) for _ in range(2)]
     stored = upload(files, lines_of(1))
-    another = replace(made[0][0], id=records.new_batch_id(), input_file_id=stored.id)
+    another = replace(made[0][0], id=new_id("batch_"), input_file_id=stored.id)
     with pytest.raises(ApiError, match="2 have not ended") as raised:
         batches.create(another)
     assert (raised.value.status, raised.value.code) == (429, "too_many_batches")
