@@ -122,6 +122,19 @@ class Keys:
         """Sorted set: ids of stored responses by the time (ms) at which they expire; `keep.lua` adds to its name."""
         return f"{self.prefix}responses"
 
+    def batch_lease(self, batch_id: str) -> str:
+        """The epoch of the gateway that drives a batch."""
+        return f"{self.prefix}batches:lease:{batch_id}"
+
+    @property
+    def batch_epoch(self) -> str:
+        """The last epoch of any batch."""
+        return f"{self.prefix}batches:epoch"
+
+    def last_batch_epoch(self, batch_id: str) -> str:
+        """The last epoch of a batch; unlike the lease it outlives a pause."""
+        return f"{self.batch_epoch}:{batch_id}"
+
     @property
     def queue(self) -> str:
         """Hash: tokens and requests that wait for their first step, in total and by class; bytes until the end."""

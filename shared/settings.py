@@ -197,6 +197,22 @@ class GatewaySettings(CommonSettings):
         ge=0,
         description="bytes that stored responses may take in Redis, a tenant half of them; the oldest go first",
     )
+    files_dir: Path | None = Field(
+        None,
+        description="folder of the files and batches of clients, one for all gateways of a model; unset or empty means "
+        "none, so /v1/files and /v1/batches are off, but `orcinus up` makes one in its run directory",
+    )
+    file_bytes: int = Field(200 << 20, ge=1024, description="largest file of /v1/files; a larger one gets 413")
+    tenant_file_bytes: int = Field(
+        2 << 30, ge=1024, description="bytes of all files and batches of a tenant; then it can upload none"
+    )
+    tenant_files: int = Field(1000, ge=1, description="files of a tenant; then it can upload none")
+    file_retention_s: int = Field(
+        30 * 86_400, ge=3600, description="time after which files are deleted, and batches that have ended"
+    )
+    batch_requests: int = Field(
+        64, ge=1, le=4096, description="lines of all batches that a gateway process has in the queue or running"
+    )
     tenant_queue_share: float = Field(
         0.5,
         gt=0,
@@ -249,6 +265,12 @@ class GatewaySettings(CommonSettings):
     keepalive_s: float = Field(10.0, gt=0, description="interval of SSE comments while no event is sent")
     progress_timeout_s: float = Field(30.0, gt=0, description="/health/progress fails after this without a step")
     drain_s: float = Field(55.0, ge=0, description="time that running streams have to end after SIGTERM")
+
+    @field_validator("files_dir", mode="before")
+    @classmethod
+    def _no_folder(cls, value: object) -> object:
+        """Return None for an empty text, which as a path would be the current folder."""
+        return None if value == "" else value
 
     @model_validator(mode="after")
     def _ports(self) -> GatewaySettings:

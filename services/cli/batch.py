@@ -24,26 +24,14 @@ import orjson
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shared.batch_lines import RETRIED, Line, LineError, answer_line, parse_line
 from shared.errors import ConfigurationError
 from shared.settings import BatchSettings
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-FIELDS = {"custom_id", "method", "url", "body"}
-RETRIED = (408, 429, 502, 503, 504)
-"""Statuses of a server that is busy or partly down: the line is sent again until the patience ends."""
 FAULT_TRIES = 3
 """Number of times that a line is sent if its answer is any other status of 500 and above."""
 MAX_WAIT_S = 60.0
 FIRST_WAIT_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One request of the input."""
-
-    custom_id: str
-    url: str
-    body: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -205,13 +193,8 @@ class _Batch:
             self._count(body)
         else:
             self._summary.failed += 1
-        response = {
-            "status_code": answer.status_code, "request_id": answer.headers.get("x-request-id", ""), "body": body
-        }  # fmt: skip
-        return {
-            "id": f"batch_req_{secrets.token_hex(12)}", "custom_id": line.custom_id, "response": response,
-            "error": None,
-        }  # fmt: skip
+        row_id, request_id = f"batch_req_{secrets.token_hex(12)}", answer.headers.get("x-request-id", "")
+        return answer_line(row_id, line.custom_id, answer.status_code, request_id, body)
 
     def _count(self, body: Any) -> None:
         usage = body.get("usage") if isinstance(body, dict) else None
@@ -247,19 +230,9 @@ def _line_at(lines: BinaryIO, place: int) -> Line:
 
 def _parsed(text: bytes, where: str) -> Line:
     try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: not JSON: {error}; write one JSON object per line") from None
-    if not isinstance(value, dict) or set(value) != FIELDS:
-        raise ConfigurationError(f"{where}: wrong fields; write an object of exactly {', '.join(sorted(FIELDS))}")
-    custom_id, url, body = value["custom_id"], value["url"], value["body"]
-    if not isinstance(custom_id, str) or not custom_id:
-        raise ConfigurationError(f"{where}: custom_id is {custom_id!r}; write a text that is not empty")
-    if value["method"] != "POST" or url not in URLS:
-        raise ConfigurationError(f"{where}: {value['method']!r} {url!r}; use POST to one of {', '.join(URLS)}")
-    if not isinstance(body, dict) or body.get("stream"):
-        raise ConfigurationError(f"{where}: body is not an object or streams; write an object without stream")
-    return Line(custom_id, url, body)
+        return parse_line(text)
+    except LineError as error:
+        raise ConfigurationError(f"{where}: {error}") from None
 
 
 @contextlib.contextmanager

@@ -7,9 +7,11 @@ loopback only. A request that comes by DNS rebinding has the attacker's host nam
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,30 +23,52 @@ from services.gateway.anthropic import messages
 from services.gateway.anthropic.bodies import CountBody, MessagesBody
 from services.gateway.auth import OPEN_PATHS, RequireKey
 from services.gateway.dashboard import routes as dashboard
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.http.pages import PAGE_HEADERS
 from services.gateway.http.protocol import BodyLimit, CutSlow, Pages, RequestContext
-from services.gateway.openai import chat, completions, document, embeddings, info, requests, responses, tokenization
+from services.gateway.openai import (
+    batches,
+    chat,
+    completions,
+    document,
+    embeddings,
+    files,
+    info,
+    requests,
+    responses,
+    tokenization,
+)
+from services.gateway.openai.batches import BatchBody
 from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, TokenizeBody
 from services.gateway.openai.responses import ResponsesBody
 from services.gateway.web import routes as web
 from shared.settings import is_loopback
 
 BODIES = (
-    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, TokenizeBody, DetokenizeBody,
+    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, BatchBody, TokenizeBody,
+    DetokenizeBody,
 )  # fmt: skip
 
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
     app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(Pages, files=web.FILES)])
-    for endpoint in (completions, chat, embeddings, responses, messages, tokenization, info):
+    for endpoint in (completions, chat, embeddings, responses, messages, files, batches, tokenization, info):
         _include(app, endpoint.router(gateway))
     _include(app, requests.router(gateway, {messages.KIND: messages.FORM}))
     _include(app, info.ops_router(gateway, on_public_port=True))
     _include(app, dashboard.router(gateway, on_public_port=True))
     document.install(app, BODIES, OPEN_PATHS)
+    gateway.batches.app = _lines_app(gateway)
+    return app
+
+
+def _lines_app(gateway: Gateway) -> FastAPI:
+    """Return the application that answers the lines of batches: handlers alone, behind no server."""
+    app = FastAPI(openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
+    for endpoint in (completions, chat, embeddings, responses):
+        app.include_router(endpoint.router(gateway))
     return app
 
 
@@ -80,7 +104,7 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
             if needs_key
             else []
         ),
-        Middleware(BodyLimit, most_bytes=gateway.settings.max_body_bytes),
+        Middleware(BodyLimit, most_bytes=gateway.settings.max_body_bytes, larger={files.PATH: _upload_bytes(gateway)}),
     ]
     return FastAPI(
         title=title,
@@ -89,8 +113,13 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware,
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+        exception_handlers=EXCEPTION_HANDLERS,
     )
+
+
+def _upload_bytes(gateway: Gateway) -> int:
+    """Return the bound of an upload: the file, and the form around it."""
+    return max(gateway.settings.max_body_bytes, gateway.settings.file_bytes + files.FORM_BYTES)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -125,6 +154,21 @@ async def _http_error(request: Request, error: Exception) -> Response:
         found = ApiError(error.status_code, str(error.detail))
     found.headers.update(error.headers or {})
     return await _api_error(request, found)
+
+
+async def _query_error(request: Request, error: RequestValidationError) -> Response:
+    """Refuse a parameter of the address, as `bodies.py` does with a field of a body."""
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    found = invalid(name, f"Invalid value for '{name}': {first['msg']}; got {shown(first.get('input'))}")
+    return await _api_error(request, found)
+
+
+EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
+    ApiError: _api_error,
+    HTTPException: _http_error,
+    RequestValidationError: _query_error,
+}
 
 
 class PageHeaders:

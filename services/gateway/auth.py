@@ -174,6 +174,17 @@ class Keyring:
     async def close(self) -> None:
         await self._redis.aclose()
 
+    def caller(self, bucket: str) -> Caller | None:
+        """Return the caller of a key by the id that `Caller.bucket` has, for work that goes on without a client; None
+        for a key that is gone.
+        """
+        if not self.needed:
+            return Caller(ANONYMOUS, rates=self._rates) if bucket == ANONYMOUS else None
+        record = self._records.get(bucket)
+        if record is not None:
+            return self._of_record(record) if record.state(time.time() + self._ahead_s) == "active" else None
+        return self._of_digest(bucket) if bucket in (digest.hex()[:16] for digest in self._configured) else None
+
     def _of_redis(self, text: str) -> Caller | None:
         """Return the caller of a key in Redis. The id is part of the key, so the work does not depend on the number of
         keys.
@@ -185,6 +196,9 @@ class Keyring:
         if (state := record.state(now_s)) != "active":
             raise _refused(f"the API key is {state}")
         self._used[record.id] = now_s
+        return self._of_record(record)
+
+    def _of_record(self, record: KeyRecord) -> Caller:
         rates = Rates(
             record.requests_per_minute or self._rates.requests_per_minute,
             record.tokens_per_minute or self._rates.tokens_per_minute,
@@ -197,9 +211,9 @@ class Keyring:
         digest, matches = api_keys.digest(text), False
         for expected in self._configured:  # all of them, so that the time says nothing
             matches |= hmac.compare_digest(digest, expected)
-        tenant = digest.hex()[:16]
-        if not matches:
-            return None
+        return self._of_digest(digest.hex()[:16]) if matches else None
+
+    def _of_digest(self, tenant: str) -> Caller:
         return Caller(tenant, self.salt(tenant), tenant, self._rates, has_others=self._several)
 
     async def _look(self) -> None:

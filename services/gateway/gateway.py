@@ -10,6 +10,7 @@ from typing import Any
 
 from services.gateway.admission import Admission
 from services.gateway.auth import Keyring
+from services.gateway.batches.driver import BatchDriver
 from services.gateway.cluster import Cluster
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher
@@ -56,6 +57,7 @@ class Gateway:
             self.metrics,
             self.tracing,
         )
+        self.batches = BatchDriver(settings, self.keyring, self.metrics, self.dispatcher.cancel_for)
         self.adopter = OrphanAdopter(settings, self.id, self.background, self.admission.adopt, self.letters)
         self.siblings: Siblings | None = None  # the other processes behind the same ports
         self.started_s = int(time.time())
@@ -65,16 +67,18 @@ class Gateway:
 
     def start(self) -> None:
         self.dispatcher.start()
-        work = (self.cluster.run, self.keyring.run, self.adopter.run)
+        work = (self.cluster.run, self.keyring.run, self.adopter.run, self.batches.run)
         self._watching = [asyncio.create_task(each()) for each in work]
 
     async def stop(self) -> None:
+        await self.batches.stop()
         await self.background.stop()
         await self.dispatcher.stop()
         watching, self._watching = self._watching, []
         await end(*watching)
         await self.keyring.close()
         await self.adopter.close()
+        await self.batches.close()
         await self.responses.close()
         await self.cluster.close()
         if self.tracing is not None:
@@ -102,6 +106,7 @@ class Gateway:
         gateway.
         """
         self.admission.draining = True
+        await self.batches.stop()  # another gateway goes on with them at once
         self._hand_over(self.background.kept)  # they have no client here: another gateway can read them as well
         end = time.monotonic() + seconds
         while self.dispatcher.streams and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event

@@ -91,6 +91,10 @@ class Metrics:
         self.refilled = counter("refilled_rows", "Gaps filled from records")
         self.unreadable = counter("unreadable_records", "Records of Redis that were set aside, by kind of key", "kind")
         self.resumed = counter("resumed_requests", "Requests that this gateway went on with")
+        self.batch_lines = counter("batch_lines", "Lines of batches, by outcome: answered, failed", "outcome")
+        self.batches = self._keep(
+            Gauge(P + "driven_batches", "Batches that this gateway drives now", registry=registry)
+        )
         self._finished = counter("finished_choices", "Choices that came to an end, by finish_reason", "finish_reason")
         self._sizes = (
             histogram("request_prompt_tokens", "Prompt tokens of a finished request", TOKENS),

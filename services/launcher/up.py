@@ -382,6 +382,8 @@ def _child_env(
     env |= {"HF_HUB_OFFLINE": "1", "HF_TOKEN": ""}  # services fetch nothing
     if gateway.api_key_file is not None:
         env["ORCINUS_API_KEY_FILE"] = str(gateway.api_key_file.absolute())
+    if gateway.files_dir is None:
+        env["ORCINUS_FILES_DIR"] = str(launcher.run_dir.expanduser().absolute() / "files")
     if "drain_s" not in gateway.model_fields_set:
         env["ORCINUS_DRAIN_S"] = str(launcher.stop_s / 2)  # a user waits at the terminal
     env["PYTHONUNBUFFERED"] = "1"

@@ -33,7 +33,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
     directory = tmp_path_factory.mktemp("gateway")
     with (
         RedisServer(directory / "redis") as server,
-        running_gateway(directory, model, server, api_key=KEY, max_choices=16) as running,
+        running_gateway(
+            directory, model, server, api_key=KEY, max_choices=16, files_dir=directory / "files", batch_requests=4
+        ) as running,
     ):
         scheduler = ScriptedScheduler(server.client, running.keys).lead()
         running.wait_ready()
@@ -57,6 +59,15 @@ OPERATIONS = [
     ("/v1/responses/{response_id}", "DELETE"),
     ("/v1/responses/{response_id}/input_items", "GET"),
     ("/v1/responses/{response_id}/cancel", "POST"),
+    ("/v1/files", "POST"),
+    ("/v1/files", "GET"),
+    ("/v1/files/{file_id}", "GET"),
+    ("/v1/files/{file_id}", "DELETE"),
+    ("/v1/files/{file_id}/content", "GET"),
+    ("/v1/batches", "POST"),
+    ("/v1/batches", "GET"),
+    ("/v1/batches/{batch_id}", "GET"),
+    ("/v1/batches/{batch_id}/cancel", "POST"),
     ("/v1/models", "GET"),
     ("/v1/models/{model_id}", "GET"),
     ("/v1/requests/{request_id}", "GET"),

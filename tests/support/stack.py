@@ -98,7 +98,7 @@ class Stack:
         """For any service; `settings` go before those of the stack."""
         values = {
             "redis_url": self.redis.url, "model": str(self.model), "device": "cpu", "port": self.port,
-            "ops_port": free_port(), "threads": 1, "lease_ms": PATIENT_MS,
+            "ops_port": free_port(), "threads": 1, "lease_ms": PATIENT_MS, "files_dir": self.directory / "files",
             **({"api_key": self.key} if self.key else {}), **self.settings, **settings,
         }  # fmt: skip
         return settings_env(**values)

@@ -297,7 +297,8 @@ def _response(error: ApiError, path: str) -> bytes:
 
 _COUNTED = OPEN_PATHS | {
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/embeddings", "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics", "/stats", "/openapi.json",
+    "/v1/embeddings", "/v1/files", "/v1/batches", "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics",
+    "/stats", "/openapi.json",
 }  # fmt: skip
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -371,7 +372,7 @@ class RequestContext:
         """Return a label of bounded variety."""
         if path in self._counted:
             return path
-        for prefix in ("/v1/models/", "/v1/requests/", "/v1/responses/"):
+        for prefix in ("/v1/models/", "/v1/requests/", "/v1/responses/", "/v1/files/", "/v1/batches/"):
             if path.startswith(prefix):
                 return prefix + "{id}"
         return "other"
@@ -405,17 +406,20 @@ class Pages:
 class BodyLimit:
     """Answer 413 to bodies over the limit, by their header or, chunked, while they come in."""
 
-    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, most_bytes: int, larger: Mapping[str, int]) -> None:
+        """larger: bounds of paths with another one."""
         self._app = app
         self._most_bytes = most_bytes
+        self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self._most_bytes:
-            await too_big(self._most_bytes, f"{declared} bytes").send(send, scope["path"])
+        most_bytes = self._larger.get(scope["path"], self._most_bytes)
+        if declared.isdecimal() and int(declared) > most_bytes:
+            await too_big(most_bytes, f"{declared} bytes").send(send, scope["path"])
             return
         seen = 0
 
@@ -424,8 +428,8 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
-                if seen > self._most_bytes:
-                    raise too_big(self._most_bytes, "more")
+                if seen > most_bytes:
+                    raise too_big(most_bytes, "more")
             return message
 
         await self._app(scope, counted, send)

@@ -53,6 +53,24 @@ def json_response(value: object, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
+def listed(items: list[dict[str, Any]], limit: int, after: str, newest_first: bool) -> dict[str, Any]:
+    """Return a list object of items, the oldest first, behind the one with the id `after`. Raise ApiError(400)."""
+    ordered = items[::-1] if newest_first else items
+    begin = 0
+    if after:
+        begin = next((index + 1 for index, item in enumerate(ordered) if item.get("id") == after), 0)
+        if not begin:
+            raise invalid("after", f"after {shown(after)} is not in this list; leave it out", "invalid_value")
+    chosen = ordered[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": chosen,
+        "first_id": chosen[0].get("id") if chosen else None,
+        "last_id": chosen[-1].get("id") if chosen else None,
+        "has_more": begin + limit < len(ordered),
+    }
+
+
 async def serve(gateway: Gateway, request: Request, spec: GenerationSpec, started: float) -> Response:
     fingerprint = gateway.model.fingerprint
     if spec.max_tokens == 0:  # echo only: nothing is generated

@@ -71,6 +71,11 @@ def install(app: FastAPI, bodies: Sequence[type[BaseModel]], open_paths: Collect
                 "x_api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
             }
             schema["security"] = [{"key": []}, {"x_api_key": []}]
+            for operations in schema["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # FastAPI's; a wrong parameter is a 400 here
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
             for path in schema["paths"].keys() & set(open_paths):
                 for operation in schema["paths"][path].values():
                     operation["security"] = []

@@ -34,6 +34,7 @@ from services.gateway.openai.answers import (
     begin,
     collect,
     json_response,
+    listed,
     take_headers,
     whole,
     whole_response,
@@ -674,7 +675,7 @@ def router(gateway: Gateway) -> APIRouter:
         found = await served.find(response_id, request.state.tenant)
         if not found.response["store"]:
             raise unknown_request(response_id)
-        return json_response(page(found.input, limit, after, newest_first=order == "desc"))
+        return json_response(listed(found.input, limit, after, newest_first=order == "desc"))
 
     @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 503)})
     async def cancel_response(response_id: str, request: Request) -> Response:
@@ -791,24 +792,6 @@ def with_ids(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str
     """Return items with ids, those of the response and their place where they have none."""
     ending = response_id.removeprefix(ids.BEGINNINGS[KIND])
     return [{"id": f"item_{ending}_{index}", "type": "message", **item} for index, item in enumerate(items)]
-
-
-def page(items: list[dict[str, Any]], limit: int, after: str, newest_first: bool) -> dict[str, Any]:
-    """Return a list object of items behind the one with the id `after`. Raise ApiError(400)."""
-    ordered = items[::-1] if newest_first else items
-    begin = 0
-    if after:
-        begin = next((index + 1 for index, item in enumerate(ordered) if item.get("id") == after), 0)
-        if not begin:
-            raise invalid("after", f"after {shown(after)} is no item of this response; leave it out", "invalid_value")
-    chosen = ordered[begin : begin + limit]
-    return {
-        "object": "list",
-        "data": chosen,
-        "first_id": chosen[0].get("id") if chosen else None,
-        "last_id": chosen[-1].get("id") if chosen else None,
-        "has_more": begin + limit < len(ordered),
-    }
 
 
 async def _spec(gateway: Gateway, body: ResponsesBody, before: Sequence[dict[str, Any]], tenant: str) -> GenerationSpec:

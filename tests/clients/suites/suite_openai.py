@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -206,3 +207,23 @@ def test_response_in_the_background(client: openai.OpenAI, server: Any, said: st
     )
     server.ended(begun.id)
     assert client.responses.retrieve(begun.id).output_text == said
+
+
+def test_files_and_batches(client: openai.OpenAI, server: Any, continued: str) -> None:
+    url: Any = "/v1/completions"
+    body = {"model": server.model, "prompt": "def add(", "max_tokens": 12, "temperature": 0}
+    lines = [{"custom_id": f"{n}", "method": "POST", "url": url, "body": body} for n in range(3)]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).content == content
+    batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+    for _ in range(600):
+        if (batch := client.batches.retrieve(batch.id)).status in ("completed", "failed"):
+            break
+        time.sleep(0.1)
+    assert batch.status == "completed" and batch.request_counts.completed == 3
+    rows = [json.loads(text) for text in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [row["response"]["body"]["choices"][0]["text"] for row in rows] == [continued] * 3
+    assert batch.id in [each.id for each in client.batches.list(limit=1)]
+    for name in (file.id, batch.output_file_id):
+        assert client.files.delete(name).deleted

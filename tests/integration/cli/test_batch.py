@@ -251,7 +251,7 @@ BAD = {
     "a field too many": json.dumps({**GOOD, "x": 1}),
     "no id": json.dumps({**GOOD, "custom_id": ""}),
     "another method": json.dumps({**GOOD, "method": "GET"}),
-    "another address": json.dumps({**GOOD, "url": "/v1/embeddings"}),
+    "another address": json.dumps({**GOOD, "url": "/v1/messages"}),
     "a stream": json.dumps({**GOOD, "body": {"stream": True}}),
     "an id twice": json.dumps(GOOD) + "\n" + json.dumps(GOOD),
 }

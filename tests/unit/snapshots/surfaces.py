@@ -91,6 +91,7 @@ def metrics() -> str:
     gateway.call("enqueue", 0.0)
     gateway.unreadable.labels("tokens")
     gateway.refused_grammars.labels("invalid")
+    gateway.batch_lines.labels("answered")
     spec: Any = SimpleNamespace(endpoint="endpoint", prompt_tokens=1, choices=1, max_tokens=1)
     gateway.finished(spec, ["stop"], 1, 0.0)
     scheduler = scheduler_metrics.Metrics()

@@ -1,0 +1,182 @@
+"""Find batches that have not ended and drive some of them, each at one gateway at a time.
+
+A lease in Redis says which gateway drives a batch. Its epoch is part of the names of all that the gateway writes about
+the batch (records.py), so one that lost the lease without noticing changes nothing that counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from redis.exceptions import RedisError
+from starlette.types import ASGIApp
+
+from services.gateway.auth import Keyring
+from services.gateway.batches.files import FileStore
+from services.gateway.batches.records import BatchOrder, BatchStore, OpenBatch, Outdated
+from services.gateway.batches.run import Means, Run
+from services.gateway.metrics import Metrics
+from shared.redis_client import LIVE_TTL_MS, Scripts, Unreachable, Value, connect
+from shared.settings import GatewaySettings
+from shared.tasks import end
+
+log = logging.getLogger("orcinus.gateway")
+
+EVERY_S = 2.0
+SWEEP_S = 600.0
+LEASE_MS = 10_000
+RENEWALS = 4
+"""In the time of a lease."""
+MOST_DRIVEN = 8
+"""Batches that a gateway drives at a time."""
+PAUSE_S = 30.0
+"""After a batch could not be driven, as when the disk is full."""
+
+
+class BatchDriver:
+    """Drive batches: a task of the gateway and one for each batch."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        keyring: Keyring,
+        metrics: Metrics,
+        cancel: Callable[[str, str], Awaitable[Any]],
+    ) -> None:
+        """cancel: cancels a request of a tenant."""
+        self.files = FileStore(settings)
+        self.batches = BatchStore(self.files)
+        self.app: ASGIApp | None = None
+        """Answers the requests of lines; set before `run` is called."""
+        self._settings = settings
+        self._keys = settings.keys
+        self._keyring = keyring
+        self._metrics = metrics
+        self._cancel = cancel
+        self._redis: Any = connect(settings, connections=2)
+        scripts = Scripts(self._redis)
+        self._lease = scripts.lease
+        self._slots = asyncio.Semaphore(settings.batch_requests)
+        self._driven: dict[OpenBatch, asyncio.Task[None]] = {}
+        self._paused: dict[OpenBatch, float] = {}
+        self._more = asyncio.Event()
+        self._swept_at = time.monotonic()
+        self._is_stopping = False
+        metrics.batches.set_function(lambda: len(self._driven))
+
+    def wake(self) -> None:
+        """Look for a batch that is new."""
+        self._more.set()
+
+    async def run(self) -> None:
+        """Look for batches, until cancelled."""
+        while True:
+            if self.files.enabled and self._keyring.read:
+                try:
+                    await self._look()
+                    await self._sweep()
+                except (*Unreachable, RedisError) as error:  # OSError, too: the disk
+                    log.warning("batches were not looked for: %s", error)
+            self._more.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S * random.uniform(0.8, 1.2)):  # noqa: S311 - jitter, no secret
+                    await self._more.wait()
+
+    async def stop(self) -> None:
+        """Leave all batches to other gateways; their requests continue."""
+        self._is_stopping = True
+        await end(*self._driven.values())
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _look(self) -> None:
+        """Begin to drive batches that no gateway drives, those of each tenant in turn."""
+        app = self.app
+        found = await asyncio.to_thread(self.batches.unfinished)
+        now = time.monotonic()
+        self._paused = {batch: until for batch, until in self._paused.items() if until > now}
+        turns: Counter[str] = Counter(batch.owner for batch in self._driven)
+        ranked = []
+        for batch in found:
+            if batch not in self._driven:
+                ranked.append((turns[batch.owner], batch))
+                turns[batch.owner] += 1
+        for _, batch in sorted(ranked):
+            if app is None or self._is_stopping or len(self._driven) >= MOST_DRIVEN:
+                return
+            if batch in self._paused or not (epoch := int(await self._run(batch, "acquire"))):
+                continue
+            order = await asyncio.to_thread(self.batches.order, batch)
+            if order is None:
+                await self._run(batch, "release", epoch)
+                continue
+            task = asyncio.create_task(self._drive(app, batch, order, epoch))
+            self._driven[batch] = task
+            task.add_done_callback(partial(self._left, batch))
+
+    def _left(self, batch: OpenBatch, _task: asyncio.Task[None]) -> None:
+        self._driven.pop(batch, None)
+        self.wake()
+
+    async def _drive(self, app: ASGIApp, batch: OpenBatch, order: BatchOrder, epoch: int) -> None:
+        """Run a batch while the lease is held."""
+        settings = self._settings
+        means = Means(
+            app, self.files, self.batches, self._keyring.caller, self._cancel, self._slots, settings.batch_requests,
+            settings.max_body_bytes, self._metrics,
+        )  # fmt: skip
+        keeping = asyncio.create_task(self._keep(batch, epoch))
+        running = asyncio.create_task(Run(means, batch, order, epoch).run())
+        try:
+            await asyncio.wait({keeping, running}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+        except Outdated:
+            log.info("batch %s: another gateway goes on with it", batch.id)
+        except Exception:
+            log.exception("batch %s was left for %.0f s", batch.id, PAUSE_S)
+            self._paused[batch] = time.monotonic() + PAUSE_S
+        finally:
+            await end(keeping, running)
+            try:
+                await self._run(batch, "release", epoch)
+            except (*Unreachable, RedisError) as error:
+                log.info("lease of batch %s not released: %s; it expires", batch.id, error)
+
+    async def _keep(self, batch: OpenBatch, epoch: int) -> None:
+        """Renew the lease until another gateway has it. While Redis is away the epoch alone protects the batch."""
+        while True:
+            await asyncio.sleep(LEASE_MS / 1000 / RENEWALS)
+            try:
+                if int(await self._run(batch, "renew", epoch)) != 1:
+                    log.warning("lease of batch %s lost", batch.id)
+                    return
+            except (*Unreachable, RedisError) as error:
+                log.info("lease of batch %s not renewed: %s; retrying", batch.id, error)
+
+    async def _run(self, batch: OpenBatch, verb: str, epoch: int = 0) -> Any:
+        keys = [
+            self._keys.batch_lease(batch.id),
+            self._keys.batch_epoch,
+            self._keys.last_batch_epoch(batch.id),
+        ]
+        arguments: list[Value] = [verb, LEASE_MS, epoch, LIVE_TTL_MS]
+        return await self._lease(keys, arguments)
+
+    async def _sweep(self) -> None:
+        """Remove what has expired, now and then."""
+        if time.monotonic() - self._swept_at < SWEEP_S:
+            return
+        self._swept_at = time.monotonic()
+        for owner in await asyncio.to_thread(self.files.owners):
+            await asyncio.to_thread(self.files.sweep, owner)
+            await asyncio.to_thread(self.batches.sweep, owner, self._settings.file_retention_s)

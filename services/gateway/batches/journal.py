@@ -1,0 +1,105 @@
+"""Keep the output lines of a batch as they come, each once, and write the two output files from them.
+
+A journal belongs to one epoch of a batch. A row is the number of the input line, 1 for a failed request, and the output
+line: `17 0 {"id": ...}`. A row counts once it is on the disk; of a last row that a kill cut off nothing is left. What a
+gateway writes after the next epoch began is beyond what that epoch sealed, and does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from services.gateway.batches.files import create, flush, flush_folder, open_plain
+
+ROW = re.compile(rb"([0-9]{1,9}) ([01]) (\{.*\}\n)", re.DOTALL)
+
+
+class Row(NamedTuple):
+    """Where an output line lies."""
+
+    epoch: int
+    offset: int
+    bytes: int
+    is_failed: bool
+
+
+def journal_name(epoch: int) -> str:
+    """Return the name of an epoch's journal."""
+    return f"rows-{epoch:016d}.jsonl"
+
+
+def whole_bytes(folder: Path, epoch: int) -> int:
+    """Return the bytes of all whole rows in the journal of an epoch; 0 where there is none."""
+    return sum(len(text) for _, text in _texts(folder, epoch, None))
+
+
+def rows(folder: Path, sealed: Sequence[tuple[int, int]], epoch: int) -> dict[int, Row]:
+    """Return the rows that count at an epoch, by the number of their input line; the first of a line counts."""
+    found: dict[int, Row] = {}
+    for each, most_bytes in [*sealed, (epoch, None)]:
+        for offset, text in _texts(folder, each, most_bytes):
+            if match := ROW.fullmatch(text):
+                begin = match.start(3)
+                row = Row(each, offset + begin, len(text) - begin, match[2] == b"1")
+                found.setdefault(int(match[1]), row)
+    return found
+
+
+def _texts(folder: Path, epoch: int, most_bytes: int | None) -> Iterator[tuple[int, bytes]]:
+    """Yield offset and text of each whole row, in the first `most_bytes`."""
+    try:
+        journal = open_plain(folder / journal_name(epoch))
+    except FileNotFoundError:
+        return
+    offset = 0
+    with journal:
+        for text in journal:
+            end = offset + len(text)
+            if not text.endswith(b"\n") or (most_bytes is not None and end > most_bytes):
+                return
+            yield offset, text
+            offset = end
+
+
+class Journal:
+    """The journal of the epoch that runs."""
+
+    def __init__(self, folder: Path, epoch: int) -> None:
+        self._out = create(folder / journal_name(epoch))
+        flush_folder(folder)
+
+    def append(self, added: Sequence[tuple[int, bool, bytes]]) -> None:
+        """Write rows (number of the line, whether its request failed, output line) through to the disk."""
+        text = b"".join(b"%d %d %b\n" % (number, is_failed, line) for number, is_failed, line in added)
+        self._out.write(text)
+        flush(self._out)
+
+    def close(self) -> None:
+        self._out.close()
+
+
+def write_outputs(folder: Path, counted: dict[int, Row], parts: tuple[Path, Path]) -> tuple[int, int]:
+    """Write the lines of good and of failed requests into two files, in the order of the input; return how many each
+    has.
+    """
+    counts = [0, 0]
+    journals = {epoch: open_plain(folder / journal_name(epoch)) for epoch in {row.epoch for row in counted.values()}}
+    try:
+        with create(parts[0]) as good, create(parts[1]) as bad:
+            for number in sorted(counted):
+                row = counted[number]
+                text = os.pread(journals[row.epoch].fileno(), row.bytes, row.offset)
+                if len(text) != row.bytes:
+                    raise OSError(f"{folder.name}: row of line {number} is cut; {len(text)} of {row.bytes} bytes")
+                (bad if row.is_failed else good).write(text)
+                counts[row.is_failed] += 1
+            flush(good)
+            flush(bad)
+    finally:
+        for journal in journals.values():
+            journal.close()
+    return counts[0], counts[1]

@@ -1,0 +1,99 @@
+"""Read the input of a batch: check all of its lines once, then each when its turn comes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.gateway.batches.files import open_plain
+from shared.batch_lines import Line, LineError, parse_line
+
+MAX_LINES = 50_000
+MAX_PROBLEMS = 100
+PREFIX_BYTES = 256
+"""Of a prompt, by which lines are ordered, so that those with a common beginning find it in the prefix cache."""
+SEED_BITS = 63
+
+
+class InputLines:
+    """The checked input of a batch. Close it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_plain(path)
+        self._offsets = array("Q", [0])
+        self._prefixes: list[bytes] = []
+
+    def __len__(self) -> int:
+        """Return how many requests there are."""
+        return len(self._offsets) - 1
+
+    def check(self, endpoint: str, most_bytes: int) -> list[dict[str, Any]]:
+        """Read all lines; return what is wrong with them, as `errors.data` of a batch has it.
+
+        most_bytes: of one line, as of the body of a request.
+        """
+        problems: list[dict[str, Any]] = []
+        known: set[str] = set()
+        number = 0
+        while len(problems) < MAX_PROBLEMS and (text := self._file.readline(most_bytes + 2)):
+            number += 1
+            try:
+                if text.strip():
+                    self._check_line(text, endpoint, most_bytes, known)
+            except LineError as error:
+                problem = {"code": error.code, "message": str(error), "param": error.param, "line": number}
+                problems.append(problem)
+                if error.code in ("line_too_long", "too_many_lines"):
+                    break
+        if not problems and not len(self):
+            problem = {"code": "empty_file", "message": "the file has no line; write one JSON object per line"}
+            problems.append(problem | {"param": None, "line": None})
+        return problems
+
+    def _check_line(self, text: bytes, endpoint: str, most_bytes: int, known: set[str]) -> None:
+        """Note where a line lies. Raise LineError."""
+        if len(text) > most_bytes + 1:
+            raise LineError("line_too_long", f"more than {most_bytes} bytes; send a shorter request")
+        line = parse_line(text)
+        if line.url != endpoint:
+            problem = f"url is {line.url}, and the batch is for {endpoint}; make a batch for each endpoint"
+            raise LineError("mismatched_url", problem, "url")
+        if line.custom_id in known:
+            problem = f"custom_id {line.custom_id!r} occurs twice; make it unique"
+            raise LineError("duplicate_custom_id", problem, "custom_id")
+        if (priority := line.body.get("priority")) not in (None, "low"):
+            problem = f"priority: lines of a batch run in class low; got {str(priority)[:80]!r}; leave it out"
+            raise LineError("invalid_value", problem, "priority")
+        if len(self) >= MAX_LINES:
+            raise LineError("too_many_lines", f"more than {MAX_LINES} requests; split the file")
+        known.add(line.custom_id)
+        self._offsets.append(self._file.tell())
+        self._prefixes.append(_prefix(line.body))
+
+    def order(self) -> list[int]:
+        """Return the numbers of all lines, once, those with a common beginning of their prompts side by side."""
+        prefixes, self._prefixes = self._prefixes, []
+        return sorted(range(len(prefixes)), key=lambda number: (prefixes[number], number))
+
+    def read(self, number: int) -> Line:
+        """Return a line by its number among the requests, from 0. Raise LineError when the file has changed."""
+        begin, end = self._offsets[number], self._offsets[number + 1]
+        return parse_line(os.pread(self._file.fileno(), end - begin, begin).strip())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _prefix(body: dict[str, Any]) -> bytes:
+    prompt = next((body[name] for name in ("messages", "prompt", "input") if name in body), None)
+    return orjson.dumps(prompt)[:PREFIX_BYTES]
+
+
+def seed_of(batch_id: str, number: int) -> int:
+    """Return the seed of a line without one: the same whenever the line is computed."""
+    return int.from_bytes(hashlib.sha256(f"{batch_id}:{number}".encode()).digest()[:8]) >> (64 - SEED_BITS)

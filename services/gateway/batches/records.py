@@ -1,0 +1,309 @@
+"""Keep batches on disk: what a client ordered, how far it is, and which gateway may say so.
+
+A batch is a folder of its tenant: `batch.json`, written once; a link to the input, so that deleting the file does not
+end the batch; `cancel`, once a client asked for it; and for each gateway that drove it a state and a journal
+(journal.py), both with the epoch of its lease in their names. The highest epoch counts. A gateway that lost its lease
+may go on writing under its own epoch: no reader looks there, and what was in its journal when the next epoch began is
+`sealed` in the state of that one. The folder `open` names the batches that have not ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from services.gateway.batches.files import FileStore, create, flush_folder, open_plain, write_whole
+from services.gateway.errors import RETRY, ApiError
+
+BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
+MARKER = re.compile(r"([0-9]{12})\.([0-9a-f]{32})\.(batch_[0-9a-f]{30})")
+STATE = re.compile(r"state-([0-9]{16})\.json")
+ENDED = ("completed", "failed", "expired", "cancelled")
+MAX_BATCHES = 1000
+"""Of a tenant. Beyond, the oldest that has ended is forgotten; when none has, a new one is refused."""
+STALE_S = 60.0
+"""Age at which a marker without a batch belongs to a gateway that died."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOrder:
+    """What a client ordered."""
+
+    id: str
+    tenant: str
+    key: str  # that pays for the lines; its id
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    output_kept_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """How far a batch is, as the gateway of one epoch knows. sealed: bytes that count of earlier journals."""
+
+    epoch: int = 0
+    status: str = "validating"
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    times: dict[str, int] = field(default_factory=dict)  # in_progress_at, completed_at, ...
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    sealed: list[tuple[int, int]] = field(default_factory=list)
+
+    def moved(self, status: str, now: float, **fields: Any) -> BatchState:
+        """Return the state with another status and its time."""
+        return replace(self, status=status, times={**self.times, f"{status}_at": int(now)}, **fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as it is now."""
+
+    order: BatchOrder
+    state: BatchState
+    cancelling_at: int | None
+
+    @property
+    def status(self) -> str:
+        """Return the status as OpenAI's API has it."""
+        is_cancelled = self.cancelling_at is not None and self.state.status not in ENDED
+        return "cancelling" if is_cancelled else self.state.status
+
+    def body(self) -> dict[str, Any]:
+        """Return the batch object of OpenAI's API."""
+        order, state = self.order, self.state
+        names = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelled_at")
+        return {
+            "id": order.id,
+            "object": "batch",
+            "endpoint": order.endpoint,
+            "errors": {"object": "list", "data": state.errors} if state.errors else None,
+            "input_file_id": order.input_file_id,
+            "completion_window": order.completion_window,
+            "status": self.status,
+            "output_file_id": state.output_file_id,
+            "error_file_id": state.error_file_id,
+            "created_at": order.created_at,
+            "expires_at": order.expires_at,
+            **{name: state.times.get(name) for name in names},
+            "cancelling_at": self.cancelling_at,
+            "request_counts": {"total": state.total, "completed": state.completed, "failed": state.failed},
+            "metadata": order.metadata,
+        }
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class OpenBatch:
+    """A batch that has not ended, by its age."""
+
+    created_at: int
+    owner: str
+    id: str
+
+
+class Outdated(Exception):  # noqa: N818 - an event, not an error
+    """A gateway with a later epoch drives the batch."""
+
+
+_ORDER = TypeAdapter(BatchOrder)
+_STATE = TypeAdapter(BatchState)
+
+
+class BatchStore:
+    """The batches of all tenants."""
+
+    def __init__(self, files: FileStore) -> None:
+        self._files = files
+
+    def create(self, order: BatchOrder) -> Batch:
+        """Keep a new batch. Raise ApiError(404, 413, 429)."""
+        owner = self._files.owner(order.tenant)
+        folder = self._files.folder(owner)
+        source = self._files.path(order.tenant, order.input_file_id)
+        with self._files.locked(folder):
+            if self._files.room(owner) < 0:
+                text = "files: their quota of bytes is used up; delete files that are not needed"
+                raise ApiError(413, text, code="file_quota_exceeded")
+            self._make_room(order.tenant, folder)
+            made = folder / f".new-{order.id}"
+            made.mkdir(mode=0o700)
+            try:
+                os.link(source, made / "input", follow_symlinks=False)
+                write_whole(made / "batch.json", orjson.dumps(order))
+                marker = self._marker(OpenBatch(order.created_at, owner, order.id))
+                marker.parent.mkdir(mode=0o700, exist_ok=True)
+                create(marker).close()
+                flush_folder(marker.parent)
+                made.rename(folder / order.id)
+            except BaseException:
+                shutil.rmtree(made, ignore_errors=True)
+                raise
+            flush_folder(folder)
+        return Batch(order, BatchState(), None)
+
+    def find(self, tenant: str, batch_id: str) -> Batch:
+        """Return a batch of a tenant. Raise ApiError(404)."""
+        folder = self._files.folder(self._files.owner(tenant))
+        found = self._read(folder / batch_id) if BATCH_ID.fullmatch(batch_id) else None
+        if found is None:
+            raise unknown_batch(batch_id)
+        return found
+
+    def of_tenant(self, tenant: str) -> list[Batch]:
+        """Return the batches of a tenant, the oldest first."""
+        folder = self._files.folder(self._files.owner(tenant))
+        found = [self._read(folder / name) for name in os.listdir(folder) if BATCH_ID.fullmatch(name)]
+        batches = [batch for batch in found if batch is not None]
+        return sorted(batches, key=lambda batch: (batch.order.created_at, batch.order.id))
+
+    def cancel(self, tenant: str, batch_id: str) -> Batch:
+        """Ask the gateway that drives a batch to end it. Raise ApiError(404, 409)."""
+        found = self.find(tenant, batch_id)
+        if found.status in ENDED:
+            text = f"batch {batch_id}: its status is {found.status}; only one that has not ended can be cancelled"
+            raise ApiError(409, text, param="batch_id", code="batch_ended")
+        folder = self.folder(self._files.owner(tenant), batch_id)
+        if found.cancelling_at is None:
+            write_whole(folder / "cancel", b"%d" % time.time())
+        return self.find(tenant, batch_id)
+
+    def unfinished(self) -> list[OpenBatch]:
+        """Return the batches that have not ended, the oldest first."""
+        root = self._files.root
+        if root is None or not (root / "open").is_dir():
+            return []
+        found = (MARKER.fullmatch(name) for name in os.listdir(root / "open"))
+        return sorted(OpenBatch(int(match[1]), match[2], match[3]) for match in found if match is not None)
+
+    def folder(self, owner: str, batch_id: str) -> Path:
+        """Return the folder of a batch."""
+        return self._files.folder(owner) / batch_id
+
+    def order(self, batch: OpenBatch) -> BatchOrder | None:
+        """Return what was ordered; None, and no marker any more, where there is no such batch."""
+        found = self._read(self.folder(batch.owner, batch.id))
+        if found is not None and found.state.status not in ENDED:
+            return found.order
+        marker = self._marker(batch)
+        if found is not None or (marker.exists() and time.time() - marker.stat().st_mtime > STALE_S):
+            marker.unlink(missing_ok=True)
+        return None
+
+    def take_over(self, batch: OpenBatch, epoch: int, journal_bytes: Callable[[Path, int], int]) -> BatchState:
+        """Begin an epoch and return its state. journal_bytes: the whole lines in the journal of an epoch.
+
+        Raise Outdated.
+        """
+        folder = self.folder(batch.owner, batch.id)
+        with self._files.locked(folder.parent):
+            before = self._state(folder)
+            if before.epoch >= epoch or before.status in ENDED:
+                raise Outdated
+            sealed = list(before.sealed)
+            if before.epoch:
+                sealed.append((before.epoch, journal_bytes(folder, before.epoch)))
+            begun = replace(before, epoch=epoch, sealed=sealed)
+            self._put(folder, begun)
+        return begun
+
+    def write(self, batch: OpenBatch, state: BatchState) -> None:
+        """Write the next state of an epoch. Raise Outdated."""
+        folder = self.folder(batch.owner, batch.id)
+        with self._files.locked(folder.parent):
+            if self._state(folder).epoch != state.epoch:
+                raise Outdated
+            self._put(folder, state)
+
+    def close(self, batch: OpenBatch, state: BatchState) -> None:
+        """Write the last state of a batch, and remove what is needed no more. Raise Outdated."""
+        self.write(batch, state)
+        self._marker(batch).unlink(missing_ok=True)
+        folder = self.folder(batch.owner, batch.id)
+        for path in folder.iterdir():
+            if path.name not in ("batch.json", "cancel", _state_name(state.epoch)):
+                path.unlink(missing_ok=True)
+
+    def is_cancelled(self, batch: OpenBatch) -> bool:
+        """Return whether the client wants the batch to end."""
+        return (self.folder(batch.owner, batch.id) / "cancel").exists()
+
+    def sweep(self, owner: str, retention_s: float) -> None:
+        """Forget batches of a tenant that ended long ago, and rests of gateways that died."""
+        folder = self._files.folder(owner)
+        for name in os.listdir(folder):
+            path = folder / name
+            if BATCH_ID.fullmatch(name):
+                found = self._read(path)
+                if found is not None and found.status in ENDED and _ended_at(found) + retention_s < time.time():
+                    shutil.rmtree(path, ignore_errors=True)
+            elif name.startswith(".new-") and path.is_dir() and time.time() - path.stat().st_mtime > STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _make_room(self, tenant: str, folder: Path) -> None:
+        """Forget the oldest batch that has ended when there are as many as there may be. Raise ApiError(429)."""
+        if sum(1 for name in os.listdir(folder) if BATCH_ID.fullmatch(name)) < MAX_BATCHES:
+            return
+        ended = next((batch for batch in self.of_tenant(tenant) if batch.status in ENDED), None)
+        if ended is None:
+            text = f"batches: {MAX_BATCHES} have not ended, which is the most; {RETRY}, or cancel some"
+            raise ApiError(429, text, code="too_many_batches", retry_after_s=60)
+        shutil.rmtree(folder / ended.order.id, ignore_errors=True)
+
+    def _marker(self, batch: OpenBatch) -> Path:
+        folder = self._files.folder(batch.owner).parent / "open"
+        return folder / f"{batch.created_at:012d}.{batch.owner}.{batch.id}"
+
+    def _read(self, folder: Path) -> Batch | None:
+        """Return a batch; None also for one that cannot be read."""
+        try:
+            with open_plain(folder / "batch.json") as record:
+                order = _ORDER.validate_json(record.read())
+            cancel = folder / "cancel"
+            cancelling_at = int(cancel.read_bytes()) if cancel.exists() else None
+            return Batch(order, self._state(folder), cancelling_at) if order.id == folder.name else None
+        except (FileNotFoundError, ValidationError, ValueError):
+            return None
+
+    def _state(self, folder: Path) -> BatchState:
+        """Return the state of the highest epoch. Raise FileNotFoundError, ValidationError."""
+        while True:
+            epochs = [int(match[1]) for name in os.listdir(folder) if (match := STATE.fullmatch(name))]
+            if not epochs:
+                return BatchState()
+            try:
+                with open_plain(folder / _state_name(max(epochs))) as state:
+                    return _STATE.validate_json(state.read())
+            except FileNotFoundError:  # a later epoch has just ended the batch
+                continue
+
+    @staticmethod
+    def _put(folder: Path, state: BatchState) -> None:
+        write_whole(folder / _state_name(state.epoch), orjson.dumps(state))
+
+
+def _state_name(epoch: int) -> str:
+    return f"state-{epoch:016d}.json"
+
+
+def _ended_at(batch: Batch) -> int:
+    return batch.state.times.get(f"{batch.state.status}_at", batch.order.created_at)
+
+
+def unknown_batch(batch_id: str) -> ApiError:
+    """Return the 404; the same for a batch of another tenant."""
+    return ApiError(404, f"batch {batch_id[:80]!r} not found", param="batch_id", code="batch_not_found")

@@ -1,0 +1,306 @@
+"""`/v1/files` and `/v1/batches` through the official client, over a real gateway and a scripted scheduler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from services.gateway.batches.lines import seed_of
+from tests.integration.conftest import KEY, OTHER, TEXT
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
+from tests.support.tokenizers import token_ids
+from tests.support.waiting import until
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[GatewayProcess]:
+    directory = tmp_path_factory.mktemp("gateway")
+    (directory / "keys").write_text(f"{KEY}\n{OTHER}\n")
+    settings = {"files_dir": directory / "files", "file_bytes": 100_000, "tenant_file_bytes": 1 << 20}
+    with running_gateway(
+        directory, model, redis_server, api_key_file=directory / "keys", tenant_files=20, batch_requests=4,
+        max_body_bytes=20_000, **settings,
+    ) as running:  # fmt: skip
+        running.key = KEY
+        yield running
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+        for file in made.files.list():
+            made.files.delete(file.id)
+
+
+def line(name: str, model: str, url: str = CHAT, **body: Any) -> str:
+    said = {"messages": [{"role": "user", "content": name}]} if url == CHAT else {}
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": {"model": model, **said, **body}})
+
+
+def begin(client: openai.OpenAI, lines: list[str], endpoint: Any = CHAT, **fields: Any) -> Batch:
+    content = "".join(each + "\n" for each in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
+
+
+def ended(client: openai.OpenAI, batch: Batch) -> Batch:
+    def look() -> Batch | None:
+        found = client.batches.retrieve(batch.id)
+        return found if found.status in ENDED else None
+
+    return until("the batch has ended", look, 60, every=0.05)
+
+
+def completed(client: openai.OpenAI, batch: Batch) -> int:
+    counts = client.batches.retrieve(batch.id).request_counts
+    return 0 if counts is None else counts.completed
+
+
+def rows(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
+
+
+def test_every_line_is_answered_once(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
+    names = [f"line-{n}" for n in range(20)]
+    lines = [line(name, gateway.name, max_tokens=9) for name in names]
+    lines.insert(7, line("wrong", "another-model"))
+    batch = begin(client, lines, metadata={"a": "b"})
+    assert (batch.status, batch.metadata, batch.request_counts and batch.request_counts.total) == (
+        "validating", {"a": "b"}, 0,
+    )  # fmt: skip
+    batch = ended(client, batch)
+    assert batch.status == "completed", batch
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 21, "completed": 20, "failed": 1}
+    answered = rows(client, batch.output_file_id)
+    assert [row["custom_id"] for row in answered] == names
+    assert all(TEXT.startswith(row["response"]["body"]["choices"][0]["message"]["content"]) for row in answered)
+    assert {row["response"]["status_code"] for row in answered} == {200}
+    [failed] = rows(client, batch.error_file_id)
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("wrong", 404)
+    assert failed["response"]["body"]["error"]["code"] == "model_not_found"
+
+
+def test_lines_go_in_class_low_with_a_seed_of_their_own(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    url = "/v1/completions"
+    texts = [line(f"{n}", gateway.name, url, prompt=f"{n}", max_tokens=1, temperature=1) for n in range(3)]
+    texts[2] = line("2", gateway.name, url, prompt="2", max_tokens=1, temperature=1, seed=7)
+    batch = begin(client, texts, url)
+    found = {}
+    for _ in range(3):
+        claimed = scheduler.claim()
+        assert claimed.stream.endswith(":low")
+        found[tuple(claimed.prompts[0])] = claimed.request.sampling.seed
+        scheduler.serve(claimed, [50])
+    assert ended(client, batch).status == "completed"
+    expected = {tuple(token_ids(f"{n}")): seed_of(batch.id, n) for n in range(2)} | {tuple(token_ids("2")): 7}
+    assert found == expected
+
+
+def test_no_more_lines_than_the_setting_are_in_the_queue(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, redis_server: RedisServer
+) -> None:
+    batch = begin(client, [line(f"{n}", gateway.name, max_tokens=2) for n in range(9)])
+    claimed = [scheduler.claim() for _ in range(4)]
+    assert client.batches.retrieve(batch.id).status == "in_progress"
+    assert scheduler.claim_one() is None
+    with answering(scheduler, lambda _: [50]):
+        for each in claimed:
+            scheduler.serve(each, [50])
+        assert ended(client, batch).status == "completed"
+    lease = gateway.keys.batch_lease(batch.id)
+    until("the lease is released", lambda: not redis_server.client.exists(lease))
+
+
+def test_input_that_is_wrong_fails_with_its_lines(client: openai.OpenAI, gateway: GatewayProcess) -> None:
+    good = line("a", gateway.name)
+    batch = ended(client, begin(client, [good, "{", good]))
+    assert batch.status == "failed" and batch.output_file_id is None
+    assert batch.errors is not None and batch.errors.data is not None
+    assert [(each.code, each.line) for each in batch.errors.data] == [
+        ("invalid_json_line", 2), ("duplicate_custom_id", 3),
+    ]  # fmt: skip
+
+
+def test_cancel_ends_what_runs_and_keeps_what_was_answered(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    batch = begin(client, [line(f"{n}", gateway.name, max_tokens=2) for n in range(9)])
+    first = scheduler.claim()
+    scheduler.serve(first, [50])
+    running = [scheduler.claim() for _ in range(4)]
+    until("a line is counted", lambda: completed(client, batch) == 1)
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    cancelled = set()
+    for each in running:
+        scheduler.wait_control("cancel", each.id)
+        cancelled.add(each.id)
+        scheduler.controls_from = "0-0"
+    batch = ended(client, batch)
+    assert (batch.status, len(cancelled)) == ("cancelled", 4)
+    assert batch.request_counts is not None and batch.request_counts.completed == 1
+    assert len(rows(client, batch.output_file_id)) == 1 and batch.error_file_id is None
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(batch.id)
+
+
+def test_input_may_be_deleted_while_its_batch_runs(
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    batch = begin(client, [line(f"{n}", gateway.name, max_tokens=1) for n in range(9)])
+    client.files.delete(batch.input_file_id)
+    with answering(scheduler, lambda _: [50]):
+        assert ended(client, batch).status == "completed"
+
+
+def test_batches_are_listed_for_their_tenant(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
+    made = [begin(client, [line("a", gateway.name, max_tokens=1)]).id for _ in range(3)]
+    listed = [batch.id for batch in client.batches.list(limit=2)]  # the client turns the pages
+    assert set(made) <= set(listed) and len(set(listed)) == len(listed)
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=OTHER, max_retries=0) as other:
+        assert list(other.batches.list()) == []
+        for ask in (other.batches.retrieve, other.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                ask(made[0])
+        with pytest.raises(openai.BadRequestError, match="upload it first"):
+            input_file = client.batches.retrieve(made[0]).input_file_id
+            other.batches.create(input_file_id=input_file, endpoint=CHAT, completion_window="24h")
+    for batch_id in made:
+        ended(client, client.batches.retrieve(batch_id))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"completion_window": "1d"}, "completion_window"),
+        ({"completion_window": "721h"}, "completion_window"),
+        ({"endpoint": "/v1/messages"}, "endpoint"),
+        ({"input_file_id": "../batch.json"}, "input_file_id"),
+        ({"more": 1}, "more"),
+        ({"metadata": {"a": 1}}, "metadata"),
+    ],
+)
+def test_bad_field_of_a_batch_is_named(gateway: GatewayProcess, fields: dict[str, Any], param: str) -> None:
+    body = {"input_file_id": "file-" + "0" * 30, "endpoint": CHAT, "completion_window": "24h", **fields}
+    answer = gateway.request("POST", "/v1/batches", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_files_come_and_go_through_the_official_client(client: openai.OpenAI, gateway: GatewayProcess) -> None:
+    content = b'{"a": "\xf0\x9f\x90\x8b"}\r\n' * 3000
+    made = client.files.create(
+        file=("../a b.jsonl", content), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert (made.bytes, made.filename, made.purpose, made.status) == (
+        len(content),
+        "../a b.jsonl",
+        "batch",
+        "processed",
+    )
+    assert made.expires_at == made.created_at + 3600
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).content == content
+    others = [client.files.create(file=b"x", purpose="batch").id for _ in range(4)]
+    assert next(file.id for file in client.files.list(limit=2, order="asc")) == made.id
+    assert {file.id for file in client.files.list(limit=2)} == {made.id, *others}
+    assert list(client.files.list(purpose="batch_output")) == []
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=OTHER, max_retries=0) as other:
+        assert list(other.files.list()) == []
+        for ask in (other.files.retrieve, other.files.content, other.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                ask(made.id)
+    assert client.files.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(made.id)
+
+
+def test_too_many_files_and_bytes_are_refused(client: openai.OpenAI, gateway: GatewayProcess) -> None:
+    with pytest.raises(openai.APIStatusError, match="more than 100000 bytes") as raised:
+        client.files.create(file=b"x" * 100_001, purpose="batch")
+    assert (raised.value.status_code, raised.value.code) == (413, "file_too_large")
+    answer = gateway.request(
+        "POST", "/v1/files", content=b"x" * 200_000, headers={"Content-Type": "multipart/form-data; boundary=x"}
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    for _ in range(20):
+        client.files.create(file=b"x", purpose="batch")
+    with pytest.raises(openai.APIStatusError, match="20 of at most 20") as raised:
+        client.files.create(file=b"x", purpose="batch")
+    assert raised.value.code == "file_quota_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        ({"data": {"purpose": "batch"}, "files": {"other": b"x"}}, "other"),
+        ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x"}}, "purpose must be 'batch'"),
+        ({"data": {}, "files": {"file": b"x"}}, "parameter purpose"),
+        ({"data": {"purpose": "batch", "expires_after[seconds]": "1"}, "files": {"file": b"x"}}, "anchor"),
+        (
+            {"data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "1"},
+             "files": {"file": b"x"}},
+            "seconds must be 3600",
+        ),
+        ({"data": {"purpose": "x" * 2000}, "files": {"file": b"x"}}, "may have 1024 bytes"),
+    ],
+)  # fmt: skip
+def test_form_that_is_wrong_is_refused_and_leaves_nothing(
+    gateway: GatewayProcess, client: openai.OpenAI, form: dict[str, Any], problem: str
+) -> None:
+    answer = gateway.request("POST", "/v1/files", **form)
+    assert answer.status_code == 400 and problem in answer.json()["error"]["message"]
+    assert list(client.files.list()) == []
+
+
+def test_form_with_its_file_first_is_taken(gateway: GatewayProcess, client: openai.OpenAI) -> None:
+    parts = [("file", ("f", b"x")), ("purpose", (None, b"batch"))]
+    assert gateway.request("POST", "/v1/files", files=parts).json()["bytes"] == 1
+
+
+def test_body_that_is_no_form_is_refused(gateway: GatewayProcess) -> None:
+    answer = gateway.post("/v1/files", {})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    head = {"Content-Type": "multipart/form-data; boundary=x"}
+    answer = gateway.request("POST", "/v1/files", content=b"--x\r\n", headers=head)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_multipart")
+
+
+def test_gateway_without_a_directory_has_no_files(
+    tmp_path: Path, model: Path, redis_server: RedisServer, scheduler: ScriptedScheduler
+) -> None:
+    with running_gateway(tmp_path, model, redis_server) as bare:
+        for path in ("/v1/files", "/v1/batches"):
+            answer = bare.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "files_off")
+            assert "ORCINUS_FILES_DIR" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/files?limit=0", "/v1/batches?limit=x", "/v1/files?order=up"])
+def test_bad_parameter_of_a_list_is_named(gateway: GatewayProcess, path: str) -> None:
+    error = gateway.get(path).json()["error"]
+    assert (error["param"], error["type"]) == (path[1:].partition("?")[2].partition("=")[0], "invalid_request_error")
+
+
+def test_responses_are_lines_as_well(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
+    url = "/v1/responses"
+    batch = ended(client, begin(client, [line("a", gateway.name, url, input="hi", max_output_tokens=100)], url))
+    [row] = rows(client, batch.output_file_id)
+    stored = client.responses.retrieve(row["response"]["request_id"])
+    assert (stored.output_text, row["response"]["body"]["id"]) == (TEXT, stored.id)

@@ -1,0 +1,76 @@
+"""A gateway that drives a batch dies, is paused or drains; another one goes on, and no line is computed twice."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.gateway.batches.test_batches import begin, ended, line, rows
+from tests.support.gateway_process import GatewayProcess
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import Claimed, ScriptedScheduler, answering
+from tests.support.waiting import until
+
+LINES = 12
+AT_A_TIME = 4
+
+
+@pytest.fixture
+def pair(tmp_path: Path, model: Path, redis_server: RedisServer) -> Iterator[list[GatewayProcess]]:
+    """Two gateways over one folder; the second is started by the test."""
+    settings: dict[str, Any] = {"files_dir": tmp_path / "files", "batch_requests": AT_A_TIME}
+    made = [GatewayProcess(tmp_path, model, redis_server.url, **settings) for _ in range(2)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            if each.process is not None:
+                each.process.send_signal(signal.SIGCONT)
+                each.stop()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_batch_goes_on_at_another_gateway(
+    pair: list[GatewayProcess], redis_server: RedisServer, how: signal.Signals
+) -> None:
+    one, two = pair
+    scheduler = ScriptedScheduler(redis_server.client, one.start().keys).lead()
+    one.wait_live().wait_ready()
+    two.start().wait_live().wait_ready()
+    with openai.OpenAI(base_url=one.url + "/v1", api_key="x", max_retries=0) as client:
+        names = [f"line-{n:02}" for n in range(LINES)]
+        batch = begin(client, [line(name, one.name, max_tokens=4) for name in names])
+        running = [scheduler.claim() for _ in range(AT_A_TIME)]
+    driving, other = (one, two) if drives(one) else (two, one)
+    scheduler.serve(running[0], [50])
+    running.append(scheduler.claim())  # the first line was counted, and another one sent
+    assert driving.process is not None
+    driving.process.send_signal(how)
+    for each in running[1:]:
+        scheduler.serve(each, [51])  # what the gateway that sent them may not read
+    others: list[str] = []
+
+    def answer(claimed: Claimed) -> list[int]:
+        others.append(claimed.id)
+        return [52]
+
+    with openai.OpenAI(base_url=other.url + "/v1", api_key="x", max_retries=0) as client, answering(scheduler, answer):
+        found = ended(client, batch)
+        assert found.status == "completed", found
+        assert [row["custom_id"] for row in rows(client, found.output_file_id)] == names
+        assert len(others) == LINES - len(running)
+        assert len({*others, *(each.id for each in running)}) == LINES
+        if how is signal.SIGSTOP:
+            driving.process.send_signal(signal.SIGCONT)
+            until("the paused gateway has noticed", lambda: not drives(driving))
+            assert client.batches.retrieve(batch.id) == found
+            assert len(list(client.files.list())) == 2
+
+
+def drives(gateway: GatewayProcess) -> bool:
+    return gateway.metric("orcinus_gateway_driven_batches") == 1

@@ -1,0 +1,306 @@
+"""One batch through its statuses, over a scripted application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.auth import Caller
+from services.gateway.batches import run as module
+from services.gateway.batches.lines import seed_of
+from services.gateway.batches.records import Batch, Outdated
+from services.gateway.batches.run import Means, Run
+from services.gateway.metrics import Metrics
+from tests.unit.gateway.batches.disk import TENANT, lines_of, ordered, stores
+
+Answer = tuple[int, Any]
+GOOD: Answer = (200, {"choices": []})
+
+
+def error(status: int, code: str) -> Answer:
+    return status, {"error": {"message": "no", "type": "x", "param": None, "code": code}}
+
+
+@dataclass
+class ScriptedApp:
+    """Answers with `answer(body, how often its prompt came before)`, after `gate`."""
+
+    answer: Callable[[dict[str, Any], int], Answer] = lambda body, before: GOOD
+    gate: Callable[[dict[str, Any]], Awaitable[Any]] | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    tenants: set[str] = field(default_factory=set)
+    active: int = 0
+    most: int = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        body = orjson.loads(await request.body())
+        before = sum(known["prompt"] == body["prompt"] for known in self.bodies)
+        self.bodies.append(body)
+        self.names.append(request.headers["idempotency-key"])
+        self.tenants.add(request.state.tenant)
+        request.state.spec = Spec(f"cmpl-{int(body['prompt'])}")
+        self.active += 1
+        self.most = max(self.most, self.active)
+        try:
+            await asyncio.sleep(0)
+            if self.gate is not None:
+                await self.gate(body)
+            status, content = self.answer(body, before)
+        finally:
+            self.active -= 1
+        await Response(orjson.dumps(content), status)(scope, receive, send)
+
+
+@dataclass
+class Spec:
+    id: str
+
+
+class Case:
+    """A new batch, and gateways that run it."""
+
+    def __init__(self, folder: Path, content: bytes, window_s: int = 3600, **settings: Any) -> None:
+        self.files, self.batches = stores(folder, **settings)
+        self.order, self.open = ordered(self.files, self.batches, content, window_s)
+        self.app = ScriptedApp()
+        self.caller: Caller | None = Caller(TENANT)
+        self.cancelled: list[tuple[str, str]] = []
+
+    def run(self, epoch: int = 1, requests: int = 4) -> Run:
+        async def cancel(request_id: str, tenant: str) -> None:
+            self.cancelled.append((request_id, tenant))
+
+        means = Means(
+            self.app, self.files, self.batches, lambda key: self.caller if key == "key-1" else None, cancel,
+            asyncio.Semaphore(requests), requests, 100_000, Metrics(),
+        )  # fmt: skip
+        return Run(means, self.open, self.order, epoch)
+
+    @property
+    def now(self) -> Batch:
+        return self.batches.find(TENANT, self.order.id)
+
+    def rows(self, file_id: str | None) -> list[dict[str, Any]]:
+        if file_id is None:
+            return []
+        with self.files.open(TENANT, file_id)[1] as content:
+            return [orjson.loads(text) for text in content]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(module, "WATCH_S", 0.005)
+
+
+def counts(batch: Batch) -> tuple[str, int, int, int]:
+    return batch.status, batch.state.total, batch.state.completed, batch.state.failed
+
+
+async def test_each_line_is_one_request_of_class_low(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(30))
+    case.app.answer = lambda body, before: error(400, "invalid_value") if int(body["prompt"]) == 7 else GOOD
+    await case.run().run()
+    assert counts(case.now) == ("completed", 30, 29, 1)
+    assert {body["priority"] for body in case.app.bodies} == {"low"}
+    seeds = {int(body["prompt"]): body["seed"] for body in case.app.bodies}
+    assert seeds == {number: seed_of(case.order.id, number) for number in range(30)}
+    assert (case.app.tenants, case.app.most) == ({TENANT}, 4)
+    assert Counter(case.app.names) == Counter(f"{case.order.id}:{number}:0" for number in range(30))
+    good, bad = case.rows(case.now.state.output_file_id), case.rows(case.now.state.error_file_id)
+    assert [row["custom_id"] for row in good] == [f"line-{n}" for n in range(30) if n != 7]
+    assert good[3]["response"] == {"status_code": 200, "request_id": "cmpl-3", "body": {"choices": []}}
+    assert [(row["custom_id"], row["response"]["status_code"], row["error"]) for row in bad] == [("line-7", 400, None)]
+    assert len({row["id"] for row in good + bad}) == 30
+    times = case.now.state.times
+    assert times.keys() == {"in_progress_at", "finalizing_at", "completed_at"}
+
+
+async def test_seed_of_a_line_stays(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(2, seed=5))
+    await case.run().run()
+    assert {body["seed"] for body in case.app.bodies} == {5}
+
+
+async def test_wrong_input_fails_before_a_line_is_sent(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(2) + lines_of(1))
+    await case.run().run()
+    found = case.now
+    assert (found.status, found.state.output_file_id, case.app.bodies) == ("failed", None, [])
+    assert [(each["code"], each["line"]) for each in found.state.errors] == [("duplicate_custom_id", 3)]
+    assert found.body()["errors"]["object"] == "list"
+
+
+@pytest.mark.parametrize(
+    "refusal", [error(429, "queue_full"), error(503, "redis_unavailable"), error(409, "taken_over")]
+)
+async def test_refused_line_is_sent_again_under_its_name(tmp_path: Path, refusal: Answer) -> None:
+    case = Case(tmp_path, lines_of(2))
+    case.app.answer = lambda body, before: refusal if before < 5 else GOOD
+    await case.run().run()
+    assert counts(case.now) == ("completed", 2, 2, 0)
+    assert Counter(case.app.names) == {f"{case.order.id}:{number}:0": 6 for number in range(2)}
+
+
+@pytest.mark.parametrize("code", ["deadline_unreachable", "slo_unreachable"])
+async def test_line_that_refuses_itself_is_not_sent_again(tmp_path: Path, code: str) -> None:
+    case = Case(tmp_path, lines_of(1))
+    case.app.answer = lambda body, before: error(429, code)
+    await case.run().run()
+    assert counts(case.now) == ("completed", 1, 0, 1)
+    assert len(case.app.bodies) == 1
+
+
+async def test_lost_request_is_computed_again_three_times_at_most(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(2))
+    case.app.answer = lambda body, before: (
+        error(500, "record_lost") if int(body["prompt"]) == 0 or before == 0 else GOOD
+    )
+    await case.run().run()
+    assert counts(case.now) == ("completed", 2, 1, 1)
+    names = [f"{case.order.id}:0:{fault}" for fault in range(3)] + [f"{case.order.id}:1:{fault}" for fault in range(2)]
+    assert sorted(case.app.names) == names
+
+
+async def test_handler_that_breaks_is_an_error_of_its_line(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(1))
+
+    def broken(body: dict[str, Any], before: int) -> Answer:
+        raise RuntimeError("a bug")
+
+    case.app.answer = broken
+    await case.run().run()
+    [row] = case.rows(case.now.state.error_file_id)
+    assert (row["response"]["status_code"], row["response"]["body"]["error"]["code"]) == (500, "internal_error")
+
+
+async def test_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(9))
+
+    async def gate(body: dict[str, Any]) -> None:
+        if int(body["prompt"]) > 2:
+            case.batches.cancel(TENANT, case.order.id)
+            await asyncio.Event().wait()
+
+    case.app.gate = gate
+    await case.run().run()
+    assert counts(case.now) == ("cancelled", 9, 3, 0)
+    assert [row["custom_id"] for row in case.rows(case.now.state.output_file_id)] == ["line-0", "line-1", "line-2"]
+    assert sorted(case.cancelled) == [(f"cmpl-{n}", TENANT) for n in range(3, 7)]
+    assert case.now.cancelling_at is not None and "cancelled_at" in case.now.state.times
+
+
+async def test_window_that_ends_leaves_error_lines(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(3), window_s=-1)
+
+    async def gate(body: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    case.app.gate = gate
+    await case.run().run()
+    assert counts(case.now) == ("expired", 3, 0, 3) and case.app.bodies == []
+    bad = case.rows(case.now.state.error_file_id)
+    assert [(row["custom_id"], row["response"], row["error"]["code"]) for row in bad] == [
+        (f"line-{n}", None, "batch_expired") for n in range(3)
+    ]
+
+
+async def test_revoked_key_ends_its_batch(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(9))
+
+    def answer(body: dict[str, Any], before: int) -> Answer:
+        case.caller = None
+        return GOOD
+
+    case.app.answer = answer
+    await case.run(requests=1).run()
+    assert counts(case.now) == ("failed", 9, 1, 0)
+    assert case.now.state.errors[0]["code"] == "invalid_api_key"
+    assert len(case.rows(case.now.state.output_file_id)) == 1
+
+
+async def test_key_of_another_tenant_pays_nothing(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(2))
+    case.caller = Caller("tenant-2")
+    await case.run().run()
+    assert (case.now.status, case.app.bodies) == ("failed", [])
+
+
+async def test_outputs_beyond_the_quota_end_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROOM_ROUNDS", 1)
+    case = Case(tmp_path, lines_of(2), tenant_file_bytes=4096, file_bytes=1024)
+
+    async def gate(body: dict[str, Any]) -> None:
+        if int(body["prompt"]) == 1:
+            await asyncio.Event().wait()
+
+    case.app.gate = gate
+    case.app.answer = lambda body, before: (200, {"text": "x" * 8000})
+    await case.run().run()
+    assert counts(case.now) == ("failed", 2, 1, 0)
+    assert case.now.state.errors[0]["code"] == "file_quota_exceeded"
+
+
+async def begun(case: Case, run: Run, done: int) -> asyncio.Task[None]:
+    """Run until so many lines are on the disk."""
+    task = asyncio.create_task(run.run())
+    async with asyncio.timeout(20):
+        while case.now.state.completed < done:
+            await asyncio.sleep(0.005)
+    return task
+
+
+async def stuck(body: dict[str, Any]) -> None:
+    if int(body["prompt"]) > 4:
+        await asyncio.Event().wait()
+
+
+async def test_next_gateway_sends_only_what_has_no_answer(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(20))
+    case.app.gate = stuck
+    task = await begun(case, case.run(epoch=1), 5)
+    task.cancel()
+    await asyncio.wait({task})
+    assert case.now.status == "in_progress" and case.cancelled == []
+    first, case.app = case.app, ScriptedApp()
+    await case.run(epoch=2).run()
+    assert counts(case.now) == ("completed", 20, 20, 0)
+    assert len(case.app.bodies) == 15
+    assert set(first.names) & set(case.app.names) == {f"{case.order.id}:{number}:0" for number in range(5, 9)}
+    assert [row["custom_id"] for row in case.rows(case.now.state.output_file_id)] == [f"line-{n}" for n in range(20)]
+
+
+async def test_gateway_that_lost_its_lease_changes_nothing(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(20))
+    paused = asyncio.Event()
+
+    async def gate(body: dict[str, Any]) -> None:
+        if int(body["prompt"]) > 4:
+            await paused.wait()
+
+    case.app.gate = gate
+    case.app.answer = lambda body, before: (200, {"by": "the slow one"})
+    task = await begun(case, case.run(epoch=1), 5)
+    case.app = ScriptedApp()
+    await case.run(epoch=2).run()
+    before, files = case.now, case.files.of_tenant(TENANT)
+    paused.set()
+    with pytest.raises(Outdated):
+        async with asyncio.timeout(20):
+            await task
+    assert (case.now, case.files.of_tenant(TENANT)) == (before, files)
+    answered = case.rows(case.now.state.output_file_id)
+    assert [row["custom_id"] for row in answered] == [f"line-{n}" for n in range(20)]
+    assert sum(row["response"]["body"] == {"by": "the slow one"} for row in answered) == 5
