@@ -25,21 +25,30 @@ from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.http.pages import PAGE_HEADERS
 from services.gateway.http.protocol import BodyLimit, CutSlow, Pages, RequestContext
-from services.gateway.openai import chat, completions, document, embeddings, info, requests, responses, tokenization
-from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, TokenizeBody
+from services.gateway.openai import chat, completions, document, info, requests, responses, retrieval, tokenization
+from services.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
 from services.gateway.openai.responses import ResponsesBody
 from services.gateway.web import routes as web
 from shared.settings import is_loopback
 
 BODIES = (
-    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, TokenizeBody, DetokenizeBody,
+    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, RerankBody, ScoreBody,
+    TokenizeBody, DetokenizeBody,
 )  # fmt: skip
 
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
     app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(Pages, files=web.FILES)])
-    for endpoint in (completions, chat, embeddings, responses, messages, tokenization, info):
+    for endpoint in (completions, chat, retrieval, responses, messages, tokenization, info):
         _include(app, endpoint.router(gateway))
     _include(app, requests.router(gateway, {messages.KIND: messages.FORM}))
     _include(app, info.ops_router(gateway, on_public_port=True))
