@@ -180,6 +180,7 @@ class Attention:
     slopes: Tensor | None = None  # [heads] float32, ALiBi: slope * (key's - row's position) is added to a score
     sinks: Tensor | None = None  # [heads] float32: each row's softmax has one more score, this, with a value of zeros
     softcap: float = 0.0  # a scaled score s becomes softcap * tanh(s / softcap) (Gemma 2); 0: it stays
+    causal: bool = True  # False: each row sees all positions of its sequence; then without window and slopes
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +495,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
 
     @abstractmethod
     def attention(self, q: Tensor, attention: Attention, prepared: PreparedT, cache: CacheT, layer: int) -> Tensor:
-        """Return the causal paged attention, each row over its sequence's positions up to the row's.
+        """Return the paged attention, each row over its sequence's positions up to the row's, or all (`causal`).
 
         q [N, heads * head_dim] -> [N, heads * head_dim]; query head h reads KV head h // (heads / kv_heads).
         """

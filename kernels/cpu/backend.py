@@ -354,6 +354,7 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
             window=attention.window,
             scale=attention.scale,
             softcap=attention.softcap,
+            causal=attention.causal,
         )
         self._runner.emit(rows, args, prepared.step, (attention, cache))
         return out

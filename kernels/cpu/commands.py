@@ -136,6 +136,7 @@ class AttentionArgs(Structure):
         ("window", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("causal", c_int32),
     )
 
 

@@ -37,8 +37,9 @@ class PagedAttention:
             self._partial_out, self._partial_lse = self._partials(rows, heads, head_dim)
 
     def __call__(self, q: Tensor, attention: Attention, prepared: CudaPrepared, cache: CudaCache, layer: int) -> Tensor:
-        if attention.sinks is not None or attention.softcap:
-            raise ValueError("sinks or capped scores: the cuda kernels have none (--kernels reference)")
+        if attention.sinks is not None or attention.softcap or not attention.causal:
+            what = "sinks, capped scores or attention both ways"
+            raise ValueError(f"{what}: the cuda kernels have none (--kernels reference)")
         if self.seen is not None:
             self.seen.append(attention)
         work = self._work(attention, prepared, cache)

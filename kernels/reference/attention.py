@@ -107,7 +107,7 @@ def prefill(q: Tensor, chunk: Chunk, cache: ReferenceCache, layer: int, attentio
         return _prefill_by_formula(q, k[0], v[0], chunk, attention)
     plain = chunk.length == chunk.context and not attention.window and attention.slopes is None
     mask: Tensor | None = None
-    if not plain:
+    if not plain and attention.causal:
         mask = _chunk_mask(chunk, attention, q.device)
     dtype = q.dtype
     if attention.slopes is not None:
@@ -118,7 +118,7 @@ def prefill(q: Tensor, chunk: Chunk, cache: ReferenceCache, layer: int, attentio
         k,
         v,
         attn_mask=mask,
-        is_causal=plain,
+        is_causal=plain and attention.causal,
         scale=attention.scale,
         enable_gqa=q.shape[1] != shape.kv_heads,
     )

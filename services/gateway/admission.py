@@ -457,7 +457,7 @@ class Admission:
         if spec.stream and spec.pooling:
             raise invalid(
                 "request_id",
-                f"request_id: vectors cannot be streamed; read the answer at /v1/requests/{request_id}",
+                f"request_id: vectors and scores cannot be streamed; read the answer at /v1/requests/{request_id}",
             )
         if spec.stream and spec.prompt_wanted:
             raise invalid(

@@ -32,29 +32,37 @@ from services.gateway.openai import (
     chat,
     completions,
     document,
-    embeddings,
     files,
     info,
     requests,
     responses,
+    retrieval,
     tokenization,
 )
 from services.gateway.openai.batches import BatchBody
-from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingsBody, TokenizeBody
+from services.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
 from services.gateway.openai.responses import ResponsesBody
 from services.gateway.web import routes as web
 from shared.settings import is_loopback
 
 BODIES = (
-    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, BatchBody, TokenizeBody,
-    DetokenizeBody,
+    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, RerankBody, ScoreBody, BatchBody,
+    TokenizeBody, DetokenizeBody,
 )  # fmt: skip
 
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
     app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(Pages, files=web.FILES)])
-    for endpoint in (completions, chat, embeddings, responses, messages, files, batches, tokenization, info):
+    for endpoint in (completions, chat, retrieval, responses, messages, files, batches, tokenization, info):
         _include(app, endpoint.router(gateway))
     _include(app, requests.router(gateway, {messages.KIND: messages.FORM}))
     _include(app, info.ops_router(gateway, on_public_port=True))

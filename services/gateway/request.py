@@ -40,6 +40,8 @@ class ToolUse:
 UNDECIDED, THINKING, CHANNELS = "undecided", "thinking", "channels"
 """States of thinking behind a prompt, in `Delivery.reasoning`: the model may begin it, the prompt has begun it, or the
 answer has channels. Empty: all that follows is content."""
+VECTOR, SCORE = 1, 2
+"""What is pooled of a prompt (worker.proto, Enter.pooling)."""
 MAX_CHOICES = 65_536
 """Choices of a stored request: more than any gateway allows (--max-choices)."""
 
@@ -70,7 +72,7 @@ class GenerationSpec:
     """One request, checked. It has len(prompts) * n choices; choice c continues prompt c // n."""
 
     id: str
-    endpoint: str  # completions | chat | embeddings
+    endpoint: str  # completions | chat | embeddings | rerank | score
     model: str
     created: int  # seconds since the epoch
     prompts: list[list[int]]  # token ids; where `from_delivery` made the spec, their tails, unless they are scored
@@ -100,8 +102,12 @@ class GenerationSpec:
     logprobs: int | None = None  # most likely tokens returned beside each sampled one; None means no log-probabilities
     prompt_logprobs: int | None = None  # the same of the prompt's tokens; with `echo`, `logprobs` counts for them, too
     prompt_only: bool = False  # of the output, which has one token, nothing is returned
-    pooling: int = 0  # 1: the answer has vectors of the prompts, no text
-    vector_size: int = 0  # numbers of each of these
+    pooling: int = 0  # VECTOR, SCORE: the answer has numbers of the prompts, no text
+    vector_size: int = 0  # numbers of each prompt
+    label_ids: bytes = b""  # int32, of a score: as in worker.proto
+    segments: bytes = b""  # int32, of a score: where the second text of each prompt begins; empty: nowhere
+    raw_scores: bool = False  # scores are returned as they are, not their sigmoid
+    top_n: int = 0  # so many of the best scores are returned; 0 means all
     dimensions: int = 0  # so many of them are returned; 0 means all
     base64: bool = False  # whether vectors are returned as base64
     keep: int = 0  # return the best `keep` of each prompt's n choices; 0 means all

@@ -145,6 +145,8 @@ def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch
     blocks = settings.block_size // BLOCK_TOKENS
     if settings.block_size % BLOCK_TOKENS or blocks & (blocks - 1):
         raise ConfigurationError(f"--block-size {settings.block_size}: on a GPU it is 16, 32, 64, 128 or 256")
+    if config.family.is_encoder:
+        return "the model is an encoder, they have no kernels for attention both ways"
     if config.mixture is not None:
         return "the model is a mixture of experts, they have no kernels for it"
     if config.score_softcap or config.logit_softcap:

@@ -24,18 +24,20 @@ from protos import worker_pb2
 from services.worker.backend import choose, device_of, set_threads
 from services.worker.grammar import SlotGrammars
 from services.worker.in_flight import GRAMMAR, InFlightStep, InFlightSteps, Marks
-from services.worker.kv.cache import plan_pool, room_for, wanted_lengths
+from services.worker.kv.cache import Lengths, plan_pool, room_for, wanted_lengths
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.transfers import KVTransfers
 from services.worker.models.checkpoint import Progress, Source, open_weights
-from services.worker.models.config import load_config
+from services.worker.models.config import DecoderConfig, load_config
 from services.worker.models.decoder import Decoder, check_matrices
+from services.worker.models.encoder import normalized
 from services.worker.models.gguf import GgufWeights
 from services.worker.models.weights import shard_of
 from services.worker.parallel.broadcast import TokenBroadcast
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization import method_of
-from services.worker.slots import ScoredTokens, SlotTable
+from services.worker.quantization.base import LinearMethod
+from services.worker.slots import SCORE, VECTOR, Chunks, ScoredTokens, SlotTable
 from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
 from shared.columns import pack, unpack
@@ -50,9 +52,6 @@ log = logging.getLogger("orcinus.worker")
 
 MAX_DRAFTS = 64
 """Draft tokens of one step."""
-
-LEAST_LENGTH = 1e-12
-"""A vector is divided by no less."""
 
 STEPS_IN_FLIGHT = 2
 """Steps that may be submitted and not finished. With more, a step could need a token that was overwritten."""
@@ -87,7 +86,7 @@ class Engine:
                 "--load-format dummy: config.json has a quantization_config, random weights are plain; take it out"
             )
         method = method_of(settings.quantize, config.stored)
-        self.lengths = wanted_lengths(settings, config)
+        self.lengths = self._wanted_lengths(config)
         weights: Source
         if is_gguf(settings.model):
             weights = GgufWeights(config, settings.model, progress)
@@ -104,7 +103,7 @@ class Engine:
         )
         self.parallel.connect(self.ops.device, settings.deterministic)
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
-            self.decoder = Decoder(config, weights, self.ops, self.dtype, self.lengths.model, method, self.parallel)
+            self._load(weights, method)
         self.grammars = SlotGrammars(settings.model, config.vocab_size)
         self.takes_late = False
         """Whether the scheduler of the Run plans late rows again."""
@@ -117,6 +116,13 @@ class Engine:
             self._compile()
         if settings.step_log is not None and self.parallel.is_leader:
             self._step_log = StepLog(settings.step_log)
+
+    def _wanted_lengths(self, config: DecoderConfig) -> Lengths:
+        """Return the lengths that are served. Raise ConfigurationError for settings that this model cannot have."""
+        return wanted_lengths(self.settings, config)
+
+    def _load(self, weights: Source, method: LinearMethod) -> None:
+        self.decoder = Decoder(self.config, weights, self.ops, self.dtype, self.lengths.model, method, self.parallel)
 
     def _plan_memory(self) -> None:
         """Take a pool of as many blocks as there may be; on a GPU, of those that weights and the largest step leave."""
@@ -264,7 +270,7 @@ class Engine:
             shape = self.cache.shape
             if most := min(self.slots.max_blocks, shape.blocks, shape.host_blocks):
                 self._run_alone(self._warm_steps.swap(most))  # the longest sequence, out and in
-        if self.parallel.samples:
+        if self.parallel.samples and not self.config.family.is_encoder:
             self.grammars.prepare()  # here: beside the steps before, it would make them seem slow
 
     def prove(self) -> None:
@@ -303,7 +309,8 @@ class Engine:
             raise ConfigurationError(f"the {self.ops.name} kernels cannot be profiled; use --kernels cpu")
         with torch.inference_mode():
             chunks = self.slots.apply(step, self._transfers)
-            found = self.compiled.profile(self.ops.prepare(self.slots.batch(chunks), self.cache))
+            batch = self._local_batch(self.slots.batch(chunks), chunks)
+            found = self.compiled.profile(self.ops.prepare(batch, self.cache))
             self.slots.computed_through(chunks)
         return found
 
@@ -332,12 +339,7 @@ class Engine:
             if self.ops.overlaps:
                 marks.start = self.ops.mark()  # a device that has waited for the host until here was idle
             inflight.begun_ns = time.monotonic_ns()
-            if prepared is None:
-                logits = None
-            elif self.parallel.last and (inflight.scoring is not None or inflight.pooled.size):
-                logits = self._read_rows(inflight, prepared)
-            else:
-                logits = self.compiled(prepared)
+            logits = None if prepared is None else self._forward(inflight, prepared)
             if logits is not None and not self.parallel.first:
                 marks.start = self.decoder.began
             marks.forwarded = self.ops.mark()
@@ -419,13 +421,17 @@ class Engine:
             return inflight, None
         batch = table.batch(chunks)
         if table.pooling[chunks.slots].any():
-            inflight.pooled, inflight.vector_size = np.flatnonzero(table.pooling[inflight.sampling]), self.vector_size
+            inflight.pool(table.pooling[inflight.sampling], self.config.hidden_size)
         inflight.scoring = table.scored_tokens(chunks)
         if inflight.scoring is not None and self.parallel.last:
             rows = inflight.scoring.rows
             batch = dataclasses.replace(batch, sample_rows=np.append(batch.sample_rows, rows), scored=len(rows))
         table.computed_through(chunks)
-        return inflight, self.decoder.local_tokens(batch)
+        return inflight, self._local_batch(batch, chunks)
+
+    def _local_batch(self, batch: Batch, chunks: Chunks) -> Batch:
+        """Return the batch as the model computes it here. Raise ProtocolError."""
+        return self.decoder.local_tokens(batch)
 
     def _learn(self, slots: Int32) -> None:
         """Wait for the tokens, drawn elsewhere, that these slots get in steps that are in flight."""
@@ -433,6 +439,13 @@ class Engine:
             if inflight.sampled is not None and (sampled := inflight.sampled.wait()) is not None:
                 with self._lock:
                     self._in_flight.learn(inflight, sampled)
+
+    def _forward(self, inflight: InFlightStep, prepared: Prepared) -> Tensor:
+        """Run a step's forward pass and return the logits that sample, or what `_sample` takes in their place."""
+        if self.parallel.last and (inflight.scoring is not None or (inflight.kinds == VECTOR).any()):
+            return self._read_rows(inflight, prepared)
+        logits: Tensor = self.compiled(prepared)
+        return logits
 
     def _read_rows(self, inflight: InFlightStep, prepared: Prepared) -> Tensor:
         """Run a step's forward pass; read the rows of prompt tokens to score and of vectors; return the logits that
@@ -442,13 +455,23 @@ class Engine:
         sampling = len(inflight.sampling)
         if inflight.scoring is not None:
             self._score(inflight, inflight.scoring, rows[sampling:])
-        if inflight.pooled.size and self.parallel.samples:
+        if (inflight.kinds == VECTOR).any() and self.parallel.samples:
             found: list[Tensor] = []
             self.ops.exchange(rows[:sampling], lambda last: found.append(last.float().cpu()))
-            vectors = found[0].numpy()[inflight.pooled]
-            lengths = np.sqrt((vectors.astype(np.float64) ** 2).sum(1, keepdims=True))
-            inflight.vectors = (vectors / np.maximum(lengths, LEAST_LENGTH)).astype(np.float32)
+            inflight.vectors = normalized(found[0].numpy()[inflight.pooled])
         return self.decoder.logits(rows[:sampling])
+
+    def _score_labels(self, inflight: InFlightStep, logits: Tensor) -> None:
+        """Set the scores of the rows that want one: the logit of the first label less that of the second."""
+        which = inflight.kinds == SCORE
+        rows = inflight.pooled[which]
+        labels = self.slots.label_ids[inflight.sampling[rows]].astype(np.int64)
+        index = torch.from_numpy(rows)[:, None].to(logits.device), torch.from_numpy(labels).to(logits.device)
+        found: list[Tensor] = []
+        self.ops.exchange(logits, lambda every: found.append(every[index].cpu()))
+        if inflight.vectors is None:
+            inflight.vectors = np.zeros((len(inflight.pooled), inflight.vector_size), np.float32)
+        inflight.vectors[which, 0] = (found[0][:, 0] - found[0][:, 1]).numpy()
 
     def _score(self, inflight: InFlightStep, scoring: ScoredTokens, rows: Tensor) -> None:
         """Score prompt tokens by the rows before them, a bounded number at once."""
@@ -493,6 +516,8 @@ class Engine:
                 rows = table.sampling.rows(slots, positions, table.prompt[slots], table.tokens, of_rows)
                 fine = ~np.isin(slots, late) if late else slice(None)
                 table.expect(slots[fine], positions[fine])
+            if (inflight.kinds == SCORE).any():
+                self._score_labels(inflight, logits)
             inflight.sampled = self.ops.sample_later(logits, rows, slots)
         if self.parallel.size > 1:
             self._broadcast.send(inflight)

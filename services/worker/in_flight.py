@@ -25,7 +25,7 @@ from kernels.ops import (
 )
 from protos import worker_pb2
 from services.worker.kv.transfers import KVTransfers
-from services.worker.slots import Chunks, ScoredTokens, SlotTable
+from services.worker.slots import SCORE, VECTOR, Chunks, ScoredTokens, SlotTable
 from shared.columns import pack, pack_float
 from shared.text.logprobs import pack_prompt_records, pack_record, prompt_record_bytes
 
@@ -86,9 +86,10 @@ class InFlightStep:
     sampled: Pending[Sampled] | None = None
     scoring: ScoredTokens | None = None  # prompt tokens with log-probabilities that are wanted
     scores: Scored | None = None  # these, when they are known: [T] rows
-    pooled: Int64 = field(default_factory=lambda: NO_TOKENS)  # [P] rows, of R, with a vector as their record
-    vector_size: int = 0  # of each of these
-    vectors: Float32 | None = None  # these, when they are known: [P, vector_size]
+    pooled: Int64 = field(default_factory=lambda: NO_TOKENS)  # [P] rows, of R, with a vector or a score as their record
+    kinds: Int32 = field(default_factory=lambda: NO_ROWS)  # [P] which of the two (slots.VECTOR, SCORE)
+    vector_size: int = 0  # numbers of the largest of these
+    vectors: Float32 | None = None  # these, when they are known: [P, vector_size]; a score is the first number
     learned: bool = False  # whether the slots know the tokens
     counts: Int32 | None = None  # of a step with drafts: by slot that samples, the tokens that count
     counting: Bool | None = None  # [R] of a step with drafts: whether the token counts
@@ -97,6 +98,12 @@ class InFlightStep:
     arrived_ns: int = 0
     grammar_errors: dict[int, str] = field(default_factory=dict)
     late_rows: Bool | None = None
+
+    def pool(self, pooling: Int32, vector_size: int) -> None:
+        """Note which rows have a vector or a score. pooling: [R] Enter.pooling of each row's sequence."""
+        self.pooled = np.flatnonzero(pooling)
+        self.kinds = pooling[self.pooled]
+        self.vector_size = vector_size if (self.kinds == VECTOR).any() else 1
 
     def timings(self, ops: AnyOps, swap_ns: int) -> worker_pb2.Timings:
         """Return the timings of the Result, once the device is done.
@@ -282,12 +289,12 @@ def _that_count(chunks: Chunks, tokens: Int32) -> Bool:
 
 
 def _with_vectors(records: list[bytes], inflight: InFlightStep) -> list[bytes]:
-    """Return the records with those of pooled rows, which are their vectors."""
+    """Return the records with those of pooled rows, which are their vectors or scores."""
     if inflight.vectors is None:
         return records
     records = records or [b""] * len(inflight.sampling)
-    for row, vector in zip(inflight.pooled.tolist(), inflight.vectors, strict=True):
-        records[row] = pack_float(vector)
+    for row, kind, vector in zip(inflight.pooled.tolist(), inflight.kinds.tolist(), inflight.vectors, strict=True):
+        records[row] = pack_float(vector[:1] if kind == SCORE else vector)
     return records
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import psutil
 
+from services.worker.encoder_engine import load_engine
 from services.worker.engine import Engine
 from services.worker.metrics import Metrics
 from services.worker.parallel.launch import MEET_S, Place, joined
@@ -118,7 +119,7 @@ def load(settings: WorkerSettings, parallel: ParallelState | None = None) -> Eng
     """Read the model, or this rank's part of it, take the memory and run the largest batch."""
     started = time.monotonic()
     process = psutil.Process()
-    engine = Engine(settings, Progress(settings.served_model_name), parallel)
+    engine = load_engine(settings, Progress(settings.served_model_name), parallel)
     info = engine.info()
     loaded = process.memory_info().rss
     log.info(

@@ -20,8 +20,9 @@ from shared.columns import unpack
 from shared.errors import ProtocolError
 
 NONE: Int32 = np.zeros(0, np.int32)
-LAST_TOKEN = 1
-"""The only pooling that there is (Enter.pooling)."""
+TOKENS, VECTOR, SCORE = 0, 1, 2
+"""What a sequence gives (Enter.pooling)."""
+OF_DECODERS = frozenset({TOKENS, VECTOR, SCORE})
 ANY = 1 << 32
 """Limit of a column of any int32."""
 
@@ -107,8 +108,17 @@ class SlotTable:
     """State of the slots: one row per slot; a sequence has no other name here."""
 
     def __init__(
-        self, max_seqs: int, max_model_len: int, block_size: int, blocks: int, host_blocks: int, vocab: int
+        self,
+        max_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        blocks: int,
+        host_blocks: int,
+        vocab: int,
+        poolings: frozenset[int] = OF_DECODERS,
     ) -> None:
+        """poolings: those that sequences may have."""
+        self.poolings = poolings
         self.max_seqs = max_seqs
         self.max_model_len = max_model_len
         self.block_size = block_size
@@ -120,7 +130,9 @@ class SlotTable:
         self.known = np.zeros(max_seqs, np.int32)
         self.computed = np.zeros(max_seqs, np.int32)
         self.prompt = np.zeros(max_seqs, np.int32)
-        self.pooling = np.zeros(max_seqs, np.bool_)  # the record of the first token is a vector
+        self.pooling = np.zeros(max_seqs, np.int32)  # what the record of the first token is
+        self.label_ids = np.zeros((max_seqs, 2), np.int32)  # of a score by a decoder
+        self.segment = np.zeros(max_seqs, np.int32)  # first token of the second text, 0 without one
         self.scored = np.zeros(max_seqs, np.int32)  # first prompt tokens with log-probabilities that were told before
         self.tables = np.zeros((max_seqs, self.max_blocks), np.int32)
         self.table_blocks = np.zeros(max_seqs, np.int32)
@@ -308,9 +320,9 @@ class SlotTable:
             raise ProtocolError(f"enters: slot {slot} still holds a sequence")
         blocks = self._column(enter.blocks, f"enters: blocks of slot {slot}", self.total_blocks)
         try:
-            tokens = unpack(enter.tokens)
+            tokens, labels = unpack(enter.tokens), unpack(enter.label_ids)
         except ValueError as error:
-            raise ProtocolError(f"enters: tokens of slot {slot} are no int32 column") from error
+            raise ProtocolError(f"enters: tokens or label ids of slot {slot} are no int32 column") from error
         count = len(tokens)
         if not 1 <= count <= self.max_model_len or not 1 <= enter.prompt_tokens <= count:
             raise ProtocolError(
@@ -329,17 +341,32 @@ class SlotTable:
         self.computed[slot] = enter.computed
         self.prompt[slot] = enter.prompt_tokens
         self.scored[slot] = min(enter.scored, count)
-        self.pooling[slot] = enter.pooling > 0
+        unusable = self._wrong_pooling(enter, labels)
+        self.pooling[slot] = TOKENS if unusable else enter.pooling
+        self.label_ids[slot] = labels if labels.size == 2 and not unusable else 0
+        self.segment[slot] = min(enter.segment, count)
         self.tables[slot, : len(blocks)] = blocks
         self.table_blocks[slot] = len(blocks)
         wrong = self.sampling.enter(slot, enter.sampling)
-        if enter.pooling > LAST_TOKEN:
-            self.fail(slot, "invalid_pooling", f"pooling {enter.pooling}: this worker has {LAST_TOKEN}, the last token")
+        if unusable:
+            self.fail(slot, "invalid_pooling", unusable)
         elif wrong:
             self.fail(slot, "invalid_sampling", wrong)
         elif tokens.min() < 0 or tokens.max() >= self.vocab:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
             self.fail(slot, "invalid_token", f"token {worst} is outside the vocabulary of {self.vocab}")
+
+    def _wrong_pooling(self, enter: worker_pb2.Enter, labels: Int32) -> str:
+        """Return why the sequence cannot be pooled so, empty where it can."""
+        if enter.pooling not in self.poolings:
+            return f"pooling {enter.pooling}: this model has {', '.join(map(str, sorted(self.poolings)))}"
+        is_encoder = TOKENS not in self.poolings
+        needed = 2 if enter.pooling == SCORE and not is_encoder else 0
+        if labels.size != needed or (needed and not 0 <= labels.min() <= labels.max() < self.vocab):
+            return f"label ids {labels.tolist()[:4]}: {needed} ids of a vocabulary of {self.vocab} are needed"
+        if is_encoder and enter.sampling.prompt_logprobs:
+            return f"prompt_logprobs {enter.sampling.prompt_logprobs}: an encoder has no log-probabilities"
+        return ""
 
     def _append(self, step: worker_pb2.Step) -> None:
         """Append blocks to the slots' tables; the k-th appearance of a slot goes to its k-th next place."""

@@ -45,6 +45,7 @@ class WarmUp:
     step_tokens: int
     longest: int
     block_size: int
+    pooling: int = 0  # of all sequences; with it every prompt is computed whole, and none decodes
 
     @property
     def chunk(self) -> int:
@@ -87,7 +88,7 @@ class WarmUp:
             lengths = [self.chunk] * whole + [rest] * (rest > 0)
             if len(lengths) <= self.seqs:
                 yield self._step(lengths, 0)
-            if size <= self.rows:
+            if size <= self.rows and not self.pooling:
                 yield self._step([2] * size, 1)
 
     def swap(self, blocks: int) -> worker_pb2.Step:
@@ -100,7 +101,14 @@ class WarmUp:
         slots, blocks = list(range(len(lengths))), pack(np.arange(self.blocks))
         return worker_pb2.Step(
             enters=[
-                worker_pb2.Enter(slot=slot, tokens=bytes(4 * n), prompt_tokens=n, computed=computed, blocks=blocks)
+                worker_pb2.Enter(
+                    slot=slot,
+                    tokens=bytes(4 * n),
+                    prompt_tokens=n,
+                    computed=computed,
+                    blocks=blocks,
+                    pooling=self.pooling,
+                )
                 for slot, n in zip(slots, lengths, strict=True)
             ],
             chunk_slots=pack(slots),

@@ -85,15 +85,29 @@ class BoundedTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text. Other threads run on. Raise TokenizerError."""
-        size = len(text.encode("utf-8", "surrogatepass"))
+        self._demand_size(text)
+        with _no_panic():
+            # Of the library's calls, this one lets go of the interpreter's lock; `encode` keeps it.
+            return list(self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Return the ids of two texts, joined by the post-processor, and where tokens of type 1 begin; 0 without any.
+
+        Other threads run on. Raise TokenizerError.
+        """
+        self._demand_size(first, second)
+        with _no_panic():
+            found = self.library.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
+            types = list(found.type_ids)
+            return list(found.ids), types.index(1) if 1 in types else 0
+
+    def _demand_size(self, *texts: str) -> None:
+        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
         if size * self.growth > MOST_NORMALIZED_BYTES:
             raise TokenizerError(
                 f"{size} bytes may become {self.growth} times as many, and at most {MOST_NORMALIZED_BYTES} are taken; "
                 f"send at most {MOST_NORMALIZED_BYTES // self.growth} bytes"
             )
-        with _no_panic():
-            # Of the library's calls, this one lets go of the interpreter's lock; `encode` keeps it.
-            return list(self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def changed(self, change: Callable[[dict[str, Any]], None]) -> BoundedTokenizer:
         """Return a tokenizer from a changed copy of this one's JSON. Raise ModelError."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from protos import worker_pb2
+from services.worker.encoder_engine import load_engine
 from services.worker.engine import Engine
 from services.worker.parallel.state import ParallelState
 from shared.columns import pack, unpack
@@ -25,7 +26,7 @@ def make_engine(model: Path, host_blocks: int = 0, parallel: ParallelState | Non
         "threads": 1,
     }
     wanted = WorkerSettings(model=model, device="cpu", host_blocks=host_blocks, **(values | settings))
-    return Engine(wanted, parallel=parallel)
+    return load_engine(wanted, parallel=parallel)
 
 
 class Driver:
@@ -41,6 +42,7 @@ class Driver:
         self.computed: dict[int, int] = {}
         self.known: dict[int, int] = {}
         self.next_id = 1
+        self._pooled: set[int] = set()  # slots with a vector or a score in place of log-probabilities
         self._enters: list[worker_pb2.Enter] = []
         self._free: list[int] = []
 
@@ -56,6 +58,7 @@ class Driver:
                 slot=slot, tokens=pack(tokens), prompt_tokens=prompt or len(tokens), computed=computed, **fields
             )
         )
+        (self._pooled.add if fields.get("pooling") else self._pooled.discard)(slot)
         self.outputs[slot], self.logprobs[slot] = list(tokens[prompt:]) if prompt else [], []
         self.known[slot], self.computed[slot] = len(tokens), computed
 
@@ -88,6 +91,8 @@ class Driver:
         if result.logprobs:
             parts = split_records(result.logprobs, unpack(result.logprob_sizes), len(slots))
             for slot, record in zip(slots.tolist(), parts.tolist(), strict=True):
+                if slot in self._pooled:
+                    continue
                 self.logprobs[slot] += unpack_records(record, (len(record) // 4 + 1) // 2)
         return result
 

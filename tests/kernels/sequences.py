@@ -172,7 +172,7 @@ class Sequences:
                 scores = attention.softcap * np.tanh(scores / attention.softcap)
             if attention.slopes is not None:
                 scores += attention.slopes.double().numpy()[:, None, None] * distance
-            hidden = (distance > 0) | (distance <= -(attention.window or 1 << 30))
+            hidden = (distance > 0) & attention.causal | (distance <= -(attention.window or 1 << 30))
             scores[:, hidden] = -np.inf
             most = scores.max(-1, keepdims=True)
             weights = np.exp(scores - most)

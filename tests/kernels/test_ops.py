@@ -357,6 +357,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap-window": {"softcap": 2.0, "window": 12},
     "sinks-alibi": {"sinks": torch.linspace(-3, 4, 8), "slopes": 2.0 ** -torch.arange(1, 9)},
     "alibi-window": {"slopes": 2.0 ** -torch.arange(1, 9), "window": 12},
+    "both-ways": {"causal": False},
 }
 
 
@@ -373,8 +374,8 @@ def test_paged_attention_of_mixed_chunks_and_decodes_is_the_formula(
     if attention.sinks is not None:
         attention = replace(attention, sinks=attention.sinks[: 2 * group].contiguous())
     world = Sequences(ops, dtype, contexts, block_size, attention)
-    if isinstance(ops, CudaOps) and (attention.sinks is not None or attention.softcap):
-        with pytest.raises(ValueError, match="sinks or capped scores: the cuda kernels have none"):
+    if isinstance(ops, CudaOps) and (attention.sinks is not None or attention.softcap or not attention.causal):
+        with pytest.raises(ValueError, match="sinks, capped scores or attention both ways: the cuda kernels have none"):
             world.run(5, [0], [0], [1])
         return
     before = [

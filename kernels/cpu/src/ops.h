@@ -141,6 +141,7 @@ struct AttentionArgs {
   int32_t window;       // 0: all positions; else the latest `window` of them, including the row's position
   float scale;
   float softcap;        // a scaled score s becomes softcap * tanh(s / softcap); 0: it stays
+  int32_t causal;       // 0: each row sees all positions of its sequence; then without window and slopes
 };
 
 // SamplingRows of kernels/ops.py. Sparse entries are sorted by row, those of row r lie in start[r]:start[r + 1].

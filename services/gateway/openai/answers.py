@@ -8,7 +8,6 @@ far has. The client may continue from there at any gateway. A client that leaves
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import logging
 import re
@@ -16,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
-import numpy as np
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,14 +22,14 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import NOTHING, PREAMBLE, Delta, Generation, Position, Row, Usage
-from services.gateway.errors import ApiError, broken_record, invalid, shown
+from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.openai.document import errors
+from services.gateway.openai.pooled import pooled_answer
 from services.gateway.request import GenerationSpec
 from services.gateway.text.logprobs import Logprobs, PromptLogprobs
 from services.gateway.text.tools.reader import CallPiece, merged
 from shared import ids
-from shared.columns import pack_float, unpack_float
 from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
@@ -178,7 +176,7 @@ async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
     spec = generation.spec
     texts, ids, calls, thoughts = await _run(generation)
     if spec.pooling:
-        return vectors_answer(spec, generation.vectors)
+        return pooled_answer(spec, generation.vectors)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
     prompts = await generation.prompt_logprobs()
     if spec.prompt_only:
@@ -235,22 +233,6 @@ def answer(
     if listed is not None and spec.endpoint == "chat":
         body["prompt_logprobs"] = listed[0]
     return body
-
-
-def vectors_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
-    """Return the body of `/v1/embeddings`. stored: the vector of each prompt, float32. Raise ApiError for a gap."""
-    data = []
-    for index, vector in enumerate(stored):
-        if len(vector) != spec.record_bytes:
-            raise broken_record()
-        numbers = unpack_float(vector)
-        if spec.dimensions:
-            numbers = numbers[: spec.dimensions]
-            numbers = (numbers / max(float(np.sqrt((numbers.astype(np.float64) ** 2).sum())), 1e-12)).astype(np.float32)
-        embedding = base64.b64encode(pack_float(numbers)).decode() if spec.base64 else numbers.tolist()
-        data.append({"object": "embedding", "index": index, "embedding": embedding})
-    usage = {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
-    return {"id": spec.id, "object": "list", "created": spec.created, "model": spec.model, "data": data, "usage": usage}
 
 
 def _listed(spec: GenerationSpec, prompts: PromptLogprobs | None) -> list[list[dict[str, Any] | None] | None] | None:

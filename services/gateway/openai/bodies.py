@@ -379,20 +379,54 @@ class ChatBody(GenerationBody, TemplateBody):
     prompt_cache_options: Any = None
 
 
-class EmbeddingsBody(Body):
-    """`POST /v1/embeddings`."""
+class PooledBody(Body):
+    """The fields that embeddings, rerank and score share; all but the first two are not of OpenAI."""
 
     model: str = Field(min_length=1, max_length=256)
-    input: Prompt
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, lt=1 << 31)
     user: str | None = Field(None, max_length=1024)
-
-    # Not of OpenAI
-    add_special_tokens: bool | None = None
     priority: Priority | None = None
     ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
     background: bool | None = None
+
+
+class EmbeddingsBody(PooledBody):
+    """`POST /v1/embeddings`."""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, lt=1 << 31)
+
+    # Not of OpenAI
+    add_special_tokens: bool | None = None
+
+
+PairText = Annotated[str, StringConstraints(min_length=1)]
+PairTexts = Annotated[list[PairText], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+Instruction = Annotated[str, StringConstraints(max_length=MAX_PATTERN_CHARS)]
+
+
+class RerankDocument(Body):
+    """One of `documents` as an object."""
+
+    text: PairText
+
+
+class RerankBody(PooledBody):
+    """`POST /v1/rerank`, in Cohere's form. instruction: what a document is to do, for models that are told."""
+
+    query: PairText
+    documents: list[PairText | RerankDocument] = Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
+    top_n: int | None = Field(None, ge=1, lt=1 << 31)
+    return_documents: bool | None = None
+    instruction: Instruction | None = None
+
+
+class ScoreBody(PooledBody):
+    """`POST /v1/score`, in vLLM's form."""
+
+    text_1: PairText | PairTexts
+    text_2: PairText | PairTexts
+    instruction: Instruction | None = None
 
 
 class TokenizeBody(TemplateBody):
@@ -639,6 +673,24 @@ def check_model(name: str | None, served: str) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+TASKS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+    "rerank": "/v1/rerank",
+    "score": "/v1/score",
+}
+"""What a model may be for, and where that is asked for."""
+
+
+def check_task(model: ModelText, task: str) -> None:
+    """Raise ApiError for what the model cannot do."""
+    if task not in model.tasks:
+        paths = ", ".join(TASKS[other] for other in model.tasks)
+        text = f"model: this model is for {', '.join(model.tasks)}, not for {task}; use {paths}, or another model"
+        raise ApiError(400, text, param="model", code="unsupported_task")
 
 
 def check_choices(prompts: int, n: int, limits: Limits, param: str = "n") -> None:

@@ -21,6 +21,7 @@ from services.gateway.openai.bodies import (
     check_length,
     check_model,
     check_output,
+    check_task,
     generation_spec,
     read_body,
     room_after,
@@ -61,6 +62,8 @@ async def chat_spec(
     Raise ApiError.
     """
     check_model(body.model, served)
+    if model.is_encoder:  # a model without a template gets a message of its own
+        check_task(model, "chat")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; send only max_completion_tokens")
     name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"

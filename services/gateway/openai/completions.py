@@ -18,6 +18,7 @@ from services.gateway.openai.bodies import (
     check_length,
     check_model,
     check_output,
+    check_task,
     generation_spec,
     read_body,
     requested_choices,
@@ -60,6 +61,7 @@ async def completion_spec(
     Raise ApiError.
     """
     check_model(body.model, served)
+    check_task(model, "completions")
     special = body.add_special_tokens is not False
     prompts, texts = await read_prompts(body.prompt, "prompt", requested_choices(body)[0], special, model, limits)
     echo = bool(body.echo)

@@ -32,7 +32,8 @@ def router(gateway: Gateway) -> APIRouter:
             "object": "model",
             "created": gateway.started_s,
             "owned_by": "orcinus",
-            "max_model_len": limits.max_model_len,
+            "max_model_len": limits.max_model_len - gateway.model.is_encoder,  # what is pooled counts as a token
+            "tasks": list(gateway.model.tasks),
         }
 
     @routes.get("/v1/models", responses={200: FOUND, **errors()})

@@ -40,7 +40,8 @@ def router(gateway: Gateway) -> APIRouter:
                 if getattr(body, name) is not None:
                     raise invalid(name, f"{name} is for messages only")
             tokens = await encode_text(body.prompt or "", gateway.model, limits, body.add_special_tokens is not False)
-        answer = {"count": len(tokens), "max_model_len": limits.max_model_len, "tokens": tokens}
+        context = limits.max_model_len - gateway.model.is_encoder  # what is pooled counts as a token
+        answer = {"count": len(tokens), "max_model_len": context, "tokens": tokens}
         if body.return_token_strs:
             many = len(tokens) > THREAD_TOKENS
             strings = gateway.model.tokens

@@ -134,6 +134,10 @@ class ChatTemplate:
             raise invalid("messages", "a message contains the text of a control token that cannot be encoded as text")
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Return token ids of a text in which no control token counts. Raise TokenizerError."""
+        return [self._original_id.get(id_, id_) for id_ in self._twin.encode(text, add_special_tokens=False)]
+
     @property
     def exists(self) -> bool:
         """Whether the model has a template."""

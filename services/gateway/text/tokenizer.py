@@ -21,6 +21,7 @@ from services.gateway.request import SamplingDefaults
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
+from services.gateway.text.pairs import CrossEncoder, Pairs, judge_of
 from services.gateway.text.reasoning import CLOSING, OPENING, markers_of
 from services.gateway.text.tools.formats import format_of
 from shared.errors import ModelError
@@ -60,8 +61,12 @@ class ModelText:
         tokenizer_config = _read_json(directory, "tokenizer_config.json")
         config = {**config, **(config.get("text_config") or {})}
 
+        architecture = _architecture(config)
+        self.is_encoder = architecture in VECTOR_ENCODERS + SCORE_ENCODERS
         self.max_model_len = _context(directory, config)
-        self.vector_size = _vector_size(config)
+        if self.is_encoder:  # what is pooled counts as a token
+            self.max_model_len += 1 - ENCODER_OFFSETS.get(str(config.get("model_type")), 0)
+        self.vector_size = 0 if architecture in SCORE_ENCODERS else _vector_size(config)
         self.vocab_size = int(config.get("vocab_size") or self.tokenizer.get_vocab_size())
         if not 0 < self.vocab_size <= MOST_ID:
             path = directory / "config.json"
@@ -89,6 +94,11 @@ class ModelText:
             self.chat = ChatTemplate(source, self._bounded, names, template_timeout_s)
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template of {directory} does not compile: {error}") from error
+        self.pairs: Pairs | None = judge_of(architecture, self._bounded, self.chat)
+        if architecture in SCORE_ENCODERS:
+            self.pairs = CrossEncoder(config, str(directory / "config.json"), self._bounded)
+        self.tasks = self._tasks()
+        """What the model is for: the keys of openai/bodies.py, TASKS."""
         self.longest = self.text.longest
         """Bytes of the longest token: a text of k * longest characters has at least about k tokens."""
         self.fingerprint = "fp_" + hashlib.sha256(orjson.dumps(config, option=orjson.OPT_SORT_KEYS)).hexdigest()[:10]
@@ -119,6 +129,12 @@ class ModelText:
         """End the processes that render the chat template and compile grammars; another call starts them again."""
         self.chat.close()
         self.grammars.close()
+
+    def _tasks(self) -> tuple[str, ...]:
+        scores = ("rerank", "score") if self.pairs is not None else ()
+        if self.is_encoder:
+            return scores or ("embeddings",)
+        return (*(("chat",) if self.chat.exists else ()), "completions", "embeddings", *scores)
 
     @cached_property
     def blank_ids(self) -> tuple[int, ...]:
@@ -166,6 +182,22 @@ def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
 
 CONTEXTS = {"bloom": 2048, "gemma3_text": 131072}
 """Of model types with files that may leave it out, as the worker takes it. BLOOM's positions have no end."""
+
+
+VECTOR_ENCODERS = ("BertModel", "RobertaModel", "XLMRobertaModel")
+SCORE_ENCODERS = (
+    "BertForSequenceClassification",
+    "RobertaForSequenceClassification",
+    "XLMRobertaForSequenceClassification",
+)
+"""Architectures of encoders: those with vectors, and those with a head that scores pairs."""
+ENCODER_OFFSETS = {"roberta": 2, "xlm-roberta": 2}
+"""Rows of the learned positions that no token has, by model type."""
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else str(names)
 
 
 def _context(directory: Path, config: dict[str, Any]) -> int:

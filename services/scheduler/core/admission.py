@@ -386,7 +386,7 @@ class Admission:
             lengths = batch.entering(rest[runs], step.tokens_left)
             step.tokens_left -= int(lengths.sum())
         else:
-            lengths = batch.chunks(rest[runs], before[runs], step.tokens_left, not step.prefill_tokens, step.empty)
+            lengths = step.chunks(batch, rest[runs], before[runs])
         if lengths.size < int(runs.sum()):
             candidates = candidates[: int(np.flatnonzero(runs)[lengths.size])]
         return candidates, lengths[:0] if isinstance(batch, Pooled) else lengths

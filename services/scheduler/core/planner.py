@@ -152,7 +152,7 @@ class Planner:
         rows = policy.order.sort(table, rows, now_ns)[: step.seqs_left]
         before = table.planned[rows].astype(np.int64)
         rest = table.known[rows] - before
-        lengths = policy.batch.chunks(rest, before, step.tokens_left, not step.prefill_tokens, step.empty)
+        lengths = step.chunks(policy.batch, rest, before)
         if lengths.size:
             step.schedule(rows[: lengths.size], lengths)
 

@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from services.scheduler.core.kv.transfers import NO_COPIES
 from services.scheduler.core.placement.peers import NO_NEWS, to_wire
+from services.scheduler.core.policy.base import Batching
+from services.scheduler.core.policy.batching import whole
 from services.scheduler.core.replica import LastStep, Replica, SentStep
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.speculation import Drafts
@@ -124,6 +126,16 @@ class StepBuilder:
         self._drafts = drafts
         self._prefill_context += float((counts * (starts + (counts + 1) / 2)).sum())
         self.tokens_left -= int(counts.sum())
+
+    def chunks(self, batch: Batching, rest: Int64, before: Int64) -> Int64:
+        """Return the lengths of the next chunks of prompts in this order, as Batching.chunks.
+
+        A replica that computes prompts whole gets those that fit; a prompt longer than the budget has a step to itself.
+        """
+        if not self.replica.limits.whole_prompts:
+            return batch.chunks(rest, before, self.tokens_left, not self.prefill_tokens, self.empty)
+        least = int(rest[0]) if self.empty else 0  # at most the worker's largest step: no longer prompt fits it
+        return whole(rest, max(self.tokens_left, least), first=False)
 
     def schedule(self, rows: Rows, tokens: Int64) -> None:
         """Add tokens[i] tokens of the prompt of rows[i] to the step and take their blocks, reserved or available.

@@ -216,6 +216,7 @@ class Limits:
     max_drafts: int = 0  # draft tokens that a step may have; 0: none
     experts: int = 0  # of a layer with a mixture of experts; 0: there is none
     experts_per_token: int = 0
+    whole_prompts: bool = False  # each prompt is computed in one chunk, and nothing of it is kept: an encoder
 
 
 PREFILL, DECODE = "prefill", "decode"

@@ -75,6 +75,8 @@ MAX_SEQUENCES = 65_536
 """Sequences of one request: more than any gateway allows (--max-choices)."""
 MAX_PREDICTION = 8192
 """Tokens of a prediction: as many as any gateway takes."""
+MOST_POOLING = 2
+"""The kinds of worker.proto, Enter.pooling."""
 MAX_MS = 1 << 43
 """A time of Redis's clock beyond this is none."""
 
@@ -123,10 +125,16 @@ def decode(
     prediction = unpack(wire.prediction)
     if prediction.size > MAX_PREDICTION or (prediction.size and int(prediction.min()) < 0):
         raise ValueError(f"prediction: {prediction.size} tokens, or a negative id; at most {MAX_PREDICTION} tokens")
-    if wire.pooling > 1 or (wire.pooling and (wire.max_tokens > 1 or wire.sampling.logprobs)):
+    asks_logprobs = wire.sampling.logprobs or wire.sampling.prompt_logprobs
+    if wire.pooling > MOST_POOLING or (wire.pooling and (wire.max_tokens > 1 or asks_logprobs)):
         raise ValueError(
-            f"pooling {wire.pooling}, max_tokens={wire.max_tokens}: at most 1, with one token and no logprobs"
+            f"pooling {wire.pooling}, max_tokens={wire.max_tokens}: at most {MOST_POOLING}, with one token, no logprobs"
         )
+    segments = unpack(wire.segments)
+    if segments.size and (segments.size != len(arrays) or int(segments.min()) < 0):
+        raise ValueError(f"segments: {segments.size} for {len(arrays)} prompts, or one below 0; one each is needed")
+    if unpack(wire.label_ids).size not in (0, 2):
+        raise ValueError(f"label ids: {len(wire.label_ids)} bytes; two ids are needed, or none")
     sampling = wire.sampling
     wrong = wrong_logprobs(sampling.logprobs) or wrong_logprobs(sampling.prompt_logprobs, "prompt_logprobs")
     if wrong:

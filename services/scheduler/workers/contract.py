@@ -19,7 +19,7 @@ from shared.keys import EPOCHS
 from shared.run_socket import is_name
 
 BOUNDS = {
-    "block_size": (1, 4096),
+    "block_size": (1, 1 << 20),
     "gpu_blocks": (1, 1 << 24),
     "host_blocks": (0, 1 << 24),
     "max_seqs": (1, 8192),
@@ -84,6 +84,11 @@ def check_info(info: worker_pb2.WorkerInfo, model: str) -> None:
     if (info.experts_per_token > 0) != (info.experts > 0) or info.experts_per_token > info.experts:
         raise ContractError(
             f"experts_per_token: {info.experts_per_token} of {info.experts} experts; update or repair the worker"
+        )
+    if info.whole_prompts and info.max_model_len > min(info.max_step_tokens + 1, info.block_size):
+        raise ContractError(
+            f"whole_prompts: max_model_len {info.max_model_len} is more than a step of {info.max_step_tokens} tokens "
+            f"and the token behind it, or than a block of {info.block_size}; update or repair the worker"
         )
     if info.dtype not in DTYPES:
         raise ContractError(f"dtype: {info.dtype[:100]!r} is none of {', '.join(DTYPES)}; update the scheduler")

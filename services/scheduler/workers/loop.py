@@ -29,6 +29,10 @@ from shared.text.logprobs import prompt_record_bytes, record_bytes
 log = logging.getLogger("orcinus.scheduler")
 
 
+SCORE_BYTES = 4
+"""Of the record of a sequence with a score (worker.proto, Enter.pooling)."""
+
+
 class InFlight:
     """Steps that were sent and not answered, in order, and which request entered which slot with which step."""
 
@@ -54,8 +58,8 @@ class InFlight:
             sampling = None if enter.request.payload is None else enter.request.payload.sampling
             wanted = 0 if sampling is None else sampling.logprobs
             of_prompt = 0 if sampling is None or not enter.scored else sampling.prompt_logprobs
-            is_pooled = sampling is not None and enter.request.payload.pooling > 0
-            of_output = self._vector_bytes if is_pooled else record_bytes(wanted)
+            pooling = 0 if sampling is None else enter.request.payload.pooling
+            of_output = (record_bytes(wanted), self._vector_bytes, SCORE_BYTES)[pooling]
             sizes = of_output, prompt_record_bytes(of_prompt)
             entered.append((plan.id, enter.request.id, *sizes))
             if any(size for _, _, size, _ in entered):

@@ -33,6 +33,7 @@ def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto") -> Li
         max_drafts=info.max_drafts if drafts else 0,
         experts=info.experts,
         experts_per_token=info.experts_per_token,
+        whole_prompts=info.whole_prompts,
     )
 
 
@@ -47,16 +48,20 @@ def sampling_of(request: queue_pb2.Request, choice: int) -> worker_pb2.Sampling:
 
 
 def _enter(enter: Enter) -> worker_pb2.Enter:
+    request: queue_pb2.Request = enter.request.payload
+    segments = unpack(request.segments)
     return worker_pb2.Enter(
         slot=enter.slot,
         tokens=pack(enter.tokens),
         prompt_tokens=enter.prompt_tokens,
         computed=enter.computed,
         blocks=pack(enter.blocks),
-        sampling=sampling_of(enter.request.payload, enter.choice),
+        sampling=sampling_of(request, enter.choice),
         tenant=enter.tenant,
         scored=enter.scored,
-        pooling=enter.request.payload.pooling,
+        pooling=request.pooling,
+        label_ids=request.label_ids,
+        segment=int(segments[enter.choice // max(request.n, 1)]) if segments.size else 0,
     )
 
 

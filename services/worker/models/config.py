@@ -87,6 +87,7 @@ class DecoderConfig:
     checkpoint_dtype: str  # of DTYPES
     stored: Stored | None = None  # how a quantized checkpoint holds the layers' matrices
     mixture: Mixture | None = None
+    token_types: int = 0  # of an encoder: rows of token_type_embeddings
 
     @property
     def gate_up_size(self) -> int:
@@ -144,7 +145,9 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     if heads % kv_heads:
         raise ModelError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     layers = read.integer("num_hidden_layers", most=MAX_LAYERS)
-    context = read.integer("max_position_embeddings", 2048)
+    context = read.integer("max_position_embeddings", 2048, least=1 + family.position_offset * family.is_encoder)
+    if family.is_encoder:
+        context -= family.position_offset  # whose rows count for it
     rope, local_rope = _ropes(read, family, head_dim)
     switched = {part for key, parts in family.bias_fields.items() if read.flag(key) for part in parts}
     return DecoderConfig(
@@ -159,7 +162,7 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
         head_dim=head_dim,
         norm_eps=read.number("norm_eps", 0, 1),
         context=context,
-        tied=read.flag("tie_word_embeddings"),
+        tied=family.is_encoder or read.flag("tie_word_embeddings"),
         parallel_residual=(
             read.flag(family.parallel_residual)
             if isinstance(family.parallel_residual, str)
@@ -176,6 +179,7 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
         checkpoint_dtype=_dtype(read),
         stored=read_stored(raw, where),
         mixture=None if family.names.experts is None else _mixture(read, family, family.names.experts, layers),
+        token_types=read.integer("type_vocab_size", most=1024) if family.is_encoder else 0,
     )
 
 
@@ -185,6 +189,10 @@ def _refuse_unsupported(read: Fields, family: Family) -> None:
         found = raw.get(key)
         if found is not None and found != value:
             raise ModelError(f"{where}: {key} {json.dumps(found)} is not supported; only {json.dumps(value)} is")
+    if family.scores:
+        labels = len(read.fields("id2label")) or read.integer("num_labels", 2)
+        if labels != 1:
+            raise ModelError(f"{where}: {labels} labels are not supported; only a reranker with one label is")
     embedded = raw.get("word_embed_proj_dim")
     if embedded is not None and embedded != raw.get("hidden_size"):
         raise ModelError(

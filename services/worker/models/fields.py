@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from shared.errors import ModelError
 
@@ -82,8 +82,15 @@ JSON_BYTES = 64 << 20
 """Bound of a JSON file of a model directory; the index of the largest models has a few MB."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of the model directory. Raise ModelError."""
+JsonT = TypeVar("JsonT", dict[str, Any], list[Any])
+
+
+@overload
+def read_json(path: Path) -> dict[str, Any]: ...
+@overload
+def read_json(path: Path, kind: type[JsonT]) -> JsonT: ...
+def read_json(path: Path, kind: type[Any] = dict) -> Any:
+    """Read a JSON object, or a list, from a file of the model directory. Raise ModelError."""
     try:
         if path.exists() and not path.is_file():
             raise ModelError(f"{path}: no regular file; replace it with the file of the model")
@@ -94,6 +101,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is missing: MODEL must name a Hugging Face model directory") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
+    if not isinstance(value, kind):
+        raise ModelError(f"{path} holds no JSON {'object' if kind is dict else 'list'}")
     return value

@@ -95,7 +95,7 @@ class Attention:
         c, names, shard, ops = loader.config, loader.names, loader.shard, loader.ops
         prefix, window = loader.layer_prefix(index), c.windows[index]
         self.ops = ops
-        self.cache_layer = index - shard.layers.start
+        self.cache_layer = 0 if c.family.is_encoder else index - shard.layers.start  # an encoder's KV lasts for a layer
         self.qkv_proj = Linear(ops, loader.method, loader.column_parallel(_qkv_rows(loader, prefix), "qkv_proj"))
         self.spec = kernel_ops.Attention(
             heads=len(shard.heads),
@@ -107,6 +107,7 @@ class Attention:
             slopes=tables.slopes,
             sinks=loader.sinks(prefix),
             softcap=c.score_softcap,
+            causal=not c.family.is_encoder,
         )
         columns = _head_numbers(shard.heads, c.head_dim)
         o_proj = loader.row_parallel(f"{prefix}{names.o_proj}", c.heads * c.head_dim, columns, "o_proj")

@@ -67,6 +67,8 @@ class Names:
     experts: ExpertNames | None = None  # in place of the MLP, where the family has a mixture of experts
     norm: str = "norm"
     lm_head: str = "lm_head"
+    type_embeddings: str | None = None  # of encoders
+    head: tuple[str, str] | None = None  # of encoders that score: its two layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class Family:
     bias_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> the biases that it switches on
     transposed: bool = False  # matrices of the layers lie [inputs, outputs]
     normalize_experts: bool = False  # the weights of a row's experts add up to 1, whatever norm_topk_prob says
+    is_encoder: bool = False  # attention both ways, norms behind the sums (models/encoder.py)
+    scores: bool = False  # an encoder with a head of one label
     interleaved: bool = False  # the one qkv_proj matrix holds q, k, v of head 0, then of head 1, ...
 
 
@@ -189,7 +193,59 @@ _GEMMA3 = replace(
     local_rope=True,
 )
 
+_BERT_NAMES = Names(
+    prefix="bert.",
+    embed_tokens="embeddings.word_embeddings",
+    embed_norm="embeddings.LayerNorm",
+    position_embeddings="embeddings.position_embeddings",
+    type_embeddings="embeddings.token_type_embeddings",
+    layers="encoder.layer",
+    qkv_proj=("attention.self.query", "attention.self.key", "attention.self.value"),
+    o_proj="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    gate_up_proj=("intermediate.dense",),
+    down_proj="output.dense",
+    down_norm="output.LayerNorm",
+    head=("bert.pooler.dense", "classifier"),
+)
+_BERT = Family(
+    names=_BERT_NAMES,
+    field_names={"norm_eps": "layer_norm_eps"},
+    defaults={
+        "norm_eps": 1e-12,
+        "hidden_act": "gelu",
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "tie_word_embeddings": True,
+    },
+    only={"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False},
+    positions="learned",
+    layer_norm=True,
+    gated=False,
+    biases=frozenset({"qkv_proj", "o_proj", "mlp"}),
+    is_encoder=True,
+)
+_ROBERTA = replace(
+    _BERT,
+    names=replace(_BERT_NAMES, prefix="roberta.", head=("classifier.dense", "classifier.out_proj")),
+    defaults={**_BERT.defaults, "vocab_size": 50265},
+    only={**_BERT.only, "pad_token_id": 1},
+    position_offset=2,  # behind the row of the padding, whose id is 1
+)
+_XLM_ROBERTA = replace(_ROBERTA, defaults=_BERT.defaults)
+
 FAMILIES = {
+    "BertModel": _BERT,
+    "BertForSequenceClassification": replace(_BERT, scores=True),
+    "RobertaModel": _ROBERTA,
+    "RobertaForSequenceClassification": replace(_ROBERTA, scores=True),
+    "XLMRobertaModel": _XLM_ROBERTA,
+    "XLMRobertaForSequenceClassification": replace(_XLM_ROBERTA, scores=True),
     "LlamaForCausalLM": replace(_LLAMA, bias_fields={**_ATTENTION_BIAS, "mlp_bias": ("mlp",)}),
     "MistralForCausalLM": replace(
         _LLAMA,

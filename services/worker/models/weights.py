@@ -142,13 +142,8 @@ class WeightLoader:
         tokens = f"{names.prefix}{names.embed_tokens}"
         size = (shard.vocab_rows, c.hidden_size)
         tied = c.tied and shard.first and shard.last
-        embed_tokens: Any = None
+        embed_tokens = self.embedding() if shard.first and not tied else None
         lm_head: Any = None
-        # `embed` yields float32 of a packed table.
-        if shard.first and not tied:
-            embed_tokens = self._packed_table(tokens, None) if self.dtype == torch.float32 else None
-            if embed_tokens is None:
-                embed_tokens = self.ops.pack_embedding(self._vocab_rows(tokens), *size)
         if shard.last:
             bias = self._head_bias() if "lm_head" in c.biases else None
             head = tokens if c.tied else names.lm_head
@@ -157,6 +152,25 @@ class WeightLoader:
                 pack = self.ops.pack_tied if tied else self.ops.pack_linear
                 lm_head = pack(self._vocab_rows(head), *size, bias)
         return (lm_head if tied else embed_tokens), lm_head
+
+    def embedding(self) -> Any:
+        """Return embed_tokens as the backend packs it, for `embed` alone."""
+        tokens = f"{self.names.prefix}{self.names.embed_tokens}"
+        # `embed` yields float32 of a packed table.
+        packed = self._packed_table(tokens, None) if self.dtype == torch.float32 else None
+        if packed is not None:
+            return packed
+        return self.ops.pack_embedding(self._vocab_rows(tokens), self.shard.vocab_rows, self.config.hidden_size)
+
+    def table(self, name: str, rows: int) -> Tensor:
+        """Return a table [rows, hidden] in the model's dtype."""
+        found = self.source.take(self._find(f"{name}.weight"), (rows, self.config.hidden_size), self.dtype)
+        return found.to(self.ops.device)
+
+    def plain(self, name: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+        """Return a matrix [outputs, inputs] and its bias in float32 on the host, whatever the method."""
+        weight = self.source.take(self._find(f"{name}.weight"), (outputs, inputs), torch.float32)
+        return weight, self.source.take(self._find(f"{name}.bias"), (outputs,), torch.float32)
 
     def position_embeddings(self) -> Tensor | None:
         """Return the learned positions [positions, hidden] in the model's dtype, for the rank that adds them."""

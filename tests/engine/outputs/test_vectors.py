@@ -15,7 +15,7 @@ import torch
 from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
-from shared.columns import unpack_float
+from shared.columns import pack, unpack_float
 from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes
 from tests.support import in_process
@@ -82,6 +82,51 @@ def test_pooled_sequences_share_steps_with_others(reference: Reference, expected
         assert recorded.logprobs[f"r{index}", 0] == alone.logprobs[f"r{index}", 0]
 
 
+def scored(reference: Reference) -> tuple[list[NewRequest], np.ndarray]:
+    """Return requests, each third one for a score, a vector or tokens, and the scores by transformers' logits."""
+    made, expected = [], []
+    for index, prompt in enumerate(reference.prompts):
+        kind, labels = (2, 1, 0)[index % 3], [7 + index, 90 - index]
+        one = in_process.request(f"r{index}", prompt, 1 if kind else 6)
+        one.payload.pooling, one.payload.label_ids = kind, pack(labels) if kind == 2 else b""
+        made.append(one)
+        logits = reference.logits(prompt)[-1]
+        expected.append(float(logits[labels[0]] - logits[labels[1]]))
+    return made, np.array(expected[::3])
+
+
+def check_scores(recorded: Recorded, reference: Reference, expected: np.ndarray, vectors_of: np.ndarray) -> None:
+    assert not recorded.errors
+    count = len(reference.prompts)
+    found = [unpack_float(recorded.logprobs[f"r{index}", 0]) for index in range(0, count, 3)]
+    np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)  # logits spread over about 20
+    beside = [unpack_float(recorded.logprobs[f"r{index}", 0]) for index in range(1, count, 3)]
+    np.testing.assert_allclose(np.stack(beside), vectors_of[1::3], atol=TOLERANCE)
+    for index in range(2, count, 3):
+        assert [recorded.tokens[f"r{index}", 0]] == reference.run([reference.prompts[index]], 6)[0]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_scores_are_transformers_logits_beside_vectors_and_tokens(
+    reference: Reference, expected: np.ndarray, backend: str
+) -> None:
+    engine = small(reference.path, backend)
+    for chunk in (7, 0):
+        made, scores = scored(reference)
+        recorded, _ = in_process.run(engine, made, "orcinus", lookahead=1, step_tokens=chunk, prefix_cache=True)
+        check_scores(recorded, reference, scores, expected)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_several_ranks_give_transformers_scores(
+    processes: Processes, reference: Reference, expected: np.ndarray, tp: int, pp: int
+) -> None:
+    made, scores = scored(reference)
+    with processes.replica(tp, pp, reference.path, kernels="cpu", **SMALL) as replica:
+        recorded, _ = in_process.run(replica, made, "orcinus", lookahead=1, step_tokens=24)
+    check_scores(recorded, reference, scores, expected)
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_several_ranks_give_transformers_vectors(
     processes: Processes, reference: Reference, expected: np.ndarray, tp: int, pp: int
@@ -93,11 +138,13 @@ def test_several_ranks_give_transformers_vectors(
 
 def test_another_pooling_fails_the_sequence_alone(reference: Reference) -> None:
     driver = Driver(small(reference.path, "reference"))
-    driver.enter(0, [1, 2, 3], pooling=2)
+    driver.enter(0, [1, 2, 3], pooling=3)
     driver.enter(1, [1, 2, 3])
-    result = driver.step({0: 3, 1: 3})
-    (error,) = result.errors
-    assert (error.slot, error.code) == (0, "invalid_pooling")
+    driver.enter(2, [1, 2, 3], pooling=2)
+    driver.enter(3, [1, 2, 3], pooling=2, label_ids=pack([1, reference.vocab]))
+    driver.enter(4, [1, 2, 3], pooling=1, label_ids=pack([1, 2]))
+    result = driver.step(dict.fromkeys(range(5), 3))
+    assert {error.slot: error.code for error in result.errors} == dict.fromkeys((0, 2, 3, 4), "invalid_pooling")
     assert len(driver.outputs[1]) == 1
 
 

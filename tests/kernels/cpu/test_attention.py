@@ -98,6 +98,7 @@ class World:
     int8: bool = False
     softcap: float = 0.0
     sinks: Array | None = None
+    causal: bool = True
     k: list[Array] = field(default_factory=list)
     v: list[Array] = field(default_factory=list)
     q: list[Array] = field(default_factory=list)
@@ -172,7 +173,7 @@ class World:
         args.pool = ctypes.pointer(self.pool)
         args.heads, args.layer, args.dtype = self.heads, self.layer, self.dtype
         args.window, args.scale = self.window, self.scale
-        args.softcap = self.softcap
+        args.softcap, args.causal = self.softcap, self.causal
         self.library.run(args, len(q), step, threads)
         return np.split(out, np.cumsum(counts)[:-1])
 
@@ -187,7 +188,7 @@ class World:
         distance = np.arange(end)[None, :] - np.arange(first, end)[:, None]
         if self.slopes is not None:
             scores = scores + self.slopes.astype(np.float64)[:, None, None] * distance
-        hidden = distance > 0
+        hidden = (distance > 0) & self.causal
         if self.window:
             hidden |= distance <= -self.window
         scores = np.where(hidden, -np.inf, scores)
@@ -267,6 +268,20 @@ def test_sinks_and_capped_scores_are_the_formula(library: Library, window: int, 
             sinks=sinks if with_sinks else None,
         )  # fmt: skip
         world.check(mixed(CONTEXTS, seed))
+
+
+@in_its_pools
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (20, 48)])
+def test_attention_both_ways_is_the_formula(
+    library: Library, head_dim: int, block_size: int, dtype: int, int8: bool
+) -> None:
+    contexts = [*CONTEXTS, 1100]
+    world = World(library, contexts, 6, 2, head_dim, block_size, dtype, seed=2, int8=int8, causal=False)
+    whole = [(s, 0, context) for s, context in enumerate(contexts)]
+    for threads in (1, 2, 5):
+        world.check(whole, threads)
+    alone = [world.attend([chunk])[0] for chunk in whole]
+    assert all(np.array_equal(*both) for both in zip(world.attend(whole), alone, strict=True))
 
 
 @in_its_pools

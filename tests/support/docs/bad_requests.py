@@ -231,6 +231,7 @@ BODIES = [
     Sent("/v1/models/gpt-4", method="GET"),
     Sent("/v1/embeddings", {"input": "x"}),
     Sent("/v1/rerank", {"query": "x", "documents": ["y"]}),
+    Sent("/v1/score", {"text_1": "x", "text_2": "y"}),
     Sent("/", method="GET"),
     Sent("/v1/requests/x", method="PUT"),
     Sent("/stats", method="GET", headers={"Host": "evil.example"}, ops=True, note="ops port, `Host: evil.example`"),

@@ -111,12 +111,25 @@ def test_more_log_probabilities_than_there_may_be_make_request_unservable() -> N
         decode(wire, prompts, 0, "g", Clock())
 
 
-@pytest.mark.parametrize("changes", [{"pooling": 2}, {"max_tokens": 2}, {"sampling": queue_pb2.Sampling(logprobs=1)}])
-def test_vectors_of_more_than_one_token_make_request_unservable(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"pooling": 3}, "pooling 3"),
+        ({"max_tokens": 2}, "pooling 2, max_tokens=2"),
+        ({"sampling": queue_pb2.Sampling(logprobs=1)}, "no logprobs"),
+        ({"sampling": queue_pb2.Sampling(prompt_logprobs=1)}, "no logprobs"),
+        ({"segments": pack([1, 1])}, "segments: 2 for 1 prompts"),
+        ({"segments": pack([-1])}, "segments: 1 for 1 prompts, or one below 0"),
+        ({"label_ids": pack([1])}, "label ids: 4 bytes"),
+    ],
+)
+def test_pooling_out_of_bounds_makes_request_unservable(changes: dict[str, Any], problem: str) -> None:
     prompts = queue_pb2.Prompts(tokens=[pack([5])])
-    fields = {"id": "a", "n": 1, "max_tokens": 1, "pooling": 1}
-    assert decode(queue_pb2.Request(**fields), prompts, 0, "g", Clock()).max_tokens == 1  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pooling"):
+    fields: dict[str, Any] = {
+        "id": "a", "n": 1, "max_tokens": 1, "pooling": 2, "segments": pack([1]), "label_ids": pack([1, 2]),
+    }  # fmt: skip
+    assert decode(queue_pb2.Request(**fields), prompts, 0, "g", Clock()).max_tokens == 1
+    with pytest.raises(ValueError, match=problem):
         decode(queue_pb2.Request(**fields | changes), prompts, 0, "g", Clock())
 
 

@@ -1,4 +1,4 @@
-// Causal paged attention of decode rows and prefill chunks alike: the work on pieces of the plan.
+// Paged attention of decode rows and prefill chunks alike: the work on pieces of the plan.
 //
 // Keys are cut at fixed positions: into segments of 64, which are scored and then weighed, and into splits
 // of 512, each with a separate softmax state. Both begin at position 0 of the sequence, and the states of a row are
@@ -145,13 +145,14 @@ class Worker {
   struct Keys {
     const int32_t* table;
     const char* k;          // of this layer and KV head, were it in block 0
-    int32_t position, end;  // of the first row, behind the last one
+    int32_t position, end;  // of the first row, behind the last key that a row sees
   };
   Keys keys_of(const Piece& piece, int64_t kv_head) const {
     const int count = step_.query_start[piece.sequence + 1] - step_.query_start[piece.sequence];
     const int position = step_.context[piece.sequence] - count + piece.first;
     const int32_t* table = step_.tables + int64_t(piece.sequence) * step_.table_stride;
-    return {table, k_part(pool_, 0, a_.layer, kv_head), position, position + piece.count};
+    const int end = a_.causal ? position + piece.count : step_.context[piece.sequence];
+    return {table, k_part(pool_, 0, a_.layer, kv_head), position, end};
   }
   int first_segment(const Keys& keys, int split) const {
     const int lowest = a_.window ? larger(0, keys.position - a_.window + 1) : 0;
@@ -189,7 +190,9 @@ class Worker {
   int sees_from(int row, int segment) const {
     return a_.window ? larger(0, positions_[row] - a_.window + 1 - segment) : 0;
   }
-  int sees_to(int row, int segment) const { return smaller(SEGMENT, positions_[row] + 1 - segment); }
+  int sees_to(int row, int segment) const {
+    return smaller(SEGMENT, (a_.causal ? positions_[row] + 1 : keys_.end) - segment);
+  }
 
   void attend_segment(int segment, int b, State state) {
     const int top = block_begin(b), bottom = block_begin(b + 1), rows = bottom - top;

@@ -23,6 +23,7 @@ class Plan {
   Plan(const Step& step, const AttentionArgs& a, int threads)
       : step_(step),
         window_(a.window),
+        causal_(a.causal),
         kv_heads_(a.pool->kv_heads),
         group_(a.heads / a.pool->kv_heads),
         stride_(a.pool->head_stride),
@@ -71,9 +72,8 @@ class Plan {
       const int count = step_.query_start[s + 1] - step_.query_start[s];
       for (int first = 0; first < count; first += positions_) {
         Piece tile{s, first, count - first < positions_ ? count - first : positions_, 0, 0, -1, 0, 0};
-        const int position = step_.context[s] - count + first;
-        tile.split = lowest(position) / SPLIT;
-        tile.splits = (position + tile.count - 1) / SPLIT + 1 - tile.split;
+        tile.split = lowest(position(tile)) / SPLIT;
+        tile.splits = (end(tile) - 1) / SPLIT + 1 - tile.split;
         use(tile);
       }
     }
@@ -94,11 +94,15 @@ class Plan {
   }
 
   int lowest(int position) const { return window_ && position >= window_ ? position - window_ + 1 : 0; }
-  int64_t keys(const Piece& piece) const {
-    const int position = step_.context[piece.sequence] - (step_.query_start[piece.sequence + 1] -
-                                                          step_.query_start[piece.sequence]) + piece.first;
-    return position + piece.count - lowest(position);
+  // Of the first row of a piece, and behind the last key that a row of it sees.
+  int position(const Piece& piece) const {
+    const int count = step_.query_start[piece.sequence + 1] - step_.query_start[piece.sequence];
+    return step_.context[piece.sequence] - count + piece.first;
   }
+  int end(const Piece& piece) const {
+    return causal_ ? position(piece) + piece.count : step_.context[piece.sequence];
+  }
+  int64_t keys(const Piece& piece) const { return end(piece) - lowest(position(piece)); }
   // In the time that a row needs for a key; reading the key takes as long as some rows.
   int64_t cost(const Piece& piece, int64_t keys) const { return (rows(piece) + 8) * keys; }
 
@@ -112,6 +116,7 @@ class Plan {
 
   const Step& step_;
   const int window_;
+  const bool causal_;
   const int64_t kv_heads_, group_, stride_;
   const int positions_;
   int64_t dear_ = 0, count_ = 0, most_rows_ = 0, states_ = 0;

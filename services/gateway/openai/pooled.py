@@ -1,0 +1,53 @@
+"""Write answers that are numbers: the vectors of /v1/embeddings, the scores of /v1/rerank and /v1/score."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+
+from services.gateway.errors import broken_record
+from services.gateway.request import VECTOR, GenerationSpec
+from shared.columns import pack_float, unpack_float
+
+
+def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
+    """Return the body of the answer. stored: the record of each prompt, float32. Raise ApiError for a gap."""
+    if any(len(record) != spec.record_bytes for record in stored):
+        raise broken_record()
+    usage = {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
+    head = {"id": spec.id, "object": "list", "created": spec.created, "model": spec.model}
+    if spec.pooling == VECTOR:
+        return {
+            **head,
+            "data": [_embedding(spec, index, record) for index, record in enumerate(stored)],
+            "usage": usage,
+        }
+    logits = [float(unpack_float(record)[0]) for record in stored]
+    scores = logits if spec.raw_scores else [_sigmoid(logit) for logit in logits]
+    if spec.endpoint == "score":
+        data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
+        return {**head, "data": data, "usage": usage}
+    best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: spec.top_n or None]
+    results = [{"index": index, "relevance_score": scores[index]} | _document(spec, index) for index in best]
+    return {**head, "results": results, "meta": {"tokens": {"input_tokens": spec.prompt_tokens}}, "usage": usage}
+
+
+def _embedding(spec: GenerationSpec, index: int, record: bytes) -> dict[str, Any]:
+    numbers = unpack_float(record)
+    if spec.dimensions:
+        numbers = numbers[: spec.dimensions]
+        numbers = (numbers / max(float(np.sqrt((numbers.astype(np.float64) ** 2).sum())), 1e-12)).astype(np.float32)
+    embedding = base64.b64encode(pack_float(numbers)).decode() if spec.base64 else numbers.tolist()
+    return {"object": "embedding", "index": index, "embedding": embedding}
+
+
+def _document(spec: GenerationSpec, index: int) -> dict[str, Any]:
+    return {"document": {"text": spec.prompt_texts[index]}} if spec.echo else {}
+
+
+def _sigmoid(logit: float) -> float:
+    small = math.exp(-abs(logit))  # the other sign may be beyond all floats
+    return (1.0 if logit >= 0 else small) / (1.0 + small)

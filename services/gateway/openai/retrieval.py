@@ -1,0 +1,192 @@
+"""Serve what retrieval asks: vectors of texts at `/v1/embeddings`, scores of pairs at `/v1/rerank` and `/v1/score`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from protos import queue_pb2
+from services.gateway.errors import ApiError, invalid, untokenizable
+from services.gateway.gateway import Gateway
+from services.gateway.openai.answers import ACCEPTED, GENERATION_ERRORS, serve
+from services.gateway.openai.bodies import (
+    EmbeddingsBody,
+    PooledBody,
+    RerankBody,
+    ScoreBody,
+    check_choices,
+    check_length,
+    check_model,
+    check_task,
+    read_body,
+    room_after,
+)
+from services.gateway.openai.completions import read_prompts
+from services.gateway.openai.document import FOUND, body_of
+from services.gateway.request import SCORE, VECTOR, GenerationSpec, Limits
+from services.gateway.text.pairs import Pair, Pairs
+from services.gateway.text.tokenizer import ModelText
+from shared import ids
+from shared.columns import pack
+from shared.text.tokenizer import TokenizerError
+
+_RESPONSES = {200: FOUND, **ACCEPTED, **GENERATION_ERRORS}
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes over one gateway."""
+    routes = APIRouter()
+    served = gateway.settings.served_model_name
+
+    @routes.post("/v1/embeddings", responses=_RESPONSES, openapi_extra=body_of(EmbeddingsBody))
+    async def embeddings(request: Request) -> Response:
+        """Return the vector of each text."""
+        started = time.monotonic()
+        body = await read_body(request, EmbeddingsBody)
+        check_model(body.model, served)
+        spec = await embeddings_spec(body, gateway.model, gateway.cluster.limits)
+        return await serve(gateway, request, spec, started)
+
+    @routes.post("/rerank", responses=_RESPONSES, openapi_extra=body_of(RerankBody))
+    @routes.post("/v1/rerank", responses=_RESPONSES, openapi_extra=body_of(RerankBody))
+    async def rerank(request: Request) -> Response:
+        """Return documents in the order of how well they answer a query."""
+        started = time.monotonic()
+        body = await read_body(request, RerankBody)
+        check_model(body.model, served)
+        spec = await rerank_spec(body, gateway.model, gateway.cluster.limits)
+        return await serve(gateway, request, spec, started)
+
+    @routes.post("/score", responses=_RESPONSES, openapi_extra=body_of(ScoreBody))
+    @routes.post("/v1/score", responses=_RESPONSES, openapi_extra=body_of(ScoreBody))
+    async def score(request: Request) -> Response:
+        """Return the score of each pair of texts."""
+        started = time.monotonic()
+        body = await read_body(request, ScoreBody)
+        check_model(body.model, served)
+        spec = await score_spec(body, gateway.model, gateway.cluster.limits)
+        return await serve(gateway, request, spec, started)
+
+    return routes
+
+
+async def embeddings_spec(body: EmbeddingsBody, model: ModelText, limits: Limits) -> GenerationSpec:
+    """Return the request that a body describes. Raise ApiError."""
+    check_task(model, "embeddings")
+    special = body.add_special_tokens is not False
+    prompts, _ = await read_prompts(body.input, "input", 1, special, model, limits)
+    check_choices(len(prompts), 1, limits, "input")
+    room_after(max(map(len, prompts)), limits, "input")
+    size = model.vector_size
+    if not size:
+        text = "config.json of this model has no hidden_size, so it has no vectors; send the request to another model"
+        raise ApiError(400, text, code="no_vectors")
+    if body.dimensions is not None and body.dimensions > size:
+        raise invalid("dimensions", f"dimensions must be at most {size}, as this model has; got {body.dimensions}")
+    spec = _spec(body, "embeddings", prompts, VECTOR, size)
+    spec.dimensions = body.dimensions or 0
+    spec.base64 = body.encoding_format == "base64"
+    return spec
+
+
+async def rerank_spec(body: RerankBody, model: ModelText, limits: Limits) -> GenerationSpec:
+    """Return the request that a body describes. Raise ApiError."""
+    pairs = _pairs_of(model, "rerank", body.instruction)
+    check_choices(len(body.documents), 1, limits, "documents")
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    made = await _encode(pairs, [(body.query, text) for text in texts], body.instruction, model, limits, "documents")
+    spec = _score_spec(body, "rerank", pairs, made)
+    spec.top_n = body.top_n or 0
+    if body.return_documents:
+        spec.echo, spec.prompt_texts = True, texts
+    return spec
+
+
+async def score_spec(body: ScoreBody, model: ModelText, limits: Limits) -> GenerationSpec:
+    """Return the request that a body describes. Raise ApiError."""
+    pairs = _pairs_of(model, "score", body.instruction)
+    first = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    second = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if len(first) not in (1, len(second)):
+        raise invalid(
+            "text_1",
+            f"text_1 has {len(first)} items and text_2 {len(second)}; send one text_1 for all, or one for each text_2",
+        )
+    check_choices(len(second), 1, limits, "text_2")
+    texts = list(zip(first * (len(second) // len(first)), second, strict=True))
+    made = await _encode(pairs, texts, body.instruction, model, limits, "text_2")
+    return _score_spec(body, "score", pairs, made)
+
+
+def _pairs_of(model: ModelText, task: str, instruction: str | None) -> Pairs:
+    check_task(model, task)
+    if model.pairs is None:
+        raise RuntimeError(f"a model for {task} has pairs")
+    if instruction and not model.pairs.label_ids:
+        raise invalid("instruction", "instruction: this model is an encoder and takes none; leave it out")
+    return model.pairs
+
+
+async def _encode(
+    pairs: Pairs,
+    texts: Sequence[tuple[str, str]],
+    instruction: str | None,
+    model: ModelText,
+    limits: Limits,
+    field: str,
+) -> list[Pair]:
+    """Return the prompt of each pair. field: of the second texts. Raise ApiError(400)."""
+    for both in texts:
+        check_length(sum(map(len, both)) // model.longest, limits, field)
+
+    def work() -> list[Pair]:
+        return [pairs.encode(first, second, instruction or "") for first, second in texts]
+
+    try:
+        quick = model.is_quick(sum(len(first) + len(second) for first, second in texts))
+        made = work() if quick else await asyncio.to_thread(work)
+    except TokenizerError as error:
+        raise untokenizable(field, error) from error
+    most = min(limits.max_model_len - 1, limits.max_input_tokens or limits.max_model_len)
+    for index, pair in enumerate(made):
+        if len(pair.ids) > most:
+            raise invalid(
+                field,
+                f"{field}[{index}] with what it is compared to has {len(pair.ids)} tokens; this server accepts at most "
+                f"{most}. Please shorten it.",
+                "context_length_exceeded",
+            )
+    return made
+
+
+def _score_spec(body: PooledBody, endpoint: str, pairs: Pairs, made: Sequence[Pair]) -> GenerationSpec:
+    spec = _spec(body, endpoint, [pair.ids for pair in made], SCORE, 1)
+    spec.label_ids = pack(pairs.label_ids)
+    spec.raw_scores = pairs.raw
+    if any(pair.segment for pair in made):
+        spec.segments = pack([pair.segment for pair in made])
+    return spec
+
+
+def _spec(body: PooledBody, endpoint: str, prompts: list[list[int]], pooling: int, size: int) -> GenerationSpec:
+    """Return a request for a record of `size` numbers of each prompt."""
+    return GenerationSpec(
+        id=ids.request_id(endpoint),
+        endpoint=endpoint,
+        model=body.model,
+        created=int(time.time()),
+        prompts=prompts,
+        n=1,
+        max_tokens=1,  # a prompt is computed to its end with the token behind it
+        sampling=queue_pb2.Sampling(top_p=1.0),
+        speculate=False,
+        priority=body.priority or "",
+        ttft_slo_ms=body.ttft_slo_ms or 0,
+        background=bool(body.background),
+        pooling=pooling,
+        vector_size=size,
+    )
