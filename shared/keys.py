@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 CLASSES = ("realtime", "high", "normal", "low")
-EPOCHS = 1 << 40  # bound of an epoch: the counter starts at the seconds of Redis's clock
+EPOCHS = 1 << 40  # bound of an epoch: it is at least Redis's clock in hundredths of a second
 GROUP = "schedulers"
 
 _UNSAFE = re.compile(r"[^a-z0-9._-]+")

@@ -24,6 +24,16 @@ local function count(key, field, delta)
   return held
 end
 
+-- Returns the next epoch, as text: above the counter, at least `least`, and at least Redis's clock in hundredths of a
+-- second. By the clock a Redis that lost its last writes, or all, never repeats an epoch that a service has seen.
+local function next_epoch(counter, least)
+  local time = redis.call('TIME')
+  local now = 100 * time[1] + math.floor(time[2] / 10000)
+  local epoch = string.format('%.0f', math.max(redis.call('INCR', counter), now, least))
+  redis.call('SET', counter, epoch)
+  return epoch
+end
+
 -- Counts bytes of a tenant's requests that have not ended, in total and by tenant.
 local function count_bytes(queue, tenant, bytes)
   local tenants = queue .. ':bytes'
