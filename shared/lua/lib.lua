@@ -41,6 +41,16 @@ local function count_bytes(queue, tenant, bytes)
   if count(queue, 'bytes', bytes) < 0 then redis.call('HSET', queue, 'bytes', 0) end
 end
 
+-- Counts a request that waits no more.
+local function leave_queue(queue, tokens, class, tenant)
+  tokens, class, tenant = whole(tokens, 0), class or '', tenant or ''
+  count(queue, 'tokens', -tokens)
+  count(queue, 'requests', -1)
+  count(queue, 'tokens:' .. class, -tokens)
+  local tenants = queue .. ':tenants'
+  if count(tenants, tenant, -tokens) <= 0 then redis.call('HDEL', tenants, tenant) end
+end
+
 -- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what was counted, so
 -- that `delete_entry` counts the same back.
 local function add_entry(queue, stream, request, tenant, bytes)
@@ -49,7 +59,7 @@ local function add_entry(queue, stream, request, tenant, bytes)
 end
 
 -- Acknowledges and deletes the entry of a request and counts its bytes back, once: a deleted entry carries none. Returns
--- tenant and bytes.
+-- tenant, bytes, and whether the entry was there.
 local function delete_entry(queue, stream, group, entry)
   local fields = {}
   for _, row in ipairs(redis.call('XRANGE', stream, entry, entry)) do
@@ -58,6 +68,5 @@ local function delete_entry(queue, stream, group, entry)
   local tenant, bytes = fields.tenant or '', math.max(0, whole(fields.bytes, 0))
   if bytes > 0 then count_bytes(queue, tenant, -bytes) end
   redis.call('XACK', stream, group, entry)
-  redis.call('XDEL', stream, entry)
-  return tenant, bytes
+  return tenant, bytes, redis.call('XDEL', stream, entry) == 1
 end

@@ -283,7 +283,7 @@ class Checker:
     def _record(self, name: str, wanted: Wanted) -> list[str]:
         """Return what is wrong with the record of a request that has ended."""
         record = dict(_pairs(self._call("HGETALL", self._keys.req(name))))
-        if not record:
+        if b"state" not in record:  # what the prefix cache had may be written behind a loss
             return [f"{name}: its record is gone"] if wanted.accepted and not wanted.harmed else []
         if record[b"state"] != b"finished":
             return [f"{name}: its record is {record[b'state'].decode()}"]

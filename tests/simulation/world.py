@@ -43,8 +43,10 @@ from tests.support.sse import DONE, Decoder
 MODEL = worker.MODEL
 ABANDONED_S = 8.0
 """Instead of five minutes: how long a request waits for a gateway or its client."""
-SILENT_S = (0.3, 1.0, 5.0)
-"""Instead of five seconds: how long a request is silent before its record is read, one of these in each run."""
+WATCHES = ((0.05, 0.1), (0.3, 0.3), (5.0, 1.0))
+"""Of a gateway: how long a request is silent before its record is read, and how often it looks. The last is the
+product's; by the others many records are read while tokens arrive.
+"""
 LOST = ("record_lost", "request_not_found", "cancelled", "generation_failed")
 """Errors of requests that Redis has lost, or tokens of."""
 SETTLE_S = 40.0
@@ -81,7 +83,7 @@ class World:
         self.requests = draw.choice([4, 8, 12])
         self.faults = draw.choice([0, 2, 4, 6, 9])
         self.span_s = draw.choice([2.0, 4.0, 8.0])
-        self.silent_s = draw.choice(SILENT_S)
+        self.silent_s, self.watch_s = draw.choice(WATCHES)
         self.numbers = 0
 
     # Processes
@@ -486,6 +488,7 @@ def simulated(seed: int) -> Iterator[World]:
         (link, "aio_channel", worker.Channel),
         (quarantine, "ABANDONED_S", ABANDONED_S),
         (dispatcher, "SILENT_S", world.silent_s),
+        (dispatcher, "EVERY_S", world.watch_s),
         (Dispatcher, "cancel", _noted(world.checker, Dispatcher.cancel, "cancel")),
         (Dispatcher, "stop_choice", _noted(world.checker, Dispatcher.stop_choice, "stop")),
     ]

@@ -82,7 +82,7 @@ async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, 
         await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
     found = await client.xreadgroup(GROUP, SHARD, {stream: ">" for stream in KEYS.request_streams()})
     names = [(stream.decode(), entry.decode()) for stream, rows in found for entry, _ in rows]
-    await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal", "alice"])
+    await scripts.claim([KEYS.lease(SHARD)], [epoch, SHARD, KEYS.req("r")])
     return names
 
 

@@ -49,11 +49,23 @@ async def test_count_of_a_tenant_ends_with_its_last_waiting_request(client: Redi
         await client.delete(KEYS.req("r"))
     ((_, entry), *_) = await claim(client, scripts, epoch)
     end = ["r", KEYS.requests("normal"), entry, "3", 10, "0", ""]
+    gone = [KEYS.requests("normal"), entry, 10, "normal", "alice"]
     for _ in range(2):  # a call that is repeated counts once
         await publish(scripts, publication(epoch, [], [], ["r"] * (way == "started"), end * (way == "ended")))
+        await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *gone * (way == "gone")])
     assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10", b"bob": b"7"}
     await publish(scripts, publication(epoch, [], [], ["other", "bobs"], []))
     assert await client.exists(KEYS.queue_tenants) == 0
+
+
+async def test_entry_that_redis_lost_with_its_counts_is_not_counted_back(client: Redis, scripts: Scripts) -> None:
+    epoch = await lease(scripts, "acquire")
+    await enqueue(scripts, "r")
+    ((_, entry), *_) = await claim(client, scripts, epoch)
+    await client.delete(KEYS.req("r"), KEYS.requests("normal"), KEYS.queue, KEYS.queue_tenants, KEYS.queue_bytes)
+    rows = [KEYS.requests("normal"), entry, 10, "normal", "alice"]
+    await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *rows])
+    assert await client.exists(KEYS.queue, KEYS.queue_tenants) == 0
 
 
 async def test_stale_count_of_a_tenant_ends_with_the_queue(client: Redis, scripts: Scripts) -> None:
