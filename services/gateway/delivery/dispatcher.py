@@ -805,7 +805,7 @@ class Dispatcher:
                 stream.refilling = False
 
     def _take_record(self, stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
-        if not record:
+        if b"state" not in record:
             stream.fail(ApiError(500, "request record missing from Redis; send the request again", code="record_lost"))
             return
         # A request that has ended is delivered by any gateway, also by several at once.
