@@ -133,6 +133,11 @@ class Keys:
         return f"{self.queue}:tenants"
 
     @property
+    def queue_kept(self) -> str:
+        """Stream: bytes of a tenant that stay behind the end of a request; scripts reach it from `queue`."""
+        return f"{self.queue}:kept"
+
+    @property
     def queue_bytes(self) -> str:
         """Hash: bytes of requests that have not ended, by tenant; scripts reach it from `queue`."""
         return f"{self.queue}:bytes"

@@ -109,9 +109,10 @@ local function finish_request(id, stream, entry, given, prompt, lengths, failure
     redis.call('PEXPIRE', prefix .. 'logprobs:' .. id .. ':' .. index - 1, kept)
     redis.call('PEXPIRE', prefix .. 'prompt_logprobs:' .. id .. ':' .. index - 1, kept)
   end
-  delete_entry(KEYS[2], stream, group, entry)
+  local tenant, _, kept_bytes = delete_entry(KEYS[2], stream, group, entry)
   redis.call('DEL', prefix .. 'prompt:' .. id)
   if not unfinished then return end
+  if record[2] and kept_bytes > 0 then count_kept(KEYS[2], tenant, kept_bytes) end
   if not record[2] then leave_queue(KEYS[2], record[3], record[4], record[7]) end
   local bucket = record[5] or ''
   if string.sub(bucket, 1, #prefix + 7) == prefix .. 'bucket:' and redis.call('EXISTS', bucket) == 1 then

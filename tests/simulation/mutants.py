@@ -54,7 +54,8 @@ def _code(owner: Any, name: str, before: str, after: str) -> Plant:
 
     @contextlib.contextmanager
     def plant() -> Iterator[None]:
-        function, found = getattr(owner, name), {}
+        function = getattr(owner, name)
+        found: dict[str, Any] = {}
         text = textwrap.dedent(inspect.getsource(function))
         assert before in text, f"{name}: {before!r} is not in it; plant the bug anew"
         exec(text.replace(before, after), function.__globals__, found)

@@ -8,8 +8,18 @@ from redis.asyncio import Redis
 from services.scheduler.requests.intake import Clock, Intake
 from services.scheduler.shard.lease import Lease
 from shared.keys import GROUP
-from shared.redis_client import Scripts
-from tests.integration.redis.script_calls import KEYS, SHARD, claim, enqueue, enqueue_all, lease, publication, publish
+from shared.redis_client import KEPT_TTL_MS, Scripts
+from tests.integration.redis.script_calls import (
+    KEYS,
+    SHARD,
+    claim,
+    claimed,
+    enqueue,
+    enqueue_all,
+    lease,
+    publication,
+    publish,
+)
 from tests.integration.redis.script_calls import client as client  # the fixtures
 from tests.integration.redis.script_calls import scripts as scripts
 from tests.integration.redis.script_calls import server as server
@@ -125,6 +135,26 @@ async def test_counted_bytes_cover_what_redis_holds(client: Redis, scripts: Scri
         await enqueue(scripts, f"r{number}", prompts=bytes(number * 1000), **parts)
     held = (await client.info("memory"))["used_memory"] - before
     assert held / 1.25 < (await counted(client))[0] < 1.25 * held
+
+
+async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Redis, scripts: Scripts) -> None:
+    bounds = {"tokens": 1, "tenant_bytes": 2 * SIZE + 5000}
+    epoch, *_ = await claimed(client, scripts)
+    for name in ("a", "b"):
+        assert (await enqueue(scripts, name, kept=4000, **bounds))[0] == (b"ok" if name == "a" else b"tenant bytes")
+    found = await client.xreadgroup(GROUP, SHARD, {KEYS.requests("normal"): ">"})
+    ((_, [(entry, _)]),) = found
+    end = ["a", KEYS.requests("normal"), entry, "1", 10, "0", ""]
+    for _ in range(2):  # a call that is repeated counts once
+        await publish(scripts, publication(epoch, [], [], ["a"], end))
+        assert await counted(client) == (SIZE + 4000, {b"alice": b"%d" % (SIZE + 4000)}), "r waits, those of a stay"
+    assert (await enqueue(scripts, "b", kept=4000, **bounds))[0] == b"tenant bytes"
+    ((kept, fields),) = await client.xrange(KEYS.queue_kept)
+    await client.delete(KEYS.queue_kept)
+    long_ago = int(kept.partition(b"-")[0]) - KEPT_TTL_MS - 1
+    await client.xadd(KEYS.queue_kept, fields, id=f"{long_ago}-0")
+    assert (await enqueue(scripts, "b", kept=4000, **bounds))[0] == b"ok"
+    assert await counted(client) == (2 * SIZE + 4000, {b"alice": b"%d" % (2 * SIZE + 4000)})
 
 
 async def test_request_larger_than_the_bound_enters_alone(client: Redis, scripts: Scripts) -> None:
