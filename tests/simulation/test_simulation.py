@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.launcher import ROOT
 
 
@@ -31,6 +33,21 @@ def test_planted_bug_fails_with_the_command_that_repeats_it() -> None:
     assert again == ["--seeds", "1", "--first", again[3], "--trace", "--plant", "doubled-token"]
     repeated = simulate(*again)
     assert repeated.returncode == 1 and "VIOLATION" in repeated.stdout
+
+
+@pytest.mark.parametrize(
+    ("bug", "first", "seeds"),
+    [
+        ("epoch-not-risen", 0, 3),
+        ("ends-before-its-tokens", 0, 5),
+        ("refill-repeats", 0, 5),
+        ("refill-not-copied", 19, 1),
+        ("job-without-wake", 0, 3),
+    ],
+)
+def test_planted_bug_is_found_within_few_seeds(bug: str, first: int, seeds: int) -> None:
+    done = simulate("--first", str(first), "--seeds", str(seeds), "--mutants", bug)
+    assert done.returncode == 0, done.stdout
 
 
 def test_hunt_for_a_planted_bug_ends_at_the_first_seed() -> None:
