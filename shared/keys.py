@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 CLASSES = ("realtime", "high", "normal", "low")
-EPOCHS = 1 << 40  # bound of an epoch: the counter starts at the seconds of Redis's clock
+EPOCHS = 1 << 40  # bound of an epoch: it is at least Redis's clock in hundredths of a second
 GROUP = "schedulers"
 
 _UNSAFE = re.compile(r"[^a-z0-9._-]+")
@@ -144,6 +144,11 @@ class Keys:
     def queue_tenants(self) -> str:
         """Hash: prompt tokens that wait for their first step, by tenant; scripts reach it from `queue`."""
         return f"{self.queue}:tenants"
+
+    @property
+    def queue_kept(self) -> str:
+        """Stream: bytes of a tenant that stay behind the end of a request; scripts reach it from `queue`."""
+        return f"{self.queue}:kept"
 
     @property
     def queue_bytes(self) -> str:

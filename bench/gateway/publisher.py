@@ -71,10 +71,7 @@ class Publisher:
         self._publish(Outcome(started=[request.id for request in self._requests]))
 
     def _take(self, stream: str, entry: str, request: queue_pb2.Request) -> None:
-        class_name = stream.rpartition(":")[2]
-        record = self._keys.req(request.id)
-        lease = [self._keys.lease(SHARD), self._keys.queue]
-        self._run("claim", lease, [self._epoch, SHARD, record, 0, class_name, request.tenant])
+        self._run("claim", [self._keys.lease(SHARD)], [self._epoch, SHARD, self._keys.req(request.id)])
         prompts = [unpack(column) for column in request.prompts.tokens]
         self._requests.append(NewRequest(request.id, prompts, request.max_tokens, gateway=request.gateway))
         self._entries[request.id] = Entry(stream, entry, request)

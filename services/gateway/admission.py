@@ -187,8 +187,8 @@ class Bounds:
         share = min(1.0, (held + size - most) / held)
         return ApiError(
             429,
-            f"{where}: requests that have not ended hold {held} of at most {most} bytes in Redis; {RETRY}, or send "
-            "smaller schemas and prompts",
+            f"{where}: requests that have not ended and log-probabilities of prompts hold {held} of at most {most} "
+            f"bytes in Redis; {RETRY}, or send smaller schemas and prompts",
             code=code,
             retry_after_s=wait_s(share * waiting),
         )

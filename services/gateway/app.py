@@ -75,7 +75,7 @@ def public_app(gateway: Gateway) -> FastAPI:
 def _lines_app(gateway: Gateway) -> FastAPI:
     """Return the application that answers the lines of batches: handlers alone, behind no server."""
     app = FastAPI(openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
-    for endpoint in (completions, chat, embeddings, responses):
+    for endpoint in (completions, chat, retrieval, responses):
         app.include_router(endpoint.router(gateway))
     return app
 

@@ -21,7 +21,7 @@ from shared.columns import pack, unpack
 from shared.ids import BEGINNINGS
 from shared.keys import CLASSES
 from shared.redis_client import PROMPT_APART_BYTES
-from shared.text.logprobs import record_bytes
+from shared.text.logprobs import prompt_record_bytes, record_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ answer has channels. Empty: all that follows is content."""
 VECTOR, SCORE = 1, 2
 """What is pooled of a prompt (worker.proto, Enter.pooling)."""
 MAX_CHOICES = 65_536
+KEPT_KEY_BYTES = 256
+"""What Redis needs for a key beside its value, about."""
 """Choices of a stored request: more than any gateway allows (--max-choices)."""
 
 
@@ -141,6 +143,12 @@ class GenerationSpec:
         """Return Sampling.prompt_logprobs: 1 and the most likely tokens beside each prompt token; 0 for none."""
         asked = [self.logprobs if self.echo else None, self.prompt_logprobs]
         return max((1 + most for most in asked if most is not None), default=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes that log-probabilities of the prompts take in Redis, until minutes after the end."""
+        size = prompt_record_bytes(self.prompt_wanted)
+        return sum(KEPT_KEY_BYTES + size * len(prompt) for prompt in self.prompts) if size else 0
 
     @property
     def choices(self) -> int:

@@ -320,7 +320,9 @@ class Service:
         """Delete keys of this shard that have another type than the services give them."""
         keys, shard = self.keys, self._settings.shard
         types = dict.fromkeys([*keys.request_streams(), keys.control(shard), keys.stats_history(shard)], "stream")
-        types |= dict.fromkeys([keys.events, keys.dead, *map(keys.tokens, self.quarantine.gateways)], "stream")
+        types |= dict.fromkeys(
+            [keys.events, keys.dead, keys.queue_kept, *map(keys.tokens, self.quarantine.gateways)], "stream"
+        )
         hashes = [keys.queue, keys.queue_tenants, keys.queue_bytes, keys.shards, keys.stats(shard)]
         types |= dict.fromkeys([*hashes, keys.iterations(shard), keys.replicas(shard), keys.lengths(shard)], "hash")
         strings = [keys.lease(shard), keys.epoch, keys.shard_epoch(shard), keys.policy(shard)]

@@ -1,23 +1,16 @@
 -- Fenced: marks the requests that XREADGROUP gave to this shard as claimed by it.
--- KEYS: lease, queue   ARGV: epoch, shard, then (req key, prompt tokens that leave the queue if it is gone, class, tenant)
+-- KEYS: lease   ARGV: epoch, shard, then req keys
 -- Returns per request: verdict, time of its enqueueing (ms of Redis's clock), the gateway that delivers it now, and
 -- whether that gateway has a heartbeat (1 or 0).
 -- Verdicts: 0 run it, 1 cancelled before the claim, 2 unknown (its record has expired), 3 already finished
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local beat = string.sub(KEYS[1], 1, #KEYS[1] - #('lease:' .. ARGV[2])) .. 'alive:gateway:'
 local verdicts = {}
-for i = 3, #ARGV, 4 do
+for i = 3, #ARGV do
   local record = redis.call('HMGET', ARGV[i], 'state', 'cancelled', 'enqueued_ms', 'gateway')
   local verdict = 0
   if not record[1] then
     verdict = 2
-    if tonumber(ARGV[i + 1]) > 0 then
-      count(KEYS[2], 'tokens', -ARGV[i + 1])
-      count(KEYS[2], 'requests', -1)
-      count(KEYS[2], 'tokens:' .. ARGV[i + 2], -ARGV[i + 1])
-      local tenants = KEYS[2] .. ':tenants'
-      if count(tenants, ARGV[i + 3], -ARGV[i + 1]) <= 0 then redis.call('HDEL', tenants, ARGV[i + 3]) end
-    end
   elseif record[1] == 'finished' then
     verdict = 3
   else

@@ -7,13 +7,15 @@
 --       minute, tokens a minute, concurrent requests (0: no limit), tenant, class, delivery (state that another gateway
 --       needs to continue), id if in the background or '', bound of this tenant's waiting prompt tokens, 1 if the wait is
 --       too long for tenants that hold their even share of the queue or more, bound of the bytes of requests that have not
---       ended, bound of this tenant's (0: no bound)
+--       ended or are kept behind it, bound of this tenant's (0: no bound), bytes of it that stay
+--       for KEPT_MS behind its end
 -- Returns for each request: {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
 --       | {full, waiting tokens} | {tenant, its waiting tokens, waiting tenants} | {late} | {rate, retry ms, limit}
 --       | {memory, bytes used, bound in bytes} | {bytes, held bytes, bytes of this request, waiting tokens}
 --       | {tenant bytes, its held bytes, bytes of this request, its waiting tokens, waiting tenants} | {error, text}
 local queue, ttl, gateway, share = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
-local PER_KEYS, PER_ARGV = 4, 16
+local PER_KEYS, PER_ARGV = 4, 17
+local KEPT_MS = 300000  -- the lifetime of what is read behind the end of a request
 local memory_used, memory_most
 
 -- The remaining memory is for running requests. Gateways check once a second, this script at every call. The memory of
@@ -28,7 +30,7 @@ local function memory_full()
 end
 
 local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, most_tokens, cost, per_request, per_token,
-  most, tenant, class, delivery, background, tenant_tokens, is_late, most_bytes, tenant_most_bytes)
+  most, tenant, class, delivery, background, tenant_tokens, is_late, most_bytes, tenant_most_bytes, kept_bytes)
   local state = redis.call('HGET', req, 'state')
   if state then return {'duplicate', state} end
 
@@ -43,7 +45,7 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   if held > 0 and held + tokens > tenant_tokens then return {'tenant', held, waiters} end
 
   -- Bytes as they lie in Redis until the request ends: message, prompts, and the record with its keys and fields.
-  local bytes = #request + #prompts + #delivery + 2048
+  local bytes = #request + #prompts + #delivery + 2048 + kept_bytes
   local function exceeds(total, most) return most > 0 and total > 0 and total + bytes > most end
   local function held_bytes()
     return whole(redis.call('HGET', queue, 'bytes'), 0), whole(redis.call('HGET', queue .. ':bytes', tenant), 0)
@@ -51,7 +53,7 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   local all_bytes, tenant_bytes = held_bytes()
   if exceeds(all_bytes, most_bytes) or exceeds(tenant_bytes, tenant_most_bytes) then
     -- A stream that was deleted leaves the counts of its entries. Without an entry in any stream nothing is held.
-    local entries = 0
+    local entries = redis.call('XLEN', queue .. ':kept')
     for _, class in ipairs({'realtime', 'high', 'normal', 'low'}) do
       entries = entries + redis.call('XLEN', string.sub(queue, 1, -#'queue' - 1) .. 'requests:' .. class)
     end
@@ -95,7 +97,7 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   end
 
   if prompts ~= '' then redis.call('SET', prompt, prompts, 'PX', ttl) end
-  local entry = add_entry(queue, stream, request, tenant, bytes)
+  local entry = add_entry(queue, stream, request, tenant, bytes, kept_bytes)
   redis.call('HSET', req, 'state', 'queued', 'tenant', tenant, 'gateway', gateway, 'class', class,
     'tokens', tokens, 'enqueued_ms', now, 'attempts', 0, 'stream', stream, 'entry', entry, 'delivery', delivery)
   if background ~= '' then
@@ -113,13 +115,15 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   return {'ok', entry, left_requests, left_tokens}
 end
 
+local time = redis.call('TIME')
+count_expired(queue, time[1] * 1000 + math.floor(time[2] / 1000) - KEPT_MS)
 local answers = {}
 for i = 0, (#KEYS - 3) / PER_KEYS - 1 do
   local k, a = 3 + i * PER_KEYS, 3 + i * PER_ARGV
   local done, answer = pcall(enqueue, KEYS[k + 1], KEYS[k + 2], KEYS[k + 3], KEYS[k + 4], ARGV[a + 1], ARGV[a + 2],
     tonumber(ARGV[a + 3]), tonumber(ARGV[a + 4]), tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), tonumber(ARGV[a + 7]),
     tonumber(ARGV[a + 8]), ARGV[a + 9], ARGV[a + 10], ARGV[a + 11], ARGV[a + 12], tonumber(ARGV[a + 13]),
-    ARGV[a + 14] == '1', tonumber(ARGV[a + 15]), tonumber(ARGV[a + 16]))
+    ARGV[a + 14] == '1', tonumber(ARGV[a + 15]), tonumber(ARGV[a + 16]), tonumber(ARGV[a + 17]))
   if not done then answer = {'error', type(answer) == 'table' and answer.err or tostring(answer)} end
   answers[i + 1] = answer
 end

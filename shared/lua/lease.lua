@@ -4,15 +4,10 @@
 -- acquire returns the new epoch or 0; renew and release return 1 or 0.
 if ARGV[1] == 'acquire' then
   if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-  local epoch = redis.call('INCR', KEYS[2])
-  if epoch == 1 then
-    -- The counter starts at the clock, so a Redis that lost its data never repeats an epoch that a worker has seen.
-    epoch = tonumber(redis.call('TIME')[1])
-    redis.call('SET', KEYS[2], epoch)
-  end
+  local epoch = next_epoch(KEYS[2], 0)
   redis.call('SET', KEYS[1], epoch, 'PX', ARGV[2])
   redis.call('SET', KEYS[3], epoch, 'PX', ARGV[4])
-  return epoch
+  return tonumber(epoch)
 end
 local holder = redis.call('GET', KEYS[1])
 if ARGV[1] == 'renew' then

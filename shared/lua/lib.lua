@@ -24,6 +24,16 @@ local function count(key, field, delta)
   return held
 end
 
+-- Returns the next epoch, as text: above the counter, at least `least`, and at least Redis's clock in hundredths of a
+-- second. By the clock a Redis that lost its last writes, or all, never repeats an epoch that a service has seen.
+local function next_epoch(counter, least)
+  local time = redis.call('TIME')
+  local now = 100 * time[1] + math.floor(time[2] / 10000)
+  local epoch = string.format('%.0f', math.max(redis.call('INCR', counter), now, least))
+  redis.call('SET', counter, epoch)
+  return epoch
+end
+
 -- Counts bytes of a tenant's requests that have not ended, in total and by tenant.
 local function count_bytes(queue, tenant, bytes)
   local tenants = queue .. ':bytes'
@@ -31,23 +41,50 @@ local function count_bytes(queue, tenant, bytes)
   if count(queue, 'bytes', bytes) < 0 then redis.call('HSET', queue, 'bytes', 0) end
 end
 
+-- Counts a request that waits no more.
+local function leave_queue(queue, tokens, class, tenant)
+  tokens, class, tenant = whole(tokens, 0), class or '', tenant or ''
+  count(queue, 'tokens', -tokens)
+  count(queue, 'requests', -1)
+  count(queue, 'tokens:' .. class, -tokens)
+  local tenants = queue .. ':tenants'
+  if count(tenants, tenant, -tokens) <= 0 then redis.call('HDEL', tenants, tenant) end
+end
+
+-- Counts bytes of a tenant that stay in Redis behind the end of a request, until `count_expired`.
+local function count_kept(queue, tenant, bytes)
+  local kept = queue .. ':kept'
+  count_bytes(queue, tenant, bytes)
+  redis.call('XADD', kept, '*', 'tenant', tenant, 'bytes', bytes)
+  redis.call('PEXPIRE', kept, 86400000)
+end
+
+-- Counts back what has been kept since `before`, in ms of Redis's clock, or longer.
+local function count_expired(queue, before)
+  local kept = queue .. ':kept'
+  for _, row in ipairs(redis.call('XRANGE', kept, '-', string.format('%.0f', math.max(0, before)), 'COUNT', 256)) do
+    count_bytes(queue, row[2][2], -whole(row[2][4], 0))
+    redis.call('XDEL', kept, row[1])
+  end
+end
+
 -- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what was counted, so
--- that `delete_entry` counts the same back.
-local function add_entry(queue, stream, request, tenant, bytes)
+-- that `delete_entry` counts the same back, and the part of it that is kept behind the end.
+local function add_entry(queue, stream, request, tenant, bytes, kept)
   if bytes > 0 then count_bytes(queue, tenant, bytes) end
-  return redis.call('XADD', stream, '*', 'r', request, 'tenant', tenant, 'bytes', bytes)
+  return redis.call('XADD', stream, '*', 'r', request, 'tenant', tenant, 'bytes', bytes, 'kept', kept)
 end
 
 -- Acknowledges and deletes the entry of a request and counts its bytes back, once: a deleted entry carries none. Returns
--- tenant and bytes.
+-- tenant, bytes, the part of them that is kept, and whether the entry was there.
 local function delete_entry(queue, stream, group, entry)
   local fields = {}
   for _, row in ipairs(redis.call('XRANGE', stream, entry, entry)) do
     for i = 1, #row[2], 2 do fields[row[2][i]] = row[2][i + 1] end
   end
   local tenant, bytes = fields.tenant or '', math.max(0, whole(fields.bytes, 0))
+  local kept = math.max(0, whole(fields.kept, 0))
   if bytes > 0 then count_bytes(queue, tenant, -bytes) end
   redis.call('XACK', stream, group, entry)
-  redis.call('XDEL', stream, entry)
-  return tenant, bytes
+  return tenant, bytes, kept, redis.call('XDEL', stream, entry) == 1
 end

@@ -22,15 +22,6 @@ local function arg()
   return ARGV[at]
 end
 
-local function leave_queue(tokens, class, tenant)
-  tokens, class, tenant = whole(tokens, 0), class or '', tenant or ''
-  count(KEYS[2], 'tokens', -tokens)
-  count(KEYS[2], 'requests', -1)
-  count(KEYS[2], 'tokens:' .. class, -tokens)
-  local tenants = KEYS[2] .. ':tenants'
-  if count(tenants, tenant, -tokens) <= 0 then redis.call('HDEL', tenants, tenant) end
-end
-
 -- A stop string ends a sequence before its last tokens: cut the record there.
 local function trim(out, length, ttl)
   if redis.call('STRLEN', out) > 4 * length then
@@ -75,7 +66,7 @@ for _ = 1, tonumber(arg()) do
   local record = redis.call('HMGET', key, 'started_ms', 'tokens', 'class', 'tenant')
   if record[2] and not record[1] then
     redis.call('HSET', key, 'state', 'running', 'started_ms', now)
-    leave_queue(record[2], record[3], record[4])
+    leave_queue(KEYS[2], record[2], record[3], record[4])
   end
 end
 
@@ -118,10 +109,11 @@ local function finish_request(id, stream, entry, given, prompt, lengths, failure
     redis.call('PEXPIRE', prefix .. 'logprobs:' .. id .. ':' .. index - 1, kept)
     redis.call('PEXPIRE', prefix .. 'prompt_logprobs:' .. id .. ':' .. index - 1, kept)
   end
-  delete_entry(KEYS[2], stream, group, entry)
+  local tenant, _, kept_bytes = delete_entry(KEYS[2], stream, group, entry)
   redis.call('DEL', prefix .. 'prompt:' .. id)
   if not unfinished then return end
-  if not record[2] then leave_queue(record[3], record[4], record[7]) end
+  if record[2] and kept_bytes > 0 then count_kept(KEYS[2], tenant, kept_bytes) end
+  if not record[2] then leave_queue(KEYS[2], record[3], record[4], record[7]) end
   local bucket = record[5] or ''
   if string.sub(bucket, 1, #prefix + 7) == prefix .. 'bucket:' and redis.call('EXISTS', bucket) == 1 then
     count(bucket, 'running', -1)

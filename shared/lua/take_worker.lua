@@ -12,11 +12,7 @@ if shard and shard ~= ARGV[2] and redis.call('EXISTS', ARGV[3] .. 'lease:' .. sh
 if KEYS[4] ~= KEYS[2] and redis.call('HGET', KEYS[4], 'shard') == ARGV[2] then
   redis.call('HDEL', KEYS[4], 'shard', 'run')
 end
-local run, least = redis.call('INCR', KEYS[3]), tonumber(ARGV[4])
-if run < least then
-  -- Redis lost the counter and its clock was set back, and a worker has seen more.
-  run = least
-  redis.call('SET', KEYS[3], string.format('%.0f', run))
-end
+-- A worker has seen more than the counter where Redis lost it and its clock was set back.
+local run = next_epoch(KEYS[3], tonumber(ARGV[4]))
 redis.call('HSET', KEYS[2], 'shard', ARGV[2], 'run', run)
-return run
+return tonumber(run)

@@ -6,7 +6,7 @@ It knows the tokens of every request beforehand: the simulated worker computes t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from protos import queue_pb2
 from shared.columns import unpack
 from shared.keys import GROUP, Keys
 from shared.redis_client import source
-from tests.simulation.clock import Loop
+from tests.simulation.clock import Loop, Process, current
 from tests.simulation.redis_server import Node
 from tests.simulation.worker import continuation
 
@@ -39,6 +39,7 @@ class Wanted:
     complete: bool = False
     left: bool = False
     left_background: bool = False
+    harmed: bool = False  # Redis lost writes since it was sent: it may end as an error, never with other text
     breaks: int = 0  # connections that the client lost: a gateway may have cancelled the request then
 
     def take(self, event: dict[str, Any], checker: Checker) -> None:
@@ -76,10 +77,12 @@ class Checker:
         self._loop, self._keys, self._letters, self._eos = loop, keys, letters, eos
         self._scripts: dict[bytes, str] = {}  # by digest, as they were loaded: a planted bug may be in one
         lib = len(source("lib")) // 2
-        self._heads = {source(name)[lib:].splitlines()[0]: name for name in (*FENCED, "lease")}
+        self._heads = {source(name)[lib:].splitlines()[0]: name for name in (*FENCED, "lease", "control")}
         self._holders: dict[str, str] = {}  # key of a lease -> process that acquired it last
         self._call = node.local()
         self._was_held = False
+        self._epoch = 0  # the highest that a lease or a Run was given
+        self._asked: dict[tuple[str, str], Process] = {}  # commands of gateways that Redis has not carried out
         self._claimers: list[tuple[str, int, int, list[int], int, bytes | None]] = []
         self.published = 0
         node.before.append(self._before)
@@ -91,6 +94,22 @@ class Checker:
             self._loop.note(f"VIOLATION {text}")
             self.violations.append(text)
             self._loop.stop()
+
+    def loss(self) -> Callable[[], None]:
+        """Return what to call when Redis has lost everything since now."""
+        holders = dict(self._holders)
+
+        def lose() -> None:
+            self._holders = holders
+            for wanted in self.requests.values():
+                wanted.harmed |= wanted.sent
+
+        return lose
+
+    def asked(self, request: str, kind: str) -> None:
+        """Note a command that the running gateway was given: Redis has to carry it out while the gateway lives."""
+        if process := current.get():
+            self._asked[request, kind] = process
 
     def wanted(self, fields: dict[str, Any]) -> Wanted:
         """Return the expectation for a request, which is checked from now on."""
@@ -159,6 +178,13 @@ class Checker:
             if self._was_held:
                 self.violation(f"{owner} took {lease}, which {self._holders.get(lease)} held")
             self._holders[lease] = owner
+        if reply and (name == "take_worker" or (name == "lease" and words[6] == b"acquire")):
+            if reply <= self._epoch:
+                self.violation(f"{owner} was given epoch {reply} by {name}, after epoch {self._epoch}")
+            self._epoch = max(self._epoch, reply)
+        if name == "control":
+            request, kind = lease.rpartition(":")[2], words[5].decode()
+            self._asked.pop((request, f"{kind} {words[9].decode()}" if kind == "stop" else kind), None)
         if name not in FENCED:
             return
         holder = self._holders.get(lease)
@@ -168,7 +194,8 @@ class Checker:
             shard = lease.rpartition(":")[2].encode()
             for request, choice, first, tokens, finish, claimer in self._claimers:
                 self._check_row(request, choice, first, tokens, finish)
-                if claimer is not None and claimer != shard:
+                harmed = request in self.requests and self.requests[request].harmed
+                if claimer is not None and claimer != shard and not harmed:
                     self.violation(f"{shard.decode()} published {request}, which {claimer.decode()} has claimed")
 
     def _check_row(self, request: str, choice: int, first: int, tokens: list[int], finish: int) -> None:
@@ -180,7 +207,7 @@ class Checker:
         expected = wanted.tokens[choice][first : first + len(tokens)]
         if tokens != expected:
             self.violation(f"{request}: tokens {tokens} of choice {choice} from {first}, expected {expected}")
-        if finish == ERROR:
+        if finish == ERROR and not wanted.harmed:
             self.violation(f"{request}: choice {choice} ended as an error")
 
     # The end
@@ -196,6 +223,11 @@ class Checker:
             state = self._call("HGET", self._keys.req(name), "state")
             if state not in (None, b"finished"):
                 left.append(f"record of {name}: {state.decode()}")
+        left += [
+            f"{kind} of {request}, given to {process.name}"
+            for (request, kind), process in self._asked.items()
+            if not process.dead
+        ]
         left += self._blocks()
         # A gateway that matched no stop string of a background request before it died: another one does, later.
         left += [
@@ -251,8 +283,8 @@ class Checker:
     def _record(self, name: str, wanted: Wanted) -> list[str]:
         """Return what is wrong with the record of a request that has ended."""
         record = dict(_pairs(self._call("HGETALL", self._keys.req(name))))
-        if not record:
-            return [f"{name}: its record is gone"] if wanted.accepted else []
+        if b"state" not in record:  # what the prefix cache had may be written behind a loss
+            return [f"{name}: its record is gone"] if wanted.accepted and not wanted.harmed else []
         if record[b"state"] != b"finished":
             return [f"{name}: its record is {record[b'state'].decode()}"]
         wrong: list[str] = []
@@ -264,12 +296,12 @@ class Checker:
                 wrong.append(f"{name}: the record of choice {choice} holds {stored}, {lengths[choice]} tokens long")
             complete = wanted.complete or wanted.left_background
             code = STOP if wanted.reasons[choice] == "stop" else LENGTH
-            if complete and (finish[choice], lengths[choice]) != (code, wanted.lengths[choice]):
+            if complete and not wanted.harmed and (finish[choice], lengths[choice]) != (code, wanted.lengths[choice]):
                 wrong.append(
                     f"{name}: the record of choice {choice} ends with {finish[choice]} at {lengths[choice]}, expected "
                     f"{code} at {wanted.lengths[choice]}"
                 )
-            if finish[choice] == ERROR:
+            if finish[choice] == ERROR and not wanted.harmed:
                 wrong.append(f"{name}: the record of choice {choice} ends with an error {record.get(b'error')!r}")
         return wrong
 

@@ -7,12 +7,16 @@ switch for them.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
+from services.gateway.delivery import dispatcher
+from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Offer, RequestStream
 from services.scheduler.core.kv.prefix_index import Hasher
 from services.scheduler.requests.claims import Claims
@@ -45,6 +49,22 @@ def _method(owner: Any, name: str, replacement: Any) -> Plant:
     return lambda: patch.object(owner, name, replacement)
 
 
+def _code(owner: Any, name: str, before: str, after: str) -> Plant:
+    """Replace text in a function of a module or class."""
+
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        function = getattr(owner, name)
+        found: dict[str, Any] = {}
+        text = textwrap.dedent(inspect.getsource(function))
+        assert before in text, f"{name}: {before!r} is not in it; plant the bug anew"
+        exec(text.replace(before, after), function.__globals__, found)
+        with patch.object(owner, name, found[name]):
+            yield
+
+    return plant
+
+
 def _fence(name: str) -> Plant:
     return _script(name, "if redis.call('GET', KEYS[1]) ~= ARGV[1] then", "if false then")
 
@@ -69,6 +89,11 @@ def _knows_no_parent(self: Hasher, tokens: Any, salt: bytes = b"", before: int =
 
 _OFFER, _KEYS = RequestStream.offer, Hasher.keys
 
+_ENDS_FIRST = """\
+    for row in ended:
+        stream.offer(row, stream.received[row.choice])
+    for first, row in rows:"""
+
 MUTANTS: dict[str, Plant] = {
     **{name.replace("_", "-"): plant for name, (_, plant) in BUGS.items()},
     "publish-unfenced": _fence("publish"),
@@ -83,5 +108,18 @@ MUTANTS: dict[str, Plant] = {
     "repeat-taken-as-next": _method(RequestStream, "offer", _keeps_repeats),
     "stranded-not-taken-up": _method(Claims, "_stranded", _takes_nothing_up),
     "prefix-key-without-parent": _method(Hasher, "keys", _knows_no_parent),
+    "claimed-by-two": _script("claim", "redis.call('HSET', ARGV[i], 'shard', ARGV[2], 'epoch', ARGV[1])", ""),
+    "hole-written": _script("publish", "local whole_record = have >= tonumber(offset)", "local whole_record = true"),
+    "stale-lease-renewed": _script("lease", "redis.call('GET', KEYS[3]) ~= ARGV[3]", "false"),
+    "epoch-not-risen": _script("lib", "redis.call('SET', counter, epoch)", "redis.call('SET', counter, 0)"),
+    "epoch-by-counter": _script(
+        "lib", "math.max(redis.call('INCR', counter), now, least)", "math.max(redis.call('INCR', counter), least)"
+    ),
+    "lost-entry-counted-back": _script("drop", "if existed and ", "if "),
+    "job-without-wake": _code(Dispatcher, "submit", "self._more.set()", ""),
+    "command-lost-in-outage": _code(Dispatcher, "_put_command", "self._retries.keep(command)", ""),
+    "refill-not-copied": _code(dispatcher, "_missing", "list(stream.received)", "stream.received"),
+    "refill-repeats": _code(dispatcher, "_missing", "4 * have, -1", "0, -1"),
+    "ends-before-its-tokens": _code(Dispatcher, "_take_record", "    for first, row in rows:", _ENDS_FIRST),
 }
 """By name."""

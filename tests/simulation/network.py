@@ -28,6 +28,7 @@ class Endpoint:
         self.broken = False  # the peer has closed, or the connection was reset
         self.reset = False
         self.inbox: deque[Any] = deque()
+        self.lag_s = 0.0  # at most so much more for each message of this end
         self.received: Callable[[Any], None] | None = None
         self.lost: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -53,7 +54,8 @@ class Endpoint:
         if network.is_cut(self.owner, self.peer.owner):
             self._held.append(message)
             return
-        self._last_s = max(self._last_s, network.loop.time() + network.delay_s())
+        delay_s = network.delay_s() + (self.lag_s * network.loop.random.random() if self.lag_s else 0.0)
+        self._last_s = max(self._last_s, network.loop.time() + delay_s)
         network.loop.call_at(self._last_s, self._arrive, message, context=_NOTHING.copy())
 
     def release(self) -> None:
@@ -134,6 +136,12 @@ class Network:
     def listen(self, address: str, process: Process | None, accept: Callable[[Endpoint], None]) -> None:
         """Accept connections at an address, in the process that listens."""
         self._listeners[address] = (process, accept)
+
+    def refuse(self, address: str) -> None:
+        """Refuse connections to an address, and reset those that it has."""
+        self._listeners.pop(address, None)
+        for endpoint in [each for each in self.endpoints if each.owner == address]:
+            self.reset(endpoint)
 
     def is_cut(self, one: str, other: str) -> bool:
         return bool(self._cuts) and frozenset((one, other)) in self._cuts

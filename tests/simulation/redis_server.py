@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import copy
 import hashlib
 import time
 from collections import deque
@@ -160,8 +161,35 @@ class Node:
         self.commands = 0
         self.reset_before_reply = 0.0
         """Chance that a connection breaks between the effect of a command and its reply."""
+        self.silent: set[Endpoint] = set()
+        """Connections on which commands are carried out and never answered."""
         self._network = network
-        network.listen(ADDRESS, None, self._accept)
+        self.start()
+
+    def start(self) -> None:
+        self._network.listen(ADDRESS, None, self._accept)
+
+    def end(self) -> None:
+        """End Redis: connections break, and new ones are refused until `start`. Scripts are forgotten, data is not."""
+        self._network.refuse(ADDRESS)
+        self.silent.clear()
+        self.data.script_cache.clear()
+
+    def keep(self) -> Callable[[], None]:
+        """Return what restores the data as it is now, as from a log without its tail."""
+        database = self.data.dbs[0]
+        kept = copy.deepcopy(dict(database.items()))
+
+        def restore() -> None:
+            with self.data.lock:
+                database.clear()
+            database.update(kept)
+
+        return restore
+
+    def silence(self, name: str) -> None:
+        """Answer no more on the connections that a process has now."""
+        self.silent |= {each for each in self._network.endpoints if each.owner == ADDRESS and each.peer.owner == name}
 
     def local(self) -> Callable[..., Any]:
         """Return a function that runs a command at once and returns its reply, for checks."""
@@ -192,7 +220,7 @@ class Node:
 
         def answer() -> None:
             for reply in replies:
-                if not (endpoint.broken or endpoint.closed):
+                if not (endpoint.broken or endpoint.closed or endpoint in self.silent):
                     endpoint.send(reply)
             replies.clear()
 

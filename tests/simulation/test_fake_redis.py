@@ -27,7 +27,7 @@ SCRIPTS = {name: source(name) for name in ("enqueue", "claim", "publish", "relea
                                            "fenced", "take_worker", "give_worker")}  # fmt: skip
 ID = re.compile(rb"^\d{13}-\d+$")
 CLOCK_MS = re.compile(rb"^1[789]\d{11}$")
-CLOCK_S = re.compile(rb"^1[789]\d{8}$")
+CLOCK_CS = re.compile(rb"^1[789]\d{10}$")
 
 
 class Both:
@@ -93,10 +93,10 @@ class Both:
                     return f"entry {number}"
             if CLOCK_MS.match(reply) or ID.match(reply):
                 return "a time"
-            if CLOCK_S.match(reply):
+            if CLOCK_CS.match(reply):
                 return "an epoch"
             return reply
-        if isinstance(reply, int) and 1_700_000_000 <= reply < 2_000_000_000:
+        if isinstance(reply, int) and 170_000_000_000 <= reply < 200_000_000_000:
             return "an epoch"
         if isinstance(reply, int) and 1_700_000_000_000 <= reply < 2_000_000_000_000:
             return "a time"
@@ -163,6 +163,7 @@ def play(both: Both, seed: int, calls: int) -> None:
                     draw.randrange(1, 500), 0, 0, draw.choice([0, 2]), draw.choice(["alice", "bob"]), class_name,
                     b"\x00\xffdelivery", draw.choice(["", one]), draw.choice([60, 100]), draw.choice([0, 0, 1]),
                     draw.choice([0, 9000]), draw.choice([0, 5000]),
+                    draw.choice([0, 0, 700]),
                 ]  # fmt: skip
             for real, fake in zip(*both.script("enqueue", keys, *args), strict=True):
                 if real[0] == b"ok":
@@ -184,9 +185,9 @@ def play(both: Both, seed: int, calls: int) -> None:
                     here = [entry, stream]  # ids are unique in a stream alone
                     owner = next((n for n in NAMES if both.real.hmget(KEYS.req(n), "entry", "stream") == here), "gone")
                     held[owner] = (stream.decode(), (entry, other), shard)
-                    args += [KEYS.req(owner), draw.choice([0, 3]), stream.decode().rpartition(":")[2], "alice"]
+                    args.append(KEYS.req(owner))
             if args:
-                both.script("claim", [lease, KEYS.queue], epoch, shard, *args)
+                both.script("claim", [lease], epoch, shard, *args)
         elif kind == "publish":
             stream, entry, _ = held.get(name, (KEYS.requests("normal"), (b"1-1", b"1-1"), shard))
             first, count = draw.randrange(4), draw.randrange(4)
@@ -221,13 +222,14 @@ def play(both: Both, seed: int, calls: int) -> None:
             both.script("give", [KEYS.lease(owner), KEYS.queue], *args)
         elif name in held and kind == "drop" and draw.random() < 0.3:
             stream, entry, _ = held[name]
-            both.script("drop", [lease, KEYS.queue], epoch, GROUP, stream, entry)
+            waiting = [draw.choice([0, 3]), stream.rpartition(":")[2], "alice"]
+            both.script("drop", [lease, KEYS.queue], epoch, GROUP, stream, entry, *waiting)
         elif kind == "fenced":
             both.script("fenced", [lease, KEYS.events], epoch, 4, "HSET", KEYS.stats(shard), "n", draw.randrange(9))
         elif kind == "worker":
             both.call("HSET", KEYS.worker("w"), "ready", draw.choice("011"))
             keys = [lease, KEYS.worker("w"), KEYS.epoch, KEYS.worker("w")]
-            both.script("take_worker", keys, epoch, shard, KEYS.prefix, draw.choice([0, 0, 1_999_000_000]))
+            both.script("take_worker", keys, epoch, shard, KEYS.prefix, draw.choice([0, 0, 199_900_000_000]))
             both.script("give_worker", [lease, KEYS.worker("w")], epoch, shard, draw.choice([epoch, 3]))
         elif kind == "lapse" and draw.random() < 0.3:
             both.call("DEL", draw.choice([lease, KEYS.req(name), KEYS.bucket("a"), KEYS.queue]))

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.launcher import ROOT
 
 
@@ -31,6 +33,14 @@ def test_planted_bug_fails_with_the_command_that_repeats_it() -> None:
     assert again == ["--seeds", "1", "--first", again[3], "--trace", "--plant", "doubled-token"]
     repeated = simulate(*again)
     assert repeated.returncode == 1 and "VIOLATION" in repeated.stdout
+
+
+@pytest.mark.parametrize(
+    "bug", ["epoch-not-risen", "ends-before-its-tokens", "refill-repeats", "refill-not-copied", "job-without-wake"]
+)
+def test_planted_bug_is_found_within_few_seeds(bug: str) -> None:
+    done = simulate("--seeds", "60", "--mutants", bug)
+    assert done.returncode == 0, done.stdout
 
 
 def test_hunt_for_a_planted_bug_ends_at_the_first_seed() -> None:

@@ -17,9 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from protos import queue_pb2
 from services.gateway.auth import Caller, Rates
+from services.gateway.delivery import dispatcher
+from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import EventStream, EventWriter
@@ -40,6 +43,12 @@ from tests.support.sse import DONE, Decoder
 MODEL = worker.MODEL
 ABANDONED_S = 8.0
 """Instead of five minutes: how long a request waits for a gateway or its client."""
+WATCHES = ((0.05, 0.1), (0.3, 0.3), (5.0, 1.0))
+"""Of a gateway: how long a request is silent before its record is read, and how often it looks. The last is the
+product's; by the others many records are read while tokens arrive.
+"""
+LOST = ("record_lost", "request_not_found", "cancelled", "generation_failed")
+"""Errors of requests that Redis has lost, or tokens of."""
 SETTLE_S = 40.0
 """Virtual time from the last fault by which every request must have ended."""
 
@@ -74,6 +83,7 @@ class World:
         self.requests = draw.choice([4, 8, 12])
         self.faults = draw.choice([0, 2, 4, 6, 9])
         self.span_s = draw.choice([2.0, 4.0, 8.0])
+        self.silent_s, self.watch_s = draw.choice(WATCHES)
         self.numbers = 0
 
     # Processes
@@ -300,6 +310,9 @@ class World:
             return True
         if code == "request_not_found" and not wanted.accepted:
             return False
+        if wanted.harmed and code in LOST:
+            wanted.left = True
+            return True
         self.checker.violation(f"client of {fields['id']} got {code}: {text}")
         return True
 
@@ -316,6 +329,7 @@ class World:
         process = self.processes[name]
         empty = contextvars.Context()
         kinds = ["kill", "pause", "pause", "cut", "cut", "term", "reset", "lost replies", "clock", "slow"]
+        kinds += ["lag", "no replies", "redis restart", "redis loses"]
         if name in self.schedulers:
             kinds += ["pause"] * 6  # a leader that is paused for longer than its lease is the hardest case
         kind = draw.choice(kinds)
@@ -344,6 +358,31 @@ class World:
         elif kind == "slow":
             self.network.slow = 20.0
             loop.call_later(1.0, setattr, self.network, "slow", 1.0, context=empty)
+        elif kind == "lag":
+            for endpoint in list(self.network.endpoints):
+                if endpoint.owner == name and draw.random() < 0.5:
+                    endpoint.lag_s = draw.choice([0.02, 0.2])
+        elif kind == "no replies":
+            self.node.silence(name)
+        elif kind == "redis restart":
+            self._end_redis()
+        elif kind == "redis loses":
+            restore, lose = self.node.keep(), self.checker.loss()
+
+            def lose_tail() -> None:
+                if not self.calm:
+                    self._end_redis()
+                    restore()
+                    lose()
+
+            loop.call_later(draw.choice([0.05, 0.2, 0.5, 1.5]), lose_tail, context=empty)
+
+    def _end_redis(self) -> None:
+        """End Redis; it starts again after a while."""
+        self.node.end()
+        delay_s = self.draw.choice([0.05, 0.3, 1.5, 5.0])
+        self.loop.note(f"redis ends for {delay_s} s")
+        self.loop.call_later(delay_s, self.node.start, context=contextvars.Context())
 
     # The run
 
@@ -386,6 +425,9 @@ class World:
         self.network.slow = 1.0
         self.network.heal()
         self.node.reset_before_reply = 0.0
+        self.node.start()
+        for endpoint in self.network.endpoints:
+            endpoint.lag_s = 0.0
         for process in list(self.processes.values()):
             if process.paused:
                 process.resume()
@@ -410,6 +452,16 @@ class Log(logging.Handler):
             )
 
 
+def _noted(checker: Checker, command: Callable[..., None], kind: str) -> Callable[..., None]:
+    """Return a command of the dispatcher that the checker learns of."""
+
+    def noted(self: Dispatcher, request_id: str, *rest: Any) -> None:
+        checker.asked(request_id, f"{kind} {rest[0]}" if kind == "stop" else kind)
+        command(self, request_id, *rest)
+
+    return noted
+
+
 @contextlib.contextmanager
 def simulated(seed: int) -> Iterator[World]:
     """Yield a world; the services use its clock, network and names."""
@@ -425,22 +477,28 @@ def simulated(seed: int) -> Iterator[World]:
     random.seed(seed)
     redis_server.Connection.network = world.network
     worker.Channel.network = world.network
-    before = redis_client.BlockingConnectionPool, redis_client.pack_words, link.aio_channel, quarantine.ABANDONED_S
-    redis_client.BlockingConnectionPool = redis_server.Pool
-    redis_client.pack_words = redis_server.pack_words
-    link.aio_channel = worker.Channel
-    quarantine.ABANDONED_S = ABANDONED_S
     ids.os, ids.socket = SimpleNamespace(getpid=lambda: 1), SimpleNamespace(gethostname=lambda: "host")
     world.loop.set_exception_handler(
         lambda _, context: world.checker.violation(f"{context.get('message')}: {context.get('exception')!r}")
     )
     clock.use(world.loop)
+    replaced = [
+        (redis_client, "BlockingConnectionPool", redis_server.Pool),
+        (redis_client, "pack_words", redis_server.pack_words),
+        (link, "aio_channel", worker.Channel),
+        (quarantine, "ABANDONED_S", ABANDONED_S),
+        (dispatcher, "SILENT_S", world.silent_s),
+        (dispatcher, "EVERY_S", world.watch_s),
+        (Dispatcher, "cancel", _noted(world.checker, Dispatcher.cancel, "cancel")),
+        (Dispatcher, "stop_choice", _noted(world.checker, Dispatcher.stop_choice, "stop")),
+    ]
     try:
-        yield world
+        with contextlib.ExitStack() as stack:
+            for owner, name, other in replaced:
+                stack.enter_context(patch.object(owner, name, other))
+            yield world
     finally:
         clock.use(None)
-        redis_client.BlockingConnectionPool, redis_client.pack_words, *others = before
-        link.aio_channel, quarantine.ABANDONED_S = others
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate

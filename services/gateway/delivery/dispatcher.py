@@ -273,12 +273,14 @@ class QueueBounds(Protocol):
 
     @property
     def class_bytes(self) -> int:
-        """Bytes in Redis of requests that have not ended, of all classes together; 0 means no limit."""
+        """Bytes in Redis of requests that have not ended, and log-probabilities of prompts, of all classes together; 0
+        means no limit.
+        """
         ...
 
     @property
     def tenant_bytes(self) -> int:
-        """Bytes in Redis of its tenant's requests that have not ended; 0 means no limit."""
+        """The same of its tenant; 0 means no limit."""
         ...
 
     @property
@@ -425,6 +427,7 @@ class Dispatcher:
                 request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
                 *caller.rates.arguments, caller.tenant, spec.priority, delivery, spec.id if spec.background else "",
                 bounds.tenant_tokens, int(bounds.is_late), bounds.class_bytes, bounds.tenant_bytes,
+                spec.kept_bytes,
             ]  # fmt: skip
 
         return Entry(
@@ -805,7 +808,7 @@ class Dispatcher:
                 stream.refilling = False
 
     def _take_record(self, stream: RequestStream, record: dict[bytes, bytes], rows: list[tuple[int, Row]]) -> None:
-        if not record:
+        if b"state" not in record:
             stream.fail(ApiError(500, "request record missing from Redis; send the request again", code="record_lost"))
             return
         # A request that has ended is delivered by any gateway, also by several at once.

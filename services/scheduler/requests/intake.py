@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Container, Iterable
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -279,12 +279,9 @@ class Intake:
     async def _claim(self, entries: list[Entry], fresh: bool = False) -> list[Claimed]:
         if not entries:
             return []
-        args: list[Value] = [self._lease.epoch, self._shard]
-        for entry in entries:
-            waiting = sum(len(tokens) // 4 for tokens in entry.request.prompts.tokens) if fresh else 0
-            args += [self._keys.req(entry.request.id), waiting, CLASSES[entry.class_number], entry.request.tenant]
+        args: list[Value] = [self._lease.epoch, self._shard, *(self._keys.req(entry.request.id) for entry in entries)]
         try:
-            verdicts = await self._lease.fenced(self._scripts.claim, [self._keys.queue], args)
+            verdicts = await self._lease.fenced(self._scripts.claim, [], args)
         except ResponseError as error:
             if WRONG_TYPE in str(error):
                 types = {self._keys.req(entry.request.id): "hash" for entry in entries}
@@ -294,15 +291,19 @@ class Intake:
         rows = zip(entries, *(verdicts[column::4] for column in range(4)), strict=True)
         for entry, verdict, enqueued_ms, gateway, delivered in rows:
             if verdict >= UNKNOWN:
-                await self._drop(self._lease, entry.stream, entry.id)
+                prompts = entry.request.prompts.tokens
+                waiting = sum(len(tokens) // 4 for tokens in prompts) if fresh and verdict == UNKNOWN else 0
+                queued = [waiting, CLASSES[entry.class_number], entry.request.tenant]
+                await self._drop(self._lease, entry.stream, entry.id, queued)
             else:
                 name = self._letters.read(self._keys.req(entry.request.id), gateway, text)
                 item = await self._open(entry, enqueued_ms, name or entry.request.gateway, verdict == CANCELLED)
                 claimed.append(item if delivered else replace(item, delivered=False))
         return claimed
 
-    async def _drop(self, lease: Lease, stream: str, entry_id: str) -> None:
-        await lease.fenced(self._scripts.drop, [self._keys.queue], [lease.epoch, GROUP, stream, entry_id])
+    async def _drop(self, lease: Lease, stream: str, entry_id: str, queued: Sequence[Value] = (0, "", "")) -> None:
+        """Delete an entry. queued: prompt tokens that leave the queue with it, their class and tenant."""
+        await lease.fenced(self._scripts.drop, [self._keys.queue], [lease.epoch, GROUP, stream, entry_id, *queued])
 
     async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts

@@ -65,3 +65,19 @@ def test_tenant_that_fills_redis_with_schemas_is_429_alone(
     assert (client.hget(keys.queue, "bytes"), client.hgetall(keys.queue_bytes)) == (b"0", {})
     assert with_schema(gateway).status_code == 202
     scheduler.serve(scheduler.claim(), [50])
+
+
+def test_tenant_that_fills_redis_with_prompt_logprobs_is_429_alone(
+    tmp_path: Path, model: Path, redis_server: RedisServer
+) -> None:
+    """The log-probabilities of a prompt stay for five minutes behind the end of their request."""
+    (tmp_path / "keys").write_text(f"{KEY}\n{OTHER}\n")
+    options = {"api_key_file": tmp_path / "keys", "max_queued_bytes": 60_000}
+    body = {"prompt": [5] * 100, "max_tokens": 1, "prompt_logprobs": 20, "background": True}
+    with led_gateway(tmp_path, model, redis_server, **options) as (gateway, scheduler):
+        gateway.key = KEY
+        assert gateway.post("/v1/completions", body).status_code == 202
+        scheduler.serve(scheduler.claim(), [50])
+        again = gateway.post("/v1/completions", body)
+        assert (again.status_code, again.json()["error"]["code"]) == (429, "tenant_queue_full")
+        assert gateway.post("/v1/completions", body, key=OTHER).status_code == 202

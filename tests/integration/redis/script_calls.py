@@ -63,7 +63,7 @@ async def enqueue_all(
         values = {
             "request": b"payload", "prompts": b"", "tokens": 10, "most": 100, "cost": 30, "rpm": 0, "tpm": 0,
             "concurrent": 0, "tenant": "alice", "class": "normal", "delivery": b"go on", "background": "",
-            "of_tenant": 100, "late": 0, "most_bytes": 0, "tenant_bytes": 0,
+            "of_tenant": 100, "late": 0, "most_bytes": 0, "tenant_bytes": 0, "kept": 0,
         } | changes  # fmt: skip
         keys += [KEYS.req(name), KEYS.requests(values["class"]), KEYS.bucket("alice"), KEYS.prompt(name)]
         arguments += values.values()
@@ -82,7 +82,7 @@ async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, 
         await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
     found = await client.xreadgroup(GROUP, SHARD, {stream: ">" for stream in KEYS.request_streams()})
     names = [(stream.decode(), entry.decode()) for stream, rows in found for entry, _ in rows]
-    await scripts.claim([KEYS.lease(SHARD), KEYS.queue], [epoch, SHARD, KEYS.req("r"), 10, "normal", "alice"])
+    await scripts.claim([KEYS.lease(SHARD)], [epoch, SHARD, KEYS.req("r")])
     return names
 
 

@@ -8,8 +8,18 @@ from redis.asyncio import Redis
 from services.scheduler.requests.intake import Clock, Intake
 from services.scheduler.shard.lease import Lease
 from shared.keys import GROUP
-from shared.redis_client import Scripts
-from tests.integration.redis.script_calls import KEYS, SHARD, claim, enqueue, enqueue_all, lease, publication, publish
+from shared.redis_client import KEPT_TTL_MS, Scripts
+from tests.integration.redis.script_calls import (
+    KEYS,
+    SHARD,
+    claim,
+    claimed,
+    enqueue,
+    enqueue_all,
+    lease,
+    publication,
+    publish,
+)
 from tests.integration.redis.script_calls import client as client  # the fixtures
 from tests.integration.redis.script_calls import scripts as scripts
 from tests.integration.redis.script_calls import server as server
@@ -49,11 +59,23 @@ async def test_count_of_a_tenant_ends_with_its_last_waiting_request(client: Redi
         await client.delete(KEYS.req("r"))
     ((_, entry), *_) = await claim(client, scripts, epoch)
     end = ["r", KEYS.requests("normal"), entry, "3", 10, "0", ""]
+    gone = [KEYS.requests("normal"), entry, 10, "normal", "alice"]
     for _ in range(2):  # a call that is repeated counts once
         await publish(scripts, publication(epoch, [], [], ["r"] * (way == "started"), end * (way == "ended")))
+        await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *gone * (way == "gone")])
     assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10", b"bob": b"7"}
     await publish(scripts, publication(epoch, [], [], ["other", "bobs"], []))
     assert await client.exists(KEYS.queue_tenants) == 0
+
+
+async def test_entry_that_redis_lost_with_its_counts_is_not_counted_back(client: Redis, scripts: Scripts) -> None:
+    epoch = await lease(scripts, "acquire")
+    await enqueue(scripts, "r")
+    ((_, entry), *_) = await claim(client, scripts, epoch)
+    await client.delete(KEYS.req("r"), KEYS.requests("normal"), KEYS.queue, KEYS.queue_tenants, KEYS.queue_bytes)
+    rows = [KEYS.requests("normal"), entry, 10, "normal", "alice"]
+    await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *rows])
+    assert await client.exists(KEYS.queue, KEYS.queue_tenants) == 0
 
 
 async def test_stale_count_of_a_tenant_ends_with_the_queue(client: Redis, scripts: Scripts) -> None:
@@ -113,6 +135,26 @@ async def test_counted_bytes_cover_what_redis_holds(client: Redis, scripts: Scri
         await enqueue(scripts, f"r{number}", prompts=bytes(number * 1000), **parts)
     held = (await client.info("memory"))["used_memory"] - before
     assert held / 1.25 < (await counted(client))[0] < 1.25 * held
+
+
+async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Redis, scripts: Scripts) -> None:
+    bounds = {"tokens": 1, "tenant_bytes": 2 * SIZE + 5000}
+    epoch, *_ = await claimed(client, scripts)
+    for name in ("a", "b"):
+        assert (await enqueue(scripts, name, kept=4000, **bounds))[0] == (b"ok" if name == "a" else b"tenant bytes")
+    found = await client.xreadgroup(GROUP, SHARD, {KEYS.requests("normal"): ">"})
+    ((_, [(entry, _)]),) = found
+    end = ["a", KEYS.requests("normal"), entry, "1", 10, "0", ""]
+    for _ in range(2):  # a call that is repeated counts once
+        await publish(scripts, publication(epoch, [], [], ["a"], end))
+        assert await counted(client) == (SIZE + 4000, {b"alice": b"%d" % (SIZE + 4000)}), "r waits, those of a stay"
+    assert (await enqueue(scripts, "b", kept=4000, **bounds))[0] == b"tenant bytes"
+    ((kept, fields),) = await client.xrange(KEYS.queue_kept)
+    await client.delete(KEYS.queue_kept)
+    long_ago = int(kept.partition(b"-")[0]) - KEPT_TTL_MS - 1
+    await client.xadd(KEYS.queue_kept, fields, id=f"{long_ago}-0")
+    assert (await enqueue(scripts, "b", kept=4000, **bounds))[0] == b"ok"
+    assert await counted(client) == (2 * SIZE + 4000, {b"alice": b"%d" % (2 * SIZE + 4000)})
 
 
 async def test_request_larger_than_the_bound_enters_alone(client: Redis, scripts: Scripts) -> None:

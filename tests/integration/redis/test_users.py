@@ -18,7 +18,7 @@ from tests.support.stack import RedisServer
 KEYS = Keys("demo-model")
 NAMES = {
     KEYS.requests("normal"), KEYS.prompt("x"), KEYS.req("x"), KEYS.out("x", 0), KEYS.logprobs("x", 0), KEYS.queue,
-    KEYS.queue_tenants, KEYS.queue_bytes, KEYS.background, KEYS.background_of("g"), KEYS.adopting("x"),
+    KEYS.queue_tenants, KEYS.queue_bytes, KEYS.queue_kept, KEYS.background, KEYS.background_of("g"), KEYS.adopting("x"),
     KEYS.bucket("k"), KEYS.tokens("g"), KEYS.control("s"), KEYS.dead, KEYS.lease("s"), KEYS.epoch,
     KEYS.shard_epoch("s"), KEYS.policy("s"), KEYS.lengths("s"), KEYS.worker("w"), KEYS.workers, KEYS.shards,
     KEYS.drain("gateway", "g"), KEYS.drain("worker", "w"), KEYS.alive("gateway", "g"), KEYS.alive("scheduler", "s"),
@@ -28,12 +28,14 @@ NAMES = {
 MAY_WRITE = {
     "gateway": {
         KEYS.requests("normal"), KEYS.prompt("x"), KEYS.req("x"), KEYS.out("x", 0), KEYS.queue, KEYS.queue_tenants,
-        KEYS.queue_bytes, KEYS.background, KEYS.background_of("g"), KEYS.adopting("x"), KEYS.bucket("k"),
-        KEYS.tokens("g"), KEYS.control("s"), KEYS.alive("gateway", "g"), KEYS.keys_salt, KEYS.keys_used, KEYS.dead,
+        KEYS.queue_bytes, KEYS.queue_kept, KEYS.background, KEYS.background_of("g"), KEYS.adopting("x"),
+        KEYS.bucket("k"), KEYS.tokens("g"), KEYS.control("s"), KEYS.alive("gateway", "g"), KEYS.keys_salt,
+        KEYS.keys_used, KEYS.dead,
     },
     "scheduler": {
         KEYS.requests("normal"), KEYS.prompt("x"), KEYS.req("x"), KEYS.out("x", 0), KEYS.logprobs("x", 0), KEYS.queue,
-        KEYS.queue_tenants, KEYS.queue_bytes, KEYS.bucket("k"), KEYS.tokens("g"), KEYS.control("s"), KEYS.dead,
+        KEYS.queue_tenants, KEYS.queue_bytes, KEYS.queue_kept, KEYS.bucket("k"), KEYS.tokens("g"),
+        KEYS.control("s"), KEYS.dead,
         KEYS.lease("s"), KEYS.epoch, KEYS.shard_epoch("s"), KEYS.policy("s"), KEYS.lengths("s"), KEYS.worker("w"),
         KEYS.shards, KEYS.alive("scheduler", "s"), KEYS.stats("s"), KEYS.stats_history("s"), KEYS.iterations("s"),
         KEYS.replicas("s"), KEYS.events,

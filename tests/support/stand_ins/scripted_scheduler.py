@@ -101,12 +101,8 @@ class ScriptedScheduler:
                 prompts = request.prompts
                 if request.prompts_apart:
                     prompts = queue_pb2.Prompts.FromString(self.client.get(self.keys.prompt(request.id)))
-                class_name = stream.decode().rpartition(":")[2]
-                verdicts = self._run(
-                    "claim",
-                    [self.keys.lease(self.shard), self.keys.queue],
-                    [self.epoch, self.shard, self.keys.req(request.id), 0, class_name, request.tenant],
-                )
+                row = [self.epoch, self.shard, self.keys.req(request.id)]
+                verdicts = self._run("claim", [self.keys.lease(self.shard)], row)
                 tokens = [unpack(column).tolist() for column in prompts.tokens]
                 claimed = Claimed(request, stream.decode(), entry.decode(), tokens, verdicts[0] == 1)
                 self._claimed[request.id] = claimed

@@ -231,4 +231,9 @@ async def test_expired_record_is_not_kept_by_its_cached_tokens(
         while redis_server.client.ttl(key) <= 0:
             await asyncio.sleep(0.01)
     assert redis_server.client.hgetall(key) == {b"cached:0": b"3"}
+    scheduler.publish(Line(spec.id, 9, [52]))  # a gap, so the record is read
+    with pytest.raises(ApiError) as caught:
+        while True:
+            await begun.next(timeout_s=60)
+    assert caught.value.code == "record_lost"
     begun.close()
