@@ -393,6 +393,7 @@ class Dispatcher:
         `adopt` takes it over.
         """
         self._refuse_without_redis()
+        stream.enqueued = False
         if spec.id not in self._streams:
             self._register(stream)
         entry = self._entry(spec, caller, delivery, bounds, time.monotonic() if started is None else started)
@@ -405,11 +406,11 @@ class Dispatcher:
             answer = [b"backlog", *full]
         match answer[0]:
             case b"ok":
-                stream.left = (answer[2], answer[3])
+                stream.enqueued, stream.left = True, (answer[2], answer[3])
                 if self._streams.get(spec.id) is not stream:  # the one before it was refused
                     self._register(stream)
             case b"duplicate":
-                pass
+                stream.enqueued = True
             case _:
                 self._forget(stream)
         return answer
@@ -782,7 +783,7 @@ class Dispatcher:
 
     def _refill(self, stream: RequestStream) -> None:
         """Have the record of a request read, together with others."""
-        if stream.refilling or stream.failure is not None:
+        if stream.refilling or stream.failure is not None or not stream.enqueued:
             return
         stream.refilling = True
         stream.asked_at = time.monotonic()

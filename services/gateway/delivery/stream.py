@@ -136,6 +136,7 @@ class RequestStream:
     left: tuple[int, int] = (-1, -1)  # requests and tokens that the key may still spend this minute; -1: no limit
     failure: ApiError | None = None
     ahead: list[Ahead] = field(default_factory=list)
+    enqueued: bool = True  # else no record is there yet
     refilling: bool = False
     heard_at: float = field(default_factory=time.monotonic)
     asked_at: float = field(default_factory=time.monotonic)

@@ -110,6 +110,25 @@ async def test_requests_that_wait_are_enqueued_by_one_call(
         one.close()
 
 
+async def test_silent_request_in_the_backlog_is_not_taken_for_lost(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "BATCH_REQUESTS", 1)
+    monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
+    async with Held(gateway):
+        begun = [asyncio.create_task(begin(gateway, name)) for name in ("a", "b", "c")]
+        async with asyncio.timeout(60):
+            while len(gateway.dispatcher.streams) < len(begun):
+                await asyncio.sleep(0.01)
+            for looked_at in (-1, -2):  # the second look is whole
+                gateway.cluster.unfinished = looked_at
+                while gateway.cluster.unfinished == looked_at:
+                    await asyncio.sleep(0.01)
+    for generation in await asyncio.gather(*begun):
+        assert generation.stream.failure is None
+        generation.close()
+
+
 async def test_urgent_request_is_enqueued_before_a_flood(
     gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
