@@ -43,9 +43,9 @@ answer has channels. Empty: all that follows is content."""
 VECTOR, SCORE = 1, 2
 """What is pooled of a prompt (worker.proto, Enter.pooling)."""
 MAX_CHOICES = 65_536
+"""Choices of a stored request: more than any gateway allows (--max-choices)."""
 KEPT_KEY_BYTES = 256
 """What Redis needs for a key beside its value, about."""
-"""Choices of a stored request: more than any gateway allows (--max-choices)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,6 @@ local function count_kept(queue, tenant, bytes)
   local kept = queue .. ':kept'
   count_bytes(queue, tenant, bytes)
   redis.call('XADD', kept, '*', 'tenant', tenant, 'bytes', bytes)
-  redis.call('PEXPIRE', kept, 86400000)
 end
 
 -- Counts back what has been kept since `before`, in ms of Redis's clock, or longer.

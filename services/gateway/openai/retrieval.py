@@ -143,24 +143,27 @@ async def _encode(
     for both in texts:
         check_length(sum(map(len, both)) // model.longest, limits, field)
 
+    most = min(limits.max_model_len - 1, limits.max_input_tokens or limits.max_model_len)
+
     def work() -> list[Pair]:
-        return [pairs.encode(first, second, instruction or "") for first, second in texts]
+        made = []
+        for index, (first, second) in enumerate(texts):
+            pair = pairs.encode(first, second, instruction or "")
+            if len(pair.ids) > most:  # the rest is not encoded: one long query meets each of the documents
+                raise invalid(
+                    field,
+                    f"{field}[{index}] with what it is compared to has {len(pair.ids)} tokens; this server accepts at "
+                    f"most {most}. Please shorten it.",
+                    "context_length_exceeded",
+                )
+            made.append(pair)
+        return made
 
     try:
         quick = model.is_quick(sum(len(first) + len(second) for first, second in texts))
-        made = work() if quick else await asyncio.to_thread(work)
+        return work() if quick else await asyncio.to_thread(work)
     except TokenizerError as error:
         raise untokenizable(field, error) from error
-    most = min(limits.max_model_len - 1, limits.max_input_tokens or limits.max_model_len)
-    for index, pair in enumerate(made):
-        if len(pair.ids) > most:
-            raise invalid(
-                field,
-                f"{field}[{index}] with what it is compared to has {len(pair.ids)} tokens; this server accepts at most "
-                f"{most}. Please shorten it.",
-                "context_length_exceeded",
-            )
-    return made
 
 
 def _score_spec(body: PooledBody, endpoint: str, pairs: Pairs, made: Sequence[Pair]) -> GenerationSpec:

@@ -68,7 +68,8 @@ def test_machine_of_these_tests_is_ok(tmp_path: Path) -> None:
     code, checks, ok = run_doctor("--model", str(model), "--port", str(free_ports()), "--run-dir", str(tmp_path))
     assert (code, ok) == (0, True), checks
     gpus = {check.name for check in judge(machine(), "auto")} - {"gpu"}  # where the tests run on a machine with one
-    names = [name for name in checks if name not in gpus]
+    assert ("amx" in checks) == (build.cpu_flags() >= build.TILE_FLAGS)
+    names = [name for name in checks if name not in gpus | {"amx"}]
     assert names == ["python", "compiler", "redis", "gpu", "port", "ops port", "disk", "memory", "model"]
     assert all(check["fix"] for check in checks.values() if check["status"] != "ok")
 
