@@ -116,7 +116,7 @@ def listening(port: int) -> bool:
 def assert_nothing_is_left(run: MakeRun, pids: list[int]) -> None:
     until("every process is gone", lambda: not any(map(alive, pids)))
     assert not listening(run.port)
-    assert sorted(path.name for path in run.run_dir.iterdir()) == ["logs", "redis"]
+    assert sorted(path.name for path in run.run_dir.iterdir()) == ["files", "logs", "redis"]
 
 
 def test_printed_curl_line_works(shared_run: MakeRun) -> None:

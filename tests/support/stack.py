@@ -164,10 +164,12 @@ class Stack:
         """Wait until nothing is running and return what must be equal each time."""
 
         def quiet() -> bool:
-            stats, queue = self.stats(), self.redis.client.hgetall(self.keys.queue)
+            stats, queue = self.stats(), dict(self.redis.client.hgetall(self.keys.queue))  # type: ignore[arg-type]
             work = {stats.get(field) for field in ("running", "waiting", "in_flight")}
             entries = [self.redis.client.xlen(stream) for stream in self.keys.request_streams()]
-            return work == {"0"} and set(queue.values()) <= {b"0"} and not any(entries)  # type: ignore[union-attr]
+            kept = self.redis.client.xrange(self.keys.queue_kept)  # behind the end of their requests
+            held = int(queue.pop(b"bytes", 0)) - sum(int(row[b"bytes"]) for _, row in kept)  # type: ignore[union-attr]
+            return work == {"0"} and held == 0 and set(queue.values()) <= {b"0"} and not any(entries)
 
         until("the stack is quiet", quiet, 60)
         stats = self.stats()
