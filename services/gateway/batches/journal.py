@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import orjson
+
 from services.gateway.batches.files import create, flush, flush_folder, open_plain
 
 ROW = re.compile(rb"([0-9]{1,9}) ([01]) (\{.*\}\n)", re.DOTALL)
@@ -42,11 +44,20 @@ def rows(folder: Path, sealed: Sequence[tuple[int, int]], epoch: int) -> dict[in
     found: dict[int, Row] = {}
     for each, most_bytes in [*sealed, (epoch, None)]:
         for offset, text in _texts(folder, each, most_bytes):
-            if match := ROW.fullmatch(text):
+            if (match := ROW.fullmatch(text)) and _is_json(match[3]):
                 begin = match.start(3)
                 row = Row(each, offset + begin, len(text) - begin, match[2] == b"1")
                 found.setdefault(int(match[1]), row)
     return found
+
+
+def _is_json(text: bytes) -> bool:
+    """Return whether an output line is whole: one that a full disk cut may have the next row behind it."""
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 def _texts(folder: Path, epoch: int, most_bytes: int | None) -> Iterator[tuple[int, bytes]]:

@@ -43,6 +43,10 @@ class InputLines:
         while len(problems) < MAX_PROBLEMS and (text := self._file.readline(most_bytes + 2)):
             number += 1
             try:
+                if number > 2 * MAX_LINES:
+                    raise LineError(
+                        "too_many_lines", f"more than {2 * MAX_LINES} lines with the empty ones; split the file"
+                    )
                 if text.strip():
                     self._check_line(text, endpoint, most_bytes, known)
             except LineError as error:
@@ -71,6 +75,10 @@ class InputLines:
             raise LineError("invalid_value", problem, "priority")
         if len(self) >= MAX_LINES:
             raise LineError("too_many_lines", f"more than {MAX_LINES} requests; split the file")
+        try:  # lines are written anew when they are sent, and less deep than they can be read
+            orjson.dumps(line.body)
+        except TypeError:
+            raise LineError("invalid_value", "body is nested too deeply; send fewer than 250 levels", "body") from None
         known.add(line.custom_id)
         self._offsets.append(self._file.tell())
         self._prefixes.append(_prefix(line.body))

@@ -26,7 +26,7 @@ from services.gateway.batches.files import FileStore, new_id
 from services.gateway.batches.handler import Exchange
 from services.gateway.batches.journal import Journal, rows, whole_bytes, write_outputs
 from services.gateway.batches.lines import InputLines, seed_of
-from services.gateway.batches.records import BatchOrder, BatchState, BatchStore, OpenBatch
+from services.gateway.batches.records import BatchOrder, BatchState, BatchStore, OpenBatch, Outdated
 from services.gateway.metrics import Metrics
 from shared.batch_lines import RETRIED, Line, answer_line
 from shared.tasks import end
@@ -260,7 +260,7 @@ class Run:
         )  # fmt: skip
         try:
             self._means.batches.close(self._batch, last)
-        except BaseException:
+        except Outdated:  # else the state may name the files already
             for file_id in published:
                 if file_id is not None:
                     self._means.files.delete(self._order.tenant, file_id)
@@ -280,12 +280,13 @@ class Run:
 
 
 class Writer:
-    """Write rows of many lines with one call of fsync."""
+    """Write rows of many lines with one call of fsync. Behind a failure nothing more is written: a row may be cut."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._waiting: list[tuple[tuple[int, bool, bytes], asyncio.Future[None]]] = []
         self._work: asyncio.Task[None] | None = None
+        self._failure: OSError | None = None
 
     async def put(self, number: int, is_failed: bool, line: bytes) -> None:
         """Return when the row is on the disk. Raise OSError."""
@@ -303,16 +304,15 @@ class Writer:
     async def _write(self) -> None:
         while self._waiting:
             taken, self._waiting = self._waiting, []
-            try:
-                await asyncio.to_thread(self._journal.append, [row for row, _ in taken])
-            except OSError as error:
-                failure: OSError | None = error
-            else:
-                failure = None
+            if self._failure is None:
+                try:
+                    await asyncio.to_thread(self._journal.append, [row for row, _ in taken])
+                except OSError as error:
+                    self._failure = error
             for _, done in taken:
                 if done.done():
                     continue  # its sender was cancelled; the row counts
-                if failure is None:
+                if self._failure is None:
                     done.set_result(None)
                 else:
-                    done.set_exception(failure)
+                    done.set_exception(self._failure)

@@ -15,7 +15,7 @@ from services.gateway.batches.records import BatchOrder
 from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import json_response, listed
-from services.gateway.openai.bodies import Body, read_body
+from services.gateway.openai.bodies import Body, Metadata, read_body
 from services.gateway.openai.document import FOUND, body_of, errors
 
 MOST_BATCHES = 100
@@ -39,7 +39,7 @@ class BatchBody(Body):
     input_file_id: str = Field(max_length=64, description="a file that was uploaded with purpose batch")
     endpoint: Endpoint
     completion_window: str = Field(pattern=r"^[1-9][0-9]{0,2}h$", description="24h, or another time up to 720h")
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
+    metadata: Metadata | None = Field(None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
 
 

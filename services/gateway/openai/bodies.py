@@ -43,6 +43,7 @@ MAX_TOOLS = 128
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=MAX_PATTERN_CHARS)]
+Metadata = dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]]
 Choices = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHOICE_CHARS)]],
     Field(min_length=1, max_length=MAX_CHOICES),
@@ -354,7 +355,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
+    metadata: Metadata | None = Field(None, max_length=16)
     store: bool | None = None
     service_tier: str | None = Field(None, max_length=32)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)

@@ -39,7 +39,7 @@ from services.gateway.openai.answers import (
     whole,
     whole_response,
 )
-from services.gateway.openai.bodies import INT64, MAX_TOOLS, Body, ChatBody, Priority, parse_body, read_body
+from services.gateway.openai.bodies import INT64, MAX_TOOLS, Body, ChatBody, Metadata, Priority, parse_body, read_body
 from services.gateway.openai.chat import chat_spec
 from services.gateway.openai.document import body_of, errors, event_stream
 from services.gateway.openai.requests import result, status
@@ -116,7 +116,7 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
+    metadata: Metadata | None = Field(None, max_length=16)
     store: bool | None = Field(None, description="false: the response is not stored; by default it is")
     previous_response_id: str | None = Field(None, max_length=64, description="go on behind this stored response")
     service_tier: str | None = Field(None, max_length=32)

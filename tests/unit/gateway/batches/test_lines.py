@@ -60,6 +60,22 @@ def test_line_that_is_no_request_is_named(tmp_path: Path, text: str | bytes, cod
     lines.close()
 
 
+@pytest.mark.parametrize("name", ["prompt", "metadata"])
+def test_line_too_deep_to_be_sent_is_named(tmp_path: Path, name: str) -> None:
+    body = f'{{"prompt": "x", "{name}": {"[" * 300}{"]" * 300}}}'
+    problems, lines = checked(tmp_path, json.dumps(GOOD).replace(json.dumps(GOOD["body"]), body))
+    assert problems == [("invalid_value", 1)]
+    lines.close()
+
+
+def test_empty_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LINES", 3)
+    for empty, expected in ((5, []), (6, [("too_many_lines", 7)])):
+        problems, lines = checked(tmp_path, "\n" * empty + json.dumps(GOOD))
+        assert problems == expected
+        lines.close()
+
+
 def test_custom_id_occurs_once(tmp_path: Path) -> None:
     problems, lines = checked(tmp_path, "\n".join([json.dumps(GOOD)] * 3))
     assert problems == [("duplicate_custom_id", 2), ("duplicate_custom_id", 3)]
@@ -78,6 +94,7 @@ def test_number_of_lines_and_of_problems_is_bounded(tmp_path: Path, monkeypatch:
     problems, lines = checked(tmp_path, "\n".join(json.dumps({**GOOD, "custom_id": f"{n}"}) for n in range(9)))
     assert problems == [("too_many_lines", 3)]
     lines.close()
+    monkeypatch.setattr(module, "MAX_LINES", 500)
     problems, lines = checked(tmp_path, "{\n" * 500)
     assert len(problems) == module.MAX_PROBLEMS
     lines.close()

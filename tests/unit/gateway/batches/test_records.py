@@ -71,6 +71,13 @@ def test_earlier_epoch_writes_nothing_that_counts(tmp_path: Path) -> None:
     two.close()
 
 
+def test_row_glued_to_a_cut_one_does_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "batch"
+    folder.mkdir()
+    (folder / journal_name(5)).write_bytes(b'0 0 {"by":5}\n1 0 {"by":"x2 0 {"by":5}\n3 0 {"by":5}\n')
+    assert rows(folder, [], 5).keys() == {0, 3}
+
+
 def test_batch_that_ended_is_driven_by_no_gateway(tmp_path: Path) -> None:
     files, batches = stores(tmp_path)
     order, batch = ordered(files, batches, lines_of(2))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.auth import Caller
 from services.gateway.batches import run as module
+from services.gateway.batches.journal import Journal
 from services.gateway.batches.lines import seed_of
-from services.gateway.batches.records import Batch, Outdated
-from services.gateway.batches.run import Means, Run
+from services.gateway.batches.records import Batch, BatchState, OpenBatch, Outdated
+from services.gateway.batches.run import Means, Run, Writer
 from services.gateway.metrics import Metrics
 from tests.unit.gateway.batches.disk import TENANT, lines_of, ordered, stores
 
@@ -184,6 +187,41 @@ async def test_handler_that_breaks_is_an_error_of_its_line(tmp_path: Path) -> No
     await case.run().run()
     [row] = case.rows(case.now.state.error_file_id)
     assert (row["response"]["status_code"], row["response"]["body"]["error"]["code"]) == (500, "internal_error")
+
+
+async def test_nothing_is_written_behind_a_row_that_failed(tmp_path: Path) -> None:
+    written: list[int] = []
+
+    class FullOnce(Journal):
+        def append(self, added: Sequence[tuple[int, bool, bytes]]) -> None:
+            written.extend(number for number, _, _ in added)
+            if written == [0]:
+                raise OSError(errno.ENOSPC, "no space left")
+
+    with closing(FullOnce(tmp_path, 1)) as journal:
+        writer = Writer(journal)
+        for number in range(3):
+            with pytest.raises(OSError, match="no space left"):
+                await writer.put(number, False, b"{}")
+        await writer.close()
+    assert written == [0]
+
+
+async def test_outputs_stay_when_the_state_that_names_them_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, lines_of(2))
+    close = case.batches.close
+
+    def closed_then_broken(batch: OpenBatch, state: BatchState) -> None:
+        close(batch, state)
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(case.batches, "close", closed_then_broken)
+    with pytest.raises(OSError, match="input/output error"):
+        await case.run().run()
+    assert case.now.status == "completed"
+    assert len(case.rows(case.now.state.output_file_id)) == 2
 
 
 async def test_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None:
