@@ -40,12 +40,13 @@ from tests.support.waiting import free_port, until
 WAITING_ENGINE = """
 import sys
 from services.worker import main, server
+from services.worker.engine import Engine
 from shared.settings import WorkerSettings
 
 # A machine that stood still for some seconds must not look like a client that is gone.
 server.OPTIONS = [(name, 60_000 if name.endswith("timeout_ms") else value) for name, value in server.OPTIONS]
 
-class Waiting(main.Engine):
+class Waiting(Engine):
     warm = False
 
     def warm_up(self):
@@ -70,7 +71,7 @@ class Waiting(main.Engine):
         self.wait("finish")
         return super().finish(flight, *more)
 
-main.Engine = Waiting
+main.load_engine = Waiting
 sys.exit(main.run(WorkerSettings()))
 """
 
