@@ -176,13 +176,16 @@ class Keyring:
 
     def caller(self, bucket: str) -> Caller | None:
         """Return the caller of a key by the id that `Caller.bucket` has, for work that goes on without a client; None
-        for a key that is gone.
+        for a key that is not there, as when Redis has lost its data. Raise ApiError(401) for one that was revoked or
+        has expired.
         """
         if not self.needed:
             return Caller(ANONYMOUS, rates=self._rates) if bucket == ANONYMOUS else None
         record = self._records.get(bucket)
         if record is not None:
-            return self._of_record(record) if record.state(time.time() + self._ahead_s) == "active" else None
+            if (state := record.state(time.time() + self._ahead_s)) != "active":
+                raise _refused(f"the API key is {state}")
+            return self._of_record(record)
         return self._of_digest(bucket) if bucket in (digest.hex()[:16] for digest in self._configured) else None
 
     def _of_redis(self, text: str) -> Caller | None:

@@ -116,7 +116,7 @@ class BatchDriver:
             if batch in self._paused or not (epoch := int(await self._run(batch, "acquire"))):
                 continue
             order = await asyncio.to_thread(self.batches.order, batch)
-            if order is None:
+            if order is None or self._is_stopping:
                 await self._run(batch, "release", epoch)
                 continue
             task = asyncio.create_task(self._drive(app, batch, order, epoch))
@@ -142,15 +142,19 @@ class BatchDriver:
                 running.result()
         except Outdated:
             log.info("batch %s: another gateway goes on with it", batch.id)
+            self._pause(batch)
         except Exception:
             log.exception("batch %s was left for %.0f s", batch.id, PAUSE_S)
-            self._paused[batch] = time.monotonic() + PAUSE_S
+            self._pause(batch)
         finally:
             await end(keeping, running)
             try:
                 await self._run(batch, "release", epoch)
             except (*Unreachable, RedisError) as error:
                 log.info("lease of batch %s not released: %s; it expires", batch.id, error)
+
+    def _pause(self, batch: OpenBatch) -> None:
+        self._paused[batch] = time.monotonic() + PAUSE_S
 
     async def _keep(self, batch: OpenBatch, epoch: int) -> None:
         """Renew the lease until another gateway has it. While Redis is away the epoch alone protects the batch."""

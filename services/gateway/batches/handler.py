@@ -22,6 +22,7 @@ class Exchange:
     path: str
     content: bytes
     name: str  # Idempotency-Key: the same line is the same request at every gateway
+    custom_id: str
     status: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     _headers: Headers = field(default_factory=Headers)

@@ -1,8 +1,8 @@
 """Keep the output lines of a batch as they come, each once, and write the two output files from them.
 
 A journal belongs to one epoch of a batch. A row is the number of the input line, 1 for a failed request, and the output
-line: `17 0 {"id": ...}`. A row counts once it is on the disk; of a last row that a kill cut off nothing is left. What a
-gateway writes after the next epoch began is beyond what that epoch sealed, and does not count.
+line: `17 0 {"id": ...}`. A row counts once it is on the disk; one that a kill or a full disk cut off does not. Nor does
+what a gateway writes after the next epoch began: it is beyond what that epoch sealed.
 """
 
 from __future__ import annotations
@@ -81,13 +81,23 @@ class Journal:
 
     def __init__(self, folder: Path, epoch: int) -> None:
         self._out = create(folder / journal_name(epoch))
+        self._failure: OSError | None = None
         flush_folder(folder)
 
     def append(self, added: Sequence[tuple[int, bool, bytes]]) -> None:
-        """Write rows (number of the line, whether its request failed, output line) through to the disk."""
+        """Write rows (number of the line, whether its request failed, output line) through to the disk.
+
+        Raise OSError, and then always: behind a row that may be cut no row is written.
+        """
+        if self._failure is not None:
+            raise self._failure
         text = b"".join(b"%d %d %b\n" % (number, is_failed, line) for number, is_failed, line in added)
-        self._out.write(text)
-        flush(self._out)
+        try:
+            self._out.write(text)
+            flush(self._out)
+        except OSError as error:
+            self._failure = error
+            raise
 
     def close(self) -> None:
         self._out.close()

@@ -25,12 +25,12 @@ class InputLines:
 
     def __init__(self, path: Path) -> None:
         self._file = open_plain(path)
-        self._offsets = array("Q", [0])
+        self._places = array("Q")  # begin and end of each line
         self._prefixes: list[bytes] = []
 
     def __len__(self) -> int:
         """Return how many requests there are."""
-        return len(self._offsets) - 1
+        return len(self._places) // 2
 
     def check(self, endpoint: str, most_bytes: int) -> list[dict[str, Any]]:
         """Read all lines; return what is wrong with them, as `errors.data` of a batch has it.
@@ -64,6 +64,10 @@ class InputLines:
         if len(text) > most_bytes + 1:
             raise LineError("line_too_long", f"more than {most_bytes} bytes; send a shorter request")
         line = parse_line(text)
+        try:  # lines are written anew when they are sent, and less deep than they can be read
+            orjson.dumps(line.body)
+        except TypeError:
+            raise LineError("invalid_value", "body is nested too deeply; send fewer than 250 levels", "body") from None
         if line.url != endpoint:
             problem = f"url is {line.url}, and the batch is for {endpoint}; make a batch for each endpoint"
             raise LineError("mismatched_url", problem, "url")
@@ -75,12 +79,9 @@ class InputLines:
             raise LineError("invalid_value", problem, "priority")
         if len(self) >= MAX_LINES:
             raise LineError("too_many_lines", f"more than {MAX_LINES} requests; split the file")
-        try:  # lines are written anew when they are sent, and less deep than they can be read
-            orjson.dumps(line.body)
-        except TypeError:
-            raise LineError("invalid_value", "body is nested too deeply; send fewer than 250 levels", "body") from None
         known.add(line.custom_id)
-        self._offsets.append(self._file.tell())
+        end = self._file.tell()
+        self._places.extend((end - len(text), end))
         self._prefixes.append(_prefix(line.body))
 
     def order(self) -> list[int]:
@@ -90,7 +91,7 @@ class InputLines:
 
     def read(self, number: int) -> Line:
         """Return a line by its number among the requests, from 0. Raise LineError when the file has changed."""
-        begin, end = self._offsets[number], self._offsets[number + 1]
+        begin, end = self._places[2 * number : 2 * number + 2]
         return parse_line(os.pread(self._file.fileno(), end - begin, begin).strip())
 
     def close(self) -> None:

@@ -22,11 +22,14 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from services.gateway.batches.files import FileStore, create, flush_folder, open_plain, write_whole
+from services.gateway.batches.journal import journal_name, whole_bytes
 from services.gateway.errors import RETRY, ApiError
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
 MARKER = re.compile(r"([0-9]{12})\.([0-9a-f]{32})\.(batch_[0-9a-f]{30})")
 STATE = re.compile(r"state-([0-9]{16})\.json")
+EPOCHAL = re.compile(r"state-|rows-|\.state-|\.good-|\.bad-")
+"""Beginnings of the names that belong to one epoch."""
 ENDED = ("completed", "failed", "expired", "cancelled")
 MAX_BATCHES = 1000
 """Of a tenant. Beyond, the oldest that has ended is forgotten; when none has, a new one is refused."""
@@ -64,6 +67,7 @@ class BatchState:
     output_file_id: str | None = None
     error_file_id: str | None = None
     sealed: list[tuple[int, int]] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)  # ids for the output and the error file, once it is about to end
 
     def moved(self, status: str, now: float, **fields: Any) -> BatchState:
         """Return the state with another status and its time."""
@@ -156,20 +160,22 @@ class BatchStore:
             flush_folder(folder)
         return Batch(order, BatchState(), None)
 
+    def get(self, tenant: str, batch_id: str) -> Batch | None:
+        """Return a batch of a tenant; None also for one that cannot be read."""
+        folder = self._files.folder(self._files.owner(tenant))
+        return self._read(folder / batch_id) if BATCH_ID.fullmatch(batch_id) else None
+
     def find(self, tenant: str, batch_id: str) -> Batch:
         """Return a batch of a tenant. Raise ApiError(404)."""
-        folder = self._files.folder(self._files.owner(tenant))
-        found = self._read(folder / batch_id) if BATCH_ID.fullmatch(batch_id) else None
+        found = self.get(tenant, batch_id)
         if found is None:
             raise unknown_batch(batch_id)
         return found
 
-    def of_tenant(self, tenant: str) -> list[Batch]:
-        """Return the batches of a tenant, the oldest first."""
+    def ids(self, tenant: str) -> list[str]:
+        """Return the ids of a tenant's batches, the oldest first."""
         folder = self._files.folder(self._files.owner(tenant))
-        found = [self._read(folder / name) for name in os.listdir(folder) if BATCH_ID.fullmatch(name)]
-        batches = [batch for batch in found if batch is not None]
-        return sorted(batches, key=lambda batch: (batch.order.created_at, batch.order.id))
+        return sorted(name for name in os.listdir(folder) if BATCH_ID.fullmatch(name))
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
         """Ask the gateway that drives a batch to end it. Raise ApiError(404, 409)."""
@@ -200,43 +206,55 @@ class BatchStore:
         if found is not None and found.state.status not in ENDED:
             return found.order
         marker = self._marker(batch)
-        if found is not None or (marker.exists() and time.time() - marker.stat().st_mtime > STALE_S):
+        if found is not None:
+            self._forget(batch, found.state.epoch)
+        elif marker.exists() and time.time() - marker.stat().st_mtime > STALE_S:
             marker.unlink(missing_ok=True)
         return None
 
-    def take_over(self, batch: OpenBatch, epoch: int, journal_bytes: Callable[[Path, int], int]) -> BatchState:
-        """Begin an epoch and return its state. journal_bytes: the whole lines in the journal of an epoch.
-
-        Raise Outdated.
-        """
+    def take_over(self, batch: OpenBatch, epoch: int) -> BatchState:
+        """Begin an epoch and return its state; of earlier ones nothing stays but what counts. Raise Outdated."""
         folder = self.folder(batch.owner, batch.id)
         with self._files.locked(folder.parent):
             before = self._state(folder)
             if before.epoch >= epoch or before.status in ENDED:
                 raise Outdated
             sealed = list(before.sealed)
-            if before.epoch:
-                sealed.append((before.epoch, journal_bytes(folder, before.epoch)))
+            if before.epoch and (whole := whole_bytes(folder, before.epoch)):
+                sealed.append((before.epoch, whole))
             begun = replace(before, epoch=epoch, sealed=sealed)
             self._put(folder, begun)
+            kept = {_state_name(epoch), *(journal_name(each) for each, _ in sealed)}
+            for path in folder.iterdir():
+                if path.name not in kept and EPOCHAL.match(path.name):
+                    path.unlink(missing_ok=True)
         return begun
 
-    def write(self, batch: OpenBatch, state: BatchState) -> None:
-        """Write the next state of an epoch. Raise Outdated."""
+    def write(self, batch: OpenBatch, state: BatchState, first: Callable[[], None] | None = None) -> None:
+        """Write the next state of an epoch. first: called while no other epoch can begin. Raise Outdated."""
         folder = self.folder(batch.owner, batch.id)
         with self._files.locked(folder.parent):
             if self._state(folder).epoch != state.epoch:
                 raise Outdated
+            if first is not None:
+                first()
             self._put(folder, state)
 
-    def close(self, batch: OpenBatch, state: BatchState) -> None:
-        """Write the last state of a batch, and remove what is needed no more. Raise Outdated."""
-        self.write(batch, state)
-        self._marker(batch).unlink(missing_ok=True)
+    def close(self, batch: OpenBatch, state: BatchState, publish: Callable[[], None] | None = None) -> None:
+        """Write the last state of a batch, and remove what is needed no more. publish: makes its output files.
+
+        Raise Outdated; then nothing was published.
+        """
+        self.write(batch, state, publish)
+        self._forget(batch, state.epoch)
+
+    def _forget(self, batch: OpenBatch, epoch: int) -> None:
+        """Remove what a batch that has ended needs no more, the marker last: until then `order` does it again."""
         folder = self.folder(batch.owner, batch.id)
         for path in folder.iterdir():
-            if path.name not in ("batch.json", "cancel", _state_name(state.epoch)):
+            if path.name not in ("batch.json", "cancel", _state_name(epoch)):
                 path.unlink(missing_ok=True)
+        self._marker(batch).unlink(missing_ok=True)
 
     def is_cancelled(self, batch: OpenBatch) -> bool:
         """Return whether the client wants the batch to end."""
@@ -256,9 +274,11 @@ class BatchStore:
 
     def _make_room(self, tenant: str, folder: Path) -> None:
         """Forget the oldest batch that has ended when there are as many as there may be. Raise ApiError(429)."""
-        if sum(1 for name in os.listdir(folder) if BATCH_ID.fullmatch(name)) < MAX_BATCHES:
+        ids = self.ids(tenant)
+        if len(ids) < MAX_BATCHES:
             return
-        ended = next((batch for batch in self.of_tenant(tenant) if batch.status in ENDED), None)
+        found = (self._read(folder / batch_id) for batch_id in ids)
+        ended = next((batch for batch in found if batch is not None and batch.status in ENDED), None)
         if ended is None:
             text = f"batches: {MAX_BATCHES} have not ended, which is the most; {RETRY}, or cancel some"
             raise ApiError(429, text, code="too_many_batches", retry_after_s=60)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -24,11 +23,12 @@ from starlette.types import ASGIApp
 from services.gateway.auth import Caller
 from services.gateway.batches.files import FileStore, new_id
 from services.gateway.batches.handler import Exchange
-from services.gateway.batches.journal import Journal, rows, whole_bytes, write_outputs
+from services.gateway.batches.journal import Journal, rows, write_outputs
 from services.gateway.batches.lines import InputLines, seed_of
 from services.gateway.batches.records import BatchOrder, BatchState, BatchStore, OpenBatch, Outdated
+from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
-from shared.batch_lines import RETRIED, Line, answer_line
+from shared.batch_lines import RETRIED, LineError, answer_line
 from shared.tasks import end
 
 log = logging.getLogger("orcinus.gateway")
@@ -36,6 +36,8 @@ log = logging.getLogger("orcinus.gateway")
 WATCH_S = 1.0
 """Interval at which a run looks for a cancel and for the end of its window, and writes its counts."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.25, 30.0
+GIVE_UP_S = 3600.0
+"""Time behind the end of its window in which the answers of a batch may still become files."""
 FAULT_TRIES = 3
 """Times that a line is computed if Redis loses its request."""
 LOST = frozenset({"record_lost", "request_not_found", "idempotency_key_reused"})
@@ -45,6 +47,7 @@ AGAIN = frozenset({"taken_over"})
 FINAL = frozenset({"deadline_unreachable", "slo_unreachable"})
 """Refusals that a line brings on itself."""
 EXPIRED = "the completion window ended before this request ran; send it in another batch, or with a longer window"
+BROKEN = "internal error; see the log of the gateway"
 GONE = "the key that created the batch is revoked or expired; create the batch with another key"
 FULL = "files and batches have used up their quota of bytes; delete files, then send what has no answer again"
 ROOM_ROUNDS = 10
@@ -64,7 +67,7 @@ class Means:
     app: ASGIApp
     files: FileStore
     batches: BatchStore
-    caller: Callable[[str], Caller | None]  # of the key with this id
+    caller: Callable[[str], Caller | None]  # of the key with this id; raises ApiError for one that is revoked
     cancel: Callable[[str, str], Awaitable[Any]]  # a request of a tenant
     slots: asyncio.Semaphore  # one for each line in the queue or running
     requests: int  # of them
@@ -85,9 +88,26 @@ class Run:
         self._running: dict[int, Exchange] = {}
 
     async def run(self) -> None:
-        """Run to the end of the batch. Raise Outdated, OSError."""
+        """Run to the end of the batch. Raise Outdated; before the end of its window also OSError and others."""
+        try:
+            await self._run()
+        except Outdated:
+            raise
+        except Exception:
+            if time.time() < self._order.expires_at:
+                raise
+            log.exception("batch %s ends with what it has; its window is over", self._batch.id)
+            await asyncio.to_thread(self._give_up)
+
+    async def _run(self) -> None:
         batches = self._means.batches
-        with closing(await asyncio.to_thread(self._begin)) as journal, closing(self._input()) as lines:
+        with (
+            closing(await asyncio.to_thread(self._begin)) as journal,
+            closing(await asyncio.to_thread(self._input)) as lines,
+        ):
+            if await self._must_end() == "cancelled":
+                await self._finish("cancelled", lines, journal)
+                return
             problems = await asyncio.to_thread(lines.check, self._order.endpoint, self._means.most_line_bytes)
             if problems:
                 failed = self._state.moved("failed", time.time(), errors=problems)
@@ -99,7 +119,7 @@ class Run:
             if self._state.status == "validating":
                 self._state = self._state.moved("in_progress", time.time())
             await self._write()
-            todo = [number for number in lines.order() if number not in counted]
+            todo = [number for number in await asyncio.to_thread(lines.order) if number not in counted]
             writer = Writer(journal)
             ending = await self._answer(lines, todo, writer)
             await self._finish(ending, lines, journal)
@@ -108,7 +128,7 @@ class Run:
         return InputLines(self._folder / "input")
 
     def _begin(self) -> Journal:
-        self._state = self._means.batches.take_over(self._batch, self._epoch, whole_bytes)
+        self._state = self._means.batches.take_over(self._batch, self._epoch)
         return Journal(self._folder, self._epoch)
 
     async def _write(self) -> None:
@@ -177,33 +197,52 @@ class Run:
 
     async def _send_all(self, lines: InputLines, waiting: Iterator[int], writer: Writer) -> None:
         for number in waiting:
-            line = lines.read(number)
-            exchange = await self._exchange(number, line)
-            row_id = "batch_req_" + hashlib.sha256(f"{self._batch.id}:{number}".encode()).hexdigest()[:24]
-            row = answer_line(row_id, line.custom_id, exchange.status, exchange.request_id, exchange.body())
-            is_failed = exchange.status >= 400
-            await writer.put(number, is_failed, orjson.dumps(row))
+            is_failed, row = await self._row(lines, number)
+            await writer.put(number, is_failed, row)
             self._count(is_failed)
+
+    async def _row(self, lines: InputLines, number: int) -> tuple[bool, bytes]:
+        """Return whether the request of a line failed, and its output line. Raise KeyGone, OSError."""
+        try:
+            got = await self._exchange(lines, number)
+            row = answer_line(self._row_id(number), got.custom_id, got.status, got.request_id, got.body())
+            return got.status >= 400, orjson.dumps(row)
+        except (KeyGone, OSError):
+            raise
+        except Exception:
+            log.exception("line %d of %s has no answer", number, self._batch.id)
+            return True, await asyncio.to_thread(self._unanswered, lines, number, "internal_error", BROKEN)
+
+    def _row_id(self, number: int) -> str:
+        return "batch_req_" + hashlib.sha256(f"{self._batch.id}:{number}".encode()).hexdigest()[:24]
+
+    def _unanswered(self, lines: InputLines, number: int, code: str, message: str) -> bytes:
+        """Return the output line of a request without an answer; blocks."""
+        try:
+            custom_id = lines.read(number).custom_id
+        except LineError:  # the file has changed
+            custom_id = ""
+        error = {"code": code, "message": message}
+        return orjson.dumps({"id": self._row_id(number), "custom_id": custom_id, "response": None, "error": error})
 
     def _count(self, is_failed: bool) -> None:
         state = self._state
         self._state = replace(state, completed=state.completed + (not is_failed), failed=state.failed + is_failed)
         self._means.metrics.batch_lines.labels("failed" if is_failed else "answered").inc()
 
-    async def _exchange(self, number: int, line: Line) -> Exchange:
-        """Return the final answer of a line. Raise KeyGone."""
-        body = {**line.body, "priority": "low"}
-        if line.url != UNSEEDED and body.get("seed") is None:
-            body["seed"] = seed_of(self._batch.id, number)
-        content = orjson.dumps(body)
+    async def _exchange(self, lines: InputLines, number: int) -> Exchange:
+        """Return the final answer of a line. Raise KeyGone, LineError.
+
+        A line is in memory only with a slot: not while it waits for one, or to be sent again.
+        """
         tries, faults = 0, 0
         while True:
-            caller = self._means.caller(self._order.key)
-            if caller is None or caller.tenant != self._order.tenant:
-                raise KeyGone
-            exchange = Exchange(caller, line.url, content, f"{self._batch.id}:{number}:{faults}")
             async with self._means.slots:
-                await self._sent(number, exchange)
+                caller = self._caller()
+                exchange = None if caller is None else await self._sent(caller, lines, number, faults)
+            if exchange is None:
+                await asyncio.sleep(WATCH_S)
+                continue
             code = exchange.error_code
             faults += code in LOST
             is_busy = exchange.status in RETRIED and code not in FINAL
@@ -211,9 +250,26 @@ class Run:
                 return exchange
             wait_s = min(MAX_WAIT_S, exchange.retry_after_s or FIRST_WAIT_S * 2 ** min(tries, 10))
             tries += 1
+            del exchange
             await asyncio.sleep(wait_s * random.uniform(0.75, 1.25))  # noqa: S311 - spread, no secret
 
-    async def _sent(self, number: int, exchange: Exchange) -> None:
+    def _caller(self) -> Caller | None:
+        """Return the caller that pays; None while its key is not there: it may come back. Raise KeyGone."""
+        try:
+            caller = self._means.caller(self._order.key)
+        except ApiError as error:
+            raise KeyGone from error
+        if caller is not None and caller.tenant != self._order.tenant:
+            raise KeyGone
+        return caller
+
+    async def _sent(self, caller: Caller, lines: InputLines, number: int, faults: int) -> Exchange:
+        """Send a line once; return its answer. Raise LineError."""
+        line = await asyncio.to_thread(lines.read, number)
+        body = {**line.body, "priority": "low"}
+        if line.url != UNSEEDED and body.get("seed") is None:
+            body["seed"] = seed_of(self._batch.id, number)
+        exchange = Exchange(caller, line.url, orjson.dumps(body), f"{self._batch.id}:{number}:{faults}", line.custom_id)
         self._running[number] = exchange
         try:
             await exchange.run(self._means.app)
@@ -221,6 +277,7 @@ class Run:
             log.exception("line %d of %s failed", number, self._batch.id)
             exchange.fail()
         self._running.pop(number, None)  # those that are cancelled stay, for `_cancel_running`
+        return exchange
 
     async def _cancel_running(self) -> None:
         """Cancel the requests whose answers will not be read."""
@@ -234,59 +291,72 @@ class Run:
     # The end
 
     async def _finish(self, ending: str, lines: InputLines, journal: Journal) -> None:
-        """Write the output files and the last status."""
+        """Write the output files and the last status.
+
+        Their ids are on the disk first, so that an epoch that has to do this again writes the same files.
+        """
+        self._choose_outputs()
         if ending == "completed":
             self._state = self._state.moved("finalizing", time.time())
-            await self._write()
-        last = await asyncio.to_thread(self._publish, ending, lines, journal)
+        await self._write()
+        if ending == "expired":
+            await asyncio.to_thread(self._expire, lines, journal)
+        last = await asyncio.to_thread(self._publish, ending)
         log.info("batch %s %s: %d answered, %d failed", self._batch.id, ending, last.completed, last.failed)
 
-    def _publish(self, ending: str, lines: InputLines, journal: Journal) -> BatchState:
+    def _choose_outputs(self) -> None:
+        if not self._state.outputs:
+            self._state = replace(self._state, outputs=[new_id("file-"), new_id("file-")])
+
+    def _expire(self, lines: InputLines, journal: Journal) -> None:
+        """Write an error line for each line without an answer; blocks."""
+        counted = rows(self._folder, self._state.sealed, self._epoch)
+        left = [number for number in range(len(lines)) if number not in counted]
+        journal.append([(number, True, self._unanswered(lines, number, "batch_expired", EXPIRED)) for number in left])
+
+    def _give_up(self) -> None:
+        """End a batch that cannot be ended as it should: with the answers that it has, or at last without; blocks."""
+        try:
+            self._choose_outputs()
+            self._means.batches.write(self._batch, self._state)
+            self._publish("expired")
+        except Outdated:
+            raise
+        except Exception:
+            if time.time() < self._order.expires_at + GIVE_UP_S:
+                raise
+            ending = self._fails("internal_error", BROKEN)
+            self._means.batches.close(self._batch, self._state.moved(ending, time.time()))
+
+    def _publish(self, ending: str) -> BatchState:
         """Make files of the journals and close the batch; blocks."""
         counted = rows(self._folder, self._state.sealed, self._epoch)
-        if ending == "expired":
-            left = [number for number in range(len(lines)) if number not in counted]
-            journal.append([(number, True, self._expired(lines.read(number))) for number in left])
-            counted = rows(self._folder, self._state.sealed, self._epoch)
         parts = self._folder / f".good-{self._epoch}", self._folder / f".bad-{self._epoch}"
+        for part in parts:
+            part.unlink(missing_ok=True)
         counts = write_outputs(self._folder, counted, parts)
-        published = [
-            self._published(part, name) if count else None
-            for part, count, name in zip(parts, counts, ("output", "errors"), strict=True)
-        ]
+        ids = [file_id if count else None for file_id, count in zip(self._state.outputs, counts, strict=True)]
         last = self._state.moved(
-            ending, time.time(), completed=counts[0], failed=counts[1],
-            output_file_id=published[0], error_file_id=published[1],
-        )  # fmt: skip
-        try:
-            self._means.batches.close(self._batch, last)
-        except Outdated:  # else the state may name the files already
-            for file_id in published:
+            ending, time.time(), completed=counts[0], failed=counts[1], output_file_id=ids[0], error_file_id=ids[1]
+        )
+
+        def publish() -> None:
+            for part, file_id, name in zip(parts, ids, ("output", "errors"), strict=True):
                 if file_id is not None:
-                    self._means.files.delete(self._order.tenant, file_id)
-            raise
+                    filename, kept_s = f"{self._batch.id}_{name}.jsonl", self._order.output_kept_s
+                    self._means.files.publish(self._batch.owner, part, file_id, filename, "batch_output", kept_s)
+
+        self._means.batches.close(self._batch, last, publish)
         return last
-
-    def _published(self, part: Path, name: str) -> str:
-        filename = f"{self._batch.id}_{name}.jsonl"
-        file_id, kept_s = new_id("file-"), self._order.output_kept_s
-        self._means.files.publish(self._batch.owner, part, file_id, filename, "batch_output", kept_s)
-        return file_id
-
-    def _expired(self, line: Line) -> bytes:
-        error = {"code": "batch_expired", "message": EXPIRED}
-        row_id = "batch_req_" + hashlib.sha256(f"{self._batch.id}:{line.custom_id}".encode()).hexdigest()[:24]
-        return orjson.dumps({"id": row_id, "custom_id": line.custom_id, "response": None, "error": error})
 
 
 class Writer:
-    """Write rows of many lines with one call of fsync. Behind a failure nothing more is written: a row may be cut."""
+    """Write rows of many lines with one call of fsync."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._waiting: list[tuple[tuple[int, bool, bytes], asyncio.Future[None]]] = []
         self._work: asyncio.Task[None] | None = None
-        self._failure: OSError | None = None
 
     async def put(self, number: int, is_failed: bool, line: bytes) -> None:
         """Return when the row is on the disk. Raise OSError."""
@@ -304,15 +374,16 @@ class Writer:
     async def _write(self) -> None:
         while self._waiting:
             taken, self._waiting = self._waiting, []
-            if self._failure is None:
-                try:
-                    await asyncio.to_thread(self._journal.append, [row for row, _ in taken])
-                except OSError as error:
-                    self._failure = error
+            try:
+                await asyncio.to_thread(self._journal.append, [row for row, _ in taken])
+            except OSError as error:
+                failure: OSError | None = error
+            else:
+                failure = None
             for _, done in taken:
                 if done.done():
                     continue  # its sender was cancelled; the row counts
-                if self._failure is None:
+                if failure is None:
                     done.set_result(None)
                 else:
-                    done.set_exception(self._failure)
+                    done.set_exception(failure)

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from services.gateway.batches.files import new_id
-from services.gateway.batches.records import BatchOrder
+from services.gateway.batches.records import BatchOrder, BatchStore
 from services.gateway.errors import ApiError, invalid
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import json_response, listed
@@ -68,8 +68,7 @@ def router(gateway: Gateway) -> APIRouter:
         after: Annotated[str, Query(max_length=128)] = "",
     ) -> Response:
         """List the batches of the caller, the newest first, a page at a time."""
-        found = await asyncio.to_thread(batches.of_tenant, request.state.tenant)
-        return json_response(listed([batch.body() for batch in found], limit, after, newest_first=True))
+        return json_response(await asyncio.to_thread(_page, batches, request.state.tenant, limit, after))
 
     @routes.get("/v1/batches/{batch_id}", responses={200: FOUND, **errors(404)})
     async def batch(batch_id: str, request: Request) -> Response:
@@ -82,6 +81,13 @@ def router(gateway: Gateway) -> APIRouter:
         return json_response((await asyncio.to_thread(batches.cancel, request.state.tenant, batch_id)).body())
 
     return routes
+
+
+def _page(batches: BatchStore, tenant: str, limit: int, after: str) -> dict[str, Any]:
+    """Return a page of the list; blocks, and reads the records of that page alone. Raise ApiError(400)."""
+    page = listed([{"id": batch_id} for batch_id in batches.ids(tenant)], limit, after, newest_first=True)
+    found = (batches.get(tenant, item["id"]) for item in page["data"])
+    return page | {"data": [batch.body() for batch in found if batch is not None]}
 
 
 def _order(body: BatchBody, request: Request) -> BatchOrder:

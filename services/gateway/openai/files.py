@@ -174,7 +174,7 @@ async def _upload(request: Request, reader: MultipartReader, files: FileStore) -
 
         return await asyncio.to_thread(keep)
     finally:
-        upload.discard()
+        await asyncio.shield(asyncio.to_thread(upload.discard))  # also for a client that has left
 
 
 async def _take(piece: Part | bytes, form: _Form, upload: Upload) -> None:

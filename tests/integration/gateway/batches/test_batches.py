@@ -195,6 +195,7 @@ def test_batches_are_listed_for_their_tenant(client: openai.OpenAI, gateway: Gat
         ({"input_file_id": "../batch.json"}, "input_file_id"),
         ({"more": 1}, "more"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
     ],
 )
 def test_bad_field_of_a_batch_is_named(gateway: GatewayProcess, fields: dict[str, Any], param: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,19 @@ def test_lines_are_read_by_their_number_whatever_is_between_them(tmp_path: Path)
     problems, lines = checked(tmp_path, f"\n{texts[0]}\r\n  \n\n{texts[1]}\n{texts[2]}")
     assert (problems, len(lines)) == ([], 3)
     assert [lines.read(number).custom_id for number in (2, 0, 1)] == ["n2", "n0", "n1"]
+    lines.close()
+
+
+def test_line_is_read_without_the_empty_ones_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, lines = checked(tmp_path, "\n" * 500 + json.dumps(GOOD))
+    read, sizes = os.pread, []
+
+    def counted(file: int, most: int, offset: int) -> bytes:
+        sizes.append(most)
+        return read(file, most, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    assert (lines.read(0).custom_id, sizes) == ("a", [len(json.dumps(GOOD))])
     lines.close()
 
 

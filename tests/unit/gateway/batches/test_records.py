@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
-from services.gateway.batches import records
+from services.gateway.batches import journal, records
 from services.gateway.batches.files import new_id
-from services.gateway.batches.journal import Journal, journal_name, rows, whole_bytes, write_outputs
+from services.gateway.batches.journal import Journal, journal_name, rows, write_outputs
 from services.gateway.batches.records import BatchStore, OpenBatch, Outdated
 from services.gateway.errors import ApiError
 from tests.unit.gateway.batches.disk import TENANT, lines_of, ordered, stores, upload
 
 
 def ended(batches: BatchStore, batch: OpenBatch, epoch: int) -> None:
-    state = batches.take_over(batch, epoch, whole_bytes)
+    state = batches.take_over(batch, epoch)
     batches.close(batch, state.moved("completed", 1_000_000_000))
 
 
@@ -28,7 +29,7 @@ def test_new_batch_waits_for_a_gateway(tmp_path: Path) -> None:
     assert batches.order(batch) == order
     found = batches.find(TENANT, order.id)
     assert (found.status, found.order) == ("validating", order)
-    assert batches.of_tenant(TENANT) == [found] and batches.of_tenant("tenant-2") == []
+    assert batches.ids(TENANT) == [order.id] and batches.ids("tenant-2") == []
     with pytest.raises(ApiError, match="not found"):
         batches.find("tenant-2", order.id)
 
@@ -44,12 +45,12 @@ def test_earlier_epoch_writes_nothing_that_counts(tmp_path: Path) -> None:
     files, batches = stores(tmp_path)
     order, batch = ordered(files, batches, lines_of(9))
     folder = batches.folder(batch.owner, batch.id)
-    first = batches.take_over(batch, 5, whole_bytes)
+    first = batches.take_over(batch, 5)
     one = Journal(folder, 5)
     one.append([(0, False, b'{"by":5}'), (1, True, b'{"by":5}')])
-    with (folder / journal_name(5)).open("ab") as journal:
-        journal.write(b'2 0 {"by":')  # a kill cuts a row
-    second = batches.take_over(batch, 7, whole_bytes)
+    with (folder / journal_name(5)).open("ab") as cut:
+        cut.write(b'2 0 {"by":')  # a kill cuts a row
+    second = batches.take_over(batch, 7)
     two = Journal(folder, 7)
     one.append([(3, False, b'{"by":5}')])
     two.append([(3, False, b'{"by":7}'), (2, False, b'{"by":7}'), (0, False, b'{"by":7}')])
@@ -59,23 +60,49 @@ def test_earlier_epoch_writes_nothing_that_counts(tmp_path: Path) -> None:
         with pytest.raises(Outdated):
             batches.close(batch, late)
     with pytest.raises(Outdated):
-        batches.take_over(batch, 6, whole_bytes)
+        batches.take_over(batch, 6)
     assert batches.find(TENANT, order.id).state == second
     counted = rows(folder, second.sealed, 7)
     parts = folder / "good", folder / "bad"
     assert write_outputs(folder, counted, parts) == (3, 1)
     assert parts[0].read_bytes() == b'{"by":5}\n{"by":7}\n{"by":7}\n'
     assert parts[1].read_bytes() == b'{"by":5}\n'
-    assert rows(folder, batches.take_over(batch, 8, whole_bytes).sealed, 8).keys() == {0, 1, 2, 3}
+    assert rows(folder, batches.take_over(batch, 8).sealed, 8).keys() == {0, 1, 2, 3}
     one.close()
     two.close()
 
 
-def test_row_glued_to_a_cut_one_does_not_count(tmp_path: Path) -> None:
-    folder = tmp_path / "batch"
-    folder.mkdir()
-    (folder / journal_name(5)).write_bytes(b'0 0 {"by":5}\n1 0 {"by":"x2 0 {"by":5}\n3 0 {"by":5}\n')
-    assert rows(folder, [], 5).keys() == {0, 3}
+def test_batch_that_fails_again_and_again_does_not_grow(tmp_path: Path) -> None:
+    files, batches = stores(tmp_path)
+    _, batch = ordered(files, batches, lines_of(9))
+    folder = batches.folder(batch.owner, batch.id)
+    for epoch in range(1, 9):
+        state = batches.take_over(batch, epoch)
+        (folder / f".good-{epoch}").write_bytes(b"")
+        one = Journal(folder, epoch)
+        if epoch == 3:
+            one.append([(0, False, b'{"by":3}')])
+        one.close()
+    assert [epoch for epoch, _ in state.sealed] == [3]
+    names = {journal_name(3), journal_name(8), "state-0000000000000008.json", ".good-8", "batch.json", "input"}
+    assert set(os.listdir(folder)) == names
+
+
+def test_nothing_is_written_behind_a_row_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Journal(tmp_path, 7)
+    one.append([(0, False, b'{"by":7}')])
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "flush", full)
+        with pytest.raises(OSError, match="full"):
+            one.append([(1, False, b'{"by":7}')])
+    with pytest.raises(OSError, match="full"):
+        one.append([(2, False, b'{"by":7}')])
+    one.close()
+    assert 2 not in rows(tmp_path, [], 7)
+
+
+def full(_: BinaryIO) -> None:
+    raise OSError("the disk is full")
 
 
 def test_batch_that_ended_is_driven_by_no_gateway(tmp_path: Path) -> None:
@@ -84,7 +111,7 @@ def test_batch_that_ended_is_driven_by_no_gateway(tmp_path: Path) -> None:
     ended(batches, batch, 3)
     assert batches.unfinished() == []
     with pytest.raises(Outdated):
-        batches.take_over(batch, 4, whole_bytes)
+        batches.take_over(batch, 4)
     names = sorted(os.listdir(batches.folder(batch.owner, batch.id)))
     assert names == ["batch.json", "state-0000000000000003.json"]
     with pytest.raises(ApiError, match="status is completed") as raised:
@@ -126,7 +153,7 @@ def test_oldest_batch_that_ended_makes_room(tmp_path: Path, monkeypatch: pytest.
     assert (raised.value.status, raised.value.code) == (429, "too_many_batches")
     ended(batches, made[1][1], 3)
     batches.create(another)
-    assert {batch.order.id for batch in batches.of_tenant(TENANT)} == {made[0][0].id, another.id}
+    assert batches.ids(TENANT) == [made[0][0].id, another.id]
 
 
 def test_old_batches_are_swept(tmp_path: Path) -> None:
@@ -138,7 +165,7 @@ def test_old_batches_are_swept(tmp_path: Path) -> None:
     batches.sweep(batch.owner, 1e12)
     assert batches.find(TENANT, order.id).status == "completed"
     batches.sweep(batch.owner, 0.0)
-    assert batches.of_tenant(TENANT) == []
+    assert batches.ids(TENANT) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[", b'{"id": 1}'])
@@ -148,4 +175,4 @@ def test_record_that_cannot_be_read_is_no_batch(tmp_path: Path, content: bytes) 
     (batches.folder(batch.owner, batch.id) / "batch.json").write_bytes(content)
     with pytest.raises(ApiError, match="not found"):
         batches.find(TENANT, order.id)
-    assert batches.of_tenant(TENANT) == []
+    assert batches.get(TENANT, order.id) is None

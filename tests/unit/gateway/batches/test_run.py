@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.auth import Caller
 from services.gateway.batches import run as module
-from services.gateway.batches.journal import Journal
-from services.gateway.batches.lines import seed_of
-from services.gateway.batches.records import Batch, BatchState, OpenBatch, Outdated
-from services.gateway.batches.run import Means, Run, Writer
+from services.gateway.batches.journal import journal_name
+from services.gateway.batches.lines import InputLines, seed_of
+from services.gateway.batches.records import Batch, Outdated
+from services.gateway.batches.run import Means, Run
+from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
+from shared.batch_lines import Line
 from tests.unit.gateway.batches.disk import TENANT, lines_of, ordered, stores
 
 Answer = tuple[int, Any]
@@ -63,7 +63,7 @@ class ScriptedApp:
             status, content = self.answer(body, before)
         finally:
             self.active -= 1
-        await Response(orjson.dumps(content), status)(scope, receive, send)
+        await Response(content if isinstance(content, bytes) else orjson.dumps(content), status)(scope, receive, send)
 
 
 @dataclass
@@ -79,15 +79,21 @@ class Case:
         self.order, self.open = ordered(self.files, self.batches, content, window_s)
         self.app = ScriptedApp()
         self.caller: Caller | None = Caller(TENANT)
+        self.is_revoked = False
         self.cancelled: list[tuple[str, str]] = []
 
-    def run(self, epoch: int = 1, requests: int = 4) -> Run:
+    def run(self, epoch: int = 1, requests: int = 4, slots: int = 4) -> Run:
         async def cancel(request_id: str, tenant: str) -> None:
             self.cancelled.append((request_id, tenant))
 
+        def caller(key: str) -> Caller | None:
+            if key != "key-1" or self.is_revoked:
+                raise ApiError(401, "the API key is revoked")
+            return self.caller
+
         means = Means(
-            self.app, self.files, self.batches, lambda key: self.caller if key == "key-1" else None, cancel,
-            asyncio.Semaphore(requests), requests, 100_000, Metrics(),
+            self.app, self.files, self.batches, caller, cancel,
+            asyncio.Semaphore(slots), requests, 100_000, Metrics(),
         )  # fmt: skip
         return Run(means, self.open, self.order, epoch)
 
@@ -115,6 +121,14 @@ def counts(batch: Batch) -> tuple[str, int, int, int]:
 async def test_each_line_is_one_request_of_class_low(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(30))
     case.app.answer = lambda body, before: error(400, "invalid_value") if int(body["prompt"]) == 7 else GOOD
+    full = asyncio.Event()
+
+    async def gate(body: dict[str, Any]) -> None:
+        if case.app.active == 4:
+            full.set()
+        await full.wait()
+
+    case.app.gate = gate
     await case.run().run()
     assert counts(case.now) == ("completed", 30, 29, 1)
     assert {body["priority"] for body in case.app.bodies} == {"low"}
@@ -189,47 +203,52 @@ async def test_handler_that_breaks_is_an_error_of_its_line(tmp_path: Path) -> No
     assert (row["response"]["status_code"], row["response"]["body"]["error"]["code"]) == (500, "internal_error")
 
 
-async def test_nothing_is_written_behind_a_row_that_failed(tmp_path: Path) -> None:
-    written: list[int] = []
+async def test_line_is_read_once_it_has_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tmp_path, lines_of(9))
+    read, seen = 0, []
+    original = InputLines.read
 
-    class FullOnce(Journal):
-        def append(self, added: Sequence[tuple[int, bool, bytes]]) -> None:
-            written.extend(number for number, _, _ in added)
-            if written == [0]:
-                raise OSError(errno.ENOSPC, "no space left")
+    def counted(lines: InputLines, number: int) -> Line:
+        nonlocal read
+        read += 1
+        return original(lines, number)
 
-    with closing(FullOnce(tmp_path, 1)) as journal:
-        writer = Writer(journal)
-        for number in range(3):
-            with pytest.raises(OSError, match="no space left"):
-                await writer.put(number, False, b"{}")
-        await writer.close()
-    assert written == [0]
+    async def gate(body: dict[str, Any]) -> None:
+        seen.append(read)
+
+    monkeypatch.setattr(InputLines, "read", counted)
+    case.app.gate = gate
+    await case.run(requests=8, slots=1).run()
+    assert seen == list(range(1, 10))
 
 
-async def test_outputs_stay_when_the_state_that_names_them_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answer_that_is_no_json_is_an_error_of_its_line(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(2))
-    close = case.batches.close
 
-    def closed_then_broken(batch: OpenBatch, state: BatchState) -> None:
-        close(batch, state)
-        raise OSError(errno.EIO, "input/output error")
+    case.app.answer = lambda body, before: GOOD if body["prompt"] == "000" else (200, b"no JSON")
+    await case.run().run()
+    assert counts(case.now) == ("completed", 2, 1, 1)
+    [row] = case.rows(case.now.state.error_file_id)
+    assert (row["custom_id"], row["response"], row["error"]["code"]) == ("line-1", None, "internal_error")
 
-    monkeypatch.setattr(case.batches, "close", closed_then_broken)
-    with pytest.raises(OSError, match="input/output error"):
-        await case.run().run()
-    assert case.now.status == "completed"
-    assert len(case.rows(case.now.state.output_file_id)) == 2
+
+async def test_batch_cancelled_early_is_not_checked(tmp_path: Path) -> None:
+    case = Case(tmp_path, b"{\n")
+    case.batches.cancel(TENANT, case.order.id)
+    await case.run().run()
+    assert counts(case.now) == ("cancelled", 0, 0, 0)
 
 
 async def test_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(9))
+    waiting = 0
 
     async def gate(body: dict[str, Any]) -> None:
+        nonlocal waiting
         if int(body["prompt"]) > 2:
-            case.batches.cancel(TENANT, case.order.id)
+            waiting += 1
+            if waiting == 4:
+                case.batches.cancel(TENANT, case.order.id)
             await asyncio.Event().wait()
 
     case.app.gate = gate
@@ -259,7 +278,7 @@ async def test_revoked_key_ends_its_batch(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(9))
 
     def answer(body: dict[str, Any], before: int) -> Answer:
-        case.caller = None
+        case.is_revoked = True
         return GOOD
 
     case.app.answer = answer
@@ -267,6 +286,26 @@ async def test_revoked_key_ends_its_batch(tmp_path: Path) -> None:
     assert counts(case.now) == ("failed", 9, 1, 0)
     assert case.now.state.errors[0]["code"] == "invalid_api_key"
     assert len(case.rows(case.now.state.output_file_id)) == 1
+
+
+async def test_key_that_is_lost_may_come_back(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(9))
+
+    def answer(body: dict[str, Any], before: int) -> Answer:
+        case.caller = None
+        return GOOD
+
+    case.app.answer = answer
+    task = asyncio.create_task(case.run(requests=1).run())
+    async with asyncio.timeout(20):
+        while case.now.state.completed < 1:
+            await asyncio.sleep(0.005)
+    assert len(case.app.bodies) == 1 and case.now.status == "in_progress"
+    case.app.answer = lambda body, before: GOOD
+    case.caller = Caller(TENANT)
+    async with asyncio.timeout(20):
+        await task
+    assert counts(case.now) == ("completed", 9, 9, 0)
 
 
 async def test_key_of_another_tenant_pays_nothing(tmp_path: Path) -> None:
@@ -292,10 +331,10 @@ async def test_outputs_beyond_the_quota_end_the_batch(tmp_path: Path, monkeypatc
 
 
 async def begun(case: Case, run: Run, done: int) -> asyncio.Task[None]:
-    """Run until so many lines are on the disk."""
+    """Run until so many lines are on the disk, and four more are under way."""
     task = asyncio.create_task(run.run())
     async with asyncio.timeout(20):
-        while case.now.state.completed < done:
+        while case.now.state.completed < done or case.app.active < 4:
             await asyncio.sleep(0.005)
     return task
 
@@ -342,3 +381,83 @@ async def test_gateway_that_lost_its_lease_changes_nothing(tmp_path: Path) -> No
     answered = case.rows(case.now.state.output_file_id)
     assert [row["custom_id"] for row in answered] == [f"line-{n}" for n in range(20)]
     assert sum(row["response"]["body"] == {"by": "the slow one"} for row in answered) == 5
+
+
+async def test_output_that_was_published_twice_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tmp_path, lines_of(3))
+    case.app.answer = lambda body, before: error(400, "invalid_value") if int(body["prompt"]) == 1 else GOOD
+    publish, made = case.files.publish, 0
+
+    def cut(*given: Any) -> Any:
+        nonlocal made
+        made += 1
+        found = publish(*given)
+        if made == 2:
+            raise OSError("the disk is full")
+        return found
+
+    monkeypatch.setattr(case.files, "publish", cut)
+    with pytest.raises(OSError):
+        await case.run(epoch=1).run()
+    assert (case.now.status, case.now.state.output_file_id) == ("finalizing", None)
+    await case.run(epoch=2).run()
+    assert counts(case.now) == ("completed", 3, 2, 1)
+    state = case.now.state
+    assert {file.id for file in case.files.of_tenant(TENANT)} == {
+        case.order.input_file_id, state.output_file_id, state.error_file_id,
+    }  # fmt: skip
+    assert [row["custom_id"] for row in case.rows(state.output_file_id)] == ["line-0", "line-2"]
+
+
+async def test_outputs_stay_when_cleaning_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(tmp_path, lines_of(1))
+
+    unlink = Path.unlink
+
+    def broken(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "input":
+            raise OSError("the disk is gone")
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", broken)
+        with pytest.raises(OSError):
+            await case.run().run()
+    assert case.now.status == "completed" and len(case.rows(case.now.state.output_file_id)) == 1
+    assert case.batches.unfinished() == [case.open]
+    assert case.batches.order(case.open) is None and case.batches.unfinished() == []
+    folder = case.batches.folder(case.open.owner, case.open.id)
+    assert {path.name for path in folder.iterdir()} == {"batch.json", "state-0000000000000001.json"}
+
+
+async def test_batch_that_cannot_be_read_ends_with_its_window(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(9), window_s=60)
+    case.app.gate = stuck
+    task = await begun(case, case.run(epoch=1), 5)
+    task.cancel()
+    await asyncio.wait({task})
+    folder = case.batches.folder(case.open.owner, case.open.id)
+    (folder / "input").unlink()
+    with pytest.raises(FileNotFoundError):
+        await case.run(epoch=2).run()
+    case.order = replace(case.order, expires_at=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "GIVE_UP_S", 1e12)
+        await case.run(epoch=3).run()
+    assert counts(case.now) == ("expired", 9, 5, 0)
+    assert len(case.rows(case.now.state.output_file_id)) == 5
+
+
+async def test_batch_whose_answers_are_lost_fails_after_its_window(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(9), window_s=60)
+    case.app.gate = stuck
+    task = await begun(case, case.run(epoch=1), 5)
+    task.cancel()
+    await asyncio.wait({task})
+    case.batches.take_over(case.open, 2)
+    journal = case.batches.folder(case.open.owner, case.open.id) / journal_name(1)
+    journal.unlink()
+    journal.symlink_to("nothing")  # is opened by no gateway
+    case.order = replace(case.order, expires_at=0)
+    await case.run(epoch=3).run()
+    assert (case.now.status, case.now.state.errors[0]["code"]) == ("failed", "internal_error")
