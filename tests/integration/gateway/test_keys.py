@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.app import app
+from services.gateway.auth import Keyring
+from services.gateway.errors import ApiError
 from shared.errors import ConfigurationError
 from shared.security.api_keys import KeyRecord
+from shared.settings import GatewaySettings
+from shared.tasks import end
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
@@ -228,3 +233,24 @@ def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_one(
             assert gateway.get("/v1/models", key="").status_code == 401
     finally:
         gateway.stop()
+
+
+async def test_work_without_a_client_tells_a_revoked_key_from_a_missing_one(
+    orcinus: Made, redis_server: RedisServer
+) -> None:
+    active, gone = orcinus("add", "active")["id"], orcinus("add", "over")["id"]
+    orcinus("revoke", gone)
+    keyring = Keyring(GatewaySettings(redis_url=redis_server.url, served_model_name="keyed", require_key=True))
+    reading = asyncio.create_task(keyring.run())
+    try:
+        async with asyncio.timeout(20):
+            while not keyring.read:
+                await keyring.first_read()
+        caller = keyring.caller(active)
+        assert caller is not None and caller.bucket == active
+        assert keyring.caller("0" * 12) is None
+        with pytest.raises(ApiError, match="revoked"):
+            keyring.caller(gone)
+    finally:
+        await end(reading)
+        await keyring.close()
