@@ -1,4 +1,4 @@
-"""Skip tests whose kernels this machine cannot compile."""
+"""Skip tests of compiled kernels where there is no compiler."""
 
 from __future__ import annotations
 

@@ -164,11 +164,12 @@ class Stack:
         """Wait until nothing is running and return what must be equal each time."""
 
         def quiet() -> bool:
-            stats, queue = self.stats(), dict(self.redis.client.hgetall(self.keys.queue))  # type: ignore[arg-type]
+            client: Any = self.redis.client
+            stats, queue = self.stats(), client.hgetall(self.keys.queue)
             work = {stats.get(field) for field in ("running", "waiting", "in_flight")}
-            entries = [self.redis.client.xlen(stream) for stream in self.keys.request_streams()]
-            kept = self.redis.client.xrange(self.keys.queue_kept)  # behind the end of their requests
-            held = int(queue.pop(b"bytes", 0)) - sum(int(row[b"bytes"]) for _, row in kept)  # type: ignore[union-attr]
+            entries = [client.xlen(stream) for stream in self.keys.request_streams()]
+            kept = client.xrange(self.keys.queue_kept)  # behind the end of their requests
+            held = int(queue.pop(b"bytes", 0)) - sum(int(row[b"bytes"]) for _, row in kept)
             return work == {"0"} and held == 0 and set(queue.values()) <= {b"0"} and not any(entries)
 
         until("the stack is quiet", quiet, 60)

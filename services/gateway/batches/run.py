@@ -53,7 +53,7 @@ FULL = "files and batches have used up their quota of bytes; delete files, then 
 ROOM_ROUNDS = 10
 """Looks between two of which the bytes of the tenant are counted."""
 UNSEEDED = "/v1/embeddings"
-"""The endpoint whose bodies have no seed."""
+"""Requests of this endpoint take no seed."""
 
 
 class KeyGone(Exception):  # noqa: N818 - an event, not an error
@@ -280,7 +280,7 @@ class Run:
         return exchange
 
     async def _cancel_running(self) -> None:
-        """Cancel the requests whose answers will not be read."""
+        """Cancel the requests that still run: their answers are not read."""
         for exchange in self._running.values():
             if exchange.request_id:
                 try:

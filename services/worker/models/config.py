@@ -147,7 +147,7 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     layers = read.integer("num_hidden_layers", most=MAX_LAYERS)
     context = read.integer("max_position_embeddings", 2048, least=1 + family.position_offset * family.is_encoder)
     if family.is_encoder:
-        context -= family.position_offset  # whose rows count for it
+        context -= family.position_offset  # max_position_embeddings counts the rows before position 0
     rope, local_rope = _ropes(read, family, head_dim)
     switched = {part for key, parts in family.bias_fields.items() if read.flag(key) for part in parts}
     return DecoderConfig(

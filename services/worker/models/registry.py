@@ -235,7 +235,7 @@ _ROBERTA = replace(
     names=replace(_BERT_NAMES, prefix="roberta.", head=("classifier.dense", "classifier.out_proj")),
     defaults={**_BERT.defaults, "vocab_size": 50265},
     only={**_BERT.only, "pad_token_id": 1},
-    position_offset=2,  # behind the row of the padding, whose id is 1
+    position_offset=2,  # the padding has id 1 and so row 1
 )
 _XLM_ROBERTA = replace(_ROBERTA, defaults=_BERT.defaults)
 

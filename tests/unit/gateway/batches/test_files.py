@@ -1,4 +1,4 @@
-"""Files on disk: what they are named, whose they are, how many there may be, when they go."""
+"""Files on disk: names, owners, quotas and expiry."""
 
 from __future__ import annotations
 
