@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -34,6 +35,9 @@ from shared import ids
 from shared.columns import pack
 from shared.text.tokenizer import TokenizerError
 
+BodyT = TypeVar("BodyT", bound=PooledBody)
+SpecOf = Callable[[BodyT, ModelText, Limits], Awaitable[GenerationSpec]]
+
 _RESPONSES = {200: FOUND, **ACCEPTED, **GENERATION_ERRORS}
 
 
@@ -42,34 +46,28 @@ def router(gateway: Gateway) -> APIRouter:
     routes = APIRouter()
     served = gateway.settings.served_model_name
 
+    async def answer(request: Request, kind: type[BodyT], spec_of: SpecOf[BodyT]) -> Response:
+        started = time.monotonic()
+        body = await read_body(request, kind)
+        check_model(body.model, served)
+        return await serve(gateway, request, await spec_of(body, gateway.model, gateway.cluster.limits), started)
+
     @routes.post("/v1/embeddings", responses=_RESPONSES, openapi_extra=body_of(EmbeddingsBody))
     async def embeddings(request: Request) -> Response:
         """Return the vector of each text."""
-        started = time.monotonic()
-        body = await read_body(request, EmbeddingsBody)
-        check_model(body.model, served)
-        spec = await embeddings_spec(body, gateway.model, gateway.cluster.limits)
-        return await serve(gateway, request, spec, started)
+        return await answer(request, EmbeddingsBody, embeddings_spec)
 
     @routes.post("/rerank", responses=_RESPONSES, openapi_extra=body_of(RerankBody))
     @routes.post("/v1/rerank", responses=_RESPONSES, openapi_extra=body_of(RerankBody))
     async def rerank(request: Request) -> Response:
         """Return documents in the order of how well they answer a query."""
-        started = time.monotonic()
-        body = await read_body(request, RerankBody)
-        check_model(body.model, served)
-        spec = await rerank_spec(body, gateway.model, gateway.cluster.limits)
-        return await serve(gateway, request, spec, started)
+        return await answer(request, RerankBody, rerank_spec)
 
     @routes.post("/score", responses=_RESPONSES, openapi_extra=body_of(ScoreBody))
     @routes.post("/v1/score", responses=_RESPONSES, openapi_extra=body_of(ScoreBody))
     async def score(request: Request) -> Response:
         """Return the score of each pair of texts."""
-        started = time.monotonic()
-        body = await read_body(request, ScoreBody)
-        check_model(body.model, served)
-        spec = await score_spec(body, gateway.model, gateway.cluster.limits)
-        return await serve(gateway, request, spec, started)
+        return await answer(request, ScoreBody, score_spec)
 
     return routes
 
