@@ -21,8 +21,14 @@ from services.worker.engine import Engine
 
 STEPS = 100
 LOOKAHEADS = (0, 1)
-CASES = (Case("decode-64", 64, 1024), Case("decode-8", 8, 1024), Case("decode-1", 1, 1024))
-QUICK_CASES = (Case("decode-2", 2, 20),)
+CASES = (
+    Case("decode-64", 64, 1024),
+    Case("decode-8", 8, 1024),
+    Case("decode-1", 1, 1024),
+    Case("mixed-32-512", 32, 1024, 512, 1),
+    Case("prefill-512", 0, 0, 512, 1),
+)
+QUICK_CASES = (Case("decode-2", 2, 20), Case("mixed-2-20", 2, 20, 20, 1))
 SEQUENCES, PROMPT = 64, 1024  # of transformers
 TOKENS = (16, 80)  # that transformers generates in two runs: the difference holds no prefill
 

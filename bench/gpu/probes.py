@@ -35,7 +35,7 @@ def compile_all(context: Context) -> Iterator[tuple[str, Any]]:
         arch = loader.present_architecture()
         make: Callable[[Path], object] = partial(_cubin, arch)
     else:
-        make = emulated
+        make = partial(emulated, include=(loader.SOURCES,))
     with ThreadPoolExecutor(len(sources)) as pool:
         yield (
             "seconds_of",

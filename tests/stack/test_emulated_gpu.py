@@ -8,6 +8,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from tests.support.compiler import needs_compiler
 from tests.support.models import make_llama, random_prompts
 from tests.support.stack import running_stack
@@ -26,15 +28,16 @@ def test_emulated_gpu_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
     outputs, gaps = reference.run(prompts, TOKENS)
     kept = [at for at, gap in enumerate(gaps) if gap > GAP]
     assert len(kept) >= 16
-    settings = {"kernels": "emulator", "dtype": "auto", "block_size": 16, "max_seqs": 8, "max_step_tokens": 64}
+    kernels, device = ("cuda", "cuda") if torch.cuda.is_available() else ("emulator", "cpu")
+    settings = {"kernels": kernels, "dtype": "auto", "block_size": 16, "max_seqs": 8, "max_step_tokens": 64}
     limits = {"kv_blocks": 9, "host_blocks": 12, "max_input_tokens": 60, "max_output_tokens": 40}
     policy = {"policy": "sarathi:relief=newest-swap", "lookahead": 1}
-    with running_stack(tmp_path, reference.path, device="cpu", **settings, **limits, **policy) as stack:
+    with running_stack(tmp_path, reference.path, device=device, **settings, **limits, **policy) as stack:
         with ThreadPoolExecutor(len(kept)) as pool:
             found = list(pool.map(lambda at: stack.complete(prompts[at], TOKENS, ignore_eos=True), kept))
         assert found == [outputs[at] for at in kept]
         settled = stack.settled()
         assert settled["blocks"] == settled["total"] == 9
-        assert stack.stats()["backend"] == "emulator"
+        assert stack.stats()["backend"] == kernels
         # Stats are written once a second: those that settled() saw may be older than the load.
         until("the stats have swaps", lambda: int(stack.stats().get("swapped_blocks", "0")) > 0)

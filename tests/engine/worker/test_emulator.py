@@ -21,6 +21,7 @@ from services.worker.engine import Engine
 from shared.columns import unpack_float
 from shared.text.logprobs import unpack_prompt_records, unpack_records
 from tests.engine.driver import make_engine
+from tests.kernels.cuda.programs import device_of
 from tests.support import in_process
 from tests.support.compiler import needs_compiler
 from tests.support.models import EOS, Reference, make_llama, random_prompts
@@ -51,9 +52,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch, model: Path, order: int | None, **
     """An engine on a device that puts its work off in this order."""
     from kernels.cuda.backend import CudaOps
 
-    ops = CudaOps(EmulatedDevice(order))
+    ops = CudaOps(device_of(order))
     monkeypatch.setattr(engine_module, "choose", lambda *_: (ops, torch.float16))
-    return make_engine(model, kernels="emulator", dtype="auto", **(SMALL | settings))
+    return make_engine(model, kernels=ops.name, dtype="auto", **(SMALL | settings))
 
 
 @pytest.mark.parametrize("order", [1, 3])

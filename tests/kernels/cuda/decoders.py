@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.backend import CudaOps
-from kernels.emulator.device import EmulatedDevice
+from kernels.cuda.device import Device
 from kernels.ops import AnyOps, Batch, CacheShape, Int32
 from kernels.reference import ReferenceOps
 from services.worker.models.checkpoint import open_weights
@@ -97,7 +97,7 @@ def reference_logits(path: Path, tokens: list[int], dtype: torch.dtype = torch.f
 class World:
     """A decoder with a cache, three sequences with computed prompts, and a batch in which they decode."""
 
-    def __init__(self, path: Path, device: EmulatedDevice, compiles: bool, sequences: int = 3, tokens: int = 0) -> None:
+    def __init__(self, path: Path, device: Device, compiles: bool, sequences: int = 3, tokens: int = 0) -> None:
         """tokens: of the first prompt, if not few."""
         self.ops = CudaOps(device)
         self.decoder = new_decoder(path, self.ops, torch.bfloat16)
@@ -124,7 +124,7 @@ class World:
     def logits(self, batch: Batch) -> Tensor:
         found = self.forward(self.ops.prepare(batch, self.cache))
         self.ops.mark().wait()
-        return found.clone()
+        return found.clone().cpu()
 
     def pool(self) -> Tensor:
-        return self.cache.pool.view(torch.int16).clone()
+        return self.cache.pool.view(torch.int16).clone().cpu()

@@ -1,6 +1,6 @@
 """The CUDA sources as tests launch them: emulated, in several orders of threads, on numbers with a fence around.
 
-Where torch has a GPU the same tests run on it as well: their memory is pinned, which a GPU reads and writes under the
+Where torch has a GPU the same tests run on it instead: their memory is pinned, which a GPU reads and writes under the
 same address. Under a preloaded libasan (`make sanitizers`) the emulated programs are instrumented.
 """
 
@@ -24,7 +24,7 @@ from kernels.emulator.program import FORWARD, REVERSE, SANITIZERS, Program
 GPU = torch.cuda.is_available()
 DEVICE = -1
 """Instead of an order of threads: on the GPU."""
-ORDERS = (FORWARD, REVERSE, 2, *([DEVICE] if GPU else []))
+ORDERS = (DEVICE,) if GPU else (FORWARD, REVERSE, 2)
 TYPES = {BF16: torch.bfloat16, F16: torch.float16}
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half a unit in the last place, relative."""
@@ -46,10 +46,10 @@ def device_program_of(kernel: str) -> loader.Program:
     return loader.Program(source_of(kernel))
 
 
-def device_of(order: int | None) -> Device:
-    """An emulated device that does its work in an order, or the GPU."""
-    if order != DEVICE:
-        return EmulatedDevice(order, flags=FLAGS)
+def device_of(order: int | None = None, processors: int = 4) -> Device:
+    """The GPU if there is one, else an emulated device that does its work in an order."""
+    if not GPU:
+        return EmulatedDevice(order, processors=processors, flags=FLAGS)
     from kernels.cuda.gpu import CudaDevice
 
     return CudaDevice()

@@ -34,6 +34,7 @@ from tests.kernels.cuda.decoders import (
     tables_of,
 )
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
+from tests.kernels.cuda.programs import device_of
 from tests.kernels.sequences import Sequences
 from tests.support.compiler import needs_compiler
 from tests.support.models import VOCAB
@@ -102,7 +103,7 @@ def rms(x: Tensor) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_logits_of_decoder_are_the_references_in_float32(family: str, paths: Any) -> None:
     """As near as the reference backend in bfloat16 is: its roundings are as many."""
-    ops = CudaOps(EmulatedDevice())
+    ops = CudaOps(device_of())
     with torch.inference_mode():
         outputs, found = generate(ops, new_decoder(paths(family), ops, torch.bfloat16), 32)
         exact, rounded = (
@@ -127,7 +128,7 @@ def test_tokens_do_not_depend_on_when_the_device_works(seed: int, paths: Any) ->
     found = []
     with torch.inference_mode():
         for order in (None, seed):
-            ops = CudaOps(EmulatedDevice(order))
+            ops = CudaOps(device_of(order))
             found.append(generate(ops, new_decoder(paths("llama"), ops, torch.bfloat16), 12)[0])
     assert found[0] == found[1]
 
@@ -135,10 +136,11 @@ def test_tokens_do_not_depend_on_when_the_device_works(seed: int, paths: Any) ->
 def test_attention_wider_than_the_plan_is_planned_anew(paths: Any) -> None:
     """A direct user of the operations may ask for more than the compiled forward pass does."""
     with torch.inference_mode():
-        world = World(paths("mistral-window"), EmulatedDevice(), True)
+        world = World(paths("mistral-window"), device_of(), True)
         attention = world.decoder.layers[0].attention.spec
         batch = batch_of([[1]], [79], np.arange(5, dtype=np.int32)[None])
-        q = torch.randn(1, attention.heads * 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        q = torch.randn(1, attention.heads * 64, generator=torch.Generator().manual_seed(0))
+        q = q.to(world.ops.device, torch.bfloat16)
         planned, free = world.ops.prepare(batch, world.cache), world.ops.new_cache(world.cache.shape)
         free.pool.copy_(torch.randn(free.pool.shape, generator=torch.Generator().manual_seed(1)))
         world.cache.pool.copy_(free.pool)
@@ -160,7 +162,7 @@ def test_split_attention_is_the_formula(kind: str) -> None:
 
 @pytest.mark.parametrize("order", SEEDS[1:])
 def test_pinned_buffer_is_not_rewritten_before_its_copy_is_done(order: int) -> None:
-    device = EmulatedDevice(order)
+    device = device_of(order)
     staging, rng = Staging(device), np.random.default_rng(order)
     sent, buffers = [], set()
     for _ in range(40):
@@ -178,7 +180,7 @@ def test_pinned_buffer_is_not_rewritten_before_its_copy_is_done(order: int) -> N
 
 @pytest.mark.parametrize("order", SEEDS)
 def test_time_between_marks_is_known_once_device_has_passed_them(order: int | None) -> None:
-    ops = CudaOps(EmulatedDevice(order))
+    ops = CudaOps(device_of(order))
     start = ops.mark()
     ops.activate(torch.ones(4, 8).bfloat16(), "silu")
     end = ops.mark()
@@ -202,7 +204,7 @@ def test_what_the_kernels_cannot_do_is_refused_by_name() -> None:
 
 def test_step_that_samples_nothing_writes_keys_and_has_no_logits(paths: Any) -> None:
     with torch.inference_mode():
-        world = World(paths("llama"), EmulatedDevice(), True)
+        world = World(paths("llama"), device_of(), True)
         before = world.pool()
         assert world.logits(batch_of([[1, 2]], [world.ends[0]], world.tables[:1], [False])).shape == (0, VOCAB)
         assert not torch.equal(world.pool(), before)

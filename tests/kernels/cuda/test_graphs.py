@@ -24,6 +24,7 @@ from tests.kernels.cuda.decoders import (
     tables_of,
 )
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
+from tests.kernels.cuda.programs import device_of
 from tests.support.compiler import needs_compiler
 from tests.support.models import VOCAB
 
@@ -34,7 +35,7 @@ pytestmark = needs_compiler
 @pytest.mark.parametrize("sequences", [1, 2, 4])
 def test_a_graph_computes_to_the_bit_what_its_operations_compute(family: str, sequences: int, paths: Any) -> None:
     with torch.inference_mode():
-        eager, graph = (World(paths(family), EmulatedDevice(), compiles, 4) for compiles in (False, True))
+        eager, graph = (World(paths(family), device_of(), compiles, 4) for compiles in (False, True))
         batch = eager.decodes(sequences)
         assert torch.equal(eager.logits(batch), graph.logits(batch))
         assert torch.equal(eager.pool(), graph.pool())
@@ -43,7 +44,7 @@ def test_a_graph_computes_to_the_bit_what_its_operations_compute(family: str, se
 @pytest.mark.parametrize("order", SEEDS[:2])
 def test_padded_rows_of_a_graph_write_nowhere_and_change_nothing(order: int | None, paths: Any) -> None:
     with torch.inference_mode():
-        eager, graph = (World(paths("llama"), EmulatedDevice(order), compiles) for compiles in (False, True))
+        eager, graph = (World(paths("llama"), device_of(order), compiles) for compiles in (False, True))
         assert not graph.cache.pool.isnan().any(), "only rows of sequences were written when graphs were recorded"
         before, batch = graph.pool(), graph.decodes(3)  # in the graph of four
         prepared = graph.ops.prepare(batch, graph.cache)
@@ -78,7 +79,7 @@ def test_padding_of_a_batch_belongs_to_no_sequence() -> None:
 
 def test_batch_gets_a_graph_when_all_rows_decode_and_sample(paths: Any) -> None:
     with torch.inference_mode():
-        world = World(paths("llama"), EmulatedDevice(), True)
+        world = World(paths("llama"), device_of(), True)
         decodes, ends = world.decodes(3), world.ends
         chunk = batch_of([[1], [2, 3], [4]], ends, world.tables)
         silent = batch_of([[1], [2], [3]], ends, world.tables, [True, False, True])
@@ -92,7 +93,7 @@ def test_batch_gets_a_graph_when_all_rows_decode_and_sample(paths: Any) -> None:
 
 def test_batch_prepared_for_graph_is_computed_by_operations_as_well(paths: Any) -> None:
     with torch.inference_mode():
-        eager, graph = (World(paths("llama"), EmulatedDevice(), compiles) for compiles in (False, True))
+        eager, graph = (World(paths("llama"), device_of(), compiles) for compiles in (False, True))
         batch, other = graph.decodes(3), graph.decodes(1)
         prepared = graph.ops.prepare(batch, graph.cache)
         expected = eager.logits(batch)
@@ -104,7 +105,7 @@ def test_batch_prepared_for_graph_is_computed_by_operations_as_well(paths: Any) 
 def test_batch_with_too_many_pages_is_computed_without_graph(paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "PAGES_OF_GRAPHS", 0)
     with torch.inference_mode():
-        eager, graph = (World(paths("llama"), EmulatedDevice(), compiles, 8) for compiles in (False, True))
+        eager, graph = (World(paths("llama"), device_of(), compiles, 8) for compiles in (False, True))
         batch = eager.decodes(8)
         assert graph.ops.prepare(batch, graph.cache).graph == 0
         assert torch.equal(graph.logits(batch), eager.logits(batch))
@@ -112,7 +113,7 @@ def test_batch_with_too_many_pages_is_computed_without_graph(paths: Any, monkeyp
 
 def test_what_was_recorded_is_let_go_with_the_compiled_pass(paths: Any) -> None:
     with torch.inference_mode():
-        world = World(paths("llama"), EmulatedDevice(), True)
+        world = World(paths("llama"), device_of(), True)
         with_graphs, _ = world.ops.gpu.free_bytes()
         del world.forward
         without_graphs, _ = world.ops.gpu.free_bytes()
@@ -124,7 +125,7 @@ def test_what_was_recorded_is_let_go_with_the_compiled_pass(paths: Any) -> None:
 
 def test_batches_prepared_one_after_another_do_not_disturb_each_other(paths: Any) -> None:
     with torch.inference_mode():
-        expected, world = (World(paths("llama"), EmulatedDevice(), True) for _ in range(2))
+        expected, world = (World(paths("llama"), device_of(), True) for _ in range(2))
         batches = [world.decodes(2), world.decodes(1)]
         prepared = [world.ops.prepare(batch, world.cache) for batch in batches]
         for batch, one in zip(batches, prepared, strict=True):
@@ -134,7 +135,7 @@ def test_batches_prepared_one_after_another_do_not_disturb_each_other(paths: Any
 def test_long_sequences_are_split_and_merged_in_a_graph_too(paths: Any) -> None:
     with torch.inference_mode():
         eager, graph = (
-            World(paths("llama"), EmulatedDevice(processors=132), compiles, 1, 600) for compiles in (False, True)
+            World(paths("llama"), device_of(processors=132), compiles, 1, 600) for compiles in (False, True)
         )
         batch = eager.decodes(1)
         prepared = graph.ops.prepare(batch, graph.cache)
