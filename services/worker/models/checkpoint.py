@@ -221,7 +221,9 @@ class Dummy(Source):
         """
         found = memory((rows, *shape[1:]), torch.float32)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {first}".encode()))
-        center, bound = (0.0, math.sqrt(3 / shape[-1])) if len(shape) > 1 else (0.0 if name.endswith("bias") else 1.0, 0.1)
+        center, bound = 0.0, math.sqrt(3 / shape[-1])
+        if len(shape) < 2:
+            center, bound = 0.0 if name.endswith("bias") else 1.0, 0.1
         drawn, *repeats = found.view(-1).split(DRAWN)
         drawn.uniform_(center - bound, center + bound, generator=generator)
         for repeat in repeats:
