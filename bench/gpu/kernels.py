@@ -23,7 +23,7 @@ from bench.kernels.backends import Peaks, device_peaks, opened, pinned_copy
 from bench.kernels.case import Bench, Maker, run
 from bench.kernels.clock import DeviceClock
 from bench.kernels.shapes import GPU, QUICK, Plan
-from kernels.cuda import calls, loader, planner
+from kernels.cuda import calls, loader
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device
@@ -35,7 +35,6 @@ Rows = Iterator[tuple[str, Any]]
 REPEATS = 9
 SOURCE, HEADER = (loader.SOURCES / f"attention/attention_decode.{kind}" for kind in ("cu", "cuh"))
 UNITS = (3, 4, 5, 6)  # depths of a ring that are tried
-ITEMS = (4, 6, 8, 12)  # work items for each processor
 SHAPES = ((64, 1024), (8, 4096), (8, 32768))
 
 
@@ -107,7 +106,7 @@ def _timed(context: Context, makers: Callable[[Setup, Plan], Sequence[Maker]]) -
 
 
 def rings(context: Context) -> Iterator[tuple[str, Any]]:
-    """Yield `rows`: depths of the ring, then work items for each processor."""
+    """Yield `rows`: depths of the ring."""
     if context.device != "cuda":
         yield "skipped", "constants are chosen for a GPU"
         return
@@ -117,12 +116,6 @@ def rings(context: Context) -> Iterator[tuple[str, Any]]:
         for units in UNITS:
             with _ring(made, units, bench.plan.model.head_dim):
                 yield from _rows(made, bench, f"attention, ring of {units}")
-        for items in ITEMS:
-            kept, planner.DECODE_ITEMS_PER_PROCESSOR = planner.DECODE_ITEMS_PER_PROCESSOR, items
-            try:
-                yield from _rows(made, bench, f"attention, {items} items a processor")
-            finally:
-                planner.DECODE_ITEMS_PER_PROCESSOR = kept
 
 
 def with_units(units: int, head_dim: int) -> str:

@@ -12,7 +12,7 @@ from kernels.cuda import calls
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device, dtype_name, launch, pointer
 from kernels.cuda.metadata import CudaPrepared, Staging, Work, plan_columns
-from kernels.cuda.planner import Planner
+from kernels.cuda.planner import Planner, Seats
 from kernels.ops import Attention
 
 
@@ -28,8 +28,10 @@ class PagedAttention:
     def planner(self, layers: Sequence[Attention], cache: CudaCache) -> Planner:
         """Plan for layers with this attention, as wide as the widest of them."""
         shape, windows = cache.shape, [layer.window for layer in layers]
-        group = layers[0].heads // shape.kv_heads
-        return Planner(self._gpu.processors, shape.kv_heads, group, shape.head_dim, max(windows) if all(windows) else 0)
+        group, dtype = layers[0].heads // shape.kv_heads, dtype_name(shape.dtype)
+        blocks = calls.decode_block(dtype, shape.head_dim), calls.prefill_block(dtype, shape.head_dim)
+        seats = Seats(*(self._gpu.processors * self._gpu.resident(block) for block in blocks))
+        return Planner(seats, shape.kv_heads, group, shape.head_dim, max(windows) if all(windows) else 0)
 
     def reserve(self, rows: int, heads: int, head_dim: int) -> None:
         """Take memory for so many partial rows, once for all layers and iterations."""

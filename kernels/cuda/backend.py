@@ -19,9 +19,9 @@ from kernels.cuda import calls
 from kernels.cuda.attention import PagedAttention
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device, Event, dtype_name, launch, pointer
-from kernels.cuda.graphs import Graphs, sizes_up_to
+from kernels.cuda.graphs import Graphs, rooms_up_to
 from kernels.cuda.metadata import CudaPrepared, Staging, Work, page_columns, plan_columns, row_columns
-from kernels.cuda.planner import Planner
+from kernels.cuda.planner import Planner, Room
 from kernels.cuda.sampling import Sampler
 from kernels.ops import (
     Attention,
@@ -87,26 +87,27 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         if graphs is None or graphs.cache is not cache:
             prepared = self._prepared(batch, cache)
         else:
-            decodes = not batch.scored and len(batch.tokens) == len(batch.context) == len(batch.sample_rows)
-            graph = graphs.size_for(len(batch.tokens)) if decodes else 0
-            prepared = self._prepared(batch, cache, graphs.planner, graph)
-            if graph and prepared.numbers <= graphs.columns.numel():
+            room = graphs.room_for(batch)
+            prepared = self._prepared(batch, cache, graphs.planner, room)
+            if room and prepared.numbers <= graphs.columns.numel():
                 return prepared
-        prepared.graph = 0
+        prepared.graph = None
         prepared.send()
         return prepared
 
-    def _prepared(self, batch: Batch, cache: CudaCache, planner: Planner | None = None, graph: int = 0) -> CudaPrepared:
-        """Return the metadata, not sent yet. graph: rows of the graph that it is padded for."""
-        size = cache.shape.block_size
-        columns, work = row_columns(batch, size, graph), None
+    def _prepared(
+        self, batch: Batch, cache: CudaCache, planner: Planner | None = None, room: Room | None = None
+    ) -> CudaPrepared:
+        """Return the metadata, not sent yet. room: of the graph that it is padded for."""
+        size, rows = cache.shape.block_size, room.rows if room else 0
+        columns, work = row_columns(batch, size, rows), None
         if planner is not None:
             plan = planner.plan(batch.query_start, batch.context)
-            bounds = planner.decode_bounds(graph) if graph else None
+            bounds = planner.bounds(room) if room else None
             work = Work.of(planner, plan, bounds)
             columns += plan_columns(plan, bounds)
-        staged = self._staging.stage(columns + page_columns(batch, size, graph))
-        return CudaPrepared(batch, staged, self._staging, work, graph)
+        staged = self._staging.stage(columns + page_columns(batch, size, rows))
+        return CudaPrepared(batch, staged, self._staging, work, room)
 
     def pack_linear(
         self, parts: Iterable[Tensor], outputs: int, inputs: int, bias: Tensor | None, weight_format: str = ""
@@ -316,7 +317,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     def compile(
         self, forward: Callable[[Any], Tensor], cache: CudaCache, max_tokens: int, max_samples: int
     ) -> Callable[[CudaPrepared], Tensor]:
-        """Run the forward pass on padding, to see what its attention is, and record it for decode (see Graphs).
+        """Run the forward pass on padding, to see what its attention is, and record it (see Graphs).
 
         Takes the memory of all logits and of all partial results. The batches that `prepare` makes for this cache
         from now on are planned for this forward pass; what an earlier call returned is not to be called any more.
@@ -326,7 +327,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         if not attention:
             return forward
         planner = self._attention.planner(attention, cache)
-        self._attention.reserve(planner.partial_rows(max_tokens), attention[0].heads, cache.shape.head_dim)
+        partial_rows = planner.bounds(Room(max_tokens, most, max_tokens)).partial_rows
+        self._attention.reserve(partial_rows, attention[0].heads, cache.shape.head_dim)
         room = self.gpu.empty((most, vocabulary), torch.float32)
 
         def run(prepared: CudaPrepared) -> Tensor:
@@ -336,17 +338,17 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             finally:
                 self._logits_room = None
 
-        numbers = self._prepared(NO_ROWS, cache, planner, most).numbers + most * PAGES_OF_GRAPHS
-        columns = self.gpu.empty((numbers,), torch.int32)
-        sizes = [] if self._exchanges else sizes_up_to(most)
-        graphs = Graphs(self.gpu, run, sizes, columns, cache, planner)
-        graphs.record(lambda size: self._prepared(NO_ROWS, cache, planner, size))
+        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples)
+        numbers = max((self._prepared(NO_ROWS, cache, planner, room).numbers for room in rooms), default=0)
+        columns = self.gpu.empty((numbers + most * PAGES_OF_GRAPHS,), torch.int32)
+        graphs = Graphs(self.gpu, run, rooms, columns, cache, planner)
+        graphs.record(lambda room: self._prepared(NO_ROWS, cache, planner, room))
         self._graphs = weakref.ref(graphs)
         return graphs
 
     def _tried(self, forward: Callable[[Any], Tensor], cache: CudaCache) -> tuple[list[Attention], int]:
         """Return what the layers' attention is, and how many logits a row has; found by computing one padded row."""
-        prepared = self._prepared(NO_ROWS, cache, graph=1)
+        prepared = self._prepared(NO_ROWS, cache, room=Room(1, 1, 0))
         prepared.rows = prepared.samples = 1
         seen = self._attention.seen = []
         try:

@@ -40,6 +40,14 @@ class Call(NamedTuple):
     params: Params
 
 
+class Block(NamedTuple):
+    """What a block of a kernel takes of a multiprocessor, but for its registers."""
+
+    name: str
+    threads: int
+    shared: int  # bytes of dynamic shared memory
+
+
 def _struct(pointers: str, *others: tuple[str, str]) -> np.dtype[np.void]:
     """Return a C struct: 64-bit addresses first, then the rest, padded as a compiler pads."""
     return np.dtype([*((name, "u8") for name in pointers.split()), *others], align=True)
@@ -334,10 +342,15 @@ def attention_decode(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
         (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
     )  # fmt: skip
-    warps, units = DECODE_RINGS[head_dim]
-    shared = (1 + warps * units) * SLAB * head_dim * 2
+    name, threads, shared = decode_block(dtype, head_dim)
     grid = (-(-heads // kv_heads // DECODE_ROWS), kv_heads, _some(items))
-    return Call(f"attention_decode_{dtype}_d{head_dim}", grid, (warps * WARP, 1, 1), shared, params)
+    return Call(name, grid, (threads, 1, 1), shared, params)
+
+
+def decode_block(dtype: str, head_dim: int) -> Block:
+    """Return the kernel of attention_decode and what one of its blocks takes."""
+    warps, units = DECODE_RINGS[head_dim]
+    return Block(f"attention_decode_{dtype}_d{head_dim}", warps * WARP, (1 + warps * units) * SLAB * head_dim * 2)
 
 
 def attention_prefill(
@@ -370,14 +383,19 @@ def attention_prefill(
     Raise ValueError as tokens_per_item does.
     """
     tokens_per_item(head_dim, heads // kv_heads)
-    rows, stages = _prefill_tile(head_dim)
+    name, threads, shared = prefill_block(dtype, head_dim)
     params = _attention_params(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
         (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
     )  # fmt: skip
+    return Call(name, (kv_heads, _some(items), 1), (threads, 1, 1), shared, params)
+
+
+def prefill_block(dtype: str, head_dim: int) -> Block:
+    """Return the kernel of attention_prefill and what one of its blocks takes."""
+    rows, stages = _prefill_tile(head_dim)
     shared = (rows + stages * PREFILL_WARPS * SLAB) * head_dim * 2 + rows * PREFILL_ROW_BYTES
-    grid = (_some(items), kv_heads, 1)
-    return Call(f"attention_prefill_{dtype}_d{head_dim}", grid, (PREFILL_WARPS * WARP, 1, 1), shared, params)
+    return Block(f"attention_prefill_{dtype}_d{head_dim}", PREFILL_WARPS * WARP, shared)
 
 
 def attention_merge(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cuda.calls import BF16, F16, Call
+from kernels.cuda.calls import BF16, F16, Block, Call
 
 _NAMES = {torch.bfloat16: BF16, torch.float16: F16}
 
@@ -65,6 +65,10 @@ class Device(ABC):
     processors: int  # streaming multiprocessors, for the planner
     main: Stream
     copies: Stream
+
+    @abstractmethod
+    def resident(self, block: Block) -> int:
+        """Return how many such blocks a multiprocessor runs at once."""
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import loader
-from kernels.cuda.calls import Call
+from kernels.cuda.calls import Block, Call
 from kernels.cuda.device import Device, Event, Stream
 from kernels.cuda.loader import CudaError
 
@@ -120,6 +120,9 @@ class CudaDevice(Device):
             cuda.set_device(self.torch_device)
             cuda.set_stream(self._main.stream)
             _entered.device = self
+
+    def resident(self, block: Block) -> int:
+        return self.programs[block.name].resident(*block)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self.enter()

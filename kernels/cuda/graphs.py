@@ -1,7 +1,9 @@
-"""A forward pass recorded at a few numbers of rows, so that an iteration in which all sequences decode is one launch.
+"""A forward pass recorded at a few numbers of rows, so that an iteration is one launch.
 
 A batch is padded up to the next of these numbers. A padded row has no token, no slot and no work item: the kernels
-write nothing for it but its rows of what the graph computes, which is never read.
+write nothing for it but its rows of what the graph computes, which is never read. Iterations in which all sequences
+decode have graphs without the kernel for chunks. Those with more rows than any graph are computed by operations: the
+device then takes longer than the host does for their launches.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +19,21 @@ from torch import Tensor
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device
 from kernels.cuda.metadata import CudaPrepared
-from kernels.cuda.planner import Planner
+from kernels.cuda.planner import Planner, Room
+from kernels.ops import Batch
 
 log = logging.getLogger("orcinus.kernels")
 
 
+MIXED_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Of graphs for iterations with chunks."""
+
+CHUNKS = 32
+"""Sequences with several rows in one of them: the items of all that may come are launched."""
+
+
 def sizes_up_to(most: int) -> list[int]:
-    """Return the numbers of rows to record: 1, 2, 4, 8, ...
+    """Return the numbers of rows to record for decode: 1, 2, 4, 8, ...
 
     64 in steps of 8, ... 128 in steps of 16, and so on, and `most`.
     """
@@ -33,6 +44,12 @@ def sizes_up_to(most: int) -> list[int]:
     return [*sizes, most]
 
 
+def rooms_up_to(tokens: int, samples: int) -> list[Room]:
+    """Return what to record for iterations of so many rows, of which so many sample."""
+    decode = [Room(rows, rows, 0) for rows in sizes_up_to(min(tokens, samples))]
+    return decode + [Room(rows, min(rows, samples), CHUNKS) for rows in MIXED_ROWS if rows <= tokens]
+
+
 class Graphs:
     """What CudaOps.compile returns: replays a graph for batches that were prepared for one, else runs operations."""
 
@@ -40,7 +57,7 @@ class Graphs:
         self,
         device: Device,
         run: Callable[[Any], Tensor],
-        sizes: list[int],
+        rooms: list[Room],
         columns: Tensor,
         cache: CudaCache,
         planner: Planner,
@@ -52,35 +69,44 @@ class Graphs:
         cache: what run reads and writes; planner: of its attention.
         """
         self.cache, self.planner, self.columns = cache, planner, columns
-        self._device, self._run, self._sizes = device, run, sizes
-        self._recorded: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        self._device, self._run = device, run
+        self._decode = [room for room in rooms if not room.chunks]
+        self._mixed = [room for room in rooms if room.chunks]
+        self._recorded: dict[Room, tuple[Callable[[], None], Tensor]] = {}
 
-    def size_for(self, rows: int) -> int:
-        """Return the rows of the smallest graph that holds so many; 0 where none does."""
-        at = bisect_left(self._sizes, rows)
-        return self._sizes[at] if at < len(self._sizes) else 0
+    def room_for(self, batch: Batch) -> Room | None:
+        """Return the smallest room with a graph that holds a batch; None where none does."""
+        rows, sequences, samples = len(batch.tokens), len(batch.context), len(batch.sample_rows)
+        rooms = self._decode if rows == sequences else self._mixed
+        at = bisect_left(rooms, rows, key=attrgetter("rows"))
+        if batch.scored or at == len(rooms):
+            return None
+        room = rooms[at]
+        chunks = int((batch.query_start[1:] - batch.query_start[:-1] > 1).sum()) if room.chunks else 0
+        fits = chunks <= room.chunks and max(samples, sequences - chunks) <= room.decodes
+        return room if fits else None
 
-    def record(self, padding: Callable[[int], CudaPrepared]) -> None:
-        """Record all graphs. padding: makes a batch of padded rows that was prepared for the graph of a size."""
-        for done, size in enumerate(reversed(self._sizes)):  # the largest first: the others find room in what it took
-            self._record(size, padding(size))
+    def record(self, padding: Callable[[Room], CudaPrepared]) -> None:
+        """Record all graphs. padding: makes a batch of padded rows that was prepared for the graph of a room."""
+        # The largest first: the others find room in what it took.
+        rooms = sorted([*self._decode, *self._mixed], key=attrgetter("rows"), reverse=True)
+        for done, room in enumerate(rooms):
+            self._record(room, padding(room))
             if not done % 8:
-                log.info(
-                    "recorded the decode graph for %d sequences, %d more to come", size, len(self._sizes) - done - 1
-                )
+                log.info("recorded the graph of %d rows, %d more to come", room.rows, len(rooms) - done - 1)
 
     def __call__(self, prepared: CudaPrepared) -> Tensor:
         """Return the forward pass. Its result holds until the next call."""
-        if not prepared.graph or prepared.is_sent:
+        if prepared.graph is None or prepared.is_sent:
             return self._run(prepared)
         prepared.send(self.columns)
         replay, result = self._recorded[prepared.graph]
         replay()
         return result[: prepared.samples]
 
-    def _record(self, size: int, prepared: CudaPrepared) -> None:
+    def _record(self, room: Room, prepared: CudaPrepared) -> None:
         prepared.send(self.columns)
-        prepared.rows = prepared.samples = size
+        prepared.rows, prepared.samples = room.rows, room.decodes
         results = [self._run(prepared)]  # libraries load what they need, and take memory
         replay = self._device.capture(lambda: results.append(self._run(prepared)))
-        self._recorded[size] = replay, results[-1]
+        self._recorded[room] = replay, results[-1]

@@ -106,6 +106,15 @@ class Program:
             raise KeyError(f"{self.source.name} has no kernel {name!r}")
         return self._params[name]
 
+    def resident(self, name: str, threads: int, shared: int) -> int:
+        """Return how many blocks of a kernel the driver would run at once on a multiprocessor. Raise as `launch`."""
+        from cupy.cuda import driver
+
+        if not self._functions:
+            raise CudaError(f"no GPU to ask about {name}")
+        function = self._functions[name].ptr
+        return int(driver.occupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))
+
     def launch(
         self, name: str, grid: Sizes, block: Sizes, shared: int, params: np.ndarray[Any, np.dtype[np.void]], stream: int
     ) -> None:

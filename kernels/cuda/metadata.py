@@ -14,7 +14,7 @@ from torch import Tensor, int32
 
 from kernels.cuda.calls import PADDING
 from kernels.cuda.device import Device, Event
-from kernels.cuda.planner import Bounds, Plan, Planner
+from kernels.cuda.planner import Bounds, Plan, Planner, Room
 from kernels.ops import Batch, Int32, Prepared
 
 ALIGNMENT = 8  # numbers: 32 bytes, a work item
@@ -48,13 +48,14 @@ def row_columns(batch: Batch, block_size: int, padded: int = 0) -> list[Column]:
 def plan_columns(plan: Plan, bounds: Bounds | None = None) -> list[Column]:
     """Return what attention and its merge read; with bounds, as much room as any plan within them needs."""
     decode, merged = plan.decode.ravel(), len(plan.rows)
-    item_room = bounds.items * plan.decode.shape[1] if bounds else decode.size
-    merge_room = bounds.merged if bounds else merged
+    width = plan.decode.shape[1]
+    if bounds is None:
+        bounds = Bounds(len(plan.decode), len(plan.prefill), merged, plan.partial_rows)
     return [
-        Column("decode_items", decode, item_room, -1),
-        Column("prefill_items", plan.prefill.ravel(), plan.prefill.size),
-        Column("merge_starts", plan.starts, merge_room + 1),
-        Column("merge_rows", plan.rows, merge_room, -1),
+        Column("decode_items", decode, bounds.decode * width, -1),
+        Column("prefill_items", plan.prefill.ravel(), bounds.prefill * width, -1),
+        Column("merge_starts", plan.starts, bounds.merged + 1),
+        Column("merge_rows", plan.rows, bounds.merged, -1),
     ]
 
 
@@ -147,9 +148,8 @@ class Work:
     def of(cls, planner: Planner, plan: Plan, bounds: Bounds | None = None) -> Work:
         """Return the layout of a plan; with bounds, of any plan within them."""
         if bounds is None:
-            bounds = Bounds(len(plan.decode), len(plan.rows), plan.partial_rows)
-        sizes = (bounds.items, len(plan.prefill), bounds.merged, bounds.partial_rows)
-        return cls(planner.group, planner.window, *sizes)
+            bounds = Bounds(len(plan.decode), len(plan.prefill), len(plan.rows), plan.partial_rows)
+        return cls(planner.group, planner.window, bounds.decode, bounds.prefill, bounds.merged, bounds.partial_rows)
 
     def covers(self, group: int, window: int) -> bool:
         """Return whether attention with so many query heads to a KV head and that window can use the plan."""
@@ -165,10 +165,10 @@ class CudaPrepared(Prepared):
 
     __slots__ = ("_columns", "_plan", "_staged", "_staging", "batch", "graph", "rows", "samples", "work")
 
-    def __init__(self, batch: Batch, staged: Staged, staging: Staging, work: Work | None, graph: int) -> None:
+    def __init__(self, batch: Batch, staged: Staged, staging: Staging, work: Work | None, graph: Room | None) -> None:
         """Create the columns.
 
-        graph: rows of the graph that is to compute it, for which the columns are padded; 0: none.
+        graph: the room of the graph that is to compute it, for which the columns are padded.
         """
         self.batch, self.work, self.graph = batch, work, graph
         self.rows, self.samples = len(batch.tokens), len(batch.sample_rows)

@@ -8,7 +8,7 @@ the prefill kernel. A tile with more KV than each resident block of the GPU shou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,12 @@ import numpy.typing as npt
 from kernels.cuda.calls import ITEM, SLAB, tokens_per_item
 from kernels.ops import Int32
 
-MIN_SPLIT_SLABS = 16  # 256 tokens: below, merging costs more than the split gains
+DECODE_SPLIT_SLABS = 16  # 256 tokens: below, merging costs more than the split gains
+PREFILL_SPLIT_SLABS = 48
+"""Of a tile; bench/results/gpu.md has the times of 16, 32 and 48 on an H100."""
+
 SPLIT_STEP = 4  # slabs: one for each warp of a decode block, one KV tile of the prefill kernel
 MMA_ROWS = 16  # query heads of a KV head that a decode block takes at once
-
-DECODE_ITEMS_PER_PROCESSOR = 6
-"""Three resident blocks, two items for each: with one for each, the longest sequence would set the time."""
-PREFILL_ITEMS_PER_PROCESSOR = 2
-"""Two resident blocks, one item for each. Few, because a tile that is split writes all its rows once for each item."""
 
 ITEM_INTS = ITEM.itemsize // 4
 SEQUENCE, FIRST_TOKEN, FIRST_SLAB, END_SLAB, PARTIAL, SPLITS, TOKENS, SIZE = range(ITEM_INTS)
@@ -47,29 +45,46 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """What an iteration has at most."""
+
+    rows: int
+    decodes: int  # sequences with one row, and rows that sample
+    chunks: int  # sequences with more rows
+
+
+@dataclass(frozen=True, slots=True)
 class Bounds:
     """The most that a plan has, whatever the lengths."""
 
-    items: int
+    decode: int  # items
+    prefill: int  # items
     merged: int
     partial_rows: int
+
+
+class Seats(NamedTuple):
+    """How many blocks of each kernel a device runs at once."""
+
+    decode: int
+    prefill: int
 
 
 class Planner:
     """Plans for one model on one device."""
 
-    def __init__(self, processors: int, kv_heads: int, group: int, head_dim: int, window: int = 0) -> None:
+    def __init__(self, seats: Seats, kv_heads: int, group: int, head_dim: int, window: int = 0) -> None:
         """Create a planner.
 
-        processors: streaming multiprocessors; group: query heads of a KV head; window: the largest of the layers.
+        group: query heads of a KV head; window: the largest of the layers.
 
         A window of 0 means that some layer sees everything. Raise ValueError for a group that no tile can hold.
         """
         self.group, self.window = group, window
         self._tile = tokens_per_item(head_dim, group)
         decode_blocks = kv_heads * -(-group // MMA_ROWS)  # each item is launched so many times
-        self._decode_items = -(-processors * DECODE_ITEMS_PER_PROCESSOR // decode_blocks)
-        self._prefill_items = -(-processors * PREFILL_ITEMS_PER_PROCESSOR // kv_heads)
+        self._decode_items = max(1, seats.decode // decode_blocks)
+        self._prefill_items = max(1, seats.prefill // kv_heads)
 
     def plan(self, query_start: Int32, context: Int32) -> Plan:
         """Return the items of S sequences: query_start [S + 1], context [S] (see kernels.ops.Batch)."""
@@ -80,31 +95,33 @@ class Planner:
         if chunks.size:
             tiles = np.concatenate([tiles, self._prefill_tiles(chunks, lengths, context)])
         work, most = tiles[:, END_SLAB] - tiles[:, FIRST_SLAB], np.empty(len(tiles), np.int32)
-        most[: decodes.size] = _most(work[: decodes.size], self._decode_items)
-        most[decodes.size :] = _most(work[decodes.size :], self._prefill_items)
-        items = tiles if (work <= most).all() else _split(tiles, work, most)
+        least = np.where(np.arange(len(tiles)) < decodes.size, DECODE_SPLIT_SLABS, PREFILL_SPLIT_SLABS)
+        most[: decodes.size] = _most(work[: decodes.size], self._decode_items, DECODE_SPLIT_SLABS)
+        most[decodes.size :] = _most(work[decodes.size :], self._prefill_items, PREFILL_SPLIT_SLABS)
+        items = tiles if (work <= most).all() else _split(tiles, work, most, least)
         count = int(tiles[: decodes.size, SPLITS].sum())
         items = items.take(_longest_first(items, count), axis=0)
         starts, rows = _merges(tiles.take(np.flatnonzero(tiles[:, SPLITS] > 1), axis=0), query_start)
         return Plan(items[:count], items[count:], starts, rows, int(starts[-1]))
 
-    def decode_bounds(self, sequences: int) -> Bounds:
-        """Return the bounds of an iteration in which so many sequences, or fewer, have one row each.
+    def bounds(self, room: Room) -> Bounds:
+        """Return the bounds of an iteration that has no more than this.
 
         A split holds `total slabs / wanted items` or more, so the numbers of splits, each rounded up, sum up to fewer
-        than wanted + sequences, and fewer sequences than are wanted are longer than one split.
+        than wanted + tiles, and fewer tiles than are wanted are longer than one split.
         """
-        merged = min(sequences, self._decode_items - 1)
+        merged = min(room.decodes, self._decode_items - 1)
+        decode, partial_rows = room.decodes + self._decode_items - 1, self._decode_items + merged
+        if not room.chunks:
+            return Bounds(decode, 0, merged, partial_rows)
+        tiles = room.rows // self._tile + room.chunks
+        split, tokens = min(tiles, self._prefill_items - 1), min(room.rows, self._tile)
         return Bounds(
-            items=sequences + self._decode_items - 1,
-            merged=merged,
-            partial_rows=self._decode_items + merged,
+            decode=decode,
+            prefill=tiles + self._prefill_items - 1,
+            merged=min(room.rows, merged + split * tokens),
+            partial_rows=partial_rows + (self._prefill_items + split) * tokens,
         )
-
-    def partial_rows(self, tokens: int) -> int:
-        """Return the most partial rows of any iteration of so many tokens."""
-        split = self._prefill_items + min(tokens, self._prefill_items - 1)
-        return self.decode_bounds(tokens).partial_rows + split * min(tokens, self._tile)
 
     def _decode_tiles(self, sequences: Indices, context: Int32) -> Int32:
         tiles = _new_tiles(len(sequences))
@@ -138,18 +155,31 @@ def _new_tiles(count: int) -> Int32:
     return tiles
 
 
-def _most(work: Int32, wanted: int) -> int:
-    """Return the slabs of an item at most, where all work is to be about `wanted` items."""
-    share = -(-int(work.sum(dtype=np.int64)) // wanted)
-    return max(MIN_SPLIT_SLABS, _whole_steps(share))
+def _most(work: Int32, wanted: int, least: int) -> int:
+    """Return the slabs of an item at most, `least` or more: the fewest with which there are up to `wanted` items.
+
+    Where there are more tiles than that, each is cut into pieces of an equal share of all work.
+    """
+    share = max(least, _whole_steps(-(-int(work.sum(dtype=np.int64)) // wanted)))
+    longest = int(work.max(initial=0))
+    if longest <= share or len(work) >= wanted:
+        return share
+    low, high = share // SPLIT_STEP, -(-longest // SPLIT_STEP)  # with `high` every tile is one item
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-work // (middle * SPLIT_STEP))).sum()) <= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return low * SPLIT_STEP
 
 
-def _split(tiles: Int32, work: Int32, most: Int32) -> Int32:
-    """Return the items of the tiles, in their order; several where a tile has more than `most` work.
+def _split(tiles: Int32, work: Int32, most: Int32, least: Int32) -> Int32:
+    """Return the items of the tiles, in their order; several, of `least` work, where a tile has more than `most` work.
 
     Write SPLITS of tiles.
     """
-    splits = np.minimum(-(-work // most), np.maximum(work // MIN_SPLIT_SLABS, 1))
+    splits = np.minimum(-(-work // most), np.maximum(work // least, 1))
     size = _whole_steps(-(-work // splits))
     splits = -(-work // size)
     rows = np.where(splits > 1, splits * tiles[:, TOKENS], 0)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import loader
-from kernels.cuda.calls import Call
+from kernels.cuda.calls import Block, Call
 from kernels.cuda.device import Device, Event, Stream
+from kernels.cuda.residency import resident_of
 from kernels.emulator.memory import Memory, spoil
 from kernels.emulator.program import FORWARD, EmulatorError, Program
 
@@ -133,9 +134,14 @@ class EmulatedDevice(Device):
         thread_order: int = FORWARD,
         processors: int = 4,
         memory_bytes: int = 4 << 30,
+        recording_bytes: int = 0,
         flags: tuple[str, ...] = (),
     ) -> None:
-        """Create a device. thread_order, flags: those of `Program`; memory_bytes: what `empty` may take in all."""
+        """Create a device.
+
+        thread_order, flags: those of `Program`; memory_bytes: what there is in all; recording_bytes: what the driver
+        keeps for each recording.
+        """
         self.thread_order, self.processors, self.flags = thread_order, processors, flags
         self._streams = (EmulatedStream(self, "main"), EmulatedStream(self, "copies"))
         self.main, self.copies = self._streams
@@ -147,8 +153,12 @@ class EmulatedDevice(Device):
         )  # the stream that runs, while it can go on
         self._turn = threading.Lock()  # held for one piece of work at a time
         self._error: EmulatorError | None = None
+        self._recording_bytes = recording_bytes
         self._recording: _Recording | None = None
         self._recordings: weakref.WeakSet[_Recording] = weakref.WeakSet()
+
+    def resident(self, block: Block) -> int:
+        return resident_of("sm_90", *block)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory full of NaN; see `Memory` for its errors."""
@@ -180,6 +190,8 @@ class EmulatedDevice(Device):
             work()
         finally:
             self._recording = None
+        self._driver_keeps(self._recording_bytes)
+        weakref.finalize(recording, self._driver_keeps, -self._recording_bytes).atexit = False
         self._recordings.add(recording)
 
         def replay() -> None:
@@ -262,6 +274,9 @@ class EmulatedDevice(Device):
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _driver_keeps(self, size: int) -> None:
+        self._memory.total -= size  # no tensor has it, so no peak shows it
 
     def _spoil_recordings(self) -> None:
         for recording in self._recordings:

@@ -145,16 +145,20 @@ class Engine:
         if self.settings.kv_blocks:
             return free  # the setting decides
         device.peak_bytes(reset=True)
-        before = device.peak_bytes()
         shape = dataclasses.replace(shape, blocks=self._warm_steps.blocks)
         self._take_pool(shape)
         self._compile()
         self._run_largest()
         self._run_alone(self._warm_steps.score())
+        # With what the driver keeps for itself: kernels, handles of libraries, recorded steps.
+        left, _ = device.free_bytes()
+        peak, pool = device.peak_bytes(reset=True), shape.blocks * shape.block_bytes
+        left += pool - (peak - device.peak_bytes())
         del self.compiled  # and what it holds of the device, before the next is made
-        taken = device.peak_bytes() - before - shape.blocks * shape.block_bytes
-        log.info("the largest step takes %.0f MiB of the %.0f that the weights leave", taken / 2**20, free / 2**20)
-        return max(0, free - taken)
+        log.info(
+            "the largest step takes %.0f MiB of the %.0f that the weights leave", (free - left) / 2**20, free / 2**20
+        )
+        return max(0, left)
 
     def _take_pool(self, shape: CacheShape) -> None:
         host_blocks, host = self._tier.take(shape.host_blocks, self.ops.block_bytes(shape))

@@ -42,8 +42,8 @@ DTYPES = FLOATS | {
 """Types of safetensors -> torch's."""
 HEADER_BYTES = 16 << 20  # of one file: some 100,000 tensors; parsed JSON takes many times as much memory
 PIECE_BYTES = 2 << 20  # of a tensor at a time, in float32
-DRAWN = 65_521
-"""Random numbers of a piece of a dummy tensor; a prime, so that no two rows of a matrix are the same."""
+SHIFT = 61
+"""Numbers between the begins of two rows of a random matrix."""
 
 SAMPLE_BYTES = 4096
 """Of a tensor's begin, middle and end, for the fingerprint: all of it would be read twice."""
@@ -217,18 +217,16 @@ class Dummy(Source):
     def read(self, name: str, shape: tuple[int, ...], first: int, rows: int) -> Tensor:
         """Return random numbers: matrices of variance 1 / inputs, norms near 1, small biases.
 
-        The first DRAWN are drawn and repeated: to draw all eight billion of a model takes a minute.
+        Rows overlap in memory, each SHIFT numbers behind the one before: to draw eight billion takes a minute.
         """
-        found = memory((rows, *shape[1:]), torch.float32)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {first}".encode()))
-        center, bound = 0.0, math.sqrt(3 / shape[-1])
         if len(shape) < 2:
-            center, bound = 0.0 if name.endswith("bias") else 1.0, 0.1
-        drawn, *repeats = found.view(-1).split(DRAWN)
-        drawn.uniform_(center - bound, center + bound, generator=generator)
-        for repeat in repeats:
-            repeat.copy_(drawn[: repeat.numel()])
-        return found
+            center = 0.0 if name.endswith("bias") else 1.0
+            return torch.empty(rows).uniform_(center - 0.1, center + 0.1, generator=generator)
+        count, width = math.prod((rows, *shape[1:-1])), shape[-1]
+        bound = math.sqrt(3 / width)
+        drawn = torch.empty(width + SHIFT * (count - 1)).uniform_(-bound, bound, generator=generator)
+        return drawn.as_strided((count, width), (SHIFT, 1)).reshape(rows, *shape[1:])
 
     def unread(self) -> list[str]:
         return []

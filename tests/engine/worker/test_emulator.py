@@ -144,14 +144,15 @@ def test_a_grammar_is_given_the_tokens_that_the_device_keeps(
         assert end == EOS and re.fullmatch(pattern, bytes(text).decode())
 
 
+@pytest.mark.parametrize("recording_bytes", [0, 1 << 16], ids=["", "kept by the driver"])
 def test_pool_is_what_weights_and_largest_step_leave_of_device(
-    reference: Reference, monkeypatch: pytest.MonkeyPatch
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, recording_bytes: int
 ) -> None:
     from kernels.cuda.backend import CudaOps
 
     wanted = {"max_seqs": 48, "max_input_tokens": 0, "max_output_tokens": 0}
     plenty = emulated(monkeypatch, reference.path, None, **wanted).info()
-    device = EmulatedDevice(memory_bytes=6 << 20)
+    device = EmulatedDevice(memory_bytes=7 << 20, recording_bytes=recording_bytes)
     ops = CudaOps(device)
     monkeypatch.setattr(engine_module, "choose", lambda *_: (ops, torch.float16))
     engine = make_engine(reference.path, kernels="emulator", dtype="auto", **(SMALL | wanted))

@@ -107,7 +107,7 @@ class World:
         self.tables = tables_of(sequences, blocks)
         self.forward: Any = self.run
         if compiles:
-            self.forward = self.ops.compile(self.run, self.cache, 1024, 8)
+            self.forward = self.ops.compile(self.run, self.cache, 64, 8)
         rng = np.random.default_rng(4)
         self.texts = [rng.integers(0, VOCAB, 3 + 4 * s).tolist() for s in range(sequences)]
         self.texts[0] += rng.integers(0, VOCAB, tokens).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from kernels.cuda import backend
+from kernels.cuda.cache import CudaCache
 from kernels.cuda.calls import PADDING
-from kernels.cuda.graphs import sizes_up_to
+from kernels.cuda.graphs import CHUNKS, Graphs, rooms_up_to, sizes_up_to
 from kernels.cuda.metadata import Staging, page_columns, plan_columns, row_columns
-from kernels.cuda.planner import Planner
+from kernels.cuda.planner import Planner, Room, Seats
 from kernels.emulator.device import EmulatedDevice
+from kernels.ops import Batch
 from tests.kernels.cuda.decoders import (
     BLOCK,
     SEEDS,
@@ -48,7 +51,7 @@ def test_padded_rows_of_a_graph_write_nowhere_and_change_nothing(order: int | No
         assert not graph.cache.pool.isnan().any(), "only rows of sequences were written when graphs were recorded"
         before, batch = graph.pool(), graph.decodes(3)  # in the graph of four
         prepared = graph.ops.prepare(batch, graph.cache)
-        assert prepared.graph == 4
+        assert prepared.graph == Room(4, 4, 0)
         graph.ops._last_tokens.fill_(-5)
         expected, found = eager.logits(batch), graph.logits(batch)
         assert found.shape == expected.shape
@@ -62,8 +65,8 @@ def test_padded_rows_of_a_graph_write_nowhere_and_change_nothing(order: int | No
 
 def test_padding_of_a_batch_belongs_to_no_sequence() -> None:
     batch = batch_of([[1], [2]], [40, 700], tables_of(2, 100))
-    planner = Planner(132, 2, 2, 64)
-    plan, bounds = planner.plan(batch.query_start, batch.context), planner.decode_bounds(8)
+    planner, room = Planner(Seats(396, 396), 2, 2, 64), Room(8, 8, 0)
+    plan, bounds = planner.plan(batch.query_start, batch.context), planner.bounds(room)
     columns = [*row_columns(batch, BLOCK, 8), *plan_columns(plan, bounds), *page_columns(batch, BLOCK, 8)]
     staged = Staging(EmulatedDevice()).stage(columns)
     padding = {}
@@ -77,18 +80,44 @@ def test_padding_of_a_batch_belongs_to_no_sequence() -> None:
     assert list(staged.offsets)[-1] == "pages" and not len(padding["pages"]), "only what is used is copied"
 
 
-def test_batch_gets_a_graph_when_all_rows_decode_and_sample(paths: Any) -> None:
+def test_batch_gets_the_smallest_graph_that_has_room(paths: Any) -> None:
     with torch.inference_mode():
         world = World(paths("llama"), device_of(), True)
         decodes, ends = world.decodes(3), world.ends
-        chunk = batch_of([[1], [2, 3], [4]], ends, world.tables)
+
+        def graph(batch: Batch, cache: CudaCache = world.cache) -> Room | None:
+            return world.ops.prepare(batch, cache).graph
+
         silent = batch_of([[1], [2], [3]], ends, world.tables, [True, False, True])
-        assert world.ops.prepare(decodes, world.cache).graph == 4
-        assert world.ops.prepare(chunk, world.cache).graph == 0
-        assert world.ops.prepare(silent, world.cache).graph == 0
+        assert graph(decodes) == graph(silent) == Room(4, 4, 0)
         assert world.logits(silent).shape == (2, VOCAB)
-        other = world.ops.new_cache(shape_of(world.decoder, 4))
-        assert world.ops.prepare(decodes, other).graph == 0, "of another cache"
+        assert graph(batch_of([[1], [2, 3], [4]], ends, world.tables)) == Room(16, 8, CHUNKS)
+        assert graph(batch_of([[1], [2] * 30, [4]], ends, world.tables)) == Room(32, 8, CHUNKS)
+        assert graph(batch_of([[1], [2] * 70, [4]], ends, world.tables)) is None, "more rows than a step has"
+        scored = replace(decodes, scored=1)
+        assert graph(scored) is None
+        assert graph(decodes, world.ops.new_cache(shape_of(world.decoder, 4))) is None, "of another cache"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral-window"])
+def test_chunks_beside_decodes_are_computed_in_a_graph(family: str, paths: Any) -> None:
+    with torch.inference_mode():
+        eager, graph = (World(paths(family), device_of(), compiles, 4) for compiles in (False, True))
+        tokens = [[1], [2, 3, 4, 5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]  # the rows of a graph
+        batch = batch_of(tokens, eager.ends, eager.tables, [True, False, True, True])
+        assert graph.ops.prepare(batch, graph.cache).graph == Room(16, 8, CHUNKS)
+        expected, found = eager.logits(batch), graph.logits(batch)
+        assert torch.equal(eager.pool(), graph.pool())
+        assert found.shape == expected.shape == (3, VOCAB)
+        assert (found - expected).abs().max() <= 0.02 * expected.abs().max(), "the head's rows are padded"
+
+
+def test_more_chunks_than_a_graph_has_room_for_are_computed_without() -> None:
+    nothing: Any = None
+    graphs = Graphs(nothing, nothing, rooms_up_to(512, 300), *[nothing] * 3)
+    for chunks, room in ((CHUNKS, Room(64, 64, CHUNKS)), (CHUNKS + 1, None)):
+        batch = batch_of([[1, 2]] * chunks, [0] * chunks, tables_of(chunks, chunks))
+        assert graphs.room_for(batch) == room
 
 
 def test_batch_prepared_for_graph_is_computed_by_operations_as_well(paths: Any) -> None:
@@ -97,29 +126,29 @@ def test_batch_prepared_for_graph_is_computed_by_operations_as_well(paths: Any) 
         batch, other = graph.decodes(3), graph.decodes(1)
         prepared = graph.ops.prepare(batch, graph.cache)
         expected = eager.logits(batch)
-        assert torch.equal(graph.run(prepared), expected)
+        assert torch.equal(graph.run(prepared).cpu(), expected)
         graph.logits(other)
-        assert torch.equal(graph.forward(prepared), expected), "its buffer is another's by now"
+        assert torch.equal(graph.forward(prepared).cpu(), expected), "its buffer is another's by now"
 
 
 def test_batch_with_too_many_pages_is_computed_without_graph(paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "PAGES_OF_GRAPHS", 0)
     with torch.inference_mode():
-        eager, graph = (World(paths("llama"), device_of(), compiles, 8) for compiles in (False, True))
-        batch = eager.decodes(8)
-        assert graph.ops.prepare(batch, graph.cache).graph == 0
+        eager, graph = (World(paths("llama"), device_of(), compiles, 1) for compiles in (False, True))
+        batch = batch_of([[1] * 64], [100], tables_of(1, 20))  # the largest graph, so that only pages have no room
+        assert graph.ops.prepare(batch, graph.cache).graph is None
         assert torch.equal(graph.logits(batch), eager.logits(batch))
 
 
 def test_what_was_recorded_is_let_go_with_the_compiled_pass(paths: Any) -> None:
     with torch.inference_mode():
-        world = World(paths("llama"), device_of(), True)
+        world = World(paths("llama"), EmulatedDevice(), True)
         with_graphs, _ = world.ops.gpu.free_bytes()
         del world.forward
         without_graphs, _ = world.ops.gpu.free_bytes()
-        assert world.ops.prepare(world.decodes(1), world.cache).graph == 0
+        assert world.ops.prepare(world.decodes(1), world.cache).graph is None
         assert without_graphs - with_graphs >= 8 * VOCAB * 4, "the logits at least"
-        world.forward = world.ops.compile(world.run, world.cache, 1024, 8)
+        world.forward = world.ops.compile(world.run, world.cache, 64, 8)
         assert world.ops.gpu.free_bytes()[0] == with_graphs
 
 
@@ -129,7 +158,7 @@ def test_batches_prepared_one_after_another_do_not_disturb_each_other(paths: Any
         batches = [world.decodes(2), world.decodes(1)]
         prepared = [world.ops.prepare(batch, world.cache) for batch in batches]
         for batch, one in zip(batches, prepared, strict=True):
-            assert torch.equal(world.forward(one), expected.logits(batch))
+            assert torch.equal(world.forward(one).cpu(), expected.logits(batch))
 
 
 def test_long_sequences_are_split_and_merged_in_a_graph_too(paths: Any) -> None:
@@ -139,13 +168,14 @@ def test_long_sequences_are_split_and_merged_in_a_graph_too(paths: Any) -> None:
         )
         batch = eager.decodes(1)
         prepared = graph.ops.prepare(batch, graph.cache)
-        assert prepared.graph == 1 and prepared.work is not None and prepared.work.partial_rows
+        assert prepared.graph == Room(1, 1, 0) and prepared.work is not None and prepared.work.partial_rows
         assert torch.equal(eager.logits(batch), graph.logits(batch))
         expected = reference_logits(paths("llama"), [*graph.texts[0], 1])[-1]
         assert (graph.logits(batch)[0] - expected).abs().max() <= 0.05 * expected.abs().max()
 
 
 def test_graphs_are_recorded_at_these_numbers_of_rows() -> None:
+    assert rooms_up_to(40, 6) == [*(Room(n, n, 0) for n in (1, 2, 4, 6)), Room(16, 6, CHUNKS), Room(32, 6, CHUNKS)]
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(3) == [1, 2, 3]
     assert sizes_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.cuda.calls import ITEM, SLAB, tokens_per_item
-from kernels.cuda.planner import Plan, Planner
+from kernels.cuda.planner import Plan, Planner, Room, Seats
 from kernels.ops import Int32
 
 HEAD_DIM = 128
@@ -32,11 +32,17 @@ def items_of(plan: Plan) -> list[tuple[str, dict[str, int]]]:
     return found
 
 
+def planner(processors: int, *shape: int) -> Planner:
+    """As on an H100, of a number of multiprocessors."""
+    return Planner(Seats(3 * processors, 2 * processors), *shape)
+
+
 CASES = [
     # processors, KV heads, group, window, sequences, longest context, share of sequences with one row
     (4, 2, 4, 0, 9, 900, 1.0),
     (4, 2, 4, 0, 9, 900, 0.5),
     (4, 2, 4, 0, 7, 2500, 0.0),
+    (132, 1, 4, 0, 2, 3000, 0.0),
     (132, 8, 4, 0, 5, 6000, 1.0),
     (132, 8, 4, 0, 40, 9000, 0.9),
     (132, 1, 32, 0, 3, 9000, 0.6),
@@ -52,7 +58,7 @@ CASES = [
 def test_every_row_sees_what_it_must_exactly_once(case: tuple[int, ...], seed: int) -> None:
     processors, kv_heads, group, window, sequences, longest, share = case
     query_start, context = lengths_of(seed, sequences, longest, share)
-    plan = Planner(processors, kv_heads, group, HEAD_DIM, window).plan(query_start, context)
+    plan = planner(processors, kv_heads, group, HEAD_DIM, window).plan(query_start, context)
     tile = tokens_per_item(HEAD_DIM, group)
     covered: dict[int, Counter[int]] = {row: Counter() for row in range(query_start[-1])}
     partial_rows: dict[int, list[int]] = {}
@@ -82,7 +88,9 @@ def test_every_row_sees_what_it_must_exactly_once(case: tuple[int, ...], seed: i
 
 
 def test_some_cases_split_and_some_do_not() -> None:
-    plans = [Planner(*case[:3], HEAD_DIM, case[3]).plan(*lengths_of(0, *case[4:])) for case in CASES]
+    plans = [
+        planner(*case[:3], HEAD_DIM, case[3]).plan(*lengths_of(seed, *case[4:])) for case in CASES for seed in (0, 1, 2)
+    ]
     assert any(len(plan.rows) for plan in plans) and any(not len(plan.rows) for plan in plans)
     assert any(items["splits"] > 1 for plan in plans for kernel, items in items_of(plan) if kernel == "prefill")
 
@@ -90,8 +98,8 @@ def test_some_cases_split_and_some_do_not() -> None:
 @pytest.mark.parametrize("sequences", [1, 2, 8, 100, 256])
 @pytest.mark.parametrize(("processors", "kv_heads", "group"), [(4, 2, 4), (132, 8, 4), (132, 1, 16), (132, 32, 1)])
 def test_no_decode_needs_more_than_the_bounds(sequences: int, processors: int, kv_heads: int, group: int) -> None:
-    planner = Planner(processors, kv_heads, group, HEAD_DIM)
-    bounds = planner.decode_bounds(sequences)
+    made = planner(processors, kv_heads, group, HEAD_DIM)
+    bounds = made.bounds(Room(sequences, sequences, 0))
     most = 0
     for seed in range(30):
         rng = np.random.default_rng(seed)
@@ -100,29 +108,31 @@ def test_no_decode_needs_more_than_the_bounds(sequences: int, processors: int, k
         context = rng.integers(1, longest + 1, count).astype(np.int32)
         if seed % 3 == 0:  # a few as long as it takes, the others short
             context[count // 8 :] = 1
-        plan = planner.plan(np.arange(count + 1, dtype=np.int32), context)
+        plan = made.plan(np.arange(count + 1, dtype=np.int32), context)
         most = max(most, len(plan.decode))
-        assert len(plan.decode) <= bounds.items
+        assert len(plan.decode) <= bounds.decode
         assert len(plan.rows) <= bounds.merged
         assert plan.partial_rows <= bounds.partial_rows
-    assert most > bounds.items / 3 or kv_heads != 8, "the bounds are far from what happens"
+    assert most > bounds.decode / 3 or kv_heads != 8, "the bounds are far from what happens"
 
 
 @pytest.mark.parametrize("decodes", [0, 1, 20])
-@pytest.mark.parametrize("chunk", [2, 31, 64, 500])
-def test_no_iteration_has_more_partial_rows_than_its_tokens_allow(chunk: int, decodes: int) -> None:
-    planner = Planner(132, 8, 4, HEAD_DIM)
-    query_start = np.cumsum([0, chunk, *[1] * decodes]).astype(np.int32)
-    context = np.array([40_000, *[50_000] * decodes], np.int32)
-    bound, found = planner.partial_rows(int(query_start[-1])), planner.plan(query_start, context).partial_rows
-    assert found <= bound
-    assert decodes or found > bound / 4, "the bound is far from what happens"
+@pytest.mark.parametrize("chunks", [[2], [31], [64], [500], [2] * 9, [40, 3, 300]])
+def test_no_iteration_has_more_work_than_its_room_allows(chunks: list[int], decodes: int) -> None:
+    made = planner(132, 8, 4, HEAD_DIM)
+    query_start = np.cumsum([0, *chunks, *[1] * decodes]).astype(np.int32)
+    context = np.array([*[40_000] * len(chunks), *[50_000] * decodes], np.int32)
+    bounds = made.bounds(Room(int(query_start[-1]), decodes, len(chunks)))
+    plan = made.plan(query_start, context)
+    assert len(plan.decode) <= bounds.decode and len(plan.prefill) <= bounds.prefill
+    assert len(plan.rows) <= bounds.merged and plan.partial_rows <= bounds.partial_rows
+    assert decodes or len(chunks) > 1 or plan.partial_rows > bounds.partial_rows / 4, "far from what happens"
 
 
 @pytest.mark.parametrize("longest", [700, 2000, 30_000])
 @pytest.mark.parametrize("seed", range(5))
 def test_splits_are_256_tokens_or_more_and_longest_items_first(longest: int, seed: int) -> None:
-    plan = Planner(132, 4, 8, HEAD_DIM).plan(*lengths_of(seed, 40, longest, 0.6))
+    plan = planner(132, 4, 8, HEAD_DIM).plan(*lengths_of(seed, 40, longest, 0.6))
     for numbers in (plan.decode, plan.prefill):
         slabs = np.diff(np.ascontiguousarray(numbers)[:, 2:4])[:, 0]
         assert (np.diff(slabs) <= 0).all()
@@ -138,27 +148,34 @@ def test_splits_are_256_tokens_or_more_and_longest_items_first(longest: int, see
 
 
 def test_long_sequence_is_split_among_the_whole_device() -> None:
-    planner = Planner(132, 8, 4, HEAD_DIM)
-    alone = planner.plan(np.arange(2, dtype=np.int32), np.array([32_768], np.int32))
+    made = planner(132, 8, 4, HEAD_DIM)
+    alone = made.plan(np.arange(2, dtype=np.int32), np.array([32_768], np.int32))
     assert len(alone.decode) * 8 >= 2 * 132
-    crowd = planner.plan(np.arange(257, dtype=np.int32), np.full(256, 1024, np.int32))
+    crowd = made.plan(np.arange(257, dtype=np.int32), np.full(256, 1024, np.int32))
     assert len(crowd.decode) == 256 and not len(crowd.rows)
 
 
 def test_heads_of_a_wide_group_count_as_work() -> None:
     lengths = (np.arange(2, dtype=np.int32), np.array([100_000], np.int32))
-    narrow, wide = (len(Planner(132, 8, group, HEAD_DIM).plan(*lengths).decode) for group in (16, 32))
+    narrow, wide = (len(planner(132, 8, group, HEAD_DIM).plan(*lengths).decode) for group in (16, 32))
     assert wide < narrow
 
 
 def test_the_same_lengths_give_the_same_plan_in_any_planner() -> None:
     lengths = lengths_of(5, 50, 20_000, 0.7)
-    first, second = (Planner(132, 8, 4, HEAD_DIM).plan(*lengths) for _ in range(2))
+    first, second = (planner(132, 8, 4, HEAD_DIM).plan(*lengths) for _ in range(2))
     for name in ("decode", "prefill", "starts", "rows"):
         assert np.array_equal(getattr(first, name), getattr(second, name))
 
 
 def test_padding_row_is_no_work() -> None:
-    plan = Planner(4, 2, 4, HEAD_DIM).plan(np.zeros(1, np.int32), np.zeros(0, np.int32))
+    plan = planner(4, 2, 4, HEAD_DIM).plan(np.zeros(1, np.int32), np.zeros(0, np.int32))
     assert not len(plan.decode) and not len(plan.prefill) and not len(plan.rows)
     assert plan.starts.tolist() == [0] and plan.partial_rows == 0
+
+
+@pytest.mark.parametrize(("sequences", "context"), [(1, 20_000), (2, 9000), (8, 4096), (8, 32_768), (30, 7000)])
+def test_few_long_sequences_are_cut_into_a_whole_wave_at_most(sequences: int, context: int) -> None:
+    lengths = np.arange(sequences + 1, dtype=np.int32), np.full(sequences, context, np.int32)
+    blocks = len(planner(132, 8, 4, HEAD_DIM).plan(*lengths).decode) * 8
+    assert 0.55 * 396 < blocks <= 396

@@ -3,7 +3,7 @@
 // A block has a work item and a KV head. Its tile of Q stays in shared memory. K and V come KEYS tokens at a time,
 // as pieces K V K V ..., through a ring of buffers there: while one is worked on, the next ones are on their way. Each
 // warp brings a slab of every piece, and goes through all keys with its rows of the tile.
-// Grid: work items, KV heads. Dynamic shared memory: (ROWS + STAGES * KEYS) * head_dim numbers, then a RowTable.
+// Grid: KV heads, work items: so that the longest items of all heads begin first. Dynamic shared memory: (ROWS + STAGES * KEYS) * head_dim numbers, then a RowTable.
 #include "attention_prefill.cuh"
 
 namespace {
@@ -12,7 +12,7 @@ namespace {
 template <int D>
 __device__ __forceinline__ void copy_queries(const AttentionParams& p, const Work& work, uint4* queries) {
   constexpr int ROWS = Tile<D>::ROWS / WARPS, CHUNKS = Tile<D>::CHUNKS;
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * ROWS, kv_head = blockIdx.y;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * ROWS, kv_head = blockIdx.x;
   // A lane finds the place in q of one row, for all lanes that copy parts of it.
   const int token = (first + lane % ROWS) / p.group, head = (first + lane % ROWS) % p.group;
   const int place = token < work.tokens ? ((work.first_row + token) * p.kv_heads + kv_head) * p.group + head : -1;
@@ -51,7 +51,7 @@ struct Feed {
     constexpr int CHUNKS = Tile<D>::CHUNKS;
     if (first * SLAB < work.end_key) {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slab = first + warp;
-      const T* block = static_cast<const T*>(VALUES ? p.values : p.keys) + slab_offset<D>(p, page, blockIdx.y, slab);
+      const T* block = static_cast<const T*>(VALUES ? p.values : p.keys) + slab_offset<D>(p, page, blockIdx.x, slab);
       const unsigned unseen = (work.first_key - slab * SLAB) * CHUNKS, seen = (work.end_key - work.first_key) * CHUNKS;
       SlabCopy<D>(lane).start(ring, to + warp * SLAB * CHUNKS, reinterpret_cast<const uint4*>(block) + lane,
                               [&](int i) { return lane - unseen + i * 32 < seen; });
@@ -67,7 +67,7 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
   DYNAMIC_SHARED(uint4, queries);
   uint4* ring = queries + Tile<D>::ROWS * Tile<D>::CHUNKS;
   RowTable<D>& table = *reinterpret_cast<RowTable<D>*>(ring + STAGES * PIECE);
-  const AttentionItem item = p.items[blockIdx.x];
+  const AttentionItem item = p.items[blockIdx.y];
   if (item.sequence < 0) return;
   const Work work = work_of<D>(p, item);
   int slab = work.first_key / SLAB;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
     advance();
   }
   cp_async_wait<0>();
-  rows.write(p, p.items[blockIdx.x]);
+  rows.write(p, p.items[blockIdx.y]);
 }
 
 }  // namespace

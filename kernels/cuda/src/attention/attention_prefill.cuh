@@ -52,7 +52,7 @@ struct RowTable {
     const int row = threadIdx.x, token = row / p.group;
     if (row >= Tile<D>::ROWS) return;
     position[row] = work.first_position + token;
-    if (p.slopes) slope[row] = p.slopes[blockIdx.y * p.group + row % p.group] * LOG2_E / p.scale_log2;
+    if (p.slopes) slope[row] = p.slopes[blockIdx.x * p.group + row % p.group] * LOG2_E / p.scale_log2;
   }
 };
 
@@ -151,7 +151,7 @@ struct Rows {
         const int token = row(m, half) / p.group;
         if (token >= work.tokens) continue;
         const int64_t line = item.partial < 0 ? work.first_row + token : item.partial + token * item.splits;
-        const int64_t head = (line * p.kv_heads + blockIdx.y) * p.group + row(m, half) % p.group;
+        const int64_t head = (line * p.kv_heads + blockIdx.x) * p.group + row(m, half) % p.group;
         const float scale = all == 0.0f ? 0.0f : 1.0f / all;
         if (item.partial < 0)
           write_row(static_cast<T*>(p.out) + head * D, m, half, scale);
