@@ -52,13 +52,17 @@ class CudaCache(Cache):
             self.host = device.registered(host).view(shape.dtype).view(-1, *block)
         self._by_block = self.pool.permute(2, 0, 1, 3, 4, 5) if layer_major else self.pool
         self._part_bytes = shape.block_bytes // (2 * shape.layers)
-        self.block_stride = self._by_block.stride(0)
+        self.block_stride, *strides = self._by_block.stride()
+        layer_bytes, value_bytes = (stride * shape.dtype.itemsize for stride in strides[:2])
+        first = self.pool.data_ptr()
+        self._keys = [first + layer * layer_bytes for layer in range(shape.layers)]
+        self._values = [keys + value_bytes for keys in self._keys]
 
     def keys(self, layer: int) -> int:
-        return self._address(layer, 0)
+        return self._keys[layer]
 
     def values(self, layer: int) -> int:
-        return self._address(layer, 1)
+        return self._values[layer]
 
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:
         self.start_copy_out(blocks, host_blocks).wait()
@@ -83,9 +87,6 @@ class CudaCache(Cache):
         main.copy(read, found)
         main.record().wait()
         return read.clone()
-
-    def _address(self, layer: int, value: int) -> int:
-        return self._by_block[0, layer, value].data_ptr()
 
     def _start(self, source: Tensor, target: Tensor, from_: Int32, to: Int32) -> Pending[int]:
         if not len(to):
