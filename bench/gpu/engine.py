@@ -16,7 +16,7 @@ import torch
 from bench.engine.cases import Case, Driver, EngineSettings, run, work
 from bench.gpu.context import Context
 from bench.gpu.kernels import known_peaks
-from bench.kernels.shapes import LLAMA_8B, TINY, Model
+from bench.kernels.shapes import LLAMA_8B, QWEN_600M, TINY, Model
 from services.worker.engine import Engine
 
 STEPS = 100
@@ -28,24 +28,30 @@ CASES = (
     Case("mixed-32-512", 32, 1024, 512, 1),
     Case("prefill-512", 0, 0, 512, 1),
 )
+SMALL_CASES = (
+    Case("small-decode-8", 8, 512),
+    Case("small-mixed-8-96", 8, 512, 96, 1),
+    Case("small-mixed-32-256", 32, 512, 256, 1),
+    Case("small-mixed-32-1024", 32, 512, 1024, 1),
+)
 QUICK_CASES = (Case("decode-2", 2, 20), Case("mixed-2-20", 2, 20, 20, 1))
 SEQUENCES, PROMPT = 64, 1024  # of transformers
 TOKENS = (16, 80)  # that transformers generates in two runs: the difference holds no prefill
 
 
 def engine(context: Context) -> Iterator[tuple[str, Any]]:
-    """Yield model, start_s, and `steps` with a row for each case and lookahead."""
-    model, cases, steps = (TINY, QUICK_CASES, 3) if context.quick else (LLAMA_8B, CASES, STEPS)
+    """Yield `models`, and `steps` with a row for each case and lookahead: of a large model and of a small one, in which
+    the host's share shows."""
     peaks = known_peaks(context)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_of(model)))
-        begun = time.monotonic()
-        made = _made(Path(folder), context, cases, steps)
-        yield "start_s", round(time.monotonic() - begun, 1)
-        yield (
-            "model",
-            {**asdict(model), "dtype": str(made.dtype).removeprefix("torch."), "backend": made.info().backend},
-        )
+    chosen: tuple[tuple[Model, tuple[Case, ...]], ...] = ((LLAMA_8B, CASES), (QWEN_600M, SMALL_CASES))
+    steps = 3 if context.quick else STEPS
+    for model, cases in ((TINY, QUICK_CASES),) if context.quick else chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config_of(model)))
+            begun = time.monotonic()
+            made = _made(Path(folder), context, cases, steps)
+            about = {"dtype": str(made.dtype).removeprefix("torch."), "backend": made.info().backend}
+            yield "models", [{**asdict(model), **about, "start_s": round(time.monotonic() - begun, 1)}]
         for case in cases:
             read_bytes, operations = work(made, case, steps)
             floor_us = peaks.floor_us(read_bytes, operations, made.dtype)

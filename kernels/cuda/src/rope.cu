@@ -39,20 +39,33 @@ __device__ __forceinline__ float rotated(const float* x, int i, const float* ang
   return i < half ? x[i] * c - x[i + half] * s : x[i] * c + x[angle] * s;
 }
 
+// The same for the PIECE numbers from i on, where a piece and its partners are pieces: half is a multiple of PIECE.
+__device__ __forceinline__ float4 rotated_piece(const float* x, int i, const float* angles, int half) {
+  float4 v = *reinterpret_cast<const float4*>(x + i);
+  if (i >= 2 * half) return v;
+  const int angle = i < half ? i : i - half;
+  const float4 w = *reinterpret_cast<const float4*>(x + (i < half ? i + half : angle));
+  const float4 c = *reinterpret_cast<const float4*>(angles + angle);
+  float4 s = *reinterpret_cast<const float4*>(angles + half + angle);
+  if (i < half) s = make_float4(-s.x, -s.y, -s.z, -s.w);
+  return make_float4(v.x * c.x + w.x * s.x, v.y * c.y + w.y * s.y, v.z * c.z + w.z * s.z, v.w * c.w + w.w * s.w);
+}
+
 template <typename T>
 __device__ __forceinline__ void rope_and_write(const RopeParams& p) {
   DYNAMIC_SHARED(float, heads_of_block);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int all_heads = p.heads + 2 * p.kv_heads, pieces = p.head_dim / PIECE;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + warp;
-  const int64_t row = index / all_heads;
-  if (row >= p.rows) return;
-  const int head = static_cast<int>(index % all_heads);
+  const unsigned index = blockIdx.x * (blockDim.x / 32) + warp;  // 32 bits: to divide 64 takes longer than all else
+  const unsigned row_of_32 = index / all_heads;
+  if (row_of_32 >= static_cast<unsigned>(p.rows)) return;
+  const int64_t row = row_of_32;
+  const int head = index - row_of_32 * all_heads;
   const bool is_q = head < p.heads, is_v = head >= p.heads + p.kv_heads;
   const int slot = is_q ? 0 : p.slots[row];
   if (slot < 0) return;
   float* x = heads_of_block + warp * p.head_dim;
-  const uint2* from = static_cast<const uint2*>(p.qkv) + index * pieces;  // heads of a row lie one after another
+  const uint2* from = static_cast<const uint2*>(p.qkv) + static_cast<int64_t>(index) * pieces;  // heads of a row lie one after another
   float square = 0.0f;
   for (int piece = lane; piece < pieces; piece += 32) {
     const uint2 words = from[piece];
@@ -88,8 +101,10 @@ __device__ __forceinline__ void rope_and_write(const RopeParams& p) {
   }
   for (int piece = lane; piece < pieces; piece += 32) {
     const int i = piece * PIECE;
-    to[piece] = make_uint2(T::pack(rotated(x, i, angles, half), rotated(x, i + 1, angles, half)),
-                           T::pack(rotated(x, i + 2, angles, half), rotated(x, i + 3, angles, half)));
+    const float4 v = half % PIECE == 0 ? rotated_piece(x, i, angles, half)
+                                       : make_float4(rotated(x, i, angles, half), rotated(x, i + 1, angles, half),
+                                                     rotated(x, i + 2, angles, half), rotated(x, i + 3, angles, half));
+    to[piece] = make_uint2(T::pack(v.x, v.y), T::pack(v.z, v.w));
   }
 }
 

@@ -170,8 +170,8 @@ gpu.run_part(engine, Context("emulator", True, Path({str(tmp_path)!r})))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads((tmp_path / "engine.json").read_text())
-    assert [row["lookahead"] for row in result["steps"]] == [0, 1]
-    assert result["model"]["backend"] == "emulator" and all(row["step_us"] > 0 for row in result["steps"])
+    assert [row["lookahead"] for row in result["steps"]] == [0, 1] * 2
+    assert result["models"][0]["backend"] == "emulator" and all(row["step_us"] > 0 for row in result["steps"])
 
 
 def test_figures_of_a_result_stand_beside_their_goals(tmp_path: Path) -> None:
