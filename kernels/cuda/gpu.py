@@ -23,6 +23,7 @@ from kernels.cuda import loader
 from kernels.cuda.calls import Block, Call
 from kernels.cuda.device import Device, Event, Stream
 from kernels.cuda.loader import CudaError
+from kernels.cuda.residency import resident_of
 
 log = logging.getLogger("orcinus.kernels")
 cuda: Any = torch.cuda  # part of it has no types
@@ -122,7 +123,7 @@ class CudaDevice(Device):
             _entered.device = self
 
     def resident(self, block: Block) -> int:
-        return self.programs[block.name].resident(*block)
+        return resident_of(loader.present_architecture(), *block)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self.enter()

@@ -58,6 +58,15 @@ class Cubin:
         return cubin.constants(self.image, "_params")
 
 
+class _Stream:
+    """What CuPy asks of a stream. CuPy's class for foreign streams warns at every construction."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
 class Program:
     """The kernels of one source, on CuPy's current device. Without a GPU they compile, and only a launch raises."""
 
@@ -71,8 +80,7 @@ class Program:
         self.cubin = prebuilt(source, arch) or compiled(source, arch)
         self._params = self.cubin.params_bytes()
         self._functions: dict[str, Any] = {}
-        self._pointers = np.zeros(1, np.uintp)  # to the Params of a launch, of which there is one at a time
-        self._pointers_at = self._pointers.ctypes.data
+        self._streams: dict[int, _Stream] = {}
         if _has_gpu():
             self._load()
 
@@ -82,7 +90,6 @@ class Program:
         module = function.Module()
         module.load(self.cubin.image)
         self._functions = {name: module.get_function(name) for name in self._params}
-        self._launch = driver.launchKernel
         most = runtime.deviceGetAttribute(_MAX_SHARED_OF_BLOCK, device.get_device_id())
         for one in self._functions.values():  # without this, 48 KiB at most
             fixed = driver.funcGetAttribute(_STATIC_SHARED, one.ptr)
@@ -99,32 +106,22 @@ class Program:
             raise KeyError(f"{self.source.name} has no kernel {name!r}")
         return self._params[name]
 
-    def resident(self, name: str, threads: int, shared: int) -> int:
-        """Return how many blocks of a kernel the driver would run at once on a multiprocessor. Raise as `launch`."""
-        from cupy.cuda import driver
-
-        if not self._functions:
-            raise CudaError(f"no GPU to ask about {name}")
-        function = self._functions[name].ptr
-        return int(driver.occupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))
-
     def launch(
         self, name: str, grid: Sizes, block: Sizes, shared: int, params: np.ndarray[Any, np.dtype[np.void]], stream: int
     ) -> None:
         """Put the kernel on a stream, a cudaStream_t such as torch.cuda.current_stream().cuda_stream, and return.
 
-        One thread at a time. shared: bytes of dynamic shared memory; params: one item of a structured dtype, copied by
-        the launch. Raises KeyError, ValueError when params is not as large as the kernel's, and CudaError without a
-        GPU.
+        shared: bytes of dynamic shared memory; params: one item of a structured dtype, copied by the launch. Raises
+        KeyError, ValueError when params is not as large as the kernel's, and CudaError without a GPU.
         """
         expected = self.params_bytes(name)
         if params.size != 1 or params.nbytes != expected:
             raise ValueError(f"{name} takes {expected} bytes of parameters, not {params.nbytes}")
         if not self._functions:
             raise CudaError(f"no GPU to launch {name} on")
-        self._pointers[0] = params.ctypes.data
-        # CuPy's own call of a function takes three times as long, most of it for its classes of arguments and streams.
-        self._launch(self._functions[name].ptr, *grid, *block, shared, stream, self._pointers_at, 0)
+        if stream not in self._streams:
+            self._streams[stream] = _Stream(stream)
+        self._functions[name](grid, block, (params,), shared, self._streams[stream])
 
 
 def sources() -> list[Path]:

@@ -1,12 +1,13 @@
-"""How many blocks of a kernel a multiprocessor holds at once, by arithmetic: for planning where no GPU can be asked.
+"""How many blocks of a kernel a multiprocessor holds at once, by arithmetic: the planner fills one wave of them.
 
 The limits are those of "Compute Capabilities" in NVIDIA's CUDA C++ Programming Guide 13.0; the rounding of registers
-and shared memory is that of its occupancy calculator. On a GPU `CudaDevice.resident` asks the driver.
+and shared memory is that of its occupancy calculator.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,6 +63,21 @@ def recorded() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def resident_of(arch: str, kernel: str, threads: int, dynamic_bytes: int) -> int:
-    """Return how many blocks of a recorded kernel run at once. Raise KeyError for one that is not recorded."""
-    usage = recorded()[arch][kernel]
-    return resident(arch, usage["registers"], threads, usage["shared_bytes"] + dynamic_bytes)
+    """Return how many blocks of a recorded kernel run at once, at least one.
+
+    An architecture that is not in the tables, of a multiprocessor or of registers, counts as the newest before it.
+    Raise KeyError for a kernel that is not recorded.
+    """
+    usage = recorded()[_newest(recorded(), arch)][kernel]
+    shared_bytes = usage["shared_bytes"] + dynamic_bytes
+    return max(1, resident(_newest(MULTIPROCESSORS, arch), usage["registers"], threads, shared_bytes))
+
+
+def _newest(known: Iterable[str], arch: str) -> str:
+    """Return the newest architecture that is not newer than `arch`; the oldest where all are."""
+
+    def version(name: str) -> int:
+        return int(name.removeprefix("sm_"))
+
+    names = sorted(known, key=version)
+    return [names[0], *(name for name in names if version(name) <= version(arch))][-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 import struct
@@ -199,17 +198,13 @@ def test_launch_passes_struct_and_stream_and_reserves_shared_memory(
             assert image[:4] == b"\x7fELF"
 
         def get_function(self, name: str) -> Any:
-            return SimpleNamespace(ptr=5)
+            def launch(grid: Any, block: Any, args: Any, shared: int, stream: Any) -> None:
+                launched.append((name, grid, block, args, shared, stream.ptr))
 
-    def launch_kernel(function: int, *sizes_shared_stream: int) -> None:
-        *sizes, pointers, extra = sizes_shared_stream
-        params = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[0]
-        launched.append((function, sizes, ctypes.string_at(params, call.params.nbytes), extra))
+            return type("Function", (), {"ptr": 5, "__call__": staticmethod(launch)})()
 
     driver = SimpleNamespace(
-        funcSetAttribute=lambda *values: asked.append(values),
-        funcGetAttribute=lambda which, function: 1000 * which,
-        launchKernel=launch_kernel,
+        funcSetAttribute=lambda *values: asked.append(values), funcGetAttribute=lambda which, function: 1000 * which
     )
     monkeypatch.setattr(loader, "_has_gpu", lambda: True)
     monkeypatch.setattr(cupy.cuda, "function", SimpleNamespace(Module=Module))
@@ -221,7 +216,7 @@ def test_launch_passes_struct_and_stream_and_reserves_shared_memory(
     call = calls.add(calls.BF16, 3, 8, 16, 32)
     assert "add_bf16" in program.kernels and asked == [(5, 8, 232448 - 1000)] * len(program.kernels)
     program.launch(call.name, call.grid, call.block, 96 << 10, call.params, 7)
-    assert launched == [(5, [3, 1, 1, 32, 1, 1, 96 << 10, 7], call.params.tobytes(), 0)]
+    assert launched == [("add_bf16", (3, 1, 1), (32, 1, 1), (call.params,), 96 << 10, 7)]
     assert len(asked) == len(program.kernels)
 
 
