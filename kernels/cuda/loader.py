@@ -24,7 +24,7 @@ from kernels.cuda import cubin
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "lib"
 CACHE = Path(__file__).parents[2] / ".cache" / "kernels" / "cuda"
-ARCHITECTURES = ("sm_80", "sm_90")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 """What CI compiles for and images carry."""
 
 OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")

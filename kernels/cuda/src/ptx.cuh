@@ -29,11 +29,19 @@ typedef unsigned long long uint64_t;
     (__VA_ARGS__)(given);                                                                            \
   }
 
+// From 12.0 on a multiprocessor has 100 KiB of shared memory: two blocks of what asks for three.
+#if __CUDA_ARCH__ >= 1200
+#define MOST_RESIDENT 2
+#else
+#define MOST_RESIDENT 32
+#endif
+
 // The same with so few registers that a multiprocessor has enough for `blocks` blocks of `threads` threads at once.
-#define RESIDENT_KERNEL(name, Params, threads, blocks, ...)                                                  \
-  extern "C" __constant__ unsigned name##_params = sizeof(Params);                                           \
-  extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params given) { \
-    (__VA_ARGS__)(given);                                                                                    \
+#define RESIDENT_KERNEL(name, Params, threads, blocks, ...)                                                     \
+  extern "C" __constant__ unsigned name##_params = sizeof(Params);                                              \
+  extern "C" __global__ void __launch_bounds__(threads, (blocks) < MOST_RESIDENT ? (blocks) : MOST_RESIDENT)    \
+      name(const __grid_constant__ Params given) {                                                              \
+    (__VA_ARGS__)(given);                                                                                       \
   }
 
 // Copies 16 bytes to shared memory behind the thread's back, or writes 16 zeros when not valid.

@@ -28,7 +28,7 @@ namespace {
 
 constexpr int WARP = 32;
 constexpr unsigned MAX_THREADS = 1024, MAX_GRID_YZ = 65535;
-constexpr size_t MAX_SHARED = 227 << 10;  // of a block on compute capability 9.0
+constexpr size_t MAX_SHARED = 99 << 10;  // of a block on 8.6, 8.9 and 12.0, the least of all that the kernels run on
 constexpr int SLOT = 64;                  // bytes that a lane may give to a collective or get from it
 constexpr int FORWARD = 0, REVERSE = 1;   // any other order is the seed of a random one
 
