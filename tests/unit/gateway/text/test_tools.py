@@ -282,6 +282,7 @@ def test_forced_calls_are_valid_whatever_the_model_samples(
     for seed in range(4):
         if (said := walk(text, compiled, grammar, seed)) is None:
             continue
+        assert parallel or sum(said.count(name) for name in SCHEMAS) == 1
         reader = reader_of(asked.use, "r", 0)
         if kind == "channels":  # its heads are read before
             channels = ChannelReader()
