@@ -11,7 +11,8 @@ PY := $(BIN)/python
 PROTOS := protos/queue_pb2.py protos/worker_pb2.py protos/kserve_pb2.py
 # Processes of pytest: tests of one file stay together, as they share a Redis and a gateway. No more than eight.
 PARALLEL := -n logical --maxprocesses 8 --dist loadfile
-QUICK := tests/unit tests/integration tests/stack -m "(unit or integration or smoke) and not slow"
+# In this order: files with few long tests first, which else are all that runs at the end.
+QUICK := --no-loadscope-reorder tests/stack tests/integration tests/unit -m "(unit or integration or smoke) and not slow"
 
 # A misspelt MODLE=... must not be ignored. (Values from the environment are not checked.)
 KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS TESTS EXAMPLES SECONDS SEEDS MAKEFLAGS SHELL

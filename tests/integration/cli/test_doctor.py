@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kernels.cpu import build
+from services.cli.app import app
 from services.launcher import doctor, redis_server
 from services.launcher.gpu_checks import judge
 from services.launcher.gpu_facts import Facts
@@ -57,10 +60,10 @@ def free_ports() -> int:
 
 
 def run_doctor(*args: str, **env: str) -> tuple[int, dict[str, dict[str, str]], bool]:
-    command = [sys.executable, "-m", "services.cli", "doctor", "--json", *args]
-    done = subprocess.run(command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=60)
+    unset = {name: None for name in os.environ if name.startswith("ORCINUS_")}
+    done = CliRunner().invoke(app, ["doctor", "--json", *args], env={**unset, **env}, catch_exceptions=False)
     report = json.loads(done.stdout)
-    return done.returncode, {check["name"]: check for check in report["checks"]}, report["ok"]
+    return done.exit_code, {check["name"]: check for check in report["checks"]}, report["ok"]
 
 
 def test_machine_of_these_tests_is_ok(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,28 @@ from shared.options import effective, env_name, fields_of, flag, shown, source, 
 from shared.settings import ChatSettings, GatewaySettings, WorkerSettings
 from tests.support.launcher import ROOT, clean_env
 
+Orcinus = Callable[..., subprocess.CompletedProcess[str]]
 
-def orcinus(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.cli", *args]
-    return subprocess.run(command, cwd=ROOT, env=clean_env(**env), capture_output=True, text=True, timeout=60)
+
+@pytest.fixture
+def orcinus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Orcinus:
+    """Return a function that runs the command in this process: only what it prints and its exit code count."""
+
+    def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        for name in [name for name in os.environ if name.startswith("ORCINUS_")]:
+            monkeypatch.delenv(name)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["orcinus", *args])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        return subprocess.CompletedProcess(args, int(str(ended.value.code or 0)), *capsys.readouterr())
+
+    return run
 
 
 @pytest.mark.parametrize("command", [*SERVICES, "up", "config", "doctor"])
-def test_every_setting_is_an_option_with_its_variable(command: str) -> None:
+def test_every_setting_is_an_option_with_its_variable(orcinus: Orcinus, command: str) -> None:
     text = " ".join(orcinus(command, "--help").stdout.split())
     classes = [SERVICES[command]] if command in SERVICES else EVERYTHING
     for name, field in fields_of(*classes).items():
@@ -74,19 +89,19 @@ def test_help_imports_no_service_no_torch_and_no_web_framework() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_option_is_refused_with_its_value_and_the_limit(command: list[str], words: str) -> None:
+def test_bad_option_is_refused_with_its_value_and_the_limit(orcinus: Orcinus, command: list[str], words: str) -> None:
     done = orcinus(*command)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
 
 
-def test_policy_of_parts_is_an_effective_setting() -> None:
+def test_policy_of_parts_is_an_effective_setting(orcinus: Orcinus) -> None:
     policy = "sarathi:order=fair,relief=newest-swap+slo"
     done = orcinus("config", "--new", "--json", ORCINUS_POLICY=policy)
     assert json.loads(done.stdout)["scheduler"]["policy"] == policy
 
 
-def test_bad_value_of_a_variable_names_the_variable() -> None:
+def test_bad_value_of_a_variable_names_the_variable(orcinus: Orcinus) -> None:
     done = orcinus("gateway", ORCINUS_PORT="eighty")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert done.stderr.startswith("error: ORCINUS_PORT=eighty: ")
@@ -124,7 +139,7 @@ def test_option_wins_over_variable_and_variable_over_default(monkeypatch: pytest
     assert origin == {"port": "option", "host": "environment", "drain_s": "default", "ops_port": "derived"}
 
 
-def test_config_prints_every_setting_as_json_without_secrets(tmp_path: Path) -> None:
+def test_config_prints_every_setting_as_json_without_secrets(orcinus: Orcinus, tmp_path: Path) -> None:
     done = orcinus(
         "config", "--json", "--redis-url", "redis://me:url-secret@example:1/0", "--port", "8100",
         ORCINUS_API_KEY="key-secret", ORCINUS_REDIS_PASSWORD="redis-secret", ORCINUS_RUN_DIR=str(tmp_path),
@@ -139,7 +154,7 @@ def test_config_prints_every_setting_as_json_without_secrets(tmp_path: Path) -> 
     assert "secret" not in done.stdout + done.stderr
 
 
-def test_config_shows_the_source_of_each_value_without_secrets() -> None:
+def test_config_shows_the_source_of_each_value_without_secrets(orcinus: Orcinus) -> None:
     done = orcinus("config", "--max-seqs", "7", ORCINUS_API_KEY="key-secret", ORCINUS_LOG_LEVEL="debug")
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["max_seqs", "7", "option", "ORCINUS_MAX_SEQS"] in lines
@@ -198,9 +213,16 @@ def test_url_is_shown_without_its_password(url: str, safe: str) -> None:
 
 
 def test_version_is_that_of_the_project() -> None:
-    number = json.loads(orcinus("version", "--json").stdout)["version"]
-    assert f'version = "{number}"' in (ROOT / "pyproject.toml").read_text()
-    assert orcinus("version").stdout == f"orcinus {number}\n"
+    """In a process, as users start it."""
+    command = [sys.executable, "-m", "services.cli", "version"]
+    done = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    name, number = done.stdout.split()
+    assert name == "orcinus" and f'version = "{number}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_version_as_json_is_that_of_the_line(orcinus: Orcinus) -> None:
+    assert orcinus("version").stdout == f"orcinus {json.loads(orcinus('version', '--json').stdout)['version']}\n"
 
 
 def test_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +242,7 @@ def test_tool_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch)
         run_tool("chaos", [])
 
 
-def test_bench_passes_its_options_on() -> None:
+def test_bench_passes_its_options_on(orcinus: Orcinus) -> None:
     done = orcinus("bench", "serve", "--help")
     assert done.returncode == 0
     assert "--concurrency" in done.stdout

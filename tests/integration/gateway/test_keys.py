@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +225,11 @@ def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_one(
     key = "sk-orc-0123456789ab-of-redis" if settings else ""
     try:
         gateway.wait_live()
-        for path in ("/v1/models", "/stats"):
-            answer = gateway.get(path, key=key)
+        with ThreadPoolExecutor(3) as pool:  # each is held for a second, as the keys may come
+            asked = [pool.submit(gateway.get, path, key=key) for path in ("/v1/models", "/stats")]
+            asked.append(pool.submit(gateway.post, "/tokenize", {"prompt": "x"}, key=key))
+        for answer in (one.result() for one in asked):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "keys_unread")
-        answer = gateway.post("/tokenize", {"prompt": "x"}, key=key)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "keys_unread")
         if settings:
             assert gateway.get("/v1/models", key="").status_code == 401
     finally:

@@ -76,7 +76,9 @@ def test_a_row_with_one_expert_has_the_bits_of_its_linear_layers(variant: str, p
     layer = Layer(ops, dtype, pack, top_k=1)
     x, logits = inputs(150, dtype)
     found = layer(x, logits)
-    for row, expert in enumerate(logits.argmax(-1).tolist()):
+    experts = logits.argmax(-1).tolist()
+    for row in range(0, 150, 4):
+        expert = experts[row]
         alone = ops.linear(x[row : row + 1].clone(), layer.gate_up[expert])
         assert torch.equal(found[row], ops.linear(ops.act_and_mul(alone, "silu"), layer.down[expert])[0]), row
 

@@ -33,7 +33,7 @@ def traffic(arrived_s: np.ndarray, output: np.ndarray, prompt: int = 1) -> Traff
     )  # fmt: skip
 
 
-def waits_s(servers: int, routing: str, load: float, count: int = 120_000) -> float:
+def waits_s(servers: int, routing: str, load: float, count: int = 40_000) -> float:
     """Mean wait before the service, of servers that serve one at a time, exponential times of 1 s on average."""
     rng = np.random.default_rng(3)
     arrived = np.cumsum(rng.exponential(1 / (load * servers), count))

@@ -246,7 +246,7 @@ def read(pieces: list[str], use: ToolUse) -> tuple[str, list[tuple[str, str, str
 
 @pytest.mark.parametrize("kind", sorted(OPENINGS))
 @given(data=st.data(), parallel=st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_calls_are_read_as_written_however_cut(data: st.DataObject, kind: str, parallel: bool) -> None:
     text, calls = data.draw(said(kind))
     names = tuple({name for name, _ in calls})

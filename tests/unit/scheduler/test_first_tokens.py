@@ -78,7 +78,7 @@ LOW, OVERLOAD, PROMPTS = (5, (16, 256), (16, 128)), (200, (16, 256), (16, 128)),
     ("policy", "load_of", "most"),
     [
         ("orcinus", LOW, 0.3),
-        ("orcinus", OVERLOAD, 0.1),
+        pytest.param("orcinus", OVERLOAD, 0.1, marks=pytest.mark.slow),
         ("orcinus", PROMPTS, 0.1),
         ("sarathi", LOW, 0.2),
         ("sarathi", PROMPTS, 0.1),

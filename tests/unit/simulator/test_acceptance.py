@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,18 +29,22 @@ def work(acceptance: float | None, requests: int = 12) -> Workload:
     return build(Spec(None, requests, prompt, output, rate_rps=2, max_tokens=400, seed=5, acceptance=acceptance))
 
 
-def run(acceptance: float | None, setup: Setup = SETUP, policy: str = "orcinus") -> Run:
-    return simulate(policy, work(acceptance), setup, CLOCK)
+def simulated(acceptance: float | None, setup: Setup = SETUP) -> Run:
+    return simulate("orcinus", work(acceptance), setup, CLOCK)
 
 
-@pytest.mark.parametrize("setup", [
-    SETUP,
-    replace(SETUP, lookahead=2),
-    replace(SETUP, microbatches=2),
-    replace(SETUP, blocks=60, max_seqs=8),  # with preemptions
-    replace(SETUP, replicas=2, routing="scheduler"),
+run = functools.cache(simulated)
+
+
+@pytest.mark.parametrize(("setup", "acceptance"), [
+    (SETUP, 0.0),
+    (SETUP, 0.5),
+    (SETUP, 1.0),
+    (replace(SETUP, lookahead=2), 0.5),
+    (replace(SETUP, microbatches=2), 1.0),
+    (replace(SETUP, blocks=60, max_seqs=8), 0.5),  # with preemptions
+    (replace(SETUP, replicas=2, routing="scheduler"), 0.5),
 ])  # fmt: skip
-@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_outputs_have_their_length_whatever_is_refused(setup: Setup, acceptance: float) -> None:
     found = run(acceptance, setup)
     assert found.seen.tokens.tolist() == work(acceptance).output.tolist()
@@ -64,13 +69,13 @@ def test_first_drafts_are_right_as_often_as_asked_for(share: float, monkeypatch:
         learn(self, rows, drafts, right)
 
     monkeypatch.setattr(Speculation, "learn", count)
-    run(share)
+    simulated(share)
     assert tried[0] > 40
     assert tried[1] / tried[0] == pytest.approx(share, abs=2 * (share * (1 - share) / tried[0]) ** 0.5 + 0.02)
 
 
 def test_same_seed_gives_the_same_run() -> None:
-    first, second = run(0.6).result, run(0.6).result
+    first, second = run(0.5).result, simulated(0.5).result
     assert first | {"wall_s": 0} == second | {"wall_s": 0}
 
 

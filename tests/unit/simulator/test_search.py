@@ -23,14 +23,14 @@ def test_capacity_is_the_rate_from_which_the_device_falls_behind(
 ) -> None:
     """1 ms a token, 10 of prompt, one of output: a device that can do 100 requests a second, evenly spaced."""
     trace = tmp_path / "even.csv"
-    rows = "".join(f"{i / 10},10,1\n" for i in range(400))
+    rows = "".join(f"{i / 10},10,1\n" for i in range(200))
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
     command = ["--find", "capacity", "--trace", str(trace), "--step-time", step_file(tmp_path, c0=1, c1=1e6)]
     limits = ["--ttft-slo-ms", "100", "--host-us", "0", "--max-step-tokens", "10", "--lookahead", "0"]
     assert main([*command, *limits, "--policy", "orca", "--json", "--jobs", "1"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["results"]
-    # Request i has its token at 10 (i + 1) ms, and all up to i = 395 must within 100 ms of i / rate.
-    highest = 395 / (3.96 - 0.1)
+    # Request i has its token at 10 (i + 1) ms, and all up to i = 197 must within 100 ms of i / rate.
+    highest = 197 / (1.98 - 0.1)
     assert highest / 1.02 <= found["arrival_rps"] <= highest * 1.0001
     assert found["rate_scale"] == pytest.approx(found["arrival_rps"] / 10, rel=1e-3)
     scales = [run["rate_scale"] for run in found["runs"]]
@@ -59,7 +59,7 @@ def test_a_burst_that_fits_into_the_limit_is_no_capacity(
 
 def test_capacity_that_no_load_keeps_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--find", "capacity", "--requests", "5", "--step-time", step_file(tmp_path, c0=3e9), "--jobs", "1"]
-    assert main(command) == 1
+    assert main([*command, "--prompt-tokens", "10", "--output-tokens", "2", "--rate", "10"]) == 1
     assert "no rate keeps 99 % within their limits" in capsys.readouterr().out
 
 
@@ -84,7 +84,7 @@ def test_knee_is_smallest_budget_that_keeps_up_within_the_slos(
 
 def test_four_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "plots"
-    command = ["--policy", "orca,sarathi", "--requests", "40", "--rate-scale", "2,4", "--jobs", "1"]
+    command = ["--policy", "orca,sarathi", "--requests", "20", "--rate-scale", "2,4", "--jobs", "1"]
     assert main([*command, "--plots", str(folder)]) == 0
     pictures = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert set(pictures) == {"throughput_tbt.png", "distributions.png", "utilisation.png", "violations.png"}

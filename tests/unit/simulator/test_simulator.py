@@ -123,6 +123,9 @@ def test_two_microbatches_run_in_a_pipeline_of_two_stages() -> None:
     assert sorted(of(run, "e2e_ns")) == [30, 35]
 
 
+QUICK = ("orca", 1, 1), ("sarathi", 2, 1), ("orcinus", 1, 1)
+
+
 class Marked:
     """A batch part, marked as that of an engine that delivers at a batch's end and perhaps runs rectangles."""
 
@@ -189,9 +192,9 @@ def _empty_plan() -> StepPlan:
 )
 def test_every_request_finishes_with_all_its_tokens_in_little_memory(policy: str, routing: str) -> None:
     rng = np.random.default_rng(7)
-    n = 200
+    n = 100
     work = Workload(
-        np.sort(rng.integers(0, 2_000, n)) * MS, rng.integers(1, 120, n), output := rng.integers(1, 60, n), output + 20
+        np.sort(rng.integers(0, 1_000, n)) * MS, rng.integers(1, 120, n), output := rng.integers(1, 60, n), output + 20
     )
     setup = Setup(blocks=40, max_seqs=16, block_size=16, replicas=3, routing=routing, seed=3, max_step_tokens=256)
     run = simulate(policy, work, setup, Linear(2 * MS, 10_000))
@@ -203,9 +206,13 @@ def test_every_request_finishes_with_all_its_tokens_in_little_memory(policy: str
     assert {**run.result, "wall_s": 0} == {**again.result, "wall_s": 0}
 
 
-@pytest.mark.parametrize("policy", ["orca", "sarathi", "orcinus"])
 @pytest.mark.parametrize(
-    ("microbatches", "lookahead"), [(1, 1), (2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))]
+    ("policy", "microbatches", "lookahead"),
+    [
+        pytest.param(policy, *both, marks=() if (policy, *both) in QUICK else pytest.mark.slow)
+        for policy in ("orca", "sarathi", "orcinus")
+        for both in ((1, 0), (1, 1), (2, 0), (2, 1))
+    ],
 )
 def test_every_requests_times_are_those_that_the_core_told(
     policy: str, microbatches: int, lookahead: int, monkeypatch: pytest.MonkeyPatch
@@ -223,9 +230,9 @@ def test_every_requests_times_are_those_that_the_core_told(
 
     monkeypatch.setattr(Scheduler, "apply", spy)
     rng = np.random.default_rng(11)
-    n = 120
+    n = 80
     output = rng.integers(1, 260, n)
-    work = Workload(np.sort(rng.integers(0, 3_000, n)) * MS, rng.integers(1, 120, n), output, np.full(n, 300))
+    work = Workload(np.sort(rng.integers(0, 2_000, n)) * MS, rng.integers(1, 120, n), output, np.full(n, 300))
     setup = Setup(
         blocks=60, max_seqs=16, microbatches=microbatches, lookahead=lookahead, max_step_tokens=200, replicas=2
     )

@@ -22,7 +22,7 @@ AT_A_TIME = 4
 
 @pytest.fixture
 def pair(tmp_path: Path, model: Path, redis_server: RedisServer) -> Iterator[list[GatewayProcess]]:
-    """Two gateways over one folder; the second is started by the test."""
+    """Two gateways over one folder, which the test starts."""
     settings: dict[str, Any] = {"files_dir": tmp_path / "files", "batch_requests": AT_A_TIME}
     made = [GatewayProcess(tmp_path, model, redis_server.url, **settings) for _ in range(2)]
     try:
@@ -34,14 +34,14 @@ def pair(tmp_path: Path, model: Path, redis_server: RedisServer) -> Iterator[lis
                 each.stop()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGTERM])
 def test_batch_goes_on_at_another_gateway(
     pair: list[GatewayProcess], redis_server: RedisServer, how: signal.Signals
 ) -> None:
     one, two = pair
-    scheduler = ScriptedScheduler(redis_server.client, one.start().keys).lead()
-    one.wait_live().wait_ready()
-    two.start().wait_live().wait_ready()
+    scheduler = ScriptedScheduler(redis_server.client, one.keys).lead()
+    for each in [each.start() for each in pair]:
+        each.wait_live().wait_ready()
     with openai.OpenAI(base_url=one.url + "/v1", api_key="x", max_retries=0) as client:
         names = [f"line-{n:02}" for n in range(LINES)]
         batch = begin(client, [line(name, one.name, max_tokens=4) for name in names])

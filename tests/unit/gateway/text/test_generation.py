@@ -224,7 +224,7 @@ def test_bounded_stream_overflows_until_it_is_read() -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_rows_in_any_order_give_the_sequence(data: st.DataObject) -> None:
     tokens = list(range(100, 100 + data.draw(st.integers(1, 20))))
     stream, got = RequestStream("r", 1), []

@@ -65,6 +65,17 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory_of(tmp_path_factory.mktemp("qwen") / "m", QWEN)
 
 
+@pytest.fixture(scope="module")
+def special_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model in which the marks of thinking are control tokens."""
+    return directory_of(tmp_path_factory.mktemp("qwen") / "m", QWEN, special=True)
+
+
+@pytest.fixture(scope="module")
+def theirs(qwen: Path) -> Any:
+    return AutoTokenizer.from_pretrained(qwen)
+
+
 @functools.cache
 def text_of(directory: Path) -> ModelText:
     return ModelText(directory)
@@ -177,15 +188,15 @@ def test_another_gateway_continues_in_the_same_state(text: str, data: st.DataObj
     tokens = model().encode(text)
 
     def told(request: GenerationSpec, had: str = "") -> list[sse.Event]:
-        running, stream, _ = generation(request, had=had)
-        writer = EventWriter(running, "fp")
-        events = b""
-        for at, token in enumerate(tokens):
-            stream.offer(Row(0, [token]), at)
-            events += writer.events(asyncio.run(running.next(0.0)))
-        stream.offer(Row(0, [], 1), len(tokens))
-        events += writer.events(asyncio.run(running.next(0.0)))
-        return sse.parse(events + writer.end(running.usage))
+        async def events() -> bytes:
+            running, stream, _ = generation(request, had=had)
+            writer, written = EventWriter(running, "fp"), b""
+            for at, row in enumerate([*(Row(0, [token]) for token in tokens), Row(0, [], 1)]):
+                stream.offer(row, at)
+                written += writer.events(await running.next(0.0))
+            return written + writer.end(running.usage)
+
+        return sse.parse(asyncio.run(events()))
 
     events = told(asked)
     cut = data.draw(st.integers(0, len(events) - 2))
@@ -273,15 +284,13 @@ def test_grammar_leaves_no_room_for_thinking(qwen: Path, tmp_path: Path) -> None
     ],
 )
 def test_prompts_are_those_of_transformers(
-    qwen: Path, fields: dict[str, Any], variables: dict[str, Any], last: dict[str, Any]
+    qwen: Path, theirs: Any, fields: dict[str, Any], variables: dict[str, Any], last: dict[str, Any]
 ) -> None:
     messages = [{"role": "user", "content": "Hi"}, last]
     made, _ = request(qwen, messages=messages, **fields)
     options = {"add_generation_prompt": True} | variables
-    theirs = AutoTokenizer.from_pretrained(qwen).apply_chat_template(
-        messages, tokenize=True, return_dict=False, **options
-    )
-    assert made.prompts[0] == list(theirs)
+    ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    assert made.prompts[0] == list(ids)
 
 
 @pytest.mark.parametrize(
@@ -361,8 +370,10 @@ BEFORE = ["", "\n", " \n\n"]
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("budget", [1, 7])
-def test_thinking_ends_when_its_budget_is_spent(tmp_path: Path, special: bool, before: str, budget: int) -> None:
-    directory = directory_of(tmp_path / "m", QWEN, special)
+def test_thinking_ends_when_its_budget_is_spent(
+    qwen: Path, special_qwen: Path, special: bool, before: str, budget: int
+) -> None:
+    directory = special_qwen if special else qwen
     asked, _ = request(directory, max_tokens=64, thinking_token_budget=budget)
     text = text_of(directory)
     assert asked.reasoning == UNDECIDED and asked.grammar_field == "thinking_token_budget"

@@ -6,8 +6,11 @@ Oracles: random walks through the grammars are checked with json, jsonschema and
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from services.gateway.delivery.stream import Row
@@ -58,8 +62,30 @@ HERMES = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
-    return ModelText(write_model(tmp_path_factory.mktemp("tools") / "m", chat_template=HERMES))
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelText]:
+    text = ModelText(write_model(tmp_path_factory.mktemp("tools") / "m", chat_template=HERMES))
+    yield text
+    text.close()
+
+
+Model = tuple[ModelText, LLTokenizer]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Model]]:
+    """Return the model of a tokenizer with further control tokens, made once: it has a process for its grammars."""
+
+    @functools.cache
+    def made(tokenizer: Callable[[], Tokenizer], marks: tuple[str, ...] = ()) -> Model:
+        library = tokenizer()
+        library.add_special_tokens(list(marks))
+        directory = write_model(tmp_path_factory.mktemp("model") / "m", library)
+        text = stack.enter_context(contextlib.closing(ModelText(directory)))
+        path = str(directory / "tokenizer.json")
+        return text, LLTokenizer(path, n_vocab=text.vocab_size, eos_token=text.eos_ids)
+
+    with contextlib.ExitStack() as stack:
+        yield made
 
 
 def chat(**fields: Any) -> ChatBody:
@@ -78,9 +104,8 @@ def grammar_of(body: Any, model: ModelText) -> str:
     return asyncio.run(work())
 
 
-def walk(model: ModelText, directory: Path, grammar: str, seed: int) -> str | None:
-    """A text that the grammar allows, drawn token by token; None when it became too long."""
-    tokenizer = LLTokenizer(str(directory / "tokenizer.json"), n_vocab=model.vocab_size, eos_token=model.eos_ids)
+def walk(model: ModelText, tokenizer: LLTokenizer, grammar: str, seed: int) -> str | None:
+    """Return a text that the grammar allows, drawn token by token; None when it became too long."""
     matcher = LLMatcher(tokenizer, grammar)
     random, tokens = np.random.default_rng(seed), []
     for _ in range(400):
@@ -120,13 +145,12 @@ FORMATS = [
 @pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback])
 @pytest.mark.parametrize(("fields", "valid"), FORMATS, ids=[f"{next(iter(f))}-{i}" for i, (f, _) in enumerate(FORMATS)])
 def test_structured_output_becomes_its_grammar_on_both_endpoints(
-    tmp_path: Path, tokenizer: Any, fields: dict[str, Any], valid: Any
+    models: Any, tokenizer: Any, fields: dict[str, Any], valid: Any
 ) -> None:
-    directory = write_model(tmp_path / "m", tokenizer())
-    text = ModelText(directory)
+    text, compiled = models(tokenizer)
     grammar = grammar_of(completion(**fields), text)
     assert grammar_of(chat(**fields), text) == grammar
-    found = [walked for seed in range(6) if (walked := walk(text, directory, grammar, seed)) is not None]
+    found = [walked for seed in range(6) if (walked := walk(text, compiled, grammar, seed)) is not None]
     assert found and all(map(valid, found))
 
 
@@ -235,30 +259,30 @@ def test_tool_format_follows_the_template(tmp_path: Path, words: str, kind: str)
     assert ModelText(write_model(tmp_path / "m", chat_template=source)).tool_format == kind
 
 
+def marks_of(kind: str) -> tuple[str, ...]:
+    """Return the marks of a format that are control tokens of its models."""
+    if kind in BLOCKS and kind != "channels":
+        return tuple(mark for mark in (*astuple(BLOCKS[kind]), SEP) if mark)
+    return ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "[ARGS]", SEP)
+
+
 @pytest.mark.parametrize("kind", OPENINGS)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("control", [False, True])
 def test_forced_calls_are_valid_whatever_the_model_samples(
-    tmp_path: Path, kind: str, choice: Any, parallel: bool, control: bool
+    models: Any, monkeypatch: pytest.MonkeyPatch, kind: str, choice: Any, parallel: bool
 ) -> None:
-    tokenizer = byte_level()
-    if control:
-        marks = (
-            astuple(BLOCKS[kind])
-            if kind in BLOCKS and kind != "channels"
-            else ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "[ARGS]")
-        )
-        tokenizer.add_special_tokens([mark for mark in (*marks, SEP) if mark])
-    directory = write_model(tmp_path / "m", tokenizer)
-    text = ModelText(directory, tool_parser=kind)
+    control = (choice == "required") == parallel  # each of the three beside both values of the two others
+    text, compiled = models(byte_level, marks_of(kind) if control else ())
+    monkeypatch.setattr(text, "tool_format", kind)
     body = chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=parallel)
     asked = plan_tools(body, text)
     assert asked.use is not None and asked.has_control == (control and kind not in ("llama3", "pythonic", "channels"))
     grammar = grammar_of(body, text)
     for seed in range(4):
-        if (said := walk(text, directory, grammar, seed)) is None:
+        if (said := walk(text, compiled, grammar, seed)) is None:
             continue
+        assert parallel or sum(said.count(name) for name in SCHEMAS) == 1
         reader = reader_of(asked.use, "r", 0)
         if kind == "channels":  # its heads are read before
             channels = ChannelReader()

@@ -6,7 +6,6 @@ that the sequence alone would get, published once and in order, and everything m
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -239,13 +238,18 @@ CoreTwin.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestCoreTwin = CoreTwin.TestCase
 
 
-@pytest.mark.parametrize("policy", TESTED)
+NUMBERS_IN_FLIGHT = [(1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
+
+
 @pytest.mark.parametrize(
-    ("microbatches", "lookahead"),
-    # `make test` has the default with every policy; the random schedules above have all numbers.
+    ("policy", "microbatches", "lookahead"),
+    # The default with every policy; the others in turn, two a policy: the random schedules above have all numbers.
     [
-        pytest.param(one, other, marks=() if (one, other) == (1, 1) else pytest.mark.slow)
-        for one, other in itertools.product((1, 2, 3), (0, 1, 2))
+        *((policy, 1, 1) for policy in TESTED),
+        *(
+            pytest.param(TESTED[number % len(TESTED)], *NUMBERS_IN_FLIGHT[number % 8], marks=pytest.mark.slow)
+            for number in range(2 * len(TESTED))
+        ),
     ],
 )
 def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
