@@ -79,6 +79,11 @@ class Caller:
     max_priority: str = CLASSES[0]
     has_others: bool = False  # there are keys of other tenants
     is_operator: bool = True  # may see the work of all tenants; keys of `orcinus keys` need the scope ops
+    models: frozenset[str] = frozenset()  # that the key is bound to; none means all
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the key is for the model of this name, which is no alias."""
+        return not self.models or model in self.models
 
     def priority(self, requested: str) -> str:
         """Return the class of a request; requested: the class that it names, '' for none. Raise ApiError(403) above the
