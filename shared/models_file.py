@@ -37,7 +37,6 @@ class ModelEntry(BaseModel):
     """Time without a request after which a gateway gives back the memory of tokenizer and template."""
     policy: str | None = None
     prefix_cache: str | None = None
-    device: str | None = None
     dtype: str | None = None
     kv_dtype: str | None = None
     quantize: str | None = None

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from services.gateway.admission import Admission
 from services.gateway.auth import Caller, Keyring
-from services.gateway.cluster import Cluster
+from services.gateway.cluster import Cluster, number
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher, failed
 from services.gateway.delivery.response_store import ResponseStore
@@ -108,9 +108,7 @@ class ServedModel:
         snapshot = self.cluster.snapshot
         if snapshot is None or not (snapshot.leases or snapshot.workers):
             return "unavailable"
-        records = snapshot.workers.values()
-        led = (one.get("ready") != "0" and one.get("shard") in snapshot.leases for one in records)
-        return "ready" if any(led) else "loading"
+        return "ready" if any(number(stats.get("workers")) for stats in snapshot.led) else "loading"
 
     @property
     def is_idle(self) -> bool:
