@@ -17,6 +17,8 @@ from services.gateway.gateway import Gateway
 from services.gateway.models import LEAST_IDLE_S, ServedModel
 from services.gateway.text.tokenizer import ModelText
 from shared.keys import Keys
+from shared.security import api_keys
+from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
@@ -221,3 +223,31 @@ async def test_requests_of_a_dead_gateway_open_their_model(
             await asyncio.sleep(0.01)
         while redis_server.client.sismember(Keys(SECOND).background, "gateway-dead"):
             await asyncio.sleep(0.01)
+
+
+async def test_key_is_for_its_models_alone_and_has_one_bucket(
+    gateway: Gateway, client: httpx.AsyncClient, redis_server: RedisServer
+) -> None:
+    key_id, text = api_keys.new_key()
+    digest = api_keys.digest(text).hex()
+    record = KeyRecord(key_id, digest, "bound", "alice", requests_per_minute=3, models=f"{FIRST},{SECOND}")
+    keys = Keys(FIRST)
+    client.headers["authorization"] = f"Bearer {text}"
+    try:
+        redis_server.client.hset(keys.api_keys, key_id, record.encode())
+        redis_server.client.incr(keys.keys_version)
+        async with asyncio.timeout(30):
+            while not gateway.keyring.needed:
+                await asyncio.sleep(0.01)
+        refused = await complete(client, THIRD)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+        assert refused.json()["error"]["message"] == "model: this key is for first, org/Second; got 'third'"
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == [FIRST, SECOND]
+        assert (await client.get(f"/v1/models/{THIRD}")).status_code == 404
+        codes = [(await complete(client, name)).status_code for name in (FIRST, SECOND, "gpt-4o", "claude:latest")]
+        assert codes == [200, 200, 200, 429]  # three a minute, whatever the model
+        bucket = redis_server.client.hgetall(keys.bucket(key_id))
+        assert int(bucket[b"running"]) == 0  # the end of each gave it back, at either model
+    finally:
+        redis_server.client.delete(keys.api_keys, keys.keys_version)
