@@ -132,6 +132,7 @@ class ModelTable:
         self._named = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
         self._states: dict[str, State] = {}
         self._opening: dict[str, asyncio.Task[ServedModel]] = {}
+        self._closing: dict[str, asyncio.Task[None]] = {}
         self._redis: Redis = connect(first.settings, connections=2)
         self._add(first)
 
@@ -223,6 +224,7 @@ class ModelTable:
     async def close(self) -> None:
         """Stop all models but the first."""
         await end(*self._opening.values())
+        await asyncio.gather(*self._closing.values())
         for model in self.models():
             if model is not self.first:
                 await self._close(model)
@@ -233,9 +235,16 @@ class ModelTable:
 
     async def _close(self, model: ServedModel) -> None:
         self.open = {name: other for name, other in self.open.items() if other is not model}
-        await model.stop()
-        await asyncio.to_thread(model.text.close)
-        log.info("model %s: let go", model.name)
+        task = self._closing[model.name] = asyncio.create_task(self._end(model))
+        await asyncio.shield(task)
+
+    async def _end(self, model: ServedModel) -> None:
+        try:
+            await model.stop()
+            await asyncio.to_thread(model.text.close)
+            log.info("model %s: let go", model.name)
+        finally:
+            del self._closing[model.name]
 
     def _open(self, entry: ModelEntry) -> asyncio.Task[ServedModel]:
         """Return the one task that opens a model."""
@@ -249,6 +258,8 @@ class ModelTable:
         if (model := self.open.get(entry.name)) is not None:
             return model
         await self._make_room()
+        if entry.name in self._closing:  # its end deletes this gateway's token stream and heartbeat
+            await asyncio.shield(self._closing[entry.name])
         try:
             model = await asyncio.to_thread(self._load, entry)
         except (ConfigurationError, ModelError) as error:

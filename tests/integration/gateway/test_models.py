@@ -9,11 +9,15 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
+from protos import kserve_pb2 as kserve
+from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from services.gateway.app import public_app
 from services.gateway.gateway import Gateway
+from services.gateway.kserve.front import GrpcFront
 from services.gateway.models import LEAST_IDLE_S, ServedModel
 from services.gateway.text.tokenizer import ModelText
 from shared.keys import Keys
@@ -23,6 +27,7 @@ from shared.settings import GatewaySettings
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.tokenizers import byte_level, token_ids, write_model
+from tests.support.waiting import free_port
 
 FIRST, SECOND, THIRD = "first", "org/Second", "third"
 FILE = """
@@ -200,6 +205,31 @@ async def test_lines_of_a_batch_name_their_models(client: httpx.AsyncClient) -> 
     assert texts == TEXTS
 
 
+async def test_grpc_front_resolves_names_as_http_does(gateway: Gateway) -> None:
+    port = free_port()
+    gateway.settings.grpc_port = port
+    front = GrpcFront(gateway)
+    await front.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            names = (FIRST, SECOND, "claude:latest", THIRD, "gpt-5")
+            ready = [(await stub.ModelReady(kserve.ModelReadyRequest(name=name))).ready for name in names]
+            assert ready == [True, True, True, False, False]
+            metadata = await stub.ModelMetadata(kserve.ModelMetadataRequest(name="claude:latest"))
+            assert metadata.name == SECOND
+            asked = kserve.ModelInferRequest(model_name=SECOND)
+            asked.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"The")
+            asked.parameters["max_tokens"].int64_param = 64
+            answer = await stub.ModelInfer(asked)
+            assert TEXTS[SECOND].encode() in answer.raw_output_contents[0]
+            with pytest.raises(grpc.aio.AioRpcError, match="has no worker; this server has first, org/Second"):
+                await stub.ModelMetadata(kserve.ModelMetadataRequest(name=THIRD))
+    finally:
+        await front.stop(0)
+        gateway.settings.grpc_port = 0
+
+
 async def test_idle_model_is_let_go_and_opens_again(client: httpx.AsyncClient, gateway: Gateway) -> None:
     assert await text_of(client, SECOND) == TEXTS[SECOND]
     model: ServedModel = gateway.models.open[SECOND]
@@ -208,9 +238,9 @@ async def test_idle_model_is_let_go_and_opens_again(client: httpx.AsyncClient, g
     async with asyncio.timeout(30):
         while SECOND in gateway.models.open:
             await asyncio.sleep(0.01)
-    assert not model.tasks
     assert await text_of(client, "claude:latest") == TEXTS[SECOND]
     assert gateway.models.open[SECOND] is not model
+    assert not model.tasks  # it ended before the next one began
 
 
 async def test_requests_of_a_dead_gateway_open_their_model(
