@@ -40,7 +40,7 @@ PIP := $(PY) -m services.launcher.pip_progress
 
 quoted = '$(subst ','\'',$(1))'
 option = $(if $(2),--$(1) $(call quoted,$(2)))
-UP_OPTIONS = $(call option,model,$(MODEL)) $(call option,port,$(PORT)) $(call option,device,$(DEVICE)) \
+UP_OPTIONS = $(call option,model,$(MODEL)) $(call option,models,$(MODELS)) $(call option,port,$(PORT)) $(call option,device,$(DEVICE)) \
 	$(call option,policy,$(POLICY)) $(call option,tp,$(TP)) $(call option,pp,$(PP)) $(call option,replicas,$(REPLICAS)) \
 	$(call option,prefill,$(PREFILL)) $(call option,decode,$(DECODE))
 
@@ -48,7 +48,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
 
 # `exec`: the launcher is make's own child, so a signal to make alone reaches it; --stop-with-parent covers SIGKILL.
-run: redis-at-hand install ## serve a model: make run [MODEL=dir, x.gguf or ORG/NAME] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1 | PREFILL=1 DECODE=1] [ARGS="..."]
+run: redis-at-hand install ## serve a model: make run [MODEL=dir, x.gguf or ORG/NAME | MODELS=models.yaml] [PORT=8000] [DEVICE=auto|cpu|cuda] [POLICY=orcinus] [TP=1] [PP=1] [REPLICAS=1 | PREFILL=1 DECODE=1] [ARGS="..."]
 	@exec $(PY) -m services.cli up --stop-with-parent $(UP_OPTIONS) $(ARGS)
 
 # Before the long installation. The extra `embedded` brings a server to the machines that its marker in pyproject.toml names.

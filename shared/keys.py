@@ -1,7 +1,7 @@
 """The names of all Redis keys.
 
-All keys of one model carry one literal hash tag (`hash_tag`), so they share one Cluster slot. docs/redis.md lists the
-writers and the lifetime of each key.
+All keys of one model carry one literal hash tag (`hash_tag`); API keys and their buckets, which all models share, carry
+another. docs/redis.md lists the writers and the lifetime of each key.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from functools import lru_cache
 CLASSES = ("realtime", "high", "normal", "low")
 EPOCHS = 1 << 40  # bound of an epoch: it is at least Redis's clock in hundredths of a second
 GROUP = "schedulers"
+
+ALL_MODELS = "orcinus:{ALL}:"
+"""Prefix of what all models of a Redis share: API keys, salt and buckets. No model has a tag of capital letters."""
 
 _UNSAFE = re.compile(r"[^a-z0-9._-]+")
 
@@ -174,29 +177,39 @@ class Keys:
     @property
     def api_keys(self) -> str:
         """Hash: the record of each key of `orcinus keys`, by its id."""
-        return f"{self.prefix}keys"
+        return f"{ALL_MODELS}keys"
 
     @property
     def keys_version(self) -> str:
         """Counter of the changes to `keys`."""
-        return f"{self.prefix}keys:version"
+        return f"{ALL_MODELS}keys:version"
 
     @property
     def keys_salt(self) -> str:
         """The secret from which the salts of tenants are derived."""
-        return f"{self.prefix}keys:salt"
+        return f"{ALL_MODELS}keys:salt"
 
     @property
     def keys_used(self) -> str:
         """Hash: the time of the last use of each key, in seconds, rounded to the minute."""
-        return f"{self.prefix}keys:used"
+        return f"{ALL_MODELS}keys:used"
+
+    @property
+    def model_keys(self) -> str:
+        """As `api_keys`, where versions before this one kept the keys of one model."""
+        return f"{self.prefix}keys"
+
+    @property
+    def model_keys_version(self) -> str:
+        """As `keys_version`, of `model_keys`."""
+        return f"{self.prefix}keys:version"
 
     def drain(self, role: str, member: str) -> str:
         """Exists while an operator drains the process, which checks the key about once a second."""
         return f"{self.prefix}drain:{role}:{member}"
 
     def bucket(self, key_id: str) -> str:
-        return f"{self.prefix}bucket:{key_id}"
+        return f"{ALL_MODELS}bucket:{key_id}"
 
     def stats(self, shard: str) -> str:
         return f"{self.prefix}stats:{shard}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, find_snapshot, gguf_in, is_repository, repository_of
 from shared.keys import Keys, model_tag
+from shared.models_file import ModelEntry, read_models
 from shared.security.tls import readable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,6 +133,10 @@ class InternalSettings(CommonSettings):
 class GatewaySettings(CommonSettings):
     """Settings of the gateway."""
 
+    models: Path | None = Field(
+        None,
+        description="YAML file with the models behind this gateway; unset means one, that of MODEL",
+    )
     host: str = Field("127.0.0.1", description="address to listen on; an address beyond loopback requires a key")
     port: int = Field(8000, ge=1, le=65535, description="port of the HTTP API")
     ops_host: str = Field("127.0.0.1", description="address of /metrics and /stats")
@@ -266,7 +271,18 @@ class GatewaySettings(CommonSettings):
     progress_timeout_s: float = Field(30.0, gt=0, description="/health/progress fails after this without a step")
     drain_s: float = Field(55.0, ge=0, description="time that running streams have to end after SIGTERM")
 
-    @field_validator("files_dir", mode="before")
+    @model_validator(mode="before")
+    @classmethod
+    def _first_model(cls, given: Any) -> Any:
+        """Take the first model of the file for `model`, unless that is given."""
+        path = given.get("models") if isinstance(given, dict) else None
+        if path and not given.get("model"):
+            entries = read_models(Path(path))
+            first = next((one for one in entries if one.name == given.get("served_model_name")), entries[0])
+            return {**given, "model": first.source, "served_model_name": first.name}
+        return given
+
+    @field_validator("files_dir", "models", mode="before")
     @classmethod
     def _no_folder(cls, value: object) -> object:
         """Return None for an empty text, which as a path would be the current folder."""
@@ -279,6 +295,15 @@ class GatewaySettings(CommonSettings):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("TLS: set both ORCINUS_TLS_CERT and ORCINUS_TLS_KEY, or neither")
         return self
+
+    def model_entries(self) -> list[ModelEntry]:
+        """Return the models of the file; none without one. Raise ConfigurationError."""
+        return read_models(self.models) if self.models else []
+
+    def of_model(self, entry: ModelEntry) -> GatewaySettings:
+        """Return these settings for another model of the file. Raise ConfigurationError."""
+        named = CommonSettings(model=Path(entry.source), served_model_name=entry.name)
+        return self.model_copy(update={"model": named.model, "served_model_name": named.served_model_name})
 
     def api_keys(self) -> list[str]:
         """Return the keys that are set here; empty if none is required or only those of `orcinus keys` count.

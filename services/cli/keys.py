@@ -1,4 +1,4 @@
-"""`orcinus keys add|list|revoke`: API keys of a model in Redis, effective at every gateway within two seconds.
+"""`orcinus keys add|list|revoke`: API keys of all models in Redis, effective at every gateway within two seconds.
 
 `add` prints a key once, alone on stdout; Redis holds its digest. Without a Redis address the commands use the stack
 that `orcinus up` runs on this machine.
@@ -52,9 +52,16 @@ def add(
     scope: Annotated[
         str, typer.Option(help="ops also opens the live page, /metrics and /stats; empty means requests only")
     ] = "",
+    models: Annotated[
+        str, typer.Option(help="names of the models that the key is for, separated by commas; empty means all")
+    ] = "",
     json: Json = False,
 ) -> None:
     """Make a key and print it; it is not shown again."""
+    if models and not api_keys.are_models(models):
+        raise ConfigurationError(
+            f"--models={models[:200]}: not names of models; separate them by commas, without spaces"
+        )
     if scope and scope not in SCOPES:
         raise ConfigurationError(f"--scope={scope}: unknown scope; give {' or '.join(SCOPES)}, or none")
     if max_priority not in CLASSES:
@@ -67,14 +74,14 @@ def add(
         count = client.hlen(keys.api_keys)
         if count >= MOST_KEYS:
             raise ConfigurationError(
-                f"keys: the model has {MOST_KEYS}, the maximum; remove one with `orcinus keys revoke --forget`"
+                f"keys: there are {MOST_KEYS}, the maximum; remove one with `orcinus keys revoke --forget`"
             )
         now_s = int(client.time()[0])
         same = [one.id for one in _records(client, keys) if one.name == name and one.state(now_s) == "active"]
         key_id, text = api_keys.new_key()
         record = KeyRecord(
             key_id, api_keys.digest(text).hex(), name, tenant or key_id, max_priority, requests_per_minute,
-            tokens_per_minute, concurrent_requests, now_s, _moment(expires, now_s), scope=scope,
+            tokens_per_minute, concurrent_requests, now_s, _moment(expires, now_s), scope=scope, models=models,
         )  # fmt: skip
         _write(client, keys, record)
     if json:
@@ -83,7 +90,7 @@ def add(
     if same:
         print(f"{name} is also the name of {', '.join(same[:5])}; give ids to `orcinus keys revoke`", file=sys.stderr)
     if not count:
-        print("the first key of this model: from now on every request needs a key", file=sys.stderr)
+        print("the first key: from now on every request needs a key", file=sys.stderr)
     print(f"key {key_id} of tenant {record.tenant}; it is shown only this once:", file=sys.stderr)
     print(text)
 
@@ -104,7 +111,7 @@ def list_keys(values: Values, json: Json = False) -> None:
     from rich.table import Table
 
     if not rows:
-        print(ALL_GONE if had_keys else f"no keys for model {keys.model}; `orcinus keys add NAME` makes one")
+        print(ALL_GONE if had_keys else "no keys; `orcinus keys add NAME` makes one")
         return
     columns = {
         "id": [record.id for record in records],
@@ -113,6 +120,7 @@ def list_keys(values: Values, json: Json = False) -> None:
         "state": [str(row["state"]) for row in rows],
         "max priority": ["-" if record.max_priority == CLASSES[0] else record.max_priority for record in records],
         "scope": [record.scope or "-" for record in records],
+        "models": [record.models or "-" for record in records],
         "requests/min": [str(record.requests_per_minute or "-") for record in records],
         "tokens/min": [str(record.tokens_per_minute or "-") for record in records],
         "at once": [str(record.concurrent_requests or "-") for record in records],
@@ -166,6 +174,7 @@ def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
     url, access = reachable_redis(settings, target.launcher)
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
+            _move_old(client, settings.keys)
             yield client, settings.keys
     except redis.RedisError as error:
         raise ConfigurationError(f"Redis: refused the command: {error}; check the rights of its user") from error
@@ -188,6 +197,17 @@ def _select(records: list[KeyRecord], wanted: str) -> KeyRecord:
 
 def _records(client: Any, keys: Keys) -> list[KeyRecord]:
     return [KeyRecord.decode(stored) for stored in client.hvals(keys.api_keys)]
+
+
+def _move_old(client: Any, keys: Keys) -> None:
+    """Move the keys that an older version kept for this model to those of all models, bound to the model."""
+    for key_id, stored in client.hgetall(keys.model_keys).items():
+        record = replace(KeyRecord.decode(stored), models=keys.model)
+        with client.pipeline(transaction=True) as pipe:
+            pipe.hset(keys.api_keys, record.id, record.encode())
+            pipe.hdel(keys.model_keys, key_id)
+            pipe.incr(keys.keys_version)
+            pipe.execute()
 
 
 def _write(client: Any, keys: Keys, record: KeyRecord) -> None:

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -79,6 +79,11 @@ class Caller:
     max_priority: str = CLASSES[0]
     has_others: bool = False  # there are keys of other tenants
     is_operator: bool = True  # may see the work of all tenants; keys of `orcinus keys` need the scope ops
+    models: frozenset[str] = frozenset()  # that the key is bound to; none means all
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the key is for the model of this name, which is no alias."""
+        return not self.models or model in self.models
 
     def priority(self, requested: str) -> str:
         """Return the class of a request; requested: the class that it names, '' for none. Raise ApiError(403) above the
@@ -109,7 +114,7 @@ class Keyring:
         self._records: dict[str, KeyRecord] = {}
         self._any = False  # a record is or was there
         self._several = len(self._configured) > 1  # tenants have keys
-        self._version: bytes | None = None
+        self._version: list[bytes | None] = []
         self._secret = b""
         self._ahead_s = 0.0  # Redis's clock minus the clock here
         self._used: dict[str, float] = {}  # key id -> when (Redis's clock), since it was last written
@@ -208,7 +213,8 @@ class Keyring:
             record.concurrent_requests or self._rates.concurrent_requests,
         )
         salt, is_operator = self.salt(record.tenant), record.scope == "ops"
-        return Caller(record.tenant, salt, record.id, rates, record.max_priority, self._several, is_operator)
+        models = frozenset(record.models.split(",")) if record.models else frozenset()
+        return Caller(record.tenant, salt, record.id, rates, record.max_priority, self._several, is_operator, models)
 
     def _of_settings(self, text: str) -> Caller | None:
         digest, matches = api_keys.digest(text), False
@@ -223,13 +229,14 @@ class Keyring:
         keys = self._keys
         pipe = self._redis.pipeline(transaction=False)
         pipe.get(keys.keys_version)
+        pipe.get(keys.model_keys_version)
         pipe.get(keys.keys_salt)
         pipe.time()
-        version, secret, (seconds, micros) = await pipe.execute()
+        *version, secret, (seconds, micros) = await pipe.execute()
         self._ahead_s = seconds + micros / 1e6 - time.time()
         if not self.read or version != self._version:
             self._records, self._version = await self._all(), version
-            self._any |= bool(self._records) or version is not None
+            self._any |= bool(self._records) or any(each is not None for each in version)
             tenants = {record.tenant for record in self._records.values() if not record.revoked_s}
             self._several = len(tenants) + len(set(self._configured)) > 1
         if secret is None and self.needed:
@@ -244,11 +251,18 @@ class Keyring:
             await self._redis.hset(keys.keys_used, mapping={key: int(at) for key, at in used.items()})
 
     async def _all(self) -> dict[str, KeyRecord]:
+        """Return the keys of all models, and those that an older version kept for the gateway's own."""
+        model = self._keys.model
+        old = await self._records_of(self._keys.model_keys)
+        bound = {name: replace(record, models=model) for name, record in old.items()}
+        return bound | await self._records_of(self._keys.api_keys)
+
+    async def _records_of(self, key: str) -> dict[str, KeyRecord]:
         found = {}
-        stored: dict[bytes, bytes] = await self._redis.hgetall(self._keys.api_keys)  # type: ignore[assignment]
+        stored: dict[bytes, bytes] = await self._redis.hgetall(key)  # type: ignore[assignment]
         for raw, record in stored.items():
-            if name := self._letters.read(self._keys.api_keys, raw, text):
-                decoded = self._letters.read(f"{self._keys.api_keys}:{name}", record, KeyRecord.decode)
+            if name := self._letters.read(key, raw, text):
+                decoded = self._letters.read(f"{key}:{name}", record, KeyRecord.decode)
                 if decoded is None:
                     log.error("record of key %s is unreadable, so the key is refused", name)
                 found[name] = decoded or KeyRecord(name, "", "", "", revoked_s=1)

@@ -8,17 +8,12 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from services.gateway.admission import Admission
 from services.gateway.auth import Keyring
 from services.gateway.batches.driver import BatchDriver
-from services.gateway.cluster import Cluster
-from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
-from services.gateway.delivery.dispatcher import Dispatcher
-from services.gateway.delivery.response_store import ResponseStore
 from services.gateway.errors import handed_over
 from services.gateway.metrics import Metrics
+from services.gateway.models import ModelTable, Parts, ServedModel
 from services.gateway.processes import Siblings
-from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
 from shared import ids
@@ -35,64 +30,54 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, model: ModelText) -> None:
         """Raise ConfigurationError when a key is needed and there is none."""
         self.settings = settings
-        self.model = model
         self.id = ids.process_id("gateway")
         self.metrics = Metrics(settings.served_model_name, settings.metrics_aliases)
-        model.grammars.on_refused = lambda reason: self.metrics.refused_grammars.labels(reason).inc()
         self.tracing = Tracing(settings.otlp_endpoint, self.id) if settings.otlp_endpoint else None
         self.letters = DeadLetters(self.id, lambda kind: self.metrics.unreadable.labels(kind).inc())
         self.keyring = Keyring(settings, self.letters)
-        fallback = Limits(max_model_len=model.max_model_len, max_choices=settings.max_choices)
-        self.cluster = Cluster(settings, self.id, fallback, self.letters)
-        self.dispatcher = Dispatcher(settings, self.id, self.cluster, self.metrics, self.letters)
-        self.responses = ResponseStore(settings, self.dispatcher, self.letters)
-        self.background = BackgroundTasks()
-        self.admission = Admission(
-            settings,
-            model,
-            self.keyring,
-            self.cluster,
-            self.dispatcher,
-            self.background,
-            self.metrics,
-            self.tracing,
-        )
-        self.batches = BatchDriver(settings, self.keyring, self.metrics, self.dispatcher.cancel_for)
-        self.adopter = OrphanAdopter(settings, self.id, self.background, self.admission.adopt, self.letters)
+        parts = Parts(self.id, self.keyring, self.metrics, self.tracing, self.letters)
+        entries = settings.model_entries()
+        aliases = next((entry.aliases for entry in entries if entry.name == settings.served_model_name), ())
+        self.first = ServedModel(settings, model, parts, aliases)
+        self.models = ModelTable(self.first, parts, entries)
+        self.cluster, self.dispatcher = self.first.cluster, self.first.dispatcher
+        self.background, self.admission = self.first.background, self.first.admission
+        self.batches = BatchDriver(settings, self.keyring, self.metrics, self.cancel_for)
         self.siblings: Siblings | None = None  # the other processes behind the same ports
         self.started_s = int(time.time())
         self._watching: list[asyncio.Task[None]] = []
-        self.metrics.active.set_function(lambda: len(self.dispatcher.streams))
+        self.metrics.active.set_function(lambda: sum(len(each.dispatcher.streams) for each in self.models.models()))
         self.metrics.watch(self.cluster)
 
     def start(self) -> None:
-        self.dispatcher.start()
-        work = (self.cluster.run, self.keyring.run, self.adopter.run, self.batches.run)
+        self.first.start()
+        work = (self.keyring.run, self.batches.run, self.models.run)
         self._watching = [asyncio.create_task(each()) for each in work]
 
     async def stop(self) -> None:
         await self.batches.stop()
-        await self.background.stop()
-        await self.dispatcher.stop()
         watching, self._watching = self._watching, []
         await end(*watching)
+        await self.models.close()
+        await self.first.stop()
         await self.keyring.close()
-        await self.adopter.close()
         await self.batches.close()
-        await self.responses.close()
-        await self.cluster.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
+
+    async def cancel_for(self, request_id: str, tenant: str) -> str:
+        """Cancel a request of a tenant, of whichever model. Return as `Dispatcher.cancel_for`. Raise ApiError(503)."""
+        return await (await self.models.holding(request_id)).dispatcher.cancel_for(request_id, tenant)
 
     @property
     def draining(self) -> bool:
         """Whether the process is about to end."""
-        return self.admission.draining
+        return self.first.admission.draining
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """Return the tasks that run as long as the process; main.py ends the process when one of them has ended."""
-        return [*self.dispatcher.tasks, *self._watching]
+        return [*self.first.tasks, *self._watching]
 
     def dead_task(self) -> str:
         """Return the error of a task that ended and should not have; empty when all run."""
@@ -105,20 +90,24 @@ class Gateway:
         """Let running requests end for `seconds`, then end their delivery: a stream can be continued at another
         gateway.
         """
-        self.admission.draining = True
+        models = self.models.models()
+        for model in models:
+            model.admission.draining = True
         await self.batches.stop()  # another gateway goes on with them at once
-        self._hand_over(self.background.kept)  # they have no client here: another gateway can read them as well
+        for model in models:  # background requests have no client here: another gateway can read them as well
+            self._hand_over(model, model.background.kept)
         end = time.monotonic() + seconds
-        while self.dispatcher.streams and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
+        while any(model.dispatcher.streams for model in models) and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
             await asyncio.sleep(0.05)
-        self._hand_over(self.dispatcher.streams)
+        for model in models:
+            self._hand_over(model, model.dispatcher.streams)
         end = time.monotonic() + 5.0
-        while self.dispatcher.streams and time.monotonic() < end:  # noqa: ASYNC110
+        while any(model.dispatcher.streams for model in models) and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
-    def _hand_over(self, requests: Iterable[str]) -> None:
+    def _hand_over(self, model: ServedModel, requests: Iterable[str]) -> None:
         for request_id in list(requests):
-            if stream := self.dispatcher.streams.get(request_id):
+            if stream := model.dispatcher.streams.get(request_id):
                 stream.fail(handed_over(request_id), cut=True)
 
     def state(self) -> dict[str, Any]:
@@ -126,7 +115,8 @@ class Gateway:
         return {
             "id": self.id,
             "model": self.settings.served_model_name,
-            "active_requests": len(self.dispatcher.streams),
+            "models": {name: self.models.state(name) for name in self.models.names()},
+            "active_requests": sum(len(each.dispatcher.streams) for each in self.models.models()),
             "draining": self.draining,
             "not_ready": self.reason_not_ready() or None,
         }

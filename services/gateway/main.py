@@ -62,7 +62,7 @@ def run(settings: GatewaySettings, place: Place | None = None) -> int:
         if place is None or place.number == 0:
             warn_of_clear_text(settings)
         failure = uvloop.run(_serve(gateway, public, ops, place))
-    model.close()
+    model.close()  # the first one; the others were closed with the gateway
     if failure:
         # The supervisor of this process starts it again; without that task it would only look alive.
         log.critical("a task of this gateway died, so the process ends: %s", failure)

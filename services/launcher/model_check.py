@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,40 @@ def memory_problem(model: Path, worker: WorkerSettings, replicas: int = 1) -> st
     facts = read_model(model, worker.load_format)
     return size_problem(
         repository_of(model) or str(model), facts.held_bytes(worker), worker, replicas, bool(facts.stored)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one of several models takes of a machine's memory. replica_bytes: weights of one of its workers."""
+
+    name: str
+    replica_bytes: int
+    replicas: int
+    kv_fraction: float = 0.0  # of the free memory, for the KV of each worker; 0 where it is not given
+
+    def needed(self, free_bytes: int) -> int:
+        return self.replicas * (self.replica_bytes + int(self.kv_fraction * free_bytes)) + WORK_BYTES
+
+
+def share_of(model: Path, worker: WorkerSettings, replicas: int) -> Share:
+    """Return what a model takes. Raise ModelError."""
+    held_bytes = read_model(model, worker.load_format).held_bytes(worker)
+    return Share(worker.served_model_name, held_bytes, replicas, worker.kv_memory_fraction or 0.0)
+
+
+def sum_problem(shares: Sequence[Share], free_bytes: int) -> str:
+    """Return that models do not fit into the memory of a machine together, with all sizes; empty when they do."""
+    needed = [share.needed(free_bytes) for share in shares]
+    if sum(needed) <= free_bytes:
+        return ""
+    each = ", ".join(
+        f"{share.name} {size / GIB:.1f}" + (f" ({share.replicas} workers)" if share.replicas > 1 else "")
+        for share, size in zip(shares, needed, strict=True)
+    )
+    return (
+        f"{len(shares)} models: need {sum(needed) / GIB:.1f} GiB together ({each}), {free_bytes / GIB:.1f} are free; "
+        "choose fewer or smaller models, fewer workers, quantize, or a smaller kv_memory_fraction"
     )
 
 

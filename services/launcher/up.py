@@ -13,7 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ from pydantic_settings import BaseSettings
 from services.hub.store import hold
 from services.launcher import redis_server
 from services.launcher.gpu_facts import cupy_packages, device_count, device_files, may_use_gpu, torch_cuda
-from services.launcher.model_check import expected_bytes, memory_problem, model_problem, read_config, size_problem
+from services.launcher.model_check import (
+    expected_bytes,
+    free_memory,
+    memory_problem,
+    model_problem,
+    read_config,
+    share_of,
+    size_problem,
+    sum_problem,
+)
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.rundir import RunDir, StackFacts
 from services.launcher.screen import Screen
@@ -43,18 +53,65 @@ DEMO_PROMPT = "Read and return a line from the stream."
 """The docstring of a function: the demo model was trained to answer with one."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelStack:
+    """The settings of what runs for one model, and the options from which they were made."""
+
+    values: Values
+    launcher: LauncherSettings
+    gateway: GatewaySettings
+    scheduler: SchedulerSettings
+    worker: WorkerSettings
+
+    @classmethod
+    def of(cls, values: Values) -> ModelStack:
+        """Raise ConfigurationError."""
+        return cls(
+            values,
+            build(LauncherSettings, values),
+            build(GatewaySettings, values),
+            build(SchedulerSettings, values),
+            build(WorkerSettings, values),
+        )
+
+
+def values_by_model(values: Values) -> list[Values]:
+    """Return the options of each model, the gateway's own first: those of `--models`, else of the one of `--model`.
+
+    Raise ConfigurationError.
+    """
+    gateway = build(GatewaySettings, values)
+    entries = gateway.model_entries()
+    if not entries:
+        return [values]
+    own = [entry for entry in entries if entry.name == gateway.served_model_name]
+    if not own:
+        raise ConfigurationError(
+            f"--models {gateway.models}: has no model {gateway.served_model_name!r}; leave out MODEL, or name one of it"
+        )
+    launcher = build(LauncherSettings, values)
+    if launcher.prefill or launcher.decode:
+        raise ConfigurationError("--models: excludes PREFILL and DECODE; give `workers` in the file")
+    others = [entry for entry in entries if entry is not own[0]]
+    return [{**values, **entry.values()} for entry in [*own, *others]]
+
+
 def up(values: Values, stop_with_parent: bool = False) -> int:
     """Run until stopped. Return the exit code; raise ConfigurationError before anything was started."""
     values = _absolute_paths(values)
     if stop_with_parent:
         _die_with_parent()
-    launcher = build(LauncherSettings, values)
-    scheduler = build(SchedulerSettings, values)
-    _check(launcher, build(GatewaySettings, values), build(WorkerSettings, values))
-    _fetch_model(launcher, build(WorkerSettings, values))
-    gateway, worker = build(GatewaySettings, values), build(WorkerSettings, values)  # which find the model now
-    _check_model(launcher, worker)
-    hold(worker.model)
+    options = values_by_model(values)
+    stacks = [ModelStack.of(each) for each in options]
+    for stack in stacks:
+        _check(stack.launcher, stack.gateway, stack.worker, sum(len(each.launcher.roles()) for each in stacks))
+    for stack in stacks:
+        _fetch_model(stack.launcher, stack.worker)
+    stacks = [ModelStack.of(each) for each in options]  # which find the models now
+    _check_models(stacks)
+    for stack in stacks:
+        hold(stack.worker.model)
+    launcher, gateway, scheduler, worker = stacks[0].launcher, stacks[0].gateway, stacks[0].scheduler, stacks[0].worker
     screen = Screen()
     if problem := unused_gpu(worker):
         screen.event(f"the GPU of this machine is not used: {problem}")
@@ -74,12 +131,11 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
             "port": held.enter_context(listen(gateway.host, gateway.port, "port")),
             "ops port": held.enter_context(listen(gateway.ops_host, gateway.ops_port, "ops port")),
         }
-        env = _child_env(values, launcher, gateway, url, access.get("password"))
         shared = share_folder(run_dir.path)
         shutil.rmtree(shared, ignore_errors=True)  # of a launcher that was killed
         folder = worker.kv_share_dir or shared
-        specs = _specs(
-            launcher, gateway, scheduler, worker, local_redis, env, redis_server.client(url, **access), folder, sockets
+        specs = process_specs(
+            stacks, local_redis, url, access.get("password"), redis_server.client(url, **access), folder, sockets
         )
 
         run_dir.write_facts(
@@ -95,10 +151,9 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
         run_dir.write_settings(
             {
                 **{
-                    spec.name.removesuffix("-0"): effective(of, values, spec.env)
-                    for role, of in (("gateway", gateway), ("scheduler", scheduler), ("worker", worker))
+                    spec.name.removesuffix("-0"): effective(_settings_of(spec, stacks), values, spec.env)
                     for spec in specs
-                    if spec.name.startswith(f"{role}-")
+                    if spec.name.startswith(("gateway-", "scheduler-", "worker-"))
                 },
                 "up": effective(launcher, values),
             }
@@ -107,7 +162,7 @@ def up(values: Values, stop_with_parent: bool = False) -> int:
         def on_ready() -> None:
             screen.settle()
             screen.event(f"ready in {screen.elapsed_s():.1f} s; logs in {run_dir.logs}; Ctrl-C stops everything")
-            screen.result(greeting(gateway))
+            screen.result(greeting(gateway, [stack.gateway.served_model_name for stack in stacks[1:]]))
 
         try:
             return StackSupervisor(run_dir, specs, screen, on_ready=on_ready, stop_with_parent=stop_with_parent).run()
@@ -188,8 +243,8 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def greeting(gateway: GatewaySettings) -> list[str]:
-    """Return the address, and one curl line that works as it stands."""
+def greeting(gateway: GatewaySettings, others: Sequence[str] = ()) -> list[str]:
+    """Return the address, and one curl line that works as it stands. others: further models at the address."""
     url = api_url(gateway)
     request: dict[str, Any] = {"model": gateway.served_model_name, "max_tokens": 64, "temperature": 0}
     if gateway.model == DEMO_MODEL:
@@ -201,7 +256,7 @@ def greeting(gateway: GatewaySettings) -> list[str]:
         curl += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(gateway.api_key_file))})"'
     elif gateway.api_key is not None or gateway.require_key:
         curl += ' -H "Authorization: Bearer $ORCINUS_API_KEY"'
-    lines = [f"Orcinus serves {gateway.served_model_name} at {url}/v1"]
+    lines = [f"Orcinus serves {', '.join([gateway.served_model_name, *others])} at {url}/v1"]
     if gateway.model == DEMO_MODEL:
         lines.append(
             "The demo model is a toy of 4 million parameters that shows the system; MODEL=ORG/NAME serves another"
@@ -261,13 +316,27 @@ def _compile_kernels(worker: WorkerSettings) -> None:
     subprocess.run([*guarded, sys.executable, str(ROOT / "kernels/cpu/build.py"), "--for-run"], check=False)
 
 
-def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings) -> None:
+def _check_models(stacks: Sequence[ModelStack]) -> None:
+    """Raise ConfigurationError for a model that cannot be served, or models that do not fit together."""
+    for stack in stacks:
+        _check_model(stack.launcher, stack.worker)
+    shares = [
+        share_of(stack.worker.model, stack.worker, len(stack.launcher.roles()))
+        for stack in stacks
+        if not on_gpu(stack.worker)  # there each worker has its own
+    ]
+    if len(shares) > 1 and (problem := sum_problem(shares, free_memory())):
+        raise ConfigurationError(problem)
+
+
+def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings, workers: int = 0) -> None:
+    """Raise ConfigurationError. workers: of all models; 0 means those of this one."""
     if problem := kv_problem(worker):
         raise ConfigurationError(problem)
     if worker.device == "cuda" and (problem := cuda_problem()):
         raise ConfigurationError(f"DEVICE=cuda: {problem}")
     gateway.api_keys()
-    check_replicas(len(launcher.roles()), worker)
+    check_replicas(workers or len(launcher.roles()), worker)
 
 
 def check_replicas(replicas: int, worker: WorkerSettings) -> None:
@@ -325,48 +394,55 @@ def replica_id(worker_id: str, number: int) -> str:
     return f"{worker_id.removesuffix('-0')}-{number}" if number else worker_id
 
 
-def _specs(
-    launcher: LauncherSettings,
-    gateway: GatewaySettings,
-    scheduler: SchedulerSettings,
-    worker: WorkerSettings,
+def process_specs(
+    stacks: Sequence[ModelStack],
     local_redis: redis_server.LocalRedis | None,
-    env: dict[str, str],
+    url: str,
+    password: str | None,
     client: Any,
     folder: Path,
     sockets: Mapping[str, socket.socket],
 ) -> list[ServiceSpec]:
-    keys = gateway.keys
+    """Return all processes: Redis, workers and a scheduler of each model, one gateway. The workers are counted over all
+    models: they share the machine.
+    """
+    launcher, gateway = stacks[0].launcher, stacks[0].gateway
     after = ("redis",) if local_redis else ()
     specs = []
     if local_redis:
         specs.append(ServiceSpec("redis", local_redis.argv, probe=RedisProbe(client), stop_s=launcher.stop_s))
-
-    def service(
-        role: str, probe: WorkerProbe | SchedulerProbe | GatewayProbe, stop_s: float, number: int = 0, **more: str
-    ) -> ServiceSpec:
-        argv = [sys.executable, "-m", "services.cli", role]
-        held = sockets if role == "gateway" else {}
-        return ServiceSpec(f"{role}-{number}", argv, {**env, **more}, probe, after, stop_s, ROOT, sockets=held)
-
-    roles = launcher.roles()
-
-    def replica(number: int, role: str) -> ServiceSpec:
-        probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
-        env = replica_env(worker, number, len(roles)) | role_env(role, folder)
-        return service("worker", probe, launcher.stop_s, number, **env)
-
+    total = sum(len(stack.launcher.roles()) for stack in stacks)
+    number = 0
+    for at, stack in enumerate(stacks):
+        keys, worker = stack.gateway.keys, stack.worker
+        env = _child_env(stack.values, stack.launcher, stack.gateway, url, password)
+        for role in stack.launcher.roles():
+            own = replica_env(worker, number, total) | role_env(role, folder)
+            probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
+            argv = _argv("worker")
+            specs.append(ServiceSpec(f"worker-{number}", argv, {**env, **own}, probe, after, launcher.stop_s, ROOT))
+            number += 1
+        if at and stack.scheduler.scheduler_metrics_port:
+            env[env_name("scheduler_metrics_port")] = str(stack.scheduler.scheduler_metrics_port + at)
+        lease = SchedulerProbe(client, keys.lease(stack.scheduler.shard))
+        specs.append(ServiceSpec(f"scheduler-{at}", _argv("scheduler"), env, lease, after, launcher.stop_s, ROOT))
     drain_s = gateway.drain_s if "drain_s" in gateway.model_fields_set else launcher.stop_s / 2
-    return [
-        *specs,
-        *(replica(number, role) for number, role in enumerate(roles)),
-        service("scheduler", SchedulerProbe(client, keys.lease(scheduler.shard)), launcher.stop_s),
-        service(
-            "gateway",
-            GatewayProbe(gateway.host, gateway.port, gateway.tls_cert is not None),
-            max(launcher.stop_s, drain_s + 5),
-        ),
-    ]
+    env = _child_env(stacks[0].values, launcher, gateway, url, password)
+    serves = GatewayProbe(gateway.host, gateway.port, gateway.tls_cert is not None)
+    stop_s = max(launcher.stop_s, drain_s + 5)
+    return [*specs, ServiceSpec("gateway-0", _argv("gateway"), env, serves, after, stop_s, ROOT, sockets=sockets)]
+
+
+def _argv(role: str) -> list[str]:
+    return [sys.executable, "-m", "services.cli", role]
+
+
+def _settings_of(spec: ServiceSpec, stacks: Sequence[ModelStack]) -> BaseSettings:
+    """Return the settings that a process was started with."""
+    name = (spec.env or {}).get("ORCINUS_SERVED_MODEL_NAME")
+    stack = next((each for each in stacks if each.gateway.served_model_name == name), stacks[0])
+    of: dict[str, BaseSettings] = {"gateway": stack.gateway, "scheduler": stack.scheduler, "worker": stack.worker}
+    return of[spec.name.rpartition("-")[0]]
 
 
 def _child_env(

@@ -115,7 +115,7 @@ local function finish_request(id, stream, entry, given, prompt, lengths, failure
   if record[2] and kept_bytes > 0 then count_kept(KEYS[2], tenant, kept_bytes) end
   if not record[2] then leave_queue(KEYS[2], record[3], record[4], record[7]) end
   local bucket = record[5] or ''
-  if string.sub(bucket, 1, #prefix + 7) == prefix .. 'bucket:' and redis.call('EXISTS', bucket) == 1 then
+  if string.find(bucket, '^orcinus:{[^}]*}:bucket:') and redis.call('EXISTS', bucket) == 1 then
     count(bucket, 'running', -1)
     local left = redis.call('HGET', bucket, 'tokens')
     if left then

@@ -13,13 +13,16 @@ from dataclasses import asdict, dataclass, fields
 
 import orjson
 
+from shared.hub import is_repository
 from shared.keys import CLASSES
+from shared.models_file import MOST_MODELS
 
 SCOPES = ("ops",)
 """What a key may beyond requests: `ops` sees the live page."""
 MOST_KEYS = 10_000
-"""Bound on the keys of a model: every gateway holds all records in memory."""
+"""Bound on the keys in a Redis: every gateway holds all records in memory."""
 
+_NAME = re.compile(r"[a-z0-9._-]{1,128}")
 _FORM = re.compile(r"sk-orc-([0-9a-f]{12})-[A-Za-z0-9_-]{43}")
 
 
@@ -39,13 +42,14 @@ class KeyRecord:
     expires_s: int = 0
     revoked_s: int = 0
     scope: str = ""  # one of SCOPES, or empty
+    models: str = ""  # names of the models that the key is for, separated by commas; empty means all
 
     def encode(self) -> bytes:
-        """Return the record as the hash `keys` stores it; without an empty scope, which older gateways do not know."""
+        """Return the record as the hash `keys` stores it; without an empty scope or
+        models, which older gateways do not know.
+        """
         fields = asdict(self)
-        if not self.scope:
-            del fields["scope"]
-        return orjson.dumps(fields)
+        return orjson.dumps({name: value for name, value in fields.items() if value or name not in ("scope", "models")})
 
     @classmethod
     def decode(cls, stored: bytes) -> KeyRecord:
@@ -56,6 +60,8 @@ class KeyRecord:
             raise TypeError("key record: a field has the wrong type")
         if record.max_priority not in CLASSES:
             raise ValueError(f"key record: no class {record.max_priority!r}")
+        if record.models and not are_models(record.models):
+            raise ValueError(f"key record: {record.models[:100]!r} names no models")
         if record.scope not in ("", *SCOPES):
             raise ValueError(f"key record: no scope {record.scope!r}")
         return record
@@ -65,6 +71,12 @@ class KeyRecord:
         if self.revoked_s:
             return "revoked"
         return "expired" if self.expires_s and now_s >= self.expires_s else "active"
+
+
+def are_models(text: str) -> bool:
+    """Return whether a text is names of models, separated by commas."""
+    names = text.split(",")
+    return len(names) <= MOST_MODELS and all(is_repository(name) or _NAME.fullmatch(name) for name in names)
 
 
 def new_key() -> tuple[str, str]:

@@ -21,8 +21,9 @@ from services.gateway.anthropic.bodies import (
 )
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
+from services.gateway.models import ServedModel
 from services.gateway.openai.answers import EventStream, begin, collect, json_response, take_headers, whole_response
-from services.gateway.openai.bodies import MessagesErrorAnswer, check_model, read_body
+from services.gateway.openai.bodies import MessagesErrorAnswer, read_body, served_model
 from services.gateway.openai.chat import chat_spec, encode_messages
 from services.gateway.openai.document import body_of, errors, event_stream
 from services.gateway.openai.output import binds_output, plan_tools
@@ -43,7 +44,6 @@ _COUNTED = {
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
-    served = gateway.settings.served_model_name
 
     @routes.post(
         "/v1/messages",
@@ -57,10 +57,11 @@ def router(gateway: Gateway) -> APIRouter:
         """Answer a conversation, as Anthropic's API does."""
         started = time.monotonic()
         body = await read_body(request, MessagesBody)
-        spec = await _spec(gateway, body, request.state.tenant)
+        model = await served_model(gateway, body.model, request.state.caller)
+        spec = await _spec(model, body, request.state.tenant)
         await take_headers(request, spec)
         last_event = request.headers.get("last-event-id", "") if spec.stream else ""
-        generation, headers = await begin(gateway, request, spec, started, last_event)
+        generation, headers = await begin(model, request, spec, started, last_event)
         if spec.stream:
             return EventStream(generation, MessageEvents(generation), gateway.settings.keepalive_s, headers)
         return await whole_response(collect(generation, request, whole_message(generation)), headers)
@@ -75,11 +76,11 @@ def router(gateway: Gateway) -> APIRouter:
         body = await read_body(request, CountBody)
         chat = chat_body(body)
         try:
-            check_model(chat.model, served)
-            tools = plan_tools(chat, gateway.model)
+            model = await served_model(gateway, chat.model, request.state.caller)
+            tools = plan_tools(chat, model.text)
             bound = binds_output(chat, tools)
-            limits = gateway.cluster.limits
-            tokens = await encode_messages(chat, chat.messages, gateway.model, limits, tools.shown, bound)
+            limits = model.cluster.limits
+            tokens = await encode_messages(chat, chat.messages, model.text, limits, tools.shown, bound)
         except ApiError as error:
             raise in_words_of_messages(error, places_of(body)) from None
         return json_response({"input_tokens": len(tokens)})
@@ -87,11 +88,10 @@ def router(gateway: Gateway) -> APIRouter:
     return routes
 
 
-async def _spec(gateway: Gateway, body: MessagesBody, tenant: str) -> GenerationSpec:
+async def _spec(model: ServedModel, body: MessagesBody, tenant: str) -> GenerationSpec:
     """Raise ApiError in the words of this endpoint."""
     chat = chat_body(body)
-    served, limits = gateway.settings.served_model_name, gateway.cluster.limits
     try:
-        return await chat_spec(chat, gateway.model, served, limits, ids.request_id(KIND), tenant)
+        return await chat_spec(chat, model.text, model.cluster.limits, ids.request_id(KIND), tenant)
     except ApiError as error:
         raise in_words_of_messages(error, places_of(body)) from None

@@ -25,7 +25,7 @@ from services.gateway.errors import ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
 from services.gateway.openai.answers import SLOW_FLUSH_S
-from services.gateway.openai.bodies import CompletionBody, check_model, parse_body
+from services.gateway.openai.bodies import CompletionBody, parse_body, served_model
 from services.gateway.openai.completions import completion_spec
 from services.gateway.openai.info import VERSION
 from shared.errors import ConfigurationError
@@ -94,7 +94,6 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._name = gateway.settings.served_model_name
         chain, key = gateway.settings.tls_cert, gateway.settings.tls_key
         self._certificate = Certificate(chain, key) if chain is not None and key is not None else None
         options = [
@@ -161,9 +160,12 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: kserve.ModelReadyRequest, context: Context
     ) -> kserve.ModelReadyResponse:
         """Return whether new work for this model would be served; another model is not ready."""
-        await self._answered("ModelReady", context, self._call(context))
-        ready = request.name == self._name and not self._gateway.reason_not_ready()
-        return kserve.ModelReadyResponse(ready=ready)
+        call = await self._answered("ModelReady", context, self._call(context))
+        gateway = self._gateway
+        name = gateway.models.named(request.name)
+        is_here = bool(name) and call.caller.may_use(name)
+        ready = is_here and (name == gateway.first.name or gateway.models.state(name) == "ready")
+        return kserve.ModelReadyResponse(ready=ready and not gateway.reason_not_ready())
 
     async def ModelMetadata(  # noqa: N802
         self, request: kserve.ModelMetadataRequest, context: Context
@@ -184,11 +186,10 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         await self._answered("ModelStreamInfer", context, self._stream(requests, context))
 
     async def _metadata(self, request: kserve.ModelMetadataRequest, context: Context) -> kserve.ModelMetadataResponse:
-        await self._call(context)
-        check_model(request.name, self._name)
+        model = await served_model(self._gateway, request.name, (await self._call(context)).caller)
         tensor = kserve.ModelMetadataResponse.TensorMetadata
         return kserve.ModelMetadataResponse(
-            name=self._name,
+            name=model.name,
             versions=["1"],
             platform="orcinus",
             inputs=[tensor(name=name, datatype=kind, shape=shape) for name, kind, shape in INPUTS],
@@ -217,11 +218,12 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         if fields["stream"] and not streams:
             raise invalid("stream", "ModelInfer returns one response; use ModelStreamInfer to stream")
         body = parse_body(body_of(fields), CompletionBody)
-        spec = await completion_spec(body, gateway.model, self._name, gateway.cluster.limits, tenant=call.caller.tenant)
+        model = await served_model(gateway, body.model, call.caller)
+        spec = await completion_spec(body, model.text, model.cluster.limits, tenant=call.caller.tenant)
         if spec.max_tokens == 0:
             raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
         spec.traceparent = call.traceparent
-        return await gateway.admission.begin(spec, call.caller, started)
+        return await model.admission.begin(spec, call.caller, started)
 
     async def _call(self, context: Context) -> Call:
         """Raise ApiError(401)."""

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import NOTHING, PREAMBLE, Delta, Generation, Position, Row, Usage
 from services.gateway.errors import ApiError, invalid, shown
-from services.gateway.gateway import Gateway
+from services.gateway.models import ServedModel
 from services.gateway.openai.document import errors
 from services.gateway.openai.pooled import pooled_answer
 from services.gateway.request import GenerationSpec
@@ -69,18 +69,18 @@ def listed(items: list[dict[str, Any]], limit: int, after: str, newest_first: bo
     }
 
 
-async def serve(gateway: Gateway, request: Request, spec: GenerationSpec, started: float) -> Response:
-    fingerprint = gateway.model.fingerprint
+async def serve(model: ServedModel, request: Request, spec: GenerationSpec, started: float) -> Response:
+    fingerprint = model.text.fingerprint
     if spec.max_tokens == 0:  # echo only: nothing is generated
         return _echo_only(spec, fingerprint)
     await take_headers(request, spec)
     if spec.background:
-        await gateway.admission.begin_background(spec, request.state.caller, started)
+        await model.admission.begin_background(spec, request.state.caller, started)
         return _accepted(spec)
     last_event = request.headers.get("last-event-id", "") if spec.stream else ""
-    generation, headers = await begin(gateway, request, spec, started, last_event)
+    generation, headers = await begin(model, request, spec, started, last_event)
     if spec.stream:
-        return EventStream(generation, EventWriter(generation, fingerprint), gateway.settings.keepalive_s, headers)
+        return EventStream(generation, EventWriter(generation, fingerprint), model.settings.keepalive_s, headers)
     return await whole_response(collect(generation, request, whole(generation, fingerprint)), headers)
 
 
@@ -101,13 +101,13 @@ async def take_headers(request: Request, spec: GenerationSpec) -> None:
 
 
 async def begin(
-    gateway: Gateway, request: Request, spec: GenerationSpec, started: float, last_event: str = ""
+    model: ServedModel, request: Request, spec: GenerationSpec, started: float, last_event: str = ""
 ) -> tuple[Generation, dict[str, str]]:
     """Begin a request with a waiting client; return it and the headers of its answer. Raise ApiError; it must be
     closed.
     """
     caller: Caller = request.state.caller
-    request.state.generation = generation = await gateway.admission.begin(spec, caller, started, last_event)
+    request.state.generation = generation = await model.admission.begin(spec, caller, started, last_event)
     return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.left)}
 
 

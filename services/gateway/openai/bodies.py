@@ -28,7 +28,10 @@ from pydantic import (
 from starlette.requests import Request
 
 from protos import queue_pb2
+from services.gateway.auth import Caller
 from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.gateway import Gateway
+from services.gateway.models import ServedModel
 from services.gateway.request import GenerationSpec, Limits
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
@@ -665,15 +668,24 @@ COPIED = GenerationBody.model_fields.keys() & {field.name for field in dataclass
 """Fields that a body and the spec have under one name; those left out depend on the model."""
 
 
-def check_model(name: str | None, served: str) -> None:
-    """Raise ApiError(404) naming what is served."""
-    if name is not None and name != served:
-        raise ApiError(
-            404,
-            f"The model {shown(name)} does not exist; this server has {served!r}",
-            param="model",
-            code="model_not_found",
-        )
+async def served_model(gateway: Gateway, name: str | None, caller: Caller) -> ServedModel:
+    """Return the model that a name in a request means; without a name the gateway's first. Every route resolves here.
+
+    Raise ApiError: 404 for a name that no model here has, 403 for a model that the caller's key is not for.
+    """
+    model = gateway.first if name is None else gateway.models.open.get(name)
+    if caller.models:
+        asked = model.name if model is not None else gateway.models.named(name or "")
+        if asked and asked not in caller.models:
+            allowed = ", ".join(sorted(caller.models))
+            raise ApiError(
+                403, f"model: this key is for {allowed}; got {shown(name or asked)}", param="model",
+                code="model_not_allowed",
+            )  # fmt: skip
+    if model is None:
+        model = await gateway.models.opened(name or "", caller)
+    model.used_at = time.monotonic()
+    return model
 
 
 TASKS = {

@@ -19,12 +19,12 @@ from services.gateway.openai.bodies import (
     ChatMessage,
     TemplateBody,
     check_length,
-    check_model,
     check_output,
     check_task,
     generation_spec,
     read_body,
     room_after,
+    served_model,
 )
 from services.gateway.openai.document import body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, bind_thinking, binds_output, plan_tools
@@ -38,7 +38,6 @@ from shared.text.tokenizer import TokenizerError
 def router(gateway: Gateway) -> APIRouter:
     """Return the route over one gateway."""
     routes = APIRouter()
-    served = gateway.settings.served_model_name
 
     @routes.post(
         "/v1/chat/completions",
@@ -49,19 +48,19 @@ def router(gateway: Gateway) -> APIRouter:
         """Answer a conversation."""
         started = time.monotonic()
         body = await read_body(request, ChatBody)
-        spec = await chat_spec(body, gateway.model, served, gateway.cluster.limits, tenant=request.state.tenant)
-        return await serve(gateway, request, spec, started)
+        model = await served_model(gateway, body.model, request.state.caller)
+        spec = await chat_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
+        return await serve(model, request, spec, started)
 
     return routes
 
 
 async def chat_spec(
-    body: ChatBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None, tenant: str = ""
+    body: ChatBody, model: ModelText, limits: Limits, request_id: str | None = None, tenant: str = ""
 ) -> GenerationSpec:
     """Return the request that a body describes. request_id: None for a new one. tenant: for the turns of grammars.
     Raise ApiError.
     """
-    check_model(body.model, served)
     if model.is_encoder:  # a model without a template gets a message of its own
         check_task(model, "chat")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:

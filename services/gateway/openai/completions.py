@@ -16,13 +16,13 @@ from services.gateway.openai.bodies import (
     CompletionBody,
     check_choices,
     check_length,
-    check_model,
     check_output,
     check_task,
     generation_spec,
     read_body,
     requested_choices,
     room_after,
+    served_model,
 )
 from services.gateway.openai.document import body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output
@@ -37,7 +37,6 @@ THREAD_TOKENS = 8 * 1024
 def router(gateway: Gateway) -> APIRouter:
     """Return the route over one gateway."""
     routes = APIRouter()
-    served = gateway.settings.served_model_name
 
     @routes.post(
         "/v1/completions",
@@ -48,19 +47,19 @@ def router(gateway: Gateway) -> APIRouter:
         """Continue one or several prompts."""
         started = time.monotonic()
         body = await read_body(request, CompletionBody)
-        spec = await completion_spec(body, gateway.model, served, gateway.cluster.limits, tenant=request.state.tenant)
-        return await serve(gateway, request, spec, started)
+        model = await served_model(gateway, body.model, request.state.caller)
+        spec = await completion_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
+        return await serve(model, request, spec, started)
 
     return routes
 
 
 async def completion_spec(
-    body: CompletionBody, model: ModelText, served: str, limits: Limits, request_id: str | None = None, tenant: str = ""
+    body: CompletionBody, model: ModelText, limits: Limits, request_id: str | None = None, tenant: str = ""
 ) -> GenerationSpec:
     """Return the request that a body describes. request_id: None for a new one. tenant: for the turns of grammars.
     Raise ApiError.
     """
-    check_model(body.model, served)
     check_task(model, "completions")
     special = body.add_special_tokens is not False
     prompts, texts = await read_prompts(body.prompt, "prompt", requested_choices(body)[0], special, model, limits)

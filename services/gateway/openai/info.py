@@ -8,11 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.gateway.auth import require_operator
+from services.gateway.auth import Caller, require_operator
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import json_response
-from services.gateway.openai.bodies import check_model
 from services.gateway.openai.document import FOUND, errors
 
 VERSION = metadata.version("orcinus")
@@ -23,29 +22,37 @@ _NOT_WELL = {"description": "not so; `reason` says why", "content": FOUND["conte
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
-    served = gateway.settings.served_model_name
 
-    def model_card() -> dict[str, Any]:
-        limits = gateway.cluster.limits
-        return {
-            "id": served,
+    def model_card(name: str) -> dict[str, Any]:
+        card: dict[str, Any] = {
+            "id": name,
             "object": "model",
             "created": gateway.started_s,
             "owned_by": "orcinus",
-            "max_model_len": limits.max_model_len - gateway.model.is_encoder,  # what is pooled counts as a token
-            "tasks": list(gateway.model.tasks),
+            "state": gateway.models.state(name),
+            "aliases": list(gateway.models.aliases(name)),
         }
+        if (model := gateway.models.open.get(name)) is not None:  # the files of another one were not read
+            # What is pooled counts as a token.
+            card["max_model_len"] = model.cluster.limits.max_model_len - model.text.is_encoder
+            card["tasks"] = list(model.text.tasks)
+        return card
 
     @routes.get("/v1/models", responses={200: FOUND, **errors()})
-    async def models() -> Response:
-        """List the served model."""
-        return json_response({"object": "list", "data": [model_card()]})
+    async def models(request: Request) -> Response:
+        """List the models that the key is for, with their states."""
+        caller: Caller = request.state.caller
+        names = [name for name in gateway.models.names() if caller.may_use(name)]
+        return json_response({"object": "list", "data": [model_card(name) for name in names]})
 
     @routes.get("/v1/models/{model_id:path}", responses={200: FOUND, **errors(404)})
-    async def model(model_id: str) -> Response:
-        """Return one model."""
-        check_model(model_id, served)
-        return json_response(model_card())
+    async def model(model_id: str, request: Request) -> Response:
+        """Return one model, by its name or an alias."""
+        caller: Caller = request.state.caller
+        name = gateway.models.named(model_id)
+        if not name or not caller.may_use(name):
+            raise gateway.models.unknown(model_id, caller)
+        return json_response(model_card(name))
 
     @routes.get("/health", responses={200: FOUND, **errors()})
     @routes.get("/health/live", responses={200: FOUND, **errors()})

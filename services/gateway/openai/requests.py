@@ -53,25 +53,28 @@ def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -
         """
         started = time.monotonic()
         last_event = request.headers.get("last-event-id", "")
-        generation = await gateway.admission.resume(request_id, request.state.tenant, started, last_event)
+        model = await gateway.models.holding(request_id, request.state.caller)
+        generation = await model.admission.resume(request_id, request.state.tenant, started, last_event)
         form = _form_of(request_id, forms)
-        writer = EventWriter(generation, gateway.model.fingerprint) if form is None else form.writer(generation)
+        writer = EventWriter(generation, model.text.fingerprint) if form is None else form.writer(generation)
         return EventStream(generation, writer, gateway.settings.keepalive_s, {"x-orcinus-request": request_id})
 
     @routes.get("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
     async def request_status(request_id: str, request: Request) -> Response:
         """Return the state of a request, and its answer for five minutes after its end."""
-        record = await gateway.dispatcher.raw_record(request_id)
+        model = await gateway.models.holding(request_id, request.state.caller)
+        record = await model.dispatcher.raw_record(request_id)
         if record.get(b"tenant", b"") != request.state.tenant.encode():
             raise unknown_request(request_id)
-        answer = await result(request_id, record, gateway.dispatcher, gateway.model, forms)
-        state = gateway.dispatcher.decoded(request_id, record, partial(status, request_id))
+        answer = await result(request_id, record, model.dispatcher, model.text, forms)
+        state = model.dispatcher.decoded(request_id, record, partial(status, request_id))
         return json_response(state | ({"result": answer} if answer else {}))
 
     @routes.delete("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
     async def cancel_request(request_id: str, request: Request) -> Response:
         """Cancel a request, wherever it runs."""
-        verdict = await gateway.dispatcher.cancel_for(request_id, request.state.tenant)
+        model = await gateway.models.holding(request_id, request.state.caller)
+        verdict = await model.dispatcher.cancel_for(request_id, request.state.tenant)
         if verdict in ("unknown", "forbidden"):
             raise unknown_request(request_id)
         return json_response({"id": request_id, "object": "request", "cancelled": verdict != "finished"})

@@ -27,6 +27,7 @@ from services.gateway.delivery.response_store import Kept, StoredResponse
 from services.gateway.delivery.stream import Delta, Generation, Usage
 from services.gateway.errors import ApiError, failed, invalid, shown
 from services.gateway.gateway import Gateway
+from services.gateway.models import ServedModel
 from services.gateway.openai.answers import (
     GENERATION_ERRORS,
     KEEP_ALIVE,
@@ -39,7 +40,17 @@ from services.gateway.openai.answers import (
     whole,
     whole_response,
 )
-from services.gateway.openai.bodies import INT64, MAX_TOOLS, Body, ChatBody, Metadata, Priority, parse_body, read_body
+from services.gateway.openai.bodies import (
+    INT64,
+    MAX_TOOLS,
+    Body,
+    ChatBody,
+    Metadata,
+    Priority,
+    parse_body,
+    read_body,
+    served_model,
+)
 from services.gateway.openai.chat import chat_spec
 from services.gateway.openai.document import body_of, errors, event_stream
 from services.gateway.openai.requests import result, status
@@ -601,8 +612,16 @@ MOST_ITEMS = 100
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
-    served = Responses(gateway)
-    gateway.background.on_end = served.ended
+
+    def store_ends(model: ServedModel) -> None:
+        model.background.on_end = Responses(model).ended
+
+    gateway.models.on_open = store_ends
+    for model in gateway.models.models():
+        store_ends(model)
+
+    async def holding(response_id: str, request: Request) -> ServedModel:
+        return await gateway.models.holding(response_id, request.state.caller)
 
     @routes.post(
         "/v1/responses",
@@ -613,25 +632,27 @@ def router(gateway: Gateway) -> APIRouter:
         """Answer a conversation."""
         started = time.monotonic()
         body = await read_body(request, ResponsesBody)
-        before = await served.before(body, request.state.tenant)
-        spec = await _spec(gateway, body, before, request.state.tenant)
+        model = await served_model(gateway, body.model, request.state.caller)
+        earlier = Responses(await holding(body.previous_response_id or "", request))
+        before = await earlier.before(body, request.state.tenant)
+        spec = await _spec(model, body, before, request.state.tenant)
         await take_headers(request, spec)
-        response = shell(body, spec.id, spec.created, gateway.model.defaults)
-        response["store"] &= gateway.responses.stores
+        response = shell(body, spec.id, spec.created, model.text.defaults)
+        response["store"] &= model.responses.stores
         conversation = [*before, *with_ids(items_of(body), spec.id)] if response["store"] else []
-        keep = partial(served.keep, request.state.tenant, conversation)
+        keep = partial(Responses(model).keep, request.state.tenant, conversation)
         if spec.background:
             response["status"] = "queued"
             kept = await keep(response, only_new=True)  # an earlier call of the same name has it already
             response["store"] = kept is not Kept.NOT
             try:
-                await gateway.admission.begin_background(spec, request.state.caller, started)
+                await model.admission.begin_background(spec, request.state.caller, started)
             except ApiError:
                 if kept is Kept.NEW:
-                    await gateway.responses.forget(spec.id, request.state.tenant, hidden_ms=1)
+                    await model.responses.forget(spec.id, request.state.tenant, hidden_ms=1)
                 raise
             return json_response(response)
-        generation, headers = await begin(gateway, request, spec, started)
+        generation, headers = await begin(model, request, spec, started)
         if spec.stream:
             events = ResponseEvents(generation, response)
             return EventStream(
@@ -639,7 +660,7 @@ def router(gateway: Gateway) -> APIRouter:
             )
 
         async def answer() -> dict[str, Any]:
-            chat = whole(generation, gateway.model.fingerprint)
+            chat = whole(generation, model.text.fingerprint)
             made = of_chat(response, await collect(generation, request, chat))
             return made | {"store": await keep(made) is not Kept.NOT}
 
@@ -652,15 +673,17 @@ def router(gateway: Gateway) -> APIRouter:
             raise invalid(
                 "stream", f"a response is returned whole here; GET /v1/requests/{response_id[:80]}/stream streams it"
             )
-        return json_response((await served.find(response_id, request.state.tenant)).response)
+        found = await Responses(await holding(response_id, request)).find(response_id, request.state.tenant)
+        return json_response(found.response)
 
     @routes.delete("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
     async def delete_response(response_id: str, request: Request) -> Response:
         """Cancel a response that runs, and forget it."""
-        found = await served.find(response_id, request.state.tenant)
+        model = await holding(response_id, request)
+        found = await Responses(model).find(response_id, request.state.tenant)
         if found.running:
-            await gateway.dispatcher.cancel_for(response_id, request.state.tenant)
-        await gateway.responses.forget(response_id, request.state.tenant)
+            await model.dispatcher.cancel_for(response_id, request.state.tenant)
+        await model.responses.forget(response_id, request.state.tenant)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @routes.get("/v1/responses/{response_id}/input_items", responses={200: _RESPONSE, **errors(404, 503)})
@@ -672,7 +695,7 @@ def router(gateway: Gateway) -> APIRouter:
         after: Annotated[str, Query(max_length=128)] = "",
     ) -> Response:
         """Return the items of the conversation before a stored response, a page at a time."""
-        found = await served.find(response_id, request.state.tenant)
+        found = await Responses(await holding(response_id, request)).find(response_id, request.state.tenant)
         if not found.response["store"]:
             raise unknown_request(response_id)
         return json_response(listed(found.input, limit, after, newest_first=order == "desc"))
@@ -680,9 +703,10 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 503)})
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Cancel a response, wherever it runs."""
-        found = await served.find(response_id, request.state.tenant)
+        model = await holding(response_id, request)
+        found = await Responses(model).find(response_id, request.state.tenant)
         if found.running:
-            verdict = await gateway.dispatcher.cancel_for(response_id, request.state.tenant)
+            verdict = await model.dispatcher.cancel_for(response_id, request.state.tenant)
             found.response["status"] = "cancelled" if verdict != "finished" else found.response["status"]
         return json_response(found.response)
 
@@ -690,10 +714,10 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 class Responses:
-    """Responses as the store and their records have them."""
+    """Responses of one model as the store and their records have them."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
 
     async def before(self, body: ResponsesBody, tenant: str) -> list[dict[str, Any]]:
         """Return the conversation that a request goes on from. Raise ApiError(400, 503)."""
@@ -710,7 +734,7 @@ class Responses:
             raise invalid(
                 "previous_response_id",
                 f"previous_response_id {shown(name)} is not stored: it is unknown, has store false, was deleted, or is "
-                f"older than {self._gateway.settings.response_retention_s} s; send the conversation as input",
+                f"older than {self._model.settings.response_retention_s} s; send the conversation as input",
                 "previous_response_not_found",
             )
         if found.response["status"] not in ("completed", "incomplete"):
@@ -725,20 +749,20 @@ class Responses:
         """Store a response unless its request asked for none; return whether it is stored."""
         if not response["store"]:
             return Kept.NOT
-        return await self._gateway.responses.keep(StoredResponse(tenant, response, conversation), only_new)
+        return await self._model.responses.keep(StoredResponse(tenant, response, conversation), only_new)
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
         """Return a response; one that is not stored has no input. Raise ApiError(404, 503)."""
         if not response_id.startswith(ids.BEGINNINGS[KIND]) or len(response_id) > MOST_ID:
             raise unknown_request(response_id)
-        stored, is_deleted = await self._gateway.responses.find(response_id, tenant)
+        stored, is_deleted = await self._model.responses.find(response_id, tenant)
         if is_deleted:
             raise unknown_request(response_id)
         if stored is not None and not stored.running:
             return stored
         now = await self._recorded(response_id, tenant, stored)
         if now.response["store"] and not now.running:
-            await self._gateway.responses.keep(now)
+            await self._model.responses.keep(now)
         return now
 
     async def ended(self, response_id: str) -> None:
@@ -747,10 +771,10 @@ class Responses:
         """
         if ids.kind_of(response_id) != KIND:
             return
-        store, problem = self._gateway.responses, ""
+        store, problem = self._model.responses, ""
         for tries in range(LOOKS):
             try:
-                record = await self._gateway.dispatcher.raw_record(response_id)
+                record = await self._model.dispatcher.raw_record(response_id)
                 tenant = record.get(b"tenant", b"").decode("utf-8", "replace")
                 stored, _ = await store.find(response_id, tenant)
                 if not record or stored is None or not stored.running:
@@ -763,23 +787,21 @@ class Responses:
 
     async def _recorded(self, response_id: str, tenant: str, stored: StoredResponse | None) -> StoredResponse:
         """Return a response as its record has it. Raise ApiError(404, 503)."""
-        gateway = self._gateway
-        record = await gateway.dispatcher.raw_record(response_id)
+        model = self._model
+        record = await model.dispatcher.raw_record(response_id)
         if record.get(b"tenant", b"") != tenant.encode() or not record:
             if stored is None:
                 raise unknown_request(response_id)
             error = {"code": "server_error", "message": "the answer was not read in time; send the request again"}
             return replace(stored, response=stored.response | {"status": "failed", "error": error})
-        answer = await result(response_id, record, gateway.dispatcher, gateway.model)
-        state = gateway.dispatcher.decoded(response_id, record, partial(status, response_id))
+        answer = await result(response_id, record, model.dispatcher, model.text)
+        state = model.dispatcher.decoded(response_id, record, partial(status, response_id))
         if stored is not None:
             return replace(stored, response=of_record(state, answer, stored.response))
-        body = ResponsesBody(
-            model=gateway.settings.served_model_name, input="", background=state["background"], store=False
-        )
+        body = ResponsesBody(model=model.name, input="", background=state["background"], store=False)
         created = answer["created"] if answer else state["enqueued_ms"] // 1000
         return StoredResponse(
-            tenant, of_record(state, answer, shell(body, response_id, created, gateway.model.defaults)), []
+            tenant, of_record(state, answer, shell(body, response_id, created, model.text.defaults)), []
         )
 
 
@@ -794,13 +816,14 @@ def with_ids(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str
     return [{"id": f"item_{ending}_{index}", "type": "message", **item} for index, item in enumerate(items)]
 
 
-async def _spec(gateway: Gateway, body: ResponsesBody, before: Sequence[dict[str, Any]], tenant: str) -> GenerationSpec:
+async def _spec(
+    model: ServedModel, body: ResponsesBody, before: Sequence[dict[str, Any]], tenant: str
+) -> GenerationSpec:
     """Raise ApiError in the words of this endpoint."""
     chat = chat_body(body, before)
-    served, limits = gateway.settings.served_model_name, gateway.cluster.limits
 
     async def spec_of(chat: ChatBody) -> GenerationSpec:
-        return await chat_spec(chat, gateway.model, served, limits, ids.request_id(KIND), tenant)
+        return await chat_spec(chat, model.text, model.cluster.limits, ids.request_id(KIND), tenant)
 
     try:
         return await (truncated_spec(chat, spec_of) if body.truncation == "auto" else spec_of(chat))

@@ -21,10 +21,10 @@ from services.gateway.openai.bodies import (
     ScoreBody,
     check_choices,
     check_length,
-    check_model,
     check_task,
     read_body,
     room_after,
+    served_model,
 )
 from services.gateway.openai.completions import read_prompts
 from services.gateway.openai.document import FOUND, body_of
@@ -44,13 +44,12 @@ _RESPONSES = {200: FOUND, **ACCEPTED, **GENERATION_ERRORS}
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
-    served = gateway.settings.served_model_name
 
     async def answer(request: Request, kind: type[BodyT], spec_of: SpecOf[BodyT]) -> Response:
         started = time.monotonic()
         body = await read_body(request, kind)
-        check_model(body.model, served)
-        return await serve(gateway, request, await spec_of(body, gateway.model, gateway.cluster.limits), started)
+        model = await served_model(gateway, body.model, request.state.caller)
+        return await serve(model, request, await spec_of(body, model.text, model.cluster.limits), started)
 
     @routes.post("/v1/embeddings", responses=_RESPONSES, openapi_extra=body_of(EmbeddingsBody))
     async def embeddings(request: Request) -> Response:

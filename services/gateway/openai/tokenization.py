@@ -1,4 +1,4 @@
-"""Serve `/tokenize` and `/detokenize`: the tokenizer of the served model."""
+"""Serve `/tokenize` and `/detokenize`: the tokenizer of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import Response
 from services.gateway.errors import invalid
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import json_response
-from services.gateway.openai.bodies import DetokenizeBody, TemplateBody, TokenizeBody, check_model, read_body
+from services.gateway.openai.bodies import DetokenizeBody, TemplateBody, TokenizeBody, read_body, served_model
 from services.gateway.openai.chat import encode_messages
 from services.gateway.openai.completions import THREAD_TOKENS, decode, encode_text
 from services.gateway.openai.document import FOUND, body_of, errors
@@ -19,32 +19,31 @@ from services.gateway.openai.document import FOUND, body_of, errors
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
-    served = gateway.settings.served_model_name
 
     @routes.post("/tokenize", responses={200: FOUND, **errors(404, 415)}, openapi_extra=body_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""
         body = await read_body(request, TokenizeBody)
-        check_model(body.model, served)
+        model = await served_model(gateway, body.model, request.state.caller)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "send either prompt or messages")
-        limits = gateway.cluster.limits
+        limits = model.cluster.limits
         if body.messages is not None:
             if body.add_special_tokens:
                 raise invalid(
                     "add_special_tokens", "add_special_tokens is for prompt only; a chat template adds its own"
                 )
-            tokens = await encode_messages(body, body.messages, gateway.model, limits)
+            tokens = await encode_messages(body, body.messages, model.text, limits)
         else:
             for name in TemplateBody.model_fields:
                 if getattr(body, name) is not None:
                     raise invalid(name, f"{name} is for messages only")
-            tokens = await encode_text(body.prompt or "", gateway.model, limits, body.add_special_tokens is not False)
-        context = limits.max_model_len - gateway.model.is_encoder  # what is pooled counts as a token
+            tokens = await encode_text(body.prompt or "", model.text, limits, body.add_special_tokens is not False)
+        context = limits.max_model_len - model.text.is_encoder  # what is pooled counts as a token
         answer = {"count": len(tokens), "max_model_len": context, "tokens": tokens}
         if body.return_token_strs:
             many = len(tokens) > THREAD_TOKENS
-            strings = gateway.model.tokens
+            strings = model.text.tokens
             answer["token_strs"] = await asyncio.to_thread(strings, tokens) if many else strings(tokens)
         return json_response(answer)
 
@@ -52,14 +51,14 @@ def router(gateway: Gateway) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         body = await read_body(request, DetokenizeBody)
-        check_model(body.model, served)
-        size = gateway.model.vocab_size
+        model = await served_model(gateway, body.model, request.state.caller)
+        size = model.text.vocab_size
         if max(body.tokens, default=0) >= size:
             index = next(index for index, token in enumerate(body.tokens) if token >= size)
             raise invalid(
                 "tokens", f"tokens[{index}] must be a token id from 0 to {size - 1}; got {body.tokens[index]}"
             )
-        (text,) = await decode([body.tokens], gateway.model, bool(body.skip_special_tokens), "tokens")
+        (text,) = await decode([body.tokens], model.text, bool(body.skip_special_tokens), "tokens")
         return json_response({"prompt": text})
 
     return routes

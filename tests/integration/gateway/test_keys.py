@@ -17,6 +17,7 @@ from services.cli.app import app
 from services.gateway.auth import Keyring
 from services.gateway.errors import ApiError
 from shared.errors import ConfigurationError
+from shared.keys import Keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
 from shared.tasks import end
@@ -185,9 +186,16 @@ def test_key_is_revoked_by_its_name_where_one_has_it(orcinus: Made) -> None:
     assert orcinus("revoke", "twice")["id"] == second["id"]
 
 
-def test_list_shows_whole_ids_and_no_empty_column(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def empty_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server without keys: those of a Redis are for all of its models."""
+    with RedisServer(tmp_path / "empty") as server:
+        yield server
+
+
+def test_list_shows_whole_ids_and_no_empty_column(empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    command = ["--redis-url", redis_server.url, "--served-model-name", "listed"]
+    command = ["--redis-url", empty_redis.url, "--served-model-name", "listed"]
     assert "`orcinus keys add NAME`" in CliRunner().invoke(app, ["keys", "list", *command]).stdout
     made = CliRunner().invoke(app, ["keys", "add", "a long name of a key that is not cut off", *command])
     assert "from now on every request needs a key" in made.stderr
@@ -202,15 +210,15 @@ def test_list_shows_whole_ids_and_no_empty_column(redis_server: RedisServer, mon
 
 
 def test_model_without_its_last_key_stays_closed_behind_a_restart(
-    tmp_path: Path, model: Path, redis_server: RedisServer
+    tmp_path: Path, model: Path, empty_redis: RedisServer
 ) -> None:
-    command = ["--redis-url", redis_server.url, "--served-model-name", "emptied"]
+    command = ["--redis-url", empty_redis.url, "--served-model-name", "emptied"]
     made = CliRunner().invoke(app, ["keys", "add", "last", *command])
     removed = CliRunner().invoke(app, ["keys", "revoke", "--forget", "last", *command])
     assert made.exit_code == removed.exit_code == 0
     assert "no key is active, and requests still need one" in removed.stderr
     assert "requests still need one" in CliRunner().invoke(app, ["keys", "list", *command]).stdout
-    with running_gateway(tmp_path, model, redis_server, served_model_name="emptied") as closed:
+    with running_gateway(tmp_path, model, empty_redis, served_model_name="emptied") as closed:
         until("the keys were read", lambda: closed.status("/v1/models") != 503)
         assert closed.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
 
@@ -255,3 +263,28 @@ async def test_work_without_a_client_tells_a_revoked_key_from_a_missing_one(
     finally:
         await end(reading)
         await keyring.close()
+
+
+def test_keys_of_an_older_version_are_for_their_model_alone(
+    tmp_path: Path, model: Path, empty_redis: RedisServer
+) -> None:
+    client, keys = empty_redis.client, Keys("elder")
+    command = ["--redis-url", empty_redis.url, "--served-model-name", "elder", "--json"]
+    made = json.loads(CliRunner().invoke(app, ["keys", "add", "old", *command]).stdout)
+    client.rename(keys.api_keys, keys.model_keys)
+    client.rename(keys.keys_version, keys.model_keys_version)
+    with (
+        running_gateway(tmp_path, model, empty_redis, served_model_name="elder") as own,
+        running_gateway(tmp_path, model, empty_redis, served_model_name="other") as other,
+    ):
+        until("the keys were read", lambda: own.status("/v1/models") != 503)
+        assert own.status("/v1/models") == 401
+        assert [card["id"] for card in models(own, made["key"]).json()["data"]] == ["elder"]
+        until("the other gateway is open", lambda: other.status("/v1/models") == 200)
+        listed = json.loads(CliRunner().invoke(app, ["keys", "list", *command]).stdout)["keys"]
+        assert [(row["id"], row["models"]) for row in listed] == [(made["id"], "elder")]
+        assert not client.exists(keys.model_keys)
+        until("the other gateway is closed", lambda: other.status("/v1/models") == 401)
+        assert models(other, made["key"]).json()["data"] == []
+        assert own.post("/tokenize", {"prompt": "x"}, key=made["key"]).status_code == 200
+        assert other.post("/tokenize", {"prompt": "x"}, key=made["key"]).json()["error"]["code"] == "model_not_allowed"

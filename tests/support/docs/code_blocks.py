@@ -19,7 +19,7 @@ _COMMAND = re.compile(r"([A-Z_]+=(\$\(.*?\)|\S+) )*(orcinus|make|curl|docker|pyt
 
 SHORT = {
     r"^orcinus top$": "orcinus top --once",  # a page of its own in a terminal
-    r"^orcinus keys": "ORCINUS_SERVED_MODEL_NAME=another orcinus keys",  # with a key the shared stack would ask for it
+    r"^orcinus keys": "ORCINUS_REDIS_URL=${ORCINUS_REDIS_URL%/*}/1 orcinus keys",  # a key would close the shared stack
     r"^(orcinus simulate .*)--requests \d+": r"\1--requests 60",  # hours of virtual time
     r"^orcinus bench serve --rate 1,2,4,8,16 --seconds 60": "orcinus bench serve --rate 8 --seconds 2",
     r"^(orcinus bench serve .*)--requests 200": r"\1--requests 8",

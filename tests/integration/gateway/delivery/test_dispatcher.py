@@ -182,11 +182,11 @@ async def test_many_texts_are_tokenized_beside_the_event_loop(monkeypatch: pytes
     encode = model().encode
     monkeypatch.setattr(model(), "encode", noting(encode, threads))
     texts = ["word " * 1000] * 20  # 5 kB each
-    spec = await completion_spec(CompletionBody(model="m", prompt=texts, max_tokens=1), model(), "m", LIMITS)
+    spec = await completion_spec(CompletionBody(model="m", prompt=texts, max_tokens=1), model(), LIMITS)
     assert spec.prompts == [encode(texts[0])] * 20
     assert threading.main_thread() not in threads
     threads.clear()
-    await completion_spec(CompletionBody(model="m", prompt=["a", "b"]), model(), "m", LIMITS)
+    await completion_spec(CompletionBody(model="m", prompt=["a", "b"]), model(), LIMITS)
     assert threads == {threading.main_thread()}
 
 
@@ -196,7 +196,7 @@ async def test_echo_of_many_ids_is_decoded_beside_the_event_loop(monkeypatch: py
     monkeypatch.setattr(model().text, "decode", noting(decode, threads))
     prompts = [[50, 51, 52] * 400] * 10
     body = CompletionBody(model="m", prompt=prompts, max_tokens=1, echo=True)
-    spec = await completion_spec(body, model(), "m", LIMITS)
+    spec = await completion_spec(body, model(), LIMITS)
     assert spec.prompt_texts == [decode(prompts[0])] * 10
     assert threads and threading.main_thread() not in threads
 

@@ -57,7 +57,7 @@ async def named(gateway: Gateway, **fields: Any) -> GenerationSpec:
     """A request as its Idempotency-Key names it; other fields, another body."""
     name = gateway.settings.served_model_name
     raw = httpx.Request("POST", "http://x", json={"model": name, "prompt": "The", "stream": True, **fields}).content
-    spec = await completion_spec(parse_body(raw, CompletionBody), gateway.model, name, gateway.cluster.limits)
+    spec = await completion_spec(parse_body(raw, CompletionBody), gateway.first.text, gateway.cluster.limits)
     spec.id = ids.named_request_id("completions", ANONYMOUS, b"", "k")
     spec.body_sha256 = hashlib.sha256(raw).digest()
     return spec

@@ -89,7 +89,7 @@ def body(**fields: Any) -> ChatBody:
 def request(directory: Path, **fields: Any) -> tuple[GenerationSpec, str]:
     """Return the request of a body, and its prompt as text."""
     text = text_of(directory)
-    made = asyncio.run(chat_spec(body(**fields), text, "m", LIMITS))
+    made = asyncio.run(chat_spec(body(**fields), text, LIMITS))
     return made, text.text.decode(made.prompts[0], skip_special=False)
 
 

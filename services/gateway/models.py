@@ -1,0 +1,368 @@
+"""Hold what each model needs in a gateway process, and the table of them by name.
+
+The first model is there as long as the process. Those of `models.yaml` are opened by the first request that names one,
+and let go when none has come for a while: text, connections and tasks. What waits or runs in Redis stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.gateway.admission import Admission
+from services.gateway.auth import Caller, Keyring
+from services.gateway.cluster import Cluster, number
+from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
+from services.gateway.delivery.dispatcher import Dispatcher, failed
+from services.gateway.delivery.response_store import ResponseStore
+from services.gateway.errors import RETRY, ApiError, shown, unavailable
+from services.gateway.metrics import Metrics
+from services.gateway.request import Limits
+from services.gateway.text.tokenizer import ModelText
+from services.gateway.tracing import Tracing
+from shared.dead_letters import DeadLetters
+from shared.errors import ConfigurationError, ModelError
+from shared.keys import Keys
+from shared.models_file import ModelEntry
+from shared.redis_client import Unreachable, connect
+from shared.settings import GatewaySettings
+from shared.tasks import end
+
+log = logging.getLogger("orcinus.gateway")
+
+EVERY_S = 1.0
+MOST_OPEN = 16
+"""Models beside the first with tokenizer and template in memory at a time."""
+LEAST_IDLE_S = 60.0
+"""A request is tokenized and has its stream by then, so a model without streams for so long is not in use."""
+FIRST_LOOK_S = 5.0
+
+State = Literal["ready", "loading", "asleep", "unavailable"]
+"""ready: a scheduler leads a worker. loading: one of them is missing. unavailable: both are. Nothing sleeps yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all models of a gateway process share."""
+
+    gateway_id: str
+    keyring: Keyring
+    metrics: Metrics
+    tracing: Tracing | None
+    letters: DeadLetters
+
+
+class ServedModel:
+    """One model: its text, its part of Redis, its queue and its requests."""
+
+    def __init__(self, settings: GatewaySettings, text: ModelText, parts: Parts, aliases: Sequence[str] = ()) -> None:
+        """settings: those of the gateway, with this model's directory and name."""
+        self.settings = settings
+        self.name = settings.served_model_name
+        self.aliases = tuple(aliases)
+        self.text = text
+        self.idle_s = LEAST_IDLE_S
+        self.used_at = time.monotonic()
+        metrics, letters, gateway_id = parts.metrics, parts.letters, parts.gateway_id
+        text.grammars.on_refused = lambda reason: metrics.refused_grammars.labels(reason).inc()
+        fallback = Limits(max_model_len=text.max_model_len, max_choices=settings.max_choices)
+        self.cluster = Cluster(settings, gateway_id, fallback, letters)
+        self.dispatcher = Dispatcher(settings, gateway_id, self.cluster, metrics, letters)
+        self.responses = ResponseStore(settings, self.dispatcher, letters)
+        self.background = BackgroundTasks()
+        self.admission = Admission(
+            settings, text, parts.keyring, self.cluster, self.dispatcher, self.background, metrics, parts.tracing
+        )
+        self.adopter = OrphanAdopter(settings, gateway_id, self.background, self.admission.adopt, letters)
+        self._watching: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self.dispatcher.start()
+        self._watching = [asyncio.create_task(each()) for each in (self.cluster.run, self.adopter.run)]
+
+    async def stop(self) -> None:
+        """End tasks and connections; what is in Redis continues."""
+        await self.background.stop()
+        await self.dispatcher.stop()
+        watching, self._watching = self._watching, []
+        await end(*watching)
+        await self.adopter.close()
+        await self.responses.close()
+        await self.cluster.close()
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Return the tasks that run between start and stop; none of them ends by itself."""
+        return [*self.dispatcher.tasks, *self._watching]
+
+    @property
+    def state(self) -> State:
+        """Return the state as of the last look at Redis."""
+        snapshot = self.cluster.snapshot
+        if snapshot is None or not (snapshot.leases or snapshot.workers):
+            return "unavailable"
+        return "ready" if any(number(stats.get("workers")) for stats in snapshot.led) else "loading"
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request is here, none is about to be, and none came for a while."""
+        busy = self.dispatcher.streams or self.background.kept or self.background.left or self.background.ended
+        return not busy and time.monotonic() - self.used_at > max(LEAST_IDLE_S, self.idle_s)
+
+
+class ModelTable:
+    """The models of a gateway process by name and alias. `run` is a task of the gateway."""
+
+    def __init__(self, first: ServedModel, parts: Parts, entries: Iterable[ModelEntry] = ()) -> None:
+        """entries: of `models.yaml`; that of the first model among them adds its aliases."""
+        self.first = first
+        self.open: dict[str, ServedModel] = {}
+        """By each name and alias, those that are open."""
+        self.on_open: Callable[[ServedModel], None] = lambda model: None
+        """Called with each model that is opened."""
+        self._parts = parts
+        self._entries = {entry.name: entry for entry in entries if entry.name != first.name}
+        self._named = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
+        self._states: dict[str, State] = {}
+        self._opening: dict[str, asyncio.Task[ServedModel]] = {}
+        self._closing: dict[str, asyncio.Task[None]] = {}
+        self._redis: Redis = connect(first.settings, connections=2)
+        self._add(first)
+
+    def models(self) -> list[ServedModel]:
+        """Return the models that are open, each once."""
+        return list(dict.fromkeys(self.open.values()))
+
+    def names(self) -> list[str]:
+        """Return the names of all models, the first model's first."""
+        return [self.first.name, *self._entries]
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """Return further names of a model."""
+        return self.first.aliases if name == self.first.name else self._entries[name].aliases
+
+    def state(self, name: str) -> State:
+        """Return the state of a model of `names`, as of the last look at Redis."""
+        model = self.open.get(name)
+        return self._states.get(name, "unavailable") if model is None else model.state
+
+    def unknown(self, name: str, caller: Caller | None) -> ApiError:
+        """Return the 404 for a name that no model here has, or none that runs; it lists those that there are."""
+        if not self._entries:
+            text = f"The model {shown(name)} does not exist; this server has {self.first.name!r}"
+            return ApiError(404, text, param="model", code="model_not_found")
+        there = [each for each in self.names() if self.state(each) != "unavailable"]
+        listed = ", ".join(each for each in there if caller is None or caller.may_use(each)) or "none now"
+        is_here = name in self._named and (caller is None or caller.may_use(self._named[name].name))
+        problem = "has no worker" if is_here else "does not exist"
+        return ApiError(
+            404, f"The model {shown(name)} {problem}; this server has {listed}", param="model", code="model_not_found"
+        )
+
+    def named(self, name: str) -> str:
+        """Return the model that a name or an alias means; empty for an unknown one."""
+        if (model := self.open.get(name)) is not None:
+            return model.name
+        return self._named[name].name if name in self._named else ""
+
+    async def opened(self, name: str, caller: Caller | None) -> ServedModel:
+        """Return a model by its name or alias, opened now unless it is open. Raise ApiError 404 for one that is
+        unknown, or has neither worker nor scheduler; 503 for one that cannot be opened now.
+        """
+        if (model := self.open.get(name)) is not None:
+            return model
+        entry = self._named.get(name)
+        if entry is None:
+            raise self.unknown(name, caller)
+        if self._states.get(entry.name, "unavailable") == "unavailable":
+            await self._look()
+            if self._states.get(entry.name, "unavailable") == "unavailable":
+                raise self.unknown(name, caller)
+        return await asyncio.shield(self._open(entry))
+
+    async def holding(self, request_id: str, caller: Caller | None = None) -> ServedModel:
+        """Return the model that has a request or a stored response of this id; the first one where none has it.
+        Raise ApiError(503).
+        """
+        if not self._entries:
+            return self.first
+        for model in self.models():
+            if request_id in model.dispatcher.streams:
+                return model if caller is None or caller.may_use(model.name) else self.first
+        names = [name for name in self.names() if caller is None or caller.may_use(name)]
+        pipe: Any = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.exists(Keys(name).req(request_id), Keys(name).response(request_id))
+        try:
+            counts = await pipe.execute()
+        except (*Unreachable, RedisError) as error:
+            raise failed(error) from None
+        name = next((name for name, count in zip(names, counts, strict=True) if count), self.first.name)
+        return self.open[name] if name in self.open else await asyncio.shield(self._open(self._entries[name]))
+
+    async def run(self) -> None:
+        """Look once a second after models that are not open, and let go of idle ones, until cancelled."""
+        while True:
+            for model in self.models():
+                if model is not self.first and any(task.done() for task in model.tasks):
+                    raise RuntimeError(f"a task of model {model.name} ended")
+                if model is not self.first and model.is_idle:
+                    await self._close(model)
+            try:
+                await self._look()
+            except ApiError as error:
+                log.debug("models not looked for: %s", error.message)
+            await asyncio.sleep(EVERY_S)
+
+    async def close(self) -> None:
+        """Stop all models but the first."""
+        await end(*self._opening.values())
+        await asyncio.gather(*self._closing.values())
+        for model in self.models():
+            if model is not self.first:
+                await self._close(model)
+        await self._redis.aclose()
+
+    def _add(self, model: ServedModel) -> None:
+        self.open.update(dict.fromkeys((model.name, *model.aliases), model))
+
+    async def _close(self, model: ServedModel) -> None:
+        self.open = {name: other for name, other in self.open.items() if other is not model}
+        task = self._closing[model.name] = asyncio.create_task(self._end(model))
+        await asyncio.shield(task)
+
+    async def _end(self, model: ServedModel) -> None:
+        try:
+            await model.stop()
+            await asyncio.to_thread(model.text.close)
+            log.info("model %s: let go", model.name)
+        finally:
+            del self._closing[model.name]
+
+    def _open(self, entry: ModelEntry) -> asyncio.Task[ServedModel]:
+        """Return the one task that opens a model."""
+        task = self._opening.get(entry.name)
+        if task is None:
+            task = self._opening[entry.name] = asyncio.create_task(self._begin(entry))
+            task.add_done_callback(lambda task: self._opening.pop(entry.name, None))
+        return task
+
+    async def _begin(self, entry: ModelEntry) -> ServedModel:
+        if (model := self.open.get(entry.name)) is not None:
+            return model
+        await self._make_room()
+        if entry.name in self._closing:  # its end deletes this gateway's token stream and heartbeat
+            await asyncio.shield(self._closing[entry.name])
+        try:
+            model = await asyncio.to_thread(self._load, entry)
+        except (ConfigurationError, ModelError) as error:
+            log.error("model %s: %s", entry.name, error)
+            text = f"model {entry.name}: its tokenizer cannot be read; see the log of the gateway"
+            raise ApiError(503, text, param="model", code="model_unreadable", retry_after_s=30) from None
+        model.idle_s = entry.idle_s
+        model.start()
+        with_look = time.monotonic() + FIRST_LOOK_S
+        while model.cluster.snapshot is None and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
+            await asyncio.sleep(0.01)
+        self._add(model)
+        self.on_open(model)
+        log.info("model %s: opened", model.name)
+        return model
+
+    def _load(self, entry: ModelEntry) -> ServedModel:
+        """Read tokenizer and template; blocks. Raise ConfigurationError, ModelError."""
+        settings = self.first.settings.of_model(entry)
+        text = ModelText(
+            settings.model,
+            settings.template_timeout_s,
+            settings.tool_parser,
+            settings.sampling_defaults,
+            settings.reasoning_parser,
+        )
+        return ServedModel(settings, text, self._parts, entry.aliases)
+
+    async def _make_room(self) -> None:
+        """Let go of the model that was used longest ago, where there are too many. Raise ApiError(503)."""
+        others = [model for model in self.models() if model is not self.first]
+        if len(others) + len(self._opening) <= MOST_OPEN:
+            return
+        now = time.monotonic()
+        idle = [each for each in others if not each.dispatcher.streams and now - each.used_at > LEAST_IDLE_S]
+        if not idle:
+            raise unavailable(f"model: {MOST_OPEN} models are in use at this gateway; {RETRY}", "models_busy", 10)
+        await self._close(min(idle, key=lambda model: model.used_at))
+
+    async def _look(self) -> None:
+        """Read the states of the models that are not open, and open those with work that a dead gateway left. Raise
+        ApiError(503).
+        """
+        names = [name for name in self._entries if name not in self.open]
+        if not names:
+            return
+        try:
+            found = await look(self._redis, names, self.first.settings.shard)
+        except (*Unreachable, RedisError) as error:
+            raise failed(error) from None
+        self._states = {name: state for name, (state, _) in found.items()}
+        for name, (state, has_orphans) in found.items():
+            if has_orphans and state != "unavailable":
+                self._open(self._entries[name]).add_done_callback(_noted)
+
+
+def _noted(task: asyncio.Task[ServedModel]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("model with requests of a dead gateway not opened: %s", error)
+
+
+async def look(redis: Redis, names: Sequence[str], shard: str) -> dict[str, tuple[State, bool]]:
+    """Return of each model its state, and whether a gateway without a heartbeat may have left requests behind.
+
+    shard: where a scheduler without workers is looked for.
+    """
+    keys = [Keys(name) for name in names]
+    pipe: Any = redis.pipeline(transaction=False)
+    for each in keys:
+        pipe.zrange(each.workers, 0, 255)
+        pipe.smembers(each.background)
+    replies = await _lists(pipe)
+    pipe = redis.pipeline(transaction=False)
+    for each, workers, gateways in zip(keys, replies[::2], replies[1::2], strict=True):
+        pipe.exists(each.lease(shard))
+        for worker in workers:
+            pipe.hmget(each.worker(_text(worker)), "ready", "shard")
+        for gateway in gateways:
+            pipe.exists(each.alive("gateway", _text(gateway)))
+    answers = iter(await pipe.execute(raise_on_error=False))
+    led_by_default, shards, orphans = [], [], []
+    for workers, gateways in zip(replies[::2], replies[1::2], strict=True):
+        led_by_default.append(next(answers) == 1)
+        records = [next(answers) for _ in workers]
+        shards.append({_text(one[1] or b"") for one in records if isinstance(one, list) and one[0] is not None})
+        orphans.append(any([next(answers) == 0 for _ in gateways]))
+    pipe = redis.pipeline(transaction=False)
+    for each, taken in zip(keys, shards, strict=True):
+        for one in sorted(taken):
+            pipe.exists(each.lease(one))
+    leases = iter(await pipe.execute(raise_on_error=False))
+    found: dict[str, tuple[State, bool]] = {}
+    for name, led, taken, has_orphans in zip(names, led_by_default, shards, orphans, strict=True):
+        is_ready = any([next(leases) == 1 and one for one in sorted(taken)])
+        found[name] = ("ready" if is_ready else "loading" if led or taken else "unavailable", has_orphans)
+    return found
+
+
+async def _lists(pipe: Any) -> list[list[bytes]]:
+    """Return replies that are lists or sets; none for a key of another type."""
+    replies = await pipe.execute(raise_on_error=False)
+    return [[] if isinstance(reply, Exception) else list(reply) for reply in replies]
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")

@@ -1,0 +1,115 @@
+"""Read `models.yaml`: the models that one gateway serves, and what `orcinus up` starts for each.
+
+The file is an operator's. Names and aliases share one space, so a name in a request means one model. Options of a model
+have the names of the settings and are checked by them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigurationError
+from shared.hub import is_repository
+from shared.keys import hash_tag, model_tag
+
+MOST_MODELS = 64
+MOST_BYTES = 1 << 20
+ALIAS = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+
+
+class ModelEntry(BaseModel):
+    """One model. source: a path, beside the file where it is relative, or ORG/NAME[@REVISION] of the Hub.
+
+    The fields behind `idle_s` are settings of its workers and its scheduler; one that is left out is as for all models.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    source: str = Field(min_length=1, max_length=4096)
+    aliases: tuple[Annotated[str, Field(pattern=ALIAS)], ...] = Field((), max_length=32)
+    workers: int = Field(1, ge=1, le=64)
+    idle_s: float = Field(600.0, ge=60)
+    """Time without a request after which a gateway gives back the memory of tokenizer and template."""
+    policy: str | None = None
+    prefix_cache: str | None = None
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    quantize: str | None = None
+    kv_memory_fraction: float | None = None
+    kv_blocks: int | None = None
+    host_blocks: int | None = None
+    threads: int | None = None
+    max_seqs: int | None = None
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+    def values(self) -> dict[str, str]:
+        """Return what the file says of the model as values of the settings, which check them."""
+        options = self.model_dump(exclude={"name", "source", "aliases", "workers", "idle_s"}, exclude_none=True)
+        named = {"model": self.source, "served_model_name": self.name, "replicas": self.workers}
+        return {name: str(value) for name, value in (named | options).items()}
+
+
+def read_models(path: Path) -> list[ModelEntry]:
+    """Return the models of a file, in its order. Raise ConfigurationError that names the file and the entry."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ConfigurationError(f"{path}: more than {MOST_BYTES} bytes; a list of models needs fewer")
+        found = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}; check --models") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigurationError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:300]}") from error
+    listed = found.get("models") if isinstance(found, dict) and set(found) == {"models"} else None
+    if not isinstance(listed, dict) or not listed:
+        raise ConfigurationError(f"{path}: has no models; write `models:` and below it a name and a source for each")
+    if len(listed) > MOST_MODELS:
+        raise ConfigurationError(f"{path}: {len(listed)} models; a gateway serves at most {MOST_MODELS}")
+    entries = [_entry(path, name, fields) for name, fields in listed.items()]
+    _check_names(path, entries)
+    return entries
+
+
+def _entry(path: Path, name: Any, fields: Any) -> ModelEntry:
+    where = f"{path}: model {str(name)[:100]!r}"
+    if not isinstance(name, str) or not (is_repository(name) or _is_tag(name)):
+        raise ConfigurationError(f"{where}: only [a-z0-9._-] or ORG/NAME is allowed; give it another name")
+    if not isinstance(fields, dict):
+        raise ConfigurationError(f"{where}: has no fields; give at least its source")
+    try:
+        entry = ModelEntry.model_validate({**fields, "name": name})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "fields"
+        shown = "" if first["type"] == "missing" else f", got {str(first.get('input'))[:100]!r}"
+        raise ConfigurationError(f"{where}: {field}: {first['msg']}{shown}; see docs/several-models.md") from None
+    beside = path.absolute().parent / entry.source
+    return entry.model_copy(update={"source": str(beside)}) if beside.exists() else entry
+
+
+def _is_tag(name: str) -> bool:
+    try:
+        return model_tag(name) == name
+    except ValueError:
+        return False
+
+
+def _check_names(path: Path, entries: list[ModelEntry]) -> None:
+    """Raise ConfigurationError for a name that means two models."""
+    owners: dict[str, str] = {}
+    tags: dict[str, str] = {}
+    for entry in entries:
+        tag = hash_tag(entry.name)
+        if tags.setdefault(tag, entry.name) != entry.name:
+            raise ConfigurationError(f"{path}: models {tags[tag]!r} and {entry.name!r} have one tag; rename one")
+        for name in (entry.name, *entry.aliases):
+            if owner := owners.get(name):
+                raise ConfigurationError(f"{path}: {name!r} names both {owner!r} and {entry.name!r}; drop one of them")
+            owners[name] = entry.name

@@ -1,0 +1,283 @@
+"""Several models in one Redis behind one gateway: which one a name means, what is listed, what is refused, what is let
+go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from protos import kserve_pb2 as kserve
+from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
+from services.gateway.app import public_app
+from services.gateway.gateway import Gateway
+from services.gateway.kserve.front import GrpcFront
+from services.gateway.models import LEAST_IDLE_S, ServedModel
+from services.gateway.text.tokenizer import ModelText
+from shared.keys import Keys
+from shared.security import api_keys
+from shared.security.api_keys import KeyRecord
+from shared.settings import GatewaySettings
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
+from tests.support.tokenizers import byte_level, token_ids, write_model
+from tests.support.waiting import free_port
+
+FIRST, SECOND, THIRD = "first", "org/Second", "third"
+FILE = """
+models:
+  first: {source: a, aliases: [gpt-4o]}
+  org/Second: {source: b, aliases: ["claude:latest"]}
+  third: {source: c}
+"""
+TEXTS = {FIRST: "and so on", SECOND: "what else"}
+
+
+def lead(redis_server: RedisServer, name: str) -> ScriptedScheduler:
+    """A scheduler and a worker of a model, as the real ones register."""
+    scheduler = ScriptedScheduler(redis_server.client, Keys(name)).lead()
+    redis_server.client.zadd(scheduler.keys.workers, {"worker-0": 1})
+    redis_server.client.hset(scheduler.keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
+    return scheduler
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schedulers(redis_server: RedisServer) -> Iterator[dict[str, ScriptedScheduler]]:
+    """Two of the three models run; each answers with a text of its own."""
+    found = {name: lead(redis_server, name) for name in TEXTS}
+    with (
+        answering(found[FIRST], lambda _: token_ids(TEXTS[FIRST])),
+        answering(found[SECOND], lambda _: token_ids(TEXTS[SECOND])),
+    ):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> GatewaySettings:
+    directory = tmp_path_factory.mktemp("several")
+    for name in "abc":
+        write_model(directory / name, byte_level(), chat_template="{{ messages[0].content }}" + name)
+    (directory / "models.yaml").write_text(FILE)
+    return GatewaySettings(models=directory / "models.yaml", redis_url=redis_server.url, files_dir=directory / "files")
+
+
+@pytest.fixture
+async def gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
+    running = Gateway(settings, ModelText(settings.model))
+    running.start()
+    async with asyncio.timeout(30):
+        while running.reason_not_ready() or running.models.state(SECOND) != "ready":
+            await asyncio.sleep(0.01)
+    yield running
+    await running.stop()
+    running.first.text.close()
+
+
+@pytest.fixture
+async def client(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=public_app(gateway))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30) as client:
+        yield client
+
+
+async def complete(client: httpx.AsyncClient, model: str, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={"model": model, "prompt": "The", "max_tokens": 64, **fields})
+
+
+async def text_of(client: httpx.AsyncClient, model: str) -> str:
+    answer = await complete(client, model)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    return str(answer.json()["choices"][0]["text"])
+
+
+async def test_name_or_alias_chooses_the_model(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    assert [model.name for model in gateway.models.models()] == [FIRST]  # nothing is read before it is asked for
+    assert await text_of(client, FIRST) == TEXTS[FIRST]
+    assert await text_of(client, "gpt-4o") == TEXTS[FIRST]
+    assert await text_of(client, SECOND) == TEXTS[SECOND]
+    assert await text_of(client, "claude:latest") == TEXTS[SECOND]
+    assert [model.name for model in gateway.models.models()] == [FIRST, SECOND]
+
+
+async def test_first_requests_of_a_model_open_it_once(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    answers = await asyncio.gather(*(text_of(client, SECOND) for _ in range(8)))
+    assert answers == [TEXTS[SECOND]] * 8
+    assert len(gateway.models.models()) == 2
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions": {"prompt": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
+    "/v1/embeddings": {"input": "x"},
+    "/v1/rerank": {"query": "x", "documents": ["y"]},
+    "/v1/score": {"text_1": "x", "text_2": "y"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_model_without_a_worker_is_a_404_that_lists_the_others(client: httpx.AsyncClient, path: str) -> None:
+    for name, problem in ((THIRD, "has no worker"), ("gpt-5", "does not exist")):
+        answer = await client.post(path, json={"model": name, **BODIES[path]})
+        assert answer.status_code == 404
+        message = answer.json()["error"]["message"]
+        assert message == f"The model '{name}' {problem}; this server has first, org/Second"
+
+
+async def test_each_model_has_its_template_and_tokenizer(client: httpx.AsyncClient) -> None:
+    counts = {}
+    for name in (FIRST, SECOND):
+        body = {"model": name, "messages": [{"role": "user", "content": "x"}]}
+        tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+        text = (await client.post("/detokenize", json={"model": name, "tokens": tokens})).json()["prompt"]
+        counts[name] = text[-2:]
+    assert counts == {FIRST: "xa", SECOND: "xb"}
+
+
+async def test_models_are_listed_with_their_states(client: httpx.AsyncClient) -> None:
+    listed = (await client.get("/v1/models")).json()["data"]
+    states = {card["id"]: (card["state"], card["aliases"]) for card in listed}
+    expected = {
+        FIRST: ("ready", ["gpt-4o"]), SECOND: ("ready", ["claude:latest"]), THIRD: ("unavailable", []),
+    }  # fmt: skip
+    assert states == expected
+    for path in (SECOND, "claude:latest"):
+        assert (await client.get(f"/v1/models/{path}")).json()["id"] == SECOND
+    assert (await client.get("/v1/models/gpt-5")).status_code == 404
+
+
+async def test_scheduler_without_a_worker_is_loading(gateway: Gateway, redis_server: RedisServer) -> None:
+    keys = Keys(THIRD)
+    redis_server.client.set(keys.lease("shard-0"), "1", px=60_000)
+    async with asyncio.timeout(30):
+        while gateway.models.state(THIRD) != "loading":
+            await asyncio.sleep(0.01)
+        redis_server.client.delete(keys.lease("shard-0"))
+        while gateway.models.state(THIRD) != "unavailable":
+            await asyncio.sleep(0.01)
+
+
+async def test_request_is_found_by_its_id_whatever_its_model(client: httpx.AsyncClient) -> None:
+    begun = await complete(client, SECOND, background=True)
+    assert begun.status_code == 202
+    path = f"/v1/requests/{begun.json()['id']}"
+    async with asyncio.timeout(30):
+        while (state := (await client.get(path)).json())["status"] != "finished":
+            await asyncio.sleep(0.01)
+    assert state["result"]["choices"][0]["text"] == TEXTS[SECOND]
+    assert (await client.delete(path)).json()["cancelled"] is False
+    made = (await client.post("/v1/responses", json={"model": SECOND, "input": "x"})).json()
+    assert (await client.get(f"/v1/responses/{made['id']}")).json()["output"] == made["output"]
+    body = {"model": FIRST, "input": "y", "previous_response_id": made["id"]}
+    assert (await client.post("/v1/responses", json=body)).status_code == 200
+    assert (await client.get("/v1/requests/cmpl-0")).status_code == 404
+
+
+async def test_lines_of_a_batch_name_their_models(client: httpx.AsyncClient) -> None:
+    lines = [
+        {
+            "custom_id": name, "method": "POST", "url": "/v1/completions",
+            "body": {"model": name, "prompt": "The", "max_tokens": 64},
+        }
+        for name in (FIRST, SECOND)
+    ]  # fmt: skip
+    content = "\n".join(map(json.dumps, lines)).encode()
+    sent = await client.post("/v1/files", files={"file": ("x.jsonl", content)}, data={"purpose": "batch"})
+    order = {"input_file_id": sent.json()["id"], "endpoint": "/v1/completions", "completion_window": "1h"}
+    batch = (await client.post("/v1/batches", json=order)).json()
+    async with asyncio.timeout(30):
+        while batch["status"] != "completed":
+            await asyncio.sleep(0.05)
+            batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
+    rows = (await client.get(f"/v1/files/{batch['output_file_id']}/content")).text.splitlines()
+    texts = {row["custom_id"]: row["response"]["body"]["choices"][0]["text"] for row in map(json.loads, rows)}
+    assert texts == TEXTS
+
+
+async def test_grpc_front_resolves_names_as_http_does(gateway: Gateway) -> None:
+    port = free_port()
+    gateway.settings.grpc_port = port
+    front = GrpcFront(gateway)
+    await front.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            names = (FIRST, SECOND, "claude:latest", THIRD, "gpt-5")
+            ready = [(await stub.ModelReady(kserve.ModelReadyRequest(name=name))).ready for name in names]
+            assert ready == [True, True, True, False, False]
+            metadata = await stub.ModelMetadata(kserve.ModelMetadataRequest(name="claude:latest"))
+            assert metadata.name == SECOND
+            asked = kserve.ModelInferRequest(model_name=SECOND)
+            asked.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"The")
+            asked.parameters["max_tokens"].int64_param = 64
+            answer = await stub.ModelInfer(asked)
+            assert TEXTS[SECOND].encode() in answer.raw_output_contents[0]
+            with pytest.raises(grpc.aio.AioRpcError, match="has no worker; this server has first, org/Second"):
+                await stub.ModelMetadata(kserve.ModelMetadataRequest(name=THIRD))
+    finally:
+        await front.stop(0)
+        gateway.settings.grpc_port = 0
+
+
+async def test_idle_model_is_let_go_and_opens_again(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    assert await text_of(client, SECOND) == TEXTS[SECOND]
+    model: ServedModel = gateway.models.open[SECOND]
+    model.idle_s = 0
+    model.used_at -= 2 * LEAST_IDLE_S
+    async with asyncio.timeout(30):
+        while SECOND in gateway.models.open:
+            await asyncio.sleep(0.01)
+    assert await text_of(client, "claude:latest") == TEXTS[SECOND]
+    assert gateway.models.open[SECOND] is not model
+    assert not model.tasks  # it ended before the next one began
+
+
+async def test_requests_of_a_dead_gateway_open_their_model(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer
+) -> None:
+    assert SECOND not in gateway.models.open
+    redis_server.client.sadd(Keys(SECOND).background, "gateway-dead")
+    async with asyncio.timeout(30):
+        while SECOND not in gateway.models.open:
+            await asyncio.sleep(0.01)
+        while redis_server.client.sismember(Keys(SECOND).background, "gateway-dead"):
+            await asyncio.sleep(0.01)
+
+
+async def test_key_is_for_its_models_alone_and_has_one_bucket(
+    gateway: Gateway, client: httpx.AsyncClient, redis_server: RedisServer
+) -> None:
+    key_id, text = api_keys.new_key()
+    digest = api_keys.digest(text).hex()
+    record = KeyRecord(key_id, digest, "bound", "alice", requests_per_minute=3, models=f"{FIRST},{SECOND}")
+    keys = Keys(FIRST)
+    client.headers["authorization"] = f"Bearer {text}"
+    try:
+        redis_server.client.hset(keys.api_keys, key_id, record.encode())
+        redis_server.client.incr(keys.keys_version)
+        async with asyncio.timeout(30):
+            while not gateway.keyring.needed:
+                await asyncio.sleep(0.01)
+        refused = await complete(client, THIRD)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+        assert refused.json()["error"]["message"] == "model: this key is for first, org/Second; got 'third'"
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == [FIRST, SECOND]
+        assert (await client.get(f"/v1/models/{THIRD}")).status_code == 404
+        codes = [(await complete(client, name)).status_code for name in (FIRST, SECOND, "gpt-4o", "claude:latest")]
+        assert codes == [200, 200, 200, 429]  # three a minute, whatever the model
+        bucket = redis_server.client.hgetall(keys.bucket(key_id))
+        assert int(bucket[b"running"]) == 0  # the end of each gave it back, at either model
+    finally:
+        redis_server.client.delete(keys.api_keys, keys.keys_version)

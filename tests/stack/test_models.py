@@ -1,0 +1,102 @@
+"""Two real models that `orcinus up --models` starts, through one gateway: the tokens of each are transformers'."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.launcher import ROOT, clean_env
+from tests.support.models import Reference, make_llama
+from tests.support.waiting import free_port, until
+
+REQUESTS = 8
+READY_S = 200.0
+FILE = """
+models:
+  one: {source: one, aliases: [gpt-4o], kv_blocks: 256}
+  org/Two: {source: two, kv_blocks: 256, max_seqs: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    directory = tmp_path_factory.mktemp("models")
+    one = make_llama(directory / "one", seed=11, requests=REQUESTS, hidden_size=32, num_hidden_layers=2)
+    two = make_llama(directory / "two", seed=12, requests=REQUESTS, kind="qwen3")
+    (directory / "models.yaml").write_text(FILE)
+    return {"one": one, "org/Two": two}
+
+
+def up(file: Path, directory: Path, *options: str) -> subprocess.Popen[bytes]:
+    words = ["--models", str(file), "--run-dir", str(directory / "run"), "--device", "cpu", "--dtype", "float32"]
+    with (directory / "up.txt").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "up", *words, *options],
+            cwd=ROOT, env=clean_env(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def url(references: dict[str, Reference], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory, port = tmp_path_factory.mktemp("up"), free_port()
+    file = references["one"].path.parent / "models.yaml"
+    process = up(file, directory, "--port", str(port), "--ops-port", str(free_port()), "--threads", "1")
+    log = directory / "up.txt"
+
+    def is_ready() -> bool:
+        assert process.poll() is None, log.read_text()
+        return f":{port}/v1/completions" in log.read_text()
+
+    try:
+        until("the models are ready", is_ready, READY_S)
+        assert f"Orcinus serves one, org/Two at http://127.0.0.1:{port}/v1" in log.read_text()
+        yield f"http://127.0.0.1:{port}"
+        running = json.loads((directory / "run" / "processes.json").read_text())
+        assert running.keys() >= {"worker-0", "worker-1", "scheduler-0", "scheduler-1", "gateway-0"}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
+
+
+def test_each_model_gives_its_tokens(url: str, references: dict[str, Reference]) -> None:
+    listed = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+    assert {card["id"]: card["state"] for card in listed} == {"one": "ready", "org/Two": "ready"}
+
+    def complete(model: str, prompt: list[int], tokens: int) -> list[int]:
+        body = {
+            "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["token_ids"])
+
+    cases = [
+        (name, prompt, output)
+        for model, reference in references.items()
+        for name in ([model, "gpt-4o"] if model == "one" else [model])
+        for prompt, output in zip(reference.prompts, reference.outputs, strict=True)
+    ]
+    with ThreadPoolExecutor(len(cases)) as clients:
+        got = list(clients.map(lambda case: complete(case[0], case[1], len(case[2])), cases))
+    assert got == [output for _, _, output in cases]
+
+
+def test_models_that_do_not_fit_start_nothing(references: dict[str, Reference], tmp_path: Path) -> None:
+    path = references["one"].path
+    entry = f"{{source: {path}, workers: 2, kv_memory_fraction: 0.4}}"
+    (tmp_path / "models.yaml").write_text(f"models:\n  x: {entry}\n  y: {entry}\n")
+    process = up(tmp_path / "models.yaml", tmp_path, "--port", str(free_port()))
+    assert process.wait(READY_S) == 2
+    text = (tmp_path / "up.txt").read_text()
+    assert "2 models: need " in text
+    assert "(2 workers)" in text
+    assert not (tmp_path / "run").exists()

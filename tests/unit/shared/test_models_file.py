@@ -1,0 +1,82 @@
+"""`models.yaml` as the gateway and the launcher read it: names, options, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.errors import ConfigurationError
+from shared.models_file import MOST_BYTES, MOST_MODELS, read_models
+from shared.settings import GatewaySettings
+
+GOOD = """
+models:
+  small:
+    source: tiny
+    aliases: [gpt-4o-mini, "claude:latest"]
+    quantize: int8
+    kv_memory_fraction: 0.1
+  org/Large:
+    source: Qwen/Qwen3-0.6B
+    workers: 2
+    policy: sarathi
+"""
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "models.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_models_have_names_of_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    small, large = read_models(written(tmp_path, GOOD))
+    assert small.aliases == ("gpt-4o-mini", "claude:latest")
+    assert small.values() == {
+        "model": str(tmp_path / "tiny"), "served_model_name": "small", "replicas": "1", "quantize": "int8",
+        "kv_memory_fraction": "0.1",
+    }  # fmt: skip
+    assert large.values() == {
+        "model": "Qwen/Qwen3-0.6B", "served_model_name": "org/Large", "replicas": "2", "policy": "sarathi",
+    }  # fmt: skip
+
+
+def test_gateway_begins_with_the_first_model_unless_one_is_given(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    path = written(tmp_path, GOOD)
+    first = GatewaySettings(models=path)
+    assert (first.model, first.served_model_name) == (tmp_path / "tiny", "small")
+    assert GatewaySettings(models=path, model=tmp_path / "x").served_model_name == "x"
+    assert GatewaySettings(models=path, served_model_name="org/Large").model == Path("Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "has no models"),
+        ("models: []", "has no models"),
+        ("models: {}\nmore: 1", "has no models"),
+        ("models: {a: {source: x", "not readable as YAML"),
+        ("models: {A b: {source: x}}", r"model 'A b': only \[a-z0-9._-\]"),
+        ("models: {1: {source: x}}", "model '1': only"),
+        ("models: {a: x}", "model 'a': has no fields"),
+        ("models: {a: {}}", "model 'a': source: Field required;"),
+        ("models: {a: {source: x, colour: red}}", "model 'a': colour: Extra inputs are not permitted, got 'red'"),
+        ("models: {a: {source: x, workers: 0}}", "model 'a': workers: .* got '0'"),
+        ("models: {a: {source: x, aliases: ['']}}", "model 'a': aliases.0: "),
+        ("models: {a: {source: x, aliases: [b]}, b: {source: y}}", "'b' names both 'a' and 'b'"),
+        ("models: {a: {source: x, aliases: [c]}, b: {source: y, aliases: [c]}}", "'c' names both 'a' and 'b'"),
+        (f"models: {{{', '.join(f'm{number}: {{source: x}}' for number in range(MOST_MODELS + 1))}}}", "at most 64"),
+        ("#" * (MOST_BYTES + 1), f"more than {MOST_BYTES} bytes"),
+    ],
+)  # fmt: skip
+def test_file_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        read_models(written(tmp_path, text))
+
+
+def test_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"none\.yaml: cannot be read: No such file"):
+        read_models(tmp_path / "none.yaml")
