@@ -181,10 +181,10 @@ class ModelTable:
         entry = self._named.get(name)
         if entry is None:
             raise self.unknown(name, caller)
-        if self._states.get(entry.name, "unavailable") == "unavailable":
+        if entry.name not in self._states:  # this gateway has just started, or has let go of the model
             await self._look()
-            if self._states.get(entry.name, "unavailable") == "unavailable":
-                raise self.unknown(name, caller)
+        if self._states.get(entry.name, "unavailable") == "unavailable":
+            raise self.unknown(name, caller)
         return await asyncio.shield(self._open(entry))
 
     async def holding(self, request_id: str, caller: Caller | None = None) -> ServedModel:

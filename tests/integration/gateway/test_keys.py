@@ -244,6 +244,23 @@ def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_one(
         gateway.stop()
 
 
+async def test_key_of_an_older_version_is_bound_to_its_model(empty_redis: RedisServer) -> None:
+    keys = Keys("elder")
+    record = KeyRecord("0123456789ab", "0" * 64, "old", "alice")
+    empty_redis.client.hset(keys.model_keys, record.id, record.encode())
+    keyring = Keyring(GatewaySettings(redis_url=empty_redis.url, served_model_name="elder"))
+    reading = asyncio.create_task(keyring.run())
+    try:
+        async with asyncio.timeout(20):
+            while not keyring.read:
+                await keyring.first_read()
+        caller = keyring.caller(record.id)
+        assert caller is not None and caller.models == {"elder"}
+    finally:
+        await end(reading)
+        await keyring.close()
+
+
 async def test_work_without_a_client_tells_a_revoked_key_from_a_missing_one(
     orcinus: Made, redis_server: RedisServer
 ) -> None:
