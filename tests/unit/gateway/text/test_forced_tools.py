@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 
 from services.gateway.delivery.stream import ChoiceText
 from services.gateway.errors import ApiError, failed
@@ -147,7 +148,8 @@ def test_only_allowed_tools_are_rendered_read_and_sampled(directory: Path, model
     assert [tool["function"]["name"] for tool in asked.shown] == ["ring", "knock"]
     grammar = grammar_of(body, model)
     assert bool(grammar) == (mode == "required")
-    said = [walk(model, directory, grammar, seed) for seed in range(8)] if grammar else []
+    tokenizer = LLTokenizer(str(directory / "tokenizer.json"), n_vocab=model.vocab_size, eos_token=model.eos_ids)
+    said = [walk(model, tokenizer, grammar, seed) for seed in range(8)] if grammar else []
     called = {name for text in said if text for name, _ in read(text, asked.use)[1]}
     assert called <= {"ring", "knock"} and (called or not grammar)
 
