@@ -195,6 +195,15 @@ class Routing:
     activation: str  # of GATED_ACTIVATIONS, of the experts
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A product of two small matrices and the rows of an iteration that it is added to (LoRA, arXiv 2106.09685)."""
+
+    rows: slice | Tensor  # of the iteration, each once; int64 where it is a tensor
+    down: Any  # [rank, inputs] as pack_linear gives it, in the model's dtype
+    up: Any  # [outputs, rank] as pack_linear gives it, in float32
+
+
 class Cache(ABC):
     """A paged KV pool and its host tier. All memory is taken in the constructor."""
 
@@ -368,6 +377,8 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     given to it meanwhile. Only then may ids be below zero (Batch.tokens)."""
     weight_formats: frozenset[str] = frozenset()
     """Formats of pack_linear beside the model's type; kernels/cpu/src/formats/ says what each is."""
+    has_adapters: bool = False
+    """Whether add_low_rank can be called."""
     group_formats: frozenset[str] = frozenset()
     """Formats of pack_groups (Groups.weight_format): int4-32, int8-128-mins and so on."""
 
@@ -478,6 +489,13 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         batch, also for a compiled pass.
         """
         call(x)
+
+    def add_low_rank(self, x: Tensor, out: Tensor, find: Callable[[], Sequence[LowRank]]) -> None:
+        """Add up(down(x)) to some rows of out, in place: x [N, in], out [N, out]; the other rows keep their bits.
+
+        find: called with each batch, also for a compiled pass. The products are in float32 and the sum is rounded once.
+        """
+        raise ValueError(f"adapters: the {self.name} backend has no kernels for them")
 
     @abstractmethod
     def select(self, x: Tensor, prepared: PreparedT) -> Tensor:
@@ -595,6 +613,14 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         call.
         """
         return forward
+
+
+def add_products(product: Callable[[Tensor, Any], Tensor], x: Tensor, out: Tensor, found: Sequence[LowRank]) -> None:
+    """Do what Ops.add_low_rank says. product: Ops.logits of the backend."""
+    for term in found:
+        some = x[term.rows]
+        added = product(product(some, term.down), term.up)
+        out[term.rows] = (out[term.rows].float() + added).to(out.dtype)
 
 
 def ranks_of(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -204,6 +204,11 @@ class Keys:
         """As `keys_version`, of `model_keys`."""
         return f"{self.prefix}keys:version"
 
+    @property
+    def adapters(self) -> str:
+        """Hash: the record of each LoRA adapter that a name stands for, by the name."""
+        return f"{self.prefix}adapters"
+
     def drain(self, role: str, member: str) -> str:
         """Exists while an operator drains the process, which checks the key about once a second."""
         return f"{self.prefix}drain:{role}:{member}"

@@ -130,7 +130,31 @@ class InternalSettings(CommonSettings):
         return self
 
 
-class GatewaySettings(CommonSettings):
+class AdapterSettings(CommonSettings):
+    """Settings of the services that read LoRA adapters."""
+
+    adapter_dir: Path | None = Field(
+        None,
+        description="absolute path of a folder from which LoRA adapters may be loaded while the stack runs; "
+        "gateways and workers share it. Unset or empty means that there are none",
+    )
+    max_lora_rank: int = Field(64, ge=1, le=4096, description="largest rank of an adapter")
+
+    @field_validator("adapter_dir", mode="before")
+    @classmethod
+    def _no_adapters(cls, value: object) -> object:
+        """Return None for an empty text, which as a path would be the current folder."""
+        return None if value == "" else value
+
+    @field_validator("adapter_dir")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_absolute():
+            raise ValueError(f"{value}: relative, so it may be another folder for each service; begin it with /")
+        return value
+
+
+class GatewaySettings(AdapterSettings):
     """Settings of the gateway."""
 
     models: Path | None = Field(
@@ -363,7 +387,7 @@ class SchedulerSettings(InternalSettings):
     scheduler_metrics_port: int = Field(0, ge=0, le=65535, description="port of the scheduler's /metrics; 0 means none")
 
 
-class WorkerSettings(InternalSettings):
+class WorkerSettings(InternalSettings, AdapterSettings):
     """Settings of a worker."""
 
     worker_id: str = Field(
@@ -412,6 +436,12 @@ class WorkerSettings(InternalSettings):
         "a GPU 16, 32, 64, 128 or 256",
     )
     max_seqs: int = Field(256, ge=1, le=8192, description="slots: sequences that run at once")
+    max_loras: int = Field(
+        8,
+        ge=1,
+        le=1024,
+        description="adapters that a worker holds, and so that run in a step, at once; with adapter_dir",
+    )
     max_input_tokens: int = Field(0, ge=0, description="longest prompt; 0 allows as much as the context")
     max_output_tokens: int = Field(0, ge=0, description="longest output; 0 allows as much as the context")
     max_step_tokens: int = Field(2048, ge=1, le=1 << 20, description="tokens in one step at most")

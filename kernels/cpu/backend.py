@@ -44,7 +44,20 @@ from kernels.cpu.library import Library
 from kernels.cpu.memory import large
 from kernels.cpu.program import DTYPE_NAMES, DTYPES, Immediate, Program, Recording, Runner, address, dtype_code
 from kernels.cpu.sampling import sample
-from kernels.ops import Attention, Batch, CacheShape, Groups, Norm, Ops, Prepared, Routing, Sampled, SamplingRows
+from kernels.ops import (
+    Attention,
+    Batch,
+    CacheShape,
+    Groups,
+    LowRank,
+    Norm,
+    Ops,
+    Prepared,
+    Routing,
+    Sampled,
+    SamplingRows,
+    add_products,
+)
 
 
 class CpuPrepared(Prepared):
@@ -112,6 +125,7 @@ class Compiled:
 
 class CpuOps(Ops[CpuPrepared, CpuCache]):
     name = "cpu"
+    has_adapters = True
 
     def __init__(self, library: Library, threads: int) -> None:
         self.device = torch.device("cpu")
@@ -308,7 +322,10 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return self._runner.out(self._count(prepared, ROWS_TOKENS), width, dtype)
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        self._runner.exchange(x, call)
+        self._runner.exchange((x,), call)
+
+    def add_low_rank(self, x: Tensor, out: Tensor, find: Callable[[], Sequence[LowRank]]) -> None:
+        self._runner.exchange((x, out), lambda x, out: add_products(self.logits, x, out, find()))
 
     def select(self, x: Tensor, prepared: CpuPrepared) -> Tensor:
         rows = self._count(prepared, ROWS_SAMPLES)

@@ -62,8 +62,8 @@ class Runner(Protocol):
     def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
         """Run or record one command. `keep`: what must live as long as its addresses are used."""
 
-    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        """Call, or record that it is to be called, between the commands before and those after."""
+    def exchange(self, tensors: tuple[Tensor, ...], call: Callable[..., object]) -> None:
+        """Call with the tensors, or record that it is to be called, between the commands before and those after."""
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
         """Run one command at once, recording or not."""
@@ -88,8 +88,8 @@ class Immediate:
         used = self._nothing if step is None else step
         self._library.run(ctypes.addressof(made), 1, ctypes.addressof(used), self.threads)
 
-    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        call(x)
+    def exchange(self, tensors: tuple[Tensor, ...], call: Callable[..., object]) -> None:
+        call(*tensors)
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
         self.emit(rows, args, None)
@@ -97,15 +97,16 @@ class Immediate:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A call between two commands with the rows of x that a step has."""
+    """A call between two commands with the rows of the tensors that a step has."""
 
     before: int  # the command that it precedes
-    x: Tensor
+    tensors: tuple[Tensor, ...]
     rows: int  # a symbol
-    call: Callable[[Tensor], object]
+    call: Callable[..., object]
 
     def run(self, step: Step) -> None:
-        self.call(self.x[: resolve(self.rows, step.tokens_count, step.samples_count)])
+        count = resolve(self.rows, step.tokens_count, step.samples_count)
+        self.call(*(each[:count] for each in self.tensors))
 
 
 @dataclass(slots=True)
@@ -147,9 +148,10 @@ class Recording:
         self.commands.append(command(rows, args))
         self._kept.append(keep)
 
-    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        # Another tensor on the same buffer: x itself would keep the buffer from the commands after its last reader.
-        self.exchanges.append(Exchange(len(self.commands), x.detach(), self.rows(x), call))
+    def exchange(self, tensors: tuple[Tensor, ...], call: Callable[..., object]) -> None:
+        # Other tensors on the same buffers: these would keep them from the commands after their last reader.
+        others = tuple(each.detach() for each in tensors)
+        self.exchanges.append(Exchange(len(self.commands), others, self.rows(tensors[0]), call))
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
         self.immediate.now(rows, args)

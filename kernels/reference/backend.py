@@ -5,7 +5,7 @@ The oracle of the other backends and the engine where none of them can be had. A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import Attention, Batch, CacheShape, Norm, Ops, Prepared, Routing, Sampled, SamplingRows
+from kernels.ops import (
+    Attention,
+    Batch,
+    CacheShape,
+    LowRank,
+    Norm,
+    Ops,
+    Prepared,
+    Routing,
+    Sampled,
+    SamplingRows,
+    add_products,
+)
 from kernels.reference.attention import Chunk, DecodeGroup, chunks, decode, decode_groups, prefill
 from kernels.reference.cache import ReferenceCache
 from kernels.reference.sampling import sample
@@ -37,6 +49,7 @@ class Packed:
 
 class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
     name = "reference"
+    has_adapters = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -118,6 +131,9 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
 
     def blank(self, prepared: ReferencePrepared, width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(len(prepared.tokens), width, dtype=dtype, device=self.device)
+
+    def add_low_rank(self, x: Tensor, out: Tensor, find: Callable[[], Sequence[LowRank]]) -> None:
+        add_products(self.logits, x, out, find())
 
     def select(self, x: Tensor, prepared: ReferencePrepared) -> Tensor:
         return x.index_select(0, prepared.sample_rows)

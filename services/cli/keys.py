@@ -50,7 +50,10 @@ def add(
         str, typer.Option(help="30m, 12h, 90d from now, or a date (2027-01-31); empty means never")
     ] = "",
     scope: Annotated[
-        str, typer.Option(help="ops also opens the live page, /metrics and /stats; empty means requests only")
+        str,
+        typer.Option(
+            help="ops also opens the live page, /metrics and /stats; admin loads adapters, too; empty: requests only"
+        ),
     ] = "",
     models: Annotated[
         str, typer.Option(help="names of the models that the key is for, separated by commas; empty means all")

@@ -28,6 +28,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.http.pages import PAGE_HEADERS
 from services.gateway.http.protocol import BodyLimit, CutSlow, Pages, RequestContext
 from services.gateway.openai import (
+    adapters,
     batches,
     chat,
     completions,
@@ -45,9 +46,11 @@ from services.gateway.openai.bodies import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingsBody,
+    LoadAdapterBody,
     RerankBody,
     ScoreBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from services.gateway.openai.responses import ResponsesBody
 from services.gateway.web import routes as web
@@ -55,14 +58,14 @@ from shared.settings import is_loopback
 
 BODIES = (
     CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, RerankBody, ScoreBody, BatchBody,
-    TokenizeBody, DetokenizeBody,
+    TokenizeBody, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody,
 )  # fmt: skip
 
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
     app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(Pages, files=web.FILES)])
-    for endpoint in (completions, chat, retrieval, responses, messages, files, batches, tokenization, info):
+    for endpoint in (completions, chat, retrieval, responses, messages, files, batches, tokenization, adapters, info):
         _include(app, endpoint.router(gateway))
     _include(app, requests.router(gateway, {messages.KIND: messages.FORM}))
     _include(app, info.ops_router(gateway, on_public_port=True))

@@ -78,6 +78,7 @@ class Caller:
     rates: Rates = Rates()
     max_priority: str = CLASSES[0]
     has_others: bool = False  # there are keys of other tenants
+    is_admin: bool = True  # may change what is served: adapters; keys of `orcinus keys` need the scope admin
     is_operator: bool = True  # may see the work of all tenants; keys of `orcinus keys` need the scope ops
     models: frozenset[str] = frozenset()  # that the key is bound to; none means all
 
@@ -212,9 +213,11 @@ class Keyring:
             record.tokens_per_minute or self._rates.tokens_per_minute,
             record.concurrent_requests or self._rates.concurrent_requests,
         )
-        salt, is_operator = self.salt(record.tenant), record.scope == "ops"
+        salt, is_admin, is_operator = self.salt(record.tenant), record.scope == "admin", bool(record.scope)
         models = frozenset(record.models.split(",")) if record.models else frozenset()
-        return Caller(record.tenant, salt, record.id, rates, record.max_priority, self._several, is_operator, models)
+        return Caller(
+            record.tenant, salt, record.id, rates, record.max_priority, self._several, is_admin, is_operator, models
+        )
 
     def _of_settings(self, text: str) -> Caller | None:
         digest, matches = api_keys.digest(text), False
@@ -300,6 +303,15 @@ def require_operator(request: HTTPConnection) -> None:
     if caller is not None and not caller.is_operator:
         remedy = "make one with `orcinus keys add NAME --scope ops`"
         text = f"{request.url.path[:200]}: this key lacks the scope ops; {remedy}"
+        raise ApiError(403, text, code="scope_not_allowed")
+
+
+def require_admin(request: HTTPConnection) -> None:
+    """Raise ApiError(403) for a key without the scope admin."""
+    caller: Caller = request.state.caller
+    if not caller.is_admin:
+        remedy = "make one with `orcinus keys add NAME --scope admin`"
+        text = f"{request.url.path[:200]}: this key lacks the scope admin; {remedy}"
         raise ApiError(403, text, code="scope_not_allowed")
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.gateway.adapters import AdapterNames
 from services.gateway.admission import Admission
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import Cluster, number
@@ -76,6 +77,7 @@ class ServedModel:
         self.cluster = Cluster(settings, gateway_id, fallback, letters)
         self.dispatcher = Dispatcher(settings, gateway_id, self.cluster, metrics, letters)
         self.responses = ResponseStore(settings, self.dispatcher, letters)
+        self.adapters = AdapterNames(settings, letters)
         self.background = BackgroundTasks()
         self.admission = Admission(
             settings, text, parts.keyring, self.cluster, self.dispatcher, self.background, metrics, parts.tracing
@@ -85,7 +87,8 @@ class ServedModel:
 
     def start(self) -> None:
         self.dispatcher.start()
-        self._watching = [asyncio.create_task(each()) for each in (self.cluster.run, self.adopter.run)]
+        work = (self.cluster.run, self.adopter.run, self.adapters.run)
+        self._watching = [asyncio.create_task(each()) for each in work]
 
     async def stop(self) -> None:
         """End tasks and connections; what is in Redis continues."""
@@ -93,6 +96,7 @@ class ServedModel:
         await self.dispatcher.stop()
         watching, self._watching = self._watching, []
         await end(*watching)
+        await self.adapters.close()
         await self.adopter.close()
         await self.responses.close()
         await self.cluster.close()
@@ -166,8 +170,14 @@ class ModelTable:
             404, f"The model {shown(name)} {problem}; this server has {listed}", param="model", code="model_not_found"
         )
 
+    def with_adapter(self, name: str) -> ServedModel | None:
+        """Return the open model that has an adapter of this name."""
+        return next((model for model in self.models() if name in model.adapters.records), None)
+
     def named(self, name: str) -> str:
-        """Return the model that a name or an alias means; empty for an unknown one."""
+        """Return the model that a name, an alias or an adapter's name means; empty for an unknown one."""
+        if name not in self._named and (model := self.with_adapter(name)) is not None:
+            return model.name
         if (model := self.open.get(name)) is not None:
             return model.name
         return self._named[name].name if name in self._named else ""

@@ -87,6 +87,7 @@ class GenerationSpec:
     stop_ids: list[int] = field(default_factory=list)
     speculate: bool = True  # whether next tokens may be guessed
     prediction: bytes = b""  # int32: what the output probably is
+    adapter: bytes = b""  # digest of the LoRA adapter that `model` stood for; empty: the base model
     priority: str = ""  # '' until the caller's key has set it
     stream: bool = False
     include_usage: bool = False

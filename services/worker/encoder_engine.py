@@ -68,6 +68,7 @@ class EncoderEngine(Engine):
             f"--pp {settings.pp}": settings.pp > 1,
             f"--kv-dtype {settings.kv_dtype}": settings.kv_dtype != "auto",
             f"--worker-role {settings.worker_role}": settings.worker_role != "both",
+            f"--adapter-dir {settings.adapter_dir}": settings.adapter_dir is not None,
         }
         if given := next((option for option, is_given in refused.items() if is_given), ""):
             raise ConfigurationError(
@@ -91,6 +92,7 @@ class EncoderEngine(Engine):
     def _load(self, weights: Source, method: LinearMethod) -> None:
         pooling = read_pooling(self.settings.model)
         self.encoder = Encoder(self.config, weights, self.ops, self.dtype, self.lengths.input, method, pooling)
+        self.adapter_rows = self.encoder.adapters
 
     def _plan_memory(self) -> None:
         settings, config = self.settings, self.config

@@ -21,9 +21,10 @@ from kernels.cpu.backend import Compiled
 from kernels.cuda.device import Device
 from kernels.ops import SCORED_BYTES, Batch, Cache, CacheShape, Int32, Prepared, Scored
 from protos import worker_pb2
+from services.worker.adapters.table import AdapterTable
 from services.worker.backend import choose, device_of, set_threads
 from services.worker.grammar import SlotGrammars
-from services.worker.in_flight import GRAMMAR, InFlightStep, InFlightSteps, Marks
+from services.worker.in_flight import GRAMMAR, NO_ROWS, InFlightStep, InFlightSteps, Marks
 from services.worker.kv.cache import Lengths, plan_pool, room_for, wanted_lengths
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.transfers import KVTransfers
@@ -97,6 +98,11 @@ class Engine:
         self.model_hash = weights.fingerprint()
         with room_for("the kernels", "use a smaller model"):
             self.ops, self.dtype = choose(settings, shard_of(config, self.parallel).config(config))
+        if settings.adapter_dir is not None and not self.ops.has_adapters:
+            raise ConfigurationError(
+                f"--adapter-dir {settings.adapter_dir}: the {self.ops.name} kernels have no adapters; leave it out, or "
+                "give --kernels cpu or reference"
+            )
         self.parallel.demand_same(
             f"{self.model_hash} {self.numerics} --block-size {settings.block_size} "
             f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths}"
@@ -104,6 +110,8 @@ class Engine:
         self.parallel.connect(self.ops.device, settings.deterministic)
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
             self._load(weights, method)
+        limits = settings.max_loras, settings.max_lora_rank
+        self.adapters = AdapterTable(settings.adapter_dir, self.adapter_rows, config, limits, self.parallel)
         self.grammars = SlotGrammars(settings.model, config.vocab_size)
         self.takes_late = False
         """Whether the scheduler of the Run plans late rows again."""
@@ -123,6 +131,7 @@ class Engine:
 
     def _load(self, weights: Source, method: LinearMethod) -> None:
         self.decoder = Decoder(self.config, weights, self.ops, self.dtype, self.lengths.model, method, self.parallel)
+        self.adapter_rows = self.decoder.adapters
 
     def _plan_memory(self) -> None:
         """Take a pool of as many blocks as there may be; on a GPU, of those that weights and the largest step leave."""
@@ -171,12 +180,23 @@ class Engine:
             shape.blocks,
             shape.host_blocks,
             self.config.vocab_size,
+            wrong_adapter=self.adapters.problem,
         )
         self._begin_run()
 
     def _compile(self) -> None:
+        """Compile the forward pass, and another one with the products of adapters where there may be any."""
+        rows = self.adapter_rows
+        rows.begin(None)
+        self.compiled = self._compiled()
+        if self.settings.adapter_dir is not None:
+            rows.begin(NO_ROWS)
+            self._compiled_with_adapters = self._compiled()
+            rows.begin(None)
+
+    def _compiled(self) -> Callable[[Prepared], Tensor]:
         cache, step_tokens = self.cache, self.settings.max_step_tokens
-        self.compiled = self.ops.compile(
+        return self.ops.compile(
             lambda prepared: self.decoder.forward(prepared, cache),
             cache,
             step_tokens,
@@ -237,6 +257,7 @@ class Engine:
             experts=mixture.experts if (mixture := self.config.mixture) else 0,
             experts_per_token=mixture.top_k if mixture else 0,
             vector_size=self.vector_size,
+            max_loras=self.adapters.max_adapters,
             **self._tier.describe(self.cache, self.ops.name, self.model_hash),
         )
 
@@ -258,6 +279,7 @@ class Engine:
         self._transfers = KVTransfers(self.cache, self._tier.peers(self.cache, self.ops.block_bytes(self.cache.shape)))
         self._in_flight = InFlightSteps(self.slots)
         self.grammars.clear()
+        self.adapters.begin_run()
         self._previous: InFlightStep | None = None  # the last that was submitted
         self._last_end: Any = None
 
@@ -313,6 +335,7 @@ class Engine:
             raise ConfigurationError(f"the {self.ops.name} kernels cannot be profiled; use --kernels cpu")
         with torch.inference_mode():
             chunks = self.slots.apply(step, self._transfers)
+            self.adapter_rows.begin(None)
             batch = self._local_batch(self.slots.batch(chunks), chunks)
             found = self.compiled.profile(self.ops.prepare(batch, self.cache))
             self.slots.computed_through(chunks)
@@ -335,10 +358,11 @@ class Engine:
             if self.parallel.size > 1:
                 self._learn(self.slots.slots_of(step.chunk_slots))
             readable = self._transfers.peers.update(step.peers) if step.peers else []
+            adapters = self.adapters.update(step.adapters) if step.adapters else []
             marks = Marks(self._last_end, self.ops.mark())
             with self._lock:
                 inflight, batch = self._begin(step, marks, queued_ns)
-            inflight.peers = readable
+            inflight.peers, inflight.adapters = readable, adapters
             prepared = None if batch is None else self.ops.prepare(batch, self.cache)
             if self.ops.overlaps:
                 marks.start = self.ops.mark()  # a device that has waited for the host until here was idle
@@ -378,6 +402,7 @@ class Engine:
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
             peer_acks=pack(inflight.peers),
+            adapter_acks=pack(inflight.adapters),
             errors=inflight.all_errors(),
             late_slots=inflight.late_slots(),
         )
@@ -431,7 +456,17 @@ class Engine:
             rows = inflight.scoring.rows
             batch = dataclasses.replace(batch, sample_rows=np.append(batch.sample_rows, rows), scored=len(rows))
         table.computed_through(chunks)
+        self._begin_adapters(chunks, batch)
         return inflight, self._local_batch(batch, chunks)
+
+    def _begin_adapters(self, chunks: Chunks, batch: Batch) -> None:
+        """Set which rows of the batch have which adapter."""
+        numbers = self.slots.adapter[chunks.slots]
+        if numbers.any():
+            of_rows = np.repeat(self.adapters.places(numbers), chunks.lengths)
+            self.adapter_rows.begin(of_rows, batch.sample_rows)
+        elif self.settings.adapter_dir is not None:
+            self.adapter_rows.begin(None)
 
     def _local_batch(self, batch: Batch, chunks: Chunks) -> Batch:
         """Return the batch as the model computes it here. Raise ProtocolError."""
@@ -448,7 +483,8 @@ class Engine:
         """Run a step's forward pass and return the logits that sample, or what `_sample` takes in their place."""
         if self.parallel.last and (inflight.scoring is not None or (inflight.kinds == VECTOR).any()):
             return self._read_rows(inflight, prepared)
-        logits: Tensor = self.compiled(prepared)
+        with_adapters = self.adapter_rows.computes
+        logits: Tensor = (self._compiled_with_adapters if with_adapters else self.compiled)(prepared)
         return logits
 
     def _read_rows(self, inflight: InFlightStep, prepared: Prepared) -> Tensor:

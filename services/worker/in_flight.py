@@ -82,6 +82,7 @@ class InFlightStep:
     has_grammars: bool = False  # whether a sequence that samples is bound by one
     swaps: bool = False
     peers: list[int] = field(default_factory=list)  # new peers of the step with a host tier that can be read
+    adapters: list[int] = field(default_factory=list)  # those of the step that are loaded
     begun_ns: int = 0  # time.monotonic_ns() when the device was given it
     sampled: Pending[Sampled] | None = None
     scoring: ScoredTokens | None = None  # prompt tokens with log-probabilities that are wanted

@@ -7,6 +7,7 @@ of one sequence marks its slot as failed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,9 +117,10 @@ class SlotTable:
         host_blocks: int,
         vocab: int,
         poolings: frozenset[int] = OF_DECODERS,
+        wrong_adapter: Callable[[int], str] = lambda number: "this worker has none" if number else "",
     ) -> None:
-        """poolings: those that sequences may have."""
-        self.poolings = poolings
+        """poolings: those that sequences may have. wrong_adapter: why one cannot have the adapter of that number."""
+        self.poolings, self._wrong_adapter = poolings, wrong_adapter
         self.max_seqs = max_seqs
         self.max_model_len = max_model_len
         self.block_size = block_size
@@ -132,6 +134,7 @@ class SlotTable:
         self.prompt = np.zeros(max_seqs, np.int32)
         self.pooling = np.zeros(max_seqs, np.int32)  # what the record of the first token is
         self.label_ids = np.zeros((max_seqs, 2), np.int32)  # of a score by a decoder
+        self.adapter = np.zeros(max_seqs, np.int32)  # its number in the Run, 0: the base model
         self.segment = np.zeros(max_seqs, np.int32)  # first token of the second text, 0 without one
         self.scored = np.zeros(max_seqs, np.int32)  # first prompt tokens with log-probabilities that were told before
         self.tables = np.zeros((max_seqs, self.max_blocks), np.int32)
@@ -348,7 +351,11 @@ class SlotTable:
         self.tables[slot, : len(blocks)] = blocks
         self.table_blocks[slot] = len(blocks)
         wrong = self.sampling.enter(slot, enter.sampling)
-        if unusable:
+        lacking = self._wrong_adapter(enter.adapter)
+        self.adapter[slot] = 0 if lacking else enter.adapter
+        if lacking:
+            self.fail(slot, "adapter", lacking)
+        elif unusable:
             self.fail(slot, "invalid_pooling", unusable)
         elif wrong:
             self.fail(slot, "invalid_sampling", wrong)

@@ -17,8 +17,8 @@ from shared.hub import is_repository
 from shared.keys import CLASSES
 from shared.models_file import MOST_MODELS
 
-SCOPES = ("ops",)
-"""What a key may beyond requests: `ops` sees the live page."""
+SCOPES = ("ops", "admin")
+"""What a key may beyond requests: `ops` sees the live page, `admin` loads adapters, too."""
 MOST_KEYS = 10_000
 """Bound on the keys in a Redis: every gateway holds all records in memory."""
 

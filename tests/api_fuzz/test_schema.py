@@ -77,6 +77,8 @@ OPERATIONS = [
     ("/v1/requests/{request_id}", "GET"),
     ("/v1/requests/{request_id}", "DELETE"),
     ("/v1/requests/{request_id}/stream", "GET"),
+    ("/v1/load_lora_adapter", "POST"),
+    ("/v1/unload_lora_adapter", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/health", "GET"),

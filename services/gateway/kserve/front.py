@@ -25,7 +25,7 @@ from services.gateway.errors import ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
 from services.gateway.openai.answers import SLOW_FLUSH_S
-from services.gateway.openai.bodies import CompletionBody, parse_body, served_model
+from services.gateway.openai.bodies import CompletionBody, adapter_of, parse_body, served_model
 from services.gateway.openai.completions import completion_spec
 from services.gateway.openai.info import VERSION
 from shared.errors import ConfigurationError
@@ -223,6 +223,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         if spec.max_tokens == 0:
             raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
         spec.traceparent = call.traceparent
+        spec.adapter = adapter_of(model, spec.model)
         return await model.admission.begin(spec, call.caller, started)
 
     async def _call(self, context: Context) -> Call:

@@ -443,6 +443,24 @@ class TokenizeBody(TemplateBody):
     return_token_strs: bool | None = None
 
 
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-][A-Za-z0-9._/-]{0,127}$")]
+
+
+class LoadAdapterBody(Body):
+    """`POST /v1/load_lora_adapter`, in vLLM's form."""
+
+    lora_name: AdapterName
+    lora_path: str = Field(min_length=1, max_length=4096, description="a folder as PEFT saves it, below --adapter-dir")
+    load_inplace: bool | None = Field(None, description="let a name that is taken stand for this adapter from now on")
+
+
+class UnloadAdapterBody(Body):
+    """`POST /v1/unload_lora_adapter`, in vLLM's form."""
+
+    lora_name: AdapterName
+    lora_int_id: int | None = Field(None, description="has no effect")
+
+
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
@@ -673,7 +691,7 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller) -> Se
 
     Raise ApiError: 404 for a name that no model here has, 403 for a model that the caller's key is not for.
     """
-    model = gateway.first if name is None else gateway.models.open.get(name)
+    model = gateway.first if name is None else gateway.models.open.get(name) or gateway.models.with_adapter(name)
     if caller.models:
         asked = model.name if model is not None else gateway.models.named(name or "")
         if asked and asked not in caller.models:
@@ -686,6 +704,19 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller) -> Se
         model = await gateway.models.opened(name or "", caller)
     model.used_at = time.monotonic()
     return model
+
+
+def adapter_of(model: ServedModel, name: str) -> bytes:
+    """Return the digest of the adapter that a name in a request stands for now; empty for the model itself.
+
+    Raise ApiError(404) for a name that no adapter has any more.
+    """
+    if name == model.name or name in model.aliases:
+        return b""
+    if (digest := model.adapters.digest(name)) is None:
+        text = f"The model {shown(name)} does not exist; this server has {model.name!r}"
+        raise ApiError(404, text, param="model", code="model_not_found")
+    return digest
 
 
 TASKS = {

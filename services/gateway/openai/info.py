@@ -11,6 +11,7 @@ from starlette.responses import Response
 from services.gateway.auth import Caller, require_operator
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
+from services.gateway.models import ServedModel
 from services.gateway.openai.answers import json_response
 from services.gateway.openai.document import FOUND, errors
 
@@ -22,6 +23,11 @@ _NOT_WELL = {"description": "not so; `reason` says why", "content": FOUND["conte
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
+
+    def adapter_card(model: ServedModel, name: str) -> dict[str, Any]:
+        record = model.adapters.records[name]
+        more = {"id": name, "created": record.created_s, "parent": model.name, "root": record.path, "aliases": []}
+        return model_card(model.name) | more
 
     def model_card(name: str) -> dict[str, Any]:
         card: dict[str, Any] = {
@@ -43,7 +49,11 @@ def router(gateway: Gateway) -> APIRouter:
         """List the models that the key is for, with their states."""
         caller: Caller = request.state.caller
         names = [name for name in gateway.models.names() if caller.may_use(name)]
-        return json_response({"object": "list", "data": [model_card(name) for name in names]})
+        cards = [model_card(name) for name in names]
+        for model in gateway.models.models():
+            if caller.may_use(model.name):
+                cards += [adapter_card(model, name) for name in sorted(model.adapters.records)]
+        return json_response({"object": "list", "data": cards})
 
     @routes.get("/v1/models/{model_id:path}", responses={200: FOUND, **errors(404)})
     async def model(model_id: str, request: Request) -> Response:
@@ -52,6 +62,8 @@ def router(gateway: Gateway) -> APIRouter:
         name = gateway.models.named(model_id)
         if not name or not caller.may_use(name):
             raise gateway.models.unknown(model_id, caller)
+        if model_id != name and (found := gateway.models.with_adapter(model_id)) is not None:
+            return json_response(adapter_card(found, model_id))
         return json_response(model_card(name))
 
     @routes.get("/health", responses={200: FOUND, **errors()})

@@ -47,6 +47,7 @@ from services.gateway.openai.bodies import (
     ChatBody,
     Metadata,
     Priority,
+    adapter_of,
     parse_body,
     read_body,
     served_model,
@@ -646,6 +647,7 @@ def router(gateway: Gateway) -> APIRouter:
             kept = await keep(response, only_new=True)  # an earlier call of the same name has it already
             response["store"] = kept is not Kept.NOT
             try:
+                spec.adapter = adapter_of(model, spec.model)
                 await model.admission.begin_background(spec, request.state.caller, started)
             except ApiError:
                 if kept is Kept.NEW:

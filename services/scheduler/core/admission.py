@@ -117,10 +117,9 @@ class Admission:
             return
         table = replica.table
         for slot in replica.transfers.take_arrived():
-            sequence: Sequence = table.sequence[slot]
             table.go(slot, replica.limits)
             blocks = table.blocks[slot, : table.held[slot]].copy()
-            step.enters.append(_enter(slot, sequence, blocks, int(table.planned[slot])))
+            step.enters.append(_enter(replica, slot, blocks, int(table.planned[slot])))
 
     def urgent_class(self, step: StepBuilder) -> int:
         """Return the class of the next sequence if it is of class <= high and may take slots; else the lowest class.
@@ -406,6 +405,7 @@ class Admission:
         run = []
         for slot, candidate in zip(slots.tolist(), entering, strict=True):
             sequence = candidate.sequence
+            replica.adapters.entered(slot, sequence.record.request.adapter)
             if sequence.lost:
                 state.counters.recomputed_tokens += max(min(sequence.lost, sequence.known) - sequence.prefix.hits, 0)
                 sequence.lost = 0
@@ -413,7 +413,7 @@ class Admission:
                 self._load(replica, slot, candidate)
             else:
                 held = candidate.hit.gpu
-                step.enters.append(_enter(slot, sequence, held, held.size * limits.block_size))
+                step.enters.append(_enter(replica, slot, held, held.size * limits.block_size))
                 run.append(slot)
             sequence.replica, sequence.route.passed = replica.number, 0
             if not sequence.record.started:
@@ -447,10 +447,14 @@ class Admission:
         sequence.saved = None
 
 
-def _enter(slot: int, sequence: Sequence, blocks: Int32, computed: int) -> Enter:
-    """Return the entry of a sequence for its worker. computed: its first tokens, with KV in `blocks`."""
+def _enter(replica: Replica, slot: int, blocks: Int32, computed: int) -> Enter:
+    """Return the entry of the sequence of a row for its worker. computed: its first tokens, with KV in `blocks`."""
+    sequence: Sequence = replica.table.sequence[slot]
     if sequence.cached < 0:
         sequence.cached = computed
     record, prompt = sequence.record, sequence.prompt.size
     tokens, scored = sequence.tokens(), sequence.scored
-    return Enter(slot, record.request, sequence.choice, tokens, prompt, computed, blocks, record.tenant, scored)
+    return Enter(
+        slot, record.request, sequence.choice, tokens, prompt, computed, blocks, record.tenant, scored,
+        replica.adapters.number(slot),
+    )  # fmt: skip

@@ -34,6 +34,7 @@ def check_replica(replica: Replica, lookahead: int, host: Int32) -> None:
     pool.check(np.concatenate([*tables, replica.transfers.kept]))
     replica.host.check(host)
     replica.transfers.check()
+    replica.adapters.check()
     owed = int(np.maximum(table.reserved - table.held, 0)[table.active].sum())
     if owed != replica.reserved or owed > pool.free + pool.cached:
         raise RuntimeError(f"{owed} blocks are reserved, {replica.reserved} are counted, {pool.free} are free")

@@ -177,6 +177,8 @@ class Planner:
                 else:
                     admission.none_left(batch)
                 more = admission.enter(batch, out)
+        for digest in step.lacking:  # now that those that entered have their rows
+            replica.adapters.seek(digest)
 
     def _commit(self, step: StepBuilder) -> StepPlan:
         """Commit the step; the policy's parts learn what it holds."""

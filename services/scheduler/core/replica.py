@@ -16,6 +16,7 @@ from services.scheduler.core.kv.blocks import BlockPool
 from services.scheduler.core.kv.prefix_cache import Prefix, PrefixCache
 from services.scheduler.core.kv.prefix_index import Hasher
 from services.scheduler.core.kv.transfers import Transfers
+from services.scheduler.core.placement.adapters import Adapters
 from services.scheduler.core.placement.base import Constraint
 from services.scheduler.core.placement.peers import Peers
 from services.scheduler.core.policy.base import Budget, Memory
@@ -50,6 +51,7 @@ class SentStep:
     drafts: Int32 | None  # [n] of the first n rows: the drafts of each; None: no row has any
     planned_ns: int
     alone: bool  # no other step of the replica was unanswered then
+    adapters: dict[int, bytes]  # that the step announces, by number
     peers: dict[int, Replica | None]  # replicas with a host tier that the step announces; None: gone
 
 
@@ -126,6 +128,7 @@ class Replica:
         self.host = BlockPool(limits.host_blocks, indexed=hasher is not None)
         self.transfers = Transfers(self.pool, self.host, self.table)
         self.peers: Peers[Replica] = Peers()
+        self.adapters = Adapters(limits.max_loras)
         self.handed: list[Sequence] = []  # swapped out for another replica, and no other may take them yet
         self.prefix_cache = PrefixCache(self.pool, self.host, self.table, hasher) if hasher else None
         self.model = StepTime(limits.experts, limits.experts_per_token)
@@ -221,6 +224,7 @@ class Replica:
         if not self.transfers.loads(slot):  # else no step has entered the row yet
             self.freed.append(slot)
         copied = self.transfers.leaves(slot)
+        self.adapters.left(slot)
         blocks = table.leave(slot)
         if kv is not KV.DROP:
             surplus = blocks[self.blocks_for(computed) :]  # of a row that was late

@@ -109,6 +109,8 @@ class Results:
         if replica.speculation.possible:
             replica.speculation.answered(step.planned_ns, result.step_ns, now_ns, step.alone)
         self._learn(replica, step, result)
+        if step.adapters or result.adapter_acks.size:
+            replica.adapters.acknowledged(step.adapters, result.adapter_acks)
         if step.peers and replica.peers.acknowledged(step.peers, result.peer_acks):
             self._router.changed(self._router.placement.alive)
         if step.ends.size and replica.prefix_cache is not None:

@@ -144,6 +144,8 @@ class Sequence:
         The last token's KV is never computed, so `longest - 1` tokens must fit the pool.
         """
         prompt, context = self.prompt.size, limits.max_model_len
+        if self.record.request.adapter and not limits.max_loras:
+            return "the worker has no adapters; start it with --adapter-dir"
         if prompt >= context:
             return f"the prompt of {prompt} tokens leaves no room for output: the context is {context} tokens"
         tokens = self.longest(limits) - 1

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.core.kv.transfers import NO_COPIES
+from services.scheduler.core.placement.adapters import NO_NEWS as NO_ADAPTERS
 from services.scheduler.core.placement.peers import NO_NEWS, to_wire
 from services.scheduler.core.policy.base import Batching
 from services.scheduler.core.policy.batching import whole
@@ -19,7 +20,7 @@ from services.scheduler.core.replica import LastStep, Replica, SentStep
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.speculation import Drafts
 from services.scheduler.core.table import Bool, Int64
-from services.scheduler.core.types import EMPTY, NO_ROWS, Enter, Int32, Rows, StepPlan
+from services.scheduler.core.types import EMPTY, NO_ROWS, Adapter, Enter, Int32, Rows, StepPlan
 
 Integer = TypeVar("Integer", np.int32, np.intp)
 NO_MASK: Bool = np.zeros(0, np.bool_)
@@ -59,6 +60,7 @@ class StepBuilder:
         self.budgeted = False  # `tokens_left` is what the policy leaves for prompts
         self.aside = 0  # sequences set aside for a prefix that another one computes
         self.admitted: list[Sequence] = []  # by constraints and admission; memory may refuse some yet
+        self.lacking: list[bytes] = []  # adapters of sequences that may enter once the worker has them
         self.passed_over: list[Sequence] = []  # not admitted; what enters in front of them is counted
         self._starts: Int32 = EMPTY
         self._decoding: Bool = NO_MASK  # [high] the same as `decodes`
@@ -81,7 +83,8 @@ class StepBuilder:
     def __bool__(self) -> bool:
         """Return whether there is something to send."""
         replica = self.replica
-        return not self.empty or bool(self.enters or replica.transfers.pending or replica.peers.news)
+        news = replica.peers.news or replica.adapters.news
+        return not self.empty or bool(self.enters or replica.transfers.pending or news)
 
     def missing_blocks(self, decodes: Bool) -> tuple[Rows, int]:
         """Return the rows of `decodes`, [high], that need a block, and for how many of them one is reserved."""
@@ -206,6 +209,7 @@ class StepBuilder:
         replica.save_cold_prefixes()
         copies = replica.transfers.take_copies() if replica.transfers.pending else NO_COPIES
         news = replica.peers.take_news() if replica.peers.news else NO_NEWS
+        adapters = replica.adapters.take_news() if replica.adapters.news else NO_ADAPTERS
         step = SentStep(
             id=replica.next_step,
             microbatch=self.microbatch,
@@ -223,6 +227,7 @@ class StepBuilder:
             drafts=guesses,
             planned_ns=self.now_ns,
             alone=not replica.inflight,
+            adapters=adapters,
             peers=news,
         )
         freed, replica.freed = replica.freed, []
@@ -246,6 +251,7 @@ class StepBuilder:
             microbatch=self.microbatch,
             decode_tokens=decodes,
             prefill_tokens=self.prefill_tokens,
+            adapters=[Adapter(number, digest) for number, digest in adapters.items()],
             peers=to_wire(news) if news else [],
             swap_in_peers=copies.in_peers,
             chunk_drafts=counts,

@@ -62,6 +62,7 @@ class NewRequest:
     tbt_slo_ns: int = 0
     deadline_ns: int = 0  # absolute; 0: none
     salt: bytes = b""
+    adapter: bytes = b""  # digest of its LoRA adapter; empty: the base model. It is part of `salt`
     payload: Any = None  # opaque; comes back in Enter (the service keeps sampling here)
     speculate: bool = True  # whether its next tokens may be guessed
     prediction: Int32 = field(default_factory=lambda: EMPTY)  # what its output probably is
@@ -90,6 +91,7 @@ class Enter:
     blocks: Int32
     tenant: int = 0  # interned
     scored: int = 0  # as Sequence.scored
+    adapter: int = 0  # number of its adapter, 0: the base model
 
 
 @dataclass(slots=True)
@@ -99,6 +101,14 @@ class Peer:
     number: int
     host_tier: str  # empty if the replica is lost
     host_blocks: int
+
+
+@dataclass(slots=True)
+class Adapter:
+    """A LoRA adapter and its number. A number that is sent again names another adapter from then on."""
+
+    number: int
+    digest: bytes
 
 
 @dataclass(slots=True)
@@ -122,6 +132,7 @@ class StepPlan:
     microbatch: int = 0
     decode_tokens: int = 0
     prefill_tokens: int = 0
+    adapters: list[Adapter] = field(default_factory=list)  # that the worker is to load
     peers: list[Peer] = field(default_factory=list)  # news of other replicas' host tiers
     # By swap-in, the peer that has the host block; -1 means this replica's tier. Empty means that tier for all.
     swap_in_peers: Int32 = field(default_factory=lambda: EMPTY)
@@ -157,6 +168,7 @@ class StepResult:
     step_ns: int = 0
     swap_ns: int = 0  # of the copies acknowledged here; 0: not measured
     late: Int32 = field(default_factory=lambda: EMPTY)  # slots that were to sample, and their mask is not there yet
+    adapter_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's adapters that are loaded
     peer_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's peers that can be read
 
 
@@ -216,6 +228,7 @@ class Limits:
     max_drafts: int = 0  # draft tokens that a step may have; 0: none
     experts: int = 0  # of a layer with a mixture of experts; 0: there is none
     experts_per_token: int = 0
+    max_loras: int = 0  # adapters that it holds at once
     whole_prompts: bool = False  # each prompt is computed in one chunk, and nothing of it is kept: an encoder
 
 

@@ -20,6 +20,7 @@ from redis.exceptions import ResponseError
 from protos import queue_pb2
 from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, NewRequest
 from services.scheduler.shard.lease import Lease
+from shared.adapters import DIGEST_BYTES
 from shared.columns import unpack
 from shared.dead_letters import DeadLetters, integer, remove_foreign, text
 from shared.keys import CLASSES, GROUP, Keys
@@ -135,6 +136,8 @@ def decode(
         raise ValueError(f"segments: {segments.size} for {len(arrays)} prompts, or one below 0; one each is needed")
     if unpack(wire.label_ids).size not in (0, 2):
         raise ValueError(f"label ids: {len(wire.label_ids)} bytes; two ids are needed, or none")
+    if len(wire.adapter) not in (0, DIGEST_BYTES):
+        raise ValueError(f"adapter: a digest of {len(wire.adapter)} bytes; {DIGEST_BYTES} are needed, or none")
     sampling = wire.sampling
     wrong = wrong_logprobs(sampling.logprobs) or wrong_logprobs(sampling.prompt_logprobs, "prompt_logprobs")
     if wrong:
@@ -155,7 +158,8 @@ def decode(
         deadline_ns=clock.monotonic_ns(enqueued_ms + wire.deadline_ms)
         if wire.deadline_ms and 0 < enqueued_ms < MAX_MS
         else 0,
-        salt=wire.cache_salt,
+        salt=wire.cache_salt + wire.adapter,
+        adapter=wire.adapter,
         speculate=wire.speculate and not wire.sampling.grammar,  # a mask behind a guess would be late
         prediction=prediction,
         scored=[1] * len(arrays) if sampling.prompt_logprobs else None,

@@ -33,6 +33,7 @@ BOUNDS = {
     "block_bytes": (0, 1 << 40),
     "highest_epoch": (0, EPOCHS - 2),
     "max_drafts": (0, 1 << 16),
+    "max_loras": (0, 1 << 10),
     "experts": (0, 1 << 16),
     "experts_per_token": (0, 1 << 16),
     "vector_size": (0, 1 << 16),

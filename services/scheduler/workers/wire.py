@@ -33,6 +33,7 @@ def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto") -> Li
         max_drafts=info.max_drafts if drafts else 0,
         experts=info.experts,
         experts_per_token=info.experts_per_token,
+        max_loras=info.max_loras,
         whole_prompts=info.whole_prompts,
     )
 
@@ -59,6 +60,7 @@ def _enter(enter: Enter) -> worker_pb2.Enter:
         sampling=sampling_of(request, enter.choice),
         tenant=enter.tenant,
         scored=enter.scored,
+        adapter=enter.adapter,
         pooling=request.pooling,
         label_ids=request.label_ids,
         segment=int(segments[enter.choice // max(request.n, 1)]) if segments.size else 0,
@@ -82,6 +84,8 @@ def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
         chunk_starts=pack(plan.chunk_starts),
         chunk_lengths=pack(plan.chunk_lengths),
     )
+    for adapter in plan.adapters:
+        step.adapters.add(number=adapter.number, digest=adapter.digest)
     for peer in plan.peers:
         step.peers.add(number=peer.number, host_tier=peer.host_tier, host_blocks=peer.host_blocks)
     if plan.swap_in_peers.size:
@@ -127,5 +131,6 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         step_ns=result.timings.total_ns,
         swap_ns=result.timings.swap_ns,
         late=unpack(result.late_slots) if result.late_slots else EMPTY,
+        adapter_acks=unpack(result.adapter_acks) if result.adapter_acks else EMPTY,
         peer_acks=unpack(result.peer_acks) if result.peer_acks else EMPTY,
     )

@@ -63,6 +63,7 @@ class Decoder:
         tables = PositionTables(loader)
         self.layers = [DecoderLayer(loader, self.parallel, index, tables) for index in self.shard.layers]
         self.norm = loader.norm(f"{names.prefix}{names.norm}") if last else None
+        self.adapters = loader.adapters
         if config.stored is not None:
             plain, grouped = loader.packed
             stored, name = config.stored, str(dtype).removeprefix("torch.")

@@ -132,6 +132,7 @@ class Encoder:
         tables = PositionTables(loader)
         self.layers = [EncoderLayer(loader, index, tables) for index in range(config.layers)]
         self.head = Head(loader) if config.family.scores else None
+        self.adapters = loader.adapters
 
     def forward(self, prepared: Prepared, cache: Cache) -> Tensor:
         """Return [R, hidden]: the rows of the last layer that are pooled."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels import ops as kernel_ops
 from kernels.ops import AnyOps, Cache, Norm, Prepared
+from services.worker.models.adapters import LinearAdapters
 from services.worker.models.config import Mixture
 from services.worker.models.rope import rotary_table
 from services.worker.models.weights import Rows, WeightLoader
@@ -30,10 +31,13 @@ class Linear:
     ops: AnyOps
     method: LinearMethod
     weight: Any  # as `method` packs it
+    adapters: LinearAdapters
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [N, inputs] -> [N, outputs of this rank]."""
-        return self.method.multiply(self.ops, x, self.weight)
+    def forward(self, x: Tensor, selected: bool = False) -> Tensor:
+        """Multiply x [N, inputs] -> [N, outputs of this rank]. selected: the rows are those that sample alone."""
+        out = self.method.multiply(self.ops, x, self.weight)
+        self.adapters.add(x, out, selected)
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +46,9 @@ class RowParallelLinear(Linear):
 
     parallel: ParallelState
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [N, inputs of this rank] -> [N, outputs], summed over the ranks."""
-        out = self.method.multiply(self.ops, x, self.weight)
+    def forward(self, x: Tensor, selected: bool = False) -> Tensor:
+        """Multiply x [N, inputs of this rank] -> [N, outputs], summed over the ranks. selected: see Linear."""
+        out = Linear.forward(self, x, selected)
         if self.parallel.tp > 1:
             self.ops.exchange(out, self.parallel.all_reduce)
         return out
@@ -96,7 +100,9 @@ class Attention:
         prefix, window = loader.layer_prefix(index), c.windows[index]
         self.ops = ops
         self.cache_layer = 0 if c.family.is_encoder else index - shard.layers.start  # an encoder's KV lasts for a layer
-        self.qkv_proj = Linear(ops, loader.method, loader.column_parallel(_qkv_rows(loader, prefix), "qkv_proj"))
+        rows = _qkv_rows(loader, prefix)
+        packed = loader.column_parallel(rows, "qkv_proj")
+        self.qkv_proj = Linear(ops, loader.method, packed, loader.adapters_of(rows, range(c.hidden_size)))
         self.spec = kernel_ops.Attention(
             heads=len(shard.heads),
             scale=c.scale,
@@ -110,8 +116,10 @@ class Attention:
             causal=not c.family.is_encoder,
         )
         columns = _head_numbers(shard.heads, c.head_dim)
-        o_proj = loader.row_parallel(f"{prefix}{names.o_proj}", c.heads * c.head_dim, columns, "o_proj")
-        self.o_proj = RowParallelLinear(ops, loader.method, o_proj, parallel)
+        name = f"{prefix}{names.o_proj}"
+        o_proj = loader.row_parallel(name, c.heads * c.head_dim, columns, "o_proj")
+        adapters = loader.adapters_of([Rows(name, c.hidden_size, range(c.hidden_size))], columns)
+        self.o_proj = RowParallelLinear(ops, loader.method, o_proj, adapters, parallel)
 
     def forward(self, x: Tensor, prepared: Prepared, cache: Cache, select: bool) -> Tensor:
         """Compute x [N, hidden] -> [N, hidden]; write the K and V of every row.
@@ -125,7 +133,7 @@ class Attention:
         del query
         if select:
             attended = ops.select(attended, prepared)
-        return self.o_proj.forward(attended)
+        return self.o_proj.forward(attended, select)
 
 
 class Mlp:
@@ -146,16 +154,19 @@ class Mlp:
         c, ops = loader.config, loader.ops
         self.ops, self.activation = ops, c.activation
         gate_up, down = _mlp_matrices(loader, prefix, names, inner)
-        self.gate_up_proj = Linear(ops, loader.method, gate_up)
-        self.down_proj = RowParallelLinear(ops, loader.method, down, parallel)
+        hidden = range(c.hidden_size)
+        rows = _gate_up_rows(loader, prefix, names[0], inner)
+        self.gate_up_proj = Linear(ops, loader.method, gate_up, loader.adapters_of(rows, hidden))
+        adapters = loader.adapters_of([Rows(f"{prefix}{names[1]}", c.hidden_size, hidden)], inner[1])
+        self.down_proj = RowParallelLinear(ops, loader.method, down, adapters, parallel)
         self._activate = ops.act_and_mul if c.family.gated else ops.activate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute x [N, hidden] -> [N, hidden]."""
-        inner = self.gate_up_proj.forward(x)
+    def forward(self, x: Tensor, selected: bool = False) -> Tensor:
+        """Compute x [N, hidden] -> [N, hidden]. selected: the rows are those that sample alone."""
+        inner = self.gate_up_proj.forward(x, selected)
         del x
         inner = self._activate(inner, self.activation)
-        return self.down_proj.forward(inner)
+        return self.down_proj.forward(inner, selected)
 
 
 class MixtureOfExperts:
@@ -186,13 +197,13 @@ class MixtureOfExperts:
             self.shared = Mlp(loader, ParallelState(), f"{prefix}{names.shared}.", parts, inner)
             self.shared_gate = loader.replicated(f"{prefix}{names.shared_gate}", 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute x [N, hidden] -> [N, hidden]."""
+    def forward(self, x: Tensor, selected: bool = False) -> Tensor:
+        """Compute x [N, hidden] -> [N, hidden]. selected: see Mlp."""
         ops = self.ops
         logits = ops.logits(x, self.router)
         shared = shared_logits = None
         if self.shared is not None:
-            shared, shared_logits = self.shared.forward(x), ops.logits(x, self.shared_gate)
+            shared, shared_logits = self.shared.forward(x, selected), ops.logits(x, self.shared_gate)
         out = ops.experts(x, logits, self.experts, self.routing, shared, shared_logits)
         if self.parallel.tp > 1:
             ops.exchange(out, self.parallel.all_reduce)
@@ -233,7 +244,7 @@ class DecoderLayer:
         residual.pending = out
         del out
         norm = residual.norm_then_add if self.parallel_residual else residual.norm
-        out = self.mlp.forward(norm(ops, self.mlp_norm))
+        out = self.mlp.forward(norm(ops, self.mlp_norm), select)
         residual.pending = out if self.down_norm is None else ops.norm(out, self.down_norm)
 
 
@@ -242,8 +253,13 @@ def _mlp_matrices(
 ) -> tuple[Any, Any]:
     """Return the packed gate_up_proj and down_proj of an MLP; see Mlp."""
     gate_up_proj, down_proj = names
-    rows = loader.stacked(prefix, gate_up_proj, [inner] * (2 if loader.config.family.gated else 1))
+    rows = _gate_up_rows(loader, prefix, gate_up_proj, inner)
     return loader.column_parallel(rows, "mlp"), loader.row_parallel(f"{prefix}{down_proj}", *inner, "mlp")
+
+
+def _gate_up_rows(loader: WeightLoader, prefix: str, names: tuple[str, ...], inner: tuple[int, range]) -> list[Rows]:
+    """Return the rows of gate_up_proj; see Mlp."""
+    return loader.stacked(prefix, names, [inner] * (2 if loader.config.family.gated else 1))
 
 
 def _qkv_rows(loader: WeightLoader, prefix: str) -> list[Rows]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AnyOps, Norm
+from services.worker.models.adapters import AdapterRows, LinearAdapters, Outputs
 from services.worker.models.checkpoint import Source
 from services.worker.models.config import DecoderConfig, Mixture, check_split
 from services.worker.models.matrices import layer_prefix
@@ -128,6 +129,7 @@ class WeightLoader:
         self.source, self.ops, self.dtype, self.method = source, ops, dtype, method
         self.positions = positions
         self.packed = [0, 0]  # parts of matrices in the model's type, and in Groups
+        self.adapters = AdapterRows(ops, dtype)
 
     def layer_prefix(self, index: int) -> str:
         """Return the beginning of the names of layer `index`."""
@@ -204,6 +206,10 @@ class WeightLoader:
             bias = torch.cat([biases[part.name][part.rows.start : part.rows.stop] for part in parts])
         hidden = self.config.hidden_size
         return self.method.pack(self.ops, [self._read(part, hidden, range(hidden)) for part in parts], hidden, bias)
+
+    def adapters_of(self, parts: list[Rows], columns: range) -> LinearAdapters:
+        """Return what adapters add to a packed matrix of these rows and inputs."""
+        return LinearAdapters(self.adapters, [Outputs(part.name, part.rows) for part in parts], columns)
 
     def row_parallel(self, name: str, inputs: int, columns: range, bias_kind: str) -> Any:
         """Return a packed matrix [hidden, these columns]. The ranks' products are summed: one rank adds the bias."""

@@ -40,6 +40,16 @@ async def test_a_read_that_leaves_a_class_out_ends_soon(room: list[int], block: 
     assert reader.asked == [(open_, block)]
 
 
+def test_adapter_of_a_request_parts_its_prefixes_from_those_of_others() -> None:
+    prompts = queue_pb2.Prompts(tokens=[pack([1])])
+    wire = queue_pb2.Request(id="r", n=1, max_tokens=1, cache_salt=b"tenant", adapter=bytes(32))
+    found = decode(wire, prompts, 0, "g", Clock())
+    assert (found.adapter, found.salt) == (bytes(32), b"tenant" + bytes(32))
+    wire.adapter = b"short"
+    with pytest.raises(ValueError, match="adapter: a digest of 5 bytes; 32 are needed, or none"):
+        decode(wire, prompts, 0, "g", Clock())
+
+
 @pytest.mark.parametrize("prediction", [[0] * (MAX_PREDICTION + 1), [3, -1]])
 def test_prediction_that_no_gateway_sends_is_refused(prediction: list[int]) -> None:
     wire = queue_pb2.Request(id="r", n=1, max_tokens=1, prediction=pack(prediction))

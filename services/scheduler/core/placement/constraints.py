@@ -27,6 +27,8 @@ def check(step: StepBuilder, sequence: Sequence) -> Verdict:
         verdict = constraint.check(step, sequence)
         if verdict is Verdict.OK:
             continue
+        if isinstance(constraint, AdapterLoaded):
+            step.lacking.append(sequence.record.request.adapter)
         if verdict is Verdict.SKIP and not constraint.elsewhere:
             if sequence.route.passed >= MAX_PASSED:
                 return Verdict.STOP
@@ -121,6 +123,13 @@ class OwesStep(Constraint[StepBuilder]):
         if not sequence.unanswered:
             return Verdict.OK
         return Verdict.STOP if sequence.replica == step.replica.number else Verdict.SKIP
+
+
+class AdapterLoaded(Constraint[StepBuilder]):
+    """Let a sequence enter when the worker has its adapter: at most as many adapters as it holds are in a step."""
+
+    def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
+        return Verdict.OK if step.replica.adapters.usable(sequence.record.request.adapter) else Verdict.SKIP
 
 
 class Rule(Constraint[StepBuilder]):

@@ -17,7 +17,7 @@ import numpy as np
 
 from services.scheduler.core.kv.prefix_index import Keys
 from services.scheduler.core.placement.base import MAX_PASSED, Constraint, Verdict
-from services.scheduler.core.placement.constraints import Placement, can_load
+from services.scheduler.core.placement.constraints import AdapterLoaded, Placement, can_load
 from services.scheduler.core.placement.peers import can_read
 from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.replica import Replica
@@ -35,6 +35,7 @@ GUARD = 1.3  # cached prefixes count only while the chosen replica has at most G
 SLACK = 4  # sequences by which its work may exceed that bound
 UNSEEN = StepTime()  # while no step of any replica was timed
 UNSEEN.c0, UNSEEN.c1 = 1e6, 5e4
+LOAD_NS = 100_000_000  # what loading an adapter costs: some 100 MB are read, hashed and packed
 STARTING = 1024  # prefixes remembered that a routed sequence is about to compute; the oldest are forgotten
 LEAST_KEYS = 2  # blocks that a prefix must share with one that is being computed, at least
 
@@ -74,7 +75,7 @@ class Router:
         It becomes the dock if one is needed, it fits a confined sequence, and no other replica fits more of them.
         """
         placement = self.placement
-        replica.constraints = [*placement.constraints, Price(self)]
+        replica.constraints = [*placement.constraints, Price(self), AdapterLoaded()]
         for other in alive:
             if other is not replica and can_read(replica.limits, other.limits):
                 replica.peers.joined(other)
@@ -252,6 +253,8 @@ class Router:
         cost += steps * crowd * load.row_ns  # the time that the sequences there lose
         if can_load(replica, sequence):
             cost += replica.swap_ns_per_block * (sequence.saved.blocks.size if sequence.saved is not None else 0)
+        if not replica.adapters.holds(sequence.record.request.adapter):
+            cost += LOAD_NS
         lacking = crowd + 1 - load.max_running
         if lacking > 0 or replica.available < replica.blocks_for(rest):
             cost += max(lacking, 1) * load.slot_ns

@@ -59,6 +59,7 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)  # of tokens 0..p
     failed: bool = False
+    adapter: bytes = b""
     late: bool = False  # its last token was not sampled
 
 
@@ -80,6 +81,8 @@ class TwinWorker:
             tiers[limits.host_tier] = self.host
         self.mapped: dict[int, Kv] = {}  # of other workers, by number
         self.unmappable: set[str] = set()  # tiers that cannot be mapped
+        self.adapters: dict[int, bytes] = {}  # by number
+        self.unloadable: set[bytes] = set()  # adapters that cannot be loaded
         # last step by which it is done, direction, from, to, replica of the host tier
         self.copies: deque[tuple[int, str, int, int, Kv]] = deque()
         self.lag = 0  # steps by which copies may lag, as long as there are steps to come
@@ -91,7 +94,7 @@ class TwinWorker:
         self.last_id = step.id
         for slot in step.free_slots.tolist():
             del self.rows[slot]
-        acks = self._map(step)
+        acks, loaded = self._map(step), self._load(step)
         self._order_copies(step)
         for enter in step.enters:
             self._enter(enter)
@@ -137,7 +140,7 @@ class TwinWorker:
         result.token_counts = np.array(counts, np.int32) if step.drafts.size else None
         result.late = np.array(late, np.int32)
         result.swap_out_acks, result.swap_in_acks = self._copy(step.id)
-        result.peer_acks = np.array(acks, np.int32)
+        result.peer_acks, result.adapter_acks = np.array(acks, np.int32), np.array(loaded, np.int32)
         result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
         return result
 
@@ -148,6 +151,14 @@ class TwinWorker:
                 assert peer.host_tier != self.limits.host_tier, "a worker is no peer of itself"
                 self.mapped[peer.number] = self.tiers[peer.host_tier]
         return [peer.number for peer in step.peers if peer.number in self.mapped]
+
+    def _load(self, step: StepPlan) -> list[int]:
+        for adapter in step.adapters:
+            assert 1 <= adapter.number <= self.limits.max_loras
+            old = self.adapters.get(adapter.number)
+            assert all(row.adapter != old for row in self.rows.values()) or old is None, "a row has the adapter"
+            self.adapters[adapter.number] = adapter.digest
+        return [adapter.number for adapter in step.adapters if adapter.digest not in self.unloadable]
 
     def _order_copies(self, step: StepPlan) -> None:
         peers = step.swap_in_peers.tolist() or [-1] * step.swap_in_host.size
@@ -179,6 +190,9 @@ class TwinWorker:
         assert enter.computed < enter.tokens.size and enter.computed <= enter.blocks.size * self.limits.block_size
         assert enter.prompt_tokens == enter.request.prompts[enter.choice // enter.request.n].size
         row = Row(enter.request.payload + enter.choice, enter.tokens.tolist(), enter.blocks.tolist())
+        row.adapter = self.adapters[enter.adapter] if enter.adapter else b""
+        assert row.adapter == enter.request.adapter, "another adapter"
+        row.failed = row.adapter in self.unloadable
         for token in row.tokens[: enter.computed]:
             row.hashes.append(chain(row.hashes[-1] if row.hashes else 0, token))
         self.rows[enter.slot] = row

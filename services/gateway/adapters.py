@@ -1,0 +1,240 @@
+"""The LoRA adapters of a model by name: registered by one gateway, known to all through Redis.
+
+A name stands for the digest of an adapter's files, which lie in the store of --adapter-dir. A request takes the digest
+with it when it comes, so that a name that stands for another adapter afterwards changes nothing for it. Each gateway
+reads the names once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Awaitable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from safetensors import SafetensorError, safe_open
+
+from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
+from shared.adapters import (
+    CONFIG,
+    CONFIG_BYTES,
+    DIGEST_BYTES,
+    STORE,
+    WEIGHTS,
+    WEIGHTS_BYTES,
+    check_hidden_size,
+    digest_of,
+    parse_config,
+    parse_shapes,
+)
+from shared.dead_letters import DeadLetters, text
+from shared.errors import ModelError
+from shared.redis_client import Unreachable, connect
+from shared.settings import GatewaySettings
+
+log = logging.getLogger("orcinus.gateway")
+
+EVERY_S = 1.0
+MOST_NAMES = 1024
+MOST_STORED = 4096
+"""Folders of the store: those of names that are gone stay, as requests may still need them."""
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """What a name stands for."""
+
+    digest: str  # hex
+    rank: int  # the largest of its modules
+    path: str  # from which it was loaded
+    created_s: int
+
+    @classmethod
+    def decode(cls, stored: bytes) -> AdapterRecord:
+        """Return the record in `stored`. Raise ValueError or TypeError if it is not a record."""
+        record = cls(**orjson.loads(stored))
+        kinds = {"str": str, "int": int}
+        if not all(type(getattr(record, field.name)) is kinds[str(field.type)] for field in fields(cls)):
+            raise TypeError("adapter record: a field has the wrong type")
+        if len(bytes.fromhex(record.digest)) != DIGEST_BYTES:
+            raise ValueError(f"adapter record: a digest of {len(record.digest)} characters")
+        return record
+
+
+class AdapterNames:
+    """The names of one model's adapters. `run` is a task of the gateway."""
+
+    def __init__(self, settings: GatewaySettings, letters: DeadLetters | None = None) -> None:
+        self.served = settings.served_model_name
+        self.records: dict[str, AdapterRecord] = {}
+        self._letters = letters or DeadLetters()
+        self._folder, self._model, self._max_rank = settings.adapter_dir, settings.model, settings.max_lora_rank
+        self._key = settings.keys.adapters
+        self._redis: Redis = connect(settings, connections=2)
+
+    def digest(self, name: str) -> bytes | None:
+        """Return the digest of the adapter that a name stands for now; None for no adapter."""
+        record = self.records.get(name)
+        return None if record is None else bytes.fromhex(record.digest)
+
+    async def run(self) -> None:
+        """Read the names once a second, until cancelled."""
+        heard = True
+        while True:
+            try:
+                await self._look()
+                heard = True
+            except (*Unreachable, RedisError) as error:
+                if heard:
+                    log.warning("the adapters cannot be read: %s", error)
+                heard = False
+            await asyncio.sleep(EVERY_S)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def load(self, name: str, path: str, replaces: bool) -> None:
+        """Copy an adapter into the store and give it a name. Raise ApiError.
+
+        replaces: whether the name may stand for another adapter now; requests that have that one keep it.
+        """
+        folder = self._demand_folder()
+        if name == self.served:
+            raise invalid("lora_name", f"lora_name: {shown(name)} is the served model; choose another name")
+        await _answered(self._look())
+        before = self.records.get(name)
+        if before is None and len(self.records) >= MOST_NAMES:
+            raise invalid("lora_name", f"lora_name: there are {MOST_NAMES} adapters, the maximum; unload one first")
+        try:
+            record = await asyncio.to_thread(_store, folder, path, self._max_rank, self._model)
+        except ModelError as error:
+            raise invalid("lora_path", f"lora_path: {error}") from error
+        except OSError as error:
+            text = f"lora_path: the store takes no adapter: {error.strerror}; {RETRY}"
+            raise unavailable(text, "adapters_unavailable", 60) from error
+        if before is not None and before.digest != record.digest and not replaces:
+            raise invalid(
+                "lora_name", f"lora_name: {shown(name)} is loaded already; unload it first, or send load_inplace"
+            )
+        await _answered(self._redis.hset(self._key, name, orjson.dumps(asdict(record))))
+        self.records = self.records | {name: record}
+        log.info("adapter %s is %s, rank %d, from %s", name, record.digest, record.rank, record.path)
+
+    async def unload(self, name: str) -> None:
+        """Let a name stand for nothing. The files stay, and requests that have the adapter go on. Raise ApiError."""
+        self._demand_folder()
+        await _answered(self._look())
+        if name not in self.records:
+            text = f"lora_name: no adapter {shown(name)} is loaded; /v1/models lists them"
+            raise ApiError(404, text, param="lora_name", code="adapter_not_found")
+        await _answered(self._redis.hdel(self._key, name))
+        self.records = {other: record for other, record in self.records.items() if other != name}
+        log.info("adapter %s is unloaded", name)
+
+    def _demand_folder(self) -> Path:
+        if self._folder is None:
+            text = "adapters are off; start gateways and workers with --adapter-dir"
+            raise ApiError(404, text, code="adapters_off")
+        return self._folder
+
+    async def _look(self) -> None:
+        stored: dict[bytes, bytes] = await self._redis.hgetall(self._key)  # type: ignore[assignment]
+        found = {}
+        for raw, value in stored.items():
+            if name := self._letters.read(self._key, raw, text):
+                record = self._letters.read(f"{self._key}:{name}", value, AdapterRecord.decode)
+                if record is not None:
+                    found[name] = record
+        self.records = found
+
+
+async def _answered(command: Awaitable[Any]) -> None:
+    """Wait for Redis. Raise ApiError(503)."""
+    try:
+        await command
+    except (*Unreachable, RedisError) as error:
+        raise unavailable(f"Redis does not answer: {error}; {RETRY}", "redis_unavailable", 2) from error
+
+
+def _store(folder: Path, path: str, max_rank: int, model: Path) -> AdapterRecord:
+    """Copy an adapter below `folder` into its store. Raise ModelError for one that cannot be served, and OSError."""
+    root = folder.resolve(strict=True)
+    source = _below(root, root / path, path)
+    store = root / STORE
+    store.mkdir(mode=0o755, exist_ok=True)
+    if sum(1 for _ in store.iterdir()) >= MOST_STORED:
+        raise ModelError(f"{store} has {MOST_STORED} folders, the maximum; remove those that no request needs")
+    made = Path(tempfile.mkdtemp(prefix="new-", dir=store))
+    try:
+        for name, most in ((CONFIG, CONFIG_BYTES), (WEIGHTS, WEIGHTS_BYTES)):
+            _copy(_below(root, source / name, f"{path}/{name}"), made / name, most)
+        rank = _check(made, max_rank, model)
+        digest = digest_of(made).hex()
+        made.chmod(0o755)
+        if not (store / digest).is_dir():
+            made.replace(store / digest)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)  # where another gateway was faster, or something is wrong
+    return AdapterRecord(digest, rank, str(source), int(time.time()))
+
+
+def _below(root: Path, path: Path, given: str) -> Path:
+    """Return the real path of what a client names. Raise ModelError where it is not below the folder."""
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{given[:200]!r} is not there; give a path below --adapter-dir") from error
+    if root not in real.parents or real.is_relative_to(root / STORE):
+        raise ModelError(f"{given[:200]!r} is not below --adapter-dir; copy the adapter there")
+    return real
+
+
+def _copy(source: Path, target: Path, most: int) -> None:
+    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file, target.open("xb") as out:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ModelError(f"{source.name} is no file; save the adapter again")
+        left = most
+        while piece := file.read(PIECE_BYTES):
+            left -= len(piece)
+            if left < 0:
+                raise ModelError(f"{source.name} has more than {most} bytes; use a smaller adapter")
+            out.write(piece)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _check(folder: Path, max_rank: int, model: Path) -> int:
+    """Return the largest rank of an adapter. Raise ModelError for what no worker would load."""
+    parse_config((folder / CONFIG).read_bytes())
+    try:
+        with safe_open(folder / WEIGHTS, framework="np") as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"{WEIGHTS}: cannot be read ({error}); save the adapter again") from error
+    modules = parse_shapes(shapes, max_rank)
+    if hidden_size := _hidden_size(model):
+        check_hidden_size(modules, hidden_size)
+    return max(module.rank for module in modules.values())
+
+
+def _hidden_size(model: Path) -> int:
+    """Return the hidden size of config.json; 0 where there is none, as beside a GGUF file: the worker compares."""
+    try:
+        config = orjson.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return 0
+    config = config.get("text_config", config)
+    found = next((config[name] for name in ("hidden_size", "n_embd") if name in config), 0)
+    return found if isinstance(found, int) else 0

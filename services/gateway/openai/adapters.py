@@ -1,0 +1,47 @@
+"""Serve `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, in vLLM's form."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response
+
+from services.gateway.auth import require_admin
+from services.gateway.errors import invalid
+from services.gateway.gateway import Gateway
+from services.gateway.openai.bodies import LoadAdapterBody, UnloadAdapterBody, read_body
+from services.gateway.openai.document import body_of, errors
+
+_DONE = {"description": "done", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """Return the routes over one gateway."""
+    routes = APIRouter()
+
+    @routes.post(
+        "/v1/load_lora_adapter",
+        responses={200: _DONE, **errors(403, 404, 415, 503)},
+        openapi_extra=body_of(LoadAdapterBody),
+    )
+    async def load(request: Request) -> Response:
+        """Load a LoRA adapter from below --adapter-dir and give it a name for `model`."""
+        require_admin(request)
+        body = await read_body(request, LoadAdapterBody)
+        if gateway.first.text.is_encoder:
+            raise invalid("lora_name", "lora_name: the served model is an encoder, which takes no adapters")
+        await gateway.first.adapters.load(body.lora_name, body.lora_path, bool(body.load_inplace))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post(
+        "/v1/unload_lora_adapter",
+        responses={200: _DONE, **errors(403, 404, 415, 503)},
+        openapi_extra=body_of(UnloadAdapterBody),
+    )
+    async def unload(request: Request) -> Response:
+        """Take the name from a LoRA adapter; requests that have the adapter go on."""
+        require_admin(request)
+        body = await read_body(request, UnloadAdapterBody)
+        await gateway.first.adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return routes

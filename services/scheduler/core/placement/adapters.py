@@ -1,0 +1,105 @@
+"""Adapters that the worker of a replica holds, by number: which are loaded, which one makes room for another.
+
+Replica holds one object. Like peers (peers.py), an adapter is announced in the next step and used when the worker has
+answered. There are as many numbers as adapters that the worker holds; a number is given to another adapter only while
+no row has the old one, the least recently used first. So no step has more adapters than numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from services.scheduler.core.types import Int32
+
+News = dict[int, bytes]
+NO_NEWS: News = {}  # shared: read only
+
+
+class Adapters:
+    """The adapters of one replica, each named by its digest."""
+
+    def __init__(self, most: int) -> None:
+        """most: adapters that the worker holds at once."""
+        self._free = list(range(most, 0, -1))  # numbers; 0 is the base model
+        self._numbers: dict[bytes, int] = {}  # least recently used first
+        self._answered: set[bytes] = set()
+        self._refused: set[bytes] = set()  # of the answered ones: the worker could not load them
+        self._of_row: dict[int, bytes] = {}  # slot -> adapter, for rows that have one
+        self._rows: Counter[bytes] = Counter()
+        self.news: News = {}  # for the next step
+
+    def usable(self, digest: bytes) -> bool:
+        """Return whether a sequence with this adapter may take a slot. With a refused one it does, and fails alone."""
+        return not digest or digest in self._answered
+
+    def holds(self, digest: bytes) -> bool:
+        """Return whether the worker has the adapter, or is about to have it."""
+        return not digest or (digest in self._numbers and digest not in self._refused)
+
+    def seek(self, digest: bytes) -> None:
+        """Announce an adapter in the next step if there is a number for it."""
+        if digest in self._numbers:
+            return
+        if not self._free:
+            idle = (held for held in self._numbers if held in self._answered and not self._rows[held])
+            oldest = next(idle, None)
+            if oldest is None:
+                return
+            self._forget(oldest)
+        number = self._free.pop()
+        self._numbers[digest] = number
+        self.news[number] = digest
+
+    def entered(self, slot: int, digest: bytes) -> None:
+        """Note that a sequence with this adapter, which must be usable, or with none, took a slot."""
+        if not digest:
+            return
+        self._of_row[slot] = digest
+        self._rows[digest] += 1
+        self._numbers[digest] = self._numbers.pop(digest)
+
+    def left(self, slot: int) -> None:
+        """Note that the row of a slot was released."""
+        digest = self._of_row.pop(slot, None)
+        if digest is None:
+            return
+        self._rows[digest] -= 1
+        if not self._rows[digest]:
+            del self._rows[digest]
+            if digest in self._refused:
+                self._forget(digest)  # the next sequence tries it again
+
+    def number(self, slot: int) -> int:
+        """Return the number of the adapter of a row; 0 for the base model."""
+        digest = self._of_row.get(slot)
+        return 0 if digest is None else self._numbers[digest]
+
+    def take_news(self) -> News:
+        """Return and forget the news that the committed step carries."""
+        news, self.news = self.news, {}
+        return news
+
+    def acknowledged(self, announced: News, numbers: Int32) -> None:
+        """Note which of the adapters that a step announced are loaded. Raise ValueError for one that it did not."""
+        loaded = set(numbers.tolist())
+        if not loaded <= announced.keys():
+            raise ValueError(f"adapter {min(loaded - announced.keys())} was acknowledged, and its step has none such")
+        for number, digest in announced.items():
+            self._answered.add(digest)
+            if number not in loaded:
+                self._refused.add(digest)
+
+    def check(self) -> None:
+        """Raise RuntimeError unless each number is free or of one adapter, and the adapters of rows are loaded."""
+        numbers = sorted([*self._free, *self._numbers.values()])
+        if numbers != list(range(1, len(numbers) + 1)):
+            raise RuntimeError(f"numbers of adapters: {numbers}")
+        if self._rows != Counter(self._of_row.values()):
+            raise RuntimeError("rows of adapters are counted wrongly")
+        if not self._rows.keys() <= self._answered <= self._numbers.keys():
+            raise RuntimeError("a row has an adapter that is not loaded")
+
+    def _forget(self, digest: bytes) -> None:
+        self._free.append(self._numbers.pop(digest))
+        self._answered.discard(digest)
+        self._refused.discard(digest)

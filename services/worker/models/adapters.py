@@ -1,0 +1,128 @@
+"""The products of adapters: which rows of an iteration have one, and the small matrices beside each linear layer.
+
+A pass is computed with or without them (`AdapterRows.begin`): without, nothing of this is in a recorded program. Only
+the thread that submits steps comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.ops import AnyOps, Int32, LowRank
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What an adapter adds to x @ weight.T of a matrix: (x @ down.T) @ up.T."""
+
+    down: Tensor  # [rank, inputs]
+    up: Tensor  # [outputs, rank] float32, with the scale of the adapter
+
+
+Adapter = dict[str, Pair]
+"""By the name of a matrix of the base, as `matrices` has it."""
+Segments = list[tuple[int, slice | Tensor]]
+"""Numbers of adapters, and the rows of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Outputs of a packed matrix that are rows of a matrix of the base."""
+
+    name: str  # of the base's matrix
+    rows: range
+
+
+class AdapterRows:
+    """The adapters of one model on one rank, by number, and the rows that they have in the iteration at hand."""
+
+    def __init__(self, ops: AnyOps, dtype: torch.dtype) -> None:
+        self.ops, self.dtype = ops, dtype
+        self.matrices: list[LinearAdapters] = []
+        self.computes = False
+        """Whether the pass at hand has the products of adapters."""
+        self._tokens: Segments = []
+        self._samples: Segments = []
+
+    def begin(self, numbers: Int32 | None, sample_rows: Int32 | None = None) -> None:
+        """Set the adapter of each row of the next pass, [N] with 0 for the base; None computes without adapters.
+
+        sample_rows: [R] those that sample.
+        """
+        self.computes = numbers is not None
+        self._tokens = [] if numbers is None else _segments(numbers)
+        self._samples = [] if numbers is None or sample_rows is None else _segments(numbers[sample_rows])
+
+    def segments(self, selected: bool) -> Segments:
+        """Return the rows of each adapter among all rows, or among those that sample."""
+        return self._samples if selected else self._tokens
+
+    def load(self, number: int, adapter: Adapter) -> None:
+        """Pack the part of an adapter that this rank computes, in place of the one that had the number."""
+        for matrix in self.matrices:
+            matrix.load(number, adapter)
+
+    def unload(self, number: int) -> None:
+        for matrix in self.matrices:
+            matrix.pairs.pop(number, None)
+
+
+class LinearAdapters:
+    """The small matrices beside one packed matrix, of each adapter that changes it."""
+
+    def __init__(self, rows: AdapterRows, parts: Sequence[Outputs], columns: range) -> None:
+        """parts: the outputs, one under the other; columns: the inputs that this rank has."""
+        self.pairs: dict[int, tuple[object, object]] = {}
+        self._rows, self._parts, self._columns = rows, tuple(parts), columns
+        rows.matrices.append(self)
+
+    def add(self, x: Tensor, out: Tensor, selected: bool) -> None:
+        """Add the products of x [N, inputs] to out [N, outputs]. selected: rows are those that sample."""
+        if self._rows.computes:
+            self._rows.ops.add_low_rank(x, out, lambda: self._terms(selected))
+
+    def load(self, number: int, adapter: Adapter) -> None:
+        """Stack the matrices of the parts: one product down, then one up in which each part reads its own rank."""
+        self.pairs.pop(number, None)
+        ops, names = (
+            self._rows.ops,
+            [name for name in dict.fromkeys(part.name for part in self._parts) if name in adapter],
+        )
+        if not names:
+            return
+        downs = [adapter[name].down[:, self._columns.start : self._columns.stop] for name in names]
+        ends = np.cumsum([down.shape[0] for down in downs]).tolist()
+        of_rank = {name: slice(end - down.shape[0], end) for name, down, end in zip(names, downs, ends, strict=True)}
+        up = torch.zeros(sum(len(part.rows) for part in self._parts), ends[-1])
+        first = 0
+        for part in self._parts:
+            if part.name in of_rank:
+                rows = part.rows
+                up[first : first + len(rows), of_rank[part.name]] = adapter[part.name].up[rows.start : rows.stop]
+            first += len(part.rows)
+        down = torch.cat(downs).to(self._rows.dtype).contiguous()
+        self.pairs[number] = (
+            ops.pack_linear([down], down.shape[0], down.shape[1], None),
+            ops.pack_linear([up], up.shape[0], up.shape[1], None),
+        )
+
+    def _terms(self, selected: bool) -> list[LowRank]:
+        return [
+            LowRank(rows, *self.pairs[number]) for number, rows in self._rows.segments(selected) if number in self.pairs
+        ]
+
+
+def _segments(numbers: Int32) -> Segments:
+    """Return the rows of each number but 0: a slice where they lie together."""
+    found: Segments = []
+    for number in np.unique(numbers[numbers > 0]).tolist():
+        rows = np.flatnonzero(numbers == number)
+        first, last = int(rows[0]), int(rows[-1])
+        together = last - first + 1 == rows.size
+        found.append((number, slice(first, last + 1) if together else torch.from_numpy(rows)))
+    return found

@@ -1,0 +1,167 @@
+"""LoRA adapters as PEFT saves them: what a folder may hold, by what name it is stored, which are refused.
+
+The gateway checks a folder when an adapter is registered, the worker again when it loads one. Imports no torch.
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ModelError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+STORE = ".store"
+"""Folder of --adapter-dir with the files of each registered adapter, in a folder named by their digest."""
+DIGEST_BYTES = 32
+CONFIG_BYTES = 1 << 20
+WEIGHTS_BYTES = 4 << 30
+MAX_MODULES = 1 << 16
+REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole matrices beside the adapter",
+    "lora_bias": "biases of the adapter",
+    "layer_replication": "repeated layers",
+    "use_qalora": "QALoRA",
+    "alora_invocation_tokens": "aLoRA",
+    "target_parameters": "parameters that are no linear layer",
+    "trainable_token_indices": "trained tokens",
+    "arrow_config": "Arrow",
+}
+"""Fields of adapter_config.json that must be unset, and what they stand for."""
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""init_lora_weights that leave the base as it is."""
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.-]{1,200})\.(?P<part>lora_A|lora_B)\.weight")
+_PATTERN = re.compile(r"[\w.-]{1,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """How the products of an adapter are scaled."""
+
+    alpha: float
+    rslora: bool
+    alphas: Mapping[str, float]  # of modules that end so
+
+    def scale(self, module: str, rank: int) -> float:
+        """Return the factor of a module's product: alpha / rank, with rsLoRA alpha / sqrt(rank)."""
+        fitting = (alpha for name, alpha in self.alphas.items() if module == name or module.endswith(f".{name}"))
+        alpha = next(fitting, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The two matrices of a module: [rank, inputs] and [outputs, rank]."""
+
+    rank: int
+    inputs: int
+    outputs: int
+
+
+def parse_config(stored: bytes) -> AdapterConfig:
+    """Return what adapter_config.json says. Raise ModelError for an adapter that cannot be served."""
+    try:
+        fields = json.loads(stored)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{CONFIG}: no JSON ({error}); save the adapter again") from error
+    if not isinstance(fields, dict):
+        raise ModelError(f"{CONFIG}: no JSON object; save the adapter again")
+    if (kind := fields.get("peft_type", "LORA")) != "LORA":
+        raise _refused("peft_type", kind, "LORA is served")
+    for name, meaning in REFUSED.items():
+        if value := fields.get(name):
+            raise _refused(name, value, f"{meaning} cannot be served")
+    if (bias := fields.get("bias", "none")) != "none":
+        raise _refused("bias", bias, "biases of the base cannot be changed, use none")
+    if (start := fields.get("init_lora_weights", True)) not in PLAIN_STARTS:
+        raise _refused("init_lora_weights", start, "it changes the base; convert the adapter to plain LoRA")
+    if not isinstance(rslora := fields.get("use_rslora") or False, bool):
+        raise _refused("use_rslora", rslora, "true or false")
+    patterns = fields.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or len(patterns) > MAX_MODULES:
+        raise _refused("alpha_pattern", patterns, "an object of numbers by module")
+    if wrong := next((name for name in patterns if not _PATTERN.fullmatch(name)), None):
+        raise _refused("alpha_pattern", wrong, "names of modules are served, no expressions")
+    alphas = {name: _number("alpha_pattern", value) for name, value in patterns.items()}
+    return AdapterConfig(_number("lora_alpha", fields.get("lora_alpha", 8)), rslora, alphas)
+
+
+def parse_shapes(shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> dict[str, Shape]:
+    """Return the modules of the tensors of an adapter by name, without `base_model.model.`. Raise ModelError."""
+    if not shapes or len(shapes) > MAX_MODULES:
+        raise ModelError(f"{WEIGHTS}: {len(shapes)} tensors; from 1 to {MAX_MODULES} are served")
+    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        found = _TENSOR.fullmatch(name)
+        if found is None:
+            raise ModelError(f"{WEIGHTS}: tensor {name[:200]!r} is no lora_A or lora_B of a linear layer; leave it out")
+        if len(shape) != 2 or min(shape) < 1:
+            raise ModelError(f"{WEIGHTS}: tensor {name} has shape {list(shape)}; it must be a matrix")
+        parts.setdefault(found["module"], {})[found["part"]] = shape
+    modules = {}
+    for module, pair in parts.items():
+        if len(pair) != 2:
+            raise ModelError(f"{WEIGHTS}: {module} has {next(iter(pair))} alone; save the adapter again")
+        (rank, inputs), (outputs, other) = pair["lora_A"], pair["lora_B"]
+        if rank != other:
+            raise ModelError(f"{WEIGHTS}: {module} has rank {rank} in lora_A and {other} in lora_B; save it again")
+        if rank > max_rank:
+            raise ModelError(
+                f"{WEIGHTS}: {module} has rank {rank}, at most {max_rank} is served; raise --max-lora-rank"
+            )
+        modules[module] = Shape(rank, inputs, outputs)
+    return modules
+
+
+def check_hidden_size(modules: Mapping[str, Shape], hidden_size: int) -> None:
+    """Raise ModelError where an adapter is of another base: each linear layer begins or ends at the hidden size."""
+    for module, shape in modules.items():
+        if hidden_size not in (shape.inputs, shape.outputs):
+            raise ModelError(
+                f"{WEIGHTS}: {module} is [{shape.outputs}, {shape.inputs}], the served model has hidden size "
+                f"{hidden_size}; the adapter is of another base"
+            )
+
+
+def digest_of(folder: Path) -> bytes:
+    """Return the SHA-256 over the SHA-256 of the two files of an adapter. Raise OSError."""
+    sums = []
+    for name in (CONFIG, WEIGHTS):
+        with (folder / name).open("rb") as file:
+            sums.append(hashlib.file_digest(file, "sha256").digest())
+    return join_digests(sums)
+
+
+def join_digests(sums: Iterable[bytes]) -> bytes:
+    """Return the digest of an adapter. sums: SHA-256 of adapter_config.json, then of the weights."""
+    return hashlib.sha256(b"".join(sums)).digest()
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """Return the bytes of a file. Raise ModelError for one that is missing or has more than `most`."""
+    try:
+        with path.open("rb") as file:
+            found = file.read(most + 1)
+    except OSError as error:
+        raise ModelError(f"{path.name}: cannot be read ({error.strerror}); save the adapter there") from error
+    if len(found) > most:
+        raise ModelError(f"{path.name}: more than {most} bytes; use a smaller adapter")
+    return found
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:  # NaN is in no range
+        raise _refused(name, value, "a number from 0 to 1000000")
+    return float(value)
+
+
+def _refused(name: str, value: Any, why: str) -> ModelError:
+    return ModelError(f"{CONFIG}: {name} is {json.dumps(value, default=str)[:100]}; {why}")

@@ -1,0 +1,209 @@
+"""Adapters at real gateways: what is loaded, what is refused, what a name stands for, and until when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shared.adapters import CONFIG, STORE, WEIGHTS, digest_of
+from shared.security import api_keys
+from shared.security.api_keys import KeyRecord
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
+from tests.support.tokenizers import write_model
+from tests.support.waiting import until
+
+HIDDEN = 8
+CONFIGURED = "sk-of-the-settings"
+
+
+def write(folder: Path, rank: int = 2, inputs: int = HIDDEN, fill: float = 1.0, **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{module}.lora_A.weight": np.full((rank, inputs), fill, np.float32),
+        f"{module}.lora_B.weight": np.ones((6, rank), np.float32),
+    }
+    save_file(tensors, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 4, "r": rank} | config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def gateways(
+    tmp_path_factory: pytest.TempPathFactory, folder: Path, redis_server: RedisServer
+) -> Iterator[list[GatewayProcess]]:
+    """Two of one model, and one without --adapter-dir."""
+    model = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_size": HIDDEN}))
+    with contextlib.ExitStack() as stack:
+        made = [
+            stack.enter_context(
+                running_gateway(tmp_path_factory.mktemp("gateway"), model, redis_server, api_key=CONFIGURED, **more)
+            )
+            for more in ({"adapter_dir": folder}, {"adapter_dir": folder}, {})
+        ]
+        for each in made:
+            each.key = CONFIGURED
+        yield made
+
+
+@pytest.fixture(scope="module")
+def scheduler(gateways: list[GatewayProcess], redis_server: RedisServer) -> ScriptedScheduler:
+    leading = ScriptedScheduler(redis_server.client, gateways[0].keys).lead()
+    for gateway in gateways:
+        gateway.wait_ready()
+    return leading
+
+
+def load(gateway: GatewayProcess, name: str, path: str | Path, key: str | None = None, **more: Any) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(path), **more}
+    return gateway.request("POST", "/v1/load_lora_adapter", json=body, key=key)
+
+
+def unload(gateway: GatewayProcess, name: str) -> httpx.Response:
+    return gateway.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def names(gateway: GatewayProcess) -> list[str]:
+    return [card["id"] for card in gateway.get("/v1/models").json()["data"]]
+
+
+def message(answer: httpx.Response, status: int = 400) -> str:
+    assert answer.status_code == status, answer.text
+    return str(answer.json()["error"]["message"])
+
+
+def test_adapter_is_listed_and_chosen_at_every_gateway(
+    gateways: list[GatewayProcess], folder: Path, scheduler: ScriptedScheduler
+) -> None:
+    first, second, _ = gateways
+    source = write(folder / "sql")
+    digest = digest_of(source)
+    answer = load(first, "sql", "sql")
+    assert answer.text == "Success: LoRA adapter 'sql' added successfully."
+    shutil.rmtree(source)  # the store has the files
+    assert digest_of(folder / STORE / digest.hex()) == digest
+    until("the other gateway knows the adapter", lambda: "sql" in names(second))
+    card = second.get("/v1/models/sql").json()
+    assert (card["parent"], card["root"]) == (names(second)[0], str(source))
+    for model, adapter in (("sql", digest), (card["parent"], b"")):
+        body = {"model": model, "prompt": "The", "max_tokens": 1, "background": True}
+        assert second.post("/v1/completions", body).status_code == 202
+        claimed = scheduler.claim()
+        assert claimed.request.adapter == adapter
+        scheduler.publish(Line(claimed.id, 0, [65], finish=LENGTH))
+
+
+def test_request_keeps_the_version_that_its_name_stood_for(
+    gateways: list[GatewayProcess], folder: Path, scheduler: ScriptedScheduler
+) -> None:
+    first, *_ = gateways
+    old = digest_of(write(folder / "v1", fill=1.0))
+    new = digest_of(write(folder / "v2", fill=2.0))
+    assert load(first, "versions", "v1").status_code == 200
+    body = {"model": "versions", "prompt": "The", "max_tokens": 1, "background": True}
+    assert first.post("/v1/completions", body).status_code == 202
+    assert "is loaded already; unload it first, or send load_inplace" in message(load(first, "versions", "v2"))
+    assert load(first, "versions", "v2", load_inplace=True).status_code == 200
+    assert first.post("/v1/completions", body).status_code == 202
+    for digest in (old, new):
+        claimed = scheduler.claim()
+        assert claimed.request.adapter == digest
+        assert (folder / STORE / digest.hex() / WEIGHTS).is_file()
+        scheduler.publish(Line(claimed.id, 0, [65], finish=LENGTH))
+
+
+def test_unloaded_adapter_is_unknown_at_every_gateway(gateways: list[GatewayProcess], folder: Path) -> None:
+    first, second, _ = gateways
+    write(folder / "gone")
+    assert load(first, "gone", "gone").status_code == 200
+    until("the other gateway knows the adapter", lambda: "gone" in names(second))
+    answer = unload(second, "gone")
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'gone' removed successfully.")
+    assert "no adapter 'gone' is loaded" in message(unload(second, "gone"), 404)
+    until("the first gateway has forgotten the adapter", lambda: "gone" not in names(first))
+    body = {"model": "gone", "prompt": "The"}
+    assert "The model 'gone' does not exist" in message(first.post("/v1/completions", body), 404)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rank": 65}, "has rank 65, at most 64 is served; raise --max-lora-rank"),
+    ({"inputs": 9}, "is [6, 9], the served model has hidden size 8; the adapter is of another base"),
+    ({"use_dora": True}, "use_dora is true; DoRA cannot be served"),
+    ({"modules_to_save": ["lm_head"]}, "whole matrices beside the adapter cannot be served"),
+    ({"bias": "all"}, 'bias is "all"; biases of the base cannot be changed'),
+    ({"peft_type": "IA3"}, 'peft_type is "IA3"; LORA is served'),
+    ({"init_lora_weights": "pissa"}, "it changes the base"),
+    ({"lora_alpha": "much"}, 'lora_alpha is "much"; a number from 0'),
+]
+
+
+@pytest.mark.parametrize(("fields", "why"), REFUSED)
+def test_adapter_that_cannot_be_served_is_refused_by_name(
+    gateways: list[GatewayProcess], tmp_path: Path, folder: Path, fields: dict[str, Any], why: str
+) -> None:
+    write(folder / "bad", **fields)
+    assert why in message(load(gateways[0], "bad", "bad"))
+    assert "bad" not in names(gateways[0])
+    assert not list((folder / STORE).glob("new-*"))
+
+
+def test_path_outside_the_folder_is_refused(gateways: list[GatewayProcess], folder: Path, tmp_path: Path) -> None:
+    outside = write(tmp_path / "outside")
+    (folder / "link").symlink_to(outside)
+    (folder / "half").mkdir()
+    for name in (CONFIG, WEIGHTS):
+        (folder / "half" / name).symlink_to(outside / name)
+    for path in (outside, "link", "half", "..", ".", f"../{tmp_path.name}/outside"):
+        assert "--adapter-dir" in message(load(gateways[0], "out", path))
+    store = folder / STORE
+    store.mkdir(exist_ok=True)
+    assert "is not below --adapter-dir" in message(load(gateways[0], "out", write(store / "mine")))
+    shutil.rmtree(store / "mine")
+    assert "is not there" in message(load(gateways[0], "out", "nowhere\0"))
+
+
+def test_name_of_the_model_or_with_other_characters_is_refused(gateways: list[GatewayProcess], folder: Path) -> None:
+    write(folder / "fine")
+    assert "is the served model" in message(load(gateways[0], names(gateways[0])[0], "fine"))
+    assert "lora_name" in message(load(gateways[0], "two words", "fine"))
+
+
+def test_gateway_without_the_setting_has_no_adapters(gateways: list[GatewayProcess]) -> None:
+    why = "adapters are off; start gateways and workers with --adapter-dir"
+    assert message(load(gateways[2], "sql", "sql"), 404) == why
+
+
+def test_only_keys_with_the_scope_admin_load_adapters(
+    gateways: list[GatewayProcess], redis_server: RedisServer, folder: Path
+) -> None:
+    first = gateways[0]
+    write(folder / "scoped")
+    keys = {}
+    for scope in ("", "ops", "admin"):
+        key_id, keys[scope] = api_keys.new_key()
+        record = KeyRecord(key_id, api_keys.digest(keys[scope]).hex(), "test", "t", scope=scope)
+        redis_server.client.hset(first.keys.api_keys, key_id, record.encode())
+    redis_server.client.incr(first.keys.keys_version)
+    until("the gateway knows the keys", lambda: first.get("/v1/models", key=keys["admin"]).status_code == 200)
+    for scope in ("", "ops"):
+        answer = load(first, "scoped", "scoped", key=keys[scope])
+        assert "lacks the scope admin" in message(answer, 403)
+    assert load(first, "scoped", "scoped", key=keys["admin"]).status_code == 200

@@ -1,0 +1,140 @@
+"""Adapters of a replica: loaded when a sequence waits for one, kept while rows have it, the oldest makes room.
+
+The twin's worker demands that each sequence enters with its own adapter, which no step has replaced.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.scheduler.core.placement.adapters import Adapters
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.types import Limits
+from tests.unit.scheduler.core.twin import House, request
+
+LIMITS = Limits(slots=16, blocks=200, block_size=4, max_model_len=120, max_step_tokens=128, max_loras=2)
+A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
+
+
+def house(max_loras: int = 2, replicas: int = 1, policy: str = "orcinus", **settings: Any) -> House:
+    limits = replace(LIMITS, max_loras=max_loras)
+    made = House(Scheduler(policy, **settings), limits)
+    for _ in range(replicas - 1):
+        made.join(limits)
+    return made
+
+
+def failed(h: House) -> dict[str, str]:
+    return {name: error for name, error in h.errors.items() if error}
+
+
+def add(h: House, name: str, adapter: bytes, max_tokens: int = 6) -> None:
+    h.add(replace(request(name, 6, max_tokens, seed=len(h.requests)), adapter=adapter, salt=adapter))
+
+
+def test_sequence_enters_behind_the_step_that_loads_its_adapter() -> None:
+    h = house(lookahead=0)
+    add(h, "a", A)
+    step = h.plan()
+    assert step is not None
+    assert [(each.number, each.digest) for each in step.adapters] == [(1, A)]
+    assert not step.enters and not step.chunk_slots.size
+    h.answer()
+    step = h.plan()
+    assert step is not None
+    assert [enter.adapter for enter in step.enters] == [1]
+    h.answer()
+    h.finish()
+
+
+def test_base_sequences_do_not_wait_for_an_adapter_that_is_loaded() -> None:
+    h = house(lookahead=0)
+    add(h, "a", A)
+    add(h, "base", b"")
+    step = h.plan()
+    assert step is not None
+    assert [enter.request.id for enter in step.enters] == ["base"]
+    h.answer()
+    h.finish()
+
+
+def test_least_recently_used_adapter_makes_room_and_one_with_rows_never() -> None:
+    h = house(lookahead=0)
+    add(h, "a", A, max_tokens=30)
+    add(h, "b", B, max_tokens=2)
+    add(h, "c", C, max_tokens=2)
+    announced = []
+    for _ in range(20):
+        if (step := h.plan()) is not None:
+            announced += [(each.number, each.digest) for each in step.adapters]
+        h.answer()
+    assert announced == [(1, A), (2, B), (2, C)], "c waits for b's number while a runs"
+    h.finish()
+
+
+def test_adapter_that_cannot_be_loaded_fails_its_sequences_alone_and_is_tried_again() -> None:
+    h = house(lookahead=0)
+    h.workers[0].unloadable = {A}
+    add(h, "a", A)
+    add(h, "b", B)
+    h.steps(6)
+    assert failed(h).keys() == {"a"}
+    h.workers[0].unloadable = set()
+    add(h, "again", A)
+    h.finish()
+    assert failed(h).keys() == {"a"}
+
+
+def test_request_with_an_adapter_ends_with_the_reason_where_no_worker_has_any() -> None:
+    h = house(max_loras=0)
+    add(h, "a", A)
+    assert failed(h) == {"a": "the worker has no adapters; start it with --adapter-dir"}
+    h.join(replace(LIMITS, max_loras=1))
+    add(h, "later", A)
+    h.finish()
+    assert failed(h).keys() == {"a"}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_end_with_their_adapters_under_random_schedules(seed: int) -> None:
+    rng = random.Random(seed)
+    h = house(
+        rng.choice((1, 2, 3)), rng.choice((1, 1, 2)), rng.choice(("orcinus", "vllm", "sarathi")),
+        lookahead=rng.choice((0, 1, 2)), microbatches=rng.choice((1, 2)), prefix_cache=rng.random() < 0.5,
+    )  # fmt: skip
+    for number in range(40):
+        add(h, f"r{number}", rng.choice((b"", A, B, C)), max_tokens=rng.randint(1, 30))
+        if rng.random() < 0.4:
+            h.step_once()
+    if seed % 3 == 0:
+        h.lose(0)
+        h.join(LIMITS)
+    h.finish()
+    assert not failed(h)
+
+
+def test_acknowledgement_of_an_adapter_that_was_not_announced_is_refused() -> None:
+    adapters = Adapters(2)
+    adapters.seek(A)
+    with pytest.raises(ValueError, match="adapter 2 was acknowledged"):
+        adapters.acknowledged(adapters.take_news(), np.array([1, 2], np.int32))
+
+
+def test_sequence_goes_where_its_adapter_is_loaded() -> None:
+    """Without the adapter it would go to the replica without work."""
+    h = house(lookahead=0)
+    add(h, "a", A, max_tokens=40)
+    h.steps(3)
+    other = h.join(LIMITS)
+    add(h, "same", A, max_tokens=40)
+    h.steps(3)
+    assert [h.core.replicas[number].table.count for number in (0, other)] == [2, 0]
+    add(h, "base", b"", max_tokens=40)
+    h.steps(3)
+    assert [h.core.replicas[number].table.count for number in (0, other)] == [2, 1]
+    h.finish()
