@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLTokenizer
 
 from services.gateway.delivery.stream import ChoiceText
 from services.gateway.errors import ApiError, failed
@@ -19,7 +18,7 @@ from services.gateway.text.tools.reader import merged
 from shared.text.grammars import NOT_FOLLOWED
 from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import write_model
-from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, grammar_of, walk
+from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, for_grammars, grammar_of, walk
 
 ARGUMENTS = '{"city": "K\\u00f6ln"}'
 WHOLE = {
@@ -148,7 +147,7 @@ def test_only_allowed_tools_are_rendered_read_and_sampled(directory: Path, model
     assert [tool["function"]["name"] for tool in asked.shown] == ["ring", "knock"]
     grammar = grammar_of(body, model)
     assert bool(grammar) == (mode == "required")
-    tokenizer = LLTokenizer(str(directory / "tokenizer.json"), n_vocab=model.vocab_size, eos_token=model.eos_ids)
+    tokenizer = for_grammars(model, directory)
     said = [walk(model, tokenizer, grammar, seed) for seed in range(8)] if grammar else []
     called = {name for text in said if text for name, _ in read(text, asked.use)[1]}
     assert called <= {"ring", "knock"} and (called or not grammar)

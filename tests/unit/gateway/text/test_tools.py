@@ -68,6 +68,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelText]:
     text.close()
 
 
+def for_grammars(model: ModelText, directory: Path) -> LLTokenizer:
+    return LLTokenizer(str(directory / "tokenizer.json"), n_vocab=model.vocab_size, eos_token=model.eos_ids)
+
+
 Model = tuple[ModelText, LLTokenizer]
 
 
@@ -81,8 +85,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., M
         library.add_special_tokens(list(marks))
         directory = write_model(tmp_path_factory.mktemp("model") / "m", library)
         text = stack.enter_context(contextlib.closing(ModelText(directory)))
-        path = str(directory / "tokenizer.json")
-        return text, LLTokenizer(path, n_vocab=text.vocab_size, eos_token=text.eos_ids)
+        return text, for_grammars(text, directory)
 
     with contextlib.ExitStack() as stack:
         yield made
