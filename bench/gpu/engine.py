@@ -59,6 +59,7 @@ def engine(context: Context) -> Iterator[tuple[str, Any]]:
                 row = timed(made, case, steps, lookahead)
                 row |= {"floor_us": floor_us, "of_floor": floor_us / row["step_us"], "read_bytes": read_bytes}
                 yield "steps", [row]
+        del made  # before the next takes its memory
 
 
 def config_of(model: Model) -> dict[str, Any]:

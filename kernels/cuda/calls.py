@@ -22,6 +22,7 @@ WARP = 32
 ROW_THREADS, ROW_VECTORS = 1024, 4  # norms.cu: THREADS, HELD
 PIECE_THREADS = 256  # activations.cu, gather.cu, rope.cu: THREADS
 COPIED = 4  # gather.cu
+MAX_GRID_Y = 65_535
 PADDING = -(2**31)
 """A token of a row that is not there."""
 MAX_NORM_HIDDEN = ROW_THREADS * ROW_VECTORS * VECTOR
@@ -380,7 +381,7 @@ def attention_prefill(
 
     See attention_decode.
 
-    Raise ValueError as tokens_per_item does.
+    Raise ValueError as tokens_per_item does, and for more items than a launch has.
     """
     tokens_per_item(head_dim, heads // kv_heads)
     name, threads, shared = prefill_block(dtype, head_dim)
@@ -388,6 +389,8 @@ def attention_prefill(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
         (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
     )  # fmt: skip
+    if items > MAX_GRID_Y:
+        raise ValueError(f"{items} pieces of prompts in a step, a launch has {MAX_GRID_Y}: lower --max-step-tokens")
     return Call(name, (kv_heads, _some(items), 1), (threads, 1, 1), shared, params)
 
 

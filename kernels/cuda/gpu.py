@@ -195,9 +195,11 @@ class CudaDevice(Device):
         return replay
 
     def free_bytes(self) -> tuple[int, int]:
+        """Return the driver's figures after torch gave back what it only keeps. The memory of recordings is not free,
+        though no tensor has it."""
+        cuda.empty_cache()
         free, total = cuda.mem_get_info(self.torch_device)
-        kept = cuda.memory_reserved(self.torch_device) - cuda.memory_allocated(self.torch_device)
-        return free + kept, total
+        return int(free), int(total)
 
     def peak_bytes(self, reset: bool = False) -> int:
         peak = int(cuda.max_memory_allocated(self.torch_device))

@@ -28,7 +28,7 @@ log = logging.getLogger("orcinus.kernels")
 MIXED_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Of graphs for iterations with chunks."""
 
-CHUNKS = 32
+CHUNKS = 64
 """Sequences with several rows in one of them: the items of all that may come are launched."""
 
 
@@ -47,7 +47,9 @@ def sizes_up_to(most: int) -> list[int]:
 def rooms_up_to(tokens: int, samples: int) -> list[Room]:
     """Return what to record for iterations of so many rows, of which so many sample."""
     decode = [Room(rows, rows, 0) for rows in sizes_up_to(min(tokens, samples))]
-    return decode + [Room(rows, min(rows, samples), CHUNKS) for rows in MIXED_ROWS if rows <= tokens]
+    most = min(tokens, MIXED_ROWS[-1])  # a prompt's chunks fill the iteration, so this is the commonest number
+    mixed = sorted({most, *(rows for rows in MIXED_ROWS if rows < most)})
+    return decode + [Room(rows, min(rows, samples), min(CHUNKS, rows // 2)) for rows in mixed if rows > 1]
 
 
 class Graphs:

@@ -240,10 +240,9 @@ def test_foreign_memory_is_registered_by_its_use_and_given_back(
         device.registered(memory)
 
 
-def test_memory_that_torch_keeps_for_itself_is_free(fake: Torch) -> None:
+def test_memory_that_torch_keeps_for_itself_is_given_back_and_free(fake: Torch) -> None:
     device = CudaDevice()
-    fake.cuda.mem_get_info.return_value = (500, 1000)
-    fake.cuda.memory_reserved.return_value, fake.cuda.memory_allocated.return_value = 400, 100
+    fake.cuda.mem_get_info.side_effect = lambda _: (500 + 300 * fake.cuda.empty_cache.called, 1000)
     assert device.free_bytes() == (800, 1000)
     fake.cuda.max_memory_allocated.return_value = 300
     assert device.peak_bytes() == 300 and not fake.cuda.reset_peak_memory_stats.called

@@ -91,8 +91,8 @@ def test_batch_gets_the_smallest_graph_that_has_room(paths: Any) -> None:
         silent = batch_of([[1], [2], [3]], ends, world.tables, [True, False, True])
         assert graph(decodes) == graph(silent) == Room(4, 4, 0)
         assert world.logits(silent).shape == (2, VOCAB)
-        assert graph(batch_of([[1], [2, 3], [4]], ends, world.tables)) == Room(16, 8, CHUNKS)
-        assert graph(batch_of([[1], [2] * 30, [4]], ends, world.tables)) == Room(32, 8, CHUNKS)
+        assert graph(batch_of([[1], [2, 3], [4]], ends, world.tables)) == Room(16, 8, 8)
+        assert graph(batch_of([[1], [2] * 30, [4]], ends, world.tables)) == Room(32, 8, 16)
         assert graph(batch_of([[1], [2] * 70, [4]], ends, world.tables)) is None, "more rows than a step has"
         scored = replace(decodes, scored=1)
         assert graph(scored) is None
@@ -105,7 +105,7 @@ def test_chunks_beside_decodes_are_computed_in_a_graph(family: str, paths: Any) 
         eager, graph = (World(paths(family), device_of(), compiles, 4) for compiles in (False, True))
         tokens = [[1], [2, 3, 4, 5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]  # the rows of a graph
         batch = batch_of(tokens, eager.ends, eager.tables, [True, False, True, True])
-        assert graph.ops.prepare(batch, graph.cache).graph == Room(16, 8, CHUNKS)
+        assert graph.ops.prepare(batch, graph.cache).graph == Room(16, 8, 8)
         expected, found = eager.logits(batch), graph.logits(batch)
         assert torch.equal(eager.pool(), graph.pool())
         assert found.shape == expected.shape == (3, VOCAB)
@@ -115,7 +115,7 @@ def test_chunks_beside_decodes_are_computed_in_a_graph(family: str, paths: Any) 
 def test_more_chunks_than_a_graph_has_room_for_are_computed_without() -> None:
     nothing: Any = None
     graphs = Graphs(nothing, nothing, rooms_up_to(512, 300), *[nothing] * 3)
-    for chunks, room in ((CHUNKS, Room(64, 64, CHUNKS)), (CHUNKS + 1, None)):
+    for chunks, room in ((CHUNKS, Room(128, 128, CHUNKS)), (CHUNKS + 1, None)):
         batch = batch_of([[1, 2]] * chunks, [0] * chunks, tables_of(chunks, chunks))
         assert graphs.room_for(batch) == room
 
@@ -175,7 +175,9 @@ def test_long_sequences_are_split_and_merged_in_a_graph_too(paths: Any) -> None:
 
 
 def test_graphs_are_recorded_at_these_numbers_of_rows() -> None:
-    assert rooms_up_to(40, 6) == [*(Room(n, n, 0) for n in (1, 2, 4, 6)), Room(16, 6, CHUNKS), Room(32, 6, CHUNKS)]
+    mixed = [Room(16, 6, 8), Room(32, 6, 16), Room(40, 6, 20)]
+    assert rooms_up_to(40, 6) == [*(Room(n, n, 0) for n in (1, 2, 4, 6)), *mixed]
+    assert rooms_up_to(2000, 6)[-1] == Room(512, 6, CHUNKS) and rooms_up_to(1, 6) == [Room(1, 1, 0)]
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(3) == [1, 2, 3]
     assert sizes_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
