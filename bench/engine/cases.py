@@ -54,6 +54,9 @@ class EngineSettings:
     threads: int = 0
     step_timeout_s: float = 0.0
     step_log: Path | None = None
+    adapter_dir: Path | None = None
+    max_loras: int = 8
+    max_lora_rank: int = 64
 
 
 TORCH_REPEATS = 5

@@ -5,7 +5,8 @@
     python -m bench.gpu --device emulator --quick --out DIR     the same code in small, where there is no GPU
 
 A part that fails or hangs leaves its error and what it had found; the others go on. DIR/result.json holds all of them.
-Needs torch, numpy, CuPy, grpcio and protobuf; transformers, pytest and compute-sanitizer are used where they are there.
+Needs torch, numpy, CuPy, grpcio, protobuf and safetensors; transformers, pytest and compute-sanitizer are used where
+they are there.
 """
 
 from __future__ import annotations
