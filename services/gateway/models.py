@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.gateway.adapters import AdapterNames
-from services.gateway.admission import Admission
+from services.gateway.admission import Admission, unknown_request
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import Cluster, number
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
@@ -199,14 +199,16 @@ class ModelTable:
 
     async def holding(self, request_id: str, caller: Caller | None = None) -> ServedModel:
         """Return the model that has a request or a stored response of this id; the first one where none has it.
-        Raise ApiError(503).
+        Raise ApiError 404 where that is a model that the caller may not use; 503.
         """
+        names = [name for name in self.names() if caller is None or caller.may_use(name)]
+        if not names:
+            raise unknown_request(request_id)
         if not self._entries:
             return self.first
         for model in self.models():
-            if request_id in model.dispatcher.streams:
-                return model if caller is None or caller.may_use(model.name) else self.first
-        names = [name for name in self.names() if caller is None or caller.may_use(name)]
+            if model.name in names and request_id in model.dispatcher.streams:
+                return model
         pipe: Any = self._redis.pipeline(transaction=False)
         for name in names:
             pipe.exists(Keys(name).req(request_id), Keys(name).response(request_id))
@@ -215,6 +217,8 @@ class ModelTable:
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
         name = next((name for name, count in zip(names, counts, strict=True) if count), self.first.name)
+        if name not in names:
+            raise unknown_request(request_id)
         return self.open[name] if name in self.open else await asyncio.shield(self._open(self._entries[name]))
 
     async def run(self) -> None:

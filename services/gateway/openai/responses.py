@@ -624,6 +624,29 @@ def router(gateway: Gateway) -> APIRouter:
     async def holding(response_id: str, request: Request) -> ServedModel:
         return await gateway.models.holding(response_id, request.state.caller)
 
+    async def conversation_before(name: str | None, model: ServedModel, request: Request) -> list[dict[str, Any]]:
+        """Return the conversation that a request of a model goes on from. Raise ApiError(400, 503)."""
+        if name is None:
+            return []
+        try:
+            found = await Responses(await holding(name, request)).find(name, request.state.tenant)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            found = None
+        if found is None or not found.response["store"]:
+            raise invalid(
+                "previous_response_id",
+                f"previous_response_id {shown(name)} is not stored: it is unknown, has store false, was deleted, or is "
+                f"older than {model.settings.response_retention_s} s; send the conversation as input",
+                "previous_response_not_found",
+            )
+        if found.response["status"] not in ("completed", "incomplete"):
+            status = found.response["status"]
+            text = f"previous_response_id {shown(name)} has no answer: its status is {status}; wait for its end"
+            raise invalid("previous_response_id", text, "invalid_value")
+        return found.items
+
     @routes.post(
         "/v1/responses",
         responses={**event_stream("a response, or its events"), **GENERATION_ERRORS},
@@ -634,8 +657,7 @@ def router(gateway: Gateway) -> APIRouter:
         started = time.monotonic()
         body = await read_body(request, ResponsesBody)
         model = await served_model(gateway, body.model, request.state.caller)
-        earlier = Responses(await holding(body.previous_response_id or "", request))
-        before = await earlier.before(body, request.state.tenant)
+        before = await conversation_before(body.previous_response_id, model, request)
         spec = await _spec(model, body, before, request.state.tenant)
         await take_headers(request, spec)
         response = shell(body, spec.id, spec.created, model.text.defaults)
@@ -720,30 +742,6 @@ class Responses:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-
-    async def before(self, body: ResponsesBody, tenant: str) -> list[dict[str, Any]]:
-        """Return the conversation that a request goes on from. Raise ApiError(400, 503)."""
-        name = body.previous_response_id
-        if name is None:
-            return []
-        try:
-            found = await self.find(name, tenant)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            found = None
-        if found is None or not found.response["store"]:
-            raise invalid(
-                "previous_response_id",
-                f"previous_response_id {shown(name)} is not stored: it is unknown, has store false, was deleted, or is "
-                f"older than {self._model.settings.response_retention_s} s; send the conversation as input",
-                "previous_response_not_found",
-            )
-        if found.response["status"] not in ("completed", "incomplete"):
-            status = found.response["status"]
-            text = f"previous_response_id {shown(name)} has no answer: its status is {status}; wait for its end"
-            raise invalid("previous_response_id", text, "invalid_value")
-        return found.items
 
     async def keep(
         self, tenant: str, conversation: list[dict[str, Any]], response: dict[str, Any], only_new: bool = False

@@ -16,6 +16,8 @@ import pytest
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from services.gateway.app import public_app
+from services.gateway.auth import Caller
+from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.front import GrpcFront
 from services.gateway.models import LEAST_IDLE_S, ServedModel
@@ -266,6 +268,67 @@ async def test_requests_of_a_dead_gateway_open_their_model(
             await asyncio.sleep(0.01)
         while redis_server.client.sismember(Keys(SECOND).background, "gateway-dead"):
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def keys_of(gateway: Gateway, redis_server: RedisServer) -> AsyncIterator[dict[str, dict[str, str]]]:
+    """Headers of two keys of one tenant: `any` is for all models, `second` for that one."""
+    keys, headers = Keys(FIRST), {}
+    for name, models in (("any", ""), ("second", SECOND)):
+        key_id, text = api_keys.new_key()
+        record = KeyRecord(key_id, api_keys.digest(text).hex(), name, "alice", models=models)
+        redis_server.client.hset(keys.api_keys, key_id, record.encode())
+        headers[name] = {"authorization": f"Bearer {text}"}
+    redis_server.client.incr(keys.keys_version)
+    async with asyncio.timeout(30):
+        while not gateway.keyring.needed:
+            await asyncio.sleep(0.01)
+    yield headers
+    redis_server.client.delete(keys.api_keys, keys.keys_version)
+
+
+BY_ID = [
+    ("GET", "/v1/requests/{}"), ("GET", "/v1/requests/{}/stream"), ("DELETE", "/v1/requests/{}"),
+    ("GET", "/v1/responses/{}"), ("GET", "/v1/responses/{}/input_items"), ("POST", "/v1/responses/{}/cancel"),
+    ("DELETE", "/v1/responses/{}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), BY_ID)
+async def test_request_of_a_model_that_the_key_is_not_for_is_unknown(
+    client: httpx.AsyncClient, keys_of: dict[str, dict[str, str]], method: str, path: str
+) -> None:
+    body = {"model": FIRST, "input": "x"}
+    made = (await client.post("/v1/responses", json=body, headers=keys_of["any"])).json()
+    refused = await client.request(method, path.format(made["id"]), headers=keys_of["second"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "request_not_found")
+    answer = await client.request(method, path.format(made["id"]), headers=keys_of["any"])
+    assert answer.status_code == 200
+
+
+async def test_only_model_is_not_for_a_key_of_another(settings: GatewaySettings) -> None:
+    alone = settings.model_copy(update={"models": None})
+    running = Gateway(alone, ModelText(alone.model))
+    running.start()
+    try:
+        with pytest.raises(ApiError, match="'cmpl-0' not found"):
+            await running.models.holding("cmpl-0", Caller("alice", models=frozenset({SECOND})))
+        assert await running.models.holding("cmpl-0", Caller("alice", models=frozenset({FIRST}))) is running.first
+    finally:
+        await running.stop()
+        running.first.text.close()
+
+
+async def test_response_goes_on_from_none_of_a_model_that_the_key_is_not_for(
+    client: httpx.AsyncClient, keys_of: dict[str, dict[str, str]]
+) -> None:
+    made = (await client.post("/v1/responses", json={"model": FIRST, "input": "x"}, headers=keys_of["any"])).json()
+    body = {"model": SECOND, "input": "y"}
+    assert (await client.post("/v1/responses", json=body, headers=keys_of["second"])).status_code == 200
+    body["previous_response_id"] = made["id"]
+    refused = await client.post("/v1/responses", json=body, headers=keys_of["second"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
+    assert (await client.post("/v1/responses", json=body, headers=keys_of["any"])).status_code == 200
 
 
 async def test_key_is_for_its_models_alone_and_has_one_bucket(
