@@ -157,6 +157,7 @@ def revoke(
             _forget(client, keys, key_id)
         else:
             _write(client, keys, record)
+        _tell_older(client, record)
         left = sum(one.state(now_s) == "active" for one in _records(client, keys))
     if not left:
         print(ALL_GONE, file=sys.stderr)
@@ -169,15 +170,16 @@ def _redis(values: Values) -> Iterator[tuple[Any, Keys]]:
     """Yield a client and the keys of the model. Raises ConfigurationError when Redis does not answer."""
     import redis
 
-    from services.cli.stack import find, reachable_redis
+    from services.cli.stack import find, models_of_file, reachable_redis
     from services.launcher import redis_server
 
     target = find(values)
-    settings = target.settings
+    settings, models = target.settings, models_of_file(target)
     url, access = reachable_redis(settings, target.launcher)
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
-            _move_old(client, settings.keys)
+            for name in dict.fromkeys((settings.served_model_name, *models)):
+                _move_old(client, Keys(name))
             yield client, settings.keys
     except redis.RedisError as error:
         raise ConfigurationError(f"Redis: refused the command: {error}; check the rights of its user") from error
@@ -226,6 +228,13 @@ def _forget(client: Any, keys: Keys, key_id: str) -> None:
         pipe.hdel(keys.keys_used, key_id)
         pipe.incr(keys.keys_version)
         pipe.execute()
+
+
+def _tell_older(client: Any, record: KeyRecord) -> None:
+    """Let gateways of an older version read the keys of their models again, where they refuse those that were moved."""
+    for version in (Keys(name).model_keys_version for name in record.models.split(",") if name):
+        if client.exists(version):  # a model that never had keys of its own stays without
+            client.incr(version)
 
 
 def _moment(text: str, now_s: int) -> int:

@@ -6,6 +6,7 @@ The options and the environment name it; what they leave out is that of the stac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic_settings import EnvSettingsSource
 
@@ -13,8 +14,9 @@ from services.cli.options import build
 from services.launcher import redis_server
 from services.launcher.rundir import RunDir, StackFacts
 from shared.errors import ConfigurationError
+from shared.models_file import read_models
 from shared.options import Values, without_password
-from shared.settings import CommonSettings, LauncherSettings
+from shared.settings import CommonSettings, GatewaySettings, LauncherSettings
 
 NO_STACK = "no stack runs here; start one with `make run` or `orcinus up`, or name its Redis with --redis-url"
 
@@ -40,6 +42,15 @@ def find(values: Values) -> Target:
         missing["shard"] = facts.shard
     settings = build(CommonSettings, values | missing)
     return Target(settings, launcher, facts if settings.served_model_name == facts.model else None)
+
+
+def models_of_file(target: Target) -> list[str]:
+    """Return the names in the file of models of the environment, else of the local stack. Raise ConfigurationError."""
+    path = EnvSettingsSource(GatewaySettings)().get("models")
+    if not path and target.facts is not None:
+        running = RunDir(target.launcher.run_dir).running_settings() or {}
+        path, _ = running.get("gateway", {}).get("models", (None, ""))
+    return [entry.name for entry in read_models(Path(path))] if path else []
 
 
 def none_here(settings: CommonSettings, launcher: LauncherSettings) -> bool:

@@ -13,7 +13,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import RETRY, ApiError, unavailable
 from shared.dead_letters import DeadLetters, text
-from shared.keys import CLASSES
+from shared.keys import CLASSES, Keys
 from shared.redis_client import Unreachable, connect
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
@@ -104,10 +104,16 @@ class Caller:
 class Keyring:
     """All keys of a gateway. Handlers call `identify`; `run` is a task of the gateway."""
 
-    def __init__(self, settings: GatewaySettings, letters: DeadLetters | None = None) -> None:
-        """Raise ConfigurationError when a key is needed and there is none."""
+    def __init__(
+        self, settings: GatewaySettings, letters: DeadLetters | None = None, models: Iterable[str] = ()
+    ) -> None:
+        """models: names of all that the gateway serves; none means that of the settings alone.
+
+        Raise ConfigurationError when a key is needed and there is none.
+        """
         self._letters = letters or DeadLetters()
         self._keys = settings.keys
+        self._models = [Keys(name) for name in dict.fromkeys((settings.served_model_name, *models))]
         self._required = settings.require_key
         self._configured = [api_keys.digest(key) for key in settings.api_keys()]
         self._rates = Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests)
@@ -232,7 +238,8 @@ class Keyring:
         keys = self._keys
         pipe = self._redis.pipeline(transaction=False)
         pipe.get(keys.keys_version)
-        pipe.get(keys.model_keys_version)
+        for each in self._models:
+            pipe.get(each.model_keys_version)
         pipe.get(keys.keys_salt)
         pipe.time()
         *version, secret, (seconds, micros) = await pipe.execute()
@@ -254,10 +261,11 @@ class Keyring:
             await self._redis.hset(keys.keys_used, mapping={key: int(at) for key, at in used.items()})
 
     async def _all(self) -> dict[str, KeyRecord]:
-        """Return the keys of all models, and those that an older version kept for the gateway's own."""
-        model = self._keys.model
-        old = await self._records_of(self._keys.model_keys)
-        bound = {name: replace(record, models=model) for name, record in old.items()}
+        """Return the keys of all models, and those that an older version kept for one of the gateway's models."""
+        bound: dict[str, KeyRecord] = {}
+        for each in self._models:
+            old = await self._records_of(each.model_keys)
+            bound |= {name: replace(record, models=each.model) for name, record in old.items()}
         return bound | await self._records_of(self._keys.api_keys)
 
     async def _records_of(self, key: str) -> dict[str, KeyRecord]:

@@ -34,9 +34,9 @@ class Gateway:
         self.metrics = Metrics(settings.served_model_name, settings.metrics_aliases)
         self.tracing = Tracing(settings.otlp_endpoint, self.id) if settings.otlp_endpoint else None
         self.letters = DeadLetters(self.id, lambda kind: self.metrics.unreadable.labels(kind).inc())
-        self.keyring = Keyring(settings, self.letters)
-        parts = Parts(self.id, self.keyring, self.metrics, self.tracing, self.letters)
         entries = settings.model_entries()
+        self.keyring = Keyring(settings, self.letters, [entry.name for entry in entries])
+        parts = Parts(self.id, self.keyring, self.metrics, self.tracing, self.letters)
         aliases = next((entry.aliases for entry in entries if entry.name == settings.served_model_name), ())
         self.first = ServedModel(settings, model, parts, aliases)
         self.models = ModelTable(self.first, parts, entries)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,31 @@ async def test_key_of_an_older_version_is_bound_to_its_model(empty_redis: RedisS
         await keyring.close()
 
 
+async def test_keys_of_an_older_version_are_read_of_all_models(empty_redis: RedisServer) -> None:
+    first, second = Keys("elder"), Keys("org/Second")
+    record = KeyRecord("0123456789ab", "0" * 64, "old", "alice")
+    settings = GatewaySettings(redis_url=empty_redis.url, served_model_name="elder")
+    keyring = Keyring(settings, models=["elder", "org/Second"])
+    reading = asyncio.create_task(keyring.run())
+    try:
+        async with asyncio.timeout(20):
+            while not keyring.read:
+                await keyring.first_read()
+            assert not keyring.needed
+            empty_redis.client.incr(second.model_keys_version)  # as it is when the last key is gone
+            while not keyring.needed:
+                await asyncio.sleep(0.01)
+            for keys, key_id in ((second, record.id), (first, "f" * 12)):
+                empty_redis.client.hset(keys.model_keys, key_id, replace(record, id=key_id).encode())
+                empty_redis.client.incr(keys.model_keys_version)
+            while (of_second := keyring.caller(record.id)) is None or (of_first := keyring.caller("f" * 12)) is None:
+                await asyncio.sleep(0.01)
+        assert (of_first.models, of_second.models) == ({"elder"}, {"org/Second"})
+    finally:
+        await end(reading)
+        await keyring.close()
+
+
 async def test_work_without_a_client_tells_a_revoked_key_from_a_missing_one(
     orcinus: Made, redis_server: RedisServer
 ) -> None:
@@ -280,6 +306,24 @@ async def test_work_without_a_client_tells_a_revoked_key_from_a_missing_one(
     finally:
         await end(reading)
         await keyring.close()
+
+
+def test_keys_of_all_models_of_the_file_are_moved_and_revoked(
+    tmp_path: Path, empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, record = empty_redis.client, KeyRecord("0123456789ab", "0" * 64, "old", "alice")
+    second, third = Keys("org/Second"), Keys("third")
+    client.hset(second.model_keys, record.id, record.encode())
+    client.incr(second.model_keys_version)
+    (tmp_path / "models.yaml").write_text("models: {elder: {source: a}, org/Second: {source: b}, third: {source: c}}")
+    monkeypatch.setenv("ORCINUS_MODELS", str(tmp_path / "models.yaml"))
+    command = ["--redis-url", empty_redis.url, "--served-model-name", "elder", "--json"]
+    listed = json.loads(CliRunner().invoke(app, ["keys", "list", *command]).stdout)["keys"]
+    assert [(row["id"], row["models"]) for row in listed] == [(record.id, "org/Second")]
+    assert not client.exists(second.model_keys)
+    assert CliRunner().invoke(app, ["keys", "revoke", record.id, *command]).exit_code == 0
+    assert client.get(second.model_keys_version) == b"2"  # gateways of the older version read again
+    assert not client.exists(third.model_keys_version)
 
 
 def test_keys_of_an_older_version_are_for_their_model_alone(

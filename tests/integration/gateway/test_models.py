@@ -287,6 +287,24 @@ async def keys_of(gateway: Gateway, redis_server: RedisServer) -> AsyncIterator[
     redis_server.client.delete(keys.api_keys, keys.keys_version)
 
 
+async def test_keys_of_an_older_version_close_every_model(
+    gateway: Gateway, client: httpx.AsyncClient, redis_server: RedisServer
+) -> None:
+    keys, (key_id, text) = Keys(SECOND), api_keys.new_key()
+    record = KeyRecord(key_id, api_keys.digest(text).hex(), "old", "alice")
+    try:
+        redis_server.client.hset(keys.model_keys, key_id, record.encode())
+        redis_server.client.incr(keys.model_keys_version)
+        async with asyncio.timeout(30):
+            while not gateway.keyring.needed:
+                await asyncio.sleep(0.01)
+        assert [(await complete(client, name)).status_code for name in TEXTS] == [401, 401]
+        client.headers["authorization"] = f"Bearer {text}"
+        assert [(await complete(client, name)).status_code for name in TEXTS] == [403, 200]
+    finally:
+        redis_server.client.delete(keys.model_keys, keys.model_keys_version)
+
+
 BY_ID = [
     ("GET", "/v1/requests/{}"), ("GET", "/v1/requests/{}/stream"), ("DELETE", "/v1/requests/{}"),
     ("GET", "/v1/responses/{}"), ("GET", "/v1/responses/{}/input_items"), ("POST", "/v1/responses/{}/cancel"),
