@@ -6,6 +6,7 @@ have the names of the settings and are checked by them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,7 +74,7 @@ def read_models(path: Path) -> list[ModelEntry]:
     if len(listed) > MOST_MODELS:
         raise ConfigurationError(f"{path}: {len(listed)} models; a gateway serves at most {MOST_MODELS}")
     entries = [_entry(path, name, fields) for name, fields in listed.items()]
-    _check_names(path, entries)
+    check_names(path, [(entry.name, entry.aliases) for entry in entries])
     return entries
 
 
@@ -101,15 +102,15 @@ def _is_tag(name: str) -> bool:
         return False
 
 
-def _check_names(path: Path, entries: list[ModelEntry]) -> None:
-    """Raise ConfigurationError for a name that means two models."""
+def check_names(where: object, models: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Raise ConfigurationError for a name that means two models. models: names and aliases; where: their source."""
     owners: dict[str, str] = {}
     tags: dict[str, str] = {}
-    for entry in entries:
-        tag = hash_tag(entry.name)
-        if tags.setdefault(tag, entry.name) != entry.name:
-            raise ConfigurationError(f"{path}: models {tags[tag]!r} and {entry.name!r} have one tag; rename one")
-        for name in (entry.name, *entry.aliases):
+    for model, aliases in models:
+        tag = hash_tag(model)
+        if tags.setdefault(tag, model) != model:
+            raise ConfigurationError(f"{where}: models {tags[tag]!r} and {model!r} have one tag; rename one")
+        for name in (model, *aliases):
             if owner := owners.get(name):
-                raise ConfigurationError(f"{path}: {name!r} names both {owner!r} and {entry.name!r}; drop one of them")
-            owners[name] = entry.name
+                raise ConfigurationError(f"{where}: {name!r} names both {owner!r} and {model!r}; drop one of them")
+            owners[name] = model

@@ -28,7 +28,7 @@ class Gateway:
     """Every part that lives as long as the process."""
 
     def __init__(self, settings: GatewaySettings, model: ModelText) -> None:
-        """Raise ConfigurationError when a key is needed and there is none."""
+        """Raise ConfigurationError when a key is needed and there is none, and for a name that means two models."""
         self.settings = settings
         self.id = ids.process_id("gateway")
         self.metrics = Metrics(settings.served_model_name, settings.metrics_aliases)

@@ -31,7 +31,7 @@ from services.gateway.tracing import Tracing
 from shared.dead_letters import DeadLetters
 from shared.errors import ConfigurationError, ModelError
 from shared.keys import Keys
-from shared.models_file import ModelEntry
+from shared.models_file import ModelEntry, check_names
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 from shared.tasks import end
@@ -125,7 +125,10 @@ class ModelTable:
     """The models of a gateway process by name and alias. `run` is a task of the gateway."""
 
     def __init__(self, first: ServedModel, parts: Parts, entries: Iterable[ModelEntry] = ()) -> None:
-        """entries: of `models.yaml`; that of the first model among them adds its aliases."""
+        """entries: of `models.yaml`; that of the first model among them adds its aliases.
+
+        Raise ConfigurationError for a name that means two models.
+        """
         self.first = first
         self.open: dict[str, ServedModel] = {}
         """By each name and alias, those that are open."""
@@ -133,6 +136,8 @@ class ModelTable:
         """Called with each model that is opened."""
         self._parts = parts
         self._entries = {entry.name: entry for entry in entries if entry.name != first.name}
+        named = [(first.name, first.aliases), *((entry.name, entry.aliases) for entry in self._entries.values())]
+        check_names(first.settings.models, named)
         self._named = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
         self._states: dict[str, State] = {}
         self._opening: dict[str, asyncio.Task[ServedModel]] = {}

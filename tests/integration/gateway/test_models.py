@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.kserve.front import GrpcFront
 from services.gateway.models import LEAST_IDLE_S, ServedModel
 from services.gateway.text.tokenizer import ModelText
+from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
@@ -106,6 +108,16 @@ async def test_name_or_alias_chooses_the_model(client: httpx.AsyncClient, gatewa
     assert await text_of(client, SECOND) == TEXTS[SECOND]
     assert await text_of(client, "claude:latest") == TEXTS[SECOND]
     assert [model.name for model in gateway.models.models()] == [FIRST, SECOND]
+
+
+async def test_name_of_the_first_model_is_no_alias_of_another(settings: GatewaySettings, tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text("models: {second: {source: b, aliases: [claude]}}")
+    given = settings.model_copy(update={"models": path, "served_model_name": "claude"})
+    text = ModelText(given.model)
+    with pytest.raises(ConfigurationError, match="'claude' names both 'claude' and 'second'"):
+        Gateway(given, text)
+    text.close()
 
 
 async def test_first_requests_of_a_model_open_it_once(client: httpx.AsyncClient, gateway: Gateway) -> None:

@@ -50,6 +50,11 @@ def test_gateway_begins_with_the_first_model_unless_one_is_given(tmp_path: Path)
     assert (first.model, first.served_model_name) == (tmp_path / "tiny", "small")
     assert GatewaySettings(models=path, model=tmp_path / "x").served_model_name == "x"
     assert GatewaySettings(models=path, served_model_name="org/Large").model == Path("Qwen/Qwen3-0.6B")
+    with pytest.raises(
+        ConfigurationError, match=r"--served-model-name=typo: no model of .*; name one of small, org/Large"
+    ):
+        GatewaySettings(models=path, served_model_name="typo")
+    assert GatewaySettings(models=path, served_model_name="typo", model=tmp_path / "x").served_model_name == "typo"
 
 
 @pytest.mark.parametrize(
