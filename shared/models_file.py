@@ -14,21 +14,23 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.errors import ConfigurationError
-from shared.hub import is_repository
+from shared.hub import is_repository, parse_name
 from shared.keys import hash_tag, model_tag
 
 MOST_MODELS = 64
 MOST_BYTES = 1 << 20
+MOST_NAME = 128
 ALIAS = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 
 
 class ModelEntry(BaseModel):
-    """One model. source: a path, beside the file where it is relative, or ORG/NAME[@REVISION] of the Hub.
+    """One model. source: a path, beside the file where it is relative, or ORG/NAME[@REVISION] of the Hub where no
+    such path is there.
 
     The fields behind `idle_s` are settings of its workers and its scheduler; one that is left out is as for all models.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
     source: str = Field(min_length=1, max_length=4096)
@@ -63,10 +65,12 @@ def read_models(path: Path) -> list[ModelEntry]:
             text = file.read(MOST_BYTES + 1)
         if len(text) > MOST_BYTES:
             raise ConfigurationError(f"{path}: more than {MOST_BYTES} bytes; a list of models needs fewer")
-        found = yaml.safe_load(text)
+        if any(isinstance(token, yaml.AnchorToken | yaml.AliasToken) for token in yaml.scan(text, yaml.BaseLoader)):
+            raise ConfigurationError(f"{path}: anchors and aliases of YAML are not allowed; write each model out")
+        found = _texts(path, yaml.compose(text, yaml.BaseLoader))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}; check --models") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:  # the latter: an escape past Unicode
         raise ConfigurationError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:300]}") from error
     listed = found.get("models") if isinstance(found, dict) and set(found) == {"models"} else None
     if not isinstance(listed, dict) or not listed:
@@ -78,21 +82,49 @@ def read_models(path: Path) -> list[ModelEntry]:
     return entries
 
 
-def _entry(path: Path, name: Any, fields: Any) -> ModelEntry:
-    where = f"{path}: model {str(name)[:100]!r}"
-    if not isinstance(name, str) or not (is_repository(name) or _is_tag(name)):
+def _texts(path: Path, node: yaml.Node | None) -> Any:
+    """Return mappings, lists and texts; the settings check and convert them."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_texts(path, each) for each in node.value]
+    if not isinstance(node, yaml.MappingNode):
+        return None if node is None else node.value
+    found: dict[str, Any] = {}
+    for key, value in node.value:
+        where = f"{path}: line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigurationError(f"{where}: a name is a mapping or a list; give it as text")
+        if key.value in found:
+            raise ConfigurationError(f"{where}: {key.value[:100]!r} stands twice; drop one of them")
+        found[key.value] = _texts(path, value)
+    return found
+
+
+def _entry(path: Path, name: str, fields: Any) -> ModelEntry:
+    where = f"{path}: model {name[:100]!r}"
+    if not (is_repository(name) or _is_tag(name)):
         raise ConfigurationError(f"{where}: only [a-z0-9._-] or ORG/NAME is allowed; give it another name")
+    if len(name) > MOST_NAME:
+        raise ConfigurationError(f"{where}: {len(name)} characters, at most {MOST_NAME} are allowed; shorten it")
     if not isinstance(fields, dict):
         raise ConfigurationError(f"{where}: has no fields; give at least its source")
     try:
         entry = ModelEntry.model_validate({**fields, "name": name})
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "fields"
+        field = ".".join(map(str, first["loc"]))[:100] or "fields"
         shown = "" if first["type"] == "missing" else f", got {str(first.get('input'))[:100]!r}"
         raise ConfigurationError(f"{where}: {field}: {first['msg']}{shown}; see docs/several-models.md") from None
+    if not entry.source.isprintable():
+        raise ConfigurationError(f"{where}: source: {entry.source[:100]!r} is no path; use printable characters")
     beside = path.absolute().parent / entry.source
-    return entry.model_copy(update={"source": str(beside)}) if beside.exists() else entry
+    try:
+        beside.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if parse_name(entry.source) is not None:
+            return entry
+    except OSError as error:
+        raise ConfigurationError(f"{where}: source: {entry.source[:100]!r}: {error.strerror}; check it") from None
+    return entry.model_copy(update={"source": str(beside)})
 
 
 def _is_tag(name: str) -> bool:

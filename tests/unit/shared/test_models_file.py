@@ -43,6 +43,17 @@ def test_models_have_names_of_the_settings(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_source_that_is_no_name_of_the_hub_is_a_path_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    (here / "small").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    text = f"models: {{a: {{source: small}}, b: {{source: 2024-13-45}}, c: {{source: {here}}}, d: {{source: org/d}}}}"
+    sources = [entry.source for entry in read_models(written(tmp_path, text))]
+    assert sources == [str(tmp_path / "small"), str(tmp_path / "2024-13-45"), str(here), "org/d"]
+
+
 def test_gateway_begins_with_the_first_model_unless_one_is_given(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     path = written(tmp_path, GOOD)
@@ -65,7 +76,21 @@ def test_gateway_begins_with_the_first_model_unless_one_is_given(tmp_path: Path)
         ("models: {}\nmore: 1", "has no models"),
         ("models: {a: {source: x", "not readable as YAML"),
         ("models: {A b: {source: x}}", r"model 'A b': only \[a-z0-9._-\]"),
-        ("models: {1: {source: x}}", "model '1': only"),
+        ("models: {[a]: {source: x}}", "line 1: a name is a mapping or a list"),
+        ("models:\n  a: {source: x}\n  a: {source: y}", "line 3: 'a' stands twice"),
+        ("models: {a: {source: x, source: y}}", "line 1: 'source' stands twice"),
+        ("models: {a: &a {source: x}}", "anchors and aliases of YAML are not allowed"),
+        ("models: {a: *a}", "anchors and aliases of YAML are not allowed"),
+        ("models: {a: {<<: {source: x}}}", "model 'a': source: Field required;"),
+        (r'models: {a: {source: "\Uffffffff"}}', "not readable as YAML"),
+        (r'models: {a: {source: "x\0y"}}', r"model 'a': source: 'x\\x00y' is no path"),
+        (f"models: {{a: {{source: {'x' * 300}}}}}", f"model 'a': source: '{'x' * 100}': File name too long"),
+        (f"models: {{{'a' * 129}: {{source: x}}}}", "129 characters, at most 128"),
+        (f"models: {{a: {{source: x, workers: {'9' * 5000}}}}}", "model 'a': workers: .*maximum size"),
+        ("models: {a: {source: x, workers: !!int foo}}", "model 'a': workers: .* got 'foo'"),
+        ("models: {a: {source: x, workers: true}}", "model 'a': workers: .* got 'true'"),
+        ("models: {a: {source: x, idle_s: .inf}}", "model 'a': idle_s: .* got '.inf'"),
+        ("models: {a: {source: x, idle_s: inf}}", "model 'a': idle_s: .*finite"),
         ("models: {a: x}", "model 'a': has no fields"),
         ("models: {a: {}}", "model 'a': source: Field required;"),
         ("models: {a: {source: x, colour: red}}", "model 'a': colour: Extra inputs are not permitted, got 'red'"),
