@@ -125,4 +125,4 @@ def test_live_page_metrics_and_statistics_need_a_key_with_the_scope_ops(
     with httpx.stream("GET", guarded.url + "/dashboard/events", headers=ops, timeout=60) as events:
         assert events.status_code == 200
     wrong = CliRunner().invoke(app, ["keys", "add", "a key", "--scope", "all", *where])
-    assert "--scope=all: unknown scope; give ops, or none" in str(wrong.exception)
+    assert "--scope=all: unknown scope; give ops or admin, or none" in str(wrong.exception)
