@@ -87,15 +87,16 @@ class ServedModel:
 
     def start(self) -> None:
         self.dispatcher.start()
-        work = (self.cluster.run, self.adopter.run, self.adapters.run)
+        work = (self.adopter.run, self.cluster.run, self.adapters.run)
         self._watching = [asyncio.create_task(each()) for each in work]
 
     async def stop(self) -> None:
         """End tasks and connections; what is in Redis continues."""
+        watching, self._watching = self._watching, []
+        await end(*watching[:1])  # the adopter: it begins tasks of `background`
         await self.background.stop()
         await self.dispatcher.stop()
-        watching, self._watching = self._watching, []
-        await end(*watching)
+        await end(*watching[1:])
         await self.adapters.close()
         await self.adopter.close()
         await self.responses.close()
@@ -114,11 +115,14 @@ class ServedModel:
             return "unavailable"
         return "ready" if any(number(stats.get("workers")) for stats in snapshot.led) else "loading"
 
-    @property
-    def is_idle(self) -> bool:
-        """Return whether no request is here, none is about to be, and none came for a while."""
-        busy = self.dispatcher.streams or self.background.kept or self.background.left or self.background.ended
-        return not busy and time.monotonic() - self.used_at > max(LEAST_IDLE_S, self.idle_s)
+    def unused_s(self) -> float:
+        """Return the seconds since a request came or, as of the last call, was here; 0 while one is here or about to
+        be.
+        """
+        now = time.monotonic()
+        if self.dispatcher.streams or self.background.kept or self.background.left or self.background.ended:
+            self.used_at = now
+        return now - self.used_at
 
 
 class ModelTable:
@@ -215,15 +219,19 @@ class ModelTable:
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
         name = next((name for name, count in zip(names, counts, strict=True) if count), self.first.name)
-        return self.open[name] if name in self.open else await asyncio.shield(self._open(self._entries[name]))
+        holder = self.open.get(name) or await asyncio.shield(self._open(self._entries[name]))
+        holder.used_at = time.monotonic()
+        return holder
 
     async def run(self) -> None:
         """Look once a second after models that are not open, and let go of idle ones, until cancelled."""
         while True:
             for model in self.models():
-                if model is not self.first and any(task.done() for task in model.tasks):
+                if model is self.first or self.open.get(model.name) is not model:  # let go meanwhile
+                    continue
+                if any(task.done() for task in model.tasks):
                     raise RuntimeError(f"a task of model {model.name} ended")
-                if model is not self.first and model.is_idle:
+                if model.unused_s() > max(LEAST_IDLE_S, model.idle_s):
                     await self._close(model)
             try:
                 await self._look()
@@ -244,7 +252,14 @@ class ModelTable:
         self.open.update(dict.fromkeys((model.name, *model.aliases), model))
 
     async def _close(self, model: ServedModel) -> None:
+        """Let go of a model, unless that has begun."""
+        if self.open.get(model.name) is not model:
+            return
         self.open = {name: other for name, other in self.open.items() if other is not model}
+        await self._stop(model)
+
+    async def _stop(self, model: ServedModel) -> None:
+        """End a model that is not open; a cancelled caller leaves that to `close`."""
         task = self._closing[model.name] = asyncio.create_task(self._end(model))
         await asyncio.shield(task)
 
@@ -253,8 +268,10 @@ class ModelTable:
             await model.stop()
             await asyncio.to_thread(model.text.close)
             log.info("model %s: let go", model.name)
+        except Exception:  # the other models go on
+            log.exception("model %s: did not end as it should", model.name)
         finally:
-            del self._closing[model.name]
+            self._closing.pop(model.name, None)
 
     def _open(self, entry: ModelEntry) -> asyncio.Task[ServedModel]:
         """Return the one task that opens a model."""
@@ -303,8 +320,7 @@ class ModelTable:
         others = [model for model in self.models() if model is not self.first]
         if len(others) + len(self._opening) <= MOST_OPEN:
             return
-        now = time.monotonic()
-        idle = [each for each in others if not each.dispatcher.streams and now - each.used_at > LEAST_IDLE_S]
+        idle = [each for each in others if each.unused_s() > LEAST_IDLE_S]
         if not idle:
             raise unavailable(f"model: {MOST_OPEN} models are in use at this gateway; {RETRY}", "models_busy", 10)
         await self._close(min(idle, key=lambda model: model.used_at))

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -15,10 +17,16 @@ import pytest
 
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
+from services.gateway import models
 from services.gateway.app import public_app
+from services.gateway.auth import ANONYMOUS, Caller
+from services.gateway.delivery.background import OrphanAdopter
+from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.front import GrpcFront
 from services.gateway.models import LEAST_IDLE_S, ServedModel
+from services.gateway.openai.bodies import CompletionBody
+from services.gateway.openai.completions import completion_spec
 from services.gateway.text.tokenizer import ModelText
 from shared.keys import Keys
 from shared.security import api_keys
@@ -246,11 +254,8 @@ async def test_idle_model_is_let_go_and_opens_again(
     model.dispatcher.submit(asyncio.Event().wait)  # so that its end takes a while
     left: list[int] = []
     gateway.models.on_open = lambda _: left.append(len(model.tasks))
-    model.idle_s = 0
-    model.used_at -= 2 * LEAST_IDLE_S
-    async with asyncio.timeout(30):
-        while SECOND in gateway.models.open:
-            await asyncio.sleep(0.01)
+    await expire(model)
+    await until(lambda: SECOND not in gateway.models.open)
     assert await text_of(client, "claude:latest") == TEXTS[SECOND]
     assert gateway.models.open[SECOND] is not model
     assert left == [0]  # it ended before the next one began
@@ -266,6 +271,134 @@ async def test_requests_of_a_dead_gateway_open_their_model(
             await asyncio.sleep(0.01)
         while redis_server.client.sismember(Keys(SECOND).background, "gateway-dead"):
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def third(gateway: Gateway, redis_server: RedisServer) -> Iterator[Keys]:
+    """Lend the third model a scheduler and a worker."""
+    keys = lead(redis_server, THIRD).keys
+    yield keys
+    redis_server.client.delete(keys.workers, keys.worker("worker-0"), keys.lease("shard-0"))
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def expire(model: ServedModel) -> None:
+    """Make a model idle once it has no requests."""
+    busy = model.background
+    await until(lambda: not (model.dispatcher.streams or busy.kept or busy.left or busy.ended))
+    model.idle_s = 0
+    model.used_at -= 2 * LEAST_IDLE_S
+
+
+async def test_model_is_let_go_once_when_two_tasks_find_it_idle(
+    client: httpx.AsyncClient,
+    gateway: Gateway,
+    third: Keys,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "orcinus.gateway")
+    await until(lambda: gateway.models.state(THIRD) == "ready")
+    may_end = {}
+    for name in (SECOND, THIRD):
+        model = await gateway.models.opened(name, None)
+        may_end[name] = threading.Event()
+        closing = (may_end[name].wait, model.text.close)
+        monkeypatch.setattr(model.text, "close", lambda closing=closing: [each() for each in closing])
+    second, other = gateway.models.open[SECOND], gateway.models.open[THIRD]
+    await expire(second)
+    await until(lambda: SECOND not in gateway.models.open)  # the table waits for its end
+    await expire(other)
+    monkeypatch.setattr(models, "MOST_OPEN", 1)
+    again = asyncio.create_task(text_of(client, SECOND))
+    await until(lambda: THIRD not in gateway.models.open)  # to make room
+    may_end[SECOND].set()
+    await until(lambda: f"model {SECOND}: let go" in caplog.text)
+    await asyncio.sleep(0)
+    may_end[THIRD].set()
+    assert await again == TEXTS[SECOND]
+    redis_server.client.delete(third.workers, third.worker("worker-0"), third.lease("shard-0"))
+    await until(lambda: gateway.models.state(THIRD) == "unavailable")  # the table still looks
+    assert caplog.text.count(f"model {THIRD}: let go") == 1
+    assert gateway.dead_task() == ""
+
+
+async def test_model_that_ends_badly_does_not_end_the_table(
+    gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = await gateway.models.opened(SECOND, None)
+    close = model.text.close
+
+    def fails() -> None:
+        close()
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(model.text, "close", fails)
+    await expire(model)
+    await until(lambda: "did not end as it should" in caplog.text)
+    await see_third_loading(gateway, redis_server)
+    assert gateway.dead_task() == ""
+
+
+async def test_model_that_was_just_let_go_refuses_requests(gateway: Gateway) -> None:
+    model = await gateway.models.opened(SECOND, None)
+    spec = await completion_spec(CompletionBody(model=SECOND, prompt="The"), model.text, model.cluster.limits)
+    await expire(model)
+    await until(lambda: SECOND not in gateway.models.open and not model.tasks)
+    for work in (model.admission.begin(spec, Caller(ANONYMOUS), time.monotonic()), model.dispatcher.record(spec.id)):
+        async with asyncio.timeout(30):
+            with pytest.raises(ApiError, match="lets go of the model") as refused:
+                await work
+        assert refused.value.status == 503
+
+
+async def test_model_is_in_use_until_a_while_after_its_last_request(gateway: Gateway) -> None:
+    model = await gateway.models.opened(SECOND, None)
+    parts: list[set[str]] = [model.background.left, model.background.ended]
+    for part in parts:
+        model.used_at -= 2 * LEAST_IDLE_S
+        part.add("cmpl-1")
+        assert model.unused_s() == 0
+        part.discard("cmpl-1")
+        assert model.unused_s() < LEAST_IDLE_S
+
+
+async def test_request_that_is_read_keeps_its_model(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    made = (await client.post("/v1/responses", json={"model": SECOND, "input": "x"})).json()
+    model = gateway.models.open[SECOND]
+    await expire(model)
+    model.idle_s = 3600  # so that the table keeps it until this is over
+    assert (await client.get(f"/v1/responses/{made['id']}")).status_code == 200
+    assert model.unused_s() < LEAST_IDLE_S
+
+
+async def test_adopter_ends_before_the_tasks_that_it_begins(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    running = asyncio.Event()
+
+    async def adopts(_: OrphanAdopter) -> None:
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("adopter")
+
+    async def stops() -> None:
+        ended.append("background")
+
+    monkeypatch.setattr(OrphanAdopter, "run", adopts)
+    model = await gateway.models.opened(SECOND, None)
+    monkeypatch.setattr(model.background, "stop", stops)
+    await running.wait()
+    await expire(model)
+    await until(lambda: SECOND not in gateway.models.open and not model.tasks)
+    assert ended == ["adopter", "background"]
 
 
 async def test_key_is_for_its_models_alone_and_has_one_bucket(
