@@ -23,7 +23,7 @@ from services.gateway.cluster import Cluster, number
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher, failed
 from services.gateway.delivery.response_store import ResponseStore
-from services.gateway.errors import RETRY, ApiError, shown, unavailable
+from services.gateway.errors import RETRY, ApiError, shown, shutting_down, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
@@ -44,6 +44,8 @@ MOST_OPEN = 16
 LEAST_IDLE_S = 60.0
 """A request is tokenized and has its stream by then, so a model without streams for so long is not in use."""
 FIRST_LOOK_S = 5.0
+UNREADABLE_S = 30.0
+"""After a failure to read a model, until it is read again."""
 
 State = Literal["ready", "loading", "asleep", "unavailable"]
 """ready: a scheduler leads a worker. loading: one of them is missing. unavailable: both are. Nothing sleeps yet."""
@@ -135,10 +137,13 @@ class ModelTable:
         """By each name and alias, those that are open."""
         self.on_open: Callable[[ServedModel], None] = lambda model: None
         """Called with each model that is opened."""
+        self.draining = False
+        """Set once the process is to end: no model is opened."""
         self._parts = parts
         self._entries = {entry.name: entry for entry in entries if entry.name != first.name}
         self._named = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
         self._states: dict[str, State] = {}
+        self._unreadable_until: dict[str, float] = {}  # of time.monotonic(), by model that could not be opened
         self._opening: dict[str, asyncio.Task[ServedModel]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
         self._redis: Redis = connect(first.settings, connections=2)
@@ -219,7 +224,7 @@ class ModelTable:
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
         name = next((name for name, count in zip(names, counts, strict=True) if count), self.first.name)
-        holder = self.open.get(name) or await asyncio.shield(self._open(self._entries[name]))
+        holder = self.open[name] if name in self.open else await asyncio.shield(self._open(self._entries[name]))
         holder.used_at = time.monotonic()
         return holder
 
@@ -284,20 +289,30 @@ class ModelTable:
     async def _begin(self, entry: ModelEntry) -> ServedModel:
         if (model := self.open.get(entry.name)) is not None:
             return model
-        await self._make_room()
+        if self.draining:
+            raise shutting_down()
+        await self._make_room(entry.name)
         if entry.name in self._closing:  # its end deletes this gateway's token stream and heartbeat
             await asyncio.shield(self._closing[entry.name])
+        if (left_s := self._unreadable_until.get(entry.name, 0.0) - time.monotonic()) > 0:
+            raise _unreadable(entry.name, left_s)
         try:
             model = await asyncio.to_thread(self._load, entry)
         except (ConfigurationError, ModelError) as error:
             log.error("model %s: %s", entry.name, error)
-            text = f"model {entry.name}: its tokenizer cannot be read; see the log of the gateway"
-            raise ApiError(503, text, param="model", code="model_unreadable", retry_after_s=30) from None
+            self._unreadable_until[entry.name] = time.monotonic() + UNREADABLE_S
+            raise _unreadable(entry.name, UNREADABLE_S) from None
         model.idle_s = entry.idle_s
         model.start()
         with_look = time.monotonic() + FIRST_LOOK_S
-        while model.cluster.snapshot is None and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
-            await asyncio.sleep(0.01)
+        try:
+            while model.cluster.snapshot is None and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
+                await asyncio.sleep(0.01)
+            if self.draining:
+                raise shutting_down()
+        except BaseException:
+            await self._stop(model)
+            raise
         self._add(model)
         self.on_open(model)
         log.info("model %s: opened", model.name)
@@ -315,31 +330,46 @@ class ModelTable:
         )
         return ServedModel(settings, text, self._parts, entry.aliases)
 
-    async def _make_room(self) -> None:
-        """Let go of the model that was used longest ago, where there are too many. Raise ApiError(503)."""
-        others = [model for model in self.models() if model is not self.first]
-        if len(others) + len(self._opening) <= MOST_OPEN:
+    def _removable(self) -> list[ServedModel]:
+        """Return the open models that may be let go for another one."""
+        return [each for each in self.models() if each is not self.first and each.unused_s() > LEAST_IDLE_S]
+
+    async def _make_room(self, name: str) -> None:
+        """Let go of the model that was used longest ago, where there are too many with those that began to open before
+        this one. Raise ApiError(503).
+        """
+        opening = [each for each in self._opening if each not in self.open]
+        if len(self.models()) - 1 + opening.index(name) < MOST_OPEN:
             return
-        idle = [each for each in others if each.unused_s() > LEAST_IDLE_S]
+        idle = self._removable()
         if not idle:
             raise unavailable(f"model: {MOST_OPEN} models are in use at this gateway; {RETRY}", "models_busy", 10)
         await self._close(min(idle, key=lambda model: model.used_at))
 
     async def _look(self) -> None:
-        """Read the states of the models that are not open, and open those with work that a dead gateway left. Raise
-        ApiError(503).
+        """Read the states of the models that are not open, and open one with work that a dead gateway left, where there
+        is room. Raise ApiError(503).
         """
         names = [name for name in self._entries if name not in self.open]
         if not names:
             return
         try:
-            found = await look(self._redis, names, self.first.settings.shard)
+            found = await look(self._redis, names, self.first.settings.shard, self._parts.gateway_id)
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
         self._states = {name: state for name, (state, _) in found.items()}
+        if self.draining or self._opening or not (len(self.models()) - 1 < MOST_OPEN or self._removable()):
+            return
+        now = time.monotonic()
         for name, (state, has_orphans) in found.items():
-            if has_orphans and state != "unavailable":
+            if has_orphans and state != "unavailable" and now >= self._unreadable_until.get(name, now):
                 self._open(self._entries[name]).add_done_callback(_noted)
+                return
+
+
+def _unreadable(name: str, retry_after_s: float) -> ApiError:
+    text = f"model {name}: its tokenizer cannot be read; see the log of the gateway"
+    return ApiError(503, text, param="model", code="model_unreadable", retry_after_s=retry_after_s)
 
 
 def _noted(task: asyncio.Task[ServedModel]) -> None:
@@ -347,10 +377,10 @@ def _noted(task: asyncio.Task[ServedModel]) -> None:
         log.warning("model with requests of a dead gateway not opened: %s", error)
 
 
-async def look(redis: Redis, names: Sequence[str], shard: str) -> dict[str, tuple[State, bool]]:
+async def look(redis: Redis, names: Sequence[str], shard: str, gateway_id: str) -> dict[str, tuple[State, bool]]:
     """Return of each model its state, and whether a gateway without a heartbeat may have left requests behind.
 
-    shard: where a scheduler without workers is looked for.
+    shard: where a scheduler without workers is looked for. gateway_id: this gateway, which has left none.
     """
     keys = [Keys(name) for name in names]
     pipe: Any = redis.pipeline(transaction=False)
@@ -371,7 +401,8 @@ async def look(redis: Redis, names: Sequence[str], shard: str) -> dict[str, tupl
         led_by_default.append(next(answers) == 1)
         records = [next(answers) for _ in workers]
         shards.append({_text(one[1] or b"") for one in records if isinstance(one, list) and one[0] is not None})
-        orphans.append(any([next(answers) == 0 for _ in gateways]))
+        silent = [next(answers) == 0 and _text(gateway) != gateway_id for gateway in gateways]
+        orphans.append(any(silent))
     pipe = redis.pipeline(transaction=False)
     for each, taken in zip(keys, shards, strict=True):
         for one in sorted(taken):

@@ -28,6 +28,7 @@ from services.gateway.models import LEAST_IDLE_S, ServedModel
 from services.gateway.openai.bodies import CompletionBody
 from services.gateway.openai.completions import completion_spec
 from services.gateway.text.tokenizer import ModelText
+from shared.errors import ModelError
 from shared.keys import Keys
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
@@ -399,6 +400,84 @@ async def test_adopter_ends_before_the_tasks_that_it_begins(gateway: Gateway, mo
     await expire(model)
     await until(lambda: SECOND not in gateway.models.open and not model.tasks)
     assert ended == ["adopter", "background"]
+
+
+async def test_no_model_is_opened_during_the_drain(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, may_load, loads = ModelText.close, threading.Event(), threading.Event()
+    closed: list[ModelText] = []
+
+    class Slow(ModelText):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            loads.set()
+            may_load.wait()
+
+        def close(self) -> None:
+            closed.append(self)
+            before(self)
+
+    monkeypatch.setattr(models, "ModelText", Slow)
+    opening = asyncio.create_task(complete(client, SECOND))
+    await until(loads.is_set)
+    await gateway.drain(0)
+    may_load.set()
+    for answer in (await opening, await complete(client, SECOND)):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert [model.name for model in gateway.models.models()] == [FIRST]
+    assert len(closed) == 1
+
+
+async def test_models_with_orphans_open_in_turn_where_there_is_room(
+    gateway: Gateway, redis_server: RedisServer, third: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: gateway.models.state(THIRD) == "ready")
+    monkeypatch.setattr(models, "MOST_OPEN", 1)
+    both = (Keys(SECOND), Keys(THIRD))
+    with redis_server.client.pipeline() as pipe:
+        for keys in both:
+            pipe.sadd(keys.background, "gateway-dead")
+        pipe.execute()
+    await until(lambda: len(gateway.models.models()) == 2)
+    (model,) = (each for each in gateway.models.models() if each is not gateway.first)
+    await until(lambda: not redis_server.client.sismember(Keys(model.name).background, "gateway-dead"))
+    await expire(model)
+    await until(lambda: not any(redis_server.client.sismember(keys.background, "gateway-dead") for keys in both))
+
+
+async def test_model_with_ended_background_requests_stays_closed(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer
+) -> None:
+    begun = await complete(client, SECOND, background=True)
+    assert begun.status_code == 202
+    model = gateway.models.open[SECOND]
+    await expire(model)
+    await until(lambda: SECOND not in gateway.models.open and not model.tasks)
+    await until(lambda: not redis_server.client.sismember(Keys(SECOND).background, gateway.id))
+    redis_server.client.sadd(Keys(SECOND).background, gateway.id)  # as where something is left under it
+    await see_third_loading(gateway, redis_server)  # two looks at Redis at least
+    assert SECOND not in gateway.models.open
+    redis_server.client.srem(Keys(SECOND).background, gateway.id)
+
+
+async def test_model_that_cannot_be_read_is_tried_rarely(
+    client: httpx.AsyncClient, settings: GatewaySettings, gateway: Gateway, redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fails(*_: Any) -> ModelText:
+        raise ModelError("tokenizer.json: not JSON; copy the model again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "ModelText", fails)
+        redis_server.client.sadd(Keys(SECOND).background, "gateway-dead")
+        await until(lambda: "not JSON" in caplog.text)
+        await see_third_loading(gateway, redis_server)  # two looks at Redis at least
+        answer = await complete(client, SECOND)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unreadable")
+        assert 1 <= int(answer.headers["retry-after"]) <= 30
+        assert caplog.text.count("not JSON") == 1
+    redis_server.client.srem(Keys(SECOND).background, "gateway-dead")
 
 
 async def test_key_is_for_its_models_alone_and_has_one_bucket(
