@@ -20,7 +20,16 @@ from services.gateway.cluster import MEMORY_MOST, STALE_S, Cluster, Forecast, Sn
 from services.gateway.delivery.background import BackgroundTasks
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Generation, Position, RequestStream
-from services.gateway.errors import RETRY, ApiError, invalid, memory_low, redis_silent, taken_over, unavailable
+from services.gateway.errors import (
+    RETRY,
+    ApiError,
+    invalid,
+    memory_low,
+    redis_silent,
+    shutting_down,
+    taken_over,
+    unavailable,
+)
 from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
@@ -527,7 +536,7 @@ class Admission:
 
     def _refuse_while_draining(self) -> None:
         if self.draining:
-            raise unavailable("the gateway is shutting down; send the request again", "shutting_down", 5)
+            raise shutting_down()
 
     def _open_stream(self, spec: GenerationSpec) -> RequestStream:
         bound = self._settings.client_buffer_events if spec.stream else 0

@@ -122,6 +122,11 @@ def unavailable(message: str, code: str, retry_after_s: float = 1.0) -> ApiError
     return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
+def shutting_down() -> ApiError:
+    """Return the 503 for new work of a gateway that is about to end."""
+    return unavailable("the gateway is shutting down; send the request again", "shutting_down", 5)
+
+
 def redis_silent(why: object) -> ApiError:
     """Return a 503 for what needs Redis while it does not answer."""
     return unavailable(f"Redis does not answer: {why}; {RETRY}", "redis_unavailable", 2)

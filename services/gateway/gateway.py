@@ -46,7 +46,7 @@ class Gateway:
         self.siblings: Siblings | None = None  # the other processes behind the same ports
         self.started_s = int(time.time())
         self._watching: list[asyncio.Task[None]] = []
-        self.metrics.active.set_function(lambda: sum(len(each.dispatcher.streams) for each in self.models.models()))
+        self.metrics.active.set_function(lambda: self._streams)
         self.metrics.watch(self.cluster)
 
     def start(self) -> None:
@@ -90,20 +90,25 @@ class Gateway:
         """Let running requests end for `seconds`, then end their delivery: a stream can be continued at another
         gateway.
         """
-        models = self.models.models()
-        for model in models:
+        self.models.draining = True
+        for model in self.models.models():
             model.admission.draining = True
         await self.batches.stop()  # another gateway goes on with them at once
-        for model in models:  # background requests have no client here: another gateway can read them as well
+        for model in self.models.models():  # their background requests have no client: another gateway can read them
             self._hand_over(model, model.background.kept)
         end = time.monotonic() + seconds
-        while any(model.dispatcher.streams for model in models) and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
+        while self._streams and time.monotonic() < end:  # noqa: ASYNC110 - rare, and simpler than an event
             await asyncio.sleep(0.05)
-        for model in models:
+        for model in self.models.models():
             self._hand_over(model, model.dispatcher.streams)
         end = time.monotonic() + 5.0
-        while any(model.dispatcher.streams for model in models) and time.monotonic() < end:  # noqa: ASYNC110
+        while self._streams and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+
+    @property
+    def _streams(self) -> int:
+        """Return how many requests run here, of all models."""
+        return sum(len(each.dispatcher.streams) for each in self.models.models())
 
     def _hand_over(self, model: ServedModel, requests: Iterable[str]) -> None:
         for request_id in list(requests):
@@ -116,7 +121,7 @@ class Gateway:
             "id": self.id,
             "model": self.settings.served_model_name,
             "models": {name: self.models.state(name) for name in self.models.names()},
-            "active_requests": sum(len(each.dispatcher.streams) for each in self.models.models()),
+            "active_requests": self._streams,
             "draining": self.draining,
             "not_ready": self.reason_not_ready() or None,
         }

@@ -23,7 +23,7 @@ from services.gateway.cluster import Cluster, number
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher, failed
 from services.gateway.delivery.response_store import ResponseStore
-from services.gateway.errors import RETRY, ApiError, shown, unavailable
+from services.gateway.errors import RETRY, ApiError, shown, shutting_down, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
@@ -44,6 +44,8 @@ MOST_OPEN = 16
 LEAST_IDLE_S = 60.0
 """A request is tokenized and has its stream by then, so a model without streams for so long is not in use."""
 FIRST_LOOK_S = 5.0
+UNREADABLE_S = 30.0
+"""After a failure to read a model, until it is read again."""
 
 State = Literal["ready", "loading", "asleep", "unavailable"]
 """ready: a scheduler leads a worker. loading: one of them is missing. unavailable: both are. Nothing sleeps yet."""
@@ -87,15 +89,16 @@ class ServedModel:
 
     def start(self) -> None:
         self.dispatcher.start()
-        work = (self.cluster.run, self.adopter.run, self.adapters.run)
+        work = (self.adopter.run, self.cluster.run, self.adapters.run)
         self._watching = [asyncio.create_task(each()) for each in work]
 
     async def stop(self) -> None:
         """End tasks and connections; what is in Redis continues."""
+        watching, self._watching = self._watching, []
+        await end(*watching[:1])  # the adopter: it begins tasks of `background`
         await self.background.stop()
         await self.dispatcher.stop()
-        watching, self._watching = self._watching, []
-        await end(*watching)
+        await end(*watching[1:])
         await self.adapters.close()
         await self.adopter.close()
         await self.responses.close()
@@ -114,11 +117,14 @@ class ServedModel:
             return "unavailable"
         return "ready" if any(number(stats.get("workers")) for stats in snapshot.led) else "loading"
 
-    @property
-    def is_idle(self) -> bool:
-        """Return whether no request is here, none is about to be, and none came for a while."""
-        busy = self.dispatcher.streams or self.background.kept or self.background.left or self.background.ended
-        return not busy and time.monotonic() - self.used_at > max(LEAST_IDLE_S, self.idle_s)
+    def unused_s(self) -> float:
+        """Return the seconds since a request came or, as of the last call, was here; 0 while one is here or about to
+        be.
+        """
+        now = time.monotonic()
+        if self.dispatcher.streams or self.background.kept or self.background.left or self.background.ended:
+            self.used_at = now
+        return now - self.used_at
 
 
 class ModelTable:
@@ -134,12 +140,15 @@ class ModelTable:
         """By each name and alias, those that are open."""
         self.on_open: Callable[[ServedModel], None] = lambda model: None
         """Called with each model that is opened."""
+        self.draining = False
+        """Set once the process is to end: no model is opened."""
         self._parts = parts
         self._entries = {entry.name: entry for entry in entries if entry.name != first.name}
         named = [(first.name, first.aliases), *((entry.name, entry.aliases) for entry in self._entries.values())]
         check_names(first.settings.models, named)
         self._named = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
         self._states: dict[str, State] = {}
+        self._unreadable_until: dict[str, float] = {}  # of time.monotonic(), by model that could not be opened
         self._opening: dict[str, asyncio.Task[ServedModel]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
         self._redis: Redis = connect(first.settings, connections=2)
@@ -224,15 +233,19 @@ class ModelTable:
         name = next((name for name, count in zip(names, counts, strict=True) if count), self.first.name)
         if name not in names:
             raise unknown_request(request_id)
-        return self.open[name] if name in self.open else await asyncio.shield(self._open(self._entries[name]))
+        holder = self.open[name] if name in self.open else await asyncio.shield(self._open(self._entries[name]))
+        holder.used_at = time.monotonic()
+        return holder
 
     async def run(self) -> None:
         """Look once a second after models that are not open, and let go of idle ones, until cancelled."""
         while True:
             for model in self.models():
-                if model is not self.first and any(task.done() for task in model.tasks):
+                if model is self.first or self.open.get(model.name) is not model:  # let go meanwhile
+                    continue
+                if any(task.done() for task in model.tasks):
                     raise RuntimeError(f"a task of model {model.name} ended")
-                if model is not self.first and model.is_idle:
+                if model.unused_s() > max(LEAST_IDLE_S, model.idle_s):
                     await self._close(model)
             try:
                 await self._look()
@@ -253,7 +266,14 @@ class ModelTable:
         self.open.update(dict.fromkeys((model.name, *model.aliases), model))
 
     async def _close(self, model: ServedModel) -> None:
+        """Let go of a model, unless that has begun."""
+        if self.open.get(model.name) is not model:
+            return
         self.open = {name: other for name, other in self.open.items() if other is not model}
+        await self._stop(model)
+
+    async def _stop(self, model: ServedModel) -> None:
+        """End a model that is not open; a cancelled caller leaves that to `close`."""
         task = self._closing[model.name] = asyncio.create_task(self._end(model))
         await asyncio.shield(task)
 
@@ -262,8 +282,10 @@ class ModelTable:
             await model.stop()
             await asyncio.to_thread(model.text.close)
             log.info("model %s: let go", model.name)
+        except Exception:  # the other models go on
+            log.exception("model %s: did not end as it should", model.name)
         finally:
-            del self._closing[model.name]
+            self._closing.pop(model.name, None)
 
     def _open(self, entry: ModelEntry) -> asyncio.Task[ServedModel]:
         """Return the one task that opens a model."""
@@ -276,20 +298,30 @@ class ModelTable:
     async def _begin(self, entry: ModelEntry) -> ServedModel:
         if (model := self.open.get(entry.name)) is not None:
             return model
-        await self._make_room()
+        if self.draining:
+            raise shutting_down()
+        await self._make_room(entry.name)
         if entry.name in self._closing:  # its end deletes this gateway's token stream and heartbeat
             await asyncio.shield(self._closing[entry.name])
+        if (left_s := self._unreadable_until.get(entry.name, 0.0) - time.monotonic()) > 0:
+            raise _unreadable(entry.name, left_s)
         try:
             model = await asyncio.to_thread(self._load, entry)
         except (ConfigurationError, ModelError) as error:
             log.error("model %s: %s", entry.name, error)
-            text = f"model {entry.name}: its tokenizer cannot be read; see the log of the gateway"
-            raise ApiError(503, text, param="model", code="model_unreadable", retry_after_s=30) from None
+            self._unreadable_until[entry.name] = time.monotonic() + UNREADABLE_S
+            raise _unreadable(entry.name, UNREADABLE_S) from None
         model.idle_s = entry.idle_s
         model.start()
         with_look = time.monotonic() + FIRST_LOOK_S
-        while model.cluster.snapshot is None and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
-            await asyncio.sleep(0.01)
+        try:
+            while model.cluster.snapshot is None and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
+                await asyncio.sleep(0.01)
+            if self.draining:
+                raise shutting_down()
+        except BaseException:
+            await self._stop(model)
+            raise
         self._add(model)
         self.on_open(model)
         log.info("model %s: opened", model.name)
@@ -307,32 +339,46 @@ class ModelTable:
         )
         return ServedModel(settings, text, self._parts, entry.aliases)
 
-    async def _make_room(self) -> None:
-        """Let go of the model that was used longest ago, where there are too many. Raise ApiError(503)."""
-        others = [model for model in self.models() if model is not self.first]
-        if len(others) + len(self._opening) <= MOST_OPEN:
+    def _removable(self) -> list[ServedModel]:
+        """Return the open models that may be let go for another one."""
+        return [each for each in self.models() if each is not self.first and each.unused_s() > LEAST_IDLE_S]
+
+    async def _make_room(self, name: str) -> None:
+        """Let go of the model that was used longest ago, where there are too many with those that began to open before
+        this one. Raise ApiError(503).
+        """
+        opening = [each for each in self._opening if each not in self.open]
+        if len(self.models()) - 1 + opening.index(name) < MOST_OPEN:
             return
-        now = time.monotonic()
-        idle = [each for each in others if not each.dispatcher.streams and now - each.used_at > LEAST_IDLE_S]
+        idle = self._removable()
         if not idle:
             raise unavailable(f"model: {MOST_OPEN} models are in use at this gateway; {RETRY}", "models_busy", 10)
         await self._close(min(idle, key=lambda model: model.used_at))
 
     async def _look(self) -> None:
-        """Read the states of the models that are not open, and open those with work that a dead gateway left. Raise
-        ApiError(503).
+        """Read the states of the models that are not open, and open one with work that a dead gateway left, where there
+        is room. Raise ApiError(503).
         """
         names = [name for name in self._entries if name not in self.open]
         if not names:
             return
         try:
-            found = await look(self._redis, names, self.first.settings.shard)
+            found = await look(self._redis, names, self.first.settings.shard, self._parts.gateway_id)
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
         self._states = {name: state for name, (state, _) in found.items()}
+        if self.draining or self._opening or not (len(self.models()) - 1 < MOST_OPEN or self._removable()):
+            return
+        now = time.monotonic()
         for name, (state, has_orphans) in found.items():
-            if has_orphans and state != "unavailable":
+            if has_orphans and state != "unavailable" and now >= self._unreadable_until.get(name, now):
                 self._open(self._entries[name]).add_done_callback(_noted)
+                return
+
+
+def _unreadable(name: str, retry_after_s: float) -> ApiError:
+    text = f"model {name}: its tokenizer cannot be read; see the log of the gateway"
+    return ApiError(503, text, param="model", code="model_unreadable", retry_after_s=retry_after_s)
 
 
 def _noted(task: asyncio.Task[ServedModel]) -> None:
@@ -340,10 +386,10 @@ def _noted(task: asyncio.Task[ServedModel]) -> None:
         log.warning("model with requests of a dead gateway not opened: %s", error)
 
 
-async def look(redis: Redis, names: Sequence[str], shard: str) -> dict[str, tuple[State, bool]]:
+async def look(redis: Redis, names: Sequence[str], shard: str, gateway_id: str) -> dict[str, tuple[State, bool]]:
     """Return of each model its state, and whether a gateway without a heartbeat may have left requests behind.
 
-    shard: where a scheduler without workers is looked for.
+    shard: where a scheduler without workers is looked for. gateway_id: this gateway, which has left none.
     """
     keys = [Keys(name) for name in names]
     pipe: Any = redis.pipeline(transaction=False)
@@ -364,7 +410,8 @@ async def look(redis: Redis, names: Sequence[str], shard: str) -> dict[str, tupl
         led_by_default.append(next(answers) == 1)
         records = [next(answers) for _ in workers]
         shards.append({_text(one[1] or b"") for one in records if isinstance(one, list) and one[0] is not None})
-        orphans.append(any([next(answers) == 0 for _ in gateways]))
+        silent = [next(answers) == 0 and _text(gateway) != gateway_id for gateway in gateways]
+        orphans.append(any(silent))
     pipe = redis.pipeline(transaction=False)
     for each, taken in zip(keys, shards, strict=True):
         for one in sorted(taken):

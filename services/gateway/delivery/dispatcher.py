@@ -320,6 +320,8 @@ class Dispatcher:
         self._line = Line(self._reader)
         self.scripts = Scripts(self._redis, metrics.call)
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
+        self._answers: set[asyncio.Future[Any]] = set()  # of questions among the jobs
+        self._stopping = False
         self._cached: list[tuple[str, int, int]] = []  # request, choice, prompt tokens that the prefix cache had
         self._backlog = Backlog()
         self._unread: dict[str, RequestStream] = {}  # their records are to be read
@@ -336,7 +338,10 @@ class Dispatcher:
         self._tasks = [asyncio.create_task(work()) for work in (self._work, self._read, self._watch)]
 
     async def stop(self) -> None:
-        """End the tasks after the queued jobs, and delete this gateway's stream unless a request continues."""
+        """End the tasks after the queued jobs, and delete this gateway's stream unless a request continues. From now on
+        no question and no new request is taken.
+        """
+        self._stopping = True
         if self._tasks and not self._cluster.redis_error:
             flushed = asyncio.Event()
 
@@ -354,7 +359,10 @@ class Dispatcher:
         await end(*tasks)
         while self._backlog:
             batch, late = self._backlog.take(time.monotonic())
-            _fail([*batch, *late], unavailable("gateway: it stops; send the request again", "redis_unavailable", 2))
+            _fail([*batch, *late], stopping())
+        for answer in list(self._answers):
+            if not answer.done():
+                answer.set_exception(stopping())
         if not self._cluster.redis_error and not self._outlived:
             try:
                 await self._redis.delete(self._keys.tokens(self.gateway_id))
@@ -392,7 +400,7 @@ class Dispatcher:
         `close` has to follow, except after a refusal. A connection that reads the request already keeps it: only
         `adopt` takes it over.
         """
-        self._refuse_without_redis()
+        self._refuse_new()
         stream.enqueued = False
         if spec.id not in self._streams:
             self._register(stream)
@@ -584,11 +592,13 @@ class Dispatcher:
         """Queue a question for the working task and wait for the answer. A cancelled caller leaves the question to the
         task.
         """
-        self._refuse_without_redis()
+        self._refuse_new()
         if len(self._jobs) >= MOST_JOBS:
             text = f"too many questions: {MOST_JOBS} are waiting for Redis; retry after the time in Retry-After"
             raise ApiError(429, text, code="overloaded", retry_after_s=2)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
 
         async def job() -> None:
             if silent := self._cluster.redis_error:  # since it was queued: those behind must not wait as long
@@ -612,6 +622,12 @@ class Dispatcher:
 
         self.submit(job)
         return await answer
+
+    def _refuse_new(self) -> None:
+        """Raise ApiError(503) once the stop has begun, and while Redis does not answer."""
+        if self._stopping:
+            raise stopping()
+        self._refuse_without_redis()
 
     def _refuse_without_redis(self) -> None:
         """Raise ApiError(503) while Redis does not answer."""
@@ -892,6 +908,11 @@ def _rows(stream: RequestStream, before: list[int], stored: list[bytes]) -> list
         if tokens := unpack(output[: len(output) // 4 * 4]).tolist():
             rows.append((before[choice], Row(choice, tokens, logprobs=logprobs[choice][: size * len(tokens)])))
     return rows
+
+
+def stopping() -> ApiError:
+    """Return the 503 for a request that came as its gateway ended, or let go of its model."""
+    return unavailable("gateway: it stops, or lets go of the model; send the request again", "redis_unavailable", 2)
 
 
 def failed(error: Exception) -> Exception:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,18 @@ import pytest
 
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
+from services.gateway import models
 from services.gateway.app import public_app
-from services.gateway.auth import Caller
+from services.gateway.auth import ANONYMOUS, Caller
+from services.gateway.delivery.background import OrphanAdopter
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.front import GrpcFront
 from services.gateway.models import LEAST_IDLE_S, ServedModel
+from services.gateway.openai.bodies import CompletionBody
+from services.gateway.openai.completions import completion_spec
 from services.gateway.text.tokenizer import ModelText
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, ModelError
 from shared.keys import Keys
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
@@ -260,11 +266,8 @@ async def test_idle_model_is_let_go_and_opens_again(
     model.dispatcher.submit(asyncio.Event().wait)  # so that its end takes a while
     left: list[int] = []
     gateway.models.on_open = lambda _: left.append(len(model.tasks))
-    model.idle_s = 0
-    model.used_at -= 2 * LEAST_IDLE_S
-    async with asyncio.timeout(30):
-        while SECOND in gateway.models.open:
-            await asyncio.sleep(0.01)
+    await expire(model)
+    await until(lambda: SECOND not in gateway.models.open)
     assert await text_of(client, "claude:latest") == TEXTS[SECOND]
     assert gateway.models.open[SECOND] is not model
     assert left == [0]  # it ended before the next one began
@@ -286,9 +289,9 @@ async def test_requests_of_a_dead_gateway_open_their_model(
 async def keys_of(gateway: Gateway, redis_server: RedisServer) -> AsyncIterator[dict[str, dict[str, str]]]:
     """Headers of two keys of one tenant: `any` is for all models, `second` for that one."""
     keys, headers = Keys(FIRST), {}
-    for name, models in (("any", ""), ("second", SECOND)):
+    for name, bound in (("any", ""), ("second", SECOND)):
         key_id, text = api_keys.new_key()
-        record = KeyRecord(key_id, api_keys.digest(text).hex(), name, "alice", models=models)
+        record = KeyRecord(key_id, api_keys.digest(text).hex(), name, "alice", models=bound)
         redis_server.client.hset(keys.api_keys, key_id, record.encode())
         headers[name] = {"authorization": f"Bearer {text}"}
     redis_server.client.incr(keys.keys_version)
@@ -387,3 +390,209 @@ async def test_key_is_for_its_models_alone_and_has_one_bucket(
         assert int(bucket[b"running"]) == 0  # the end of each gave it back, at either model
     finally:
         redis_server.client.delete(keys.api_keys, keys.keys_version)
+
+
+@pytest.fixture
+def third(gateway: Gateway, redis_server: RedisServer) -> Iterator[Keys]:
+    """Lend the third model a scheduler and a worker."""
+    keys = lead(redis_server, THIRD).keys
+    yield keys
+    redis_server.client.delete(keys.workers, keys.worker("worker-0"), keys.lease("shard-0"))
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def expire(model: ServedModel) -> None:
+    """Make a model idle once it has no requests."""
+    busy = model.background
+    await until(lambda: not (model.dispatcher.streams or busy.kept or busy.left or busy.ended))
+    model.idle_s = 0
+    model.used_at -= 2 * LEAST_IDLE_S
+
+
+async def test_model_is_let_go_once_when_two_tasks_find_it_idle(
+    client: httpx.AsyncClient,
+    gateway: Gateway,
+    third: Keys,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "orcinus.gateway")
+    await until(lambda: gateway.models.state(THIRD) == "ready")
+    may_end = {}
+    for name in (SECOND, THIRD):
+        model = await gateway.models.opened(name, None)
+        may_end[name] = threading.Event()
+        closing = (may_end[name].wait, model.text.close)
+        monkeypatch.setattr(model.text, "close", lambda closing=closing: [each() for each in closing])
+    second, other = gateway.models.open[SECOND], gateway.models.open[THIRD]
+    await expire(second)
+    await until(lambda: SECOND not in gateway.models.open)  # the table waits for its end
+    await expire(other)
+    monkeypatch.setattr(models, "MOST_OPEN", 1)
+    again = asyncio.create_task(text_of(client, SECOND))
+    await until(lambda: THIRD not in gateway.models.open)  # to make room
+    may_end[SECOND].set()
+    await until(lambda: f"model {SECOND}: let go" in caplog.text)
+    await asyncio.sleep(0)
+    may_end[THIRD].set()
+    assert await again == TEXTS[SECOND]
+    redis_server.client.delete(third.workers, third.worker("worker-0"), third.lease("shard-0"))
+    await until(lambda: gateway.models.state(THIRD) == "unavailable")  # the table still looks
+    assert caplog.text.count(f"model {THIRD}: let go") == 1
+    assert gateway.dead_task() == ""
+
+
+async def test_model_that_ends_badly_does_not_end_the_table(
+    gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = await gateway.models.opened(SECOND, None)
+    close = model.text.close
+
+    def fails() -> None:
+        close()
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(model.text, "close", fails)
+    await expire(model)
+    await until(lambda: "did not end as it should" in caplog.text)
+    await see_third_loading(gateway, redis_server)
+    assert gateway.dead_task() == ""
+
+
+async def test_model_that_was_just_let_go_refuses_requests(gateway: Gateway) -> None:
+    model = await gateway.models.opened(SECOND, None)
+    spec = await completion_spec(CompletionBody(model=SECOND, prompt="The"), model.text, model.cluster.limits)
+    await expire(model)
+    await until(lambda: SECOND not in gateway.models.open and not model.tasks)
+    for work in (model.admission.begin(spec, Caller(ANONYMOUS), time.monotonic()), model.dispatcher.record(spec.id)):
+        async with asyncio.timeout(30):
+            with pytest.raises(ApiError, match="lets go of the model") as refused:
+                await work
+        assert refused.value.status == 503
+
+
+async def test_model_is_in_use_until_a_while_after_its_last_request(gateway: Gateway) -> None:
+    model = await gateway.models.opened(SECOND, None)
+    parts: list[set[str]] = [model.background.left, model.background.ended]
+    for part in parts:
+        model.used_at -= 2 * LEAST_IDLE_S
+        part.add("cmpl-1")
+        assert model.unused_s() == 0
+        part.discard("cmpl-1")
+        assert model.unused_s() < LEAST_IDLE_S
+
+
+async def test_request_that_is_read_keeps_its_model(client: httpx.AsyncClient, gateway: Gateway) -> None:
+    made = (await client.post("/v1/responses", json={"model": SECOND, "input": "x"})).json()
+    model = gateway.models.open[SECOND]
+    await expire(model)
+    model.idle_s = 3600  # so that the table keeps it until this is over
+    assert (await client.get(f"/v1/responses/{made['id']}")).status_code == 200
+    assert model.unused_s() < LEAST_IDLE_S
+
+
+async def test_adopter_ends_before_the_tasks_that_it_begins(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    running = asyncio.Event()
+
+    async def adopts(_: OrphanAdopter) -> None:
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("adopter")
+
+    async def stops() -> None:
+        ended.append("background")
+
+    monkeypatch.setattr(OrphanAdopter, "run", adopts)
+    model = await gateway.models.opened(SECOND, None)
+    monkeypatch.setattr(model.background, "stop", stops)
+    await running.wait()
+    await expire(model)
+    await until(lambda: SECOND not in gateway.models.open and not model.tasks)
+    assert ended == ["adopter", "background"]
+
+
+async def test_no_model_is_opened_during_the_drain(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, may_load, loads = ModelText.close, threading.Event(), threading.Event()
+    closed: list[ModelText] = []
+
+    class Slow(ModelText):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            loads.set()
+            may_load.wait()
+
+        def close(self) -> None:
+            closed.append(self)
+            before(self)
+
+    monkeypatch.setattr(models, "ModelText", Slow)
+    opening = asyncio.create_task(complete(client, SECOND))
+    await until(loads.is_set)
+    await gateway.drain(0)
+    may_load.set()
+    for answer in (await opening, await complete(client, SECOND)):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert [model.name for model in gateway.models.models()] == [FIRST]
+    assert len(closed) == 1
+
+
+async def test_models_with_orphans_open_in_turn_where_there_is_room(
+    gateway: Gateway, redis_server: RedisServer, third: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: gateway.models.state(THIRD) == "ready")
+    monkeypatch.setattr(models, "MOST_OPEN", 1)
+    both = (Keys(SECOND), Keys(THIRD))
+    with redis_server.client.pipeline() as pipe:
+        for keys in both:
+            pipe.sadd(keys.background, "gateway-dead")
+        pipe.execute()
+    await until(lambda: len(gateway.models.models()) == 2)
+    (model,) = (each for each in gateway.models.models() if each is not gateway.first)
+    await until(lambda: not redis_server.client.sismember(Keys(model.name).background, "gateway-dead"))
+    await expire(model)
+    await until(lambda: not any(redis_server.client.sismember(keys.background, "gateway-dead") for keys in both))
+
+
+async def test_model_with_ended_background_requests_stays_closed(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer
+) -> None:
+    begun = await complete(client, SECOND, background=True)
+    assert begun.status_code == 202
+    model = gateway.models.open[SECOND]
+    await expire(model)
+    await until(lambda: SECOND not in gateway.models.open and not model.tasks)
+    await until(lambda: not redis_server.client.sismember(Keys(SECOND).background, gateway.id))
+    redis_server.client.sadd(Keys(SECOND).background, gateway.id)  # as where something is left under it
+    await see_third_loading(gateway, redis_server)  # two looks at Redis at least
+    assert SECOND not in gateway.models.open
+    redis_server.client.srem(Keys(SECOND).background, gateway.id)
+
+
+async def test_model_that_cannot_be_read_is_tried_rarely(
+    client: httpx.AsyncClient, settings: GatewaySettings, gateway: Gateway, redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fails(*_: Any) -> ModelText:
+        raise ModelError("tokenizer.json: not JSON; copy the model again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "ModelText", fails)
+        redis_server.client.sadd(Keys(SECOND).background, "gateway-dead")
+        await until(lambda: "not JSON" in caplog.text)
+        await see_third_loading(gateway, redis_server)  # two looks at Redis at least
+        answer = await complete(client, SECOND)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unreadable")
+        assert 1 <= int(answer.headers["retry-after"]) <= 30
+        assert caplog.text.count("not JSON") == 1
+    redis_server.client.srem(Keys(SECOND).background, "gateway-dead")

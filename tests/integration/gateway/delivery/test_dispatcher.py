@@ -126,6 +126,27 @@ async def test_workers_are_not_searched_at_every_look(tmp_path: Path) -> None:
     assert found["cmdstat_scan"]["calls"] == 1
 
 
+async def test_question_is_answered_when_it_waits_at_the_stop_or_comes_later(dispatcher: Dispatcher) -> None:
+    async def question() -> None: ...
+
+    held = asyncio.Event()
+
+    async def holds() -> None:
+        held.set()
+        await asyncio.Event().wait()
+
+    dispatcher.submit(holds)
+    await held.wait()
+    waiting = asyncio.create_task(dispatcher.ask(question))
+    await asyncio.sleep(0)
+    await dispatcher.stop()
+    for each in (waiting, dispatcher.ask(question)):
+        async with asyncio.timeout(30):
+            with pytest.raises(ApiError, match="it stops") as failed:
+                await each
+        assert (failed.value.status, failed.value.code) == (503, "redis_unavailable")
+
+
 def command(request_id: str, kind: str = "cancel") -> Command:
     async def send() -> None:
         raise AssertionError("no test of the queue sends")
