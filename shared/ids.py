@@ -23,9 +23,12 @@ def kind_of(made: str) -> str:
     return next(endpoint for endpoint, beginning in BEGINNINGS.items() if made.startswith(beginning))
 
 
-def named_request_id(endpoint: str, tenant: str, secret: bytes, name: str) -> str:
-    """Return the id of the request that a tenant calls `name`: a digest of its secret, the endpoint and the name."""
-    digest = hmac.digest(secret or tenant.encode(), f"{tenant}\n{endpoint}\n{name}".encode(), "sha256").hex()[:30]
+def named_request_id(endpoint: str, tenant: str, secret: bytes, name: str, model: str = "") -> str:
+    """Return the id of the request that a tenant calls `name`: a digest of its secret, the endpoint, the name and the
+    model, which is empty for the first model of a gateway.
+    """
+    text = f"{tenant}\n{endpoint}\n{name}" + (f"\n{model}" if model else "")
+    digest = hmac.digest(secret or tenant.encode(), text.encode(), "sha256").hex()[:30]
     return BEGINNINGS[endpoint] + digest
 
 

@@ -71,6 +71,8 @@ class ServedModel:
         self.name = settings.served_model_name
         self.aliases = tuple(aliases)
         self.text = text
+        self.id_part = ""
+        """Of ids of requests that clients name: the name of a model beside the first."""
         self.idle_s = LEAST_IDLE_S
         self.used_at = time.monotonic()
         metrics, letters, gateway_id = parts.metrics, parts.letters, parts.gateway_id
@@ -311,6 +313,7 @@ class ModelTable:
             log.error("model %s: %s", entry.name, error)
             self._unreadable_until[entry.name] = time.monotonic() + UNREADABLE_S
             raise _unreadable(entry.name, UNREADABLE_S) from None
+        model.id_part = entry.name
         model.idle_s = entry.idle_s
         model.start()
         with_look = time.monotonic() + FIRST_LOOK_S

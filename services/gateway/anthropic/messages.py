@@ -59,7 +59,7 @@ def router(gateway: Gateway) -> APIRouter:
         body = await read_body(request, MessagesBody)
         model = await served_model(gateway, body.model, request.state.caller)
         spec = await _spec(model, body, request.state.tenant)
-        await take_headers(request, spec)
+        await take_headers(model, request, spec)
         last_event = request.headers.get("last-event-id", "") if spec.stream else ""
         generation, headers = await begin(model, request, spec, started, last_event)
         if spec.stream:

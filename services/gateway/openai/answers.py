@@ -74,7 +74,7 @@ async def serve(model: ServedModel, request: Request, spec: GenerationSpec, star
     fingerprint = model.text.fingerprint
     if spec.max_tokens == 0:  # echo only: nothing is generated
         return _echo_only(spec, fingerprint)
-    await take_headers(request, spec)
+    await take_headers(model, request, spec)
     if spec.background:
         spec.adapter = adapter_of(model, spec.model)
         await model.admission.begin_background(spec, request.state.caller, started)
@@ -86,7 +86,7 @@ async def serve(model: ServedModel, request: Request, spec: GenerationSpec, star
     return await whole_response(collect(generation, request, whole(generation, fingerprint)), headers)
 
 
-async def take_headers(request: Request, spec: GenerationSpec) -> None:
+async def take_headers(model: ServedModel, request: Request, spec: GenerationSpec) -> None:
     """Set the trace of a request, and the id that its Idempotency-Key names. Raise ApiError(400)."""
     spec.traceparent = request.headers.get("traceparent", "")[:256]
     request.state.spec = spec  # for the log
@@ -98,7 +98,7 @@ async def take_headers(request: Request, spec: GenerationSpec) -> None:
             "Idempotency-Key", f"Idempotency-Key must be 1 to 255 printable ASCII characters; got {shown(key)}"
         )
     kind = ids.kind_of(spec.id)
-    spec.id = ids.named_request_id(kind, request.state.tenant, request.state.caller.salt, key)
+    spec.id = ids.named_request_id(kind, request.state.tenant, request.state.caller.salt, key, model.id_part)
     spec.body_sha256 = hashlib.sha256(await request.body()).digest()
 
 

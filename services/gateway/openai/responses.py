@@ -659,7 +659,7 @@ def router(gateway: Gateway) -> APIRouter:
         model = await served_model(gateway, body.model, request.state.caller)
         before = await conversation_before(body.previous_response_id, model, request)
         spec = await _spec(model, body, before, request.state.tenant)
-        await take_headers(request, spec)
+        await take_headers(model, request, spec)
         response = shell(body, spec.id, spec.created, model.text.defaults)
         response["store"] &= model.responses.stores
         conversation = [*before, *with_ids(items_of(body), spec.id)] if response["store"] else []

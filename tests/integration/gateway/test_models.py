@@ -596,3 +596,11 @@ async def test_model_that_cannot_be_read_is_tried_rarely(
         assert 1 <= int(answer.headers["retry-after"]) <= 30
         assert caplog.text.count("not JSON") == 1
     redis_server.client.srem(Keys(SECOND).background, "gateway-dead")
+
+
+async def test_idempotency_key_names_a_request_of_each_model(client: httpx.AsyncClient) -> None:
+    client.headers["idempotency-key"] = "k"
+    answers = [(await complete(client, name)).json() for name in (FIRST, SECOND, SECOND)]
+    assert [answer["choices"][0]["text"] for answer in answers] == [TEXTS[FIRST], TEXTS[SECOND], TEXTS[SECOND]]
+    first, second, again = (answer["id"] for answer in answers)
+    assert second == again != first
