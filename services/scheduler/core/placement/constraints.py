@@ -21,7 +21,8 @@ def check(step: StepBuilder, sequence: Sequence) -> Verdict:
     """Return the first verdict of the constraints of the step's replica that is not OK, or OK.
 
     A SKIP that concerns this step alone (Constraint.elsewhere) becomes STOP after MAX_PASSED later sequences have
-    entered before the skipped one.
+    entered before the skipped one. For an adapter it stops only later sequences that have one: rows of the base keep
+    no number from it.
     """
     for constraint in step.replica.constraints:
         verdict = constraint.check(step, sequence)
@@ -31,7 +32,9 @@ def check(step: StepBuilder, sequence: Sequence) -> Verdict:
             step.lacking.append(sequence.record.request.adapter)
         if verdict is Verdict.SKIP and not constraint.elsewhere:
             if sequence.route.passed >= MAX_PASSED:
-                return Verdict.STOP
+                if not isinstance(constraint, AdapterLoaded):
+                    return Verdict.STOP
+                step.base_only = True
             if sequence not in step.passed_over:
                 step.passed_over.append(sequence)
         return verdict
@@ -126,10 +129,16 @@ class OwesStep(Constraint[StepBuilder]):
 
 
 class AdapterLoaded(Constraint[StepBuilder]):
-    """Let a sequence enter when the worker has its adapter: at most as many adapters as it holds are in a step."""
+    """Let a sequence enter when the worker has its adapter: at most as many adapters as it holds are in a step.
+
+    Sequences of the base always may; the others wait behind one that was passed over too often (StepBuilder.base_only).
+    """
 
     def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
-        return Verdict.OK if step.replica.adapters.usable(sequence.record.request.adapter) else Verdict.SKIP
+        adapter = sequence.record.request.adapter
+        if not adapter or (step.replica.adapters.usable(adapter) and not step.base_only):
+            return Verdict.OK
+        return Verdict.SKIP
 
 
 class Rule(Constraint[StepBuilder]):

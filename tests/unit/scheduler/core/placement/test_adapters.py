@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.placement.adapters import Adapters
+from services.scheduler.core.placement.base import MAX_PASSED
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits
 from tests.unit.scheduler.core.twin import House, request
@@ -74,6 +75,32 @@ def test_least_recently_used_adapter_makes_room_and_one_with_rows_never() -> Non
             announced += [(each.number, each.digest) for each in step.adapters]
         h.answer()
     assert announced == [(1, A), (2, B), (2, C)], "c waits for b's number while a runs"
+    h.finish()
+
+
+def test_base_sequences_enter_while_one_waits_for_a_number() -> None:
+    h = house(max_loras=1, lookahead=0)
+    add(h, "long", A, max_tokens=60)
+    h.steps(2)
+    add(h, "further", B)
+    for number in range(40):
+        add(h, f"base{number}", b"", max_tokens=2)
+    h.steps(20)
+    assert sum(name.startswith("base") for name in h.ended) == 40
+    assert not {"long", "further"} & h.ended.keys()
+    h.finish()
+
+
+def test_later_sequences_with_adapters_let_numbers_drain_for_one_passed_over() -> None:
+    h = house(max_loras=1, lookahead=0)
+    add(h, "first", A, max_tokens=10)
+    h.steps(2)
+    add(h, "further", B)
+    for number in range(60):
+        add(h, f"a{number}", A, max_tokens=10)
+    h.steps(30)
+    assert "further" in h.ended
+    assert sum(name.startswith("a") for name in h.ended) == MAX_PASSED
     h.finish()
 
 
