@@ -59,8 +59,11 @@ class Placement:
         self.dock = -1  # replica number; -1 means none, until a replica joins that fits or one is assigned
         self._quarantine = QuarantineRule(self)
         self._fits = Fits(self)
+        self._adapter = AdapterNotRefused(self)
         self._role = Role(self)
-        self._rules: tuple[Rule, ...] = (self._quarantine, self._fits, OpenPolicy(state), KVReadable(), self._role)
+        self._rules: tuple[Rule, ...] = (
+            self._quarantine, self._fits, self._adapter, OpenPolicy(state), KVReadable(), self._role,
+        )  # fmt: skip
 
     @property
     def constraints(self) -> list[Constraint[StepBuilder]]:
@@ -90,7 +93,18 @@ class Placement:
 
     def could(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether `replica` may run a sequence to its end, whatever its role."""
-        return self._quarantine.allows(replica, sequence) and self._fits.allows(replica, sequence)
+        return self._runs(replica, sequence) and self._adapter.allows(replica, sequence)
+
+    def may_load(self, sequence: Sequence) -> bool:
+        """Return whether a replica that may run a sequence has not refused its adapter."""
+        adapter = sequence.record.request.adapter
+        return any(not r.adapters.refuses(adapter) and self._runs(r, sequence) for r in self.alive)
+
+    def refusal(self, sequence: Sequence) -> str:
+        """Return why all replicas that may run a sequence refused its adapter; empty if that is not so or not known."""
+        adapter = sequence.record.request.adapter
+        reasons = [reason for replica in self.alive if (reason := replica.adapters.reason(adapter))]
+        return reasons[0] if reasons and not self.may_load(sequence) else ""
 
     def takers(self, sequence: Sequence) -> frozenset[int]:
         """Return the numbers of the replicas that may load a swapped sequence, now or when its copies are complete."""
@@ -112,6 +126,10 @@ class Placement:
     def confined_waiting(self) -> bool:
         """Return whether a confined sequence waits."""
         return any(s.state is State.WAITING for record in self.confined.values() for s in record.sequences)
+
+    def _runs(self, replica: Replica, sequence: Sequence) -> bool:
+        """Return whether `replica` may run a sequence, whatever its adapter."""
+        return self._quarantine.allows(replica, sequence) and self._fits.allows(replica, sequence)
 
 
 class OwesStep(Constraint[StepBuilder]):
@@ -184,6 +202,19 @@ class Fits(Rule):
         if sequence.misfit(limits):
             return False
         return len(placement.alive) == 1 or sequence.longest(limits) >= placement.longest(sequence)
+
+
+class AdapterNotRefused(Rule):
+    """Keep a sequence from a replica that could not load its adapter, as long as another one may load it.
+
+    When all have refused it, the sequence enters any of them and fails there: the worker tells why.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def allows(self, replica: Replica, sequence: Sequence) -> bool:
+        return not replica.adapters.refuses(sequence.record.request.adapter) or not self._placement.may_load(sequence)
 
 
 class OpenPolicy(Rule):
