@@ -75,8 +75,8 @@ class Adapters:
         return bool(over)
 
     def seek(self, digest: bytes) -> None:
-        """Announce an adapter in the next step if there is a number for it."""
-        if digest in self._numbers:
+        """Announce an adapter in the next step if there is a number for it, and the step has no other to load."""
+        if self.news or digest in self._numbers:
             return
         if not self._free:
             idle = (held for held in self._numbers if held in self._answered and not self._rows[held])

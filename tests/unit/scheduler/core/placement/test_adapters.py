@@ -64,6 +64,19 @@ def test_base_sequences_do_not_wait_for_an_adapter_that_is_loaded() -> None:
     h.finish()
 
 
+def test_step_announces_one_adapter_at_most() -> None:
+    h = house(lookahead=0)
+    for name, adapter in (("a", A), ("b", B)):
+        add(h, name, adapter)
+    announced = []
+    while not h.core.idle:
+        if (step := h.plan()) is not None:
+            announced.append([each.digest for each in step.adapters])
+        h.answer()
+    assert announced[:2] == [[A], [B]]
+    assert not any(announced[2:])
+
+
 def test_least_recently_used_adapter_makes_room_and_one_with_rows_never() -> None:
     h = house(lookahead=0)
     add(h, "a", A, max_tokens=30)
