@@ -148,6 +148,7 @@ class Admission:
             for sequence in prefix_cache.ready:
                 waiting.put_back(sequence, now_ns)
             prefix_cache.ready.clear()
+        self._router.expire(now_ns)
         chosen = replica.beneficiary
         if chosen is not None and (chosen.state is not State.WAITING or not placement.allows(replica, chosen)):
             chosen = replica.beneficiary = None

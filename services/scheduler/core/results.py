@@ -109,8 +109,9 @@ class Results:
         if replica.speculation.possible:
             replica.speculation.answered(step.planned_ns, result.step_ns, now_ns, step.alone)
         self._learn(replica, step, result)
-        if step.adapters or result.adapter_acks.size:
-            replica.adapters.acknowledged(step.adapters, result.adapter_acks)
+        news = step.adapters or result.adapter_acks.size
+        if news and replica.adapters.acknowledged(step.adapters, result.adapter_acks, now_ns):
+            self._router.changed(self._router.placement.alive)
         if step.peers and replica.peers.acknowledged(step.peers, result.peer_acks):
             self._router.changed(self._router.placement.alive)
         if step.ends.size and replica.prefix_cache is not None:
@@ -398,7 +399,10 @@ class Results:
             out.checkpoint(sequence)
 
     def _failed(self, replica: Replica, step: SentStep, slot: int, message: str, out: OutcomeBuilder) -> None:
-        """End a sequence after an error in its part of the step; the other sequences go on."""
+        """End a sequence after an error in its part of the step; the other sequences go on.
+
+        The error of one whose adapter the worker could not load also ends those that wait, if no replica may load it.
+        """
         sequence: Sequence | None
         if replica.table.generation[slot] <= step.id:
             sequence = replica.table.sequence[slot]
@@ -406,6 +410,15 @@ class Results:
             sequence = replica.owner(slot, step.id)
         if sequence is None or sequence.state is State.ENDED:
             return
+        adapter = sequence.record.request.adapter
+        explains = replica.adapters.failed(adapter, message)  # as long as the row has it
+        self._fail(sequence, message, out)
+        if explains:
+            for other in [s for s in self._waiting if s.record.request.adapter == adapter]:
+                if error := self._router.placement.refusal(other):
+                    self._fail(other, error, out)
+
+    def _fail(self, sequence: Sequence, message: str, out: OutcomeBuilder) -> None:
         self._endings.withdraw(sequence)
         out.row(sequence, Finish.ERROR, message)
         self._endings.end(sequence, Finish.ERROR, message, out)

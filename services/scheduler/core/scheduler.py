@@ -197,6 +197,7 @@ class Scheduler:
                 self._sequences += 1
         record.left = len(record.sequences)
         out = self.collector()
+        self.router.expire(now_ns)
         for sequence in list(record.sequences):
             sequence.checkpointed = request.recorded[sequence.choice] if request.recorded else sequence.outputs.size
             out.checkpoint(sequence)

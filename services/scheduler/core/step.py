@@ -61,6 +61,7 @@ class StepBuilder:
         self.aside = 0  # sequences set aside for a prefix that another one computes
         self.admitted: list[Sequence] = []  # by constraints and admission; memory may refuse some yet
         self.lacking: list[bytes] = []  # adapters of sequences that may enter once the worker has them
+        self.base_only = False  # no further sequence with an adapter enters: one has waited too long for its own
         self.passed_over: list[Sequence] = []  # not admitted; what enters in front of them is counted
         self._starts: Int32 = EMPTY
         self._decoding: Bool = NO_MASK  # [high] the same as `decodes`

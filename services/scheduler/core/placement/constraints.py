@@ -21,7 +21,8 @@ def check(step: StepBuilder, sequence: Sequence) -> Verdict:
     """Return the first verdict of the constraints of the step's replica that is not OK, or OK.
 
     A SKIP that concerns this step alone (Constraint.elsewhere) becomes STOP after MAX_PASSED later sequences have
-    entered before the skipped one.
+    entered before the skipped one. For an adapter it stops only later sequences that have one: rows of the base keep
+    no number from it.
     """
     for constraint in step.replica.constraints:
         verdict = constraint.check(step, sequence)
@@ -31,7 +32,9 @@ def check(step: StepBuilder, sequence: Sequence) -> Verdict:
             step.lacking.append(sequence.record.request.adapter)
         if verdict is Verdict.SKIP and not constraint.elsewhere:
             if sequence.route.passed >= MAX_PASSED:
-                return Verdict.STOP
+                if not isinstance(constraint, AdapterLoaded):
+                    return Verdict.STOP
+                step.base_only = True
             if sequence not in step.passed_over:
                 step.passed_over.append(sequence)
         return verdict
@@ -56,8 +59,11 @@ class Placement:
         self.dock = -1  # replica number; -1 means none, until a replica joins that fits or one is assigned
         self._quarantine = QuarantineRule(self)
         self._fits = Fits(self)
+        self._adapter = AdapterNotRefused(self)
         self._role = Role(self)
-        self._rules: tuple[Rule, ...] = (self._quarantine, self._fits, OpenPolicy(state), KVReadable(), self._role)
+        self._rules: tuple[Rule, ...] = (
+            self._quarantine, self._fits, self._adapter, OpenPolicy(state), KVReadable(), self._role,
+        )  # fmt: skip
 
     @property
     def constraints(self) -> list[Constraint[StepBuilder]]:
@@ -87,7 +93,18 @@ class Placement:
 
     def could(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether `replica` may run a sequence to its end, whatever its role."""
-        return self._quarantine.allows(replica, sequence) and self._fits.allows(replica, sequence)
+        return self._runs(replica, sequence) and self._adapter.allows(replica, sequence)
+
+    def may_load(self, sequence: Sequence) -> bool:
+        """Return whether a replica that may run a sequence has not refused its adapter."""
+        adapter = sequence.record.request.adapter
+        return any(not r.adapters.refuses(adapter) and self._runs(r, sequence) for r in self.alive)
+
+    def refusal(self, sequence: Sequence) -> str:
+        """Return why all replicas that may run a sequence refused its adapter; empty if that is not so or not known."""
+        adapter = sequence.record.request.adapter
+        reasons = [reason for replica in self.alive if (reason := replica.adapters.reason(adapter))]
+        return reasons[0] if reasons and not self.may_load(sequence) else ""
 
     def takers(self, sequence: Sequence) -> frozenset[int]:
         """Return the numbers of the replicas that may load a swapped sequence, now or when its copies are complete."""
@@ -110,6 +127,10 @@ class Placement:
         """Return whether a confined sequence waits."""
         return any(s.state is State.WAITING for record in self.confined.values() for s in record.sequences)
 
+    def _runs(self, replica: Replica, sequence: Sequence) -> bool:
+        """Return whether `replica` may run a sequence, whatever its adapter."""
+        return self._quarantine.allows(replica, sequence) and self._fits.allows(replica, sequence)
+
 
 class OwesStep(Constraint[StepBuilder]):
     """Let a preempted sequence enter only when all its steps are answered.
@@ -126,10 +147,16 @@ class OwesStep(Constraint[StepBuilder]):
 
 
 class AdapterLoaded(Constraint[StepBuilder]):
-    """Let a sequence enter when the worker has its adapter: at most as many adapters as it holds are in a step."""
+    """Let a sequence enter when the worker has its adapter: at most as many adapters as it holds are in a step.
+
+    Sequences of the base always may; the others wait behind one that was passed over too often (StepBuilder.base_only).
+    """
 
     def check(self, step: StepBuilder, sequence: Sequence) -> Verdict:
-        return Verdict.OK if step.replica.adapters.usable(sequence.record.request.adapter) else Verdict.SKIP
+        adapter = sequence.record.request.adapter
+        if not adapter or (step.replica.adapters.usable(adapter) and not step.base_only):
+            return Verdict.OK
+        return Verdict.SKIP
 
 
 class Rule(Constraint[StepBuilder]):
@@ -175,6 +202,19 @@ class Fits(Rule):
         if sequence.misfit(limits):
             return False
         return len(placement.alive) == 1 or sequence.longest(limits) >= placement.longest(sequence)
+
+
+class AdapterNotRefused(Rule):
+    """Keep a sequence from a replica that could not load its adapter, as long as another one may load it.
+
+    When all have refused it, the sequence enters any of them and fails there: the worker tells why.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def allows(self, replica: Replica, sequence: Sequence) -> bool:
+        return not replica.adapters.refuses(sequence.record.request.adapter) or not self._placement.may_load(sequence)
 
 
 class OpenPolicy(Rule):

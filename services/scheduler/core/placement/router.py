@@ -122,7 +122,10 @@ class Router:
         self.changed(self.placement.alive)
 
     def changed(self, alive: list[Replica]) -> None:
-        """Update the set of replicas and the host tiers that each can read. All earlier decisions become invalid."""
+        """Update the set of replicas and the host tiers that each can read. All earlier decisions become invalid.
+
+        Call it too when a replica refuses an adapter, or may load it again.
+        """
         placement = self.placement
         placement.changed(alive)
         self._loads.clear()
@@ -130,6 +133,11 @@ class Router:
         self._sent = {replica.number: {} for replica in alive}
         self._state.waiting.changes += 1
         self._state.waiting.split(placement.takers if placement.has_roles else None)
+
+    def expire(self, now_ns: int) -> None:
+        """Let replicas load adapters again that they refused a while ago."""
+        if any([replica.adapters.expire(now_ns) for replica in self.placement.alive]):
+            self.changed(self.placement.alive)
 
     def examine(self, sequence: Sequence) -> tuple[Finish, str]:
         """Return how a sequence has to end on the replicas there are, and why; RUNNING if it can go on.
@@ -141,7 +149,10 @@ class Router:
         reasons = [sequence.misfit(replica.limits) for replica in self.placement.alive]
         if reasons and all(reasons):
             return Finish.ERROR, reasons[0]
-        return sequence.verdict(self.placement.longest(sequence) if reasons else sequence.wanted), ""
+        finish = sequence.verdict(self.placement.longest(sequence) if reasons else sequence.wanted)
+        if finish is Finish.RUNNING and (refusal := self.placement.refusal(sequence)):
+            return Finish.ERROR, refusal
+        return finish, ""
 
     @property
     def for_prompts(self) -> list[Replica]:

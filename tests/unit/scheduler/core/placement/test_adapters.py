@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.scheduler.core.placement.adapters import Adapters
+from services.scheduler.core.placement.adapters import MOST_REFUSALS, RETRY_NS, Adapters
+from services.scheduler.core.placement.base import MAX_PASSED
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Limits
-from tests.unit.scheduler.core.twin import House, request
+from services.scheduler.core.types import EMPTY, Limits
+from tests.unit.scheduler.core.twin import STEP_NS, House, request
 
 LIMITS = Limits(slots=16, blocks=200, block_size=4, max_model_len=120, max_step_tokens=128, max_loras=2)
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
@@ -63,6 +64,19 @@ def test_base_sequences_do_not_wait_for_an_adapter_that_is_loaded() -> None:
     h.finish()
 
 
+def test_step_announces_one_adapter_at_most() -> None:
+    h = house(lookahead=0)
+    for name, adapter in (("a", A), ("b", B)):
+        add(h, name, adapter)
+    announced = []
+    while not h.core.idle:
+        if (step := h.plan()) is not None:
+            announced.append([each.digest for each in step.adapters])
+        h.answer()
+    assert announced[:2] == [[A], [B]]
+    assert not any(announced[2:])
+
+
 def test_least_recently_used_adapter_makes_room_and_one_with_rows_never() -> None:
     h = house(lookahead=0)
     add(h, "a", A, max_tokens=30)
@@ -77,6 +91,32 @@ def test_least_recently_used_adapter_makes_room_and_one_with_rows_never() -> Non
     h.finish()
 
 
+def test_base_sequences_enter_while_one_waits_for_a_number() -> None:
+    h = house(max_loras=1, lookahead=0)
+    add(h, "long", A, max_tokens=60)
+    h.steps(2)
+    add(h, "further", B)
+    for number in range(40):
+        add(h, f"base{number}", b"", max_tokens=2)
+    h.steps(20)
+    assert sum(name.startswith("base") for name in h.ended) == 40
+    assert not {"long", "further"} & h.ended.keys()
+    h.finish()
+
+
+def test_later_sequences_with_adapters_let_numbers_drain_for_one_passed_over() -> None:
+    h = house(max_loras=1, lookahead=0)
+    add(h, "first", A, max_tokens=10)
+    h.steps(2)
+    add(h, "further", B)
+    for number in range(60):
+        add(h, f"a{number}", A, max_tokens=10)
+    h.steps(30)
+    assert "further" in h.ended
+    assert sum(name.startswith("a") for name in h.ended) == MAX_PASSED
+    h.finish()
+
+
 def test_adapter_that_cannot_be_loaded_fails_its_sequences_alone_and_is_tried_again() -> None:
     h = house(lookahead=0)
     h.workers[0].unloadable = {A}
@@ -85,9 +125,113 @@ def test_adapter_that_cannot_be_loaded_fails_its_sequences_alone_and_is_tried_ag
     h.steps(6)
     assert failed(h).keys() == {"a"}
     h.workers[0].unloadable = set()
+    add(h, "soon", A)
+    h.steps(2)
+    assert failed(h).keys() == {"a", "soon"}
+    h.now += RETRY_NS
     add(h, "again", A)
     h.finish()
+    assert failed(h).keys() == {"a", "soon"}
+
+
+def test_adapter_that_no_worker_can_load_is_read_once_by_each() -> None:
+    h = house(replicas=2, lookahead=0)
+    announced: list[tuple[int, bytes]] = []
+    for worker in h.workers.values():
+        worker.unloadable = {A}
+    for number in range(40):
+        add(h, f"a{number}", A)
+        for replica in (0, 1):
+            if (step := h.plan(replica)) is not None:
+                announced += [(replica, each.digest) for each in step.adapters]
+            h.answer(replica)
+        h.now += STEP_NS
+    h.finish()
+    assert announced.count((0, A)) <= 1 and announced.count((1, A)) <= 1 and announced
+    assert failed(h) == {f"a{number}": "nan_logits: the logits are not finite" for number in range(40)}
+
+
+def test_further_adapters_do_not_make_a_worker_read_a_refused_one_again() -> None:
+    h = house(max_loras=1, lookahead=0)
+    h.workers[0].unloadable = {A}
+    announced = []
+    for number in range(20):
+        add(h, f"a{number}", A)
+        add(h, f"b{number}", B, max_tokens=2)
+        for _ in range(6):
+            if (step := h.plan()) is not None:
+                announced += [each.digest for each in step.adapters]
+            h.answer()
+    h.finish()
+    assert announced == [A, B]
+    assert failed(h).keys() == {f"a{number}" for number in range(20)}
+
+
+def test_sequences_go_to_the_worker_that_can_load_their_adapter() -> None:
+    h = house(replicas=2)
+    h.workers[1].unloadable = {A}
+    add(h, "first", A)
+    h.steps(3)
+    for number in range(60):
+        add(h, f"a{number}", A, max_tokens=20)
+    h.steps(5)
+    assert h.core.replicas[1].table.count == 0
+    h.workers[1].unloadable = set()
+    h.now += RETRY_NS
+    h.steps(4)
+    assert h.core.replicas[1].table.count == LIMITS.slots
+    h.finish()
+    assert not failed(h)
+
+
+def test_sequence_goes_elsewhere_at_once_when_a_worker_refuses_its_adapter() -> None:
+    h = house(lookahead=0)
+    for number in range(15):
+        add(h, f"base{number}", b"", max_tokens=60)
+    h.steps(4)
+    h.workers[h.join(LIMITS)].unloadable = {A}
+    add(h, "a", A)
+    h.steps(3)
+    assert h.workers[1].adapters == {1: A}, "its first choice was the worker without work"
+    assert [h.core.replicas[number].table.count for number in (0, 1)] == [16, 0]
+    h.finish()
+    assert not failed(h)
+
+
+def test_sequences_that_wait_end_with_the_first_that_tells_why_none_can_run() -> None:
+    h = house(lookahead=0)
+    h.workers[0].unloadable = {A}
+    for number in range(40):
+        add(h, f"a{number}", A)
+    entered = 0
+    while not h.core.idle:
+        if (step := h.plan()) is not None:
+            entered += len(step.enters)
+        h.answer()
+    assert entered == LIMITS.slots and len(failed(h)) == 40
+
+
+def test_worker_that_joins_may_load_what_the_others_refused() -> None:
+    h = house(lookahead=0)
+    h.workers[0].unloadable = {A}
+    add(h, "a", A)
+    h.steps(4)
+    h.join(LIMITS)
+    add(h, "later", A)
+    h.finish()
     assert failed(h).keys() == {"a"}
+
+
+def test_refusals_that_a_replica_remembers_are_bounded() -> None:
+    adapters = Adapters(1)
+    digests = [bytes([number]) * 32 for number in range(MOST_REFUSALS + 5)]
+    for now_ns, digest in enumerate(digests):
+        adapters.seek(digest)
+        adapters.acknowledged(adapters.take_news(), EMPTY, now_ns)
+        adapters.check()
+    assert [adapters.refuses(digest) for digest in digests] == [False] * 5 + [True] * MOST_REFUSALS
+    assert adapters.expire(RETRY_NS + 5)
+    assert not adapters.refuses(digests[5]) and adapters.refuses(digests[6])
 
 
 def test_request_with_an_adapter_ends_with_the_reason_where_no_worker_has_any() -> None:
@@ -107,6 +251,8 @@ def test_all_end_with_their_adapters_under_random_schedules(seed: int) -> None:
         rng.choice((1, 2, 3)), rng.choice((1, 1, 2)), rng.choice(("orcinus", "vllm", "sarathi")),
         lookahead=rng.choice((0, 1, 2)), microbatches=rng.choice((1, 2)), prefix_cache=rng.random() < 0.5,
     )  # fmt: skip
+    if len(h.workers) > 1 and seed % 2:
+        h.workers[1].unloadable = {A}
     for number in range(40):
         add(h, f"r{number}", rng.choice((b"", A, B, C)), max_tokens=rng.randint(1, 30))
         if rng.random() < 0.4:
@@ -122,19 +268,21 @@ def test_acknowledgement_of_an_adapter_that_was_not_announced_is_refused() -> No
     adapters = Adapters(2)
     adapters.seek(A)
     with pytest.raises(ValueError, match="adapter 2 was acknowledged"):
-        adapters.acknowledged(adapters.take_news(), np.array([1, 2], np.int32))
+        adapters.acknowledged(adapters.take_news(), np.array([1, 2], np.int32), 0)
 
 
 def test_sequence_goes_where_its_adapter_is_loaded() -> None:
-    """Without the adapter it would go to the replica without work."""
+    """Without the adapter it would go to the replica without work, which would load it at once."""
     h = house(lookahead=0)
-    add(h, "a", A, max_tokens=40)
-    h.steps(3)
+    for number in range(6):
+        add(h, f"a{number}", A, max_tokens=40)
+    h.steps(4)
     other = h.join(LIMITS)
     add(h, "same", A, max_tokens=40)
     h.steps(3)
-    assert [h.core.replicas[number].table.count for number in (0, other)] == [2, 0]
+    assert [h.core.replicas[number].table.count for number in (0, other)] == [7, 0]
+    assert not h.workers[other].adapters
     add(h, "base", b"", max_tokens=40)
     h.steps(3)
-    assert [h.core.replicas[number].table.count for number in (0, other)] == [2, 1]
+    assert [h.core.replicas[number].table.count for number in (0, other)] == [7, 1]
     h.finish()
