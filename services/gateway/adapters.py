@@ -76,7 +76,6 @@ class AdapterNames:
     """The names of one model's adapters. `run` is a task of the gateway."""
 
     def __init__(self, settings: GatewaySettings, letters: DeadLetters | None = None) -> None:
-        self.served = settings.served_model_name
         self.records: dict[str, AdapterRecord] = {}
         self._letters = letters or DeadLetters()
         self._folder, self._model, self._max_rank = settings.adapter_dir, settings.model, settings.max_lora_rank
@@ -110,8 +109,6 @@ class AdapterNames:
         replaces: whether the name may stand for another adapter now; requests that have that one keep it.
         """
         folder = self._demand_folder()
-        if name == self.served:
-            raise invalid("lora_name", f"lora_name: {shown(name)} is the served model; choose another name")
         await _answered(self._look())
         before = self.records.get(name)
         if before is None and len(self.records) >= MOST_NAMES:

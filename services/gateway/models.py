@@ -186,8 +186,14 @@ class ModelTable:
             404, f"The model {shown(name)} {problem}; this server has {listed}", param="model", code="model_not_found"
         )
 
+    def has(self, name: str) -> bool:
+        """Return whether a model, open or not, has this name or alias."""
+        return name in self.open or name in self._named
+
     def with_adapter(self, name: str) -> ServedModel | None:
-        """Return the open model that has an adapter of this name."""
+        """Return the open model that has an adapter of this name; None for the name or alias of a model."""
+        if self.has(name):
+            return None
         return next((model for model in self.models() if name in model.adapters.records), None)
 
     def named(self, name: str) -> str:

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from services.gateway.auth import require_admin
-from services.gateway.errors import invalid
+from services.gateway.errors import invalid, shown
 from services.gateway.gateway import Gateway
 from services.gateway.openai.bodies import LoadAdapterBody, UnloadAdapterBody, read_body
 from services.gateway.openai.document import body_of, errors
@@ -27,6 +27,9 @@ def router(gateway: Gateway) -> APIRouter:
         """Load a LoRA adapter from below --adapter-dir and give it a name for `model`."""
         require_admin(request)
         body = await read_body(request, LoadAdapterBody)
+        if gateway.models.has(body.lora_name):
+            taken = f"lora_name: {shown(body.lora_name)} is the name or an alias of a model; choose another name"
+            raise invalid("lora_name", taken)
         if gateway.first.text.is_encoder:
             raise invalid("lora_name", "lora_name: the served model is an encoder, which takes no adapters")
         await gateway.first.adapters.load(body.lora_name, body.lora_path, bool(body.load_inplace))

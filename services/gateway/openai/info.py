@@ -52,7 +52,8 @@ def router(gateway: Gateway) -> APIRouter:
         cards = [model_card(name) for name in names]
         for model in gateway.models.models():
             if caller.may_use(model.name):
-                cards += [adapter_card(model, name) for name in sorted(model.adapters.records)]
+                adapters = sorted(name for name in model.adapters.records if not gateway.models.has(name))
+                cards += [adapter_card(model, name) for name in adapters]
         return json_response({"object": "list", "data": cards})
 
     @routes.get("/v1/models/{model_id:path}", responses={200: FOUND, **errors(404)})

@@ -182,7 +182,7 @@ def test_path_outside_the_folder_is_refused(gateways: list[GatewayProcess], fold
 
 def test_name_of_the_model_or_with_other_characters_is_refused(gateways: list[GatewayProcess], folder: Path) -> None:
     write(folder / "fine")
-    assert "is the served model" in message(load(gateways[0], names(gateways[0])[0], "fine"))
+    assert "is the name or an alias of a model" in message(load(gateways[0], names(gateways[0])[0], "fine"))
     assert "lora_name" in message(load(gateways[0], "two words", "fine"))
 
 

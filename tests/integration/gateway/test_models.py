@@ -9,16 +9,19 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import orjson
 import pytest
 
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from services.gateway import models
+from services.gateway.adapters import AdapterRecord
 from services.gateway.app import public_app
 from services.gateway.auth import ANONYMOUS, Caller
 from services.gateway.delivery.background import OrphanAdopter
@@ -74,7 +77,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
     for name in "abc":
         write_model(directory / name, byte_level(), chat_template="{{ messages[0].content }}" + name)
     (directory / "models.yaml").write_text(FILE)
-    return GatewaySettings(models=directory / "models.yaml", redis_url=redis_server.url, files_dir=directory / "files")
+    (directory / "adapters").mkdir()
+    return GatewaySettings(
+        models=directory / "models.yaml", redis_url=redis_server.url, files_dir=directory / "files",
+        adapter_dir=directory / "adapters",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -124,6 +131,31 @@ async def test_name_of_the_first_model_is_no_alias_of_another(settings: GatewayS
     with pytest.raises(ConfigurationError, match="'claude' names both 'claude' and 'second'"):
         Gateway(given, text)
     text.close()
+
+
+@pytest.mark.parametrize("name", [FIRST, "gpt-4o", SECOND, "claude:latest", THIRD])
+async def test_adapter_never_answers_for_a_model(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, name: str
+) -> None:
+    if ":" not in name:  # which no adapter's name has
+        answer = await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": "x"})
+        assert answer.status_code == 400
+        assert f"lora_name: {name!r} is the name or an alias of a model" in answer.json()["error"]["message"]
+    record = AdapterRecord("ab" * 32, 1, "x", 1)  # as if it was loaded before the model had the name
+    redis_server.client.hset(gateway.first.settings.keys.adapters, name, orjson.dumps(asdict(record)))
+    try:
+        async with asyncio.timeout(30):
+            while name not in gateway.first.adapters.records:
+                await asyncio.sleep(0.01)
+        if name == THIRD:  # it does not run
+            assert (await complete(client, name)).status_code == 404
+        else:
+            assert await text_of(client, name) == TEXTS[FIRST if name in (FIRST, "gpt-4o") else SECOND]
+        assert "parent" not in (await client.get(f"/v1/models/{name}")).json()
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == [FIRST, SECOND, THIRD]
+    finally:
+        redis_server.client.delete(gateway.first.settings.keys.adapters)
 
 
 async def test_first_requests_of_a_model_open_it_once(client: httpx.AsyncClient, gateway: Gateway) -> None:
