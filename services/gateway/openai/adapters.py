@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from services.gateway.auth import require_admin
 from services.gateway.errors import invalid, shown
 from services.gateway.gateway import Gateway
-from services.gateway.openai.bodies import LoadAdapterBody, UnloadAdapterBody, read_body
+from services.gateway.openai.bodies import LoadAdapterBody, UnloadAdapterBody, read_body, served_model
 from services.gateway.openai.document import body_of, errors
 
 _DONE = {"description": "done", "content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -26,13 +26,14 @@ def router(gateway: Gateway) -> APIRouter:
     async def load(request: Request) -> Response:
         """Load a LoRA adapter from below --adapter-dir and give it a name for `model`."""
         require_admin(request)
+        model = await served_model(gateway, None, request.state.caller)
         body = await read_body(request, LoadAdapterBody)
         if gateway.models.has(body.lora_name):
             taken = f"lora_name: {shown(body.lora_name)} is the name or an alias of a model; choose another name"
             raise invalid("lora_name", taken)
-        if gateway.first.text.is_encoder:
+        if model.text.is_encoder:
             raise invalid("lora_name", "lora_name: the served model is an encoder, which takes no adapters")
-        await gateway.first.adapters.load(body.lora_name, body.lora_path, bool(body.load_inplace))
+        await model.adapters.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @routes.post(
@@ -43,8 +44,9 @@ def router(gateway: Gateway) -> APIRouter:
     async def unload(request: Request) -> Response:
         """Take the name from a LoRA adapter; requests that have the adapter go on."""
         require_admin(request)
+        model = await served_model(gateway, None, request.state.caller)
         body = await read_body(request, UnloadAdapterBody)
-        await gateway.first.adapters.unload(body.lora_name)
+        await model.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return routes

@@ -77,8 +77,8 @@ def load(gateway: GatewayProcess, name: str, path: str | Path, key: str | None =
     return gateway.request("POST", "/v1/load_lora_adapter", json=body, key=key)
 
 
-def unload(gateway: GatewayProcess, name: str) -> httpx.Response:
-    return gateway.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+def unload(gateway: GatewayProcess, name: str, key: str | None = None) -> httpx.Response:
+    return gateway.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, key=key)
 
 
 def names(gateway: GatewayProcess) -> list[str]:
@@ -191,15 +191,17 @@ def test_gateway_without_the_setting_has_no_adapters(gateways: list[GatewayProce
     assert message(load(gateways[2], "sql", "sql"), 404) == why
 
 
-def test_only_keys_with_the_scope_admin_load_adapters(
+def test_only_admin_keys_for_the_model_load_adapters(
     gateways: list[GatewayProcess], redis_server: RedisServer, folder: Path
 ) -> None:
     first = gateways[0]
     write(folder / "scoped")
+    bounds = {"": "", "ops": "", "admin": "", "of another": "other", "of this": f"other,{first.name}"}
     keys = {}
-    for scope in ("", "ops", "admin"):
-        key_id, keys[scope] = api_keys.new_key()
-        record = KeyRecord(key_id, api_keys.digest(keys[scope]).hex(), "test", "t", scope=scope)
+    for kind, models in bounds.items():
+        key_id, keys[kind] = api_keys.new_key()
+        scope = "admin" if models else kind
+        record = KeyRecord(key_id, api_keys.digest(keys[kind]).hex(), "test", "t", scope=scope, models=models)
         redis_server.client.hset(first.keys.api_keys, key_id, record.encode())
     redis_server.client.incr(first.keys.keys_version)
     until("the gateway knows the keys", lambda: first.get("/v1/models", key=keys["admin"]).status_code == 200)
@@ -207,3 +209,11 @@ def test_only_keys_with_the_scope_admin_load_adapters(
         answer = load(first, "scoped", "scoped", key=keys[scope])
         assert "lacks the scope admin" in message(answer, 403)
     assert load(first, "scoped", "scoped", key=keys["admin"]).status_code == 200
+    for answer in (
+        load(first, "scoped", "scoped", key=keys["of another"], load_inplace=True),
+        unload(first, "scoped", key=keys["of another"]),
+    ):
+        assert f"model: this key is for other; got {first.name!r}" in message(answer, 403)
+    assert "scoped" in names(first)
+    assert unload(first, "scoped", key=keys["of this"]).status_code == 200
+    assert load(first, "scoped", "scoped", key=keys["of this"]).status_code == 200
