@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shared.errors import ModelError
 
@@ -132,10 +134,10 @@ def check_hidden_size(modules: Mapping[str, Shape], hidden_size: int) -> None:
 
 
 def digest_of(folder: Path) -> bytes:
-    """Return the SHA-256 over the SHA-256 of the two files of an adapter. Raise OSError."""
+    """Return the SHA-256 over the SHA-256 of the two files of an adapter. Raise ModelError, OSError."""
     sums = []
     for name in (CONFIG, WEIGHTS):
-        with (folder / name).open("rb") as file:
+        with open_regular(folder / name) as file:
             sums.append(hashlib.file_digest(file, "sha256").digest())
     return join_digests(sums)
 
@@ -146,15 +148,25 @@ def join_digests(sums: Iterable[bytes]) -> bytes:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Return the bytes of a file. Raise ModelError for one that is missing or has more than `most`."""
+    """Return the bytes of a regular file. Raise ModelError for one that is missing or has more than `most`."""
     try:
-        with path.open("rb") as file:
-            found = file.read(most + 1)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most:
+                raise ModelError(f"{path.name}: {size} bytes, at most {most} are served; use a smaller adapter")
+            return file.read(size)
     except OSError as error:
         raise ModelError(f"{path.name}: cannot be read ({error.strerror}); save the adapter there") from error
-    if len(found) > most:
-        raise ModelError(f"{path.name}: more than {most} bytes; use a smaller adapter")
-    return found
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raise ModelError for a FIFO or folder, and OSError, also for a link."""
+    # O_NONBLOCK: to open a FIFO would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ModelError(f"{path.name}: not a regular file; save the adapter again")
+    return open(descriptor, "rb")
 
 
 def _number(name: str, value: Any) -> float:

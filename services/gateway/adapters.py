@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Awaitable
@@ -34,6 +33,7 @@ from shared.adapters import (
     WEIGHTS_BYTES,
     check_hidden_size,
     digest_of,
+    open_regular,
     parse_config,
     parse_shapes,
 )
@@ -198,10 +198,7 @@ def _below(root: Path, path: Path, given: str) -> Path:
 
 
 def _copy(source: Path, target: Path, most: int) -> None:
-    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file, target.open("xb") as out:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ModelError(f"{source.name} is no file; save the adapter again")
+    with open_regular(source) as file, target.open("xb") as out:
         left = most
         while piece := file.read(PIECE_BYTES):
             left -= len(piece)

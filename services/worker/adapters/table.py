@@ -89,11 +89,17 @@ class AdapterTable:
             return "this worker has no --adapter-dir"
         try:
             adapter = read_adapter(self._store / digest.hex(), digest, self._config, self.max_rank)
-        except ModelError as error:
+            place = self._free_place()
+            try:
+                self._rows.load(place, adapter)
+            except BaseException:
+                self._rows.unload(place)  # matrices that came before the one that failed
+                raise
+        except (ModelError, OSError, MemoryError, RuntimeError) as error:  # torch has RuntimeError for no memory
             log.warning("adapter %s cannot be loaded: %s", digest.hex(), error)
-            return str(error)
-        place = self._free_place()
-        self._rows.load(place, adapter)
+            if isinstance(error, ModelError):
+                return str(error)
+            return f"the adapter cannot be loaded ({type(error).__name__}); see the log of the worker"
         self._places[digest] = place
         log.info("adapter %s is loaded: %d matrices", digest.hex(), len(adapter))
         return ""

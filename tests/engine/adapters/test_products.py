@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from shared.errors import ConfigurationError, ProtocolError
+from shared.adapters import STORE, WEIGHTS, read_bounded
+from shared.errors import ConfigurationError, ModelError, ProtocolError
 from tests.engine.driver import Driver, make_engine
 from tests.support.adapters import Lora, make_lora, merged, store, unmerged
 from tests.support.models import MIN_GAP, Reference, make_llama
@@ -145,6 +149,52 @@ def test_files_that_changed_since_their_registration_are_refused(reference: Refe
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     engine = make_engine(reference.path, kernels="cpu", adapter_dir=tmp_path, block_size=16)
     assert "not those that were registered" in failing(engine, adapter(1, lora))
+
+
+def test_file_of_the_store_that_is_no_regular_file_is_refused(reference: Reference, tmp_path: Path) -> None:
+    lora = make_lora(tmp_path / "a", reference.model, SEED)
+    store(lora, tmp_path)
+    stored = tmp_path / STORE / lora.digest.hex() / WEIGHTS
+    stored.unlink()
+    engine = make_engine(reference.path, kernels="cpu", adapter_dir=tmp_path, block_size=16)
+    os.mkfifo(stored)  # to open it would wait for a writer
+    assert failing(engine, adapter(1, lora)) == f"{WEIGHTS}: not a regular file; save the adapter again"
+    stored.unlink()
+    stored.symlink_to(lora.folder / WEIGHTS)
+    engine.reset()
+    assert failing(engine, adapter(1, lora)).startswith(f"{WEIGHTS}: cannot be read")
+
+
+def test_reading_a_file_takes_its_size_not_its_bound(tmp_path: Path) -> None:
+    path = tmp_path / WEIGHTS
+    path.write_bytes(b"0123456789")
+    tracemalloc.start()
+    try:
+        assert read_bounded(path, 4 << 30) == b"0123456789"
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 20
+    assert read_bounded(path, 10) == b"0123456789"
+    with pytest.raises(ModelError, match="10 bytes, at most 9 are served; use a smaller adapter"):
+        read_bounded(path, 9)
+
+
+@pytest.mark.parametrize("problem", [MemoryError(), RuntimeError("not enough memory"), OSError("gone")])
+def test_adapter_for_which_there_is_no_memory_fails_alone(
+    reference: Reference, tmp_path: Path, problem: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (lora, *_) = loras_of(reference, tmp_path)
+    engine = make_engine(reference.path, kernels="cpu", adapter_dir=tmp_path, block_size=16, max_loras=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.adapter_rows.matrices[-1], "load", Mock(side_effect=problem))
+        assert "the adapter cannot be loaded" in failing(engine, adapter(1, lora))
+    assert not any(matrix.pairs for matrix in engine.adapter_rows.matrices)
+    engine.reset()
+    driver = Driver(engine)
+    driver.enter(0, reference.prompts[1], adapter=1)
+    driver.step({0: 4096}, adapters=[adapter(1, lora)])
+    assert driver.run(0, NEW) == tokens_of(reference, lora, reference.prompts[1])
 
 
 @pytest.mark.parametrize(
