@@ -8,6 +8,8 @@ reads the names once a second.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -170,8 +172,6 @@ def _store(folder: Path, path: str, max_rank: int, model: Path) -> AdapterRecord
     source = _below(root, root / path, path)
     store = root / STORE
     store.mkdir(mode=0o755, exist_ok=True)
-    if sum(1 for _ in store.iterdir()) >= MOST_STORED:
-        raise ModelError(f"{store} has {MOST_STORED} folders, the maximum; remove those that no request needs")
     made = Path(tempfile.mkdtemp(prefix="new-", dir=store))
     try:
         for name, most in ((CONFIG, CONFIG_BYTES), (WEIGHTS, WEIGHTS_BYTES)):
@@ -179,11 +179,38 @@ def _store(folder: Path, path: str, max_rank: int, model: Path) -> AdapterRecord
         rank = _check(made, max_rank, model)
         digest = digest_of(made).hex()
         made.chmod(0o755)
-        if not (store / digest).is_dir():
-            made.replace(store / digest)
+        if not _is_stored(store / digest):
+            _move(made, store / digest)
     finally:
-        shutil.rmtree(made, ignore_errors=True)  # where another gateway was faster, or something is wrong
+        shutil.rmtree(made, ignore_errors=True)  # where the store has it, or something is wrong
     return AdapterRecord(digest, rank, str(source), int(time.time()))
+
+
+def _is_stored(folder: Path) -> bool:
+    """Return whether a folder of the store has the files that its name says."""
+    try:
+        return digest_of(folder).hex() == folder.name
+    except (ModelError, OSError):
+        return False
+
+
+def _move(made: Path, stored: Path) -> None:
+    """Move a folder to its place in the store, in place of a damaged one. Raise ModelError where the store is full, and
+    OSError.
+    """
+    if os.path.lexists(stored):
+        with (
+            tempfile.TemporaryDirectory(prefix="old-", dir=made.parent, ignore_cleanup_errors=True) as aside,
+            contextlib.suppress(FileNotFoundError),  # another gateway was faster
+        ):
+            stored.rename(Path(aside) / stored.name)
+    elif sum(1 for _ in made.parent.iterdir()) > MOST_STORED:  # with the one that was made
+        raise ModelError(f"{made.parent} has {MOST_STORED} folders, the maximum; remove those that no request needs")
+    try:
+        made.replace(stored)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another gateway was faster
+            raise
 
 
 def _below(root: Path, path: Path, given: str) -> Path:

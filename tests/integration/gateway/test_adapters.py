@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from services.gateway.adapters import AdapterNames
+from services.gateway.errors import ApiError
 from shared.adapters import CONFIG, STORE, WEIGHTS, digest_of
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
+from shared.settings import GatewaySettings
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
@@ -217,3 +220,66 @@ def test_only_admin_keys_for_the_model_load_adapters(
     assert "scoped" in names(first)
     assert unload(first, "scoped", key=keys["of this"]).status_code == 200
     assert load(first, "scoped", "scoped", key=keys["of this"]).status_code == 200
+
+
+@pytest.fixture
+async def adapters(folder: Path, tmp_path: Path, redis_server: RedisServer) -> AsyncIterator[AdapterNames]:
+    """Those of a model of its own, in this process."""
+    settings = GatewaySettings(model=write_model(tmp_path / "own"), redis_url=redis_server.url, adapter_dir=folder)
+    found = AdapterNames(settings)
+    yield found
+    await found.close()
+    redis_server.client.delete(settings.keys.adapters)
+
+
+def lose(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def cut(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-1])
+
+
+def replace(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"no folder")
+
+
+@pytest.mark.parametrize("damage", [lose, cut, replace, shutil.rmtree])
+async def test_loading_again_repairs_the_store(
+    adapters: AdapterNames, folder: Path, damage: Callable[[Path], None]
+) -> None:
+    digest = digest_of(write(folder / "again", fill=7.0))
+    await adapters.load("again", "again", False)
+    damage(folder / STORE / digest.hex())
+    await adapters.load("again", "again", False)
+    assert digest_of(folder / STORE / digest.hex()) == digest
+    assert not [each.name for each in (folder / STORE).iterdir() if len(each.name) != 64]
+
+
+async def test_adapter_that_another_gateway_stores_meanwhile_is_loaded(
+    adapters: AdapterNames, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = digest_of(write(folder / "both", fill=8.0))
+    rename = Path.replace
+
+    def later(made: Path, target: Path) -> Path:
+        shutil.copytree(made, target)
+        return rename(made, target)
+
+    monkeypatch.setattr(Path, "replace", later)
+    await adapters.load("both", "both", False)
+    assert adapters.digest("both") == digest == digest_of(folder / STORE / digest.hex())
+
+
+async def test_full_store_takes_what_it_has_already(
+    adapters: AdapterNames, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder / "old", fill=9.0)
+    write(folder / "more", fill=10.0)
+    await adapters.load("old", "old", False)
+    monkeypatch.setattr("services.gateway.adapters.MOST_STORED", len(list((folder / STORE).iterdir())))
+    await adapters.load("other name", "old", False)
+    with pytest.raises(ApiError, match="folders, the maximum; remove those that no request needs"):
+        await adapters.load("more", "more", False)
+    assert list(adapters.records) == ["old", "other name"]
