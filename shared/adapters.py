@@ -26,6 +26,8 @@ DIGEST_BYTES = 32
 CONFIG_BYTES = 1 << 20
 WEIGHTS_BYTES = 4 << 30
 MAX_MODULES = 1 << 16
+DTYPES = ("F32", "BF16", "F16")
+"""Types of tensors, as safetensors calls them."""
 REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "whole matrices beside the adapter",
@@ -121,6 +123,12 @@ def parse_shapes(shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> dict[s
             )
         modules[module] = Shape(rank, inputs, outputs)
     return modules
+
+
+def check_dtypes(dtypes: Mapping[str, str]) -> None:
+    """Raise ModelError for a tensor of another type than DTYPES. dtypes: by the names of the tensors."""
+    if wrong := next((name for name, dtype in dtypes.items() if dtype not in DTYPES), None):
+        raise ModelError(f"{WEIGHTS}: tensor {wrong[:200]} is {dtypes[wrong]}; save it as float32, bfloat16 or float16")
 
 
 def check_hidden_size(modules: Mapping[str, Shape], hidden_size: int) -> None:

@@ -33,6 +33,7 @@ from shared.adapters import (
     STORE,
     WEIGHTS,
     WEIGHTS_BYTES,
+    check_dtypes,
     check_hidden_size,
     digest_of,
     open_regular,
@@ -241,10 +242,13 @@ def _check(folder: Path, max_rank: int, model: Path) -> int:
     parse_config((folder / CONFIG).read_bytes())
     try:
         with safe_open(folder / WEIGHTS, framework="np") as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
+            dtypes = {name: each.get_dtype() for name, each in slices.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{WEIGHTS}: cannot be read ({error}); save the adapter again") from error
     modules = parse_shapes(shapes, max_rank)
+    check_dtypes(dtypes)
     if hidden_size := _hidden_size(model):
         check_hidden_size(modules, hidden_size)
     return max(module.rank for module in modules.values())

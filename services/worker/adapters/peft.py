@@ -21,6 +21,7 @@ from shared.adapters import (
     CONFIG_BYTES,
     WEIGHTS,
     WEIGHTS_BYTES,
+    check_dtypes,
     join_digests,
     parse_config,
     parse_shapes,
@@ -29,7 +30,7 @@ from shared.adapters import (
 from shared.errors import ModelError
 
 PREFIX = "base_model.model."
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def read_adapter(folder: Path, digest: bytes, config: DecoderConfig, max_rank: int) -> Adapter:
@@ -44,10 +45,7 @@ def read_adapter(folder: Path, digest: bytes, config: DecoderConfig, max_rank: i
     except (SafetensorError, ValueError, KeyError) as error:
         raise ModelError(f"{WEIGHTS}: cannot be read ({error}); save the adapter again") from error
     modules = parse_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, max_rank)
-    if wrong := next((name for name, tensor in tensors.items() if tensor.dtype not in FLOATS), None):
-        raise ModelError(
-            f"{WEIGHTS}: tensor {wrong} is {tensors[wrong].dtype}; save it as float32, bfloat16 or float16"
-        )
+    check_dtypes({name: FLOATS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in tensors.items()})
     known = linear_layers(config)
     found: Adapter = {}
     for module, shape in modules.items():

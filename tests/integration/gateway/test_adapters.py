@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from services.gateway.adapters import AdapterNames
 from services.gateway.errors import ApiError
@@ -272,6 +272,20 @@ async def test_adapter_that_another_gateway_stores_meanwhile_is_loaded(
     assert adapters.digest("both") == digest == digest_of(folder / STORE / digest.hex())
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.int32, np.uint8, np.bool_])
+async def test_tensors_of_a_type_that_no_worker_takes_are_refused(
+    adapters: AdapterNames, folder: Path, dtype: type[np.generic]
+) -> None:
+    weights = write(folder / "typed") / WEIGHTS
+    tensors = load_file(weights)
+    name = next(name for name in tensors if "lora_B" in name)
+    save_file(tensors | {name: tensors[name].astype(dtype)}, weights)
+    with pytest.raises(ApiError, match=rf"tensor {name} is \w+; save it as float32, bfloat16 or float16"):
+        await adapters.load("typed", "typed", False)
+    save_file(tensors | {name: tensors[name].astype(np.float16)}, weights)
+    await adapters.load("typed", "typed", False)
+
+
 async def test_full_store_takes_what_it_has_already(
     adapters: AdapterNames, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,4 +296,4 @@ async def test_full_store_takes_what_it_has_already(
     await adapters.load("other name", "old", False)
     with pytest.raises(ApiError, match="folders, the maximum; remove those that no request needs"):
         await adapters.load("more", "more", False)
-    assert list(adapters.records) == ["old", "other name"]
+    assert sorted(adapters.records) == ["old", "other name"]
