@@ -14,8 +14,9 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from shared.errors import ModelError
 
@@ -167,7 +168,7 @@ def read_bounded(path: Path, most: int) -> bytes:
         raise ModelError(f"{path.name}: cannot be read ({error.strerror}); save the adapter there") from error
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading. Raise ModelError for a FIFO or folder, and OSError, also for a link."""
     # O_NONBLOCK: to open a FIFO would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
