@@ -347,6 +347,12 @@ class Places:
         return now <= due + LATE_S
 
 
+def content_of(spec: GenerationSpec, tenant: str) -> int:
+    """Return by what a request that comes back is known."""
+    limits = spec.max_tokens, spec.ttft_slo_ms, spec.deadline_ms
+    return hash((tenant, spec.priority, spec.adapter, limits, *map(tuple, spec.prompts)))
+
+
 class Admission:
     """Bring requests into this gateway: new ones, those of clients that return, and those of gateways that are gone."""
 
@@ -386,8 +392,7 @@ class Admission:
         if last_event and spec.survives_client:  # the client has a part: a new beginning would repeat it
             return await self.resume(spec.id, tenant, started, last_event, same_as=spec)
         forecast = self._forecast(spec.priority)
-        limits = spec.max_tokens, spec.ttft_slo_ms, spec.deadline_ms
-        content = hash((tenant, spec.priority, limits, *map(tuple, spec.prompts)))
+        content = content_of(spec, tenant)
         has_place = self._places.take(content, time.monotonic())
         try:
             self.admit(spec, forecast, time.monotonic() - started)

@@ -103,9 +103,11 @@ class Engine:
                 f"--adapter-dir {settings.adapter_dir}: the {self.ops.name} kernels have no adapters; leave it out, or "
                 "give --kernels cpu or reference"
             )
+        has_adapters = "no" if settings.adapter_dir is None else "an"  # each host may have the folder elsewhere
         self.parallel.demand_same(
             f"{self.model_hash} {self.numerics} --block-size {settings.block_size} "
-            f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths}"
+            f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths} "
+            f"{has_adapters} --adapter-dir --max-loras {settings.max_loras} --max-lora-rank {settings.max_lora_rank}"
         )
         self.parallel.connect(self.ops.device, settings.deterministic)
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):

@@ -13,6 +13,7 @@ import torch
 
 from protos import worker_pb2
 from services.worker.engine import Engine
+from services.worker.parallel.state import ParallelState
 from shared.adapters import STORE, WEIGHTS, read_bounded
 from shared.errors import ConfigurationError, ModelError, ProtocolError
 from tests.engine.driver import Driver, make_engine
@@ -224,6 +225,24 @@ def test_worker_holds_no_more_adapters_than_it_says(reference: Reference, tmp_pa
         driver.step({0: 4096}, adapters=[adapter(number, lora)])
         assert driver.run(0, NEW) == tokens_of(reference, lora, reference.prompts[1])
     assert max(len(matrix.pairs) for matrix in engine.adapter_rows.matrices) == 2
+
+
+def test_ranks_compare_their_settings_of_adapters(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(ParallelState, "demand_same", lambda self, text: texts.append(text))
+    (tmp_path / "elsewhere").mkdir()
+    for settings in (
+        {"adapter_dir": tmp_path},
+        {"adapter_dir": tmp_path / "elsewhere"},  # of another host
+        {},
+        {"adapter_dir": tmp_path, "max_loras": 2},
+        {"adapter_dir": tmp_path, "max_lora_rank": 16},
+    ):
+        make_engine(reference.path, kernels="cpu", block_size=16, **settings)
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 4
 
 
 def test_backend_without_kernels_for_adapters_refuses_the_setting(tmp_path: Path) -> None:

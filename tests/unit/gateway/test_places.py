@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.gateway import admission
-from services.gateway.admission import HORIZON_S, Places
+from services.gateway.admission import HORIZON_S, Places, content_of
+from tests.support import generations
 
 
 def test_first_refused_request_comes_when_there_is_room() -> None:
@@ -53,6 +54,23 @@ def test_place_is_taken_once_by_the_same_request() -> None:
     assert not found.take(1, 100.5), "too early, which does not lose it"
     assert found.take(1, 103.0)
     assert not found.take(1, 103.0)
+
+
+def test_place_is_of_one_content() -> None:
+    contents = [
+        content_of(generations.spec(**{"prompts": [[1, 2]], "max_tokens": 1, **changes}), tenant)
+        for tenant, changes in (
+            ("a", {}),
+            ("a", {"id": "cmpl-another"}),
+            ("b", {}),
+            ("a", {"adapter": b"1" * 32}),
+            ("a", {"adapter": b"2" * 32}),
+            ("a", {"prompts": [[1, 3]]}),
+            ("a", {"max_tokens": 2}),
+        )
+    ]
+    assert contents[0] == contents[1]
+    assert len(set(contents)) == 6
 
 
 def test_request_that_comes_back_early_moves_no_other_back() -> None:
