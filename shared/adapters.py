@@ -44,6 +44,7 @@ REFUSED = {
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """init_lora_weights that leave the base as it is."""
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.-]{1,200})\.(?P<part>lora_A|lora_B)\.weight")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<index>[0-9]{1,9})\.")
 _PATTERN = re.compile(r"[\w.-]{1,200}")
 
 
@@ -139,6 +140,16 @@ def check_hidden_size(modules: Mapping[str, Shape], hidden_size: int) -> None:
             raise ModelError(
                 f"{WEIGHTS}: {module} is [{shape.outputs}, {shape.inputs}], the served model has hidden size "
                 f"{hidden_size}; the adapter is of another base"
+            )
+
+
+def check_layers(modules: Mapping[str, Shape], layers: int) -> None:
+    """Raise ModelError for a module of a layer that the base lacks."""
+    for module in modules:
+        found = _LAYER.search(module)
+        if found is not None and int(found["index"]) >= layers:
+            raise ModelError(
+                f"{WEIGHTS}: {module}: the served model has {layers} layers; the adapter is of another base"
             )
 
 

@@ -35,6 +35,7 @@ from shared.adapters import (
     WEIGHTS_BYTES,
     check_dtypes,
     check_hidden_size,
+    check_layers,
     digest_of,
     open_regular,
     parse_config,
@@ -249,17 +250,25 @@ def _check(folder: Path, max_rank: int, model: Path) -> int:
         raise ModelError(f"{WEIGHTS}: cannot be read ({error}); save the adapter again") from error
     modules = parse_shapes(shapes, max_rank)
     check_dtypes(dtypes)
-    if hidden_size := _hidden_size(model):
+    config = _config(model)
+    if hidden_size := _size(config, "hidden_size", "n_embd"):
         check_hidden_size(modules, hidden_size)
+    if layers := _size(config, "num_hidden_layers", "n_layer"):
+        check_layers(modules, layers)
     return max(module.rank for module in modules.values())
 
 
-def _hidden_size(model: Path) -> int:
-    """Return the hidden size of config.json; 0 where there is none, as beside a GGUF file: the worker compares."""
+def _config(model: Path) -> dict[str, Any]:
+    """Return config.json; empty where there is none, as beside a GGUF file: the worker compares."""
     try:
         config = orjson.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
-        return 0
-    config = config.get("text_config", config)
-    found = next((config[name] for name in ("hidden_size", "n_embd") if name in config), 0)
-    return found if isinstance(found, int) else 0
+        return {}
+    config = config.get("text_config", config) if isinstance(config, dict) else {}
+    return config if isinstance(config, dict) else {}
+
+
+def _size(config: dict[str, Any], *names: str) -> int:
+    """Return the first of these fields that is there; 0 for none."""
+    size = next((config[name] for name in names if name in config), 0)
+    return size if isinstance(size, int) else 0

@@ -30,9 +30,9 @@ HIDDEN = 8
 CONFIGURED = "sk-of-the-settings"
 
 
-def write(folder: Path, rank: int = 2, inputs: int = HIDDEN, fill: float = 1.0, **config: Any) -> Path:
+def write(folder: Path, rank: int = 2, inputs: int = HIDDEN, fill: float = 1.0, layer: int = 0, **config: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
     tensors = {
         f"{module}.lora_A.weight": np.full((rank, inputs), fill, np.float32),
         f"{module}.lora_B.weight": np.ones((6, rank), np.float32),
@@ -54,7 +54,7 @@ def gateways(
     """Two of one model, and one without --adapter-dir."""
     model = write_model(tmp_path_factory.mktemp("models") / "tiny")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"hidden_size": HIDDEN}))
+    (model / "config.json").write_text(json.dumps(config | {"hidden_size": HIDDEN, "num_hidden_layers": 2}))
     with contextlib.ExitStack() as stack:
         made = [
             stack.enter_context(
@@ -149,6 +149,7 @@ def test_unloaded_adapter_is_unknown_at_every_gateway(gateways: list[GatewayProc
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rank": 65}, "has rank 65, at most 64 is served; raise --max-lora-rank"),
     ({"inputs": 9}, "is [6, 9], the served model has hidden size 8; the adapter is of another base"),
+    ({"layer": 2}, "layers.2.self_attn.q_proj: the served model has 2 layers; the adapter is of another base"),
     ({"use_dora": True}, "use_dora is true; DoRA cannot be served"),
     ({"modules_to_save": ["lm_head"]}, "whole matrices beside the adapter cannot be served"),
     ({"bias": "all"}, 'bias is "all"; biases of the base cannot be changed'),
