@@ -22,6 +22,8 @@ from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import DECODING, PREFILLING, Bool
 from services.scheduler.core.types import PREFILL, Priority, StepPlan
 
+LOOK_PAST_LACKING = 64  # sequences without their adapter that one scan skips beside the others
+
 
 class Planner:
     """Builds steps for any replica under one policy."""
@@ -166,7 +168,10 @@ class Planner:
             more = True
             while more:
                 for sequence in [batch.beneficiary] if batch.beneficiary is not None else scan:
+                    lacking = len(step.lacking)
                     verdict = check(step, sequence)
+                    if lacking < len(step.lacking) <= LOOK_PAST_LACKING:
+                        scan.look_further()
                     if verdict is Verdict.STOP:
                         admission.stopped(batch, sequence)
                         break

@@ -357,6 +357,10 @@ class Scan:
         self._current = None
         return True
 
+    def look_further(self) -> None:
+        """Let one more sequence of each queue be skipped."""
+        self._look_past += 1
+
     def _next(self) -> Sequence | None:
         deferred, waiting, now_ns = self._deferred, self._waiting, self._now_ns
         if self._at_end:
