@@ -25,7 +25,17 @@ from kernels.ops import (
     Norm,
     Routing,
 )
-from tests.kernels.sequences import Float64, Sequences, chunk, close, demand_width, in_its_types, new_cache, random
+from tests.kernels.sequences import (
+    TOLERANCE,
+    Float64,
+    Sequences,
+    chunk,
+    close,
+    demand_width,
+    in_its_types,
+    new_cache,
+    random,
+)
 from tests.kernels.sequences import ops as ops  # the fixture
 
 FORMULAS = {
@@ -463,7 +473,10 @@ def test_a_compiled_pass_gives_what_its_operations_give(ops: AnyOps, dtype: torc
     compiled = ops.compile(forward(caches[0]), caches[0], 40, 3)
     for batch in (chunk(list(range(20)), 16, [19]), chunk([7], 16, [0], first=20), chunk([1] * 9, 16, [0, 4, 8])):
         found = compiled(ops.prepare(batch, caches[0])).clone()
-        assert torch.equal(found, forward(caches[1])(ops.prepare(batch, caches[1])))
+        expected = forward(caches[1])(ops.prepare(batch, caches[1]))
+        # In a graph rows are padded, and torch's products of a row depend on how many there are.
+        padded = TOLERANCE[dtype] if isinstance(ops, CudaOps) else 0.0
+        torch.testing.assert_close(found, expected, atol=padded, rtol=padded)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
