@@ -45,7 +45,7 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def rooms_up_to(tokens: int, samples: int) -> list[Room]:
-    """Return what to record for iterations of so many rows, of which so many sample."""
+    """Return what to record. tokens: rows of an iteration at most; samples: rows that sample at most."""
     decode = [Room(rows, rows, 0) for rows in sizes_up_to(min(tokens, samples))]
     most = min(tokens, MIXED_ROWS[-1])  # a prompt's chunks fill the iteration, so this is the commonest number
     mixed = sorted({most, *(rows for rows in MIXED_ROWS if rows < most)})

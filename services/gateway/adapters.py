@@ -150,7 +150,7 @@ class AdapterNames:
         return self._folder
 
     async def _look(self) -> None:
-        stored: dict[bytes, bytes] = await self._redis.hgetall(self._key)  # type: ignore[assignment]
+        stored: Any = await self._redis.hgetall(self._key)  # bytes to bytes
         found = {}
         for raw, value in stored.items():
             if name := self._letters.read(self._key, raw, text):

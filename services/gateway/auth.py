@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -270,7 +271,7 @@ class Keyring:
 
     async def _records_of(self, key: str) -> dict[str, KeyRecord]:
         found = {}
-        stored: dict[bytes, bytes] = await self._redis.hgetall(key)  # type: ignore[assignment]
+        stored: Any = await self._redis.hgetall(key)  # bytes to bytes
         for raw, record in stored.items():
             if name := self._letters.read(key, raw, text):
                 decoded = self._letters.read(f"{key}:{name}", record, KeyRecord.decode)

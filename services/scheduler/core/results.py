@@ -401,7 +401,7 @@ class Results:
     def _failed(self, replica: Replica, step: SentStep, slot: int, message: str, out: OutcomeBuilder) -> None:
         """End a sequence after an error in its part of the step; the other sequences go on.
 
-        The error of one whose adapter the worker could not load also ends those that wait, if no replica may load it.
+        A sequence that fails because no replica can load its adapter also ends those that wait for it.
         """
         sequence: Sequence | None
         if replica.table.generation[slot] <= step.id:

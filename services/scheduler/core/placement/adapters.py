@@ -68,7 +68,7 @@ class Adapters:
         return True
 
     def expire(self, now_ns: int) -> bool:
-        """Forget the refusals whose time is over; return whether there were any."""
+        """Forget the refusals that are over; return whether there were any."""
         over = [digest for digest, refusal in self._refusals.items() if refusal.until_ns <= now_ns]
         for digest in over:
             self._retry(digest)
