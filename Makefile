@@ -15,11 +15,11 @@ PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 QUICK := --no-loadscope-reorder tests/stack tests/integration tests/unit -m "(unit or integration or smoke) and not slow"
 
 # A misspelt MODLE=... must not be ignored. (Values from the environment are not checked.)
-KNOWN := PYTHON TORCH_INDEX MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS TESTS EXAMPLES SECONDS SEEDS MAKEFLAGS SHELL
+KNOWN := MODEL MODELS PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS PYTHON TORCH_INDEX TESTS EXAMPLES SECONDS SEEDS
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $(v))),$(v)))
-UNKNOWN := $(filter-out $(KNOWN) -*,$(GIVEN))
+UNKNOWN := $(filter-out $(KNOWN) MAKEFLAGS SHELL -*,$(GIVEN))
 ifneq ($(strip $(UNKNOWN)),)
-$(error unknown setting $(UNKNOWN); known are MODEL PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS PYTHON TORCH_INDEX TESTS EXAMPLES SECONDS SEEDS)
+$(error unknown setting $(UNKNOWN); known are $(KNOWN))
 endif
 
 # A stamp marks an installation and is named after the pins: touching pyproject.toml reinstalls nothing.

@@ -179,6 +179,16 @@ def test_settings_of_make_reach_the_launcher_as_single_words(checkout: Path) -> 
     assert echoed[-10:] == [word for pair in options.items() for word in pair]
 
 
+def test_every_setting_of_the_help_is_taken_and_a_misspelt_one_refused(checkout: Path) -> None:
+    (run,) = [line for line in make(checkout).stdout.splitlines() if line.startswith("run ")]
+    settings = re.findall(r"\b([A-Z]+)=", run)
+    assert {"MODEL", "MODELS", "ARGS"} <= set(settings)
+    assert make(checkout, "-n", "run", *(f"{name}=x" for name in settings if name != "DEVICE")).returncode == 0
+    refused = make(checkout, "run", "MODLE=x")
+    assert refused.returncode == 2
+    assert "unknown setting MODLE" in refused.stderr
+
+
 STAGES = {
     "install": "install-dev",
     "lint-and-build": "lint kernels-build",

@@ -219,12 +219,6 @@ def test_setting_that_the_worker_refuses_is_named(tmp_path: Path, model: Path) -
     assert re.search("max_output_tokens|max-output-tokens|MAX_OUTPUT_TOKENS", said)
 
 
-def test_misspelt_make_setting_is_an_error() -> None:
-    done = subprocess.run(["make", "run", "MODLE=x"], cwd=ROOT, env=clean_env(), capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "unknown setting MODLE" in done.stderr
-
-
 def test_replicas_2_starts_two_workers_behind_one_scheduler(tmp_path: Path, model: Path) -> None:
     run = MakeRun(tmp_path, model)
     run.argv.append("REPLICAS=2")

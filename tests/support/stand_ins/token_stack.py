@@ -100,4 +100,5 @@ class TokenStack:
         return True
 
     def wait_answer(self, seconds: float = 40.0) -> None:
+        """Wait for a right answer. A service that reads a spoilt record later may refuse the next request again."""
         until("a request is answered", self.answers, seconds)
