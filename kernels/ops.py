@@ -195,13 +195,33 @@ class Routing:
     activation: str  # of GATED_ACTIVATIONS, of the experts
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """A product of two small matrices and the rows of an iteration that it is added to (LoRA, arXiv 2106.09685)."""
+class RowsByAdapter:
+    """Which rows of the iteration at hand have which adapter. A compiled pass looks whenever it runs."""
 
-    rows: slice | Tensor  # of the iteration, each once; int64 where it is a tensor
-    down: Any  # [rank, inputs] as pack_linear gives it, in the model's dtype
-    up: Any  # [outputs, rank] as pack_linear gives it, in float32
+    def __init__(self) -> None:
+        self.set(np.zeros(0, np.int32))
+
+    def set(self, numbers: Int32) -> None:
+        """Take the number of each row's adapter, [N], 0 for none."""
+        rows = np.flatnonzero(numbers)
+        self.order = rows[np.argsort(numbers[rows], kind="stable")].astype(np.int32)
+        adapters, starts = np.unique(numbers[self.order], return_index=True)
+        self.adapters = adapters.astype(np.int32)  # [A] numbers, ascending
+        self.starts = np.append(starts, len(rows)).astype(np.int32)  # [A + 1] those of adapter i: order[starts[i] : ..]
+
+
+class LowRankPairs:
+    """What adapters add to x @ weight.T of a weight: up(down(x)), by the adapter's number (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, tuple[Any, Any]] = {}
+
+    def set(self, number: int, down: Any, up: Any) -> None:
+        """Take down [rank, inputs] in the model's dtype and up [outputs, rank] in float32, both from pack_linear."""
+        self.by_number[number] = (down, up)
+
+    def remove(self, number: int) -> None:
+        self.by_number.pop(number, None)
 
 
 class Cache(ABC):
@@ -490,10 +510,18 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         """
         call(x)
 
-    def add_low_rank(self, x: Tensor, out: Tensor, find: Callable[[], Sequence[LowRank]]) -> None:
-        """Add up(down(x)) to some rows of out, in place: x [N, in], out [N, out]; the other rows keep their bits.
+    def new_rows_by_adapter(self) -> RowsByAdapter:
+        """Return what add_low_rank takes."""
+        return RowsByAdapter()
 
-        find: called with each batch, also for a compiled pass. The products are in float32 and the sum is rounded once.
+    def new_low_rank_pairs(self) -> LowRankPairs:
+        """Return what add_low_rank takes."""
+        return LowRankPairs()
+
+    def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
+        """Add up(down(x)) of each row's adapter to out, in place: x [N, in], out [N, out]; other rows keep their bits.
+
+        The products are in float32 and the sum is rounded once.
         """
         raise ValueError(f"adapters: the {self.name} backend has no kernels for them")
 
@@ -613,14 +641,6 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         call.
         """
         return forward
-
-
-def add_products(product: Callable[[Tensor, Any], Tensor], x: Tensor, out: Tensor, found: Sequence[LowRank]) -> None:
-    """Do what Ops.add_low_rank says. product: Ops.logits of the backend."""
-    for term in found:
-        some = x[term.rows]
-        added = product(product(some, term.down), term.up)
-        out[term.rows] = (out[term.rows].float() + added).to(out.dtype)
 
 
 def ranks_of(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu import commands
 from kernels.cpu.cache import CpuCache, block_bytes
 from kernels.cpu.commands import (
     ACTIVATIONS,
@@ -25,6 +26,7 @@ from kernels.cpu.commands import (
     ROWS_TOKENS,
     SOFTCAP,
     ActivateArgs,
+    AdapterRows,
     AddArgs,
     AttentionArgs,
     CombineArgs,
@@ -33,6 +35,8 @@ from kernels.cpu.commands import (
     ExpertWeight,
     GatedArgs,
     LinearArgs,
+    LowRankArgs,
+    LowRankPair,
     NormArgs,
     RopeArgs,
     RouteArgs,
@@ -49,14 +53,15 @@ from kernels.ops import (
     Batch,
     CacheShape,
     Groups,
-    LowRank,
+    Int32,
+    LowRankPairs,
     Norm,
     Ops,
     Prepared,
     Routing,
+    RowsByAdapter,
     Sampled,
     SamplingRows,
-    add_products,
 )
 
 
@@ -99,6 +104,40 @@ class Experts:
         self.gate_up, self.down = _side_by_side(gate_up), _side_by_side(down)
         self.starts = torch.zeros(self.count + 1, dtype=torch.int32)  # of the step at hand, see RouteArgs
         self._kept = (gate_up, down)
+
+
+class CpuRowsByAdapter(RowsByAdapter):
+    """The same for the library to read."""
+
+    def set(self, numbers: Int32) -> None:
+        super().set(numbers)
+        self.struct = getattr(self, "struct", AdapterRows())
+        self.struct.adapters, self.struct.starts = address(self.adapters), address(self.starts)
+        self.struct.order, self.struct.count = address(self.order), len(self.adapters)
+
+
+class CpuLowRankPairs(LowRankPairs):
+    """The same for the library to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.struct = commands.LowRankPairs()
+
+    def set(self, number: int, down: Packed, up: Packed) -> None:
+        super().set(number, down, up)
+        self._show()
+
+    def remove(self, number: int) -> None:
+        super().remove(number)
+        self._show()
+
+    def _show(self) -> None:
+        count = max(self.by_number, default=0) + 1
+        self.struct.pairs, self.struct.count = (LowRankPair * count)(), count
+        for number, (down, up) in self.by_number.items():
+            self.struct.pairs[number] = LowRankPair(
+                down.memory.data_ptr(), up.memory.data_ptr(), down.outputs, down.weight_format, up.weight_format
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +361,26 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return self._runner.out(self._count(prepared, ROWS_TOKENS), width, dtype)
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
-        self._runner.exchange((x,), call)
+        self._runner.exchange(x, call)
 
-    def add_low_rank(self, x: Tensor, out: Tensor, find: Callable[[], Sequence[LowRank]]) -> None:
-        self._runner.exchange((x, out), lambda x, out: add_products(self.logits, x, out, find()))
+    def new_rows_by_adapter(self) -> RowsByAdapter:
+        return CpuRowsByAdapter()
+
+    def new_low_rank_pairs(self) -> LowRankPairs:
+        return CpuLowRankPairs()
+
+    def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
+        assert isinstance(pairs, CpuLowRankPairs) and isinstance(rows, CpuRowsByAdapter)
+        args = LowRankArgs(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            pairs=pointer(pairs.struct),
+            adapters=pointer(rows.struct),
+            inputs=x.shape[1],
+            outputs=out.shape[1],
+            dtype=DTYPES[x.dtype],
+        )
+        self._runner.emit(self._runner.rows(x), args, None, (pairs, rows))
 
     def select(self, x: Tensor, prepared: CpuPrepared) -> Tensor:
         rows = self._count(prepared, ROWS_SAMPLES)

@@ -227,6 +227,36 @@ class CombineArgs(Structure):
     )
 
 
+class LowRankPair(Structure):
+    _fields_ = (
+        ("down", c_void_p),
+        ("up", c_void_p),
+        ("rank", c_int32),
+        ("down_format", c_int32),
+        ("up_format", c_int32),
+    )
+
+
+class LowRankPairs(Structure):
+    _fields_ = (("pairs", POINTER(LowRankPair)), ("count", c_int64))
+
+
+class AdapterRows(Structure):
+    _fields_ = (("adapters", c_void_p), ("starts", c_void_p), ("order", c_void_p), ("count", c_int64))
+
+
+class LowRankArgs(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("pairs", POINTER(LowRankPairs)),
+        ("adapters", POINTER(AdapterRows)),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("dtype", c_int32),
+    )
+
+
 class Args(Union):
     _fields_ = (
         ("linear", LinearArgs),
@@ -243,6 +273,7 @@ class Args(Union):
         ("route", RouteArgs),
         ("experts", ExpertsArgs),
         ("combine", CombineArgs),
+        ("low_rank", LowRankArgs),
     )
 
 
@@ -267,6 +298,7 @@ ARGS = {
     RouteArgs: (12, "route"),
     ExpertsArgs: (13, "experts"),
     CombineArgs: (14, "combine"),
+    LowRankArgs: (15, "low_rank"),
 }
 """Struct -> number of the operation (Op of ops.h) and its member of the union."""
 

@@ -62,8 +62,8 @@ class Runner(Protocol):
     def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
         """Run or record one command. `keep`: what must live as long as its addresses are used."""
 
-    def exchange(self, tensors: tuple[Tensor, ...], call: Callable[..., object]) -> None:
-        """Call with the tensors, or record that it is to be called, between the commands before and those after."""
+    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
+        """Call with x, or record that it is to be called, between the commands before and those after."""
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
         """Run one command at once, recording or not."""
@@ -88,8 +88,8 @@ class Immediate:
         used = self._nothing if step is None else step
         self._library.run(ctypes.addressof(made), 1, ctypes.addressof(used), self.threads)
 
-    def exchange(self, tensors: tuple[Tensor, ...], call: Callable[..., object]) -> None:
-        call(*tensors)
+    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
+        call(x)
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
         self.emit(rows, args, None)
@@ -97,16 +97,16 @@ class Immediate:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A call between two commands with the rows of the tensors that a step has."""
+    """A call between two commands with the rows of a tensor that a step has."""
 
     before: int  # the command that it precedes
-    tensors: tuple[Tensor, ...]
+    x: Tensor
     rows: int  # a symbol
-    call: Callable[..., object]
+    call: Callable[[Tensor], object]
 
     def run(self, step: Step) -> None:
         count = resolve(self.rows, step.tokens_count, step.samples_count)
-        self.call(*(each[:count] for each in self.tensors))
+        self.call(self.x[:count])
 
 
 @dataclass(slots=True)
@@ -148,10 +148,9 @@ class Recording:
         self.commands.append(command(rows, args))
         self._kept.append(keep)
 
-    def exchange(self, tensors: tuple[Tensor, ...], call: Callable[..., object]) -> None:
-        # Other tensors on the same buffers: these would keep them from the commands after their last reader.
-        others = tuple(each.detach() for each in tensors)
-        self.exchanges.append(Exchange(len(self.commands), others, self.rows(tensors[0]), call))
+    def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
+        # Another tensor on the same buffer: this one would keep it from the commands after its last reader.
+        self.exchanges.append(Exchange(len(self.commands), x.detach(), self.rows(x), call))
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
         self.immediate.now(rows, args)

@@ -5,7 +5,7 @@ The oracle of the other backends and the engine where none of them can be had. A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +17,14 @@ from kernels.ops import (
     Attention,
     Batch,
     CacheShape,
-    LowRank,
+    LowRankPairs,
     Norm,
     Ops,
     Prepared,
     Routing,
+    RowsByAdapter,
     Sampled,
     SamplingRows,
-    add_products,
 )
 from kernels.reference.attention import Chunk, DecodeGroup, chunks, decode, decode_groups, prefill
 from kernels.reference.cache import ReferenceCache
@@ -132,8 +132,13 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
     def blank(self, prepared: ReferencePrepared, width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(len(prepared.tokens), width, dtype=dtype, device=self.device)
 
-    def add_low_rank(self, x: Tensor, out: Tensor, find: Callable[[], Sequence[LowRank]]) -> None:
-        add_products(self.logits, x, out, find())
+    def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
+        for number, *ends in zip(rows.adapters.tolist(), rows.starts[:-1], rows.starts[1:], strict=True):
+            if number in pairs.by_number:
+                down, up = pairs.by_number[number]
+                these = torch.from_numpy(rows.order[slice(*ends)]).to(self.device)
+                added = self.logits(self.logits(x[these], down), up)
+                out[these] = (out[these].float() + added).to(out.dtype)
 
     def select(self, x: Tensor, prepared: ReferencePrepared) -> Tensor:
         return x.index_select(0, prepared.sample_rows)

@@ -6,6 +6,7 @@
 void run_linear(const LinearArgs&, int64_t rows, Team&);
 void run_embed(const EmbedArgs&, const Step&, int64_t rows, Team&);
 void run_experts(const ExpertsArgs&, Team&);
+void run_low_rank(const LowRankArgs&, Team&);
 void run_route(const RouteArgs&, int64_t rows, Team&);
 void run_combine(const CombineArgs&, int64_t rows, Team&);
 void run_norm(const NormArgs&, int64_t rows, Team&);

@@ -30,6 +30,7 @@ enum Op : int32_t {
   OP_ROUTE = 12,
   OP_EXPERTS = 13,
   OP_COMBINE = 14,
+  OP_LOW_RANK = 15,
 };
 
 // CLAMPED_SWIGLU is of GatedArgs alone, SOFTCAP of ActivateArgs alone.
@@ -221,6 +222,38 @@ struct CombineArgs {
   int32_t top_k, size, dtype;
 };
 
+// An adapter's two matrices beside a weight.
+struct LowRankPair {
+  const void* down;     // [rank, inputs], packed
+  const void* up;       // [outputs, rank], packed
+  int32_t rank;         // 0: this adapter leaves the weight as it is
+  int32_t down_format;  // places in formats.h
+  int32_t up_format;
+};
+
+// Those of all adapters, by number.
+struct LowRankPairs {
+  const LowRankPair* pairs;
+  int64_t count;
+};
+
+// Which rows of an iteration have which adapter.
+struct AdapterRows {
+  const int32_t* adapters;  // [count] numbers, ascending
+  const int32_t* starts;    // [count + 1] adapter i has rows order[starts[i]:starts[i + 1]]
+  const int32_t* order;     // rows, those of an adapter in ascending order
+  int64_t count;
+};
+
+// out[row] += up(down(x[row])) for each row that has an adapter; in float32, the sum rounded once.
+struct LowRankArgs {
+  const void* x;              // [rows, inputs]
+  void* out;                  // [rows, outputs]
+  const LowRankPairs* pairs;  // both are read when the command runs
+  const AdapterRows* adapters;
+  int32_t inputs, outputs, dtype;
+};
+
 struct Command {
   int32_t op;
   int32_t rows;
@@ -239,5 +272,6 @@ struct Command {
     RouteArgs route;
     ExpertsArgs experts;
     CombineArgs combine;
+    LowRankArgs low_rank;
   };
 };

@@ -112,6 +112,7 @@ void execute(const Command& c, const Step& step, Team& team) {
     case OP_ROUTE: return run_route(c.route, rows, team);
     case OP_EXPERTS: return run_experts(c.experts, team);
     case OP_COMBINE: return run_combine(c.combine, rows, team);
+    case OP_LOW_RANK: return run_low_rank(c.low_rank, team);
   }
 }
 
@@ -210,8 +211,10 @@ int64_t orcinus_size(int32_t op) {
     case OP_ROUTE: return sizeof(RouteArgs);
     case OP_EXPERTS: return sizeof(ExpertsArgs);
     case OP_COMBINE: return sizeof(CombineArgs);
+    case OP_LOW_RANK: return sizeof(LowRankArgs);
     case 100: return sizeof(Step);
     case 101: return sizeof(Pool);
+    case 102: return sizeof(LowRankPair);
   }
   return -1;
 }

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import AnyOps, Int32, LowRank
+from kernels.ops import AnyOps, Int32, RowsByAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,6 @@ class Pair:
 
 Adapter = dict[str, Pair]
 """By the name of a matrix of the base, as `matrices` has it."""
-Segments = list[tuple[int, slice | Tensor]]
-"""Numbers of adapters, and the rows of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +44,7 @@ class AdapterRows:
         self.matrices: list[LinearAdapters] = []
         self.computes = False
         """Whether the pass at hand has the products of adapters."""
-        self._tokens: Segments = []
-        self._samples: Segments = []
+        self._tokens, self._samples = ops.new_rows_by_adapter(), ops.new_rows_by_adapter()
 
     def begin(self, numbers: Int32 | None, sample_rows: Int32 | None = None) -> None:
         """Set the adapter of each row of the next pass, [N] with 0 for the base; None computes without adapters.
@@ -55,11 +52,12 @@ class AdapterRows:
         sample_rows: [R] those that sample.
         """
         self.computes = numbers is not None
-        self._tokens = [] if numbers is None else _segments(numbers)
-        self._samples = [] if numbers is None or sample_rows is None else _segments(numbers[sample_rows])
+        if numbers is not None:
+            self._tokens.set(numbers)
+            self._samples.set(numbers[sample_rows] if sample_rows is not None else numbers[:0])
 
-    def segments(self, selected: bool) -> Segments:
-        """Return the rows of each adapter among all rows, or among those that sample."""
+    def of(self, selected: bool) -> RowsByAdapter:
+        """Return the adapters of all rows, or of those that sample."""
         return self._samples if selected else self._tokens
 
     def load(self, number: int, adapter: Adapter) -> None:
@@ -69,7 +67,7 @@ class AdapterRows:
 
     def unload(self, number: int) -> None:
         for matrix in self.matrices:
-            matrix.pairs.pop(number, None)
+            matrix.pairs.remove(number)
 
 
 class LinearAdapters:
@@ -77,18 +75,18 @@ class LinearAdapters:
 
     def __init__(self, rows: AdapterRows, parts: Sequence[Outputs], columns: range) -> None:
         """parts: the outputs, one under the other; columns: the inputs that this rank has."""
-        self.pairs: dict[int, tuple[object, object]] = {}
+        self.pairs = rows.ops.new_low_rank_pairs()
         self._rows, self._parts, self._columns = rows, tuple(parts), columns
         rows.matrices.append(self)
 
     def add(self, x: Tensor, out: Tensor, selected: bool) -> None:
         """Add the products of x [N, inputs] to out [N, outputs]. selected: rows are those that sample."""
         if self._rows.computes:
-            self._rows.ops.add_low_rank(x, out, lambda: self._terms(selected))
+            self._rows.ops.add_low_rank(x, out, self.pairs, self._rows.of(selected))
 
     def load(self, number: int, adapter: Adapter) -> None:
         """Stack the matrices of the parts: one product down, then one up in which each part reads its own rank."""
-        self.pairs.pop(number, None)
+        self.pairs.remove(number)
         ops, names = (
             self._rows.ops,
             [name for name in dict.fromkeys(part.name for part in self._parts) if name in adapter],
@@ -106,23 +104,8 @@ class LinearAdapters:
                 up[first : first + len(rows), of_rank[part.name]] = adapter[part.name].up[rows.start : rows.stop]
             first += len(part.rows)
         down = torch.cat(downs).to(self._rows.dtype).contiguous()
-        self.pairs[number] = (
+        self.pairs.set(
+            number,
             ops.pack_linear([down], down.shape[0], down.shape[1], None),
             ops.pack_linear([up], up.shape[0], up.shape[1], None),
         )
-
-    def _terms(self, selected: bool) -> list[LowRank]:
-        return [
-            LowRank(rows, *self.pairs[number]) for number, rows in self._rows.segments(selected) if number in self.pairs
-        ]
-
-
-def _segments(numbers: Int32) -> Segments:
-    """Return the rows of each number but 0: a slice where they lie together."""
-    found: Segments = []
-    for number in np.unique(numbers[numbers > 0]).tolist():
-        rows = np.flatnonzero(numbers == number)
-        first, last = int(rows[0]), int(rows[-1])
-        together = last - first + 1 == rows.size
-        found.append((number, slice(first, last + 1) if together else torch.from_numpy(rows)))
-    return found

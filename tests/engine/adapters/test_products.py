@@ -105,19 +105,21 @@ def test_rows_of_the_base_keep_their_bits_beside_adapters(
     assert torch.equal(mixed[0], mixed[2]) and not torch.equal(mixed[0], alone)
 
 
-def test_adapted_rows_keep_their_bits_in_any_batch(reference: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapted_rows_keep_their_bits_in_any_batch(reference: Reference, dtype: str, tmp_path: Path) -> None:
     loras = loras_of(reference, tmp_path)
-    engine = make_engine(reference.path, kernels="cpu", adapter_dir=tmp_path, block_size=16)
     found = []
-    for adapters in ([2], [1, 0, 2, 2, 3, 2]):
-        engine.reset()
+    for adapters, threads in (([2], 1), ([1, 0, 2, 2, 3, 2], 1), ([1, 0, 2, 2, 3, 2], 3)):
+        engine = make_engine(
+            reference.path, kernels="cpu", adapter_dir=tmp_path, block_size=16, threads=threads, dtype=dtype
+        )
         driver, last = Driver(engine), len(adapters) - 1
         for slot, number in enumerate(adapters):
             driver.enter(slot, reference.prompts[0], adapter=number)
         named = [adapter(number + 1, lora) for number, lora in enumerate(loras)]
         driver.step({slot: 4096 for slot in range(len(adapters))}, adapters=named)
         found.append(engine.read_block(int(driver.blocks(last)[0])))
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def failing(engine: Engine, named: worker_pb2.Adapter, number: int = 1) -> str:
@@ -190,7 +192,7 @@ def test_adapter_for_which_there_is_no_memory_fails_alone(
     with monkeypatch.context() as patch:
         patch.setattr(engine.adapter_rows.matrices[-1], "load", Mock(side_effect=problem))
         assert "the adapter cannot be loaded" in failing(engine, adapter(1, lora))
-    assert not any(matrix.pairs for matrix in engine.adapter_rows.matrices)
+    assert not any(matrix.pairs.by_number for matrix in engine.adapter_rows.matrices)
     engine.reset()
     driver = Driver(engine)
     driver.enter(0, reference.prompts[1], adapter=1)
@@ -224,7 +226,7 @@ def test_worker_holds_no_more_adapters_than_it_says(reference: Reference, tmp_pa
         driver.enter(0, reference.prompts[1], adapter=number)
         driver.step({0: 4096}, adapters=[adapter(number, lora)])
         assert driver.run(0, NEW) == tokens_of(reference, lora, reference.prompts[1])
-    assert max(len(matrix.pairs) for matrix in engine.adapter_rows.matrices) == 2
+    assert max(len(matrix.pairs.by_number) for matrix in engine.adapter_rows.matrices) == 2
 
 
 def test_ranks_compare_their_settings_of_adapters(
