@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from services.worker import watchdog
 from tests.engine.ranks import Processes
+from tests.support.models import Reference, make_llama
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +20,27 @@ def processes() -> Iterator[Processes]:
     found = Processes()
     yield found
     found.stop()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
+    """Make a model, once for equal fields; a test leaves its directory as it is."""
+
+    made: dict[str, Reference] = {}
+
+    def make(**fields: Any) -> Reference:
+        key = repr(sorted(fields.items()))
+        if key not in made:
+            made[key] = make_llama(tmp_path_factory.mktemp("model") / "tiny", **fields)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(request: pytest.FixtureRequest, models: Callable[..., Reference]) -> Reference:
+    """Return the model that the module's MODEL describes, and what transformers answers for it."""
+    return models(**request.module.MODEL)
 
 
 @pytest.fixture(autouse=True)

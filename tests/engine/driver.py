@@ -1,4 +1,4 @@
-"""Drives an Engine the way a scheduler would, for tests that want a certain order of things."""
+"""Engines for tests, and what drives them the way a scheduler would where a test wants a certain order of things."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy as np
 from protos import worker_pb2
 from services.worker.encoder_engine import load_engine
 from services.worker.engine import Engine
+from services.worker.in_flight import InFlightStep
 from services.worker.parallel.state import ParallelState
 from shared.columns import pack, unpack
 from shared.settings import WorkerSettings
 from shared.text.logprobs import TokenLogprobs, split_records, unpack_records
+from tests.support import in_process
 
 
 def make_engine(model: Path, host_blocks: int = 0, parallel: ParallelState | None = None, **settings: Any) -> Engine:
@@ -27,6 +29,14 @@ def make_engine(model: Path, host_blocks: int = 0, parallel: ParallelState | Non
     }
     wanted = WorkerSettings(model=model, device="cpu", host_blocks=host_blocks, **(values | settings))
     return load_engine(wanted, parallel=parallel)
+
+
+def generated(engine: Any, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:
+    """Return the greedy tokens of prompts that the scheduler's core sends to the engine."""
+    requests = [in_process.request(f"r{at}", prompt, count) for at, prompt in enumerate(prompts)]
+    recorded, _ = in_process.run(engine, requests, "orcinus", **options)
+    assert not recorded.errors
+    return [recorded.tokens[request.id, 0] for request in requests]
 
 
 class Driver:
@@ -101,3 +111,43 @@ class Driver:
         while len(self.outputs[slot]) < count:
             self.step({slot: chunk})
         return self.outputs[slot]
+
+    def run_all(self, count: int, chunk: int = 4096) -> list[list[int]]:
+        """Step all slots, each until it has `count` outputs; return these by slot."""
+        while running := [slot for slot, tokens in self.outputs.items() if len(tokens) < count]:
+            self.step(dict.fromkeys(running, chunk))
+        return list(self.outputs.values())
+
+
+class Ahead:
+    """Submits steps by hand, as many as may be out. Slot s has blocks 12 s .. 12 s + 11 of its own."""
+
+    def __init__(self, engine: Any) -> None:
+        engine.reset()
+        self.engine = engine
+        self.id = 0
+        self.outputs: dict[int, list[int]] = {}
+        self.errors: dict[int, str] = {}
+
+    def submit(self, chunks: dict[int, tuple[int, int]], **fields: Any) -> InFlightStep:
+        """chunks: slot -> (start, length)."""
+        self.id += 1
+        starts, lengths = zip(*chunks.values(), strict=True) if chunks else ((), ())
+        columns = {"chunk_slots": list(chunks), "chunk_starts": starts, "chunk_lengths": lengths}
+        packed = {name: pack(column) for name, column in columns.items()}
+        found: InFlightStep = self.engine.submit(worker_pb2.Step(epoch=1, id=self.id, **packed, **fields))
+        return found
+
+    def finish(self, inflight: InFlightStep, more: bool = False) -> worker_pb2.Result:
+        result: worker_pb2.Result = self.engine.finish(inflight, lambda: more)
+        assert not result.error
+        for slot, token in zip(unpack(result.slots).tolist(), unpack(result.tokens).tolist(), strict=True):
+            self.outputs.setdefault(slot, []).append(token)
+        self.errors |= {error.slot: error.code for error in result.errors}
+        return result
+
+
+def entering(slot: int, tokens: list[int], **fields: Any) -> worker_pb2.Enter:
+    """A sequence for Ahead."""
+    blocks = pack(np.arange(12 * slot, 12 * slot + 12))
+    return worker_pb2.Enter(slot=slot, tokens=pack(tokens), prompt_tokens=len(tokens), blocks=blocks, **fields)

@@ -15,7 +15,9 @@ from services.worker.engine import Engine
 from shared.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine
 from tests.engine.test_tokens import all_logits
-from tests.support.models import MIN_GAP, Reference, make_llama
+from tests.support.models import MIN_GAP, Reference
+
+MODEL = {"seed": 5, "requests": 3, "output_tokens": 1, "prompt_tokens": (2, 90)}
 
 OUTPUTS = 64
 LOGITS_ERROR = 1e-3
@@ -26,12 +28,6 @@ def rounded(x: Tensor) -> Tensor:
     """Return what 8 bits hold of x [..., head_dim] float32, a scale for each vector."""
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.round(x / torch.where(scale > 0, scale, 1.0)) * scale
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    path = tmp_path_factory.mktemp("int8") / "tiny"
-    return make_llama(path, seed=5, requests=3, output_tokens=1, prompt_tokens=(2, 90))
 
 
 @pytest.fixture
@@ -63,9 +59,7 @@ def outputs(engine: Engine, prompts: list[list[int]], chunk: int) -> list[list[i
     driver = Driver(engine)
     for slot, prompt in enumerate(prompts):
         driver.enter(slot, prompt)
-    while any(len(driver.outputs[slot]) < OUTPUTS for slot in range(len(prompts))):
-        driver.step(dict.fromkeys(range(len(prompts)), chunk))
-    return [driver.outputs[slot][:OUTPUTS] for slot in range(len(prompts))]
+    return driver.run_all(OUTPUTS, chunk)
 
 
 @pytest.mark.usefixtures("rounded_cache")

@@ -11,18 +11,18 @@ import torch
 
 from protos import worker_pb2
 from services.worker.engine import Engine
-from services.worker.in_flight import InFlightStep
 from services.worker.slots import SlotTable
 from shared.columns import pack, unpack
 from shared.text.logprobs import unpack_records
-from tests.engine.driver import make_engine
+from tests.engine.driver import Ahead, entering, make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process
-from tests.support.models import VOCAB, Reference, make_llama
+from tests.support.models import VOCAB, Reference
 from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
 
 SMALL = {"kv_blocks": 26, "max_seqs": 16, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}
 """A pool in which policies have to preempt."""
+MODEL = {"seed": 3, "requests": 4, "prompt_tokens": (12, 40)}
 
 
 @pytest.fixture(scope="module")
@@ -41,54 +41,11 @@ def crowded(shared: Reference) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("overlap") / "tiny", seed=3, requests=4, prompt_tokens=(12, 40))
-
-
-@pytest.fixture(scope="module")
 def engine(reference: Reference) -> Engine:
     return make_late_engine(reference.path, host_blocks=16)
 
 
-class Ahead:
-    """Submits steps of an engine by hand. Slot s has blocks 12 s .. 12 s + 11 of its own."""
-
-    def __init__(self, engine: Engine) -> None:
-        engine.reset()
-        self.engine = engine
-        self.id = 0
-        self.outputs: dict[int, list[int]] = {}
-
-    def submit(self, chunks: dict[int, tuple[int, int]], **fields: Any) -> InFlightStep:
-        """chunks: slot -> (start, length)."""
-        self.id += 1
-        columns = list(chunks.values())
-        return self.engine.submit(
-            worker_pb2.Step(
-                epoch=1,
-                id=self.id,
-                chunk_slots=pack(list(chunks)),
-                chunk_starts=pack([start for start, _ in columns]),
-                chunk_lengths=pack([length for _, length in columns]),
-                **fields,
-            )
-        )
-
-    def finish(self, inflight: InFlightStep, more: bool = False) -> worker_pb2.Result:
-        result = self.engine.finish(inflight, lambda: more)
-        assert not result.error
-        for slot, token in zip(unpack(result.slots).tolist(), unpack(result.tokens).tolist(), strict=True):
-            self.outputs.setdefault(slot, []).append(token)
-        return result
-
-
-def enter(slot: int, tokens: list[int], **fields: Any) -> worker_pb2.Enter:
-    blocks = pack(np.arange(12 * slot, 12 * slot + 12))
-    return worker_pb2.Enter(slot=slot, tokens=pack(tokens), prompt_tokens=len(tokens), blocks=blocks, **fields)
-
-
-@pytest.mark.parametrize("lookahead", [1, 2])
-@pytest.mark.parametrize("policy", ["sarathi", "vllm", "orcinus:memory=watermark"])
+@pytest.mark.parametrize(("policy", "lookahead"), [("sarathi", 1), ("vllm", 2), ("orcinus:memory=watermark", 1)])
 def test_preempting_and_swapping_beside_steps_in_flight_gives_references_tokens(
     crowded: Engine, load: Load, policy: str, lookahead: int
 ) -> None:
@@ -142,11 +99,11 @@ def test_token_is_named_by_its_slot_until_it_comes() -> None:
 def test_slot_reused_before_its_last_token_keeps_the_new_sequence(engine: Engine, reference: Reference) -> None:
     old, new = reference.prompts[0][:12], reference.prompts[1]
     ahead = Ahead(engine)
-    ahead.finish(ahead.submit({0: (0, 12)}, enters=[enter(0, old)]))
+    ahead.finish(ahead.submit({0: (0, 12)}, enters=[entering(0, old)]))
     last = ahead.submit({0: (12, 1)})
     # Place 13 of the slot belonged to the token of `last`; it holds a token of the new prompt now.
     assert len(new) > 14
-    in_flight = [ahead.submit({0: (0, 4)}, free_slots=pack([0]), enters=[enter(0, new)])]
+    in_flight = [ahead.submit({0: (0, 4)}, free_slots=pack([0]), enters=[entering(0, new)])]
     told = ahead.finish(last)
     assert unpack(told.slots).tolist() == [0]
     assert engine.slots.tokens[0, : len(new)].tolist() == new
@@ -176,14 +133,14 @@ def test_failed_sequence_fails_in_the_next_step_too(engine: Engine, reference: R
     good, other = reference.prompts[0], reference.prompts[1]
     ahead = Ahead(engine)
     size = len(good)
-    first = ahead.submit({0: (0, size), 1: (0, 3)}, enters=[enter(0, good), enter(1, [1, 2, poison])])
+    first = ahead.submit({0: (0, size), 1: (0, 3)}, enters=[entering(0, good), entering(1, [1, 2, poison])])
     second = ahead.submit({1: (3, 1), 0: (size, 1)})
     for inflight in (first, second):
         result = ahead.finish(inflight)
         assert [(error.slot, error.code) for error in result.errors] == [(1, "nan_logits")]
         assert unpack(result.slots).tolist() == [0]
     third = ahead.submit({1: (4, 1), 0: (size + 1, 1)})  # on its way before the scheduler read of the error
-    fourth = ahead.submit({1: (0, len(other)), 0: (size + 2, 1)}, free_slots=pack([1]), enters=[enter(1, other)])
+    fourth = ahead.submit({1: (0, len(other)), 0: (size + 2, 1)}, free_slots=pack([1]), enters=[entering(1, other)])
     assert [error.slot for error in ahead.finish(third).errors] == [1]
     assert not ahead.finish(fourth).errors
     assert ahead.outputs == {0: reference.outputs[0][:4], 1: reference.outputs[1][:1]}
@@ -193,7 +150,7 @@ def test_failed_draw_is_reported_again_by_the_step_in_flight(engine: Engine, ref
     prompt = reference.prompts[0]
     nothing = worker_pb2.Sampling(stop_ids=pack(range(VOCAB)), min_tokens=1)
     ahead = Ahead(engine)
-    first = ahead.submit({1: (0, len(prompt))}, enters=[enter(1, prompt, sampling=nothing)])
+    first = ahead.submit({1: (0, len(prompt))}, enters=[entering(1, prompt, sampling=nothing)])
     second = ahead.submit({1: (len(prompt), 1)})  # the ban was for one token: this draw would be fine
     for inflight in (first, second):
         result = ahead.finish(inflight)
@@ -203,9 +160,9 @@ def test_failed_draw_is_reported_again_by_the_step_in_flight(engine: Engine, ref
 
 def test_late_failure_does_not_touch_the_slots_new_sequence(engine: Engine, reference: Reference, poison: int) -> None:
     ahead = Ahead(engine)
-    first = ahead.submit({1: (0, 3)}, enters=[enter(1, [1, 2, poison])])
+    first = ahead.submit({1: (0, 3)}, enters=[entering(1, [1, 2, poison])])
     new = reference.prompts[1]
-    second = ahead.submit({1: (0, len(new))}, free_slots=pack([1]), enters=[enter(1, new)])
+    second = ahead.submit({1: (0, len(new))}, free_slots=pack([1]), enters=[entering(1, new)])
     assert [(error.slot, error.code) for error in ahead.finish(first).errors] == [(1, "nan_logits")]
     assert not ahead.finish(second).errors
     third = ahead.submit({1: (len(new), 1)})
@@ -215,9 +172,9 @@ def test_late_failure_does_not_touch_the_slots_new_sequence(engine: Engine, refe
 
 def test_invalid_grammar_fails_its_sequence_in_both_steps(engine: Engine, reference: Reference) -> None:
     prompt = reference.prompts[0]
-    masked = enter(1, prompt, sampling=worker_pb2.Sampling(grammar="none at all"))
+    masked = entering(1, prompt, sampling=worker_pb2.Sampling(grammar="none at all"))
     ahead = Ahead(engine)
-    in_flight = [ahead.submit({1: (0, len(prompt)), 0: (0, len(prompt))}, enters=[masked, enter(0, prompt)])]
+    in_flight = [ahead.submit({1: (0, len(prompt)), 0: (0, len(prompt))}, enters=[masked, entering(0, prompt)])]
     in_flight.append(ahead.submit({0: (len(prompt), 1), 1: (len(prompt), 1)}))
     for inflight in in_flight:
         result = ahead.finish(inflight)
@@ -230,11 +187,11 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, ref
     ahead = Ahead(engine)
     copies = {"swap_out_gpu": pack([90]), "swap_out_host": pack([3]), "swap_in_host": pack([3])}
     in_flight = [
-        ahead.submit({0: (0, 12)}, enters=[enter(0, old)], **copies, swap_in_gpu=pack([1])),
+        ahead.submit({0: (0, 12)}, enters=[entering(0, old)], **copies, swap_in_gpu=pack([1])),
         ahead.submit({0: (12, 1)}),
     ]
     after = Ahead(engine)  # resets
-    begun = after.submit({0: (0, len(new))}, enters=[enter(0, new)])
+    begun = after.submit({0: (0, len(new))}, enters=[entering(0, new)])
     block = engine.read_block(1)
     assert block.any()
     for inflight in in_flight:  # as the server does: they are waited for and not read
@@ -250,7 +207,7 @@ def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, ref
 def test_copies_are_acknowledged_once_in_order_when_complete(engine: Engine, reference: Reference) -> None:
     prompt = reference.prompts[0]
     ahead = Ahead(engine)
-    ahead.finish(ahead.submit({0: (0, len(prompt))}, enters=[enter(0, prompt)]))
+    ahead.finish(ahead.submit({0: (0, len(prompt))}, enters=[entering(0, prompt)]))
     acks: list[tuple[list[int], list[int], int]] = []
 
     def note(result: worker_pb2.Result) -> None:
@@ -293,7 +250,7 @@ def test_timings_are_the_devices_and_idle_is_between_flights(
     monkeypatch.setattr(engine, "_sample", lambda *given, run=engine._sample: (later(9), run(*given))[1])
     prompt = reference.prompts[0]
     ahead = Ahead(engine)
-    in_flight = [ahead.submit({0: (0, len(prompt))}, enters=[enter(0, prompt)]), ahead.submit({0: (len(prompt), 1)})]
+    in_flight = [ahead.submit({0: (0, len(prompt))}, enters=[entering(0, prompt)]), ahead.submit({0: (len(prompt), 1)})]
     results = [ahead.finish(in_flight[0])]
     in_flight.append(ahead.submit({0: (len(prompt) + 1, 1)}))
     results += [ahead.finish(inflight) for inflight in in_flight[1:]]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,24 +21,16 @@ from services.scheduler.workers.wire import limits_from_wire, result_from_wire, 
 from services.worker.engine import Engine
 from shared.columns import pack, unpack
 from shared.errors import ProtocolError
-from shared.settings import WorkerSettings
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes
 from tests.support import in_process
 from tests.support.in_process import Recorded
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 
 REQUESTS = 10
 OUTPUT_TOKENS = 40
 SEED = 20261124
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    path = tmp_path_factory.mktemp("speculation") / "tiny"
-    return make_llama(
-        path, requests=REQUESTS, prompt_tokens=(2, 40), output_tokens=OUTPUT_TOKENS, hidden_size=32, seed=SEED
-    )
+MODEL = {"requests": REQUESTS, "prompt_tokens": (2, 40), "output_tokens": 40, "hidden_size": 32, "seed": SEED}
 
 
 @pytest.fixture(autouse=True)
@@ -47,21 +38,15 @@ def drafts_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
 
 
-def engine_of(model: Path, pool_tokens: int = 4096, **settings: Any) -> Engine:
-    return Engine(
-        WorkerSettings(
-            model=model,
-            device="cpu",
-            max_seqs=REQUESTS,
-            kv_blocks=pool_tokens // 16,
-            host_blocks=64,
-            max_input_tokens=64,
-            max_output_tokens=64,
-            max_step_tokens=512,
-            threads=1,
-            **({"dtype": "float32", "kernels": "cpu"} | settings),
-        )
-    )
+def engine_of(reference: Reference, pool_tokens: int = 4096, **settings: Any) -> Engine:
+    lengths = {"max_seqs": REQUESTS, "max_input_tokens": 64, "max_output_tokens": 64, "max_step_tokens": 512}
+    given = {"kernels": "cpu", "host_blocks": 64, "block_size": 16, "kv_blocks": pool_tokens // 16}
+    return make_engine(reference.path, **(given | lengths | settings))
+
+
+@pytest.fixture(scope="module")
+def runner(reference: Reference) -> Engine:
+    return engine_of(reference)
 
 
 def requests_of(reference: Reference, **sampling: Any) -> list[NewRequest]:
@@ -100,11 +85,12 @@ def drafts_of(core: Scheduler) -> tuple[int, int]:
     return int(stats["drafted_tokens"]), int(stats["accepted_tokens"])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
-@pytest.mark.parametrize("wrong", [0.0, 0.1, 0.3])
-def test_tokens_equal_those_without_drafts(reference: Reference, temperature: float, wrong: float) -> None:
+@pytest.mark.parametrize(("temperature", "wrong"), [(0.0, 0.1), (0.7, 0.0), (1.3, 0.3)])
+def test_tokens_equal_those_without_drafts(
+    reference: Reference, runner: Engine, temperature: float, wrong: float
+) -> None:
     requests = requests_of(reference, temperature=temperature, seed=SEED)
-    core, truth = compare(engine_of(reference.path), requests, wrong)
+    core, truth = compare(runner, requests, wrong)
     drafted, accepted = drafts_of(core)
     assert drafted > 0 and accepted > 0
     if wrong:
@@ -121,14 +107,15 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_penalties_filters_and_logprobs_see_the_drafts_before_them(reference: Reference, name: str) -> None:
+def test_penalties_filters_and_logprobs_see_the_drafts_before_them(
+    reference: Reference, runner: Engine, name: str
+) -> None:
     requests = requests_of(reference, temperature=0.9, seed=SEED, **SAMPLINGS[name])
-    core, _ = compare(engine_of(reference.path), requests, 0.1)
+    core, _ = compare(runner, requests, 0.1)
     assert drafts_of(core)[1] > 0
 
 
-def test_stop_ids_and_least_tokens_end_outputs_where_they_did(reference: Reference) -> None:
-    runner, ends = engine_of(reference.path), set()
+def test_stop_ids_and_least_tokens_end_outputs_where_they_did(reference: Reference, runner: Engine) -> None:
     requests = requests_of(reference, temperature=0.9, seed=SEED)
     for at, request in enumerate(requests):
         request.stop_ids, request.min_tokens = np.arange(at, 256, 16, np.int32)[:16], 5 * (at % 3)
@@ -141,12 +128,13 @@ def test_stop_ids_and_least_tokens_end_outputs_where_they_did(reference: Referen
     assert drafts_of(core)[1] > 0
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "orcinus", "vllm"])
-@pytest.mark.parametrize(("microbatches", "lookahead"), [(1, 0), (1, 2), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("policy", "microbatches", "lookahead"), [("sarathi", 1, 0), ("vllm", 1, 2), ("orcinus", 2, 1), ("sarathi", 3, 1)]
+)
 def test_preempted_and_overlapped_sequences_keep_their_tokens(
     reference: Reference, policy: str, microbatches: int, lookahead: int
 ) -> None:
-    small = engine_of(reference.path, pool_tokens=256)
+    small = engine_of(reference, pool_tokens=256)
     requests = requests_of(reference, temperature=0.7, seed=SEED)
     core, _ = compare(small, requests, 0.1, policy=policy, microbatches=microbatches, lookahead=lookahead)
     assert drafts_of(core)[1] > 0
@@ -158,26 +146,20 @@ def test_preempted_and_overlapped_sequences_keep_their_tokens(
 def test_bfloat16_and_reference_kernels_take_drafts(reference: Reference, kernels: str) -> None:
     """Greedy, as the reference kernels may sum differently in another batch; the outputs have no near ties."""
     dtype = {"cpu": "bfloat16", "reference": "float32"}[kernels]
-    runner = engine_of(reference.path, kernels=kernels, dtype=dtype)
+    runner = engine_of(reference, kernels=kernels, dtype=dtype)
     assert runner.info().same_bits == (kernels == "cpu")
     core, _ = compare(runner, requests_of(reference), 0.1)
     assert drafts_of(core)[1] > 0
 
 
-def test_drafts_come_from_the_outputs_of_the_same_tenant_alone(reference: Reference) -> None:
-    runner = engine_of(reference.path)
+def test_drafts_come_from_the_outputs_of_the_same_tenant_alone(reference: Reference, runner: Engine) -> None:
     accepted: list[int] = []
     for tenants in (("a", "a"), ("a", "b")):
         first, second = (
-            dataclasses.replace(r, tenant=tenant)
-            for r, tenant in zip(
-                (
-                    in_process.request(name, reference.prompts[0], OUTPUT_TOKENS, temperature=1.3, seed=5)
-                    for name in "fs"
-                ),
-                tenants,
-                strict=True,
+            dataclasses.replace(
+                in_process.request(name, reference.prompts[0], OUTPUT_TOKENS, temperature=1.3, seed=5), tenant=tenant
             )
+            for name, tenant in zip("fs", tenants, strict=True)
         )
         core = Scheduler("orcinus", lookahead=1, prefix_cache=False)
         runner.reset()
@@ -189,8 +171,7 @@ def test_drafts_come_from_the_outputs_of_the_same_tenant_alone(reference: Refere
     assert accepted[0] > accepted[1]
 
 
-def test_request_that_wants_no_drafts_has_none(reference: Reference) -> None:
-    runner = engine_of(reference.path)
+def test_request_that_wants_no_drafts_has_none(reference: Reference, runner: Engine) -> None:
     requests = requests_of(reference)
     truth, _ = in_process.run(runner, requests, "orcinus", speculate="off")
     without = [dataclasses.replace(r, speculate=False) for r in predicted(requests, truth, 0.0)]
@@ -201,14 +182,7 @@ def test_request_that_wants_no_drafts_has_none(reference: Reference) -> None:
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_ranks_agree_on_which_drafts_count(reference: Reference, processes: Processes, tp: int, pp: int) -> None:
-    settings = {
-        "dtype": "float32",
-        "kernels": "cpu",
-        "max_seqs": REQUESTS,
-        "threads": 1,
-        "kv_blocks": 256,
-        "block_size": 16,
-    }
+    settings = {"kernels": "cpu", "max_seqs": REQUESTS, "kv_blocks": 256, "block_size": 16}
     with processes.replica(tp, pp, reference.path, **settings) as replica:
         core, _ = compare(replica, requests_of(reference, temperature=0.7, seed=SEED, logprobs=3), 0.1)
     assert drafts_of(core)[1] > 0
@@ -227,8 +201,11 @@ def finish(runner: Engine, core: Scheduler, replica: int) -> None:
 
 
 @pytest.mark.parametrize("guess", [-1, 100_000, 2**31 - 1])
-def test_guess_outside_the_vocabulary_is_wrong_and_nothing_else(reference: Reference, guess: int) -> None:
-    driver, prompt = Driver(engine_of(reference.path)), reference.prompts[0]
+def test_guess_outside_the_vocabulary_is_wrong_and_nothing_else(
+    reference: Reference, runner: Engine, guess: int
+) -> None:
+    runner.reset()
+    driver, prompt = Driver(runner), reference.prompts[0]
     driver.enter(0, prompt, blocks=pack(range(4)))
     first = unpack(driver.step({0: len(prompt)}).tokens).tolist()
     columns = {"chunk_slots": [0], "chunk_starts": [len(prompt)], "chunk_lengths": [3], "chunk_drafts": [2]}
@@ -250,8 +227,11 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("fields", "why"), WRONG)
-def test_worker_refuses_steps_with_wrong_drafts(reference: Reference, fields: dict[str, bytes], why: str) -> None:
-    driver = Driver(engine_of(reference.path))
+def test_worker_refuses_steps_with_wrong_drafts(
+    reference: Reference, runner: Engine, fields: dict[str, bytes], why: str
+) -> None:
+    runner.reset()
+    driver = Driver(runner)
     grammar = LLMatcher.grammar_from_regex("[a-m]{20,30}")
     driver.enter(0, reference.prompts[0], blocks=pack(range(4)), sampling=worker_pb2.Sampling(grammar=grammar))
     driver.step({0: len(reference.prompts[0])})

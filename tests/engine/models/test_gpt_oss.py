@@ -22,10 +22,9 @@ from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix, Stack
 from services.worker.quantization.mxfp4 import powers
 from shared.errors import ConfigurationError, ModelError
-from tests.engine.driver import Driver, make_engine
+from tests.engine.driver import Driver, generated, make_engine
 from tests.engine.ranks import Processes
 from tests.engine.test_tokens import all_logits, close
-from tests.support import in_process
 from tests.support.compiler import demand_compiler
 from tests.support.models import Reference, make_llama
 from tests.support.quantized import write_mxfp4
@@ -82,9 +81,7 @@ def test_mxfp4_gives_the_tokens_and_logits_of_its_weights(reference: Reference, 
     engine = make_engine(reference.path, kernels=kernels, block_size=16)
     limits = limits_from_wire(engine.info())
     assert (limits.experts, limits.experts_per_token) == (6, 3)
-    made = [in_process.request(f"r{at}", prompt, TOKENS) for at, prompt in enumerate(reference.prompts)]
-    recorded = in_process.run(engine, made, "orcinus")[0]
-    assert [recorded.tokens[f"r{at}", 0] for at in range(3)] == reference.outputs
+    assert generated(engine, reference.prompts, TOKENS) == reference.outputs
     engine.reset()
     tokens = reference.prompts[0] + reference.outputs[0]
     close(all_logits(engine, tokens), reference.logits(tokens))
@@ -103,16 +100,14 @@ def test_bfloat16_logprobs_ignore_batches_chunks_and_threads(reference: Referenc
             driver = Driver(engine)
             for slot in batch:
                 driver.enter(slot, prompts[slot])
-            while any(len(driver.outputs[slot]) < 24 for slot in batch):
-                driver.step({slot: chunk for slot in batch if len(driver.outputs[slot]) < 24})
-            logits += [driver.outputs[slot][:24] for slot in batch]
+            logits += driver.run_all(24, chunk)
             engine.reset()
         found.append((logits, all_logits(engine, prompts[1])))
     for outputs, logits in found[1:]:
         assert outputs == found[0][0] and torch.equal(logits, found[0][1])
 
 
-@pytest.mark.parametrize(("tp", "pp", "kernels"), [(2, 1, "cpu"), (4, 1, "cpu"), (1, 2, "reference")])
+@pytest.mark.parametrize(("tp", "pp", "kernels"), [(4, 1, "cpu"), (1, 2, "reference")])
 def test_ranks_give_the_tokens_of_the_whole_model(
     processes: Processes, reference: Reference, tp: int, pp: int, kernels: str
 ) -> None:
@@ -122,19 +117,15 @@ def test_ranks_give_the_tokens_of_the_whole_model(
         driver = Driver(replica)
         for slot, prompt in enumerate(reference.prompts):
             driver.enter(slot, prompt)
-        while any(len(driver.outputs[slot]) < 20 for slot in range(3)):
-            driver.step({slot: 13 for slot in range(3) if len(driver.outputs[slot]) < 20})
-    assert [driver.outputs[slot][:20] for slot in range(3)] == [one[:20] for one in reference.outputs]
+        assert driver.run_all(20, 13) == [one[:20] for one in reference.outputs]
 
 
 def test_bfloat16_checkpoint_is_that_of_its_weights_and_may_be_rounded(tmp_path: Path) -> None:
     demand_compiler()
     found = make_llama(tmp_path / "tiny", seed=6, requests=2, output_tokens=24, dtype="bfloat16", **SIZES)
     engine = make_engine(found.path, kernels="cpu", block_size=16)
-    driver = Driver(engine)
-    for slot, prompt in enumerate(found.prompts):
-        driver.enter(slot, prompt)
-    assert [driver.run(slot, 24) for slot in range(2)] == found.outputs
+    assert generated(engine, found.prompts, 24) == found.outputs
+    engine.reset()
     expected = found.logits(found.prompts[0])
     for quantize in ("int8", "int4"):
         rounded = all_logits(make_engine(found.path, kernels="cpu", block_size=16, quantize=quantize), found.prompts[0])

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.engine import Engine
-from tests.engine.ranks import Processes, Replica
-from tests.support import in_process
+from tests.engine.driver import generated
+from tests.engine.ranks import Processes
 from tests.support.compiler import demand_compiler
 from tests.support.models import Case, Reference, make_llama
 
@@ -46,17 +45,11 @@ def cases(checkpoint: Reference, tp: int) -> list[Case]:
     return reference.cases(6, (4, 60), TOKENS, seed=37)
 
 
-def tokens(engine: Engine | Replica, asked: list[Case], pp: int) -> list[list[int]]:
-    made = [in_process.request(f"r{at}", case.prompt, TOKENS) for at, case in enumerate(asked)]
-    recorded = in_process.run(engine, made, "orcinus", microbatches=pp, lookahead=1)[0]
-    return [recorded.tokens[f"r{at}", 0] for at in range(len(asked))]
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
 def test_int8_ranks_give_the_tokens_of_their_rounded_weights(
     processes: Processes, checkpoint: Reference, tp: int, pp: int
 ) -> None:
     asked = cases(checkpoint, tp)
     with processes.replica(tp, pp, checkpoint.path, **INT8) as replica:
-        found = tokens(replica, asked, pp)
+        found = generated(replica, [case.prompt for case in asked], TOKENS, microbatches=pp, lookahead=1)
     assert found == [case.tokens for case in asked]
