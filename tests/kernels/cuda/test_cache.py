@@ -109,47 +109,33 @@ def test_pairs_that_follow_one_another_are_one_copy(monkeypatch: pytest.MonkeyPa
 
 
 @layouts
-def test_a_copy_out_takes_what_main_was_given_before(layer_major: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "right"),
+    [("copied out before main is done", 99), ("rewritten while it drains", 4), ("read too early", 50)],
+)
+def test_a_missing_wait_shows(layer_major: bool, kind: str, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(seed: int, wait: bool) -> float:
+        """What becomes of block 4, which holds 4."""
         cache = cache_on(EmulatedDevice(seed), layer_major)
-        cache.device.close()
-        write(cache, 4, 99)
-        if not wait:
-            monkeypatch.setattr(cache.device.copies, "wait_for", lambda event: None)
-        cache.copy_out(int32(4), int32(2))
-        return host_of(cache)[2]
-
-    assert {found(seed, wait=True) for seed in SEEDS} == {99}
-    assert {found(seed, wait=False) for seed in SEEDS} == {4, 99}, "a missing wait shows"
-
-
-@layouts
-def test_a_block_that_is_rewritten_while_it_drains_shows(layer_major: bool) -> None:
-    def found(seed: int, wait: bool) -> float:
-        cache = cache_on(EmulatedDevice(seed), layer_major)
-        pending = cache.start_copy_out(int32(4), int32(2))
-        if wait:
-            pending.wait()
-        write(cache, 4, 99)
-        cache.device.close()
-        return host_of(cache)[2]
-
-    assert {found(seed, wait=True) for seed in SEEDS} == {4}
-    assert {found(seed, wait=False) for seed in SEEDS} == {4, 99}
-
-
-@layouts
-def test_block_that_is_read_before_it_was_copied_in_shows(layer_major: bool) -> None:
-    def found(seed: int, wait: bool) -> float:
-        cache = cache_on(EmulatedDevice(seed), layer_major)
+        if right == 99:
+            cache.device.close()
+            write(cache, 4, 99)
+            if not wait:
+                monkeypatch.setattr(cache.device.copies, "wait_for", lambda event: None)
+            cache.copy_out(int32(4), int32(2))
+            return host_of(cache)[2]
         cache.host.fill_(50)
-        pending = cache.start_copy_in(int32(0), int32(4))
+        pending = cache.start_copy_out(int32(4), int32(2)) if right == 4 else cache.start_copy_in(int32(0), int32(4))
         if wait:
             pending.wait()
-        return whole(cache.read_block(4))
+        if right == 50:
+            return whole(cache.read_block(4))
+        write(cache, 4, 99)
+        cache.device.close()
+        return host_of(cache)[2]
 
-    assert {found(seed, wait=True) for seed in SEEDS} == {50}
-    assert {found(seed, wait=False) for seed in SEEDS} == {4, 50}
+    assert {found(seed, wait=True) for seed in SEEDS} == {right}
+    assert {found(seed, wait=False) for seed in SEEDS} == {4, 50 if right == 50 else 99}
 
 
 def test_a_copy_is_ready_when_it_is_done() -> None:
