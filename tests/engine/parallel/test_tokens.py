@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from llguidance import LLMatcher
 
 from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
+from services.worker.in_flight import InFlightStep
 from shared.columns import pack, unpack
 from shared.errors import RankError
 from shared.text.logprobs import unpack_records
-from tests.engine.driver import Driver, make_engine
+from tests.engine.driver import Ahead, Driver, entering, make_engine
 from tests.engine.ranks import Processes, Replica
 from tests.support import in_process
 from tests.support.compiler import demand_compiler
-from tests.support.models import VOCAB, Reference, make_llama, random_prompts
+from tests.support.models import VOCAB, Reference, random_prompts
 from tests.support.shared_prefixes import Load, shared_prefixes
 
 SHAPE = {
@@ -31,6 +31,7 @@ SHAPE = {
     "num_attention_heads": 12,
     "num_key_value_heads": 6,
 }
+MODEL = {"seed": 5, "requests": 4, "prompt_tokens": (12, 40), **SHAPE}
 SMALL = {"kv_blocks": 26, "max_seqs": 16, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}
 """A pool in which policies have to preempt and to swap."""
 KERNELS: dict[str, dict[str, Any]] = {
@@ -40,20 +41,11 @@ KERNELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    path = tmp_path_factory.mktemp("parallel") / "tiny"
-    return make_llama(path, seed=5, requests=4, prompt_tokens=(12, 40), **SHAPE)
-
-
-@pytest.fixture(scope="module")
 def load(reference: Reference) -> Load:
     return shared_prefixes(reference)
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "kernels"),
-    [(2, 1, "cpu"), (2, 2, "cpu"), (1, 4, "cpu"), (3, 2, "reference")],
-)
+@pytest.mark.parametrize(("tp", "pp", "kernels"), [(2, 1, "cpu"), (2, 2, "cpu"), (1, 4, "cpu"), (3, 2, "reference")])
 def test_chunking_preempting_and_swapping_give_the_references_tokens(
     processes: Processes, reference: Reference, load: Load, tp: int, pp: int, kernels: str
 ) -> None:
@@ -69,52 +61,36 @@ def test_chunking_preempting_and_swapping_give_the_references_tokens(
             assert stats["blocks_draining"] == 0
 
 
-class Ahead:
-    """Steps of two microbatches by hand, as many out as may be. Slot s has blocks 12 s .. 12 s + 11."""
+class Microbatches(Ahead):
+    """Steps that compute all that is known of some slots, which then sample, or their last token."""
 
-    def __init__(self, engine: Engine | Replica) -> None:
-        engine.reset()
-        self.engine = engine
-        self.id = 0
-        self.outputs: dict[int, list[int]] = {}
-        self.errors: dict[int, str] = {}
+    def __init__(self, engine: Replica) -> None:
+        super().__init__(engine)
         self.known: dict[int, int] = {}
 
     def enter(self, slot: int, tokens: list[int], **fields: Any) -> worker_pb2.Enter:
         self.known[slot] = len(tokens)
-        blocks = pack(np.arange(12 * slot, 12 * slot + 12))
-        return worker_pb2.Enter(slot=slot, tokens=pack(tokens), prompt_tokens=len(tokens), blocks=blocks, **fields)
+        return entering(slot, tokens, **fields)
 
-    def submit(self, slots: list[int], **fields: Any) -> Any:
-        """Computes all that is known of these slots, which then sample, or their last token."""
-        self.id += 1
+    def give(self, slots: list[int], **fields: Any) -> InFlightStep:
         entered = {enter.slot for enter in fields.get("enters", ())}
-        starts = [0 if slot in entered else self.known[slot] - 1 for slot in slots]
-        lengths = [self.known[slot] - start for slot, start in zip(slots, starts, strict=True)]
+        starts = {slot: 0 if slot in entered else self.known[slot] - 1 for slot in slots}
+        chunks = {slot: (start, self.known[slot] - start) for slot, start in starts.items()}
         for slot in slots:
             self.known[slot] += 1
-        columns = {"chunk_slots": slots, "chunk_starts": starts, "chunk_lengths": lengths}
-        packed = {name: pack(column) for name, column in columns.items()}
-        return self.engine.submit(worker_pb2.Step(epoch=1, id=self.id, **packed, **fields))
-
-    def finish(self, flight: Any) -> worker_pb2.Result:
-        result = self.engine.finish(flight)
-        for slot, token in zip(unpack(result.slots).tolist(), unpack(result.tokens).tolist(), strict=True):
-            self.outputs.setdefault(slot, []).append(token)
-        self.errors |= {error.slot: error.code for error in result.errors}
-        return result
+        return self.submit(chunks, **fields)
 
 
-def grammar_row(replica: Replica, reference: Reference, are_late: bool) -> tuple[Ahead, list[list[int]]]:
+def grammar_row(replica: Replica, reference: Reference, are_late: bool) -> tuple[Microbatches, list[list[int]]]:
     """Return slot 0 with the first prompt, slot 1 with another and a grammar, after four outputs of each; and the late
     slots of each step.
     """
-    ahead, late = Ahead(replica), []
+    ahead, late = Microbatches(replica), []
     digits = worker_pb2.Sampling(grammar=LLMatcher.grammar_from_regex("[0-9]{40}"), top_p=1)
     enters = [ahead.enter(0, reference.prompts[0]), ahead.enter(1, reference.prompts[1], sampling=digits)]
-    flights = [ahead.submit([0, 1], enters=enters)]
+    flights = [ahead.give([0, 1], enters=enters)]
     if are_late and replica.info().stages > 1:
-        flights.append(ahead.submit([0, 1]))  # sent before anyone knows
+        flights.append(ahead.give([0, 1]))  # sent before anyone knows
     for flight in flights:
         late.append(unpack(ahead.finish(flight).late_slots).tolist())
     if are_late:
@@ -125,7 +101,7 @@ def grammar_row(replica: Replica, reference: Reference, are_late: bool) -> tuple
         if not slots:
             return ahead, late
         ahead.known[1] = len(reference.prompts[1]) + outputs[1]
-        ahead.finish(ahead.submit(slots))
+        ahead.finish(ahead.give(slots))
     raise AssertionError(f"outputs {ahead.outputs}, errors {ahead.errors}")
 
 
@@ -146,17 +122,17 @@ def test_row_without_its_mask_sits_out_on_every_rank(
 
 def test_slot_reused_in_the_pipe_keeps_the_new_sequence(processes: Processes, reference: Reference) -> None:
     with processes.replica(1, 2, reference.path, kernels="reference") as replica:
-        ahead, prompts = Ahead(replica), reference.prompts
-        first = ahead.submit([0], enters=[ahead.enter(0, prompts[0])])
-        second = ahead.submit([1], enters=[ahead.enter(1, prompts[1])])
-        third = ahead.submit([0])
+        ahead, prompts = Microbatches(replica), reference.prompts
+        first = ahead.give([0], enters=[ahead.enter(0, prompts[0])])
+        second = ahead.give([1], enters=[ahead.enter(1, prompts[1])])
+        third = ahead.give([0])
         # The client of slot 0 has left while two of its steps are out, and another sequence comes.
-        fourth = ahead.submit([0], free_slots=pack([0]), enters=[ahead.enter(0, prompts[2])])
+        fourth = ahead.give([0], free_slots=pack([0]), enters=[ahead.enter(0, prompts[2])])
         for flight in (first, second, third, fourth):
             ahead.finish(flight)
         assert ahead.outputs[0] == [*reference.outputs[0][:2], reference.outputs[2][0]]
         for _ in range(8):
-            for flight in [ahead.submit([0]), ahead.submit([1])]:
+            for flight in [ahead.give([0]), ahead.give([1])]:
                 ahead.finish(flight)
         assert ahead.outputs[0][2:] == reference.outputs[2][:9]
         assert ahead.outputs[1] == reference.outputs[1][:9]
@@ -166,22 +142,22 @@ def test_sequence_that_cannot_be_drawn_fails_alone_at_every_rank(processes: Proc
     """Steps of it that are in flight fail too; the others go on, and its slot serves the next sequence."""
     everything = pack(list(range(VOCAB)))
     with processes.replica(2, 2, reference.path, kernels="reference") as replica:
-        ahead, prompts = Ahead(replica), reference.prompts
+        ahead, prompts = Microbatches(replica), reference.prompts
         enters = [
             ahead.enter(0, prompts[0]),
             ahead.enter(1, prompts[1], sampling=worker_pb2.Sampling(top_p=1, banned_ids=everything)),
             ahead.enter(2, prompts[2], sampling=worker_pb2.Sampling(top_p=1, grammar="not a grammar")),
             ahead.enter(3, prompts[3], sampling=worker_pb2.Sampling(top_p=7)),
         ]
-        ahead.finish(ahead.submit([0, 1, 2, 3], enters=enters))
+        ahead.finish(ahead.give([0, 1, 2, 3], enters=enters))
         assert ahead.errors == {1: "nothing_allowed", 2: "grammar", 3: "invalid_sampling"}
         ahead.errors.clear()
-        ahead.finish(ahead.submit([0, 1, 2, 3]))
+        ahead.finish(ahead.give([0, 1, 2, 3]))
         assert ahead.errors == {1: "nothing_allowed", 2: "grammar", 3: "invalid_sampling"}
         fresh = [ahead.enter(slot, prompts[slot]) for slot in (1, 2)]
-        ahead.finish(ahead.submit([0, 1, 2], free_slots=pack([1, 2, 3]), enters=fresh))
+        ahead.finish(ahead.give([0, 1, 2], free_slots=pack([1, 2, 3]), enters=fresh))
         for _ in range(4):
-            ahead.finish(ahead.submit([0, 1, 2]))
+            ahead.finish(ahead.give([0, 1, 2]))
         assert ahead.outputs[0] == reference.outputs[0][:7]
         assert [ahead.outputs[slot] for slot in (1, 2)] == [reference.outputs[slot][:5] for slot in (1, 2)]
 
@@ -229,11 +205,11 @@ def test_death_of_a_rank_is_an_error_of_the_others(reference: Reference) -> None
     separate = Processes()
     try:
         with separate.replica(1, 2, reference.path, kernels="reference") as replica:
-            ahead = Ahead(replica)
-            ahead.finish(ahead.submit([0], enters=[ahead.enter(0, reference.prompts[0])]))
+            ahead = Microbatches(replica)
+            ahead.finish(ahead.give([0], enters=[ahead.enter(0, reference.prompts[0])]))
             separate.kill(0)
             with pytest.raises(RankError):
                 for _ in range(4):
-                    ahead.finish(ahead.submit([0]))
+                    ahead.finish(ahead.give([0]))
     finally:
         separate.stop()

@@ -10,7 +10,6 @@ import torch
 
 from kernels.reference.backend import ReferenceOps
 from services.worker import backend
-from services.worker.engine import Engine
 from services.worker.models.config import DecoderConfig, load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
@@ -52,9 +51,3 @@ def test_sizes_that_are_warmed_up_are_no_larger_than_step(most: int) -> None:
     sizes = ReferenceOps(torch.device("cpu")).batch_sizes(torch.bfloat16, most)
     assert sizes[-1] == most
     assert sizes == sorted(set(sizes))
-
-
-@pytest.mark.parametrize("tokens", [33, 1000])
-def test_a_bfloat16_worker_starts_whatever_its_step_holds(tokens: int) -> None:
-    settings = WorkerSettings(kernels="reference", dtype="bfloat16", max_step_tokens=tokens, max_seqs=4, threads=1)
-    Engine(settings).warm_up()

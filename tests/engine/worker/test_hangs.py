@@ -11,8 +11,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,12 +28,13 @@ from services.worker.pipeline import QUEUED_STEPS
 from services.worker.server import WorkerServer
 from services.worker.watchdog import StepWatchdog
 from shared.columns import pack, unpack
-from shared.settings import ROOT
 from tests.engine.driver import make_engine
-from tests.support.launcher import settings_env
-from tests.support.models import Reference, make_llama
+from tests.engine.worker.processes import WorkerProcess
+from tests.support.models import Reference
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
+
+MODEL = {"seed": 9, "requests": 2}
 
 WAITING_ENGINE = """
 import sys
@@ -76,11 +75,6 @@ sys.exit(main.run(WorkerSettings()))
 """
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("hangs") / "tiny", seed=23, requests=1)
-
-
 def entering(prompt: list[int], id: int = 1) -> worker_pb2.Step:
     enter = worker_pb2.Enter(slot=0, tokens=pack(prompt), prompt_tokens=len(prompt), blocks=pack(list(range(8))))
     chunk = {"chunk_slots": pack([0]), "chunk_starts": pack([0]), "chunk_lengths": pack([len(prompt)])}
@@ -97,82 +91,43 @@ def begin(channel: grpc.Channel, *steps: worker_pb2.Step) -> Any:
     return call
 
 
-class WaitingWorker:
-    """A worker process with steps that wait for `gate`."""
-
-    def __init__(self, directory: Path, model: Path, redis_url: str, where: str, **settings: Any) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        self.gate = directory / "gate"
-        os.mkfifo(self.gate)
-        values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": self.address, "THREADS": 1, "DTYPE": "float32"}
-        values |= {"KV_BLOCKS": 64, "MAX_SEQS": 4, "MAX_STEP_TOKENS": 256} | settings
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", WAITING_ENGINE, str(self.gate), where],
-            cwd=ROOT,
-            env=settings_env(**values),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr or []))
-        self._reader.start()
-
-    def says(self, words: str) -> bool:
-        """Return whether it has said so, even if it has ended meanwhile. Raise RuntimeError if it never will."""
-        has_ended = self.process.poll() is not None
-        if has_ended:
-            self._reader.join()
-        if any(words in line for line in self.lines):
-            return True
-        if has_ended:
-            raise RuntimeError(f"the worker ended: {self.lines}")
-        return False
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        self._reader.join()
-        print(f"the worker exited with {self.process.returncode}", *self.lines, sep="\n")  # pytest shows it on failure
-
-
 @contextlib.contextmanager
 def waiting_worker(
     directory: Path, model: Path, where: str = "submit", **settings: Any
-) -> Iterator[tuple[WaitingWorker, RedisServer]]:
+) -> Iterator[tuple[WorkerProcess, str, Path, RedisServer]]:
+    """A worker with steps that wait for the named pipe; its address, the pipe, and its Redis."""
+    gate, address = directory / "gate", f"127.0.0.1:{free_port()}"
+    os.mkfifo(gate)
+    sizes = {"KV_BLOCKS": 64, "MAX_SEQS": 4, "MAX_STEP_TOKENS": 256, "DTYPE": "float32"}
     with RedisServer(directory / "redis") as redis:
-        worker = WaitingWorker(directory, model, redis.url, where, **settings)
-        try:
+        given = {"MODEL": model, "REDIS_URL": redis.url, "LISTEN": address, **sizes, **settings}
+        with WorkerProcess(("-c", WAITING_ENGINE, str(gate), where), **given) as worker:
             until("it is ready", lambda: worker.says("ready:"), 90)
-            yield worker, redis
-        finally:
-            worker.close()
+            yield worker, address, gate, redis
 
 
-@pytest.mark.parametrize(("where", "stopping"), [("submit", False), ("submit", True), ("finish", True)])
+@pytest.mark.parametrize(("where", "stopping"), [("submit", False), ("finish", True)])
 def test_worker_with_a_hung_step_exits_even_while_stopping(
     reference: Reference, tmp_path: Path, where: str, stopping: bool
 ) -> None:
-    with waiting_worker(tmp_path, reference.path, where, STEP_TIMEOUT_S=3) as (worker, _):
-        with grpc.insecure_channel(worker.address) as channel:
+    with waiting_worker(tmp_path, reference.path, where, STEP_TIMEOUT_S=3) as (worker, address, _, _):
+        with grpc.insecure_channel(address) as channel:
             call = begin(channel, entering(reference.prompts[0][:8]))
             until("the step hangs", lambda: worker.says("the step waits"))
             if stopping:
                 worker.process.send_signal(signal.SIGTERM)
-            assert worker.process.wait(60) == 1
+            assert worker.ends() == 1
             with contextlib.suppress(grpc.RpcError):
                 assert all(result.draining for result in call)
-        worker.close()
         said = [line for line in worker.lines if "step 1 of epoch 1 has run for" in line]
         assert len(said) == 1 and "3.0 s is the most" in said[0]
         assert any(f"in {where}" in line for line in worker.lines)  # where it hung
 
 
 def test_stop_in_a_long_step_leaves_redis_at_once(reference: Reference, tmp_path: Path) -> None:
-    with waiting_worker(tmp_path, reference.path) as (worker, redis):
-        registered = redis.client.exists
-        until("it registers", lambda: registered("orcinus:{tiny}:worker:worker-0"))
-        with grpc.insecure_channel(worker.address) as channel:
+    with waiting_worker(tmp_path, reference.path) as (worker, address, gate, redis):
+        until("it registers", lambda: redis.client.exists("orcinus:{tiny}:worker:worker-0"))
+        with grpc.insecure_channel(address) as channel:
             # More steps than the queue holds: those that cannot be queued must not keep the process either.
             steps = [entering(reference.prompts[0][:8], id) for id in range(1, QUEUED_STEPS + 10)]
             call = begin(channel, *steps)
@@ -182,9 +137,8 @@ def test_stop_in_a_long_step_leaves_redis_at_once(reference: Reference, tmp_path
             call.cancel()  # a scheduler waits for the answers to what it sent; this one does not
             until("it left Redis", lambda: not redis.client.keys("orcinus:*"))
             assert worker.process.poll() is None
-            worker.gate.write_text("go on\n")
-            assert worker.process.wait(60) == 0
-        worker.close()
+            gate.write_text("go on\n")
+            assert worker.ends() == 0
         assert sum("the step waits" in line for line in worker.lines) == 1
 
 
@@ -290,42 +244,24 @@ class Clock:
             until("the watchdog has looked again", lambda looks=looks: self.looks > looks + 1)
 
 
-def test_only_a_single_too_long_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_only_a_single_too_long_step_counts_from_the_previous_end(monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """ahead: steps that are submitted before the one before them has ended."""
     clock, said = Clock(monkeypatch), list[str]()
     dog = StepWatchdog(said.append)
     dog.start()
-    for number in range(10):
-        step = dog.begin(f"step {number}", 0.05)
-        clock.passes(3)
-        dog.end(step)
-    assert not said
-    dog.begin("the long one", 0.05)
-    clock.passes(4)
-    assert not said
-    clock.now_s += 0.02
-    until("it is seen", lambda: said)
-    assert said[0].startswith("the long one has run for")
-    dog.stop()
-
-
-def test_step_submitted_early_is_timed_from_the_previous_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, said = Clock(monkeypatch), list[str]()
-    dog = StepWatchdog(said.append)
-    dog.start()
-    steps = [dog.begin("step 0", 0.05)]
-    for number in range(1, 10):
-        steps.append(dog.begin(f"step {number}", 0.05))  # two are out
+    steps = [dog.begin(f"step {number}", 0.05) for number in range(ahead)]
+    for number in range(ahead, 10):
+        steps.append(dog.begin(f"step {number}", 0.05))
         clock.passes(3)
         dog.end(steps.pop(0))
     assert not said
-    dog.begin("step 10", 60.0)
+    dog.begin("step 10", 60.0 if ahead else 0.05)
     clock.passes(4)
     assert not said
     clock.now_s += 0.02
     until("it is seen", lambda: said)
-    assert said[0].startswith("step 9 has run for")
+    assert said[0].startswith(f"step {10 - ahead} has run for")
     dog.stop()
 
 

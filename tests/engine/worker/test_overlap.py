@@ -20,13 +20,10 @@ from services.worker.server import OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from tests.engine.late_engine import make_late_engine
 from tests.engine.worker.test_server import DEADLINE_S, Client, chunk, first_step
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.waiting import until
 
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("overlap") / "tiny", seed=9, requests=2)
+MODEL = {"seed": 9, "requests": 2}
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,26 +20,26 @@ from services.worker.models.config import load_config
 from services.worker.registration import WORKERS_MS, Registration
 from shared.columns import pack
 from shared.errors import ConfigurationError
-from shared.settings import ROOT, WorkerSettings
+from shared.settings import WorkerSettings
 from tests.engine.driver import Driver, make_engine
-from tests.support.launcher import settings_env
-from tests.support.models import Reference, make_llama
+from tests.engine.worker.processes import WorkerProcess
+from tests.support.models import Reference
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
+
+MODEL = {"seed": 9, "requests": 2}
 
 SHAPE = CacheShape(1, 0, 2, 2, 16, 16, torch.float32)  # 8 KiB a block
 MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("process") / "tiny", seed=11, requests=1)
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path / "redis") as server:
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
+
+
+LENGTHS = Lengths(256, 255, 255)
 
 
 def settings(model: Path, **values: Any) -> WorkerSettings:
@@ -52,7 +49,7 @@ def settings(model: Path, **values: Any) -> WorkerSettings:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({}, Lengths(256, 255, 255)),
+        ({}, LENGTHS),
         ({"max_input_tokens": 100}, Lengths(256, 100, 255)),
         ({"max_output_tokens": 40}, Lengths(256, 255, 40)),
         ({"max_input_tokens": 100, "max_output_tokens": 40}, Lengths(140, 100, 40)),
@@ -83,11 +80,10 @@ def test_lengths_beyond_the_context_name_the_setting_and_the_remedy(
 
 
 def test_pool_is_bounded_by_its_fraction_and_the_slots(reference: Reference) -> None:
-    lengths = Lengths(256, 255, 255)
     given = settings(reference.path, kv_memory_fraction=0.5, max_seqs=10)
-    assert plan_blocks(given, SHAPE.block_bytes, lengths, 1 * MIB) == (64, lengths)
-    assert plan_blocks(given, SHAPE.block_bytes, lengths, 100 * MIB) == (160, lengths)
-    assert plan_blocks(settings(reference.path, kv_blocks=21), SHAPE.block_bytes, lengths, 0) == (21, lengths)
+    assert plan_blocks(given, SHAPE.block_bytes, LENGTHS, 1 * MIB) == (64, LENGTHS)
+    assert plan_blocks(given, SHAPE.block_bytes, LENGTHS, 100 * MIB) == (160, LENGTHS)
+    assert plan_blocks(settings(reference.path, kv_blocks=21), SHAPE.block_bytes, LENGTHS, 0) == (21, LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +100,8 @@ def test_default_cpu_pool_follows_threads_within_its_share(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, threads: int, free_mib: int, expected: int
 ) -> None:
     monkeypatch.setattr(cache.os, "sched_getaffinity", lambda pid: set(range(8)))
-    lengths = Lengths(256, 255, 255)
     given = settings(reference.path)
-    assert plan_blocks(given, SHAPE.block_bytes, lengths, free_mib * MIB, threads=threads) == (expected, lengths)
+    assert plan_blocks(given, SHAPE.block_bytes, LENGTHS, free_mib * MIB, threads=threads) == (expected, LENGTHS)
 
 
 def test_default_cpu_pool_holds_the_longest_sequence(reference: Reference) -> None:
@@ -131,8 +126,7 @@ def test_heads_padded_by_cpu_kernels_count_at_their_padded_size(
 
 
 def test_pool_too_small_cuts_context_unless_lengths_were_asked_for(reference: Reference) -> None:
-    lengths = Lengths(256, 255, 255)
-    assert plan_blocks(settings(reference.path, kv_blocks=5), SHAPE.block_bytes, lengths, 0) == (5, Lengths(80, 79, 79))
+    assert plan_blocks(settings(reference.path, kv_blocks=5), SHAPE.block_bytes, LENGTHS, 0) == (5, Lengths(80, 79, 79))
     asked = settings(reference.path, kv_blocks=5, max_input_tokens=70, max_output_tokens=10)
     assert plan_blocks(asked, SHAPE.block_bytes, Lengths(80, 70, 10), 0) == (5, Lengths(80, 70, 10))
     for values in ({"max_input_tokens": 71, "max_output_tokens": 10}, {"max_input_tokens": 80}):
@@ -142,7 +136,7 @@ def test_pool_too_small_cuts_context_unless_lengths_were_asked_for(reference: Re
         ):
             plan_blocks(asked, SHAPE.block_bytes, wanted_lengths(asked, load_config(reference.path)), 0)
     with pytest.raises(ConfigurationError, match=r"--kv-memory-fraction 0\.2 of 0 MiB free gives 0 KV blocks"):
-        plan_blocks(settings(reference.path), SHAPE.block_bytes, lengths, 1000)
+        plan_blocks(settings(reference.path), SHAPE.block_bytes, LENGTHS, 1000)
 
 
 @pytest.mark.parametrize(
@@ -163,20 +157,16 @@ def test_shared_host_tier_is_as_large_as_requested_or_the_pool(
     reference: Reference, tmp_path: Path, wanted: int | None, blocks: int, free_mib: int, expected: int
 ) -> None:
     given = settings(reference.path, host_blocks=wanted, kv_share_dir=tmp_path)
-    assert plan_host_blocks(given, blocks, Lengths(256, 255, 255), SHAPE.block_bytes, free_mib * MIB) == expected
+    assert plan_host_blocks(given, blocks, LENGTHS, SHAPE.block_bytes, free_mib * MIB) == expected
 
 
 def test_cpu_worker_alone_has_no_host_tier_unless_requested(reference: Reference) -> None:
     for wanted, expected in ((None, 0), (50, 50)):
         given = settings(reference.path, host_blocks=wanted)
-        assert plan_host_blocks(given, 100, Lengths(256, 255, 255), SHAPE.block_bytes, 1000 * MIB) == expected
-
-
-def test_a_host_tier_that_does_not_fit_names_the_setting(reference: Reference) -> None:
+        assert plan_host_blocks(given, 100, LENGTHS, SHAPE.block_bytes, 1000 * MIB) == expected
+    given = settings(reference.path, host_blocks=1200)
     with pytest.raises(ConfigurationError, match=r"--host-blocks 1200 needs 9 MiB.*leaves 2 MiB"):
-        plan_host_blocks(
-            settings(reference.path, host_blocks=1200), 1000, Lengths(256, 255, 255), SHAPE.block_bytes, 10 * MIB
-        )
+        plan_host_blocks(given, 1000, LENGTHS, SHAPE.block_bytes, 10 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +178,7 @@ def test_a_host_tier_that_does_not_fit_names_the_setting(reference: Reference) -
         {"kv_blocks": 1, "block_size": 2},
         {"max_seqs": 64, "kv_blocks": 4, "max_step_tokens": 50},
         {"max_input_tokens": 1, "max_output_tokens": 1},
+        {"dtype": "bfloat16", "max_step_tokens": 1000},
     ],
 )
 def test_warming_up_fits_every_size_and_leaves_no_trace(reference: Reference, values: dict[str, Any]) -> None:
@@ -264,6 +255,8 @@ def test_a_stopping_worker_leaves_the_record_of_its_successor(redis: RedisServer
     old.stop()
     assert redis.client.hget(RECORD, "identity") == b"new"
     assert redis.client.zrange(WORKERS, 0, -1) == [b"worker-7"]
+    new.start()
+    new.stop()
 
 
 def test_workers_are_listed_by_last_sight_and_lost_ones_leave(redis: RedisServer) -> None:
@@ -273,6 +266,7 @@ def test_workers_are_listed_by_last_sight_and_lost_ones_leave(redis: RedisServer
 
     one, other = make_registration(redis.url), make_registration(redis.url, name="worker-8")
     began = now_ms()
+    redis.client.delete(WORKERS)
     redis.client.zadd(WORKERS, {"lost": began - WORKERS_MS - 1, "seen": began - WORKERS_MS + 30_000})
     one.refresh()
     other.refresh()
@@ -304,45 +298,28 @@ def test_redis_that_comes_late_or_forgets_is_registered_with_again(tmp_path: Pat
 
 
 def test_refused_redis_password_is_reported_once_and_never_shown(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RedisServer(tmp_path / "redis") as server:
-        server.client.acl_setuser("worker", enabled=True, passwords=["+right"], categories=["+@all"], keys=["*"])
-        registration = make_registration(server.url.replace("redis://", "redis://worker:wrong@"))
-        tries: list[float] = []
-        refresh = registration.refresh
-        registration.refresh = lambda: (tries.append(0.0), refresh())[1]
-        registration.start()
-        until("it has tried again", lambda: len(tries) >= 3)
-        server.client.acl_setuser("worker", enabled=True, passwords=["+wrong"])
-        until("it registers when the password is right", lambda: server.client.exists(RECORD))
-        registration.stop()
+    redis.client.acl_setuser("worker", enabled=True, passwords=["+right"], categories=["+@all"], keys=["*"])
+    registration = make_registration(redis.url.replace("redis://", "redis://worker:wrong@"))
+    tries: list[float] = []
+    refresh = registration.refresh
+    registration.refresh = lambda: (tries.append(0.0), refresh())[1]
+    registration.start()
+    until("it has tried again", lambda: len(tries) >= 3)
+    redis.client.acl_setuser("worker", enabled=True, passwords=["+wrong"])
+    until("it registers when the password is right", lambda: redis.client.exists(RECORD))
+    registration.stop()
     assert "wrong@" not in caplog.text
     said = [line for record in caplog.records if "refuses the user" in (line := record.getMessage())]
     assert len(said) == 1
-    assert f"127.0.0.1:{server.port} refuses the user 'worker'" in said[0] and "ORCINUS_REDIS_PASSWORD" in said[0]
+    assert f"127.0.0.1:{redis.port} refuses the user 'worker'" in said[0] and "ORCINUS_REDIS_PASSWORD" in said[0]
 
 
-def start_worker(model: Path, redis_url: str, listen: str, **settings: Any) -> subprocess.Popen[str]:
-    code = (
-        "import sys; from services.worker.main import run; from shared.settings import WorkerSettings; "
-        "sys.exit(run(WorkerSettings()))"
-    )
-    values = {"MODEL": model, "REDIS_URL": redis_url, "LISTEN": listen, "DEVICE": "auto", "THREADS": 1} | settings
-    command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, cwd=ROOT, env=settings_env(**values), stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_worker_serves_without_redis_and_registers_later(reference: Reference, tmp_path: Path, number: int) -> None:
-    server = RedisServer(tmp_path / "redis")
-    address = f"127.0.0.1:{free_port()}"
-    process = start_worker(reference.path, server.url, address)
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stderr or []))
-    reader.start()
-    try:
-        until("it says that it waits for Redis", lambda: any("waiting for Redis" in line for line in lines), 60)
+def test_worker_serves_without_redis_and_registers_later(reference: Reference, tmp_path: Path) -> None:
+    server, address = RedisServer(tmp_path / "redis"), f"127.0.0.1:{free_port()}"
+    with WorkerProcess(MODEL=reference.path, REDIS_URL=server.url, LISTEN=address) as worker:
+        until("it says that it waits for Redis", lambda: worker.says("waiting for Redis"))
         with grpc.insecure_channel(address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             info = stub.Describe(worker_pb2.DescribeRequest(), timeout=60)
@@ -352,16 +329,11 @@ def test_worker_serves_without_redis_and_registers_later(reference: Reference, t
             record = key.hgetall("orcinus:{tiny}:worker:worker-0")
             assert record[b"address"].decode() == address
             assert record[b"identity"].decode() == info.identity
-            assert record[b"pid"] == str(process.pid).encode()
-            process.send_signal(number)
-            assert process.wait(60) == 0
+            assert record[b"pid"] == str(worker.process.pid).encode()
+            worker.process.send_signal(signal.SIGINT)
+            assert worker.ends() == 0
             assert not key.keys("orcinus:*")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        reader.join()
-    assert any("ready" in line and address in line for line in lines)
+        assert any("ready" in line and address in line for line in worker.lines)
 
 
 def test_an_engine_tells_another_identity_at_each_start(reference: Reference) -> None:

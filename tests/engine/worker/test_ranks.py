@@ -28,15 +28,12 @@ from shared.errors import ConfigurationError
 from shared.settings import RankSettings, WorkerSettings
 from tests.engine.driver import make_engine
 from tests.engine.worker.test_server import Client, chunk, first_step
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.waiting import until
 
+MODEL = {"seed": 9, "requests": 2}
+
 CONNECT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("ranks") / "tiny", seed=9, requests=2)
 
 
 class Replica:

@@ -24,9 +24,11 @@ from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
 from shared.run_socket import is_name
 from tests.engine.driver import make_engine
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.run_socket import SocketCall
 from tests.support.waiting import until
+
+MODEL = {"seed": 9, "requests": 2}
 
 DEADLINE_S = 60.0
 Channel = grpc.Channel | str
@@ -72,11 +74,6 @@ def first_step(prompt: list[int], count: int) -> dict[str, Any]:
 
 def chunk(start: int, length: int) -> dict[str, bytes]:
     return {"chunk_slots": pack([0]), "chunk_starts": pack([start]), "chunk_lengths": pack([length])}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("server") / "tiny", seed=9, requests=2)
 
 
 @pytest.fixture(scope="module")
