@@ -20,13 +20,7 @@ from tests.support import in_process
 
 def make_engine(model: Path, host_blocks: int = 0, parallel: ParallelState | None = None, **settings: Any) -> Engine:
     """A small float32 engine unless settings say otherwise."""
-    values: dict[str, Any] = {
-        "dtype": "float32",
-        "max_seqs": 8,
-        "block_size": 4,
-        "max_step_tokens": 4096,
-        "threads": 1,
-    }
+    values: dict[str, Any] = {"dtype": "float32", "max_seqs": 8, "block_size": 4, "max_step_tokens": 4096, "threads": 1}
     wanted = WorkerSettings(model=model, device="cpu", host_blocks=host_blocks, **(values | settings))
     return load_engine(wanted, parallel=parallel)
 

@@ -146,16 +146,25 @@ def test_failed_sequence_fails_in_the_next_step_too(engine: Engine, reference: R
     assert ahead.outputs == {0: reference.outputs[0][:4], 1: reference.outputs[1][:1]}
 
 
-def test_failed_draw_is_reported_again_by_the_step_in_flight(engine: Engine, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "code"),
+    [
+        # The ban is for one token: the second draw would be fine.
+        (worker_pb2.Sampling(stop_ids=pack(range(VOCAB)), min_tokens=1), "nothing_allowed"),
+        (worker_pb2.Sampling(grammar="none at all"), "grammar"),
+    ],
+)
+def test_failed_draw_is_reported_again_by_the_step_in_flight(
+    engine: Engine, reference: Reference, sampling: worker_pb2.Sampling, code: str
+) -> None:
     prompt = reference.prompts[0]
-    nothing = worker_pb2.Sampling(stop_ids=pack(range(VOCAB)), min_tokens=1)
-    ahead = Ahead(engine)
-    first = ahead.submit({1: (0, len(prompt))}, enters=[entering(1, prompt, sampling=nothing)])
-    second = ahead.submit({1: (len(prompt), 1)})  # the ban was for one token: this draw would be fine
-    for inflight in (first, second):
+    size, ahead = len(prompt), Ahead(engine)
+    enters = [entering(1, prompt, sampling=sampling), entering(0, prompt)]
+    in_flight = [ahead.submit({1: (0, size), 0: (0, size)}, enters=enters), ahead.submit({0: (size, 1), 1: (size, 1)})]
+    for inflight in in_flight:
         result = ahead.finish(inflight)
-        assert [(error.slot, error.code) for error in result.errors] == [(1, "nothing_allowed")]
-        assert not result.slots
+        assert [(error.slot, error.code) for error in result.errors] == [(1, code)]
+    assert ahead.outputs == {0: reference.outputs[0][:2]}
 
 
 def test_late_failure_does_not_touch_the_slots_new_sequence(engine: Engine, reference: Reference, poison: int) -> None:
@@ -168,18 +177,6 @@ def test_late_failure_does_not_touch_the_slots_new_sequence(engine: Engine, refe
     third = ahead.submit({1: (len(new), 1)})
     assert not ahead.finish(third).errors
     assert ahead.outputs == {1: reference.outputs[1][:2]}
-
-
-def test_invalid_grammar_fails_its_sequence_in_both_steps(engine: Engine, reference: Reference) -> None:
-    prompt = reference.prompts[0]
-    masked = entering(1, prompt, sampling=worker_pb2.Sampling(grammar="none at all"))
-    ahead = Ahead(engine)
-    in_flight = [ahead.submit({1: (0, len(prompt)), 0: (0, len(prompt))}, enters=[masked, entering(0, prompt)])]
-    in_flight.append(ahead.submit({0: (len(prompt), 1), 1: (len(prompt), 1)}))
-    for inflight in in_flight:
-        result = ahead.finish(inflight)
-        assert [(error.slot, error.code) for error in result.errors] == [(1, "grammar")]
-    assert ahead.outputs == {0: reference.outputs[0][:2]}
 
 
 def test_a_reset_with_steps_in_flight_leaves_nothing_of_them(engine: Engine, reference: Reference) -> None:

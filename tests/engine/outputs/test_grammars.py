@@ -101,27 +101,41 @@ def text_of(tokens: list[int]) -> str:
 
 
 def test_outputs_are_valid_and_end_where_the_grammar_is_complete(engine: Engine) -> None:
-    recorded, _ = in_process.run(engine, requests(240), "orcinus", lookahead=1)
+    recorded, _ = in_process.run(engine, requests(160), "orcinus", lookahead=1)
     assert not recorded.errors
-    for at in range(240):
+    for at in range(160):
         grammar, valid = KINDS[at % len(KINDS)]
         if grammar:
             assert recorded.finish[f"r{at}", 0] == Finish.STOP
             assert valid(text_of(recorded.tokens[f"r{at}", 0]))
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
-def test_tokens_are_the_same_ahead_in_chunks_and_preempted(
-    model: Path, alone: in_process.Recorded, late: bool, lookahead: int
+@pytest.mark.parametrize(
+    ("engine_is_late", "masks_are_late", "lookahead"),
+    [(False, False, 0), (True, False, 1), (False, True, 1), (True, True, 0)],
+)
+def test_tokens_are_the_same_ahead_in_chunks_preempted_and_without_masks(
+    model: Path,
+    alone: in_process.Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    engine_is_late: bool,
+    masks_are_late: bool,
+    lookahead: int,
 ) -> None:
-    make = make_late_engine if late else make_engine
-    crowded = make(model, host_blocks=0, **SMALL)
-    recorded, core = in_process.run(
-        crowded, requests(COUNT), "sarathi", microbatches=1 + lookahead, lookahead=lookahead, step_tokens=17
-    )
+    crowded = (make_late_engine if engine_is_late else make_engine)(model, host_blocks=0, **SMALL)
+    if masks_are_late:
+        monkeypatch.setattr(grammar_module, "ALONE_S", 0.002)
+        monkeypatch.setattr(grammar_module, "BESIDE_OTHERS_S", 0.0)
+        crowded.takes_late = True
+    try:
+        recorded, core = in_process.run(
+            crowded, requests(COUNT), "sarathi", microbatches=1 + lookahead, lookahead=lookahead, step_tokens=17
+        )
+    finally:
+        crowded.grammars.close()
     assert recorded.tokens == alone.tokens and recorded.finish == alone.finish
     assert core.stats()["preemptions"] > 0, "nothing was preempted: the pool is too large"
+    assert (crowded.grammars.late > 0) == masks_are_late
 
 
 def test_sequence_goes_on_elsewhere_with_the_tokens_it_has(engine: Engine, alone: in_process.Recorded) -> None:
@@ -168,6 +182,12 @@ def test_thinking_is_that_without_a_budget_until_it_is_spent(model: Path, engine
     assert elsewhere.tokens == bound.tokens
 
 
+def enter_two(driver: Driver, grammar: str = KINDS[2][0]) -> None:
+    driver.engine.reset()
+    driver.enter(0, [1, 2, 3])
+    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=grammar))
+
+
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
@@ -179,9 +199,7 @@ def test_thinking_is_that_without_a_budget_until_it_is_spent(model: Path, engine
 )
 def test_a_sequence_with_an_unusable_grammar_fails_alone(engine: Engine, grammar: str, words: str) -> None:
     driver = Driver(engine)
-    engine.reset()
-    driver.enter(0, [1, 2, 3])
-    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=grammar))
+    enter_two(driver, grammar)
     result = driver.step({0: 64, 2: 64})
     assert [(error.slot, error.code) for error in result.errors] == [(2, "grammar")]
     assert words in result.errors[0].message
@@ -192,9 +210,7 @@ def test_grammar_beyond_a_bound_says_that_it_cannot_be_followed(engine: Engine) 
     """Gateways compile it without a fault, as its first row is small; they answer 400 by these words."""
     grammar = LLMatcher.grammar_from_lark("start: " + " ".join(f'"a{at}"?' for at in range(1000)))
     driver = Driver(engine)
-    engine.reset()
-    driver.enter(0, [1, 2, 3])
-    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=grammar))
+    enter_two(driver, grammar)
     results = [driver.step({0: 64, 2: 64}) for _ in range(2)]
     assert not results[0].errors
     assert [(error.slot, error.code) for error in results[1].errors] == [(2, "grammar")]
@@ -224,49 +240,27 @@ def hold_masks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Eve
     return given
 
 
-def test_row_without_its_mask_sits_out_and_is_drawn_later(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = hold_masks(takes_late, monkeypatch)
-    driver = Driver(takes_late)
-    takes_late.reset()
-    driver.enter(0, [1, 2, 3])
-    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]))
+def test_late_row_is_left_out_until_its_mask_is_there(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps between, also one that was sent before the scheduler knew, compute the other rows alone."""
+    given, driver = hold_masks(takes_late, monkeypatch), Driver(takes_late)
+    enter_two(driver)
     result = driver.step({0: 64, 2: 64})
     assert unpack(result.slots).tolist() == [0] and unpack(result.late_slots).tolist() == [2] and not result.errors
-    ahead = worker_pb2.Step(epoch=1, id=2, chunk_slots=pack([2]), chunk_starts=pack([2]), chunk_lengths=pack([1]))
-    driver.next_id = 3
-    result = takes_late.execute(ahead)  # sent before the scheduler knew
-    assert not result.slots and unpack(result.late_slots).tolist() == [2]
+    for start in (2, 1, 1):
+        step = worker_pb2.Step(epoch=1, id=driver.next_id)
+        step.chunk_slots, step.chunk_starts = pack([0, 2]), pack([driver.computed[0], start])
+        step.chunk_lengths = pack([1, 1])
+        inflight = takes_late.submit(step)
+        result = takes_late.finish(inflight)
+        assert unpack(result.slots).tolist() == [0] and unpack(result.late_slots).tolist() == [2]
+        assert inflight.chunks.slots.tolist() == [0] or start == 2
+        driver.next_id, driver.computed[0] = driver.next_id + 1, driver.computed[0] + 1
     given.set()
     monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
     driver.known[2], driver.computed[2] = 2, 1
     result = driver.step({2: 1})
     assert unpack(result.slots).tolist() == [2] and not result.late_slots
     assert bytes(driver.outputs[2]).decode() in {choice[0] for choice in CHOICES}
-
-
-def enter_two(driver: Driver) -> None:
-    driver.engine.reset()
-    driver.enter(0, [1, 2, 3])
-    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]))
-
-
-def test_late_row_is_left_out_until_its_mask_is_there(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps between compute the other rows alone."""
-    given, driver = hold_masks(takes_late, monkeypatch), Driver(takes_late)
-    enter_two(driver)
-    driver.step({0: 64, 2: 64})
-    for _ in range(3):
-        driver.known[2], driver.computed[2] = 2, 1
-        step = worker_pb2.Step(epoch=1, id=driver.next_id)
-        step.chunk_slots, step.chunk_starts = pack([0, 2]), pack([driver.computed[0], 1])
-        step.chunk_lengths = pack([1, 1])
-        inflight = takes_late.submit(step)
-        result = takes_late.finish(inflight)
-        assert inflight.chunks.slots.tolist() == [0] and unpack(result.late_slots).tolist() == [2]
-        driver.next_id, driver.computed[0] = driver.next_id + 1, driver.computed[0] + 1
-    given.set()
-    monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
-    assert unpack(driver.step({2: 1}).slots).tolist() == [2]
 
 
 def test_no_mask_is_computed_for_a_slot_that_was_freed(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,9 +442,7 @@ def test_step_that_has_to_wait_fails_the_row_without_its_mask_alone(
     given = hold_masks(engine, monkeypatch)
     monkeypatch.setattr(grammar_module, "TOGETHER_S", 0.01)
     driver = Driver(engine)
-    engine.reset()
-    driver.enter(0, [1, 2, 3])
-    driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]))
+    enter_two(driver)
     result = driver.step({0: 64, 2: 64})
     given.set()
     assert unpack(result.slots).tolist() == [0]
@@ -466,25 +458,6 @@ def test_scheduler_that_takes_no_late_rows_gets_every_token(engine: Engine, monk
     driver.enter(2, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[2][0]))
     result = driver.step({2: 64})
     assert unpack(result.slots).tolist() == [2] and not result.late_slots
-
-
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late"])
-def test_tokens_are_the_same_whatever_mask_is_late(
-    model: Path, alone: in_process.Recorded, monkeypatch: pytest.MonkeyPatch, late: bool, lookahead: int
-) -> None:
-    monkeypatch.setattr(grammar_module, "ALONE_S", 0.002)
-    monkeypatch.setattr(grammar_module, "BESIDE_OTHERS_S", 0.0)
-    crowded = (make_late_engine if late else make_engine)(model, host_blocks=16, **SMALL)
-    crowded.takes_late = True
-    try:
-        recorded, _ = in_process.run(
-            crowded, requests(COUNT), "orcinus", microbatches=1 + lookahead, lookahead=lookahead, step_tokens=17
-        )
-    finally:
-        crowded.grammars.close()
-    assert recorded.tokens == alone.tokens and recorded.finish == alone.finish
-    assert crowded.grammars.late > 0, "no mask was late"
 
 
 def test_control_tokens_are_never_part_of_what_a_grammar_allows(engine: Engine) -> None:

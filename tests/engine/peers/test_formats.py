@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from services.worker.parallel.state import ParallelState
 from tests.engine.driver import make_engine
 from tests.support.models import Reference, make_llama
 
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("formats") / "tiny", seed=11, requests=1, output_tokens=1)
+MODEL = {"seed": 11, "requests": 1, "output_tokens": 1}
 
 
 def test_what_changes_the_bytes_of_a_block_changes_the_format(reference: Reference, tmp_path: Path) -> None:

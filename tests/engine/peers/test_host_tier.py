@@ -20,15 +20,12 @@ from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from tests.engine.driver import make_engine
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
+
+MODEL = {"seed": 11, "requests": 1, "output_tokens": 1}
 
 BLOCK_BYTES = 4096
 TIMEOUT_S = 10.0
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("tier") / "tiny", seed=11, requests=1, output_tokens=1)
 
 
 @pytest.fixture

@@ -11,18 +11,14 @@ import pytest
 from protos import worker_pb2
 from services.worker.server import OPTIONS
 from shared.columns import pack, unpack
-from shared.errors import ProtocolError
 from tests.engine.driver import Driver, make_engine
 from tests.engine.peers.test_peers import mapped, peer_of, sharing
 from tests.engine.worker.test_ranks import Replica
 from tests.engine.worker.test_server import Client
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference
 from tests.support.waiting import until
 
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("ends") / "tiny", seed=9, requests=1)
+MODEL = {"seed": 11, "requests": 3}
 
 
 @pytest.fixture
@@ -80,18 +76,3 @@ def test_unacknowledged_reads_are_released_as_well(reference: Reference, folder:
     theirs.submit(worker_pb2.Step(epoch=1, id=driver.next_id, **columns))
     theirs.end_run()
     assert mapped(folder) == before
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [
-        ({"peers": [worker_pb2.Peer(number=1 << 31, host_tier="a/b", host_blocks=1)]}, "number 2147483648 is outside"),
-        ({"swap_in_peers": pack([-1])}, "swap_in_host, swap_in_peers: columns of 0 and 1 entries"),
-    ],
-)
-def test_what_no_scheduler_can_mean_breaks_the_contract(
-    reference: Reference, folder: Path, step: dict[str, object], said: str
-) -> None:
-    driver = Driver(make_engine(**sharing(reference.path, folder)))
-    with pytest.raises(ProtocolError, match=said):
-        driver.step({}, **step)

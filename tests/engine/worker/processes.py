@@ -49,6 +49,6 @@ class WorkerProcess:
 
     def ends(self) -> int:
         """Wait for the end and all that it says; return its code."""
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         self._reader.join()
         return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from services.worker.models.registry import FAMILIES
 from services.worker.models.rope import inverse_frequencies, rotary_table
 from shared.errors import ModelError
 from shared.settings import ROOT
-from tests.support.models import make_llama
+from tests.support.models import Reference
 
+MODEL = {"seed": 1, "requests": 1, "output_tokens": 2}
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 320,
@@ -39,25 +41,16 @@ SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 4.0},
     {"rope_type": "dynamic", "factor": 2.0},
     {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
     {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 16,
-        "beta_slow": 2,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.9,
-        "truncate": False,
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2,
+        "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False,
     },
     {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.25},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
@@ -67,12 +60,8 @@ def test_rope_variants_equal_transformers_in_both_config_forms(
     scaling: dict[str, Any], form: str, head_dim: int
 ) -> None:
     theta = RAW["rope_theta"]
-    config = LlamaConfig(
-        hidden_size=head_dim * 4,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        rope_parameters={"rope_theta": theta, **scaling},
-    )
+    sizes = {"hidden_size": head_dim * 4, "num_attention_heads": 4, "max_position_embeddings": 512}
+    config = LlamaConfig(**sizes, rope_parameters={"rope_theta": theta, **scaling})
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
     raw = {**RAW, "hidden_size": head_dim * 4}
     if form == "rope_parameters":
@@ -82,9 +71,7 @@ def test_rope_variants_equal_transformers_in_both_config_forms(
         raw[form] = {("type" if key == "rope_type" else key): value for key, value in scaling.items()}
     rope = parse_config(raw, "config.json").rope
     assert rope is not None
-    assert torch.equal(inverse_frequencies(rope), expected) or torch.allclose(
-        inverse_frequencies(rope), expected, rtol=1e-6, atol=0
-    )
+    assert torch.allclose(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor)
     table = rotary_table(rope, 300)
     angle = 299 * expected.double()
@@ -282,18 +269,6 @@ def load(path: Path) -> Decoder:
     return Decoder(load_config(path), Checkpoint(path), ops, torch.float32, 64)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("loader") / "tiny", seed=1, requests=1, output_tokens=2).path
-
-
-def copy_of(model: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in model.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
 def test_a_missing_directory_and_a_directory_without_config_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nowhere does not exist"):
         load(tmp_path / "nowhere")
@@ -325,7 +300,8 @@ def test_whatever_field_holds_file_is_read_or_refused_by_name(architecture: str,
             except ModelError as error:
                 assert str(tmp_path) in str(error), (key, junk)
                 assert "does not hold what" not in str(error), (key, junk)
-    for key in ("rope_type", "factor", "rope_theta", "low_freq_factor", "beta_fast", "mscale", "full_attention"):
+    keys = ("rope_type", "factor", "rope_theta", "low_freq_factor", "beta_fast", "mscale", "full_attention")
+    for key in keys if architecture in ("LlamaForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM") else ():
         for junk in JUNK:
             for scaling in SCALINGS:
                 raw = {**RAW, "architectures": [architecture], "rope_scaling": {**scaling, key: junk}}
@@ -336,8 +312,8 @@ def test_whatever_field_holds_file_is_read_or_refused_by_name(architecture: str,
                     assert "does not hold what" not in str(error), (key, junk)
 
 
-def test_directory_without_weights_says_what_to_do_with_pickles(model: Path, tmp_path: Path) -> None:
-    path = copy_of(model, tmp_path / "m")
+def test_directory_without_weights_says_what_to_do_with_pickles(reference: Reference, tmp_path: Path) -> None:
+    path = shutil.copytree(reference.path, tmp_path / "m")
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no weights.*model\.safetensors"):
         load(path)
@@ -346,8 +322,8 @@ def test_directory_without_weights_says_what_to_do_with_pickles(model: Path, tmp
         load(path)
 
 
-def test_a_missing_or_misshapen_or_quantised_tensor_is_named(model: Path, tmp_path: Path) -> None:
-    path = copy_of(model, tmp_path / "m")
+def test_a_missing_or_misshapen_or_quantised_tensor_is_named(reference: Reference, tmp_path: Path) -> None:
+    path = shutil.copytree(reference.path, tmp_path / "m")
     tensors = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     for broken, message in (
@@ -363,16 +339,8 @@ def test_a_missing_or_misshapen_or_quantised_tensor_is_named(model: Path, tmp_pa
             load(path)
 
 
-def test_a_file_that_is_cut_off_is_named(model: Path, tmp_path: Path) -> None:
-    path = copy_of(model, tmp_path / "m")
-    whole = (path / "model.safetensors").read_bytes()
-    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ModelError, match=r"model\.safetensors.*cut off"):
-        load(path)
-
-
-def test_index_with_missing_shard_or_a_path_outside_is_refused(model: Path, tmp_path: Path) -> None:
-    path = copy_of(model, tmp_path / "m")
+def test_index_with_missing_shard_or_a_path_outside_is_refused(reference: Reference, tmp_path: Path) -> None:
+    path = shutil.copytree(reference.path, tmp_path / "m")
     (path / "model.safetensors").rename(path / "a.safetensors")
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
@@ -383,22 +351,14 @@ def test_index_with_missing_shard_or_a_path_outside_is_refused(model: Path, tmp_
         load(path)
 
 
-def test_tensor_in_two_shards_is_refused_with_both_of_them(model: Path, tmp_path: Path) -> None:
-    path = copy_of(model, tmp_path / "m")
+def test_tensor_in_two_shards_is_refused_with_both_of_them(reference: Reference, tmp_path: Path) -> None:
+    path = shutil.copytree(reference.path, tmp_path / "m")
     (path / "model.safetensors").rename(path / "a.safetensors")
     save_file({"model.norm.weight": torch.ones(64)}, path / "b.safetensors")
     weight_map = {"x": "a.safetensors", "model.norm.weight": "b.safetensors"}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight is in two shards, a\.safetensors and b\.safetensors"):
         load(path)
-
-
-def test_loading_reports_its_progress_in_bytes(model: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    ops = kernel_ops.create("reference", torch.device("cpu"))
-    Decoder(load_config(model), Checkpoint(model, lambda done, of: seen.append((done, of))), ops, torch.float32, 64)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert 0.9 < seen[-1][0] / seen[-1][1] <= 1
 
 
 def test_text_of_a_model_with_images_is_read_from_text_config() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from services.worker.models.stored import Stored, read_stored
 from shared.errors import ModelError
-from tests.support.quantized import Format
 
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
@@ -49,12 +48,6 @@ def test_a_config_says_how_matrices_are_stored(given: Any, expected: Stored | No
 
 def test_the_older_name_of_the_config_is_read() -> None:
     assert read_stored({"compression_config": compressed()}, "config.json") == stored(compressed())
-
-
-def test_configs_of_the_tests_checkpoints_say_their_groups() -> None:
-    for method in ("compressed-tensors", "awq", "gptq"):
-        found = stored(Format(method, group=32).config())
-        assert found is not None and (found.method, found.bits, found.group) == (method, 4, 32)
 
 
 @pytest.mark.parametrize(
