@@ -140,26 +140,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bias": {"temperature": 1.0, "bias": True},
     "mask": {"temperature": 1.0, "mask": True, "banned": True},
     "all": {
-        "temperature": 1.5,
-        "top_k": 40,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "presence": 0.8,
-        "frequency": 0.6,
-        "repetition": 1.4,
-        "bias": True,
-        "mask": True,
-        "banned": True,
+        "temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "presence": 0.8, "frequency": 0.6,
+        "repetition": 1.4, "bias": True, "mask": True, "banned": True,
     },
-}
+}  # fmt: skip
 """Of rows of SMALL tokens, for chi-square with DRAWS each."""
 
 
-def follows_float64(draw: Draw, name: str, draws: int = DRAWS) -> bool:
-    """Whether so many draws of a setting, EACH at a time, have the distribution of SamplingRows, made in float64."""
+def follows_float64(draw: Draw, name: str) -> bool:
+    """Whether DRAWS draws of a setting, EACH at a time, have the distribution of SamplingRows, made in float64."""
     setting = SETTINGS[name]
     logits, counts = normal(1, SMALL, 14, 1.5)[0], np.zeros(SMALL, np.int64)
-    for first in range(0, draws, EACH):
+    for first in range(0, DRAWS, EACH):
         found = draw(np.broadcast_to(logits, (EACH, SMALL)), _rows_of(setting, first))
         counts += np.bincount(found.tokens.numpy(), minlength=SMALL)
     return is_drawn_from(counts, _distribution(logits, setting))

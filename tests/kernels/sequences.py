@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +17,12 @@ import kernels.cpu
 import kernels.cuda.backend
 import kernels.reference  # noqa: F401 - all register themselves
 from kernels import ops as kernel_ops
+from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import HEAD_DIMS
-from kernels.ops import AnyOps, Attention, Batch, Cache, CacheShape
+from kernels.ops import AnyOps, Attention, Batch, Cache, CacheShape, Int32, Norm
+from tests.kernels.cpu_variants import library, names
 
 Float64 = npt.NDArray[np.float64]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -25,33 +30,67 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BACKENDS = [name for name in kernel_ops.names() if name != "cuda"]
 """Not `cuda`: these tests read results without waiting. bench.gpu.__main__ tests that backend on a GPU."""
 
-in_its_types = pytest.mark.parametrize(
-    ("ops", "dtype"),
-    [
+
+def _types_of(backends: list[str]) -> pytest.MarkDecorator:
+    cases = [
         pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
-        for name in BACKENDS
+        for name in backends
         for dtype in (torch.float16 if name == "emulator" else torch.float32, torch.bfloat16)
-    ],
-    indirect=["ops"],
-)
+    ]
+    return pytest.mark.parametrize(("ops", "dtype"), cases, indirect=["ops"])
+
+
+in_its_types = _types_of(BACKENDS)
 """For a test of `ops` and `dtype`."""
+in_every_variant = _types_of([*(f"cpu-{name}" for name in names()), *(name for name in BACKENDS if name != "cpu")])
+"""As in_its_types, the cpu backend in every instruction set."""
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Half a unit in the last place, relative."""
+SMALLEST = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-25}
+"""Half of the smallest number, which numbers near zero are off."""
+FORMULAS: dict[str, Callable[[Any], Any]] = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x * np.vectorize(math.erfc, otypes=[np.float64])(-x / math.sqrt(2)) / 2,
+    "gelu_tanh": lambda x: x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: np.maximum(x, 0),
+}
+"""Activations in float64."""
+
+
+def normed(x: Float64, norm: Norm) -> Float64:
+    if norm.layer_norm:
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps) * wide(norm.weight)
+    return x if norm.bias is None else x + wide(norm.bias)
 
 
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> AnyOps:
     """Every backend that this machine can run."""
+    name, _, variant = request.param.partition("-")
     try:
-        return kernel_ops.create(request.param, torch.device("cpu"))
+        return CpuOps(library(variant), 1) if variant else kernel_ops.create(name, torch.device("cpu"))
     except BuildError:
         if shutil.which("g++"):  # kernels that do not compile are no reason to skip
             raise
         pytest.skip(f"{request.param}: no g++")
 
 
+def wide(x: Tensor) -> Float64:
+    return x.double().numpy()
+
+
 def close(found: Tensor, expected: Float64, dtype: torch.dtype, extra: float = 0.0) -> None:
     assert found.shape == expected.shape
-    error = np.abs(found.double().numpy() - expected).max()
+    error = np.abs(wide(found) - expected).max()
     assert error <= TOLERANCE[dtype] * max(1.0, np.abs(expected).max()) + extra, error
+
+
+def near(found: Tensor, expected: Any, absolute: float = 1e-6, relative: float = 3e-6) -> None:
+    """Equal up to `absolute`, `relative` and one rounding to the type that was stored."""
+    limit = absolute + SMALLEST[found.dtype] + (relative + ROUNDING[found.dtype]) * np.abs(expected)
+    error = np.abs(wide(found) - expected)
+    assert (error <= limit).all(), f"{np.nanmax(error - limit)} too far, shape {tuple(found.shape)}"
 
 
 def random(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
@@ -75,12 +114,13 @@ def new_cache(ops: AnyOps, shape: CacheShape) -> Cache:
     pytest.skip(f"{ops.name}: {wrong}")
 
 
-def demand_width(ops: AnyOps, width: int, dtype: torch.dtype) -> None:
-    """Skips the test where the backend has no rows of this width, having seen it refuse one."""
-    if isinstance(ops, CudaOps) and width % 8:
+def widths_of(ops: AnyOps, dtype: torch.dtype, widths: tuple[int, ...]) -> list[int]:
+    """Those of these rows that the backend has, having seen it refuse the others."""
+    refused = [width for width in widths if isinstance(ops, CudaOps) and width % 8]
+    for width in refused:
         with pytest.raises(ValueError, match=str(width)):
             ops.activate(torch.zeros(1, width, dtype=dtype), "relu")
-        pytest.skip(f"{ops.name}: rows of {width}")
+    return [width for width in widths if width not in refused]
 
 
 def chunk(tokens: list[int], block_size: int, sample_rows: list[int], first: int = 0) -> Batch:
@@ -99,8 +139,50 @@ def chunk(tokens: list[int], block_size: int, sample_rows: list[int], first: int
     )
 
 
+Chunk = tuple[int, int, int]
+"""Of a step: a sequence, its first position and its end."""
+
+
+def attended(
+    q: Float64,
+    k: Float64,
+    v: Float64,
+    scale: float,
+    slopes: Float64 | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Float64 | None = None,
+    causal: bool = True,
+) -> Float64:
+    """Return what the last rows q [rows, heads, head_dim] make of k and v [positions, kv_heads, head_dim]."""
+    group, end = q.shape[1] // k.shape[1], len(k)
+    k, v = (x.repeat(group, axis=1).swapaxes(0, 1) for x in (k, v))
+    distance = np.arange(end) - np.arange(end - len(q), end)[:, None]
+    scores = q.swapaxes(0, 1) @ k.swapaxes(1, 2) * scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    if slopes is not None:
+        scores += slopes[:, None, None] * distance
+    scores[:, (distance > 0) & causal | (distance <= -(window or 1 << 30))] = -np.inf
+    most = scores.max(-1, keepdims=True)
+    total = np.exp(scores - most).sum(-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks[:, None, None] - most)
+    found: Float64 = (np.exp(scores - most) / total @ v).swapaxes(0, 1)
+    return found
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return the numbers [..., head_dim] that codes and scales of 8 bits stand for."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (torch.round(x.float() / torch.where(scale > 0, scale, 1.0)) * scale).to(x.dtype)
+
+
 class Sequences:
-    """Random sequences in a paged cache with shuffled blocks, in layer 1 of 3, two KV heads."""
+    """Random sequences in a paged cache with shuffled blocks, in layer 1 of 3.
+
+    What no row may see is NaN: blocks before they are written, and the block that tables name behind their ends.
+    """
 
     def __init__(
         self,
@@ -110,73 +192,74 @@ class Sequences:
         block_size: int,
         attention: Attention,
         head_dim: int = 64,
+        kv_heads: int = 2,
+        int8: bool = False,
+        spread: float = 1.0,
     ) -> None:
-        self.ops, self.dtype, self.attention = ops, dtype, attention
-        self.block_size, self.head_dim = block_size, head_dim
-        used = [-(-n // block_size) for n in contexts]
-        self.cache = new_cache(ops, CacheShape(sum(used) + 3, 2, 3, 2, block_size, head_dim, dtype))
-        order = np.random.default_rng(0).permutation(sum(used) + 3).astype(np.int32)
-        self.tables = np.zeros((len(contexts), max(used)), np.int32)
+        """spread: of the queries."""
+        self.ops, self.dtype, self.attention, self.int8 = ops, dtype, attention, int8
+        self.block_size, self._used = block_size, [-(-n // block_size) for n in contexts]
+        shape = CacheShape(sum(self._used) + 3, 2, 3, kv_heads, block_size, head_dim, dtype, int8)
+        self.cache = new_cache(ops, shape)
+        heads = attention.heads
+        self.queries = [spread * random((n, heads, head_dim), 170 + s, dtype) for s, n in enumerate(contexts)]
+        self.keys = [random((n, kv_heads, head_dim), 10 + s, dtype) for s, n in enumerate(contexts)]
+        self.values = [random((n, kv_heads, head_dim), 90 + s, dtype) for s, n in enumerate(contexts)]
+        self.place(0)
+
+    def place(self, seed: int) -> None:
+        """Give the sequences other blocks, with nothing written."""
+        shape = self.cache.shape
+        order = np.random.default_rng(seed).permutation(shape.blocks).astype(np.int32)
+        rows = shape.blocks * self.block_size
+        nothing = torch.full((rows, shape.kv_heads, shape.head_dim), torch.nan, dtype=self.dtype)
+        queries = torch.zeros(rows, self.attention.heads, shape.head_dim, dtype=self.dtype)
+        self._write(self._prepare(order[None], [(0, 0, rows)]), queries, nothing, nothing)
+        self.tables = np.full((len(self._used), max(self._used) + 1), order[-1], np.int32)
         first = 0
-        for s, count in enumerate(used):
+        for s, count in enumerate(self._used):
             self.tables[s, :count] = order[first : first + count]
             first += count
-        self.keys = [random((n, 2, head_dim), 10 + s, dtype) for s, n in enumerate(contexts)]
-        self.values = [random((n, 2, head_dim), 90 + s, dtype) for s, n in enumerate(contexts)]
 
-    def run(self, seed: int, which: list[int], starts: list[int], ends: list[int]) -> Tensor:
-        """Writes K and V of these ranges and attends with random queries."""
-        prepared = self.ops.prepare(self._batch(which, starts, ends), self.cache)
-        spans = list(zip(which, starts, ends, strict=True))
-        keys = torch.cat([self.keys[s][a:b] for s, a, b in spans])
-        values = torch.cat([self.values[s][a:b] for s, a, b in spans])
-        queries = self._queries(seed, len(keys))
-        qkv = torch.cat([queries.flatten(1), keys.flatten(1), values.flatten(1)], dim=1)
-        q = self.ops.rope_and_write(qkv, self.attention, prepared, self.cache, 1)
-        return self.ops.attention(q, self.attention, prepared, self.cache, 1)
+    def write(self) -> None:
+        """Write all K and V."""
+        self.run([(s, 0, len(keys)) for s, keys in enumerate(self.keys)])
 
-    def check(self, seed: int, which: list[int], starts: list[int], ends: list[int]) -> None:
-        """Runs it and compares with float64."""
-        found = self.run(seed, which, starts, ends)
-        close(found, self._expected(seed, which, starts, ends), self.dtype)
+    def run(self, chunks: list[Chunk]) -> Tensor:
+        """Write K and V of these rows and attend; return [rows, heads * head_dim]."""
+        prepared = self._prepare(self.tables[[s for s, _, _ in chunks]], chunks)
+        parts = [torch.cat([x[s][a:b] for s, a, b in chunks]) for x in (self.queries, self.keys, self.values)]
+        return self.ops.attention(self._write(prepared, *parts), self.attention, prepared, self.cache, 1)
 
-    def _queries(self, seed: int, rows: int) -> Tensor:
-        return random((rows, self.attention.heads, self.head_dim), seed, self.dtype)
+    def check(self, chunks: list[Chunk]) -> None:
+        """Run them and compare with float64."""
+        found, attention = self.run(chunks), self.attention
+        k, v = ([rounded(x) if self.int8 else x for x in kind] for kind in (self.keys, self.values))
+        slopes, sinks = (None if x is None else wide(x) for x in (attention.slopes, attention.sinks))
+        rest = (attention.scale, slopes, attention.window, attention.softcap, sinks, attention.causal)
+        expected = [attended(wide(self.queries[s][a:b]), wide(k[s][:b]), wide(v[s][:b]), *rest) for s, a, b in chunks]
+        exact = np.concatenate(expected).reshape(found.shape)
+        close(found, exact, self.dtype)
+        if self.ops.name == "cpu":  # half a unit of the last place, and float32's own error where it is near a border
+            limit = np.abs(exact) * (2.0**-8 if self.dtype == torch.bfloat16 else 0) + 2e-5
+            assert (np.abs(wide(found) - exact) <= limit).all()
 
-    def _batch(self, which: list[int], starts: list[int], ends: list[int]) -> Batch:
-        lengths = np.array(ends) - starts
-        positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
-        owner = np.repeat(which, lengths)
+    def _prepare(self, tables: Int32, chunks: list[Chunk]) -> Any:
+        lengths = [b - a for _, a, b in chunks]
+        positions = np.concatenate([np.arange(a, b, dtype=np.int32) for _, a, b in chunks])
         query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        return Batch(
+        batch = Batch(
             tokens=np.zeros(len(positions), np.int32),
             positions=positions,
             query_start=query_start,
-            context=np.array(ends, np.int32),
-            tables=self.tables[which],
-            write_blocks=self.tables[owner, positions // self.block_size],
+            context=np.array([b for _, _, b in chunks], np.int32),
+            tables=tables,
+            write_blocks=tables[np.repeat(np.arange(len(chunks)), lengths), positions // self.block_size],
             write_offsets=positions % self.block_size,
             sample_rows=query_start[1:] - 1,
         )
+        return self.ops.prepare(batch, self.cache)
 
-    def _expected(self, seed: int, which: list[int], starts: list[int], ends: list[int]) -> Float64:
-        attention, group, out = self.attention, self.attention.heads // 2, []
-        lengths = np.array(ends) - starts
-        queries = np.split(self._queries(seed, int(lengths.sum())).double().numpy(), np.cumsum(lengths)[:-1])
-        for s, a, b, q in zip(which, starts, ends, queries, strict=True):
-            keys = self.keys[s][:b].double().numpy().repeat(group, axis=1)
-            values = self.values[s][:b].double().numpy().repeat(group, axis=1)
-            distance = np.arange(b) - np.arange(a, b)[:, None]
-            scores = np.einsum("rhd,khd->hrk", q, keys) * attention.scale
-            if attention.softcap:
-                scores = attention.softcap * np.tanh(scores / attention.softcap)
-            if attention.slopes is not None:
-                scores += attention.slopes.double().numpy()[:, None, None] * distance
-            hidden = (distance > 0) & attention.causal | (distance <= -(attention.window or 1 << 30))
-            scores[:, hidden] = -np.inf
-            most = scores.max(-1, keepdims=True)
-            weights = np.exp(scores - most)
-            sinks = -np.inf if attention.sinks is None else attention.sinks.double().numpy()[:, None, None]
-            weights /= weights.sum(-1, keepdims=True) + np.exp(sinks - most)
-            out.append(np.einsum("hrk,khd->rhd", weights, values).reshape(b - a, -1))
-        return np.concatenate(out)
+    def _write(self, prepared: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        qkv = torch.cat([queries.flatten(1), keys.flatten(1), values.flatten(1)], dim=1)
+        return self.ops.rope_and_write(qkv, self.attention, prepared, self.cache, 1)

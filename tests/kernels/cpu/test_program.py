@@ -65,8 +65,13 @@ def make_cache(ops: CpuOps, dtype: torch.dtype) -> CpuCache:
     return ops.new_cache(CacheShape(40, 0, LAYERS, KV_HEADS, BLOCK, HEAD_DIM, dtype))
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def recorded(ops: CpuOps, dtype: torch.dtype = torch.float32, tokens: int = MAX_TOKENS) -> tuple[Model, CpuCache, Any]:
+    """A model, its cache and its compiled pass."""
+    model, cache = Model(ops, dtype), make_cache(ops, dtype)
+    return model, cache, ops.compile(lambda prepared: model.forward(prepared, cache), cache, tokens, MAX_SAMPLES)
+
+
+@pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 3)], ids=str)
 def test_rope_writes_into_int8_pool_what_rounding_leaves(variant: str, dtype: torch.dtype, threads: int) -> None:
     """To the bit, but for K in bfloat16, which a plain pool rounds and the other one takes as it was before."""
     ops, head_dim = CpuOps(library(variant), threads), 20
@@ -118,12 +123,10 @@ def random_batch(rng: np.random.Generator, lengths: list[int]) -> Batch:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 3), (torch.float32, 2)], ids=str)
 def test_a_recorded_pass_equals_its_operations_one_by_one(variant: str, dtype: torch.dtype, threads: int) -> None:
     ops = CpuOps(library(variant), threads)
-    model, cache, other = Model(ops, dtype), make_cache(ops, dtype), make_cache(ops, dtype)
-    compiled = ops.compile(lambda prepared: model.forward(prepared, cache), cache, MAX_TOKENS, MAX_SAMPLES)
+    (model, cache, compiled), other = recorded(ops, dtype), make_cache(ops, dtype)
     rng = np.random.default_rng(20261121)
     for lengths in ([1], [7], [1, 1, 1], [17, 3, 1, 29], [4] * 12, [32, 18], [1]):
         batch = random_batch(rng, lengths)
@@ -177,22 +180,13 @@ def test_exchanges_see_the_rows_of_each_step_between_operations(variant: str) ->
         rows.clear()
 
 
-def test_buffers_are_used_again(variant: str) -> None:
+def test_buffers_are_used_again_and_a_step_larger_than_the_recording_is_refused(variant: str) -> None:
     ops = CpuOps(library(variant), 1)
-    model = Model(ops, torch.float32)
-    cache = make_cache(ops, torch.float32)
-    compiled = ops.compile(lambda prepared: model.forward(prepared, cache), cache, MAX_TOKENS, MAX_SAMPLES)
     widest = 4 * MAX_TOKENS * 2 * INNER
-    assert compiled.workspace_bytes < 6 * widest  # and not 9 buffers in each of the layers
-
-
-def test_a_step_larger_than_the_recording_is_refused(variant: str) -> None:
-    ops = CpuOps(library(variant), 1)
-    model, cache = Model(ops, torch.float32), make_cache(ops, torch.float32)
-    compiled = ops.compile(lambda prepared: model.forward(prepared, cache), cache, 8, 2)
-    rng = np.random.default_rng(20261122)
+    assert recorded(ops)[2].workspace_bytes < 6 * widest  # and not 9 buffers in each of the layers
+    _, cache, compiled = recorded(ops, tokens=8)
     with pytest.raises(ValueError, match="a step of 9 tokens"):
-        compiled(ops.prepare(random_batch(rng, [9]), cache))
+        compiled(ops.prepare(random_batch(np.random.default_rng(20261122), [9]), cache))
 
 
 def test_a_tensor_from_elsewhere_cannot_be_recorded(variant: str) -> None:
@@ -206,8 +200,7 @@ def test_a_tensor_from_elsewhere_cannot_be_recorded(variant: str) -> None:
 
 def test_a_profile_names_every_command(variant: str) -> None:
     ops = CpuOps(library(variant), 2)
-    model, cache = Model(ops, torch.float32), make_cache(ops, torch.float32)
-    compiled = ops.compile(lambda prepared: model.forward(prepared, cache), cache, MAX_TOKENS, MAX_SAMPLES)
+    _, cache, compiled = recorded(ops)
     found = compiled.profile(ops.prepare(random_batch(np.random.default_rng(20261123), [5, 1]), cache))
     names = [name for name, _ in found]
     assert names[:4] == ["embed", "norm", "linear", "rope"]

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import SOURCES
 from kernels.cpu.commands import BFLOAT16, FLOAT32
 from tests.kernels import cpu_variants
-from tests.kernels.cpu.test_attention import Library, World
+from tests.kernels.cpu.test_attention import written
 from tests.kernels.cpu.test_gemm import Gemm, from_bf16, to_bf16
 
 HERE = Path(__file__).parent
@@ -124,15 +126,7 @@ def test_denormal_numbers_count_as_zero_in_bfloat16_products(gemm: Gemm) -> None
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 @pytest.mark.parametrize("window", [0, 100])
 def test_attention_is_the_formula_where_other_keys_are_nan(tiled: str, head_dim: int, window: int) -> None:
-    world = World(
-        Library(cpu_variants.library(tiled).path),
-        [200, 64, 131],
-        10,
-        2,
-        head_dim,
-        dtype=BFLOAT16,
-        window=window,
-        seed=4,
-    )
+    ops = CpuOps(cpu_variants.library(tiled), 1)
+    world = written(ops, [200, 64, 131], torch.bfloat16, heads=(10, 2), head_dim=head_dim, window=window)
     for chunks in ([(0, 0, 200), (1, 63, 64), (2, 60, 131)], [(0, 127, 128), (1, 0, 64), (2, 130, 131)]):
         world.check(chunks)

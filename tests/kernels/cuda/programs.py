@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +25,6 @@ DEVICE = -1
 """Instead of an order of threads: on the GPU."""
 ORDERS = (DEVICE,) if GPU else (FORWARD, REVERSE, 2)
 TYPES = {BF16: torch.bfloat16, F16: torch.float16}
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Half a unit in the last place, relative."""
-SMALLEST = {torch.bfloat16: 0.0, torch.float16: 2.0**-25}
-"""Half of the smallest number, which numbers near zero are off."""
 FLAGS = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
 FENCE = 64
 UNTOUCHED = -77.0
@@ -95,17 +90,6 @@ def assert_fences(*tensors: Tensor) -> None:
     for tensor in tensors:
         whole = tensor.new_empty(0).set_(tensor.untyped_storage())
         assert (whole[:FENCE] == UNTOUCHED).all() and (whole[-FENCE:] == UNTOUCHED).all()
-
-
-def wide(x: Tensor) -> Any:
-    return x.double().numpy()
-
-
-def close(found: Tensor, expected: Any, absolute: float = 1e-6, relative: float = 3e-6) -> None:
-    """Equal up to `absolute`, `relative` and one rounding to the type that was stored."""
-    limit = absolute + SMALLEST[found.dtype] + (relative + ROUNDING[found.dtype]) * np.abs(expected)
-    error = np.abs(wide(found) - expected)
-    assert (error <= limit).all(), f"{np.nanmax(error - limit)} too far"
 
 
 def int32(*values: int) -> Any:

@@ -22,14 +22,13 @@ from tests.kernels.cuda.programs import (
     TYPES,
     UNTOUCHED,
     assert_fences,
-    close,
     fenced,
     int32,
     launch,
     numbers,
     untouched,
-    wide,
 )
+from tests.kernels.sequences import attended, near, wide
 from tests.support.compiler import needs_compiler
 
 in_every_order = pytest.mark.parametrize("order", ORDERS)
@@ -114,13 +113,8 @@ class Step:
         block = torch.from_numpy(pages[positions // case.block_size])
         place = torch.from_numpy(positions % case.block_size)
         self.keys[block, :, place], self.values[block, :, place] = k, v
-        q = wide(self.q[self.rows[sequence]]).reshape(case.kv_heads, case.group, -1)
-        scores = np.einsum("hgd,thd->hgt", q, wide(k)) * self.scale
-        if self.slopes is not None:
-            scores += wide(self.slopes).reshape(case.kv_heads, case.group, 1) * (positions - (length - 1))
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        return np.einsum("hgt,thd->hgd", weights, wide(v)).reshape(case.heads, case.head_dim)
+        slopes = None if self.slopes is None else wide(self.slopes)
+        return attended(wide(self.q[self.rows[sequence]])[None], wide(k), wide(v), self.scale, slopes)[0]
 
     def decode(
         self,
@@ -160,7 +154,7 @@ class Step:
 
     def check(self) -> None:
         """Every sequence's row is right and the others are as they were."""
-        close(self.out[self.rows], self.expected, absolute=TOLERANCE[self.q.dtype] * np.abs(self.expected).max())
+        near(self.out[self.rows], self.expected, absolute=TOLERANCE[self.q.dtype] * np.abs(self.expected).max())
         others = np.setdiff1d(np.arange(len(self.out)), self.rows)
         assert (self.out[others] == UNTOUCHED).all()
 
@@ -268,7 +262,7 @@ def test_the_merge_weighs_any_number_of_parts(order: int, dtype: str) -> None:
         if row >= 0:
             weights = np.exp2(wide(lse[part]) - wide(lse[part]).max(0))
             weighted = np.where(weights[..., None] > 0, wide(x[part]), 0) * weights[..., None]
-            close(out[row], weighted.sum(0) / weights.sum(0)[:, None], absolute=1e-5)
+            near(out[row], weighted.sum(0) / weights.sum(0)[:, None], absolute=1e-5)
     assert (out[[1, 4]] == UNTOUCHED).all()
     before = out.clone()
     out.fill_(UNTOUCHED)
@@ -279,12 +273,7 @@ def test_the_merge_weighs_any_number_of_parts(order: int, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size", "reason"),
-    [
-        (8, 2, 72, 16, "72"),
-        (7, 2, 64, 16, "7 query heads"),
-        (8, 2, 64, 24, "24"),
-        (8, 2, 64, 48, "48"),
-    ],
+    [(8, 2, 72, 16, "72"), (7, 2, 64, 16, "7 query heads"), (8, 2, 64, 24, "24"), (8, 2, 64, 48, "48")],
 )
 def test_sizes_that_no_kernel_has_are_named(
     heads: int, kv_heads: int, head_dim: int, block_size: int, reason: str

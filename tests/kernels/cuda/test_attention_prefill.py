@@ -19,7 +19,6 @@ from kernels.cuda import calls
 from kernels.cuda.calls import BF16, F16, HEAD_DIMS, ITEM, SLAB
 from tests.kernels.cuda.programs import (
     ORDERS,
-    ROUNDING,
     TYPES,
     UNTOUCHED,
     assert_fences,
@@ -28,10 +27,11 @@ from tests.kernels.cuda.programs import (
     launch,
     numbers,
     untouched,
-    wide,
 )
+from tests.kernels.sequences import ROUNDING, attended, wide
 from tests.support.compiler import needs_compiler
 
+pytestmark = needs_compiler
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 2e-3}
 """Of the largest number expected, beside one rounding to the type that is stored."""
 LAYERS, LAYER = 2, 1
@@ -146,18 +146,13 @@ class Problem:
 
     def expected(self) -> Any:
         """[rows, heads, head_dim] float64"""
-        case, out = self.case, []
+        case, slopes = self.case, None if self.slopes is None else wide(self.slopes)
         queries = np.split(wide(self.q), self.query_start[1:-1])
-        for (before, rows), q, k, v in zip(case.chunks, queries, self.keys, self.values, strict=True):
-            keys, values = (wide(x).repeat(case.group, axis=1) for x in (k, v))
-            distance = np.arange(before + rows) - np.arange(before, before + rows)[:, None]
-            scores = np.einsum("rhd,khd->hrk", q, keys) * case.head_dim**-0.5
-            if self.slopes is not None:
-                scores += wide(self.slopes)[:, None, None] * distance
-            scores[:, (distance > 0) | (distance <= -(case.window or 1 << 30))] = -np.inf
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            out.append(np.einsum("hrk,khd->rhd", weights / weights.sum(-1, keepdims=True), values))
-        return np.concatenate(out)
+        found = [
+            attended(q, wide(k), wide(v), case.head_dim**-0.5, slopes, case.window)
+            for q, k, v in zip(queries, self.keys, self.values, strict=True)
+        ]
+        return np.concatenate(found)
 
     def check(self, found: Tensor | None = None) -> None:
         expected, kind = self.expected(), TYPES[self.dtype]
@@ -173,7 +168,6 @@ def check(case: Case, dtype: str, order: int) -> None:
     assert (problem.partial_out == UNTOUCHED).all() and (problem.partial_lse == UNTOUCHED).all()
 
 
-@needs_compiler
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -181,31 +175,26 @@ def test_every_head_dim_and_type(head_dim: int, dtype: str, order: int) -> None:
     check(Case(((0, 33), (70, 9)), group=3, head_dim=head_dim), dtype, order)
 
 
-@needs_compiler
 @pytest.mark.parametrize(("group", "order"), zip(range(1, 17), cycle(ORDERS)))
 def test_every_group_of_query_heads(group: int, order: int) -> None:
     check(Case(((0, 21), (40, 30)), group=group, kv_heads=2), (BF16, F16)[group % 2], order)
 
 
-@needs_compiler
 @pytest.mark.parametrize("group", [71, 128])
 def test_a_group_that_fills_a_tile_by_itself(group: int) -> None:
     check(Case(((0, 3), (40, 2)), group=group), F16, ORDERS[0])
 
 
-@needs_compiler
 def test_a_pool_of_more_numbers_than_32_bits_count() -> None:
     check(Case(((20, 5),), first_block=1 << 20), F16, ORDERS[0])
 
 
-@needs_compiler
 @pytest.mark.parametrize("order", ORDERS)
 def test_borders_of_chunks_prefixes_and_tiles(order: int) -> None:
     chunks = ((0, 1), (1, 15), (15, 16), (16, 17), (47, 63), (64, 64), (3, 65), (100, 130), (0, 130), (129, 1))
     check(Case(chunks, group=2), F16, order)
 
 
-@needs_compiler
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("block_size", "layer_major"), [(16, True), (32, False), (64, False), (64, True)])
 def test_block_sizes_and_layouts(block_size: int, layer_major: bool, order: int) -> None:
@@ -217,26 +206,22 @@ WINDOWS = ((1, 4), (5, 4), (16, 4), (33, 1), (64, 4), (101, 1), (1000, 4))
 """With their groups. At 101, the second warp's last row sees all keys of a piece but the first."""
 
 
-@needs_compiler
 @pytest.mark.parametrize(("window", "group", "order"), [(*case, order) for case, order in zip(WINDOWS, cycle(ORDERS))])
 def test_a_window_hides_what_lies_before_it(window: int, group: int, order: int) -> None:
     check(Case(((150, 70), (0, 70), (200, 1)), group=group, window=window), F16, order)
 
 
-@needs_compiler
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("window", [0, 20])
 def test_alibi(window: int, order: int) -> None:
     check(Case(((90, 40), (0, 33)), group=3, kv_heads=2, window=window, alibi=True), F16, order)
 
 
-@needs_compiler
 @pytest.mark.parametrize("growth", [0.02, 0.3, -0.3, 3.0])
 def test_scores_may_grow_and_fall_along_a_sequence(growth: float) -> None:
     check(Case(((200, 40),), head_dim=128, growth=growth), F16, ORDERS[0])
 
 
-@needs_compiler
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("splits", "window"), [(2, 0), (5, 0), (7, 30)])
 def test_parts_are_merged(splits: int, window: int, order: int) -> None:
@@ -253,7 +238,6 @@ def test_parts_are_merged(splits: int, window: int, order: int) -> None:
     problem.check()
 
 
-@needs_compiler
 @pytest.mark.parametrize("order", ORDERS)
 def test_padding_items_write_nothing(order: int) -> None:
     problem = Problem(Case(((0, 5), (8, 3))), BF16)

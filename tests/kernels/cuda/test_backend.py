@@ -152,12 +152,12 @@ def test_attention_wider_than_the_plan_is_planned_anew(paths: Any) -> None:
 @pytest.mark.parametrize("kind", ["chunks", "decodes"])
 def test_split_attention_is_the_formula(kind: str) -> None:
     world = Sequences(CudaOps(EmulatedDevice(processors=132)), torch.float16, [700, 40, 560], BLOCK, PLAIN)
-    world.run(1, [0, 1, 2], [0, 0, 0], [600, 30, 559])
+    world.run([(0, 0, 600), (1, 0, 30), (2, 0, 559)])
     if kind == "chunks":
-        world.check(2, [0, 1, 2], [600, 30, 559], [700, 40, 560])
+        world.check([(0, 600, 700), (1, 30, 40), (2, 559, 560)])
     else:
-        world.run(2, [0, 1], [600, 30], [699, 39])
-        world.check(3, [2, 0, 1], [559, 699, 39], [560, 700, 40])
+        world.run([(0, 600, 699), (1, 30, 39)])
+        world.check([(2, 559, 560), (0, 699, 700), (1, 39, 40)])
 
 
 @pytest.mark.parametrize("order", SEEDS[1:])

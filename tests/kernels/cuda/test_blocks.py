@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from kernels.cuda import calls
-from tests.kernels.cuda.programs import (
-    ORDERS,
-    UNTOUCHED,
-    assert_fences,
-    int32,
-    launch,
-    numbers,
-    untouched,
-)
+from tests.kernels.cuda.programs import ORDERS, UNTOUCHED, assert_fences, int32, launch, numbers, untouched
 from tests.support.compiler import needs_compiler
 
 FROM, TO = (6, 0, 3, 2), (1, 5, 0, 4)

@@ -153,10 +153,3 @@ def test_a_copy_is_ready_when_it_is_done() -> None:
 def test_no_pairs_are_done_at_once() -> None:
     cache = cache_on(EmulatedDevice(0))
     assert cache.start_copy_out(int32(), int32()).ready() and cache.start_copy_in(int32(), int32()).ready()
-
-
-@pytest.mark.parametrize("block_size", [8, 24, 48])
-def test_block_size_that_the_kernels_do_not_take_is_refused(block_size: int) -> None:
-    shape = CacheShape(1, 1, 1, 1, block_size, 64, torch.bfloat16)
-    with pytest.raises(ValueError, match=f"block size {block_size}: the cuda kernels need 16, 32, 64"):
-        CudaCache(shape, EmulatedDevice())

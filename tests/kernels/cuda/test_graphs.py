@@ -17,15 +17,7 @@ from kernels.cuda.metadata import Staging, page_columns, plan_columns, row_colum
 from kernels.cuda.planner import Planner, Room, Seats
 from kernels.emulator.device import EmulatedDevice
 from kernels.ops import Batch
-from tests.kernels.cuda.decoders import (
-    BLOCK,
-    SEEDS,
-    World,
-    batch_of,
-    reference_logits,
-    shape_of,
-    tables_of,
-)
+from tests.kernels.cuda.decoders import BLOCK, SEEDS, World, batch_of, reference_logits, shape_of, tables_of
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import device_of
 from tests.support.compiler import needs_compiler
@@ -150,15 +142,6 @@ def test_what_was_recorded_is_let_go_with_the_compiled_pass(paths: Any) -> None:
         assert without_graphs - with_graphs >= 8 * VOCAB * 4, "the logits at least"
         world.forward = world.ops.compile(world.run, world.cache, 64, 8)
         assert world.ops.gpu.free_bytes()[0] == with_graphs
-
-
-def test_batches_prepared_one_after_another_do_not_disturb_each_other(paths: Any) -> None:
-    with torch.inference_mode():
-        expected, world = (World(paths("llama"), device_of(), True) for _ in range(2))
-        batches = [world.decodes(2), world.decodes(1)]
-        prepared = [world.ops.prepare(batch, world.cache) for batch in batches]
-        for batch, one in zip(batches, prepared, strict=True):
-            assert torch.equal(world.forward(one).cpu(), expected.logits(batch))
 
 
 def test_long_sequences_are_split_and_merged_in_a_graph_too(paths: Any) -> None:

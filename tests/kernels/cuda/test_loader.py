@@ -184,9 +184,7 @@ def test_without_gpu_program_is_compiled_and_only_a_launch_fails(monkeypatch: py
         program.launch(*call[:-1], np.zeros(1, [("x", "u8")]), 0)
 
 
-def test_launch_passes_struct_and_stream_and_reserves_shared_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launch_passes_struct_and_stream_and_reserves_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that only notes what it is asked: the GPU is the one part that cannot be had here."""
     import cupy.cuda
 

@@ -10,18 +10,9 @@ import pytest
 import torch
 
 from kernels.cuda import calls
-from tests.kernels.cuda.programs import (
-    ORDERS,
-    TYPES,
-    UNTOUCHED,
-    assert_fences,
-    close,
-    int32,
-    launch,
-    numbers,
-    untouched,
-    wide,
-)
+from kernels.ops import Norm
+from tests.kernels.cuda.programs import ORDERS, TYPES, UNTOUCHED, assert_fences, int32, launch, numbers, untouched
+from tests.kernels.sequences import near, normed, wide
 from tests.support.compiler import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.parametrize("order", ORDERS)]
@@ -62,7 +53,7 @@ CASES = {
 def expected_head(x: Any, case: Case, weight: Any, eps: float, angles: Any) -> Any:
     """x [rows, heads, head_dim] float64; angles [rows, rotary]."""
     if weight is not None:
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+        x = normed(x, Norm(weight, None, eps))
     half = case.rotary // 2
     if half:
         cos, sin = angles[:, None, :half], angles[:, None, half:]
@@ -105,13 +96,13 @@ def test_q_is_returned_and_kv_lies_in_its_slots(order: int, name: str, dtype: st
     x = wide(qkv) + (wide(bias) if case.bias else 0)
     angles = wide(table)[positions]
     first_v = case.heads + case.kv_heads
-    expected_q = expected_head(x[:, : case.heads], case, wide(q_weight) if case.norms else None, 1e-5, angles)
-    expected_k = expected_head(x[:, case.heads : first_v], case, wide(k_weight) if case.norms else None, 1e-2, angles)
-    close(q, expected_q, absolute=3e-6)
+    expected_q = expected_head(x[:, : case.heads], case, q_weight if case.norms else None, 1e-5, angles)
+    expected_k = expected_head(x[:, case.heads : first_v], case, k_weight if case.norms else None, 1e-2, angles)
+    near(q, expected_q, absolute=3e-6)
     for row, slot in enumerate(slots):
         if slot >= 0:
-            close(keys[slot // size, :, slot % size], expected_k[row], absolute=3e-6)
-            close(values[slot // size, :, slot % size], x[row, first_v:])
+            near(keys[slot // size, :, slot % size], expected_k[row], absolute=3e-6)
+            near(values[slot // size, :, slot % size], x[row, first_v:])
             keys[slot // size, :, slot % size] = values[slot // size, :, slot % size] = UNTOUCHED
     assert (pool == UNTOUCHED).all(), "and nowhere else"
     assert_fences(pool, q, qkv)

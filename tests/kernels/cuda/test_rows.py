@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.cuda import calls
 from kernels.cuda.calls import BF16
+from kernels.ops import Norm
 from tests.kernels.cuda.programs import (
     ORDERS,
     TYPES,
     UNTOUCHED,
     assert_fences,
-    close,
     fenced,
     int32,
     launch,
     numbers,
     untouched,
-    wide,
 )
+from tests.kernels.sequences import FORMULAS, near, normed, wide
 from tests.support.compiler import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.parametrize("order", ORDERS)]
@@ -32,13 +30,6 @@ pytestmark = [needs_compiler, pytest.mark.parametrize("order", ORDERS)]
 dtypes = pytest.mark.parametrize("dtype", TYPES)
 # One vector; less than a warp; whole warps; rows of which a thread has more than one vector, or none.
 widths = pytest.mark.parametrize("width", [8, 136, 768, 4096, 8200])
-
-
-def normed(x: Any, weight: Any, bias: Any, layer_norm: bool) -> Any:
-    if layer_norm:
-        x = x - x.mean(-1, keepdims=True)
-    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
-    return x if bias is None else x + bias
 
 
 def norm(
@@ -67,7 +58,7 @@ def test_norms_are_those_of_float64(order: int, width: int, dtype: str, layer_no
     x += 3
     bias = numbers(width, seed=2) if layer_norm else None
     found = norm(dtype, order, x, weight, bias, layer_norm=layer_norm)
-    close(found, normed(wide(x), wide(weight), None if bias is None else wide(bias), layer_norm), absolute=5e-6)
+    near(found, normed(wide(x), Norm(weight, bias, 1e-5, layer_norm)), absolute=5e-6)
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])
@@ -78,21 +69,21 @@ def test_a_norm_sees_the_residual_as_it_was_stored(order: int, dtype: str, layer
     added = residual + x  # torch rounds once
     found = norm(dtype, order, x, weight, residual=residual, layer_norm=layer_norm)
     assert torch.equal(residual, added)
-    close(found, normed(wide(added), wide(weight), None, layer_norm), absolute=5e-6)
+    near(found, normed(wide(added), Norm(weight, None, 1e-5, layer_norm)), absolute=5e-6)
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])
 def test_the_widest_row_that_is_taken_is_right_in_place(order: int, layer_norm: bool) -> None:
     width = calls.MAX_NORM_HIDDEN
     x, weight = numbers(1, width, dtype=TYPES[BF16]), numbers(width, seed=1)
-    expected = normed(wide(x), wide(weight), None, layer_norm)
-    close(norm(BF16, order, x, weight, layer_norm=layer_norm, out=x), expected, absolute=5e-6)
+    expected = normed(wide(x), Norm(weight, None, 1e-5, layer_norm))
+    near(norm(BF16, order, x, weight, layer_norm=layer_norm, out=x), expected, absolute=5e-6)
 
 
 def test_layer_norm_keeps_its_digits_beside_a_large_mean(order: int) -> None:
     x, weight = numbers(2, 768, dtype=torch.float16), fenced(torch.ones(768))
     x += 500
-    close(norm("f16", order, x, weight, layer_norm=True), normed(wide(x), 1.0, None, True), absolute=2e-4)
+    near(norm("f16", order, x, weight, layer_norm=True), normed(wide(x), Norm(weight, None, 1e-5, True)), absolute=2e-4)
 
 
 @dtypes
@@ -104,16 +95,6 @@ def test_a_row_is_the_same_alone_and_in_a_batch(order: int, dtype: str) -> None:
         assert torch.equal(alone[0], together[row])
 
 
-def activated(x: Any, kind: str) -> Any:
-    if kind == "silu":
-        return x / (1 + np.exp(-x))
-    if kind == "gelu":
-        return x * np.vectorize(math.erfc, otypes=[np.float64])(-x / math.sqrt(2)) / 2
-    if kind == "gelu_tanh":
-        return x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    return np.maximum(x, 0)
-
-
 kinds = pytest.mark.parametrize("kind", calls.ACTIVATIONS)
 
 
@@ -122,9 +103,9 @@ kinds = pytest.mark.parametrize("kind", calls.ACTIVATIONS)
 @pytest.mark.parametrize("width", [8, 136, 2312])
 def test_activations_are_those_of_float64(order: int, width: int, dtype: str, kind: str) -> None:
     x = numbers(3, width, dtype=TYPES[dtype], scale=3)
-    expected = activated(wide(x), kind)
+    expected = FORMULAS[kind](wide(x))
     launch(calls.activate(dtype, 3, width, x.data_ptr(), x.data_ptr(), kind), order)
-    close(x, expected)
+    near(x, expected)
     assert_fences(x)
 
 
@@ -134,7 +115,7 @@ def test_activations_are_those_of_float64(order: int, width: int, dtype: str, ki
 def test_gated_multiplies_the_activated_half_with_the_other(order: int, width: int, dtype: str, kind: str) -> None:
     x, out = numbers(3, 2 * width, dtype=TYPES[dtype], scale=3), untouched(3, width, dtype=TYPES[dtype])
     launch(calls.gated(dtype, 3, width, x.data_ptr(), out.data_ptr(), kind), order)
-    close(out, activated(wide(x[:, :width]), kind) * wide(x[:, width:]), absolute=3e-6)
+    near(out, FORMULAS[kind](wide(x[:, :width])) * wide(x[:, width:]), absolute=3e-6)
     assert_fences(x, out)
 
 
@@ -169,7 +150,7 @@ def test_embed_scales_adds_places_and_reads_last_tokens(order: int, width: int, 
     launch(calls.embed(dtype, 6, width, *addresses, 1.5, **where, last_tokens=last_tokens.ctypes.data), order)
     expected = wide(table)[[49, 0, 7, 0, 7, 48]] * 1.5 + (wide(learned)[positions] if places else 0)
     real = [0, 1, 2, 4, 5]
-    close(out[real], expected[real])
+    near(out[real], expected[real])
     assert (out[3] == UNTOUCHED).all()
     assert_fences(out)
 
