@@ -101,9 +101,9 @@ def text_of(tokens: list[int]) -> str:
 
 
 def test_outputs_are_valid_and_end_where_the_grammar_is_complete(engine: Engine) -> None:
-    recorded, _ = in_process.run(engine, requests(160), "orcinus", lookahead=1)
+    recorded, _ = in_process.run(engine, requests(240), "orcinus", lookahead=1)
     assert not recorded.errors
-    for at in range(160):
+    for at in range(240):
         grammar, valid = KINDS[at % len(KINDS)]
         if grammar:
             assert recorded.finish[f"r{at}", 0] == Finish.STOP
