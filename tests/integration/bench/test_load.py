@@ -286,21 +286,13 @@ def test_report_escapes_text_from_outside(run: Run) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--rate", "1", "--concurrency", "1"],
-        ["--concurrency", "0"],
-        ["--rate", "0"],
-        ["--rate", "1", "--prompt-tokens", "9:3"],
-        ["--rate", "1,x"],
-        ["--rate", "1,2", "--records", "r.jsonl"],
-        ["--rate", "1,2", "--plot", "r.png"],
-        ["--seconds", "5", "--concurrency", "1"],
-        ["--seconds", "5", "--rate", "1", "--requests", "3"],
-        ["--rate", "1", "--first-id", "50", "--vocab-size", "50"],
-        ["--trace", "no-such-file.csv"],
-        ["--concurrency", "1", "--url", "http://127.0.0.1:1"],
-        ["--no-such-option"],
+        ["--rate", "1", "--concurrency", "1"], ["--concurrency", "0"], ["--rate", "0"],
+        ["--rate", "1", "--prompt-tokens", "9:3"], ["--rate", "1,x"], ["--rate", "1,2", "--records", "r.jsonl"],
+        ["--rate", "1,2", "--plot", "r.png"], ["--seconds", "5", "--concurrency", "1"],
+        ["--seconds", "5", "--rate", "1", "--requests", "3"], ["--rate", "1", "--first-id", "50", "--vocab-size", "50"],
+        ["--trace", "no-such-file.csv"], ["--concurrency", "1", "--url", "http://127.0.0.1:1"], ["--no-such-option"],
     ],
-)
+)  # fmt: skip
 def test_wrong_use_is_exit_code_2_with_a_message(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert load.main([*argv, "--json"]) == 2
     shown = capsys.readouterr()

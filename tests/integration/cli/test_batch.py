@@ -245,16 +245,13 @@ def test_output_of_another_run_is_refused(tmp_path: Path, server: ScriptedServer
 
 GOOD = lines_of(1)[0]
 BAD = {
-    "no JSON": "{",
-    "no object": "[]",
-    "a field too few": json.dumps({"custom_id": "a"}),
-    "a field too many": json.dumps({**GOOD, "x": 1}),
-    "no id": json.dumps({**GOOD, "custom_id": ""}),
+    "no JSON": "{", "no object": "[]", "a field too few": json.dumps({"custom_id": "a"}),
+    "a field too many": json.dumps({**GOOD, "x": 1}), "no id": json.dumps({**GOOD, "custom_id": ""}),
     "another method": json.dumps({**GOOD, "method": "GET"}),
     "another address": json.dumps({**GOOD, "url": "/v1/messages"}),
     "a stream": json.dumps({**GOOD, "body": {"stream": True}}),
     "an id twice": json.dumps(GOOD) + "\n" + json.dumps(GOOD),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)

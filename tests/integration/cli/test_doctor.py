@@ -26,12 +26,8 @@ from tests.support.stand_ins.recorded_gpus import machine
 from tests.support.waiting import free_port
 
 SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 
 
 def model_directory(path: Path) -> Path:
@@ -194,13 +190,9 @@ def test_random_weights_must_fit_in_memory(tmp_path: Path) -> None:
     assert f"{model}: needs 24608.5 GiB, " in doctor.check_memory(settings).fix
     ran = [sys.executable, "-m", "services.cli", "up", "--model", str(model), "--load-format", "dummy"]
     result = subprocess.run(
-        [*ran, "--run-dir", str(tmp_path / "run")],
-        cwd=ROOT,
-        env=clean_env(),
-        capture_output=True,
-        text=True,
+        [*ran, "--run-dir", str(tmp_path / "run")], cwd=ROOT, env=clean_env(), capture_output=True, text=True,
         timeout=60,
-    )
+    )  # fmt: skip
     assert result.returncode == 2 and "needs 24608.5 GiB" in result.stderr
     assert not list((tmp_path / "run").glob("redis*"))
 
@@ -240,11 +232,7 @@ def test_doctor_in_an_image_needs_no_torch() -> None:
         "print([check.name for check in examine({})])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=clean_env(**{doctor.CONTAINER: "1"}),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        [sys.executable, "-c", code], cwd=ROOT, env=clean_env(**{doctor.CONTAINER: "1"}), capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
     assert done.stdout.strip() == "['python', 'redis', 'model']", done.stderr

@@ -443,12 +443,8 @@ def test_size_of_a_mixture_counts_every_expert_and_keeps_routers() -> None:
 
 def test_size_of_a_quantized_model_is_its_words_and_scales_or_unpacked() -> None:
     tensors = {
-        "norm.weight": (64,),
-        "up.qweight": (8, 64),
-        "up.qzeros": (2, 8),
-        "up.scales": (2, 64),
-        "up.g_idx": (64,),
-    }
+        "norm.weight": (64,), "up.qweight": (8, 64), "up.qzeros": (2, 8), "up.scales": (2, 64), "up.g_idx": (64,),
+    }  # fmt: skip
     for in_order, kernels, expected in ((True, "auto", 2048 + 1024), (False, "auto", 8192), (True, "reference", 8192)):
         facts = ModelFacts("bfloat16", tensors, Stored("gptq", 4, 32, zeros=True, in_order=in_order))
         assert facts.held_bytes(WorkerSettings(device="cpu", kernels=kernels)) == 128 + expected
@@ -499,11 +495,8 @@ def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Pat
     sizes = dict.fromkeys(("context_length", "embedding_length", "block_count", "feed_forward_length"), 32)
     numbers = {f"llama.{key}": value for key, value in sizes.items()} | {"llama.attention.head_count": 1}
     metadata = {
-        "general.architecture": "llama",
-        **numbers,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        **vocabulary,
-    }
+        "general.architecture": "llama", **numbers, "llama.attention.layer_norm_rms_epsilon": 1e-5, **vocabulary,
+    }  # fmt: skip
     write_file(tmp_path / "x.gguf", metadata, {**tables, **layers})
     facts, packed = read_model(tmp_path / "x.gguf"), 512 * 6 // 8
     assert facts.held_bytes(WorkerSettings(device="cpu")) == packed + 64 * 4 + 256 * 9 // 8

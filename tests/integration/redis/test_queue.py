@@ -86,11 +86,8 @@ async def test_stale_count_of_a_tenant_ends_with_the_queue(client: Redis, script
 
 async def test_refusal_leaves_the_others_of_its_call_alone(client: Redis, scripts: Scripts) -> None:
     calls = {
-        "a": {"tokens": 60},
-        "b": {"tokens": 41},
-        "c": {"tokens": 40, "tenant": "bob"},
-        "d": {"rpm": 1, "tokens": 0},
-    }
+        "a": {"tokens": 60}, "b": {"tokens": 41}, "c": {"tokens": 40, "tenant": "bob"}, "d": {"rpm": 1, "tokens": 0},
+    }  # fmt: skip
     answers = await enqueue_all(scripts, calls)
     assert [answer[0] for answer in answers] == [b"ok", b"full", b"ok", b"ok"]
     assert answers[1] == [b"full", 60], "what came before it in the call counts"

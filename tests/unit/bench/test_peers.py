@@ -21,18 +21,10 @@ bench_main = importlib.import_module("bench.peers.__main__")
 
 def cell(rate: float, p99: float = 10.0, **changed: Any) -> dict[str, Any]:
     return {
-        "requests": 4,
-        "finished": 4,
-        "short": 0,
-        "output_tok_s": rate,
-        "ttft_ms": {"p50": 20.0, "p99": 40.0},
-        "tbt_ms": {"p50": 5.0, "p99": p99, "max": 2 * p99},
-        "cpu_s_per_1000_tokens": 1.5,
-        "server_cores": 1.9,
-        "client_cores": 0.05,
-        "other_cores": 0.01,
-        **changed,
-    }
+        "requests": 4, "finished": 4, "short": 0, "output_tok_s": rate, "ttft_ms": {"p50": 20.0, "p99": 40.0},
+        "tbt_ms": {"p50": 5.0, "p99": p99, "max": 2 * p99}, "cpu_s_per_1000_tokens": 1.5, "server_cores": 1.9,
+        "client_cores": 0.05, "other_cores": 0.01, **changed,
+    }  # fmt: skip
 
 
 def row(name: str, peer: str, declared: str, *rounds: dict[str, Any], same: int | None = 16) -> dict[str, Any]:
@@ -201,11 +193,8 @@ def test_failing_recipe_stops_only_what_needs_it(monkeypatch: pytest.MonkeyPatch
     said: list[str] = []
     states = install.install(["openvino", "vllm"], "", said.append)
     assert {name: state.ok for name, state in states.items()} == {
-        "model": True,
-        "export": False,
-        "openvino": False,
-        "vllm": True,
-    }
+        "model": True, "export": False, "openvino": False, "vllm": True,
+    }  # fmt: skip
     assert states["openvino"].error == "needs export: no compiler"
     assert install.state("vllm").ok
     assert install.state("export").error == "no compiler"

@@ -43,9 +43,7 @@ def test_json_has_plan_apply_and_total_for_each_count(capsys: pytest.CaptureFixt
     assert "curves" not in found
 
 
-def test_admission_is_measured_with_half_the_prompts_cached_and_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_admission_is_measured_with_half_the_prompts_cached_and_none(capsys: pytest.CaptureFixture[str]) -> None:
     half, none, full = printed(capsys, "--quick", "--parts", "admission")["admission"]
     assert [line["evicts"] for line in (half, none, full)] == [False, False, True]
     for line in (half, none, full):

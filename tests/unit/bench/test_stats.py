@@ -9,16 +9,9 @@ from bench.serve.stats import DEFAULT_SLO, Record, summarise
 
 def finished(scheduled: float, events: list[float], tokens: list[int], end: float, prompt: int = 10) -> Record:
     return Record(
-        index=0,
-        prompt_tokens=prompt,
-        asked_tokens=sum(tokens),
-        scheduled_s=scheduled,
-        sent_s=scheduled + 0.001,
-        end_s=end,
-        event_s=events,
-        event_tokens=tokens,
-        finish="length",
-    )
+        index=0, prompt_tokens=prompt, asked_tokens=sum(tokens), scheduled_s=scheduled, sent_s=scheduled + 0.001,
+        end_s=end, event_s=events, event_tokens=tokens, finish="length",
+    )  # fmt: skip
 
 
 def test_latencies_of_one_request_are_those_worked_out_by_hand() -> None:

@@ -43,15 +43,8 @@ def test_unknown_policy_is_refused() -> None:
 @pytest.mark.parametrize("wait", ["inf", "nan", "-3"])
 def test_invalid_timeout_ends_with_exit_code_2(wait: str) -> None:
     command = [
-        sys.executable,
-        "-m",
-        "services.cli",
-        "policy",
-        "orca",
-        "--redis-url",
-        UNREACHABLE,
-        f"--timeout-s={wait}",
-    ]
+        sys.executable, "-m", "services.cli", "policy", "orca", "--redis-url", UNREACHABLE, f"--timeout-s={wait}",
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()

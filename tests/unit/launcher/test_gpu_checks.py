@@ -81,26 +81,14 @@ def test_a_machine_in_order_is_said_to_be_so_line_by_line() -> None:
         # A device that does not do.
         (machine(driver=driver(TURING)), "gpu", "compute capability 7.5, the kernels need 8.0", "DEVICE=cpu"),
         (machine(driver=driver(context=46)), "gpu", "takes no work (error 46)", "exclusive mode"),
-        (
-            machine(driver=driver(cuda=12040), version="550.54.15"),
-            "driver",
-            "550.54.15 supports CUDA 12.4",
-            "driver 580",
-        ),
+        (machine(driver=driver(cuda=12040), version="550.54.15"), "driver", "550.54.15 supports CUDA 12.4",
+         "driver 580"),
         # Packages.
-        (
-            machine(torch={"error": "No module named 'torch'"}),
-            "torch",
-            "No module named 'torch'",
-            "install DEVICE=cuda",
-        ),
+        (machine(torch={"error": "No module named 'torch'"}), "torch", "No module named 'torch'",
+         "install DEVICE=cuda"),
         (machine(torch={}), "torch", "cannot be asked", "make install DEVICE=cuda"),
-        (
-            machine(torch={"version": "2.13.0+cpu", "cuda": "", "devices": 0}),
-            "torch",
-            "2.13.0+cpu is a build for CPUs",
-            "make install DEVICE=cuda",
-        ),
+        (machine(torch={"version": "2.13.0+cpu", "cuda": "", "devices": 0}), "torch", "2.13.0+cpu is a build for CPUs",
+         "make install DEVICE=cuda"),
         (
             machine(torch={"version": "2.13.0+cpu", "cuda": "", "devices": 0}, checkout=False),
             "torch",
@@ -123,36 +111,24 @@ def test_a_machine_in_order_is_said_to_be_so_line_by_line() -> None:
         ),
         (machine(cupy_packages={}), "cupy", "not installed", "make install DEVICE=cuda"),
         (machine(cupy_packages={}, nvrtc={"error": "No module"}), "kernels", "without CuPy", "cupy's line"),
-        (
-            machine(cupy_packages={"cupy-cuda12x": "13.6.0"}),
-            "cupy",
-            "cupy-cuda12x is for CUDA 12, torch for CUDA 13.0",
-            "pip uninstall cupy-cuda12x; make install DEVICE=cuda",
-        ),
+        (machine(cupy_packages={"cupy-cuda12x": "13.6.0"}), "cupy", "cupy-cuda12x is for CUDA 12, torch for CUDA 13.0",
+         "pip uninstall cupy-cuda12x; make install DEVICE=cuda"),
         (
             machine(cupy_packages={"cupy-cuda13x": "14.2.0", "cupy-cuda12x": "13.6.0"}),
             "cupy",
             "cupy-cuda12x and cupy-cuda13x overwrite each other",
             "pip uninstall cupy-cuda12x cupy-cuda13x",
         ),
-        (
-            machine(cupy={"error": "libcudart.so.13: cannot open"}),
-            "cupy",
-            "cannot be imported: libcudart.so.13",
-            "make install DEVICE=cuda",
-        ),
+        (machine(cupy={"error": "libcudart.so.13: cannot open"}), "cupy", "cannot be imported: libcudart.so.13",
+         "make install DEVICE=cuda"),
         (machine(nvrtc={"error": NO_NVRTC}), "kernels", "nothing prebuilt for sm_90, and no NVRTC", "nvrtc==13.*"),
-        (
-            machine(driver=driver({**H200, "capability": [12, 1]})),
-            "kernels",
-            "NVRTC 13.0 is older than sm_121",
-            "newer nvidia-cuda-nvrtc",
-        ),
+        (machine(driver=driver({**H200, "capability": [12, 1]})), "kernels", "NVRTC 13.0 is older than sm_121",
+         "newer nvidia-cuda-nvrtc"),
         # Memory.
         (machine(driver=driver(free=0.1)), "gpu mem", "13.9 of 139.0 GiB free", "fewer KV blocks"),
         (machine(wsl=True), "pinned", "WSL", "--host-blocks"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named_with_what_to_do(facts: Facts, line: str, said: str, remedy: str) -> None:
     found = wrong(facts)
     assert line in found, found

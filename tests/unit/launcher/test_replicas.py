@@ -49,10 +49,7 @@ def test_workers_do_both_or_are_told_their_roles_and_the_folder_that_they_share(
     roles = LauncherSettings(prefill=1, decode=2).roles()
     assert roles == ["prefill", "decode", "decode"]
     assert up.role_env("both", tmp_path) == {}
-    assert up.role_env("decode", tmp_path) == {
-        "ORCINUS_WORKER_ROLE": "decode",
-        "ORCINUS_KV_SHARE_DIR": str(tmp_path),
-    }
+    assert up.role_env("decode", tmp_path) == {"ORCINUS_WORKER_ROLE": "decode", "ORCINUS_KV_SHARE_DIR": str(tmp_path)}
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
     folders = [up.share_folder(Path(path)) for path in ("/a/.run", "/a/.run", "/b/.run")]
     assert folders[0] == folders[1] != folders[2] and folders[0].parent == tmp_path

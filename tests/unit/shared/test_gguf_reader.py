@@ -26,24 +26,13 @@ HEADERS = 300
 MOST_BYTES = 8 << 20
 """Of memory for a header of 2 kB. Python's own objects of a whole one take 0.1 MB."""
 METADATA: dict[str, Any] = {
-    "general.architecture": "llama",
-    "general.name": "tiny",
-    "llama.context_length": 64,
-    "llama.embedding_length": 64,
-    "llama.block_count": 1,
-    "llama.feed_forward_length": 96,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.rope.freq_base": 10000.0,
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "gpt-2",
-    "tokenizer.ggml.tokens": ["a", "b", "c", "ab", "abc", "<eos>"],
-    "tokenizer.ggml.token_type": [1, 1, 1, 1, 1, 3],
-    "tokenizer.ggml.merges": ["a b", "ab c"],
-    "tokenizer.ggml.eos_token_id": 5,
-    "tokenizer.ggml.add_bos_token": False,
-}
+    "general.architecture": "llama", "general.name": "tiny", "llama.context_length": 64, "llama.embedding_length": 64,
+    "llama.block_count": 1, "llama.feed_forward_length": 96, "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0,
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["a", "b", "c", "ab", "abc", "<eos>"], "tokenizer.ggml.token_type": [1, 1, 1, 1, 1, 3],
+    "tokenizer.ggml.merges": ["a b", "ab c"], "tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.add_bos_token": False,
+}  # fmt: skip
 TENSORS = {
     "token_embd.weight": ("Q8_0", (6, 64), bytes(6 * 68)),
     "blk.0.attn_q.weight": ("Q4_0", (64, 64), bytes(64 * 36)),
