@@ -48,7 +48,8 @@ def test_service_has_left_when_its_next_start_registers_or_its_heartbeat_ends(
     role, member = ("worker", "worker-0") if name == "worker" else ("gateway", name)
 
     def leave() -> None:
-        until("the drain is written", lambda: client.exists(keys.drain(role, member)))
+        until("the drain is written and waits", lambda: client.exists(keys.drain(role, member)) and said)
+        assert "has left" not in "".join(said)
         if role == "worker":
             assert client.get(keys.drain(role, member)) == b"x"
             client.hset(keys.worker(member), "identity", "the next start")
