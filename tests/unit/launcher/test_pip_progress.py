@@ -57,3 +57,6 @@ def test_line_comes_while_pip_is_silent_and_failure_shows_its_end(
     assert out.getvalue().splitlines()[-2:] == [
         "ERROR: no such package", "error: pip ended with 3; the lines above say why",
     ]  # fmt: skip
+    well = io.StringIO()
+    assert run([sys.executable, "-c", "print('Collecting torch')"], tmp_path, well) == 0
+    assert "Collecting" not in well.getvalue() and "error" not in well.getvalue()
