@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest
 from services.scheduler.tracing import Spans, Timeline
 from shared.settings import SchedulerSettings
+from tests.support import http_server
 from tests.support.gateway_process import led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import Claimed, answering
@@ -31,29 +30,24 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
 
 
-class Collector:
-    """What was posted to /v1/traces."""
+class Handler(http_server.Handler):
+    server: Collector
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path == "/v1/traces":
+            self.server.bodies.append(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+        self.reply(200, {})
+
+
+class Collector(http_server.HttpServer):
+    """Keeps what is posted to /v1/traces."""
+
+    handler = Handler
 
     def __init__(self) -> None:
+        super().__init__()
         self.bodies: list[bytes] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                if self.headers.get("content-encoding") == "gzip":
-                    body = gzip.decompress(body)
-                if self.path == "/v1/traces":
-                    outer.bodies.append(body)
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Not to stderr."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def spans(self) -> list[tuple[str, Span]]:
         """(service, span)"""
@@ -63,17 +57,6 @@ class Collector:
                 service = attributes(resource.resource)["service.name"]
                 found += [(service, span) for scope in resource.scope_spans for span in scope.spans]
         return found
-
-    def __enter__(self) -> Collector:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self.close()
-
-    def close(self) -> None:
-        self._server.server_close()
 
 
 def attributes(of: Any) -> dict[str, Any]:
@@ -112,10 +95,8 @@ def test_request_is_one_trace_from_client_to_scheduler(
         parents.append(claimed.request.traceparent)
         return token_ids("four words are here")
 
-    with contextlib.ExitStack() as stack:
-        led = led_gateway(tmp_path, model, redis_server, otlp_endpoint=collector.url)
-        gateway, scheduler = stack.enter_context(led)
-        stack.enter_context(answering(scheduler, answer))
+    led = led_gateway(tmp_path, model, redis_server, otlp_endpoint=collector.url)
+    with led as (gateway, scheduler), answering(scheduler, answer):
         body = {"prompt": SECRET, "max_tokens": 64, "temperature": 0.5}
         response = gateway.post("/v1/completions", body, headers={"traceparent": SAMPLED})
         assert response.status_code == 200
@@ -161,4 +142,4 @@ def test_silent_collector_delays_nothing() -> None:
     begun.start()
     begun.join(60)
     assert not begun.is_alive()
-    silent.close()
+    silent.server_close()

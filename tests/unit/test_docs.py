@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,6 @@ def key_patterns() -> dict[str, str]:
     return {name: pattern.removeprefix(keys.prefix) for name, pattern in patterns.items()}
 
 
-@pytest.mark.parametrize(("name", "pattern"), key_patterns().items())
-def test_redis_page_has_each_key(name: str, pattern: str) -> None:
-    assert re.search(rf"^\| `{re.escape(pattern)}` \|", text("docs/redis.md"), re.MULTILINE), name
-
-
-@pytest.mark.parametrize("script", sorted((ROOT / "shared" / "lua").glob("*.lua")), ids=lambda path: path.stem)
-def test_redis_page_has_each_script(script: Path) -> None:
-    assert f"| `{script.stem}` |" in text("docs/redis.md")
-
-
 def fields_of_the_request_record() -> set[str]:
     """Names that the scripts write to `req`, read from their HSET calls."""
     written = set()
@@ -74,77 +65,29 @@ def fields_of_the_request_record() -> set[str]:
     return written - STATES
 
 
-def test_redis_page_has_each_field_of_the_record() -> None:
-    written = fields_of_the_request_record()
-    assert {"state", "finish", "shard", "cancelled", "bucket", "started_ms"} <= written
-    page = text("docs/redis.md")
-    missing = [name for name in sorted(written) if f"`{name}`" not in page and f"`{name}:{{choice}}`" not in page]
-    assert not missing
-
-
-@pytest.mark.parametrize("settings", docs_tables.CLASSES.values(), ids=docs_tables.CLASSES)
-def test_each_setting_has_a_description(settings: Any) -> None:
-    silent = [n for n, field in docs_tables.own_fields(settings).items() if docs_tables.meaning(n, field) == "None"]
-    assert not silent
-
-
-def test_operations_page_has_each_statistic() -> None:
+def statistics() -> set[str]:
+    """Fields of the scheduler's snapshot, those of a class once."""
     fields = set(Stats(0).snapshot(Scheduler("orcinus").stats(), 1, 1, 1, "orcinus", 0))
     for path in (ROOT / "services" / "scheduler").rglob("*.py"):  # what is added to the snapshot
         fields |= set(re.findall(r'"([a-z_]+)": (?:info|max\(info|self\._reports|len)', path.read_text()))
-    assert {"running", "tok_s", "last_step", "max_model_len"} <= fields
-    page = text("docs/operations.md")
-    classes = r"_(realtime|high|normal|low)$"
-    missing = [
-        name
-        for name in sorted(fields)
-        if f"`{name}`" not in page and f"`{re.sub(classes, '_{class}', name)}`" not in page
-    ]
-    assert not missing
+    return {re.sub(r"_(realtime|high|normal|low)$", "_{class}", name) for name in fields}
 
 
-def test_policies_page_has_each_word_of_a_policy() -> None:
-    page = text("docs/policies.md")
-    words = [*PRESETS, *WAYS, *(f"+{option}" for option in OPTIONS)]
-    assert not [word for word in words if f"`{word}`" not in page]
+def fields_of_bodies() -> set[str]:
+    return {name for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody) for name in body.model_fields}
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
-def test_paths_and_links_of_a_page_exist(page: Path) -> None:
-    words = page.read_text()
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", words):
-        assert (page.parent / target).exists(), target
-    named = re.findall(r"`((?:services|shared|kernels|protos|bench|tests|deploy|assets|docs)/[\w./*-]+)`", words)
-    assert all(any(ROOT.glob(name.rstrip("/"))) for name in named), [
-        n for n in named if not any(ROOT.glob(n.rstrip("/")))
-    ]
+def words_of_policies() -> set[str]:
+    return {*PRESETS, *WAYS, *(f"+{option}" for option in OPTIONS)}
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
-def test_anchors_that_pages_link_to_exist(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
-        linked = (page.parent / target) if target else page
-        heads = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
-        assert anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
-def test_make_targets_and_commands_of_a_page_exist(page: Path) -> None:
-    words = page.read_text()
-    code = "\n".join(re.findall(r"`([^`\n]+)`", words) + re.findall(r"^ {4}(.+)$", words, re.MULTILINE))
-    targets = set(re.findall(r"^([a-z0-9-]+):", text("Makefile"), re.MULTILINE))
-    used = set(re.findall(r"\bmake ([a-z][a-z0-9-]+)", code))
-    assert used <= targets, used - targets
-    commands: Any = typer.main.get_command(command)
-    names = set(commands.commands) | {f"bench {name}" for name in commands.commands["bench"].commands}
-    for first, second in re.findall(r"(?<!-n )\borcinus (bench(?: ([a-z]\w*))?|[a-z]+)", code):
-        assert (f"bench {second}" if second else first) in names, first
-
-
-def test_readme_names_the_two_commands() -> None:
-    words = text("README.md")
-    assert "    make run\n" in words
-    assert "    make test\n" in words
+def test_redis_page_has_each_key_and_script_and_each_setting_has_a_description() -> None:
+    page = text("docs/redis.md")
+    assert not [name for name, key in key_patterns().items() if f"\n| `{key}` |" not in page]
+    assert not [path for path in (ROOT / "shared/lua").glob("*.lua") if f"| `{path.stem}` |" not in page]
+    for settings in docs_tables.CLASSES.values():
+        fields = docs_tables.own_fields(settings)
+        assert not [name for name, field in fields.items() if docs_tables.meaning(name, field) == "None"]
 
 
 def names_that_exist() -> set[str]:
@@ -167,14 +110,59 @@ def names_that_exist() -> set[str]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: path.name)
-def test_page_holds_no_placeholder_and_no_path_of_a_machine(page: Path) -> None:
-    assert not re.search(r"/(?:root|home|work|Users)/", page.read_text())
+def in_pages(wrong: Callable[[Path, str], Iterable[Any]]) -> list[tuple[str, Any]]:
+    """Return what is wrong in each page."""
+    return [(page.name, found) for page in DOCUMENTS for found in wrong(page, page.read_text())]
+
+
+def test_paths_and_links_exist() -> None:
+    paths = re.compile(r"`((?:services|shared|kernels|protos|bench|tests|deploy|assets|docs)/[\w./*-]+)`")
+
+    def wrong(page: Path, words: str) -> Iterator[str]:
+        links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", words)
+        yield from (target for target in links if not (page.parent / target).exists())
+        yield from (name for name in paths.findall(words) if not any(ROOT.glob(name.rstrip("/"))))
+
+    assert in_pages(wrong) == []
+
+
+def test_anchors_that_pages_link_to_exist() -> None:
+    def wrong(page: Path, words: str) -> Iterator[str]:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", words):
+            linked = (page.parent / target) if target else page
+            heads = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE)
+            if anchor not in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}:
+                yield anchor
+
+    assert in_pages(wrong) == []
+
+
+def test_make_targets_and_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", text("Makefile"), re.MULTILINE))
+    commands: Any = typer.main.get_command(command)
+    names = {*commands.commands, *(f"bench {name}" for name in commands.commands["bench"].commands)}
+
+    def wrong(page: Path, words: str) -> Iterator[str]:
+        code = "\n".join(re.findall(r"`([^`\n]+)`", words) + re.findall(r"^ {4}(.+)$", words, re.MULTILINE))
+        yield from set(re.findall(r"\bmake ([a-z][a-z0-9-]+)", code)) - targets
+        for first, second in re.findall(r"(?<!-n )\borcinus (bench(?: ([a-z]\w*))?|[a-z]+)", code):
+            if (f"bench {second}" if second else first) not in names:
+                yield first
+
+    assert in_pages(wrong) == []
+    assert "    make run\n" in text("README.md") and "    make test\n" in text("README.md")
+
+
+def test_pages_hold_no_placeholder_and_no_path_of_a_machine() -> None:
     known = names_that_exist()
     assert {"TORCH_INDEX", "REDIS_IMAGE"} <= known
-    words = set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", page.read_text()))
     settings = {f"ORCINUS_{name.upper()}" for each in docs_tables.CLASSES.values() for name in each.model_fields}
-    assert words <= known | settings, words - known - settings
+
+    def wrong(page: Path, words: str) -> set[str]:
+        machine = set(re.findall(r"/(?:root|home|work|Users)/", words))
+        return machine | set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", words)) - known - settings
+
+    assert in_pages(wrong) == []
 
 
 def test_api_page_has_each_route_with_its_method() -> None:
@@ -202,14 +190,20 @@ def error_codes() -> set[str]:
     return codes
 
 
-def test_api_page_has_each_error_code() -> None:
-    codes = error_codes()
-    assert {"slo_unreachable", "invalid_json", "redis_unavailable", "context_length_exceeded"} <= codes
-    page = text("docs/api.md")
-    assert not [code for code in sorted(codes) if f"`{code}`" not in page]
-
-
-def test_api_page_has_each_field_of_a_body() -> None:
-    page = text("docs/api.md")
-    fields = {name for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody) for name in body.model_fields}
-    assert not [name for name in sorted(fields) if f"`{name}`" not in page]
+@pytest.mark.parametrize(
+    ("page", "found", "some"),
+    [
+        ("redis", fields_of_the_request_record, {"state", "finish", "shard", "cancelled", "bucket", "started_ms"}),
+        ("operations", statistics, {"running", "tok_s", "last_step", "max_model_len"}),
+        ("policies", words_of_policies, {"orcinus", "sarathi"}),
+        ("api", error_codes, {"slo_unreachable", "invalid_json", "redis_unavailable", "context_length_exceeded"}),
+        ("api", fields_of_bodies, {"prompt", "messages"}),
+    ],
+    ids=["fields of the record", "statistics", "policies", "error codes", "fields of bodies"],
+)
+def test_page_has_each_name(page: str, found: Callable[[], set[str]], some: set[str]) -> None:
+    names, words = found(), text(f"docs/{page}.md")
+    assert some <= names
+    written = {*re.findall(r"`([^`\n]+)`", words)}
+    missing = names - written - {name.removesuffix(":{choice}") for name in written}
+    assert not {name for name in missing if name.replace("_{class}", "_normal") not in written}

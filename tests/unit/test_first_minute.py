@@ -10,8 +10,7 @@ from tests.support.docs.terminal_picture import Start, pip_settings
 
 
 @pytest.mark.parametrize(
-    ("times", "answer_s", "silence"),
-    [([1.0, 3.0, 4.0], 0.5, 2.0), ([6.0, 7.0], 0.5, 6.0), ([1.0, 2.0], 7.5, 7.5)],
+    ("times", "answer_s", "silence"), [([1.0, 3.0, 4.0], 0.5, 2.0), ([6.0, 7.0], 0.5, 6.0), ([1.0, 2.0], 7.5, 7.5)]
 )
 def test_silence_counts_from_the_command_to_the_answer(times: list[float], answer_s: float, silence: float) -> None:
     assert Start([(at, "a line") for at in times], "{}", answer_s).silence == silence

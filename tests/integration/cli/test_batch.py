@@ -1,17 +1,13 @@
-"""`orcinus batch`: every line once, whatever happens to the run; over a scripted server, and over a real gateway."""
+"""`orcinus batch`: every line once, whatever happens to the run, over a scripted server."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,74 +17,54 @@ from services.cli import batch as cli_batch
 from services.cli.batch import Summary, run
 from shared.errors import ConfigurationError
 from shared.settings import BatchSettings
-from tests.integration.conftest import KEY, TEXT
-from tests.support.gateway_process import GatewayProcess
+from tests.support import http_server
 from tests.support.stack import ROOT
-from tests.support.tokenizers import token_ids
 from tests.support.waiting import free_port, until
 
 Answer = tuple[int, dict[str, str], Any]
 ENOUGH: Answer = (200, {}, {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 3}})
 
 
-@dataclass
-class ScriptedServer:
+class Handler(http_server.Handler):
+    protocol_version = "HTTP/1.1"
+    server: ScriptedServer
+
+    def answer(self) -> None:
+        server, body = self.server, self.json()
+        before = sum(known["prompt"] == body["prompt"] for _, known, _ in server.seen)
+        server.seen.append((self.path, body, {name.lower(): value for name, value in self.headers.items()}))
+        with server.counting:
+            server.active += 1
+            server.most = max(server.most, server.active)
+        server.gate.wait(60)
+        status, headers, answer = server.answer(body, before)
+        with server.counting:
+            server.active -= 1
+        if status:
+            self.reply(status, answer, **headers)
+        else:
+            self.close_connection = True
+
+
+class ScriptedServer(http_server.HttpServer):
     """Answers with `answer(body, how often this line was seen)`; `gate` can hold all answers back."""
 
-    answer: Callable[[dict[str, Any], int], Answer] = lambda body, seen: ENOUGH
-    seen: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
-    gate: threading.Event = field(default_factory=threading.Event)
-    counting: threading.Lock = field(default_factory=threading.Lock)
-    active: int = 0
-    most: int = 0
+    handler = Handler
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Callable[[dict[str, Any], int], Answer] = lambda body, seen: ENOUGH
+        self.seen: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+        self.gate, self.counting = threading.Event(), threading.Lock()
         self.gate.set()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                before = sum(known["prompt"] == body["prompt"] for _, known, _ in outer.seen)
-                outer.seen.append((self.path, body, {name.lower(): value for name, value in self.headers.items()}))
-                with outer.counting:
-                    outer.active += 1
-                    outer.most = max(outer.most, outer.active)
-                outer.gate.wait(60)
-                status, headers, answer = outer.answer(body, before)
-                with outer.counting:
-                    outer.active -= 1
-                if not status:
-                    self.close_connection = True
-                    return
-                content = json.dumps(answer).encode()
-                self.send_response(status)
-                for name, value in {"Content-Length": str(len(content)), **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def close(self) -> None:
-        self.gate.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self.active = self.most = 0
 
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    made = ScriptedServer()
-    yield made
-    made.close()
+    with ScriptedServer() as made:
+        yield made
+        made.gate.set()
 
 
 @pytest.fixture(autouse=True)
@@ -117,47 +93,39 @@ def go(tmp_path: Path, server: ScriptedServer, **settings: Any) -> Summary:
     return run(tmp_path / "in", tmp_path / "out", BatchSettings(url=server.url, **settings), show=False)
 
 
-def test_every_line_gets_one_answer(tmp_path: Path, server: ScriptedServer) -> None:
-    written(tmp_path / "in", lines_of(40))
-    summary = go(tmp_path, server, concurrency=8)
-    found = answers_in(tmp_path / "out")
-    assert {answer["custom_id"] for answer in found} == {f"line-{n}" for n in range(40)}
-    assert len(found) == 40
-    assert all(answer["error"] is None and answer["response"]["status_code"] == 200 for answer in found)
-    assert len({answer["id"] for answer in found}) == 40
-    assert (summary.succeeded, summary.prompt_tokens, summary.completion_tokens) == (40, 80, 120)
-    assert summary.well
-
-
 def test_class_of_a_line_is_low_by_default(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", [*lines_of(1), *lines_of(2, priority="high")[1:]])
-    go(tmp_path, server)
-    assert {body["prompt"]: body["priority"] for _, body, _ in server.seen} == {"0": "low", "1": "high"}
-    (tmp_path / "out").unlink()
-    server.seen.clear()
-    go(tmp_path, server, priority="none")
-    assert ["priority" in body for _, body, _ in sorted(server.seen, key=lambda one: one[1]["prompt"])] == [False, True]
+    for priority, expected in (("low", ["low", "high"]), ("none", [None, "high"])):
+        go(tmp_path, server, **({} if priority == "low" else {"priority": priority}))
+        bodies = sorted((body for _, body, _ in server.seen), key=lambda body: str(body["prompt"]))
+        assert [body.get("priority") for body in bodies] == expected
+        (tmp_path / "out").unlink()
+        server.seen.clear()
 
 
-def test_requests_in_flight_are_bounded(tmp_path: Path, server: ScriptedServer) -> None:
+def test_run_alone_answers_every_line_once_with_so_many_in_flight(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", lines_of(12))
     server.gate.clear()
-    working = threading.Thread(target=go, args=(tmp_path, server), kwargs={"concurrency": 3}, daemon=True)
-    working.start()
-    until("three are there", lambda: server.active == 3)
-    server.gate.set()
-    working.join(60)
-    assert len(answers_in(tmp_path / "out")) == 12
-    assert server.most == 3
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(go, tmp_path, server, concurrency=3)
+        until("three are there", lambda: server.active == 3)
+        with pytest.raises(ConfigurationError, match="another run writes it"):
+            go(tmp_path, server)
+        server.gate.set()
+        summary = running.result(60)
+    found = answers_in(tmp_path / "out")
+    assert sorted(answer["custom_id"] for answer in found) == sorted(f"line-{n}" for n in range(12))
+    assert all(answer["error"] is None and answer["response"]["status_code"] == 200 for answer in found)
+    assert len({answer["id"] for answer in found}) == 12
+    assert (summary.succeeded, summary.prompt_tokens, summary.completion_tokens) == (12, 24, 36)
+    assert summary.well and server.most == 3
 
 
 def test_killed_run_continues_with_each_line_once(tmp_path: Path, server: ScriptedServer) -> None:
     written(tmp_path / "in", lines_of(30))
-    held = threading.Event()
 
     def answer(body: dict[str, Any], seen: int) -> Answer:
         if int(body["prompt"]) >= 10:
-            held.set()
             server.gate.clear()
             server.gate.wait(60)
         return ENOUGH
@@ -165,9 +133,9 @@ def test_killed_run_continues_with_each_line_once(tmp_path: Path, server: Script
     server.answer = answer
     command = [sys.executable, "-m", "services.cli", "batch", str(tmp_path / "in"), str(tmp_path / "out")]
     running = subprocess.Popen([*command, "--url", server.url, "--concurrency", "2"], cwd=ROOT)
-    assert held.wait(60)
-    until("ten lines are there", lambda: len(answers_in(tmp_path / "out")) >= 10)
-    running.send_signal(signal.SIGKILL)
+    until("ten lines are there", lambda: (tmp_path / "out").exists() and len(answers_in(tmp_path / "out")) >= 10)
+    until("more are under way", lambda: len(server.seen) > 10)
+    running.kill()
     running.wait(60)
     with (tmp_path / "out").open("ab") as out:
         out.write(b'{"custom_id": "line-29", "respo')  # a kill within the write of a line
@@ -179,7 +147,7 @@ def test_killed_run_continues_with_each_line_once(tmp_path: Path, server: Script
     summary = go(tmp_path, server)
     after = answers_in(tmp_path / "out")
     assert after[: len(before)] == before
-    assert Counter(answer["custom_id"] for answer in after) == Counter(f"line-{n}" for n in range(30))
+    assert sorted(answer["custom_id"] for answer in after) == sorted(f"line-{n}" for n in range(30))
     assert (summary.skipped, summary.succeeded) == (len(before), 30 - len(before))
     again = {body["prompt"]: headers["idempotency-key"] for _, body, headers in server.seen}
     both = first.keys() & again.keys()
@@ -222,39 +190,15 @@ def test_final_error_is_the_answer_of_its_line(tmp_path: Path, server: ScriptedS
     assert len(set(faults)) == len(faults) == cli_batch.FAULT_TRIES  # a fault is an answer, too
 
 
-def test_unreachable_server_stops_the_run_and_writes_nothing(tmp_path: Path, server: ScriptedServer) -> None:
-    written(tmp_path / "in", lines_of(3))
-    server.answer = lambda body, seen: (0, {}, None)
-    summary = go(tmp_path, server, patience_s=0.05)
-    assert "no line was answered for 0.05 s" in summary.stopped
-    assert not summary.well
-    assert (tmp_path / "out").read_text() == ""
-
-
-def test_output_of_another_run_is_refused(tmp_path: Path, server: ScriptedServer) -> None:
-    written(tmp_path / "in", lines_of(1))
-    server.gate.clear()
-    working = threading.Thread(target=go, args=(tmp_path, server), daemon=True)
-    working.start()
-    until("it runs", lambda: server.seen)
-    with pytest.raises(ConfigurationError, match="another run writes it"):
-        go(tmp_path, server)
-    server.gate.set()
-    working.join(60)
-
-
 GOOD = lines_of(1)[0]
 BAD = {
-    "no JSON": "{",
-    "no object": "[]",
-    "a field too few": json.dumps({"custom_id": "a"}),
-    "a field too many": json.dumps({**GOOD, "x": 1}),
-    "no id": json.dumps({**GOOD, "custom_id": ""}),
+    "no JSON": "{", "no object": "[]", "a field too few": json.dumps({"custom_id": "a"}),
+    "a field too many": json.dumps({**GOOD, "x": 1}), "no id": json.dumps({**GOOD, "custom_id": ""}),
     "another method": json.dumps({**GOOD, "method": "GET"}),
     "another address": json.dumps({**GOOD, "url": "/v1/messages"}),
     "a stream": json.dumps({**GOOD, "body": {"stream": True}}),
     "an id twice": json.dumps(GOOD) + "\n" + json.dumps(GOOD),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
@@ -266,29 +210,12 @@ def test_bad_line_is_named_before_anything_is_sent(tmp_path: Path, server: Scrip
     assert server.seen == []
 
 
-def test_gateway_answers_each_line_once(tmp_path: Path, gateway: GatewayProcess, answers: None) -> None:
-    lines = lines_of(6, model=gateway.name, max_tokens=100)
-    for line in lines[3:]:
-        line["url"] = "/v1/chat/completions"
-        line["body"]["messages"] = [{"role": "user", "content": line["body"].pop("prompt")}]
-    written(tmp_path / "in", [*lines, {**GOOD, "custom_id": "wrong"}])
-    command = [sys.executable, "-m", "services.cli", "batch", str(tmp_path / "in"), str(tmp_path / "out"), "--json"]
-    environment = {**os.environ, "ORCINUS_URL": gateway.url, "ORCINUS_API_KEY": KEY}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    summary = json.loads(done.stdout)
-    assert (summary["succeeded"], summary["failed"], done.returncode) == (6, 1, 1)
-    assert summary["completion_tokens"] == 6 * len(token_ids(TEXT))
-    found = {answer["custom_id"]: answer["response"] for answer in answers_in(tmp_path / "out")}
-    assert found["line-0"]["body"]["choices"][0]["text"] == TEXT
-    assert found["line-5"]["body"]["choices"][0]["message"]["content"] == TEXT
-    assert (found["wrong"]["status_code"], found["wrong"]["body"]["error"]["code"]) == (404, "model_not_found")
-
-
-def test_server_that_is_not_there_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_server_is_said_at_once_and_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "in", lines_of(3))
     settings = BatchSettings(url=f"http://127.0.0.1:{free_port()}", patience_s=0.05)
     summary = run(tmp_path / "in", tmp_path / "out", settings, show=True)
     said = " ".join(capsys.readouterr().err.split())
     assert said.count("ConnectError") == 1 and settings.url in said
     assert "lines are sent again until none was answered for 0.05 s" in said
-    assert "ConnectError" in summary.stopped
+    assert "ConnectError" in summary.stopped and "no line was answered for 0.05 s" in summary.stopped
+    assert not summary.well and (tmp_path / "out").read_text() == ""

@@ -1,4 +1,4 @@
-"""`orcinus chat` against a scripted server with OpenAI's API, through a pseudo-terminal, and against a real gateway."""
+"""`orcinus chat` against a scripted server with OpenAI's API, and through a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,97 +20,83 @@ from services.cli import chat
 from services.launcher.rundir import RunDir, StackFacts
 from shared.errors import ConfigurationError
 from shared.settings import ChatSettings
-from tests.integration.conftest import KEY, TEXT
-from tests.support.gateway_process import GatewayProcess
+from tests.support import http_server
 from tests.support.launcher import clean_env
 from tests.support.stack import ROOT
-from tests.support.waiting import until
+from tests.support.waiting import free_port, until
 
 SECRET = "sk-never-shown"
 
 
-@dataclass
-class OpenAI:
+class Handler(http_server.Handler):
+    server: OpenAI
+
+    def answer(self) -> None:
+        key = self.headers["Authorization"]
+        if self.command == "POST":
+            self.complete()
+        elif self.server.key and key != f"Bearer {self.server.key}":
+            self.refuse(401, f"the key {key} is not valid; send it as Authorization: Bearer KEY or as X-Api-Key: KEY")
+        else:
+            self.reply(200, {"data": [{"id": "first"}, {"id": "second"}]})
+
+    def complete(self) -> None:
+        self.server.bodies.append(self.json())
+        refusal = self.server.refusal if self.path == "/v1/chat/completions" else (404, f"unknown path {self.path}")
+        if refusal:
+            self.refuse(*refusal)
+            return
+        self.send_response(200)
+        self.end_headers()
+        try:
+            self.stream()
+        except (BrokenPipeError, ConnectionResetError):
+            self.server.left.set()
+
+    def stream(self) -> None:
+        for thought in self.server.thoughts:
+            self.event({"choices": [{"delta": {"reasoning_content": thought}}]})
+        for piece in self.server.pieces:
+            self.event({"choices": [{"delta": {"content": piece}}]})
+            while self.server.hold and not self.server.hold.wait(0.02):
+                self.wfile.write(b": waiting\n\n")
+        if self.server.broken:
+            return
+        self.event({"choices": [{"delta": {}, "finish_reason": "length"}]})
+        self.event({"choices": [], "usage": {"completion_tokens": 7}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, value: Any) -> None:
+        text = json.dumps(value, ensure_ascii=False).encode()
+        for part in (b"data: ", text[:9], text[9:], b"\r", b"\n\r\n"):
+            self.wfile.write(part)
+            self.wfile.flush()
+
+    def refuse(self, status: int, message: str) -> None:
+        self.reply(status, {"error": {"message": message, "code": None}})
+
+
+class OpenAI(http_server.HttpServer):
     """Streams `pieces` to each question. `hold`: waits behind the first piece until it is set or the client leaves."""
 
-    pieces: list[str] = field(default_factory=lambda: ["Hel", "lo"])
-    thoughts: list[str] = field(default_factory=list)
-    key: str = ""
-    refusal: tuple[int, str] | None = None
-    broken: bool = False
-    hold: threading.Event | None = None
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    left: threading.Event = field(default_factory=threading.Event)
+    handler = Handler
 
-    def __post_init__(self) -> None:
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if outer.key and self.headers["Authorization"] != f"Bearer {outer.key}":
-                    text = f"the key {self.headers['Authorization']} is not valid"
-                    self.refuse(401, f"{text}; send it as Authorization: Bearer KEY or as X-Api-Key: KEY")
-                else:
-                    self.whole(200, {"data": [{"id": "first"}, {"id": "second"}]})
-
-            def do_POST(self) -> None:
-                outer.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                refusal = outer.refusal if self.path == "/v1/chat/completions" else (404, f"unknown path {self.path}")
-                if refusal:
-                    self.refuse(*refusal)
-                    return
-                self.send_response(200)
-                self.end_headers()
-                try:
-                    self.stream()
-                except (BrokenPipeError, ConnectionResetError):
-                    outer.left.set()
-
-            def stream(self) -> None:
-                for thought in outer.thoughts:
-                    self.event({"choices": [{"delta": {"reasoning_content": thought}}]})
-                for piece in outer.pieces:
-                    self.event({"choices": [{"delta": {"content": piece}}]})
-                    while outer.hold and not outer.hold.wait(0.02):
-                        self.wfile.write(b": waiting\n\n")
-                if outer.broken:
-                    return
-                self.event({"choices": [{"delta": {}, "finish_reason": "length"}]})
-                self.event({"choices": [], "usage": {"completion_tokens": 7}})
-                self.wfile.write(b"data: [DONE]\n\n")
-
-            def event(self, value: Any) -> None:
-                text = json.dumps(value, ensure_ascii=False).encode()
-                for part in (b"data: ", text[:9], text[9:], b"\r", b"\n\r\n"):
-                    self.wfile.write(part)
-                    self.wfile.flush()
-
-            def refuse(self, status: int, message: str) -> None:
-                self.whole(status, {"error": {"message": message, "code": None}})
-
-            def whole(self, status: int, value: Any) -> None:
-                content = json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces, self.thoughts = ["Hel", "lo"], list[str]()
+        self.key, self.broken = "", False
+        self.refusal: tuple[int, str] | None = None
+        self.hold: threading.Event | None = None
+        self.bodies: list[dict[str, Any]] = []
+        self.left = threading.Event()
 
 
 @pytest.fixture
 def server() -> Iterator[OpenAI]:
-    running = OpenAI()
-    yield running
-    if running.hold:
-        running.hold.set()
-    running.server.shutdown()
-    running.server.server_close()
+    with OpenAI() as running:
+        yield running
+        if running.hold:
+            running.hold.set()
 
 
 @dataclass
@@ -155,55 +140,50 @@ def said(body: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def test_answer_is_streamed_and_the_history_is_sent(server: OpenAI) -> None:
-    terminal = talk(server, "Hi", "And?", system="Be brief.")
-    assert terminal.shown == "Hello\nHello\n\n"
-    first, second = server.bodies
+    terminal = talk(
+        server, "Hi", "one\\", "two", '"""', "three", "", "four", '"""', '"""five"""', "  ", system="Be brief."
+    )
+    assert terminal.shown == "Hello\nHello\nHello\nHello\n\n"
+    first, second, *_ = server.bodies
     assert (first["model"], first["temperature"], first["stream"]) == ("first", 0.5, True)
     assert said(first) == [("system", "Be brief."), ("user", "Hi")]
-    assert said(second) == [*said(first), ("assistant", "Hello"), ("user", "And?")]
+    assert said(second) == [*said(first), ("assistant", "Hello"), ("user", "one\ntwo")]
+    assert [said(body)[-1][1] for body in server.bodies[2:]] == ["three\n\nfour", "five"]
     assert "7 tokens, first token" in terminal.notes[1]
     assert "cut at the limit of tokens" in terminal.notes[1]
 
 
-def test_thinking_is_shown_apart_and_not_sent_again(server: OpenAI) -> None:
+def test_thinking_is_shown_apart_and_not_sent_again(
+    server: OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.thoughts, server.pieces = ["\nhm", "\x1b[2J\n"], ["\n\n", "Hello"]
-    terminal = talk(server, "Hi", "And?")
+    terminal = talk(server, "Hi", "And?", model="second")
     assert terminal.shown == "Hello\nHello\n\n"
     assert terminal.thoughts == "\nhm\u241b[2J\n\n\n" * 2
-    assert said(server.bodies[1])[1] == ("assistant", "Hello")
+    assert said(server.bodies[1])[1] == ("assistant", "Hello") and server.bodies[1]["model"] == "second"
     server.pieces = []
     assert talk(server, "Hi").thoughts == "\nhm\u241b[2J\n\n", "an answer that was cut within its thinking"
-
-
-def test_thinking_is_dim_on_a_terminal_and_left_out_of_a_pipe(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat.Console().think("hm")
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    chat.Console().think("hm")
-    assert capsys.readouterr().out == "\x1b[2mhm\x1b[0m"
-
-
-def test_message_may_have_several_lines(server: OpenAI) -> None:
-    talk(server, "one\\", "two", '"""', "three", "", "four", '"""', '"""five"""', "  ", model="second")
-    asked = [said(body)[-1][1] for body in server.bodies]
-    assert asked == ["one\ntwo", "three\n\nfour", "five"]
-    assert {body["model"] for body in server.bodies} == {"second"}
+    for is_terminal, shown in ((False, ""), (True, "\x1b[2mhm\x1b[0m")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        chat.Console().think("hm")
+        assert capsys.readouterr().out == shown
 
 
 def test_commands_change_and_save_the_conversation(server: OpenAI, tmp_path: Path) -> None:
+    """And a model's text does not drive the terminal, but is saved as it is."""
+    server.pieces = ["a\x1b[2Jb\x07\x9b1m\tc\n", "line\u2028separator"]
+    raw = "".join(server.pieces)
     saved, again = tmp_path / "saved.json", tmp_path / "saved.md"
     lines = ["Hi", f"/save {saved}", f"/save {again}", f"/save {again}", "/clear", "/system Be kind.", "Ho", "/system"]
     terminal = talk(server, *lines, "Hu", "/help", "/nothing", "/save", "/quit", "unread")
+    assert terminal.shown == "a\u241b[2Jb\u2407\ufffd1m\tc\nline\u2028separator\n" * 3
     assert json.loads(saved.read_text()) == {
-        "model": "first",
-        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
-    }
-    assert again.read_text() == "## user\n\nHi\n\n## assistant\n\nHello\n\n"
+        "model": "first", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": raw}],
+    }  # fmt: skip
+    assert again.read_text() == f"## user\n\nHi\n\n## assistant\n\n{raw}\n\n"
     assert [said(body) for body in server.bodies[1:]] == [
         [("system", "Be kind."), ("user", "Ho")],
-        [("user", "Ho"), ("assistant", "Hello"), ("user", "Hu")],
+        [("user", "Ho"), ("assistant", raw), ("user", "Hu")],
     ]
     notes = "\n".join(terminal.notes)
     assert f"error: {again}: cannot be written: File exists; name another file" in notes
@@ -237,13 +217,6 @@ def test_key_is_asked_for_and_never_shown(server: OpenAI) -> None:
     assert "sk-wrong" not in str(error.value)
 
 
-def test_text_of_a_model_does_not_drive_the_terminal(server: OpenAI, tmp_path: Path) -> None:
-    server.pieces = ["a\x1b[2Jb\x07\x9b1m\tc\n", "line\u2028separator"]
-    terminal = talk(server, "Hi", f"/save {tmp_path / 'raw.json'}")
-    assert terminal.shown == "a\u241b[2Jb\u2407\ufffd1m\tc\nline\u2028separator\n\n"
-    assert "\x1b" in json.loads((tmp_path / "raw.json").read_text())["messages"][1]["content"]
-
-
 def test_address_is_that_of_the_stack_that_runs_here(server: OpenAI, tmp_path: Path) -> None:
     settings = ChatSettings(run_dir=tmp_path / "run")
     assert chat.find_server(settings) == "http://127.0.0.1:8000"
@@ -254,11 +227,10 @@ def test_address_is_that_of_the_stack_that_runs_here(server: OpenAI, tmp_path: P
     assert chat.find_server(settings) == "http://127.0.0.1:8000"
 
 
-def test_server_that_is_not_there_is_named_with_the_remedy(server: OpenAI) -> None:
-    server.server.shutdown()
-    server.server.server_close()
-    with pytest.raises(ConfigurationError, match=f"no server at {server.url}; start one with `make run`"):
-        chat.run(ChatSettings(url=server.url), "", "", {}, Typed([]))
+def test_server_that_is_not_there_is_named_with_the_remedy() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigurationError, match=f"no server at {url}; start one with `make run`"):
+        chat.run(ChatSettings(url=url), "", "", {}, Typed([]))
 
 
 def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(server: OpenAI) -> None:
@@ -293,13 +265,3 @@ def test_ctrl_c_stops_an_answer_and_a_second_one_leaves(server: OpenAI) -> None:
         process.kill()
         process.wait()
         os.close(control)
-
-
-def test_lines_of_a_pipe_are_answered_by_a_real_gateway(gateway: GatewayProcess, answers: None) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "chat", gateway.name, "--url", gateway.url, "--max-tokens", "60"],
-        input="Hello\nAgain\n", capture_output=True, text=True, cwd=ROOT, timeout=120,
-        env=clean_env(ORCINUS_API_KEY=KEY),
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{TEXT}\n{TEXT}\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,34 +40,29 @@ def test_scheduler_that_stays_is_named_with_its_requests(shard: ScriptedSchedule
     assert [queue_pb2.Control.FromString(fields[b"c"]).WhichOneof("command") for _, fields in rows] == ["drain"]
 
 
-def test_worker_has_left_when_its_next_start_registers(shard: ScriptedScheduler, settings: CommonSettings) -> None:
-    keys, client = settings.keys, shard.client
-
-    def restart() -> None:
-        until("the drain is written", lambda: client.get(keys.drain("worker", "worker-0")) == b"x")
-        client.hset(keys.worker("worker-0"), "identity", "the next start")
-
-    other = threading.Thread(target=restart)
-    other.start()
-    (end,) = drain("worker", settings, LauncherSettings(), 20.0, lambda _: None)
-    other.join()
-    assert (end.id, end.drained) == ("worker-0", True)
-    assert 0 < client.pttl(keys.drain("worker", "worker-0")) <= 60_000
-
-
-def test_gateway_has_left_when_its_heartbeat_ends(shard: ScriptedScheduler, settings: CommonSettings) -> None:
-    client, key = shard.client, settings.keys.drain("gateway", "gateway-x")
+@pytest.mark.parametrize("name", ["worker", "gateway-x"])
+def test_service_has_left_when_its_next_start_registers_or_its_heartbeat_ends(
+    shard: ScriptedScheduler, settings: CommonSettings, name: str
+) -> None:
+    keys, client, said = settings.keys, shard.client, list[str]()
+    role, member = ("worker", "worker-0") if name == "worker" else ("gateway", name)
 
     def leave() -> None:
-        until("the drain is written", lambda: client.exists(key))
-        client.delete(settings.keys.alive("gateway", "gateway-x"))
+        until("the drain is written and waits", lambda: client.exists(keys.drain(role, member)) and said)
+        assert "has left" not in "".join(said)
+        if role == "worker":
+            assert client.get(keys.drain(role, member)) == b"x"
+            client.hset(keys.worker(member), "identity", "the next start")
+        else:
+            client.delete(keys.alive(role, member))
 
-    other = threading.Thread(target=leave)
-    other.start()
-    said: list[str] = []
-    (end,) = drain("gateway-x", settings, LauncherSettings(), 20.0, said.append)
-    other.join()
-    assert end.drained and said[-1].startswith("gateway gateway-x has left after ")
+    with ThreadPoolExecutor() as pool:
+        left = pool.submit(leave)
+        (end,) = drain(name, settings, LauncherSettings(), 20.0, said.append)
+        left.result(60)
+    assert (end.id, end.drained) == (member, True)
+    assert said[-1].startswith(f"{role} {member} has left after ")
+    assert 0 < client.pttl(keys.drain(role, member)) <= 60_000
 
 
 @pytest.mark.usefixtures("shard")

@@ -129,11 +129,6 @@ def test_pull_fetches_what_is_served_and_no_pickles(machine: Machine, monkeypatc
     assert (settings.model, settings.served_model_name) == (snapshot, NAME)
 
 
-def test_second_pull_fetches_no_content(pulled: Machine) -> None:
-    assert "0 bytes of them fetched now" in pulled.run("pull", NAME)
-    assert not pulled.hub.fetched()
-
-
 def test_cut_connection_is_resumed_in_the_same_run(machine: Machine) -> None:
     machine.hub.trouble.cut_after["model.safetensors"] = 1 << 20
     machine.run("pull", NAME)
@@ -277,19 +272,21 @@ def test_pull_waits_after_429_until_it_gives_up(machine: Machine) -> None:
     assert "refuses more requests for now (429)" in machine.run("pull", f"{NAME}@main", code=2)
 
 
-def test_offline_pull_uses_the_cache_without_a_request(machine: Machine) -> None:
+def test_second_pull_fetches_no_content_and_offline_asks_nothing(machine: Machine) -> None:
     assert "HF_HUB_OFFLINE forbids" in machine.run("pull", NAME, code=2, HF_HUB_OFFLINE=True)
     machine.run("pull", NAME)
     machine.hub.seen.clear()
-    assert "0 bytes of them fetched now" in machine.run_process("pull", NAME, HF_HUB_OFFLINE="1")
+    assert "0 bytes of them fetched now" in machine.run("pull", NAME)
+    assert machine.hub.seen and not machine.hub.fetched()
+    machine.hub.seen.clear()
+    assert "0 bytes of them fetched now" in machine.run("pull", NAME, HF_HUB_OFFLINE=True)
     assert not machine.hub.seen
+    assert "what is on this machine stays in use" in machine.run("pull", NAME, ENDPOINT="http://127.0.0.1:9")
 
 
 def test_unreachable_hub_is_named(machine: Machine) -> None:
     said = machine.run("pull", NAME, code=2, ENDPOINT="http://127.0.0.1:9")
     assert "the Hub at http://127.0.0.1:9 cannot be reached" in said
-    machine.run("pull", NAME)
-    assert "what is on this machine stays in use" in machine.run("pull", NAME, ENDPOINT="http://127.0.0.1:9")
 
 
 def test_up_refuses_before_the_weights_are_fetched(machine: Machine) -> None:
@@ -305,20 +302,14 @@ def test_up_refuses_before_the_weights_are_fetched(machine: Machine) -> None:
     assert not machine.hub.seen  # services never fetch
 
 
-def test_list_shows_size_revision_origin_and_state(machine: Machine) -> None:
-    assert "no models in" in machine.run("list")
-    machine.run("pull", NAME)
-    (row,) = json.loads(machine.run("list", "--json"))["models"]
+def test_list_shows_a_model_until_rm_is_confirmed_and_removes_all_files(pulled: Machine) -> None:
+    (row,) = json.loads(pulled.run("list", "--json"))["models"]
     assert (row["name"], row["refs"], row["origin"], row["problem"]) == (NAME, ["main"], "orcinus", "")
-    assert row["bytes"] > WEIGHTS_BYTES
-    assert "can be served" in machine.run("list")
-
-
-def test_rm_confirms_and_removes_all_files(pulled: Machine) -> None:
+    assert row["bytes"] > WEIGHTS_BYTES and "can be served" in pulled.run("list")
     assert "nothing was removed" in pulled.run("rm", NAME, code=1, typed="n\n")
     assert pulled.snapshot().is_dir()
     assert "removed 3 files" in pulled.run("rm", NAME, typed="y\n")
-    assert not pulled.directory.exists()
+    assert not pulled.directory.exists() and "no models in" in pulled.run("list")
     assert "no such model on this machine" in pulled.run("rm", NAME, code=2, typed="y\n")
 
 
@@ -371,17 +362,9 @@ def test_second_pull_is_refused_while_one_runs(machine: Machine) -> None:
         assert "another process fetches it" in machine.run("pull", NAME, code=2)
 
 
-def _broken(directory: Path, name: str, content: bytes | None) -> Path:
-    directory.mkdir()
-    for file, found in files().items():
-        if file != "pytorch_model.bin":
-            (directory / file).write_bytes(found)
-    path = directory / name
-    if content is None:
-        path.unlink()
-    else:
-        path.write_bytes(content)
-    return directory
+def _header(shape: str) -> bytes:
+    header = f'{{"x": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 0]}}}}'.encode()
+    return len(header).to_bytes(8, "little") + header
 
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
@@ -393,7 +376,12 @@ _BROKEN: dict[str, tuple[str, bytes | None, str]] = {
     "no object": ("config.json", b"[]", "no JSON object"),
     "weights cut off": ("model.safetensors", weights()[:-1], "cut off"),
     "broken tokenizer": ("tokenizer.json", b"{", "tokenizer.json: not readable as JSON"),
-    "no tokenizer": ("tokenizer.json", None, "missing; save the fast tokenizer"),
+    "no tokenizer": ("tokenizer.json", b"", "missing; save the fast tokenizer"),
+    "a FIFO for the tokenizer": ("tokenizer.json", None, "tokenizer.json: not a regular file"),
+    "pickles": ("pytorch_model.bin", b"x", "pickled weights"),
+    "no GGUF": ("x.gguf", b"x", "not a GGUF file, or cut off"),
+    "an endless shape": ("model.safetensors", _header("[Infinity]"), "model.safetensors"),
+    "a negative shape": ("model.safetensors", _header("[-5, 7]"), "model.safetensors"),
     "quantized": (
         "config.json", b'{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "exl3"}}',
         "quantization_config (exl3) is not supported, compressed-tensors, awq, gptq, fp8, mxfp4 are",
@@ -403,80 +391,63 @@ _BROKEN: dict[str, tuple[str, bytes | None, str]] = {
 
 @pytest.mark.parametrize(("name", "content", "said"), _BROKEN.values(), ids=_BROKEN)
 def test_fault_of_a_model_directory_is_named(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
-    assert said in model_problem(_broken(tmp_path / "model", name, content), "auto")
+    found = files()
+    del found["pytorch_model.bin"]
+    if name in ("pytorch_model.bin", "x.gguf"):
+        del found["model.safetensors"]
+    for file, written in {**found, name: content}.items():
+        if written is None:
+            os.mkfifo(tmp_path / file)  # which is not waited for
+        elif written:
+            (tmp_path / file).write_bytes(written)
+    assert said in model_problem(tmp_path, "auto")
 
 
-def test_tokenizer_fifo_is_named_and_not_waited_for(tmp_path: Path) -> None:
-    model = _broken(tmp_path / "model", "tokenizer.json", None)
-    os.mkfifo(model / "tokenizer.json")
-    assert "tokenizer.json: not a regular file" in model_problem(model, "auto")
+PLAIN = {"embed_tokens.weight": (10, 4), "layers.0.up.weight": (4, 4), "norm.weight": (4,)}
+EXPERTS = {f"layers.0.mlp.experts.{at}.gate_proj.weight": (8, 4) for at in range(16)}
+MIXTURE = {**EXPERTS, "layers.0.mlp.gate.weight": (16, 4)}
+GPTQ = {"norm.weight": (64,), "up.qweight": (8, 64), "up.qzeros": (2, 8), "up.scales": (2, 64), "up.g_idx": (64,)}
+AWQ = {"up.qweight": (128, 8), "up.qzeros": (2, 8), "up.scales": (2, 64)}
+IN_ONE = {"experts.gate_up_proj": (4, 64, 96), "experts.gate_up_proj_bias": (4, 96), "mlp.router.weight": (4, 64)}
+MXFP4 = {
+    "experts.down_proj_blocks": (4, 8, 2, 16), "experts.down_proj_scales": (4, 8, 2), "experts.down_proj_bias": (4, 8),
+    "q_proj.weight": (8, 64),
+}  # fmt: skip
+MXFP4_NUMBERS = 4 * 8 * 64
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("pytorch_model.bin", "pickled weights"), ("x.gguf", "not a GGUF file, or cut off")]
-)
-def test_other_formats_of_weights_are_named(tmp_path: Path, name: str, said: str) -> None:
-    model = _broken(tmp_path / "model", "model.safetensors", None)
-    (model / name).write_bytes(b"x")
-    assert said in model_problem(model, "auto")
+    ("facts", "settings", "size"),
+    [
+        (ModelFacts("bfloat16", PLAIN), {}, 2 * 60),
+        (ModelFacts("float16", PLAIN), {}, 4 * 60),  # widened on a CPU
+        (ModelFacts("float32", PLAIN), {"dtype": "bfloat16"}, 2 * 60),
+        (ModelFacts("bfloat16", PLAIN), {"quantize": "int8"}, 2 * 44 + 16),
+        (ModelFacts("bfloat16", PLAIN), {"quantize": "int4"}, 2 * 44 + 10),
+        (ModelFacts("bfloat16", {"lm_head.weight": (10, 4)}), {"quantize": "int4"}, 2 * 40),  # the head keeps its type
+        (ModelFacts("bfloat16", MIXTURE), {}, 2 * 16 * 32 + 2 * 64),
+        (ModelFacts("bfloat16", MIXTURE), {"quantize": "int8"}, 16 * 32 + 2 * 64),  # the router keeps its type
+        (ModelFacts("bfloat16", IN_ONE), {}, 2 * (4 * 64 * 96 + 4 * 96 + 4 * 64)),
+        (ModelFacts("bfloat16", IN_ONE), {"quantize": "int4"}, 4 * 64 * 96 * 5 // 8 + 2 * (4 * 96 + 4 * 64)),
+        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True, in_order=True)), {}, 128 + 2048 + 1024),
+        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True, in_order=False)), {}, 128 + 8192),  # unpacked
+        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True)), {"kernels": "reference"}, 128 + 8192),
+        (ModelFacts("bfloat16", AWQ, Stored("awq", 4, 64, zeros=True)), {}, 64 * 128 // 2 + 64 * (128 // 32) * 8),
+        (ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {}, MXFP4_NUMBERS * 5 // 8 + 2 * (32 + 512)),
+        (
+            ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {"kernels": "reference"},
+            2 * (MXFP4_NUMBERS + 32 + 512),
+        ),
+    ],
+)  # fmt: skip
+def test_size_is_that_of_the_weights_as_they_are_held(facts: ModelFacts, settings: dict[str, Any], size: int) -> None:
+    assert facts.held_bytes(WorkerSettings(device="cpu", **settings)) == size
 
 
-def held(stored: str, **settings: Any) -> int:
-    facts = ModelFacts(stored, {"embed_tokens.weight": (10, 4), "layers.0.up.weight": (4, 4), "norm.weight": (4,)})
-    return facts.held_bytes(WorkerSettings(device="cpu", **settings))
-
-
-def test_size_is_that_of_the_weights_as_they_are_held() -> None:
-    assert held("bfloat16") == 2 * 60
-    assert held("float16") == 4 * 60  # widened on a CPU
-    assert held("float32", dtype="bfloat16") == 2 * 60
-    assert held("bfloat16", quantize="int8") == 2 * 44 + 16
-    assert held("bfloat16", quantize="int4") == 2 * 44 + 10
-
-
-def test_size_of_a_mixture_counts_every_expert_and_keeps_routers() -> None:
-    experts = {f"layers.0.mlp.experts.{at}.gate_proj.weight": (8, 4) for at in range(16)}
-    facts = ModelFacts("bfloat16", {**experts, "layers.0.mlp.gate.weight": (16, 4)})
-    assert facts.held_bytes(WorkerSettings(device="cpu")) == 2 * 16 * 32 + 2 * 64
-    assert facts.held_bytes(WorkerSettings(device="cpu", quantize="int8")) == 16 * 32 + 2 * 64
-
-
-def test_size_of_a_quantized_model_is_its_words_and_scales_or_unpacked() -> None:
-    tensors = {
-        "norm.weight": (64,),
-        "up.qweight": (8, 64),
-        "up.qzeros": (2, 8),
-        "up.scales": (2, 64),
-        "up.g_idx": (64,),
-    }
-    for in_order, kernels, expected in ((True, "auto", 2048 + 1024), (False, "auto", 8192), (True, "reference", 8192)):
-        facts = ModelFacts("bfloat16", tensors, Stored("gptq", 4, 32, zeros=True, in_order=in_order))
-        assert facts.held_bytes(WorkerSettings(device="cpu", kernels=kernels)) == 128 + expected
-
-
-def test_size_of_a_quantized_model_counts_the_scales_that_kernels_hold() -> None:
-    tensors = {"up.qweight": (128, 8), "up.qzeros": (2, 8), "up.scales": (2, 64)}
-    facts = ModelFacts("bfloat16", tensors, Stored("awq", 4, 64, zeros=True))
-    assert facts.held_bytes(WorkerSettings(device="cpu")) == 64 * 128 // 2 + 64 * (128 // 32) * 8
-
-
-def test_size_of_mxfp4_is_five_bits_a_weight_beside_plain_matrices() -> None:
-    experts = {"experts.down_proj_blocks": (4, 8, 2, 16), "experts.down_proj_scales": (4, 8, 2)}
-    plain = {"experts.down_proj_bias": (4, 8), "q_proj.weight": (8, 64)}
-    facts, numbers = ModelFacts("bfloat16", {**experts, **plain}, Stored("mxfp4", 4, 32)), 4 * 8 * 64
-    assert facts.held_bytes(WorkerSettings(device="cpu")) == numbers * 5 // 8 + 2 * (32 + 512)
-    assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == 2 * (numbers + 32 + 512)
+def test_size_of_mxfp4_is_expected_before_it_is_fetched() -> None:
     config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
-    assert expected_bytes(config, numbers * 17 // 32, WorkerSettings(device="cpu")) == numbers * 5 // 8
-    unpacked = WorkerSettings(device="cpu", kernels="reference")
-    assert expected_bytes(config, numbers * 17 // 32, unpacked) == 2 * numbers
-
-
-def test_size_of_experts_in_one_tensor_is_that_of_their_matrices() -> None:
-    tensors = {"experts.gate_up_proj": (4, 64, 96), "experts.gate_up_proj_bias": (4, 96), "mlp.router.weight": (4, 64)}
-    facts, numbers = ModelFacts("bfloat16", tensors), 4 * 64 * 96
-    assert facts.held_bytes(WorkerSettings(device="cpu")) == 2 * (numbers + 4 * 96 + 4 * 64)
-    assert facts.held_bytes(WorkerSettings(device="cpu", quantize="int4")) == numbers * 5 // 8 + 2 * (4 * 96 + 4 * 64)
+    for kernels, size in (("auto", MXFP4_NUMBERS * 5 // 8), ("reference", 2 * MXFP4_NUMBERS)):
+        assert expected_bytes(config, MXFP4_NUMBERS * 17 // 32, WorkerSettings(device="cpu", kernels=kernels)) == size
 
 
 def test_size_of_a_model_with_images_is_that_of_its_text(tmp_path: Path) -> None:
@@ -499,22 +470,14 @@ def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Pat
     sizes = dict.fromkeys(("context_length", "embedding_length", "block_count", "feed_forward_length"), 32)
     numbers = {f"llama.{key}": value for key, value in sizes.items()} | {"llama.attention.head_count": 1}
     metadata = {
-        "general.architecture": "llama",
-        **numbers,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        **vocabulary,
-    }
+        "general.architecture": "llama", **numbers, "llama.attention.layer_norm_rms_epsilon": 1e-5, **vocabulary,
+    }  # fmt: skip
     write_file(tmp_path / "x.gguf", metadata, {**tables, **layers})
     facts, packed = read_model(tmp_path / "x.gguf"), 512 * 6 // 8
     assert facts.held_bytes(WorkerSettings(device="cpu")) == packed + 64 * 4 + 256 * 9 // 8
     assert facts.held_bytes(WorkerSettings(device="cpu", dtype="bfloat16")) == packed + 192 * 2 + 128 * 9 // 8
     assert facts.held_bytes(WorkerSettings(device="cpu", tp=2)) == packed + 320 * 4
     assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == (512 + 320) * 4
-
-
-def test_head_keeps_its_type_when_layers_are_rounded() -> None:
-    facts = ModelFacts("bfloat16", {"lm_head.weight": (10, 4)})
-    assert facts.held_bytes(WorkerSettings(device="cpu", quantize="int4")) == 2 * 40
 
 
 @pytest.mark.parametrize(
@@ -528,11 +491,3 @@ def test_head_keeps_its_type_when_layers_are_rounded() -> None:
 def test_model_that_does_not_fit_gets_remedies_that_it_takes(is_quantized: bool, quantize: str, remedies: str) -> None:
     worker = WorkerSettings(device="cpu", quantize=quantize)
     assert remedies in size_problem("m", 1 << 60, worker, is_quantized=is_quantized)
-
-
-@pytest.mark.parametrize("shape", ["[Infinity]", "[-5, 7]"])
-def test_header_with_impossible_sizes_is_refused(tmp_path: Path, shape: str) -> None:
-    model = _broken(tmp_path / "model", "model.safetensors", None)
-    header = f'{{"x": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 0]}}}}'.encode()
-    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert "model.safetensors" in model_problem(model, "auto")

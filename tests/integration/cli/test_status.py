@@ -67,8 +67,8 @@ def test_facts_of_an_ended_launcher_are_not_believed(local: RunDir, tmp_path: Pa
     assert other.running() is None
 
 
-@pytest.mark.usefixtures("local", "written")
-def test_status_shows_addresses_state_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("local")
+def test_status_shows_addresses_state_and_figures(written: WrittenStack, capsys: pytest.CaptureFixture[str]) -> None:
     assert status.run(stack.find({}), as_json=False) == 0
     text = capsys.readouterr().out
     for words in ("● idle", MODEL, "policy sarathi", "http://127.0.0.1:8123/v1", "8124/dashboard", "worker-0"):
@@ -76,10 +76,6 @@ def test_status_shows_addresses_state_and_figures(capsys: pytest.CaptureFixture[
     assert status.run(stack.find({}), as_json=True) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["ok"], answer["state"], answer["stack"]["model"]) == (True, "idle", MODEL)
-
-
-@pytest.mark.usefixtures("local")
-def test_status_is_1_when_no_scheduler_leads(written: WrittenStack, capsys: pytest.CaptureFixture[str]) -> None:
     written.leave()
     assert status.run(stack.find({}), as_json=False) == 1
     assert "no scheduler leads shard-0" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from services.cli.app import app
 from services.cli.top import RedisSource, Top, bars, count, milliseconds, plain
 from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
-from tests.support.launcher import ROOT, clean_env
+from tests.support.launcher import ROOT
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.written_stack import REPLICA, STATS, WrittenStack
 
@@ -89,41 +92,33 @@ async def test_screen_fits_a_narrow_terminal_and_shows_a_lost_redis(
 
 
 def test_control_characters_do_not_reach_the_terminal(redis_server: RedisServer, written: WrittenStack) -> None:
-    done = orcinus_top(redis_server, "--once")
+    done = orcinus_top(redis_server.url, "--once")
     assert "\x1b]0" not in done.stdout and "\x07" not in done.stdout
     assert "[bold]loud[/bold]" in done.stdout.replace("\n", "")
 
 
-def orcinus_top(redis_server: RedisServer, *options: str, url: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.cli", "top", "--redis-url", url or redis_server.url, *options]
-    env = clean_env(ORCINUS_SERVED_MODEL_NAME=MODEL, COLUMNS="120")
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+def orcinus_top(url: str, *options: str) -> Result:
+    env = {**{name: None for name in os.environ if name.startswith("ORCINUS_")}, "COLUMNS": "120"}
+    return CliRunner().invoke(app, ["top", "--redis-url", url, "--served-model-name", MODEL, *options], env=env)
 
 
 def test_json_is_one_object_with_an_exit_code(redis_server: RedisServer, written: WrittenStack) -> None:
-    done = orcinus_top(redis_server, "--json")
+    done = orcinus_top(redis_server.url, "--json")
     view = json.loads(done.stdout)
-    assert (done.returncode, view["model"], view["shards"]["shard-0"]["stats"]["running"]) == (0, MODEL, 17)
+    assert (done.exit_code, view["model"], view["shards"]["shard-0"]["stats"]["running"]) == (0, MODEL, 17)
     assert view["shards"]["shard-0"]["replicas"]["worker-0"] == REPLICA
     assert view["shards"]["shard-0"]["iterations"]["decode"] == [12] * 40
-    gone = orcinus_top(redis_server, "--json", url="redis://127.0.0.1:1/0")
-    assert gone.returncode == 1
-    assert "does not answer" in json.loads(gone.stdout)["error"]
+    gone = orcinus_top("redis://127.0.0.1:1/0", "--json")
+    assert gone.exit_code == 1 and "does not answer" in json.loads(gone.stdout)["error"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (5.25, "5.2"), (7, "7"), (1234, "1,234"), (452_000, "452 k"), (2.5e6, "2.50 M")]
-)
-def test_counts_are_short(value: float, text: str) -> None:
-    assert count(value) == text
-
-
-def test_bars_are_as_high_as_their_values() -> None:
+def test_figures_are_short_and_bars_as_high_as_their_values() -> None:
+    assert [*map(count, (0, 5.25, 7, 1234, 452_000, 2.5e6))] == ["0", "5.2", "7", "1,234", "452 k", "2.50 M"]
+    assert [*map(milliseconds, (0, 1530, 12.25))] == ["–", "1.53 s", "12.2 ms"]
     assert bars([0, 1, 4, 8], 6) == "   ▁▄█"
     assert bars([0.001, 8], 2) == "▁█"
     assert bars([1, 2, 3, 4], 2, scale=4) == "▆█"
     assert bars([0, 0], 4) == "    "
-    assert (milliseconds(0), milliseconds(1530), milliseconds(12.25)) == ("–", "1.53 s", "12.2 ms")
     assert plain("a\x1b[1m\nb") == "a·[1m·b"
 
 

@@ -14,7 +14,6 @@ from services.launcher.gpu_checks import judge
 from services.launcher.gpu_facts import Device, gather, gather_driver, torch_cuda
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.support.compiler import needs_compiler
-from tests.support.launcher import ROOT, clean_env
 from tests.support.stand_ins.recorded_gpus import GIB, PROC_VERSION, SMI, driver
 
 
@@ -59,24 +58,22 @@ def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @needs_compiler
-def test_driver_reports_its_cuda_devices_and_memory(
-    tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch
+def test_driver_reports_its_cuda_devices_and_memory_or_its_error(
+    tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tool(SMI)
+    monkeypatch.setattr(gpu_facts, "DRIVER_VERSION", tmp_path / "version")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries / "fine"))
     facts = gather_driver()
-    assert (facts.smi, facts.smi_code) == (SMI, 0)
+    assert (facts.smi, facts.smi_code, facts.version) == (SMI, 0, "")
     assert (facts.driver["cuda"], facts.driver["init"], facts.driver["context"]) == (13020, 0, 0)
     assert facts.devices == [Device("NVIDIA H200", (9, 0), 139 * GIB), Device("NVIDIA L4", (8, 9), 22 * GIB)]
     assert [device.arch for device in facts.devices] == ["sm_90", "sm_89"]
     assert facts.driver["free_bytes"] == 100 * GIB
-
-
-@needs_compiler
-def test_error_of_the_driver_is_kept(tool: Any, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool(SMI)
+    (tmp_path / "version").write_text(PROC_VERSION)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries / "waiting"))
-    assert gather_driver().driver == {"cuda": 13020, "init": 802}
+    facts = gather_driver()
+    assert (facts.driver, facts.version) == ({"cuda": 13020, "init": 802}, "580.95.05")
 
 
 def test_missing_library_is_named(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +138,6 @@ def test_torch_that_crashes_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("exit code -11" in detail for detail in found.values())
 
 
-def test_version_of_the_kernel_module_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "version"
-    monkeypatch.setattr(gpu_facts, "DRIVER_VERSION", file)
-    assert gather_driver().version == ""
-    file.write_text(PROC_VERSION)
-    assert gather_driver().version == "580.95.05"
-
-
 @pytest.mark.parametrize(
     ("vendor", "kind", "found"),
     [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x1002", "0x030000", False)],
@@ -157,11 +146,11 @@ def test_card_is_found_on_the_bus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, kind: str, found: bool
 ) -> None:
     monkeypatch.setattr(gpu_facts, "PCI", tmp_path)
-    card = tmp_path / "0000:17:00.0"
-    card.mkdir()
-    (card / "vendor").write_text(f"{vendor}\n")
-    (card / "class").write_text(f"{kind}\n")
-    (tmp_path / "0000:18:00.0").mkdir()  # gone in between
+    monkeypatch.setattr(gpu_facts, "probe", lambda *_, **__: {})
+    for name in ("0000:17:00.0", "0000:18:00.0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "0000:17:00.0" / "vendor").write_text(f"{vendor}\n")
+    (tmp_path / "0000:17:00.0" / "class").write_text(f"{kind}\n")  # the other card is gone in between
     assert gather_driver().card is found
 
 
@@ -169,15 +158,15 @@ def test_card_is_found_on_the_bus(
     ("line", "cuda"),
     [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8"), ("cuda: Optional[str] = None", "")],
 )
-def test_cuda_of_torch_is_known_without_importing_it(tmp_path: Path, line: str, cuda: str) -> None:
-    package = tmp_path / "torch"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    (package / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = '6.4'\n")
-    program = "from services.launcher.gpu_facts import torch_cuda; print(repr(torch_cuda()))"
-    env = clean_env(PYTHONPATH=f"{tmp_path}:{ROOT}")
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{cuda!r}\n"
+def test_cuda_of_torch_is_known_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, cuda: str
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = '6.4'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert torch_cuda() == cuda
 
 
 def test_cuda_of_the_installed_torch_is_right() -> None:
@@ -203,9 +192,5 @@ def test_stack_names_at_once_what_a_gpu_lacks(
     monkeypatch.setattr(up, "torch_cuda", lambda: torch)
     monkeypatch.setattr(up, "cupy_packages", lambda: cupy)
     assert said in up.cuda_problem() and bool(up.cuda_problem()) == bool(said)
-    model = {"model": DEMO_MODEL}
-    # With DEVICE=auto only where there is a GPU, and silent where something else was asked for by name.
-    assert up.unused_gpu(WorkerSettings(device="auto", **model)) == (up.cuda_problem() if files else "")
-    assert up.unused_gpu(WorkerSettings(device="cpu", **model)) == ""
-    assert up.unused_gpu(WorkerSettings(device="auto", kernels="cpu", **model)) == ""
-    assert up.unused_gpu(WorkerSettings(device="auto", deterministic=True, **model)) == ""
+    # With DEVICE=auto only where there is a GPU; test_on_gpu.py has the settings under which it is silent.
+    assert up.unused_gpu(WorkerSettings(device="auto", model=DEMO_MODEL)) == (up.cuda_problem() if files else "")

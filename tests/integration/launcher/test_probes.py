@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import http.server
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from deploy import certs
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.redis_server import client, configure
 from shared.processes.listeners import listen
+from tests.support import http_server
 from tests.support.waiting import free_port, until
 
 
@@ -58,38 +57,37 @@ def test_lease_of_the_former_scheduler_does_not_count(server: redis.Redis) -> No
     assert probe.ready()
 
 
-@pytest.mark.parametrize("tls", [False, True])
-def test_gateway_is_ready_when_its_health_is(tls: bool, tmp_path: Path) -> None:
+class Handler(http_server.Handler):
+    server: Health
+
+    def answer(self) -> None:
+        self.reply(self.server.status if self.path == "/health/ready" else 200, {})
+
+
+class Health(http_server.HttpServer):
+    handler = Handler
     status = 503
 
-    class Health(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status if self.path == "/health/ready" else 200)
-            self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            return
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health) as gateway:
-        if tls:
-            certs.make(tmp_path, [])
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(tmp_path / "gateway.pem", tmp_path / "gateway-key.pem")
-            gateway.socket = context.wrap_socket(gateway.socket, server_side=True)
-        thread = threading.Thread(target=gateway.serve_forever)
-        thread.start()
-        try:
-            probe = GatewayProbe("0.0.0.0", gateway.server_address[1], tls)
-            assert not probe.ready()
-            status = 200
-            until("the probe has its answer", probe.ready)
-        finally:
-            gateway.shutdown()
-            thread.join()
+@pytest.mark.parametrize("tls", [False, True])
+def test_gateway_is_ready_when_its_health_is(tls: bool, tmp_path: Path) -> None:
+    gateway = Health()
+    if tls:
+        certs.make(tmp_path, [])
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "gateway.pem", tmp_path / "gateway-key.pem")
+        gateway.socket = context.wrap_socket(gateway.socket, server_side=True)
+    with gateway:
+        probe = GatewayProbe("0.0.0.0", gateway.server_port, tls)
+        assert not probe.ready()
+        gateway.status = 200
+        until("the probe has its answer", probe.ready)
 
 
 def test_gateway_that_starts_later_answers_the_request_that_waits() -> None:
-    with listen("127.0.0.1", free_port(), "port") as held:
+    port = free_port()
+    assert not GatewayProbe("127.0.0.1", port).ready(), "closed"
+    with listen("127.0.0.1", port, "port") as held:
         probe = GatewayProbe(*held.getsockname())
         assert not probe.ready() and not probe.ready()
         held.setblocking(True)
@@ -101,7 +99,3 @@ def test_gateway_that_starts_later_answers_the_request_that_waits() -> None:
         held.setblocking(False)
         with pytest.raises(BlockingIOError):  # it asked once
             held.accept()
-
-
-def test_closed_port_is_not_ready() -> None:
-    assert not GatewayProbe("127.0.0.1", free_port()).ready()

@@ -15,10 +15,11 @@ import pytest
 import redis
 
 from services.launcher import redis_server
+from services.launcher.probes import RedisProbe
 from services.launcher.redis_server import LocalRedis, check_server, client, configure, find_binary
 from shared.errors import ConfigurationError
 from shared.settings import ROOT
-from tests.support.waiting import free_port, until
+from tests.support.waiting import until
 
 
 @contextmanager
@@ -26,19 +27,12 @@ def running(server: LocalRedis) -> Iterator[redis.Redis]:
     process = subprocess.Popen(server.argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     connection = client(server.url, server.password)
     try:
-        until("Redis answers", lambda: answers(connection))
+        until("Redis answers", RedisProbe(connection).ready)
         yield connection
     finally:
         connection.close()
         process.terminate()
         process.wait(60)
-
-
-def answers(connection: redis.Redis) -> bool:
-    try:
-        return bool(connection.ping())
-    except redis.RedisError:
-        return False
 
 
 def executable(path: Path) -> Path:
@@ -68,11 +62,21 @@ def test_local_server_keeps_its_data_and_admits_one_user(tmp_path: Path) -> None
         assert server.password not in " ".join(process.environ().values())
 
 
-def test_password_is_in_a_private_file_and_differs_each_time(tmp_path: Path) -> None:
-    first = configure(tmp_path)
-    assert mode(first.config) == 0o600
-    assert first.password in first.config.read_text()
-    assert configure(tmp_path).password != first.password
+def test_data_survives_a_restart_with_another_password_in_a_private_file(tmp_path: Path) -> None:
+    odd = tmp_path / 'a "b" \\c %41?'
+    odd.mkdir()
+    first = configure(odd)
+    assert mode(first.config) == 0o600 and first.password in first.config.read_text()
+    assert f'maxmemory "{min(1 << 30, psutil.virtual_memory().total // 10)}"' in first.config.read_text()
+    with running(first) as connection:
+        connection.xadd("requests", {"id": "r1"})
+        assert connection.config_get("dir")["dir"] == str(odd / "redis")
+    first.remove()
+    assert not first.config.exists() and not first.socket.parent.exists()
+    second = configure(odd)
+    assert second.password != first.password
+    with running(second) as connection:
+        assert connection.xlen("requests") == 1
 
 
 def test_documented_line_of_redis_cli_reaches_the_server(tmp_path: Path) -> None:
@@ -82,42 +86,6 @@ def test_documented_line_of_redis_cli_reaches_the_server(tmp_path: Path) -> None
         connection.set("here", "yes")
         done = subprocess.run(f"{line} get here", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "yes\n", done.stderr
-
-
-def test_data_survives_a_restart_with_another_password(tmp_path: Path) -> None:
-    first = configure(tmp_path)
-    with running(first) as connection:
-        connection.xadd("requests", {"id": "r1"})
-    first.remove()
-    assert not first.config.exists() and not first.socket.parent.exists()
-    with running(configure(tmp_path)) as connection:
-        assert connection.xlen("requests") == 1
-
-
-def test_memory_is_bounded_by_a_gibibyte_or_a_tenth(tmp_path: Path) -> None:
-    bound = min(1 << 30, psutil.virtual_memory().total // 10)
-    assert f'maxmemory "{bound}"' in configure(tmp_path).config.read_text()
-
-
-def test_run_directory_with_spaces_and_quotes_works(tmp_path: Path) -> None:
-    odd = tmp_path / 'a "b" \\c %41?'
-    odd.mkdir()
-    with running(configure(odd)) as connection:
-        assert connection.config_get("dir")["dir"] == str(odd / "redis")
-
-
-def test_socket_with_a_long_path_moves_to_a_temporary_directory(tmp_path: Path) -> None:
-    deep = tmp_path / ("d" * 60) / ("e" * 60)
-    server = configure(deep)
-    assert server.socket.parent.parent == Path(tempfile.gettempdir())
-    assert mode(server.socket.parent) == 0o700
-    assert (deep / "socket-dir").read_text().strip() == str(server.socket.parent)
-    with running(server) as connection:
-        assert connection.ping()
-    again = configure(deep)  # as after a killed launcher, which removed nothing
-    assert not server.socket.parent.exists()
-    again.remove()
-    assert not again.socket.parent.exists()
 
 
 def test_forged_record_of_a_socket_directory_deletes_nothing(tmp_path: Path) -> None:
@@ -136,18 +104,14 @@ def test_server_on_the_path_precedes_the_bundled_one(tmp_path: Path, monkeypatch
     assert find_binary() == installed
 
 
-def test_bundled_server_is_found_when_the_path_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    binary = find_binary()
-    assert binary is not None and binary == redis_server.bundled_binary()
-    with running(configure(tmp_path)) as connection:
-        assert connection.info("server")["valkey_version"].startswith("9.")
-
-
-def test_data_of_valkey_is_opened_by_valkey_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_server_is_used_without_another_and_alone_opens_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_binary() == redis_server.bundled_binary() is not None
     with running(configure(tmp_path)) as connection:
+        assert connection.info("server")["valkey_version"].startswith("9.")
         connection.set("kept", "yes")
     monkeypatch.setenv("PATH", f"{executable(tmp_path / 'redis-server').parent}:{path}")
     assert find_binary() == tmp_path / "redis-server"
@@ -164,13 +128,6 @@ def test_missing_redis_is_an_error_with_the_install_command(tmp_path: Path, monk
     monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
     with pytest.raises(ConfigurationError, match="sudo apt-get install redis-server"):
         configure(tmp_path)
-
-
-def test_silent_redis_is_an_error_without_its_password() -> None:
-    port = free_port()
-    with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}") as caught:
-        check_server(f"redis://user:secret-word@127.0.0.1:{port}/0")
-    assert "secret-word" not in str(caught.value)
 
 
 def test_wrong_password_or_old_redis_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,5 +159,14 @@ def test_command_finds_the_local_server_and_its_password(tmp_path: Path, name: s
     run_dir.mkdir()
     server = configure(run_dir)
     assert redis_server.local(run_dir) == (server.url, server.password)
+    assert mode(server.socket.parent) == 0o700
+    if name != "run":
+        assert server.socket.parent.parent == Path(tempfile.gettempdir())
+        assert (run_dir / "socket-dir").read_text().strip() == str(server.socket.parent)
+        with running(server) as connection:
+            assert connection.ping()
+        again = configure(run_dir)  # as after a killed launcher, which removed nothing
+        assert not server.socket.parent.exists()
+        server = again
     server.remove()
-    assert redis_server.local(run_dir) is None
+    assert redis_server.local(run_dir) is None and not server.socket.parent.exists()

@@ -49,20 +49,16 @@ async def test_long_wait_refuses_tenants_with_an_even_share_only(client: Redis, 
     assert await enqueue(scripts, "g", most=200, late=1, tenant="bob") == [b"late"], "60 each by now"
 
 
-@pytest.mark.parametrize("way", ["started", "ended", "gone"])
-async def test_count_of_a_tenant_ends_with_its_last_waiting_request(client: Redis, scripts: Scripts, way: str) -> None:
+async def test_count_of_a_tenant_ends_with_its_last_waiting_request(client: Redis, scripts: Scripts) -> None:
+    """Of a record that is gone; test_shard_moves.py has those that start and end."""
     epoch = await lease(scripts, "acquire")
-    await enqueue(scripts, "r")
-    await enqueue(scripts, "other")
-    await enqueue(scripts, "bobs", tokens=7, tenant="bob")
-    if way == "gone":
-        await client.delete(KEYS.req("r"))
+    for name, changes in {"r": {}, "other": {}, "bobs": {"tokens": 7, "tenant": "bob"}}.items():
+        await enqueue(scripts, name, **changes)
+    await client.delete(KEYS.req("r"))
     ((_, entry), *_) = await claim(client, scripts, epoch)
-    end = ["r", KEYS.requests("normal"), entry, "3", 10, "0", ""]
     gone = [KEYS.requests("normal"), entry, 10, "normal", "alice"]
     for _ in range(2):  # a call that is repeated counts once
-        await publish(scripts, publication(epoch, [], [], ["r"] * (way == "started"), end * (way == "ended")))
-        await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *gone * (way == "gone")])
+        await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, *gone])
     assert await client.hgetall(KEYS.queue_tenants) == {b"alice": b"10", b"bob": b"7"}
     await publish(scripts, publication(epoch, [], [], ["other", "bobs"], []))
     assert await client.exists(KEYS.queue_tenants) == 0
@@ -86,11 +82,8 @@ async def test_stale_count_of_a_tenant_ends_with_the_queue(client: Redis, script
 
 async def test_refusal_leaves_the_others_of_its_call_alone(client: Redis, scripts: Scripts) -> None:
     calls = {
-        "a": {"tokens": 60},
-        "b": {"tokens": 41},
-        "c": {"tokens": 40, "tenant": "bob"},
-        "d": {"rpm": 1, "tokens": 0},
-    }
+        "a": {"tokens": 60}, "b": {"tokens": 41}, "c": {"tokens": 40, "tenant": "bob"}, "d": {"rpm": 1, "tokens": 0},
+    }  # fmt: skip
     answers = await enqueue_all(scripts, calls)
     assert [answer[0] for answer in answers] == [b"ok", b"full", b"ok", b"ok"]
     assert answers[1] == [b"full", 60], "what came before it in the call counts"
@@ -162,33 +155,19 @@ async def test_request_larger_than_the_bound_enters_alone(client: Redis, scripts
     assert (await enqueue(scripts, "b", most_bytes=10, tenant_bytes=10))[0] == b"bytes"
 
 
-@pytest.mark.parametrize("way", ["ended", "gone", "released", "unreadable"])
+@pytest.mark.parametrize("way", ["gone", "unreadable"])
 async def test_bytes_are_counted_until_the_entry_is_deleted(client: Redis, scripts: Scripts, way: str) -> None:
-    lease_ = Lease(scripts, KEYS, SHARD, 5000)
-    await lease_.take()
-    intake = Intake(client, client, scripts, KEYS, SHARD, lease_, Clock())
+    """Those of requests that start, end and go back: test_shard_moves.py."""
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    await held.take()
+    intake = Intake(client, client, scripts, KEYS, SHARD, held, Clock())
     await intake.prepare()
-    request = b"\xff" if way == "unreadable" else b"\x0a\x01r"  # id: r
-    await enqueue(scripts, "r", request=request)
+    await enqueue(scripts, "r", request=b"\xff" if way == "unreadable" else b"\x0a\x01r")  # id: r
     await enqueue(scripts, "bobs", tenant="bob", request=b"\x0a\x04bobs")
-    total, tenants = await counted(client)
+    _, tenants = await counted(client)
     if way == "gone":
         await client.delete(KEYS.req("r"))
-    entry = (await client.xrange(KEYS.requests("normal"), count=1))[0][0].decode()
-    claimed = await intake.read([9, 9, 9, 9])
-    assert [item.request.id for item in claimed] == ["r", "bobs"][way in ("gone", "unreadable") :]
-    if way in ("ended", "released"):
-        await publish(scripts, publication(lease_.epoch, [], [], ["r"] * (way == "ended"), []))
-        assert await counted(client) == (total, tenants), "a running request lies in Redis too"
-    if way == "released":
-        where = [KEYS.req("r"), KEYS.requests("normal"), entry, request]
-        await scripts.release([KEYS.lease(SHARD), KEYS.queue], [lease_.epoch, GROUP, *where])
-        assert await counted(client) == (total, tenants)
-        await intake.read([9, 9, 9, 9])
-        entry = (await client.hget(KEYS.req("r"), "entry")).decode()
-    for _ in range(2):  # a call that is repeated counts once
-        end = ["r", KEYS.requests("normal"), entry, "3", 10, "0", ""]
-        await publish(scripts, publication(lease_.epoch, [], [], [], end))
+    assert [item.request.id for item in await intake.read([9, 9, 9, 9])] == ["bobs"]
     assert await counted(client) == (int(tenants[b"bob"]), {b"bob": tenants[b"bob"]})
 
 

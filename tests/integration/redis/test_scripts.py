@@ -34,13 +34,6 @@ from tests.integration.redis.script_calls import scripts as scripts
 from tests.integration.redis.script_calls import server as server
 
 
-async def test_request_is_enqueued_once_when_it_is_sent_twice(client: Redis, scripts: Scripts) -> None:
-    assert (await enqueue(scripts, "r"))[0] == b"ok"
-    assert await enqueue(scripts, "r") == [b"duplicate", b"queued"]
-    assert await client.xlen(KEYS.requests("normal")) == 1
-    assert await client.hget(KEYS.queue, "tokens") == b"10"
-
-
 async def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(client: Redis, scripts: Scripts) -> None:
     assert (await enqueue(scripts, "r", concurrent=1, tpm=100))[0] == b"ok"
     assert (await enqueue(scripts, "b", concurrent=1, tpm=100))[0] == b"rate"
@@ -329,18 +322,6 @@ async def test_fenced_writes_are_all_done_or_none(client: Redis, scripts: Script
     await scripts.fenced(keys, [mine, *words])
     assert await client.hgetall(KEYS.stats(SHARD)) == {b"a": b"1"}
     assert 0 < await client.pttl(KEYS.stats(SHARD)) <= 9000
-
-
-async def test_unstarted_requests_return_to_the_queue(client: Redis, scripts: Scripts) -> None:
-    epoch, stream, entry = await claimed(client, scripts)
-    returned = await scripts.release(
-        [KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, KEYS.req("r"), stream, entry, b"payload"]
-    )
-    assert returned == 1
-    assert await client.hget(KEYS.req("r"), "state") == b"queued"
-    again = await client.xreadgroup(GROUP, "shard-1", {stream: ">"})
-    assert again[0][1][0][1][b"r"] == b"payload"
-    assert await client.hget(KEYS.queue, "tokens") == b"10"
 
 
 def worker_keys(name: str, before: str = "") -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,22 +86,6 @@ PLANTED: dict[str, tuple[str, Callable[[History], Any]]] = {
 }
 
 
-def draw_another_token(history: History) -> None:
-    history.connections[2].events[4].token_ids[0] = 1
-
-
-def tell_a_wrong_usage(history: History) -> None:
-    history.connections[2].usage = {"completion_tokens": 9}
-
-
-def lose_the_end(history: History) -> None:
-    history.connections[2].end = "gave_up"
-
-
-def lose_a_token(history: History) -> None:
-    history.connections[1].events.clear()
-
-
 @pytest.mark.parametrize(("kind", "plant"), PLANTED.values(), ids=PLANTED)
 def test_a_planted_bug_is_found(kind: str, plant: Callable[[History], Any]) -> None:
     history = good()
@@ -109,15 +94,27 @@ def test_a_planted_bug_is_found(kind: str, plant: Callable[[History], Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("edit", "kind"),
-    [(draw_another_token, ""), (lose_a_token, "lost"), (lose_the_end, "lost"), (tell_a_wrong_usage, "lost")],
+    ("name", "found"),
+    [
+        ("another token", set()),
+        ("no token", {"lost", "doubled", "diverged"}),
+        ("no end", {"lost"}),
+        ("another usage", {"lost"}),
+    ],
 )
-def test_tokens_are_counted_where_none_are_expected(edit: Callable[[History], None], kind: str) -> None:
+def test_tokens_are_counted_where_none_are_expected(name: str, found: set[str]) -> None:
     history = good()
-    edit(history)
-    found = {violation.kind for violation in check_told(history, None)}
-    assert kind in found if kind else not found
+    PLANTED[name][1](history)
+    assert {violation.kind for violation in check_told(history, None)} == found
     assert check_told(history, EXPECTED["two"])
+
+
+def test_request_without_a_connection_is_lost_and_an_id_twice_is_doubled() -> None:
+    history, other = refused(), good()
+    history.connections.clear()
+    assert kinds(history) == {"lost"}
+    other.number = 9
+    assert kinds(good(), other) == {"doubled"}
 
 
 @pytest.mark.parametrize(
@@ -144,18 +141,6 @@ def test_end_is_lost_unless_plan_of_the_client_explains_it(
     assert kinds(history) == found
 
 
-def test_request_without_a_connection_is_lost() -> None:
-    history = refused()
-    history.connections.clear()
-    assert kinds(history) == {"lost"}
-
-
-def test_two_requests_with_one_id_are_doubled() -> None:
-    other = good()
-    other.number = 9
-    assert kinds(good(), other) == {"doubled"}
-
-
 def rest() -> Rest:
     return Rest(
         blocks_free=64, blocks_total=64, sequences={"running": 0, "parked": 0}, queue={"tokens": 0},
@@ -173,22 +158,15 @@ def test_stack_at_rest_is_green_also_where_process_is_new() -> None:
 @pytest.mark.parametrize(
     ("where", "leak"),
     [
-        ("blocks", {"blocks_free": 63}),
-        ("running", {"sequences": {"running": 1}}),
-        ("parked", {"sequences": {"parked": 1}}),
-        ("queue tokens", {"queue": {"tokens": -4}}),
-        ("entries normal", {"entries": {"normal": 1}}),
-        ("pending normal", {"pending": {"normal": 1}}),
+        ("blocks", {"blocks_free": 63}), ("running", {"sequences": {"running": 1}}),
+        ("parked", {"sequences": {"parked": 1}}), ("queue tokens", {"queue": {"tokens": -4}}),
+        ("entries normal", {"entries": {"normal": 1}}), ("pending normal", {"pending": {"normal": 1}}),
         ("orcinus:{m}:out:r:0", {"lasting_keys": ["orcinus:{m}:out:r:0"]}),
-        ("worker", {"fds": {"worker": 21 + MORE_FDS}}),
-        ("worker", {"rss_mib": {"worker": 600.0}}),
+        ("worker", {"fds": {"worker": 21 + MORE_FDS}}), ("worker", {"rss_mib": {"worker": 600.0}}),
     ],
-)
-def test_a_leak_is_found(where: str, leak: dict[str, object]) -> None:
-    after = rest()
-    for name, value in leak.items():
-        setattr(after, name, value)
-    assert [(found.kind, found.where) for found in check_rest(rest(), after)] == [("leaked", where)]
+)  # fmt: skip
+def test_a_leak_is_found(where: str, leak: dict[str, Any]) -> None:
+    assert [(found.kind, found.where) for found in check_rest(rest(), replace(rest(), **leak))] == [("leaked", where)]
 
 
 def test_an_older_epoch_behind_a_newer_one_is_found() -> None:
@@ -205,6 +183,9 @@ def test_pause_belongs_to_the_fault_within_it_or_several() -> None:
     assert figures([early, cut])["longest_pause_s"] == {"cut": 2.9}
     assert figures([early, cut, kill])["longest_pause_s"] == {"kill": 0.2, "several": 2.9}
     assert figures([Injected("goes on", "a", 2.0)])["longest_pause_s"] == {"goes on": 2.9}
+    slow = good()
+    slow.plan = "slow"  # its reader measures no pause
+    assert gaps(slow, [Injected("cut", "a", 2.0, 2.5)]) == []
 
 
 def test_prompt_work_is_no_pause_and_ready_services_count_later() -> None:
@@ -213,12 +194,6 @@ def test_prompt_work_is_no_pause_and_ready_services_count_later() -> None:
     assert figures([cut], steps) == {
         "longest_pause_s": {"cut": 2.25}, "after_ready_s": {"cut": 0.75}, "refill_s": {"cut": 0.65},
     }  # fmt: skip
-
-
-def test_slow_reader_measures_no_pause() -> None:
-    history = good()
-    history.plan = "slow"
-    assert gaps(history, [Injected("cut", "a", 2.0, 2.5)]) == []
 
 
 def test_a_process_that_ends_without_a_word_is_found() -> None:

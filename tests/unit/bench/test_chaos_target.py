@@ -29,31 +29,17 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield directory.path
 
 
-def test_running_stack_is_found_with_all_its_services(run_dir: Path) -> None:
+def test_running_stack_is_found_with_all_its_services(run_dir: Path, tmp_path: Path) -> None:
     stack = running_stack(run_dir)
-    assert stack is not None
+    assert stack is not None and running_stack(tmp_path / "none") is None
     assert (stack.name, stack.shard, stack.urls) == ("a/model", "shard-3", ["http://127.0.0.1:7"])
     assert (stack.gateways, stack.schedulers, stack.worker, stack.replicas) == (
         ["gateway-0"], ["scheduler-0"], "worker-0", "2",
     )  # fmt: skip
     assert stack.processes["gateway-0"].pid == os.getpid() and "redis" not in stack.processes
-
-
-def test_restarted_process_has_its_new_pid(run_dir: Path) -> None:
-    stack = running_stack(run_dir)
-    assert stack is not None
-    RunDir(run_dir).write_processes({**PIDS, "worker-0": 12})
-    assert stack.processes["worker-0"].pid == 12
-    RunDir(run_dir).write_processes({"redis": 1})
-    assert stack.processes["worker-0"].pid == 0
-
-
-def test_no_launcher_is_no_running_stack(tmp_path: Path) -> None:
-    assert running_stack(tmp_path / "none") is None
-
-
-def test_stack_without_services_is_an_error(run_dir: Path) -> None:
-    RunDir(run_dir).write_processes({"redis": 1})
+    for pids, pid in (({**PIDS, "worker-0": 12}, 12), ({"redis": 1}, 0)):  # it was started again; it is gone
+        RunDir(run_dir).write_processes(pids)
+        assert stack.processes["worker-0"].pid == pid
     with pytest.raises(ConfigurationError, match="names no gateway, scheduler or worker"):
         running_stack(run_dir)
 

@@ -52,16 +52,16 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("servers", "load"),
-    [(1, 0.5), pytest.param(3, 0.8, marks=pytest.mark.slow), pytest.param(8, 0.7, marks=pytest.mark.slow)],
+    ("servers", "routing", "load", "wait_s"),
+    [
+        (1, "one-queue", 0.5, erlang_c(1, 0.5)),
+        pytest.param(3, "one-queue", 0.8, erlang_c(3, 0.8), marks=pytest.mark.slow),
+        pytest.param(8, "one-queue", 0.7, erlang_c(8, 0.7), marks=pytest.mark.slow),
+        pytest.param(4, "random", 0.7, 0.7 / 0.3, marks=pytest.mark.slow),  # so many queues of their own
+    ],
 )
-def test_one_queue_waits_as_long_as_formula_of_erlang_says(servers: int, load: float) -> None:
-    assert waits_s(servers, "one-queue", load) == pytest.approx(erlang_c(servers, load), rel=0.08)
-
-
-@pytest.mark.slow
-def test_random_routing_waits_as_so_many_queues_of_their_own() -> None:
-    assert waits_s(4, "random", 0.7) == pytest.approx(0.7 / 0.3, rel=0.08)
+def test_queue_waits_as_long_as_formula_of_erlang_says(servers: int, routing: str, load: float, wait_s: float) -> None:
+    assert waits_s(servers, routing, load) == pytest.approx(wait_s, rel=0.08)
 
 
 def test_decodes_take_as_long_as_their_steps_one_by_one() -> None:

@@ -89,13 +89,8 @@ def test_table_and_picture_show_each_case_and_what_failed(tmp_path: Path) -> Non
         "differ_without_fault": 0, "streams": 64,
     }  # fmt: skip
     row = {
-        "server": "a",
-        "peer": "vllm",
-        "killed": "engine",
-        "rounds": [],
-        "error": "no | wheel",
-        "first_token_s": None,
-    }
+        "server": "a", "peer": "vllm", "killed": "engine", "rounds": [], "error": "no | wheel", "first_token_s": None,
+    }  # fmt: skip
     rows = [
         row,
         row | {"server": "b", "peer": "orcinus", "rounds": [found, found | {"right": 61}], "first_token_s": 1.2},

@@ -21,46 +21,28 @@ bench_main = importlib.import_module("bench.peers.__main__")
 
 def cell(rate: float, p99: float = 10.0, **changed: Any) -> dict[str, Any]:
     return {
-        "requests": 4,
-        "finished": 4,
-        "short": 0,
-        "output_tok_s": rate,
-        "ttft_ms": {"p50": 20.0, "p99": 40.0},
-        "tbt_ms": {"p50": 5.0, "p99": p99, "max": 2 * p99},
-        "cpu_s_per_1000_tokens": 1.5,
-        "server_cores": 1.9,
-        "client_cores": 0.05,
-        "other_cores": 0.01,
-        **changed,
-    }
+        "requests": 4, "finished": 4, "short": 0, "output_tok_s": rate, "ttft_ms": {"p50": 20.0, "p99": 40.0},
+        "tbt_ms": {"p50": 5.0, "p99": p99, "max": 2 * p99}, "cpu_s_per_1000_tokens": 1.5, "server_cores": 1.9,
+        "client_cores": 0.05, "other_cores": 0.01, **changed,
+    }  # fmt: skip
 
 
 def row(name: str, peer: str, declared: str, *rounds: dict[str, Any], same: int | None = 16) -> dict[str, Any]:
     return {
-        "name": name,
-        "peer": peer,
-        "declared": declared,
-        "about": "as it comes",
-        "versions": {"engine": "1.0"},
-        "same_answers": same,
-        "of_answers": 16,
-        "installed": True,
-        "error": "" if rounds else "wheel | not found",
+        "name": name, "peer": peer, "declared": declared, "about": "as it comes", "versions": {"engine": "1.0"},
+        "same_answers": same, "of_answers": 16, "installed": True, "error": "" if rounds else "wheel | not found",
         "rounds": [{"round": n + 1, "start_s": 3.0, "cells": cells} for n, cells in enumerate(rounds)],
-    }
+    }  # fmt: skip
 
 
 def result(*rows: dict[str, Any]) -> dict[str, Any]:
     return table.finish(
         {
-            "rows": list(rows),
+            "rows": list(rows), "date": "2026-01-02T03:04:05Z", "commit": "abc", "command": "python -m bench.peers",
             "machine": {"cpu": "C", "cores": 2, "memory_gib": 8.0, "system": "S", "load_1m_before": 0.1},
-            "date": "2026-01-02T03:04:05Z",
-            "commit": "abc",
-            "command": "python -m bench.peers",
             "settings": {"rounds": 3},
         }
-    )
+    )  # fmt: skip
 
 
 THREE = result(
@@ -79,39 +61,33 @@ def test_a_server_is_exact_only_with_every_answer_right() -> None:
     assert table.class_of(INT8, 0, 16) == INT8
 
 
-def test_median_and_range_are_over_rounds() -> None:
-    figures = THREE["rows"][0]["medians"]["c8"]["output_tok_s"]
-    assert figures == {"median": 1100, "low": 900, "high": 1200, "n": 3}
-
-
-@pytest.mark.parametrize("changed", [{"finished": 3}, {"short": 1}, {"requests": 0, "finished": 0}])
-def test_cell_with_a_lost_or_short_request_does_not_count(changed: dict[str, int]) -> None:
-    found = table.medians([{"cells": {"c8": cell(100)}}, {"cells": {"c8": cell(900, **changed)}}])
-    assert found["c8"]["output_tok_s"] == {"median": 100, "low": 100, "high": 100, "n": 1}
-
-
-def test_a_disturbed_round_does_not_count_where_another_was_quiet() -> None:
-    quiet, busy = cell(900), cell(100, other_cores=0.5)
-    rounds = [{"cells": {"c8": quiet, "c32": busy}}, {"cells": {"c8": busy, "c32": busy}}]
-    found = table.medians(rounds)
-    assert found["c8"]["output_tok_s"] == {"median": 900, "low": 900, "high": 900, "n": 1}
-    assert found["c32"]["output_tok_s"]["n"] == 2
+@pytest.mark.parametrize(
+    ("rates", "counted"),
+    [
+        ([cell(1200), cell(900), cell(1100)], (1100, 900, 1200, 3)),
+        *(([cell(100), cell(900, **lost)], (100, 100, 100, 1)) for lost in (
+            {"finished": 3}, {"short": 1}, {"requests": 0, "finished": 0}, {"other_cores": 0.5},
+        )),
+        ([cell(100, other_cores=0.5), cell(300, other_cores=0.5)], (200, 100, 300, 2)),  # none was quiet
+    ],
+)  # fmt: skip
+def test_median_and_range_are_over_whole_and_quiet_rounds(
+    rates: list[dict[str, Any]], counted: tuple[int, int, int, int]
+) -> None:
+    found = table.medians([{"cells": {"c8": each}} for each in rates])["c8"]["output_tok_s"]
+    assert found == dict(zip(("median", "low", "high", "n"), counted, strict=True))
 
 
 def test_ratio_is_that_to_the_best_peer_of_the_class() -> None:
     (line,) = THREE["ratios"]  # only c8 has both sides; the peer with 15 answers is not of this class
     assert (line["best_peer"], line["best"], line["orcinus"], line["ratio"]) == ("fast", 1000, 1100, 1.1)
     assert line["reached"]
-
-
-def test_less_time_between_tokens_is_better() -> None:
-    found = result(
+    gaps, rate = result(
         row("ours", OURS, EXACT, {"mix": cell(400, 30.0)}),
         row("a", "a", EXACT, {"mix": cell(500, 40.0)}),
         row("b", "b", EXACT, {"mix": cell(300, 60.0)}),
     )["ratios"]
-    gaps, rate = found
-    assert (gaps["best_peer"], gaps["ratio"], gaps["reached"]) == ("a", 0.75, True)
+    assert (gaps["best_peer"], gaps["ratio"], gaps["reached"]) == ("a", 0.75, True), "less time is better"
     assert (rate["best_peer"], rate["ratio"], rate["goal"], rate["reached"]) == ("a", 0.8, None, None)
 
 
@@ -170,42 +146,33 @@ def test_end_of_text_is_ignored_in_way_of_each_server() -> None:
 
 
 def test_chosen_peers_run_beside_ours_and_new_name_is_refused() -> None:
-    assert [server.name for server in servers.chosen(["vllm"], [EXACT])] == [
-        "vllm float32",
-        "orcinus float32",
-        "orcinus float32, TBT 30 ms",
-    ]
+    names = [server.name for server in servers.chosen(["vllm"], [EXACT])]
+    assert names == ["vllm float32", "orcinus float32", "orcinus float32, TBT 30 ms"]
     assert servers.chosen([], []) == list(SERVERS)
     with pytest.raises(KeyError, match="vlm"):
         servers.chosen(["vlm"], [])
 
 
 def test_what_a_server_inherits_holds_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ORCINUS_DTYPE", "bfloat16")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("ORCINUS_DTYPE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
     kept = servers.environment(named("vllm float32"))
-    assert not {"ORCINUS_DTYPE", "OMP_NUM_THREADS"} & set(kept)
-    assert kept["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert not {"ORCINUS_DTYPE", "OMP_NUM_THREADS"} & set(kept) and kept["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
 def test_failing_recipe_stops_only_what_needs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fails(_log: Path) -> None:
         raise install.InstallError("no compiler")
 
-    monkeypatch.setattr(install, "HOME", tmp_path)
-    monkeypatch.setattr(install, "make_model", lambda _log: None)
-    monkeypatch.setattr(install, "make_environment", lambda *_: Path(sys.executable))
-    monkeypatch.setattr(install, "installed_versions", lambda *_: {})
-    monkeypatch.setattr(install, "export_openvino", fails)
-    monkeypatch.setattr(install, "alias_vllm", lambda _log: None)
+    for name, value in {
+        "HOME": tmp_path, "make_model": lambda _log: None, "make_environment": lambda *_: Path(sys.executable),
+        "installed_versions": lambda *_: {}, "export_openvino": fails, "alias_vllm": lambda _log: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(install, name, value)
     said: list[str] = []
     states = install.install(["openvino", "vllm"], "", said.append)
-    assert {name: state.ok for name, state in states.items()} == {
-        "model": True,
-        "export": False,
-        "openvino": False,
-        "vllm": True,
-    }
+    ok = {"model": True, "export": False, "openvino": False, "vllm": True}
+    assert {name: state.ok for name, state in states.items()} == ok
     assert states["openvino"].error == "needs export: no compiler"
     assert install.state("vllm").ok
     assert install.state("export").error == "no compiler"

@@ -27,8 +27,7 @@ def test_the_committed_claims_follow_from_the_committed_rows() -> None:
     assert len(MEASURED["claims"]) == 2 * len(LOADS) + 2
 
 
-def test_every_preset_was_run_over_both_traces_at_every_load() -> None:
-    """And every request of every run finished."""
+def test_every_preset_finished_every_request_of_both_traces_at_every_load() -> None:
     runs = {(row["trace"], row["load"], row["policy"]) for row in MEASURED["rows"] if row["study"] == "main"}
     traces = [path.stem for path in TRACES.glob("*.csv")]
     assert runs == {(trace, load, policy) for trace in traces for load in LOADS for policy in PRESETS}

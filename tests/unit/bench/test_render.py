@@ -26,14 +26,8 @@ def test_fill_replaces_only_what_stands_between_markers() -> None:
     filled = render.fill(page)
     assert filled.startswith("before\n<!-- render: serve-demo -->\n| requests |") and "old" not in filled
     assert filled.endswith("|\n<!-- end -->\nafter\n")
-
-
-def test_section_of_an_unknown_template_is_an_error() -> None:
     with pytest.raises(jinja2.TemplateNotFound):
         render.section("no-such-bench")
-
-
-def test_field_that_a_result_lacks_is_an_error() -> None:
     with pytest.raises(jinja2.UndefinedError):
         render.section("serve-demo", results={"serve-demo": {"runs": [{"loop": "closed"}]}})
 

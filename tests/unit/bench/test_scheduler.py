@@ -43,27 +43,20 @@ def test_json_has_plan_apply_and_total_for_each_count(capsys: pytest.CaptureFixt
     assert "curves" not in found
 
 
-def test_admission_is_measured_with_half_the_prompts_cached_and_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    half, none, full = printed(capsys, "--quick", "--parts", "admission")["admission"]
+def test_admission_and_wire_are_measured_in_their_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Admissions with half of the prompts cached, with none, and into a full cache."""
+    found = printed(capsys, "--quick", "--parts", "admission,wire")
+    half, none, full = found["admission"]
     assert [line["evicts"] for line in (half, none, full)] == [False, False, True]
     for line in (half, none, full):
-        assert (line["entering"], line["prompt_tokens"], line["goal_us"]) == (16, 1000, 400)
-        assert line["iterations"] == 5
+        assert (line["entering"], line["prompt_tokens"], line["goal_us"], line["iterations"]) == (16, 1000, 400, 5)
         hold_figures(line, *COSTS)
     assert half["cached_tokens"] == full["cached_tokens"] == 500 // 16 * 16  # whole blocks only
     assert none["cached_tokens"] == 0
-
-
-def test_wire_splits_what_the_scheduler_computes_for_an_iteration(capsys: pytest.CaptureFixture[str]) -> None:
-    steady, entering = printed(capsys, "--quick", "--parts", "wire")["wire"]
-    assert (steady["case"], steady["goal_us"]) == ("decode", 300)
-    assert entering["case"] == "admission"
+    steady, entering = found["wire"]
+    assert (steady["case"], steady["goal_us"], entering["case"]) == ("decode", 300, "admission")
     for line in (steady, entering):
-        hold_figures(
-            line, "plan_us", "apply_us", "encode_us", "parse_us", "stats_us", "batch_us", "resp_us", "total_us"
-        )
+        hold_figures(line, *COSTS, "encode_us", "parse_us", "stats_us", "batch_us", "resp_us")
 
 
 def test_cases_are_ratios_to_the_floor_with_their_goals(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,10 +83,14 @@ def test_churn_enters_one_and_ends_one_each_step(lookahead: int) -> None:
     assert len(churn.adding_ns) == 60
 
 
-def test_hole_is_a_free_slot_between_running_ones() -> None:
-    drive = with_hole(8, Setup())
-    (done,) = drive.steps(1)
+def test_drive_has_a_hole_between_slots_and_answers_after_the_lookahead() -> None:
+    (done,) = with_hole(8, Setup()).steps(1)
     assert sorted(done.result.slots.tolist()) == [0, 1, 2, 3, 5, 6, 7, 8]
+    drive = Drive(Limits(2, 64, 16, 256, 256), Setup(lookahead=1))
+    drive.add(drive.prompt(20), 100)
+    assert drive.step() is None
+    first = drive.step()
+    assert first is not None and len(first.plan.enters) == first.outcome.tokens.size == 1
 
 
 def test_a_cache_that_was_filled_leaves_hardly_a_block_free() -> None:
@@ -111,16 +108,6 @@ def test_figures_are_medians_over_rounds_with_best_round_beside_them() -> None:
     taken = [value for each in rounds for value in each]
     assert figure(taken, 3) == {"p50": 4.0, "p99": 5.0, "lowest": 2.0, "lowest_p99": 3.0}
     assert figure(taken[:2], 5)["p50"] == 1.5  # no round is empty
-
-
-def test_iteration_is_answered_after_as_many_more_as_the_lookahead() -> None:
-    drive = Drive(Limits(2, 64, 16, 256, 256), Setup(lookahead=1))
-    drive.add(drive.prompt(20), 100)
-    assert drive.step() is None
-    first = drive.step()
-    assert first is not None
-    assert len(first.plan.enters) == 1
-    assert first.outcome.tokens.size == 1
 
 
 @pytest.mark.parametrize(

@@ -30,20 +30,14 @@ def settings(run_dir: Path, **values: str) -> tuple[CommonSettings, LauncherSett
     return build(CommonSettings, values), build(LauncherSettings, {"run_dir": run_dir})
 
 
-def test_missing_stack_is_said_where_no_redis_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no stack runs here; start one with `make run`"):
-        stack.reachable_redis(*settings(tmp_path))
-    source = RedisSource(*settings(tmp_path))
-    assert asyncio.run(look_once(source))["error"] == stack.NO_STACK
-
-
-def test_silent_redis_is_named_where_it_was_given(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="does not answer"):
-        stack.reachable_redis(*settings(tmp_path, redis_url=CLOSED))
-    source = RedisSource(*settings(tmp_path, redis_url=CLOSED))
-    assert "127.0.0.1:1/0 does not answer" in asyncio.run(look_once(source))["error"]
-
-
-def test_silent_redis_is_named_where_a_stack_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"), [({}, stack.NO_STACK), ({"redis_url": CLOSED}, "127.0.0.1:1/0 does not answer")]
+)
+def test_silent_redis_is_named_where_it_was_given_and_else_the_stack_is_missing(
+    tmp_path: Path, given: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        stack.reachable_redis(*settings(tmp_path, **given))
+    assert said in asyncio.run(look_once(RedisSource(*settings(tmp_path, **given))))["error"]
     with RunDir(tmp_path), pytest.raises(ConfigurationError, match="does not answer"):
-        stack.reachable_redis(*settings(tmp_path))
+        stack.reachable_redis(*settings(tmp_path, **given))

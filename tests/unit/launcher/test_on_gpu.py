@@ -11,15 +11,9 @@ from services.launcher.gpu_facts import Facts
 from shared.settings import WorkerSettings
 
 ON_CPU: list[dict[str, Any]] = [
-    {"device": "cpu"},
-    {"kernels": "cpu"},
-    {"kernels": "reference"},
-    {"kernels": "emulator"},
-    {"deterministic": True},
-    {"quantize": "int8"},
-    {"quantize": "int4"},
-    {"kv_dtype": "int8"},
-]
+    {"device": "cpu"}, {"kernels": "cpu"}, {"kernels": "reference"}, {"kernels": "emulator"}, {"deterministic": True},
+    {"quantize": "int8"}, {"quantize": "int4"}, {"kv_dtype": "int8"},
+]  # fmt: skip
 ON_GPU: list[dict[str, Any]] = [{}, {"device": "cuda"}, {"kernels": "cuda"}, {"device": "cuda", "kernels": "reference"}]
 
 
@@ -67,3 +61,17 @@ def test_other_settings_expect_the_gpu_and_compile_nothing(given: dict[str, Any]
 def test_gpu_that_cannot_be_used_is_not_expected(usable_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "cuda_problem", lambda: "no CuPy")
     assert not up.on_gpu(WorkerSettings()) and up.unused_gpu(WorkerSettings()) == "no CuPy"
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [
+        *(({"kernels": kernels}, f"--kernels {kernels}") for kernels in ("reference", "cuda", "emulator")),
+        ({"device": "cuda"}, "DEVICE=cuda"),
+        *((given, "") for given in ({"device": "cpu"}, {"kernels": "cpu"}, {})),
+    ],
+)
+def test_int8_kv_is_refused_before_start_without_cpu_kernels(given: dict[str, Any], option: str) -> None:
+    said = f"--kv-dtype int8 needs the cpu kernels, and {option} rules them out; give DEVICE=cpu and --kernels cpu"
+    problem = up.kv_problem(WorkerSettings(kv_dtype="int8", **given))
+    assert problem.startswith(said) if option else problem == ""

@@ -11,35 +11,36 @@ import pytest
 from services.launcher import pip_progress
 from services.launcher.pip_progress import Progress, run
 
-OUTPUT = """Collecting torch==2.13.0
-  Downloading torch-2.13.0-cp311-none-linux_x86_64.whl (188.2 MB)
-Collecting numpy>=2 (from torch)
-Requirement already satisfied: pip in ./lib
-"""
 
-
-def test_progress_names_the_package_and_its_size(tmp_path: Path) -> None:
-    progress = Progress(tmp_path)
-    for line in OUTPUT.splitlines()[:2]:
-        progress.read(line)
-    assert progress.text().startswith("installing: downloading torch (188.2 MB), 1 packages found, ")
-    for line in OUTPUT.splitlines()[2:]:
-        progress.read(line)
-    assert progress.text().startswith("installing: collecting numpy, 2 packages found, ")
-
-
-def test_progress_counts_written_packages(tmp_path: Path) -> None:
+def test_progress_names_the_package_and_its_size_and_counts(tmp_path: Path) -> None:
     (tmp_path / "pip-23.dist-info").mkdir()
     progress = Progress(tmp_path)
-    progress.read("Installing collected packages: mpmath, sympy, torch")
-    (tmp_path / "mpmath-1.dist-info").mkdir()
-    assert progress.text().startswith("installing: 1 of 3 packages written, now sympy, ")
-    for name in ("sympy", "torch"):
-        (tmp_path / f"{name}-1.dist-info").mkdir()
-    assert progress.text().startswith("installing: 3 of 3 packages written, ") and "now" not in progress.text()
+    for lines, written, said in (
+        (
+            ["Collecting torch==2.13.0", "  Downloading torch-2.13.0-cp311-none-linux_x86_64.whl (188.2 MB)"], [],
+            "downloading torch (188.2 MB), 1 packages found, ",
+        ),
+        (
+            ["Collecting numpy>=2 (from torch)", "Requirement already satisfied: pip in ./lib"], [],
+            "collecting numpy, 2 packages found, ",
+        ),
+        (
+            ["Installing collected packages: mpmath, sympy, torch"], ["mpmath"],
+            "1 of 3 packages written, now sympy, ",
+        ),
+        ([], ["sympy", "torch"], "3 of 3 packages written, "),
+    ):  # fmt: skip
+        for line in lines:
+            progress.read(line)
+        for name in written:
+            (tmp_path / f"{name}-1.dist-info").mkdir()
+        assert progress.text().startswith(f"installing: {said}")
+    assert "now" not in progress.text()
 
 
-def test_line_comes_while_pip_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_comes_while_pip_is_silent_and_failure_shows_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pip_progress, "EVERY_S", 0.01)
     go_on = tmp_path / "go-on"
 
@@ -48,18 +49,14 @@ def test_line_comes_while_pip_is_silent(tmp_path: Path, monkeypatch: pytest.Monk
             go_on.touch()  # a line has come; pip may end now
             return super().write(text)
 
-    pip = (
-        f"import pathlib\nprint('Collecting torch', flush=True)\nwhile not pathlib.Path({str(go_on)!r}).exists(): pass"
-    )
+    waiting = f"print('Collecting torch', flush=True)\nwhile not pathlib.Path({str(go_on)!r}).exists(): pass"
+    pip = f"import pathlib\n{waiting}\nprint('ERROR: no such package'); raise SystemExit(3)"
     out = Out()
-    assert run([sys.executable, "-c", pip], tmp_path, out) == 0
+    assert run([sys.executable, "-c", pip], tmp_path, out) == 3
     assert "installing: " in out.getvalue()
-
-
-def test_failure_shows_the_end_of_the_output(tmp_path: Path) -> None:
-    out = io.StringIO()
-    assert run([sys.executable, "-c", "print('ERROR: no such package'); raise SystemExit(3)"], tmp_path, out) == 3
     assert out.getvalue().splitlines()[-2:] == [
-        "ERROR: no such package",
-        "error: pip ended with 3; the lines above say why",
-    ]
+        "ERROR: no such package", "error: pip ended with 3; the lines above say why",
+    ]  # fmt: skip
+    well = io.StringIO()
+    assert run([sys.executable, "-c", "print('Collecting torch')"], tmp_path, well) == 0
+    assert "Collecting" not in well.getvalue() and "error" not in well.getvalue()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.launcher import up
 from shared.errors import ConfigurationError
 from shared.settings import LauncherSettings, WorkerSettings
-
-
-def test_one_worker_gets_nothing_of_its_own() -> None:
-    assert up.replica_env(WorkerSettings(), 0, 1) == {}
 
 
 def test_workers_on_a_cpu_have_names_and_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,15 +27,23 @@ def test_workers_on_a_cpu_have_names_and_share_its_cores(monkeypatch: pytest.Mon
 def test_workers_on_gpus_see_those_that_no_other_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "on_gpu", lambda worker: True)
     made = [up.replica_env(WorkerSettings(tp=2), number, 2)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
-    assert made == ["0,1", "2,3"]
+    assert made == ["0,1", "2,3"] and up.replica_env(WorkerSettings(), 0, 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tp": 2}, "each needs 2 GPUs of its own, this machine shows 3"),
+        ({"listen": "127.0.0.1:5000"}, "127.0.0.1:5000 is one port"),
+        ({"advertise": "10.0.0.1:5000"}, "10.0.0.1:5000 is one worker"),
+    ],
+)
+def test_what_two_workers_cannot_both_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(up, "on_gpu", lambda worker: True)
     monkeypatch.setattr(up, "device_count", lambda: 3)
-    with pytest.raises(ConfigurationError, match="each needs 2 GPUs of its own, this machine shows 3"):
-        up.check_replicas(2, WorkerSettings(tp=2))
-
-
-@pytest.mark.parametrize("settings", [{"listen": "127.0.0.1:5000"}, {"advertise": "10.0.0.1:5000"}])
-def test_an_address_that_only_one_can_have_is_refused(settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="2 replicas"):
+    with pytest.raises(ConfigurationError, match=said):
         up.check_replicas(2, WorkerSettings(**settings))
 
 
@@ -49,10 +54,7 @@ def test_workers_do_both_or_are_told_their_roles_and_the_folder_that_they_share(
     roles = LauncherSettings(prefill=1, decode=2).roles()
     assert roles == ["prefill", "decode", "decode"]
     assert up.role_env("both", tmp_path) == {}
-    assert up.role_env("decode", tmp_path) == {
-        "ORCINUS_WORKER_ROLE": "decode",
-        "ORCINUS_KV_SHARE_DIR": str(tmp_path),
-    }
+    assert up.role_env("decode", tmp_path) == {"ORCINUS_WORKER_ROLE": "decode", "ORCINUS_KV_SHARE_DIR": str(tmp_path)}
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
     folders = [up.share_folder(Path(path)) for path in ("/a/.run", "/a/.run", "/b/.run")]
     assert folders[0] == folders[1] != folders[2] and folders[0].parent == tmp_path

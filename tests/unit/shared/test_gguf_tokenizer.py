@@ -18,7 +18,7 @@ from shared.gguf.reader import BLOCK_TYPES
 from shared.gguf.tokenizer import PRE
 from shared.model_files import read_bounded
 from shared.text.end_of_text import end_ids
-from shared.text.tokenizer import load_tokenizer
+from shared.text.tokenizer import BoundedTokenizer, load_tokenizer
 from tests.support.gguf import write_file
 from tests.support.launcher import ROOT
 
@@ -110,11 +110,22 @@ def transformers_reads(path: Path) -> Any:
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
+def written(path: Path, source: dict[str, Any]) -> BoundedTokenizer:
+    """Return what is read of a file with this metadata."""
+    path.unlink(missing_ok=True)
+    write_file(path, source, {})
+    return load_tokenizer(path / "tokenizer.json")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "x.gguf"
+
+
 @pytest.mark.parametrize("name", REGEXES)
-def test_byte_level_ids_are_those_of_the_tokenizer_before(tmp_path: Path, name: str) -> None:
-    made, path = byte_level(name), tmp_path / "x.gguf"
-    write_file(path, metadata(made, name, add_bos_token=False), {})
-    found, other = load_tokenizer(path / "tokenizer.json"), transformers_reads(path)
+def test_byte_level_ids_are_those_of_the_tokenizer_before(path: Path, name: str) -> None:
+    made = byte_level(name)
+    found, other = written(path, metadata(made, name, add_bos_token=False)), transformers_reads(path)
     assert found.is_predictable
     for text in TEXTS:
         ids = made.encode(text).ids
@@ -125,17 +136,15 @@ def test_byte_level_ids_are_those_of_the_tokenizer_before(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", PRE)
-def test_every_named_expression_passes_the_bounds_and_loses_no_byte(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "x.gguf"
-    write_file(path, metadata(byte_level("gpt-2"), name, add_bos_token=False), {})
-    found = load_tokenizer(path / "tokenizer.json")
+def test_every_named_expression_passes_the_bounds_and_loses_no_byte(path: Path, name: str) -> None:
+    found = written(path, metadata(byte_level("gpt-2"), name, add_bos_token=False))
     for text in TEXTS:
         kept = found.library.decode(found.encode(text), skip_special_tokens=False)
         assert kept == (text if not PRE[name].is_composed else text.replace("e\u0301", "é")), text
 
 
-def test_bos_is_added_where_the_file_or_its_kind_says_so(tmp_path: Path) -> None:
-    made, path = byte_level("llama-bpe"), tmp_path / "x.gguf"
+def test_bos_is_added_where_the_file_or_its_kind_says_so(path: Path) -> None:
+    made = byte_level("llama-bpe")
     bos = made.token_to_id("<|bos|>")
     for name, more, begins in (
         ("llama-bpe", {}, True),
@@ -143,17 +152,13 @@ def test_bos_is_added_where_the_file_or_its_kind_says_so(tmp_path: Path) -> None
         ("qwen2", {"add_bos_token": True}, True),
         ("llama-bpe", {"add_bos_token": False}, False),
     ):
-        write_file(path, metadata(made, name, **more), {})
-        assert (load_tokenizer(path / "tokenizer.json").encode("Hello")[0] == bos) is begins, (name, more)
-        path.unlink()
-    write_file(path, metadata(made, "qwen2", add_eos_token=True), {})
-    assert load_tokenizer(path / "tokenizer.json").encode("Hello")[-1] == bos
+        assert (written(path, metadata(made, name, **more)).encode("Hello")[0] == bos) is begins, (name, more)
+    assert written(path, metadata(made, "qwen2", add_eos_token=True)).encode("Hello")[-1] == bos
 
 
-def test_sentence_piece_merges_the_best_scores_first(tmp_path: Path) -> None:
-    source, path = sentence_piece(), tmp_path / "x.gguf"
-    write_file(path, source, {})
-    found, other = load_tokenizer(path / "tokenizer.json"), transformers_reads(path)
+def test_sentence_piece_merges_the_best_scores_first(path: Path) -> None:
+    source = sentence_piece()
+    found, other = written(path, source), transformers_reads(path)
     texts = source["tokenizer.ggml.tokens"]
     scores = dict(zip(texts[259:], source["tokenizer.ggml.scores"][259:], strict=True))
     for text in TEXTS:
@@ -164,34 +169,26 @@ def test_sentence_piece_merges_the_best_scores_first(tmp_path: Path) -> None:
         assert found.library.decode(ids) == text
     assert found.library.decode(found.encode("\u0bf5 a")) == "\u0bf5 a"  # of bytes: no piece has it
     assert found.encode("\u0bf5")[1:] == [texts.index("\u2581"), *(3 + byte for byte in "\u0bf5".encode())]
+    bare = written(path, sentence_piece(add_space_prefix=False, add_bos_token=False))
+    assert bare.library.decode(bare.encode("the dog")) == "the dog"
+    assert not texts[bare.encode("the dog")[0]].startswith("\u2581")
 
 
-def test_sentence_piece_without_prefix_keeps_the_first_word(tmp_path: Path) -> None:
-    path = tmp_path / "x.gguf"
-    source = sentence_piece(add_space_prefix=False, add_bos_token=False)
-    write_file(path, source, {})
-    found = load_tokenizer(path / "tokenizer.json")
-    assert found.library.decode(found.encode("the dog")) == "the dog"
-    assert not source["tokenizer.ggml.tokens"][found.encode("the dog")[0]].startswith("\u2581")
-
-
-def test_gemma_merges_blanks_in_the_order_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.gguf"
+def test_gemma_merges_blanks_in_the_order_of_the_file(path: Path) -> None:
     source = sentence_piece(add_space_prefix=False)
     texts = source["tokenizer.ggml.tokens"]
     texts += ["  ", "   "]
     source["tokenizer.ggml.token_type"] += [4, 4]
     source["tokenizer.ggml.scores"] = [-1000.0] * len(texts)
     source["general.architecture"] = "gemma3"
-    write_file(path, {key: value for key, value in source.items()}, {})
-    found, other = load_tokenizer(path / "tokenizer.json"), transformers_reads(path)
+    found, other = written(path, source), transformers_reads(path)
     for text in ("the   dog  jumps", "don't   spaces    end   "):
         assert found.encode(text) == other.encode(text), text
     assert len(texts) - 1 in found.encode("a    b") or len(texts) - 2 in found.encode("a    b")
 
 
-def test_ends_and_template_come_from_the_file(tmp_path: Path) -> None:
-    made, path = byte_level("qwen2"), tmp_path / "x.gguf"
+def test_ends_and_template_come_from_the_file(path: Path) -> None:
+    made = byte_level("qwen2")
     source = metadata(made, "qwen2", eot_token_id=made.token_to_id("<tool>")) | {"tokenizer.chat_template": "{{ 1 }}"}
     rows = made.get_vocab_size() + 5
     for key in ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"):
@@ -222,20 +219,17 @@ def test_ends_and_template_come_from_the_file(tmp_path: Path) -> None:
         ({"tokenizer.ggml.tokens": [1.0]}, "tokens is an array, expected an array of another type"),
     ],
 )
-def test_what_is_wrong_with_a_vocabulary_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    path = tmp_path / "x.gguf"
+def test_what_is_wrong_with_a_vocabulary_is_named(path: Path, changes: dict[str, Any], said: str) -> None:
     source = {**metadata(byte_level("gpt-2"), "gpt-2", add_bos_token=True), **changes}
-    write_file(path, {key: value for key, value in source.items() if value is not None}, {})
     with pytest.raises(ModelError, match=said):
-        load_tokenizer(path / "tokenizer.json")
+        written(path, {key: value for key, value in source.items() if value is not None})
 
 
-def test_a_long_piece_is_refused_before_it_is_cut(tmp_path: Path) -> None:
-    path, source = tmp_path / "x.gguf", sentence_piece()
+def test_a_long_piece_is_refused_before_it_is_cut(path: Path) -> None:
+    source = sentence_piece()
     source["tokenizer.ggml.tokens"][-1] = "x" * 2000
-    write_file(path, source, {})
     with pytest.raises(ModelError, match="has 2000 characters, at most 256"):
-        load_tokenizer(path / "tokenizer.json")
+        written(path, source)
 
 
 def test_page_names_the_types_and_expressions_that_are_read() -> None:

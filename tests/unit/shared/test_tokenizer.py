@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -87,10 +88,7 @@ REAL: dict[str, dict[str, Any]] = {
     "mistral": {
         "normalizer": nested("normalizers", [{"type": "Prepend", "prepend": "▁"}, TO_BLOCK]),
         "post_processor": begin("a", 0),
-        "decoder": nested(
-            "decoders",
-            [FROM_BLOCK, {"type": "ByteFallback"}, {"type": "Fuse"}, STRIP],
-        ),
+        "decoder": nested("decoders", [FROM_BLOCK, {"type": "ByteFallback"}, {"type": "Fuse"}, STRIP]),
     },
     "mistral-v3": {"pre_tokenizer": METASPACE, "decoder": METASPACE},
     "gemma": {
@@ -142,9 +140,9 @@ def write(directory: Path, **parts: Any) -> Path:
 
 
 def growing(times: int, length: int) -> dict[str, Any]:
-    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * length}
+    first = step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * length}
     for _ in range(times - 1):
-        step = nested("normalizers", [step, {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * length}])
+        step = nested("normalizers", [step, first])
     return step
 
 
@@ -160,21 +158,14 @@ def twice(regex: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_shapes_of_real_models_are_read(tmp_path: Path, name: str) -> None:
+def test_shapes_of_real_models_are_read_and_common_ones_encode_short_texts_at_once(tmp_path: Path, name: str) -> None:
     loaded = load_tokenizer(write(tmp_path, **REAL[name]))
     assert loaded.growth <= 64
     assert loaded.encode("a b" * 100)
-
-
-@pytest.mark.parametrize("name", ["llama-3", "qwen", "gpt2", "gemma"])
-def test_short_texts_of_common_models_may_be_encoded_at_once(tmp_path: Path, name: str) -> None:
-    loaded = load_tokenizer(write(tmp_path, **REAL[name]))
-    assert loaded.is_quick(1000) and not loaded.is_quick(5000)
-
-
-def test_unknown_expression_is_never_encoded_at_once(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write(tmp_path, pre_tokenizer=split("[ab]+")))
-    assert not loaded.is_quick(1)
+    assert loaded.is_quick(1000) or name not in ("llama-3", "qwen", "gpt2", "gemma")
+    assert not loaded.is_quick(5000)
+    unknown = load_tokenizer(write(tmp_path, **{**REAL[name], "pre_tokenizer": split("[ab]+")}))
+    assert not unknown.is_quick(1)
 
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
@@ -236,9 +227,8 @@ def test_hostile_tokenizer_is_refused_before_it_is_parsed(
 ) -> None:
     monkeypatch.setattr(bounds, "_parsed", lambda *_: pytest.fail("it was parsed"))
     path = write(tmp_path, **parts)
-    with pytest.raises(ModelError) as raised:
+    with pytest.raises(ModelError, match=f"^{path}: .*{re.escape(said)}"):
         load_tokenizer(path)
-    assert said in str(raised.value) and str(raised.value).startswith(f"{path}: ")
 
 
 def sparse(path: Path) -> None:
@@ -265,9 +255,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_file_that_is_no_tokenizer_is_refused(tmp_path: Path, make: Callable[[Path], Any], said: str) -> None:
     path = tmp_path / "tokenizer.json"
     make(path)
-    with pytest.raises(ModelError, match=f"^{path}") as raised:
+    with pytest.raises(ModelError, match=f"^{path}.*{re.escape(said)}"):
         load_tokenizer(path)
-    assert said in str(raised.value)
 
 
 def test_parser_gets_what_was_checked_not_what_was_written(tmp_path: Path) -> None:
@@ -276,11 +265,6 @@ def test_parser_gets_what_was_checked_not_what_was_written(tmp_path: Path) -> No
     path = tmp_path / "tokenizer.json"
     path.write_text(text.replace('"normalizer"', hidden))
     assert "Prepend" not in tokenizer_json(path)
-
-
-@pytest.mark.parametrize("name", REGEXES)
-def test_expressions_of_real_models_pass(name: str) -> None:
-    assert regex_problem(REGEXES[name]) == ""
 
 
 @pytest.mark.parametrize(
@@ -294,10 +278,11 @@ def test_expression_without_a_bound_is_found(regex: str) -> None:
     assert regex_problem(regex)
 
 
-@pytest.mark.parametrize(
-    "regex", ["(a+)?", "(?>a+)+", "(ab+)+", "(?:a{3})+", "a{,}", r"\(a+\)+", "[(a+)]+", "(?i)a+", "a)+"]
-)
-def test_expression_with_a_bound_passes(regex: str) -> None:
+BOUNDED = ["(a+)?", "(?>a+)+", "(ab+)+", "(?:a{3})+", "a{,}", r"\(a+\)+", "[(a+)]+", "(?i)a+", "a)+"]
+
+
+@pytest.mark.parametrize("regex", [*REGEXES.values(), *BOUNDED], ids=[*REGEXES, *BOUNDED])
+def test_expression_of_a_real_model_or_with_a_bound_passes(regex: str) -> None:
     assert regex_problem(regex) == ""
 
 
@@ -309,11 +294,9 @@ def test_panic_is_an_error_and_the_next_text_is_encoded(tmp_path: Path) -> None:
 
 
 def test_panic_of_the_parser_names_the_file(tmp_path: Path) -> None:
-    model = source()["model"]
-    model |= {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "continuing_subword_prefix": "###"}
-    path = write(tmp_path, model=model)
+    changes = {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "continuing_subword_prefix": "###"}
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
-        load_tokenizer(path)
+        load_tokenizer(write(tmp_path, model=source()["model"] | changes))
 
 
 def test_text_that_may_grow_beyond_the_bound_is_refused(tmp_path: Path) -> None:
