@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -174,35 +173,16 @@ def test_drained_process_leaves_its_port_the_last_ends_the_gateway(stack: Stack,
     until("the stack is ready", stack.ready, 60)
 
 
-def test_drain_and_sigterm_end_processes_after_their_streams(stack: Stack, reference: Reference) -> None:
-    for ask in (lambda: drained(stack, "gateway"), lambda: stack.kill("gateway", signal.SIGTERM)):
-        there = both(stack)
-        with load(stack, reference, LONG) as under_way:
-            ask()
-            under_way.check(LONG)
-            assert [stream.resumed for stream in under_way.streams] == [0] * STREAMS
-        assert stack.wait("gateway") == 0
-        assert not [gateway for gateway in there.values() if psutil.pid_exists(pid(gateway))]
-        stack.start("gateway")
-        until("the stack is ready", stack.ready, 60)
+def test_sigterm_ends_processes_after_their_streams(stack: Stack, reference: Reference) -> None:
+    there = both(stack)
+    with load(stack, reference, LONG) as under_way:
+        assert stack.kill("gateway", signal.SIGTERM) == 0
+        under_way.check(LONG)
+        assert [stream.resumed for stream in under_way.streams] == [0] * STREAMS
+    assert not [gateway for gateway in there.values() if psutil.pid_exists(pid(gateway))]
 
 
 # Without a stack
-
-
-@contextlib.contextmanager
-def over_tls(directory: Path, model: Path) -> Iterator[GatewayProcess]:
-    """Two processes without a Redis, with gRPC."""
-    certs.make(directory, [])
-    gateway = GatewayProcess(
-        directory, model, f"redis://127.0.0.1:{free_port()}/0", processes=2, grpc_port=free_port(),
-        tls_cert=directory / "gateway.pem", tls_key=directory / "gateway-key.pem",
-    ).start()  # fmt: skip
-    try:
-        until("both serve", lambda: gateway.log().count("serving gRPC") == 2, 60)
-        yield gateway
-    finally:
-        gateway.stop()
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +192,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(reference: Reference, directory: Path) -> Iterator[GatewayProcess]:
-    with over_tls(directory, reference.path) as gateway:
+    """Two processes without a Redis, with gRPC, over TLS."""
+    certs.make(directory, [])
+    gateway = GatewayProcess(
+        directory, reference.path, f"redis://127.0.0.1:{free_port()}/0", processes=2, grpc_port=free_port(),
+        tls_cert=directory / "gateway.pem", tls_key=directory / "gateway-key.pem",
+    ).start()  # fmt: skip
+    try:
+        until("both serve", lambda: gateway.log().count("serving gRPC") == 2, 60)
         yield gateway
+    finally:
+        gateway.stop()
 
 
 def starting(gateway: GatewayProcess, **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -225,9 +214,8 @@ def starting(gateway: GatewayProcess, **settings: Any) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_second_gateway_of_same_user_is_refused_each_of_ports(alone: GatewayProcess, processes: int) -> None:
-    fresh = {"port": free_port(), "ops_port": free_port(), "grpc_port": free_port(), "processes": processes}
+def test_second_gateway_of_same_user_is_refused_each_of_ports(alone: GatewayProcess) -> None:
+    fresh = {"port": free_port(), "ops_port": free_port(), "grpc_port": free_port(), "processes": 2}
     for name, text in (("port", "port"), ("ops_port", "ops port"), ("grpc_port", "gRPC")):
         port = alone.environment[f"ORCINUS_{name.upper()}"]
         refused = starting(alone, **{**fresh, name: port})
@@ -276,13 +264,16 @@ def test_sigusr1_shows_the_stacks_of_every_process_and_ends_none(alone: GatewayP
     assert len(psutil.Process(alone.process.pid).children()) == 2
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_no_process_outlives_its_parent(reference: Reference, tmp_path: Path, how: int) -> None:
-    with over_tls(tmp_path, reference.path) as gateway:
-        assert gateway.process is not None
-        children = psutil.Process(gateway.process.pid).children(recursive=True)
+def test_no_process_outlives_its_parent(alone: GatewayProcess) -> None:
+    for how, status in ((signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
+        if how == signal.SIGKILL:
+            said = alone.log().count("serving gRPC")
+            alone.start()
+            until("both serve again", lambda said=said: alone.log().count("serving gRPC") == said + 2, 60)
+        assert alone.process is not None
+        children = psutil.Process(alone.process.pid).children(recursive=True)
         assert len(children) >= 2
-        assert gateway.stop(how) == (-how if how == signal.SIGKILL else 0)
-        until("all have ended", lambda: not [each for each in children if each.is_running()])
-        with reserve("127.0.0.1", gateway.port, "port"):
+        assert alone.stop(how) == status
+        until("all have ended", lambda children=children: not [each for each in children if each.is_running()])
+        with reserve("127.0.0.1", alone.port, "port"):
             pass
