@@ -50,34 +50,35 @@ def ports(process: psutil.Process) -> list[int]:
     return [each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
 
 
-@pytest.fixture(scope="module")
-def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Four ranks, short of memory. At its end no rank is left."""
+def test_ranks_give_references_tokens_with_chunks_preemption_swap_and_cancels(
+    reference: Reference, tmp_path: Path
+) -> None:
     short_of_memory = {"kv_blocks": 40, "host_blocks": 80, "policy": "sarathi:relief=newest-swap", "step_tokens": 24}
-    settings = {"tp": 2, "pp": 2, "threads": 1, "step_timeout_s": STEP_TIMEOUT_S, **short_of_memory}
-    with running_stack(tmp_path_factory.mktemp("stack"), reference.path, dtype="float32", **settings) as running:
-        yield running
-        ranks = ranks_of(running)
-        assert running.kill("worker", signal.SIGTERM) == 0
+    settings = {"dtype": "float32", "tp": 2, "pp": 2, "threads": 1, **short_of_memory}
+    with running_stack(tmp_path, reference.path, **settings) as stack:
+        assert [listening(rank) for rank in ranks_of(stack)] == [{"127.0.0.1"}] * 4
+
+        def disturbed() -> bool:
+            """Run the load once. Five streams of LONG tokens need twice the blocks there are."""
+            with load(stack, reference, LONG) as streams:
+                streams.streams[0].leave.set()
+                streams.check(LONG, but=[0])
+            stack.settled()
+            stats = stack.stats()
+            return min(int(stats[name]) for name in ("preemptions", "swapped_blocks", "cancelled")) > 0
+
+        until("sequences were preempted, swapped and cancelled", disturbed, 120)
+        stack.settled_empty()
+        ranks = ranks_of(stack)
+        assert stack.kill("worker", signal.SIGTERM) == 0
         assert not any(rank.is_running() for rank in ranks)
 
 
-def test_ranks_give_references_tokens_with_chunks_preemption_swap_and_cancels(
-    stack: Stack, reference: Reference
-) -> None:
-    assert [listening(rank) for rank in ranks_of(stack)] == [{"127.0.0.1"}] * 4
-
-    def disturbed() -> bool:
-        """Run the load once. Five streams of LONG tokens need twice the blocks there are."""
-        with load(stack, reference, LONG) as streams:
-            streams.streams[0].leave.set()
-            streams.check(LONG, but=[0])
-        stack.settled()
-        stats = stack.stats()
-        return min(int(stats[name]) for name in ("preemptions", "swapped_blocks", "cancelled")) > 0
-
-    until("sequences were preempted, swapped and cancelled", disturbed, 120)
-    stack.settled_empty()
+@pytest.fixture(scope="module")
+def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    settings = {"tp": 2, "pp": 2, "threads": 1, "step_timeout_s": STEP_TIMEOUT_S}
+    with running_stack(tmp_path_factory.mktemp("stack"), reference.path, dtype="float32", **settings) as running:
+        yield running
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ TORCHRUN = [
 
 
 def test_torchrun_starts_the_ranks_again_and_no_token_is_lost(reference: Reference, tmp_path: Path) -> None:
-    """Only the leader has the port of the metrics."""
+    """Twice: the leader dies, the other rank dies. Only the leader has the port of the metrics."""
     metrics = free_port()
     stack = Stack(tmp_path, reference.path, dtype="float32", tp=2, threads=1, worker_metrics_port=metrics)
 
@@ -149,14 +150,16 @@ def test_torchrun_starts_the_ranks_again_and_no_token_is_lost(reference: Referen
         stack.start("scheduler")
         stack.start("gateway")
         until("the stack is ready", stack.ready, 90)
-        before = ranks()
-        with load(stack, reference, LONG) as streams:
-            before[1].kill()
-            streams.check(LONG)
-        assert not any(alive(rank) for rank in before)
-        last = ranks()
-        assert [ports(rank).count(metrics) for rank in last] == [1, 0]
+        for victim in (0, 1):
+            before = ranks()
+            assert [ports(rank).count(metrics) for rank in before] == [1, 0]
+            with load(stack, reference, LONG) as streams:
+                before[victim].kill()
+                streams.check(LONG)
+            assert not any(alive(rank) for rank in before)
+            assert len(ranks()) == 2
         stack.settled_empty()
+        last = ranks()
         stack.kill("worker", signal.SIGTERM)  # its own status is then 1, whatever the ranks' are
         assert not any(alive(rank) for rank in last)
         assert "rank 0: draining" in stack.log("worker")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -185,17 +186,12 @@ def test_sigterm_ends_processes_after_their_streams(stack: Stack, reference: Ref
 # Without a stack
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("alone")
-
-
-@pytest.fixture(scope="module")
-def alone(reference: Reference, directory: Path) -> Iterator[GatewayProcess]:
-    """Two processes without a Redis, with gRPC, over TLS."""
+@contextlib.contextmanager
+def over_tls(directory: Path, model: Path) -> Iterator[GatewayProcess]:
+    """Two processes without a Redis, with gRPC."""
     certs.make(directory, [])
     gateway = GatewayProcess(
-        directory, reference.path, f"redis://127.0.0.1:{free_port()}/0", processes=2, grpc_port=free_port(),
+        directory, model, f"redis://127.0.0.1:{free_port()}/0", processes=2, grpc_port=free_port(),
         tls_cert=directory / "gateway.pem", tls_key=directory / "gateway-key.pem",
     ).start()  # fmt: skip
     try:
@@ -203,6 +199,17 @@ def alone(reference: Reference, directory: Path) -> Iterator[GatewayProcess]:
         yield gateway
     finally:
         gateway.stop()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def alone(reference: Reference, directory: Path) -> Iterator[GatewayProcess]:
+    with over_tls(directory, reference.path) as gateway:
+        yield gateway
 
 
 def starting(gateway: GatewayProcess, **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -264,16 +271,13 @@ def test_sigusr1_shows_the_stacks_of_every_process_and_ends_none(alone: GatewayP
     assert len(psutil.Process(alone.process.pid).children()) == 2
 
 
-def test_no_process_outlives_its_parent(alone: GatewayProcess) -> None:
-    for how, status in ((signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
-        if how == signal.SIGKILL:
-            said = alone.log().count("serving gRPC")
-            alone.start()
-            until("both serve again", lambda said=said: alone.log().count("serving gRPC") == said + 2, 60)
-        assert alone.process is not None
-        children = psutil.Process(alone.process.pid).children(recursive=True)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_its_parent(reference: Reference, tmp_path: Path, how: int) -> None:
+    with over_tls(tmp_path, reference.path) as gateway:
+        assert gateway.process is not None
+        children = psutil.Process(gateway.process.pid).children(recursive=True)
         assert len(children) >= 2
-        assert alone.stop(how) == status
-        until("all have ended", lambda children=children: not [each for each in children if each.is_running()])
-        with reserve("127.0.0.1", alone.port, "port"):
+        assert gateway.stop(how) == (-how if how == signal.SIGKILL else 0)
+        until("all have ended", lambda: not [each for each in children if each.is_running()])
+        with reserve("127.0.0.1", gateway.port, "port"):
             pass
