@@ -34,7 +34,7 @@ processes.RESTARTS = dataclasses.replace(processes.RESTARTS, window_s=3600.0, se
 sys.argv = ["orcinus", "gateway"]
 main()
 """
-START_S = 20
+START_S = 30
 """Much more than a start takes on a busy machine, and as long as a test of this waits."""
 MODEL = {"requests": 1, "output_tokens": 1}
 
