@@ -19,7 +19,7 @@ SLOTS = 4
 MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 4096, "seed": 20261203}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
     with running_stack(directory, reference.path, dtype="float32", max_seqs=SLOTS, threads=1) as running:
@@ -40,6 +40,18 @@ def tells(stack: Stack, worker: str, running: bool) -> bool:
     return bool(figures) and (not running or (figures["running"] > 0 and figures["tok_s"] > 0))
 
 
+def test_second_shard_gets_one_of_two_workers_and_returns_it(stack: Stack, reference: Reference) -> None:
+    """A scheduler that comes without a worker gets one of the first one's; when it ends, the first has both again."""
+    with load(stack, reference, LONG) as under_way:
+        stack.start("scheduler", "scheduler-1", shard="shard-1")
+        until("the second shard has one", lambda: stack.stats("shard-1").get("workers") == "1", 60)
+        under_way.check(LONG)
+    stack.wait_workers(1)
+    assert stack.kill("scheduler-1", signal.SIGTERM) == 0
+    stack.wait_workers(2)
+    stack.settled_empty()
+
+
 def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference: Reference) -> None:
     """Six streams on workers of four slots need both; those of the killed one go on at the others."""
     with load(stack, reference, LONG) as under_way:
@@ -56,15 +68,3 @@ def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference:
         under_way.check(LONG)
     stack.settled_empty()
     assert stack.stats()["failed"] == "0"
-
-
-def test_second_shard_gets_one_of_two_workers_and_returns_it(stack: Stack, reference: Reference) -> None:
-    """A scheduler that comes without a worker gets one of the first one's; when it ends, the first has both again."""
-    with load(stack, reference, LONG) as under_way:
-        stack.start("scheduler", "scheduler-1", shard="shard-1")
-        until("the second shard has one", lambda: stack.stats("shard-1").get("workers") == "1", 60)
-        under_way.check(LONG)
-    stack.wait_workers(1)
-    assert stack.kill("scheduler-1", signal.SIGTERM) == 0
-    stack.wait_workers(2)
-    stack.settled_empty()

@@ -32,7 +32,7 @@ MODEL = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
     given = settings(directory, "worker")

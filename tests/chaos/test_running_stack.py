@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,31 +13,18 @@ import pytest
 
 from services.launcher.rundir import RunDir
 from tests.chaos.harness.main import main, running_stack
-from tests.support.launcher import ROOT, clean_env
-from tests.support.waiting import free_port, until
+from tests.support.launcher import ROOT, clean_env, up
+from tests.support.waiting import until
 
-READY_S = 200.0
-FAULTS = ("worker_kill", "worker_drain", "scheduler_kill", "gateway_kill")
+FAULTS = ("worker_drain", "scheduler_kill", "gateway_kill")
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A stack of the demo model that is ready."""
-    parent = tmp_path_factory.mktemp("stack")
-    directory, log = parent / "run", parent / "up.txt"
-    options = ["--run-dir", str(directory), "--port", str(free_port()), "--ops-port", str(free_port())]
-    with log.open("wb") as output:
-        up = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "up", *options, "--threads", "1", "--kv-blocks", "512"],
-            cwd=ROOT, env=clean_env(), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-        )  # fmt: skip
-    try:
-        until(f"the stack is ready: {log}", lambda: "ready in" in log.read_text() or up.poll() is not None, READY_S)
-        assert up.poll() is None, log.read_text()
-        yield directory
-    finally:
-        up.send_signal(signal.SIGTERM)
-        up.wait(60)
+    directory = tmp_path_factory.mktemp("stack")
+    with up(directory, "--threads", "1", "--kv-blocks", "512"):
+        yield directory / "run"
 
 
 @pytest.mark.timeout(420)

@@ -71,10 +71,6 @@ def told_to_end(stack: Stack) -> int:
         raise
 
 
-def test_while_all_services_answer(stack: Stack) -> None:
-    assert told_to_end(stack) == 0
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_without_redis(stack: Stack, how: signal.Signals) -> None:
     assert stack.redis.process is not None

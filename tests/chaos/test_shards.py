@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -107,18 +106,6 @@ def test_requests_of_shard_without_a_leader_go_on_at_another(stack: Stack, refer
         assert not of_shard(stack, under_way.streams, "shard-1")
     assert_nothing_is_left(stack, "shard-0")
     assert "shard shard-1 has no scheduler" in stack.log("scheduler")
-    stack.start("scheduler", OTHER, **SECOND)
-
-
-def test_stopped_scheduler_comes_back_to_requests_that_are_another_shards(stack: Stack, reference: Reference) -> None:
-    with load(stack, reference, LONG) as under_way:
-        assert_both_have_some(stack, under_way)
-        stack.signal(OTHER, signal.SIGSTOP)
-        until("shard-0 has them", lambda: not of_shard(stack, under_way.streams, "shard-1"), 60)
-        stack.signal(OTHER, signal.SIGCONT)
-        assert stack.wait(OTHER) == 1
-        under_way.check(LONG)
-    assert_nothing_is_left(stack, "shard-0")
     stack.start("scheduler", OTHER, **SECOND)
 
 

@@ -1,4 +1,4 @@
-"""Clients that leave, and a scheduler that drains, on a whole stack."""
+"""Clients that leave, services that are stopped or told to end, and a scheduler that drains, on a whole stack."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ import httpx
 import pytest
 
 from protos import queue_pb2
+from tests.chaos.streams import load
+from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
-REQUESTS = 8
+REQUESTS = 4
+LONG = 1500  # tokens; the reference says what the first 64 are
 CONTEXT = 4096
-MODEL = {"requests": REQUESTS, "output_tokens": 96, "max_position_embeddings": CONTEXT, "seed": 20261122}
+MODEL = {"requests": REQUESTS, "output_tokens": 64, "max_position_embeddings": CONTEXT, "seed": 20261122}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,90 @@ def test_clients_leaving_calls_without_streaming_free_their_blocks(stack: Stack)
             until("the request is known", lambda known=known: records(stack) > known, every=0.0005)
     until("every cancel is counted", lambda: int(stack.stats()["cancelled"]) == cancelled + 40)
     stack.settled_empty()
+
+
+def events(stack: Stack, kind: str) -> int:
+    rows: Any = stack.redis.client.xrange(stack.keys.events)
+    return sum(fields[b"kind"] == kind.encode() for _, fields in rows)
+
+
+def test_worker_told_to_end_answers_its_steps_and_restart_continues(stack: Stack, reference: Reference) -> None:
+    lost = events(stack, "worker_lost")
+    with load(stack, reference, LONG) as under_way:
+        assert stack.kill("worker", signal.SIGTERM) == 0
+        assert not stack.redis.client.exists(stack.keys.worker("worker-0"))
+        stack.start("worker")
+        under_way.check(LONG)
+        records = [stack.keys.req(stream.request) for stream in under_way.streams]
+        assert [stack.redis.client.hget(record, "attempts") for record in records] == [b"1"] * REQUESTS
+    assert (events(stack, "worker_left"), events(stack, "worker_lost")) == (1, lost)
+    assert "worker worker-0 left: worker drained" in stack.log("scheduler")
+    stack.settled_empty()
+
+
+def test_stopped_scheduler_shows_in_health_until_it_continues(
+    stack: Stack, reference: Reference, tmp_path: Path
+) -> None:
+    """At a gateway that is quick to say that work stands still."""
+    with running_gateway(tmp_path, stack.model, stack.redis, progress_timeout_s=2) as other:
+        until("all is well", lambda: health(other) == {"live": 200, "ready": 200, "progress": 200})
+        with load(stack, reference, LONG) as under_way:
+            asked = other.post("/v1/completions", {**endless(stack), "background": True})
+            assert asked.status_code == 202, asked.text
+            request = f"/v1/requests/{asked.json()['id']}"
+            until("it runs", lambda: other.get(request).json()["status"] == "running")
+            stack.signal("scheduler", signal.SIGSTOP)
+            try:
+                until("work stands still", lambda: health(other) == {"live": 200, "ready": 503, "progress": 503})
+                assert "no step was answered" in other.reason("/health/progress")
+            finally:
+                stack.signal("scheduler", signal.SIGCONT)
+            under_way.check(LONG)
+        until("all is well", lambda: health(other) == {"live": 200, "ready": 200, "progress": 200})
+        assert other.request("DELETE", request).status_code == 200
+    stack.settled_empty()
+
+
+def used(stack: Stack) -> int:
+    memory: Any = stack.redis.client.info("memory")
+    return int(memory["used_memory"])
+
+
+def refusals(stack: Stack) -> int:
+    errors: Any = stack.redis.client.info("errorstats")
+    return int(errors.get("errorstat_OOM", {"count": 0})["count"])
+
+
+def test_nearly_full_redis_refuses_work_and_a_full_one_delays(stack: Stack, reference: Reference) -> None:
+    client, tokens = stack.redis.client, 2500
+    with ThreadPoolExecutor(2) as pool:
+        answers = [
+            pool.submit(stack.complete, prompt, tokens, ignore_eos=True, speculate=False)
+            for prompt in reference.prompts[:2]
+        ]
+        until("they run", lambda: stack.stats().get("running") == "2")
+        try:
+            client.set("filler:", b"x" * (16 << 20))
+            client.config_set("maxmemory", int(used(stack) / 0.8))
+            refused = stack.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 1})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "redis_memory")
+            assert int(refused.headers["retry-after"]) >= 1
+            before = refusals(stack)
+            client.config_set("maxmemory", used(stack) // 2)
+            until("output is refused as well", lambda: refusals(stack) > before + 3)
+        finally:
+            client.delete("filler:")
+            client.config_set("maxmemory", 0)
+        for answer, output in zip(answers, reference.outputs, strict=False):
+            ids = answer.result(120)
+            assert (ids[: len(output)], len(ids)) == (output, tokens)
+    until("the stack is ready by itself", stack.ready)
+    assert stack.complete(reference.prompts[0], 8) == reference.outputs[0][:8]
+    assert "wait to be adopted" not in stack.log("scheduler").rpartition("is back")[2]
+
+
+def health(gateway: GatewayProcess) -> dict[str, int]:
+    return {name: gateway.status(f"/health/{name}") for name in ("live", "ready", "progress")}
 
 
 def pending(stack: Stack, stream: str) -> int:

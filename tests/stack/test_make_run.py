@@ -153,15 +153,24 @@ def test_password_is_on_no_command_line_and_in_no_log_or_record(shared_run: Make
     assert shared_run.run_dir.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("name", ["worker-0", "scheduler-0", "gateway-0", "redis"])
-def test_killed_service_is_restarted_and_requests_work(shared_run: MakeRun, name: str) -> None:
-    before = shared_run.pids()
-    said = shared_run.text().count(f"{name} is ready again")
-    os.kill(before[name], signal.SIGKILL)
-    until(f"{name} is back", lambda: shared_run.text().count(f"{name} is ready again") > said, READY_S)
-    assert f"{name} died (signal SIGKILL)" in shared_run.text()
-    after = shared_run.pids()
-    assert after[name] != before[name] and alive(after[name])
+def kill(run: MakeRun, *names: str) -> None:
+    """Kill services; those that the launcher starts again are ready when this returns."""
+    before = run.pids()
+    said = {name: run.text().count(f"{name} is ready again") for name in names}
+    for name in names:
+        os.kill(before[name], signal.SIGKILL)
+    for name in names:
+        if name == "gateway-0":
+            for _ in range(8):  # clients wait: the first of them connect while there is no gateway
+                assert httpx.get(f"{run.url}/health/live", timeout=READY_S).status_code == 200
+        until(f"{name} is back", lambda name=name: run.text().count(f"{name} is ready again") > said[name], READY_S)
+        assert f"{name} died (signal SIGKILL)" in run.text()
+        assert run.pids()[name] != before[name] and alive(run.pids()[name])
+
+
+@pytest.mark.parametrize("names", [("gateway-0",), ("worker-0", "scheduler-0", "redis")], ids=" ".join)
+def test_killed_services_are_restarted_and_requests_work(shared_run: MakeRun, names: tuple[str, ...]) -> None:
+    kill(shared_run, *names)
 
     def completes() -> bool:
         try:
@@ -172,18 +181,16 @@ def test_killed_service_is_restarted_and_requests_work(shared_run: MakeRun, name
     until("completions work again", completes, READY_S)
 
 
-def test_clients_wait_while_a_killed_gateway_starts_again(shared_run: MakeRun) -> None:
-    said = shared_run.text().count("gateway-0 is ready again")
-    os.kill(shared_run.pids()["gateway-0"], signal.SIGKILL)
-    for _ in range(8):  # the first of them connect while there is no gateway
-        assert httpx.get(f"{shared_run.url}/health/live", timeout=READY_S).status_code == 200
-    until("the gateway is back", lambda: shared_run.text().count("gateway-0 is ready again") > said, READY_S)
-
-
 def test_sigterm_to_make_stops_everything_and_data_stays(tmp_path: Path, model: Path) -> None:
+    """The second time with two workers behind one scheduler."""
     run = MakeRun(tmp_path, model)
-    for _ in range(2):
+    for workers in (["worker-0"], ["worker-0", "worker-1"]):
+        run.argv.append(f"REPLICAS={len(workers)}")
         run.start().ready()
+        assert set(run.pids()) == SERVICES | set(workers)
+        for name in workers:
+            log = run.run_dir / "logs" / f"{name}.log"
+            until(f"{name} is led", lambda log=log: "from shard shard-0 begins" in log.read_text())
         assert run.complete().status_code == 200
         assert run.process is not None
         pids = [run.launcher(), *run.pids().values()]
@@ -217,16 +224,3 @@ def test_port_in_use_is_an_error_with_a_remedy(tmp_path: Path, model: Path) -> N
 def test_setting_that_the_worker_refuses_is_named(tmp_path: Path, model: Path) -> None:
     said = MakeRun(tmp_path, model, args="--max-output-tokens 1000000").refused()
     assert re.search("max_output_tokens|max-output-tokens|MAX_OUTPUT_TOKENS", said)
-
-
-def test_replicas_2_starts_two_workers_behind_one_scheduler(tmp_path: Path, model: Path) -> None:
-    run = MakeRun(tmp_path, model)
-    run.argv.append("REPLICAS=2")
-    with run:
-        assert set(run.pids()) == SERVICES | {"worker-1"}
-        for name in ("worker-0", "worker-1"):
-            log = run.run_dir / "logs" / f"{name}.log"
-            until(f"{name} is led", lambda log=log: "from shard shard-0 begins" in log.read_text())
-        assert run.complete().status_code == 200
-        pids = [run.launcher(), *run.pids().values()]
-    assert_nothing_is_left(run, pids)

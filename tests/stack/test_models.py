@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.launcher import ROOT, clean_env
+from tests.support.launcher import ROOT, clean_env, up
 from tests.support.models import Reference, make_llama
-from tests.support.waiting import free_port, until
+from tests.support.waiting import free_port
 
 REQUESTS = 8
-READY_S = 200.0
+SETTINGS = ("--device", "cpu", "--dtype", "float32")
 FILE = """
 models:
   one: {source: one, aliases: [gpt-4o], kv_blocks: 256}
@@ -35,35 +34,14 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
     return {"one": one, "org/Two": two}
 
 
-def up(file: Path, directory: Path, *options: str) -> subprocess.Popen[bytes]:
-    words = ["--models", str(file), "--run-dir", str(directory / "run"), "--device", "cpu", "--dtype", "float32"]
-    with (directory / "up.txt").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "up", *words, *options],
-            cwd=ROOT, env=clean_env(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def url(references: dict[str, Reference], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory, port = tmp_path_factory.mktemp("up"), free_port()
-    file = references["one"].path.parent / "models.yaml"
-    process = up(file, directory, "--port", str(port), "--ops-port", str(free_port()), "--threads", "1")
-    log = directory / "up.txt"
-
-    def is_ready() -> bool:
-        assert process.poll() is None, log.read_text()
-        return f":{port}/v1/completions" in log.read_text()
-
-    try:
-        until("the models are ready", is_ready, READY_S)
-        assert f"Orcinus serves one, org/Two at http://127.0.0.1:{port}/v1" in log.read_text()
-        yield f"http://127.0.0.1:{port}"
+    directory, file = tmp_path_factory.mktemp("up"), references["one"].path.parent / "models.yaml"
+    with up(directory, "--models", str(file), *SETTINGS, "--threads", "1") as (address, log):
+        assert f"Orcinus serves one, org/Two at {address}/v1" in log.read_text()
         running = json.loads((directory / "run" / "processes.json").read_text())
         assert running.keys() >= {"worker-0", "worker-1", "scheduler-0", "scheduler-1", "gateway-0"}
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
+        yield address
 
 
 def test_each_model_gives_its_tokens(url: str, references: dict[str, Reference]) -> None:
@@ -94,9 +72,12 @@ def test_models_that_do_not_fit_start_nothing(references: dict[str, Reference], 
     path = references["one"].path
     entry = f"{{source: {path}, workers: 2, kv_memory_fraction: 0.4}}"
     (tmp_path / "models.yaml").write_text(f"models:\n  x: {entry}\n  y: {entry}\n")
-    process = up(tmp_path / "models.yaml", tmp_path, "--port", str(free_port()))
-    assert process.wait(READY_S) == 2
-    text = (tmp_path / "up.txt").read_text()
-    assert "2 models: need " in text
-    assert "(2 workers)" in text
+    words = ["--models", str(tmp_path / "models.yaml"), "--run-dir", str(tmp_path / "run"), *SETTINGS]
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "up", *words, "--port", str(free_port())],
+        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 2
+    said = done.stdout + done.stderr
+    assert "2 models: need " in said and "(2 workers)" in said
     assert not (tmp_path / "run").exists()

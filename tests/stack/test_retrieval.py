@@ -1,9 +1,12 @@
-"""Rerankers and encoders end to end: scores and vectors of transformers, in the forms of Cohere, vLLM and OpenAI."""
+"""Scores and vectors end to end: those of transformers, in the forms of Cohere, vLLM and OpenAI, of encoders and of a
+decoder, also across deaths of services."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from tests.support.encoders import EncoderReference, make_encoder
-from tests.support.models import Reference, make_llama
+from tests.support.models import Reference, make_llama, random_prompts
 from tests.support.stack import Stack, running_stack
+from tests.support.waiting import until
 
 KEY = "sk-orcinus-test"
 QUERY = "the orca sings"
+HIDDEN = 64
+TEXTS = ["def orca(pod):", "a naïve whale 🐋", "x"]
 DOCUMENTS = ["a pod swims", "deep sea, far deep sea", "the orca sings", "xyz 123!", "whales"]
 # The model card of Qwen3-Reranker: prefix, pair and suffix are encoded apart.
 PREFIX = (
@@ -36,8 +42,8 @@ def got(stack: Stack, path: str) -> Any:
     return httpx.get(f"{stack.url}{path}", headers=stack.headers, timeout=60).json()
 
 
-def stack_of(model: Path, directory: Path) -> Any:
-    return running_stack(directory, model, key=KEY, dtype="float32", drain_s=0.5)
+def stack_of(model: Path, directory: Path, **settings: Any) -> Any:
+    return running_stack(directory, model, key=KEY, dtype="float32", drain_s=0.5, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +80,7 @@ def write_judge(path: Path, seed: int = 3) -> Reference:
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Reference]]:
     reference = write_judge(tmp_path_factory.mktemp("judge"))
-    with stack_of(reference.path, tmp_path_factory.mktemp("stack")) as running:
+    with stack_of(reference.path, tmp_path_factory.mktemp("stack"), step_tokens=16) as running:
         yield running, reference
 
 
@@ -219,28 +225,134 @@ def test_a_reranker_has_no_vectors(cross_encoder: tuple[Stack, Any]) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "problem"),
     [
-        ("rerank", {"query": "x", "documents": []}, "documents", "at least 1 item"),
         ("rerank", {"query": "x", "documents": ["y"] * 129}, "documents", "129 items; this server's limit is 128"),
         ("rerank", {"query": "x", "documents": [""]}, "documents", "at least 1 character"),
         ("rerank", {"query": "", "documents": ["y"]}, "query", "at least 1 character"),
-        ("rerank", {"query": "x", "documents": ["y"], "top_n": 0}, "top_n", "greater than or equal to 1"),
         ("rerank", {"query": "x", "documents": ["y"], "instruction": "z"}, "instruction", "is an encoder"),
-        (
-            "rerank",
-            {"query": "x", "documents": ["y", "a " * 130]},
-            "documents",
-            "documents[1] with what it is compared",
-        ),
+        ("rerank", {"query": "x", "documents": ["y", "a " * 130]}, "documents", "documents[1] with what it"),
         ("rerank", {"query": "x", "documents": ["y"], "stream": True}, "stream", "Unrecognized"),
         ("rerank", {"query": "x", "documents": ["y"], "background": 1}, "background", "valid boolean"),
         ("score", {"text_1": ["x", "x"], "text_2": "y"}, "text_1", "text_1 has 2 items and text_2 1"),
-        ("score", {"text_1": "x", "text_2": []}, "text_2", "at least 1 item"),
         ("score", {"text_1": "x", "text_2": ["y"] * 129}, "text_2", "129 items; this server's limit is 128"),
     ],
 )
-def test_wrong_fields_are_refused_by_name(
+def test_wrong_fields_of_pairs_are_refused_by_name(
     cross_encoder: tuple[Stack, Any], path: str, body: dict[str, Any], param: str, problem: str
 ) -> None:
     _, found, message = refused(cross_encoder[0], f"/v1/{path}", body)
+    assert found == param
+    assert problem in message
+
+
+# Vectors of a decoder
+
+
+def exact(reference: Reference, prompts: list[list[int]], dimensions: int = HIDDEN) -> np.ndarray:
+    """[prompts, dimensions]: the last token's row behind the last norm, cut and normalised."""
+    model: Any = reference.model
+    with torch.inference_mode():
+        rows = [model.model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
+    return torch.nn.functional.normalize(torch.stack(rows)[:, :dimensions], dim=-1).numpy()
+
+
+def vectors(answer: dict[str, Any]) -> np.ndarray:
+    assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
+    return np.array([one["embedding"] for one in answer["data"]], np.float32)
+
+
+@pytest.mark.parametrize("dimensions", [HIDDEN, 24])
+def test_vectors_of_the_openai_client_are_those_of_transformers(
+    judge: tuple[Stack, Reference], dimensions: int
+) -> None:
+    stack, reference = judge
+    prompts = [stack.post("/tokenize", {"prompt": text}).json()["tokens"] for text in TEXTS]
+    expected = exact(reference, prompts, dimensions)
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=KEY, max_retries=0) as client:
+        for form in ("float", None):  # without a form the client asks for base64
+            more: dict[str, Any] = {} if form is None else {"encoding_format": form}
+            if dimensions < HIDDEN:
+                more["dimensions"] = dimensions
+            for sent in (TEXTS, prompts):
+                answer = client.embeddings.create(model=stack.name, input=sent, **more)
+                told = np.array([one.embedding for one in answer.data], np.float32)
+                np.testing.assert_allclose(told, expected, atol=1e-5)
+                total = sum(map(len, prompts))
+                assert (answer.usage.prompt_tokens, answer.usage.total_tokens, answer.object) == (total, total, "list")
+    np.testing.assert_allclose(np.linalg.norm(told, axis=1), 1, atol=1e-6)
+
+
+def test_one_text_and_one_list_of_ids_are_one_input(judge: tuple[Stack, Reference]) -> None:
+    stack, reference = judge
+    ids = stack.post("/tokenize", {"prompt": TEXTS[0]}).json()["tokens"]
+    for sent in (TEXTS[0], ids):
+        answer = stack.post("/v1/embeddings", {"input": sent}).json()
+        np.testing.assert_allclose(vectors(answer), exact(reference, [ids]), atol=1e-5)
+    coded = stack.post("/v1/embeddings", {"input": ids, "encoding_format": "base64"}).json()["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(coded), "<f4").tolist() == answer["data"][0]["embedding"]
+
+
+def test_vectors_come_whole_when_scheduler_and_worker_die(judge: tuple[Stack, Reference]) -> None:
+    stack, reference = judge
+    prompts = random_prompts(60, (150, 240), 3, reference.vocab)
+    body = {"model": stack.name, "input": prompts}
+    headers = {**stack.headers, "Idempotency-Key": "vectors"}
+
+    def post() -> dict[str, Any]:
+        answer = httpx.post(f"{stack.url}/v1/embeddings", json=body, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stored() -> int:
+        return sum(1 for _ in stack.redis.client.scan_iter(f"{stack.keys.prefix}logprobs:*")) - before
+
+    before = 0
+    before = stored()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post)
+        until("some vectors are there", lambda: stored() > 0, 60)
+        stack.kill("scheduler")
+        assert stored() < len(prompts), "the request was not over"
+        stack.kill("worker")
+        stack.start("worker")
+        stack.start("scheduler")
+        told = answer.result()
+    np.testing.assert_allclose(vectors(told), exact(reference, prompts), atol=1e-5)
+    assert post()["data"] == told["data"], "the record has what was answered"
+    found = httpx.get(f"{stack.url}/v1/requests/{told['id']}", headers=stack.headers, timeout=60).json()
+    assert found["result"]["data"] == told["data"]
+    stream = httpx.get(f"{stack.url}/v1/requests/{told['id']}/stream", headers=stack.headers, timeout=60)
+    assert stream.status_code == 400 and "cannot be streamed" in stream.text
+    stack.settled_empty()
+
+
+def test_vectors_are_made_in_the_background(judge: tuple[Stack, Reference]) -> None:
+    stack, reference = judge
+    answer = stack.post("/v1/embeddings", {"input": [5, 6, 7], "background": True})
+    assert answer.status_code == 202
+    address = f"{stack.url}{answer.headers['location']}"
+
+    def state() -> dict[str, Any]:
+        return httpx.get(address, headers=stack.headers, timeout=60).json()
+
+    until("it has ended", lambda: state()["status"] == "finished", 60)
+    np.testing.assert_allclose(vectors(state()["result"]), exact(reference, [[5, 6, 7]]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "problem"),
+    [
+        ({"input": []}, "input", "input must be text, texts, token ids or lists of token ids"),
+        ({"input": ["a", ""]}, "input", "input[1] is empty"),
+        ({"input": [[1], [-1]]}, "input", "input[1][0] must be a token id from 0 to 319"),
+        ({"input": [5] * 1024}, "input", "input has 1024 tokens; this server accepts at most 1023"),
+        ({"input": [[5]] * 129}, "input", "input has 129 items; this server's limit is 128"),
+        ({"dimensions": 65}, "dimensions", "dimensions must be at most 64"),
+        ({"prompt": "x"}, "prompt", "Unrecognized"),
+    ],
+)
+def test_wrong_fields_of_vectors_are_refused_by_name(
+    judge: tuple[Stack, Any], changes: dict[str, Any], param: str, problem: str
+) -> None:
+    _, found, message = refused(judge[0], "/v1/embeddings", {"input": "x", **changes})
     assert found == param
     assert problem in message

@@ -1,18 +1,20 @@
-"""What the launcher's tests share: a clean environment, and the stand-in stack as a real process."""
+"""What the launcher's tests share: a clean environment, `orcinus up`, and the stand-in stack as a real process."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.support.waiting import until
+from tests.support.waiting import free_port, until
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK = Path(__file__).parent / "stand_ins" / "stand_in_stack.py"
@@ -33,6 +35,29 @@ def clean_env(**extra: str) -> dict[str, str]:
 def settings_env(**settings: Any) -> dict[str, str]:
     """This process's environment with these settings of Orcinus alone, named as on the command line with `_`."""
     return clean_env(**{f"ORCINUS_{name.upper()}": str(value) for name, value in settings.items()})
+
+
+@contextlib.contextmanager
+def up(directory: Path, *options: str, **env: str) -> Iterator[tuple[str, Path]]:
+    """Run `orcinus up` with the run directory `directory / "run"`; yield its address and its log. It must end well."""
+    port, log = free_port(), directory / "up.txt"
+    ports = ["--port", str(port), "--ops-port", str(free_port())]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "up", "--run-dir", str(directory / "run"), *ports, *options],
+            cwd=ROOT, env=clean_env(**env), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+
+    def is_ready() -> bool:
+        assert process.poll() is None, log.read_text()
+        return "Orcinus serves" in log.read_text()
+
+    try:
+        until(f"the stack is ready: {log}", is_ready, 200)
+        yield f"http://127.0.0.1:{port}", log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()
 
 
 class Stack:

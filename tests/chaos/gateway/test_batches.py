@@ -1,4 +1,4 @@
-"""A batch of a thousand lines while its gateway and the scheduler are killed: each line is answered once, as plain."""
+"""A batch of many lines while its gateway and the scheduler are killed: each line is answered once, as plain."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from openai.types import Batch
 
 from services.gateway.batches.lines import seed_of
-from tests.support.gateway_process import GatewayProcess
+from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
-LINES = 1000
+LINES = 400
 DRAWN = 7  # each so many-th line is sampled
 LONGEST = 24
 MODEL = {"requests": 8, "output_tokens": LONGEST, "max_position_embeddings": 512, "seed": 20261211}
@@ -36,11 +36,8 @@ def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def other(stack: Stack, tmp_path: Path) -> Iterator[GatewayProcess]:
     """A second gateway over the same Redis and the same folder of files."""
     files = stack.directory / "files"
-    process = GatewayProcess(tmp_path, stack.model, stack.redis.url, files_dir=files).start()
-    try:
+    with running_gateway(tmp_path, stack.model, stack.redis, files_dir=files) as process:
         yield process.wait_ready()
-    finally:
-        process.stop()
 
 
 def body(stack: Stack, reference: Reference, number: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Services with a bug, to see that a chaos run finds it. The product has none of these and no switch for them.
 
-    python -m tests.chaos.harness.planted BUG ROLE
+    python -m tests.chaos.harness.planted ROLE BUG ...
 
-starts the real service with one part replaced. `Scenario.programs` takes `programs(BUG)`; tests/chaos does so.
+starts the real service with some parts replaced. `Scenario.programs` takes `programs(BUG, ...)`; tests/chaos does so.
 """
 
 from __future__ import annotations
@@ -120,14 +120,16 @@ BUGS: Mapping[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Non
 """By name, the role that has it and what it replaces."""
 
 
-def programs(bug: str) -> dict[str, tuple[str, ...]]:
+def programs(*bugs: str) -> dict[str, tuple[str, ...]]:
     """By role, what to run behind `python -m`."""
-    role, _ = BUGS[bug]
-    return {role: ("tests.chaos.harness.planted", bug, role)}
+    roles = dict.fromkeys(BUGS[bug][0] for bug in bugs)
+    return {role: ("tests.chaos.harness.planted", role, *(b for b in bugs if BUGS[b][0] == role)) for role in roles}
 
 
-def main(bug: str, role: str) -> None:
-    with BUGS[bug][1]():
+def main(role: str, *bugs: str) -> None:
+    with contextlib.ExitStack() as planted:
+        for bug in bugs:
+            planted.enter_context(BUGS[bug][1]())
         cli.app([role])
 
 

@@ -63,10 +63,10 @@ class Soak:
         }
 
 
-async def soak(directory: Path, minutes: float, clients: int, seed: int = SEED) -> Soak:
-    """Runs it. Raises NotReadyError when the stack does not start."""
+async def soak(directory: Path, minutes: float, clients: int, seed: int = SEED, templates: int | None = None) -> Soak:
+    """Run it; templates: only so many. Raises NotReadyError when the stack does not start."""
     seconds = 60.0 * minutes
-    scenario = Scenario(DEMO_MODEL, seed, seconds, faults=0, gap_s=1.0, clients=clients, kinds=())
+    scenario = Scenario(DEMO_MODEL, seed, seconds, faults=0, gap_s=1.0, clients=clients, kinds=(), templates=templates)
     samples = Samples()
     result = await chaos(directory, scenario, lambda text: print(text, file=sys.stderr), samples.collect)
     samples.drop_after(seconds)  # what followed was the end of the load
