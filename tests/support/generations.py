@@ -7,19 +7,22 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
 from protos import queue_pb2
 from services.gateway.delivery.stream import Generation, Position, RequestStream
 from services.gateway.metrics import Metrics
-from services.gateway.request import GenerationSpec
+from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.blocks import reader_of
+from services.gateway.text.tools.reader import CallPiece, merged
 from tests.support.tokenizers import byte_fallback, byte_level, write_model
 
 EOS = 1
 CUTS = st.lists(st.integers(0, 30), max_size=8)
+Whole = TypeVar("Whole", list[int], str, bytes)
 
 
 @functools.cache
@@ -37,10 +40,20 @@ def spec(**changes: Any) -> GenerationSpec:
     return GenerationSpec(**fields | changes)
 
 
-def rows(tokens: list[int], cuts: list[int]) -> list[list[int]]:
-    """Cut tokens into rows."""
-    places = sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})
-    return [tokens[a:b] for a, b in itertools.pairwise(places)]
+def rows(whole: Whole, cuts: list[int]) -> list[Whole]:
+    """Cut tokens into rows, or a text into pieces."""
+    places = sorted({0, len(whole), *(min(cut, len(whole)) for cut in cuts)})
+    return [whole[a:b] for a, b in itertools.pairwise(places)]
+
+
+def read_calls(use: ToolUse, pieces: list[str]) -> tuple[str, list[CallPiece], bool]:
+    """Return the content and the calls of a text that comes in pieces, and whether the last call was cut."""
+    reader, content, calls = reader_of(use, "r", 0), "", []
+    for piece in pieces:
+        text, gained = reader.feed(piece)
+        content, calls = content + text, calls + gained
+    text, gained = reader.flush()
+    return content + text, merged(calls + gained), reader.cut
 
 
 class Recorded:
