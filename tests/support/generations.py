@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway.delivery.stream import Generation, Position, RequestStream
+from services.gateway.delivery.stream import Generation, Position, RequestStream, Row
 from services.gateway.metrics import Metrics
+from services.gateway.openai.answers import EventWriter
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.reader import CallPiece, merged
+from tests.support import sse
 from tests.support.tokenizers import byte_fallback, byte_level, write_model
 
 EOS = 1
@@ -87,3 +90,20 @@ def generation(
     stream, commands = RequestStream(request.id, request.choices), Recorded()
     position = Position.parse(had, request.id, request.choices) if had else None
     return Generation(request, text or model(), stream, commands, Metrics(), 0.0, position), stream, commands
+
+
+def streamed(
+    request: GenerationSpec, sent: Iterable[tuple[Row, int]], text: ModelText | None = None, had: str = ""
+) -> list[sse.Event]:
+    """Return the events of a stream that gets these rows one by one, behind the event `had`; the last is `[DONE]`."""
+
+    async def told() -> bytes:
+        running, stream, _ = generation(request, text, had)
+        writer, written = EventWriter(running, "fp"), b""
+        for row, first in sent:
+            stream.offer(row, first)
+            if not running.done and stream.failure is None:
+                written += writer.events(await running.next(0.0))
+        return written + writer.end(running.usage)
+
+    return sse.parse(asyncio.run(told()))

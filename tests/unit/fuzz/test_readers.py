@@ -61,14 +61,14 @@ def brackets(document: bytes) -> int:
 
 
 @given(documents(), st.integers(1, 12))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_json_is_read_as_by_the_standard_library(document: bytes, most: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(bodies, "MAX_CONTAINERS", most)
         try:
             value = parse_json(document)
         except ApiError as error:
-            assert (error.status, error.code) != (400, None)
+            assert error.status == 400 and error.message and error.code
             assert error.code == "json_too_wide" or brackets(document) <= most
             assert error.code != "json_too_wide" or brackets(document) > most
             return
@@ -113,7 +113,7 @@ MESSAGES = st.lists(
 
 
 @given(VALUES | MESSAGES, st.sampled_from(["messages", "system", "tools", "tool_choice", "thinking", "output_config"]))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_any_value_of_messages_is_accepted_or_refused(value: Any, name: str) -> None:
     sent = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], name: value}
     try:
@@ -236,7 +236,7 @@ def said(draw: st.DrawFn, kind: str) -> tuple[str, list[tuple[str, Any]]]:
 
 @pytest.mark.parametrize("kind", sorted(OPENINGS))
 @given(data=st.data(), parallel=st.booleans())
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_calls_are_read_as_written_however_cut(data: st.DataObject, kind: str, parallel: bool) -> None:
     text, calls = data.draw(said(kind))
     names = tuple({name for name, _ in calls})
@@ -264,7 +264,7 @@ FRAGMENTS = [
 
 @pytest.mark.parametrize("kind", sorted(OPENINGS))
 @given(data=st.data(), parallel=st.booleans(), forced=st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_fragments_of_calls_are_read_the_same_at_every_cut(
     data: st.DataObject, kind: str, parallel: bool, forced: bool
 ) -> None:
@@ -286,7 +286,7 @@ HEADS = [
 
 
 @given(st.lists(st.sampled_from(HEADS), max_size=10).map("".join))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_channels_are_read_the_same_at_every_cut(text: str) -> None:
     def read_channels(pieces: list[str]) -> tuple[str, str]:
         reader = ChannelReader()

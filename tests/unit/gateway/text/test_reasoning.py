@@ -19,15 +19,14 @@ from transformers import AutoTokenizer
 
 from services.gateway.delivery.stream import ChoiceText, Row
 from services.gateway.errors import ApiError
-from services.gateway.openai.answers import EventWriter, whole
+from services.gateway.openai.answers import whole
 from services.gateway.openai.bodies import ChatBody, parse_body
 from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
 from services.gateway.request import THINKING, UNDECIDED, GenerationSpec, Limits, ToolUse
 from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import merged
-from tests.support import sse
-from tests.support.generations import CUTS, generation, model, rows, spec
+from tests.support.generations import CUTS, generation, model, rows, spec, streamed
 from tests.support.tokenizers import byte_level, write_model
 
 QWEN = (
@@ -161,21 +160,11 @@ def test_another_gateway_continues_in_the_same_state(text: str, data: st.DataObj
     )  # fmt: skip
     tokens = model().encode(text)
 
-    def told(request: GenerationSpec, had: str = "") -> list[sse.Event]:
-        async def events() -> bytes:
-            running, stream, _ = generation(request, had=had)
-            writer, written = EventWriter(running, "fp"), b""
-            for at, row in enumerate([*(Row(0, [token]) for token in tokens), Row(0, [], 1)]):
-                stream.offer(row, at)
-                written += writer.events(await running.next(0.0))
-            return written + writer.end(running.usage)
-
-        return sse.parse(asyncio.run(events()))
-
-    events = told(asked)
+    sent = [*((Row(0, [token]), at) for at, token in enumerate(tokens)), (Row(0, [], 1), len(tokens))]
+    events = streamed(asked, sent)
     cut = data.draw(st.integers(0, len(events) - 2))
     stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(model().text.tail), "normal")
-    rest = told(stored, events[cut].id)
+    rest = streamed(stored, sent, had=events[cut].id)
     assert [event.data for event in rest] == [event.data for event in events[cut + 1 :]]
 
 

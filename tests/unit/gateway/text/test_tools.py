@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from services.gateway.delivery.stream import Row
 from services.gateway.errors import ApiError
-from services.gateway.openai.answers import EventWriter, answer
+from services.gateway.openai.answers import answer
 from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
 from services.gateway.openai.chat import plain_messages
 from services.gateway.openai.output import output_grammar, plan_tools
@@ -33,7 +34,7 @@ from services.gateway.text.reasoning import ChannelReader
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
 from shared.text.grammars import CACHE_BYTES, Grammars
-from tests.support.generations import generation, read_calls
+from tests.support.generations import generation, read_calls, streamed
 from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import byte_fallback, byte_level, metaspace, write_model
 
@@ -341,29 +342,14 @@ SAID = (
 USE = ToolUse("hermes", ("get_weather", "ring"), True)
 
 
-def events(model: ModelText, request: GenerationSpec, tokens: list[int]) -> list[str]:
-    """The events of a choice that is fed token by token."""
-
-    async def run() -> list[str]:
-        running, stream, _ = generation(request, model)
-        writer, found = EventWriter(running, "fp"), []
-        for at, token in enumerate([*tokens, None]):
-            stream.offer(Row(0, [] if token is None else [token], finish=1 if token is None else 0), at)
-            found += writer.events(await running.next()).decode().split("\n\n")[:-1]
-        return [event for event in found if event]
-
-    return asyncio.run(run())
-
-
 def test_stream_of_calls_adds_up_to_them(model: ModelText) -> None:
     made = make_spec(id="chatcmpl-1", endpoint="chat", tools=USE)
     request = GenerationSpec.from_delivery(made.id, made.to_delivery(model.text.tail), "normal")
     assert request.tools == USE
-    tokens = model.encode(SAID)
-    told = events(model, request, tokens)
+    rows = [*(Row(0, [token]) for token in model.encode(SAID)), Row(0, [], finish=1)]
     content, calls, reasons = "", {}, []
-    for event in told:
-        choice = json.loads(event.partition("\ndata: ")[2])["choices"][0]
+    for event in streamed(request, zip(rows, itertools.count()), model)[:-1]:
+        choice = event.json["choices"][0]
         content += choice["delta"].get("content") or ""
         reasons.append(choice["finish_reason"])
         for piece in choice["delta"].get("tool_calls", []):
