@@ -38,7 +38,7 @@ FIELDS = {
 
 
 @given(st.one_of(*(st.tuples(st.just(kind), FIELDS[kind]) for kind in BODIES)))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_any_json_value_is_accepted_or_refused_with_a_code(drawn: tuple[type[BaseModel], dict[str, Any]]) -> None:
     kind, fields = drawn
     try:
