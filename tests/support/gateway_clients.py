@@ -10,6 +10,7 @@ import httpx
 
 from tests.support import sse
 from tests.support.gateway_process import GatewayProcess
+from tests.support.stack import PLAIN
 from tests.support.stand_ins.scripted_scheduler import Claimed, ScriptedScheduler
 
 
@@ -28,7 +29,7 @@ class Stream:
         self._thread.start()
 
     def _read(self, url: str, body: dict[str, Any]) -> None:
-        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        with httpx.stream("POST", url, json=body, timeout=60, verify=PLAIN) as answer:
             decoder = sse.Decoder()
             for line in answer.iter_lines():
                 event = decoder.feed(line)

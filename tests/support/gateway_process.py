@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,11 @@ class GatewayProcess:
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         return self.request("POST", path, json={"model": self.name, **body}, **options)
+
+    def stream(self, body: dict[str, Any], path: str = "/v1/completions") -> AbstractContextManager[httpx.Response]:
+        """Return a request whose answer is read within the block."""
+        fields = {"model": self.name, "stream": True, **body}
+        return httpx.stream("POST", self.url + path, json=fields, headers=self.headers(), timeout=60, verify=PLAIN)
 
     def reason(self, path: str = "/health/ready") -> str:
         """Return why a health check fails; empty where it does not."""

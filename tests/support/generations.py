@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
 from protos import queue_pb2
-from services.gateway.delivery.stream import Generation, Position, RequestStream
+from services.gateway.delivery.stream import Generation, Position, RequestStream, Row
 from services.gateway.metrics import Metrics
-from services.gateway.request import GenerationSpec
+from services.gateway.openai.answers import EventWriter
+from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.blocks import reader_of
+from services.gateway.text.tools.reader import CallPiece, merged
+from tests.support import sse
 from tests.support.tokenizers import byte_fallback, byte_level, write_model
 
 EOS = 1
 CUTS = st.lists(st.integers(0, 30), max_size=8)
+Whole = TypeVar("Whole", list[int], str, bytes)
 
 
 @functools.cache
@@ -37,10 +43,20 @@ def spec(**changes: Any) -> GenerationSpec:
     return GenerationSpec(**fields | changes)
 
 
-def rows(tokens: list[int], cuts: list[int]) -> list[list[int]]:
-    """Cut tokens into rows."""
-    places = sorted({0, len(tokens), *(min(cut, len(tokens)) for cut in cuts)})
-    return [tokens[a:b] for a, b in itertools.pairwise(places)]
+def rows(whole: Whole, cuts: list[int]) -> list[Whole]:
+    """Cut tokens into rows, or a text into pieces."""
+    places = sorted({0, len(whole), *(min(cut, len(whole)) for cut in cuts)})
+    return [whole[a:b] for a, b in itertools.pairwise(places)]
+
+
+def read_calls(use: ToolUse, pieces: list[str]) -> tuple[str, list[CallPiece], bool]:
+    """Return the content and the calls of a text that comes in pieces, and whether the last call was cut."""
+    reader, content, calls = reader_of(use, "r", 0), "", []
+    for piece in pieces:
+        text, gained = reader.feed(piece)
+        content, calls = content + text, calls + gained
+    text, gained = reader.flush()
+    return content + text, merged(calls + gained), reader.cut
 
 
 class Recorded:
@@ -74,3 +90,20 @@ def generation(
     stream, commands = RequestStream(request.id, request.choices), Recorded()
     position = Position.parse(had, request.id, request.choices) if had else None
     return Generation(request, text or model(), stream, commands, Metrics(), 0.0, position), stream, commands
+
+
+def streamed(
+    request: GenerationSpec, sent: Iterable[tuple[Row, int]], text: ModelText | None = None, had: str = ""
+) -> list[sse.Event]:
+    """Return the events of a stream that gets these rows one by one, behind the event `had`; the last is `[DONE]`."""
+
+    async def told() -> bytes:
+        running, stream, _ = generation(request, text, had)
+        writer, written = EventWriter(running, "fp"), b""
+        for row, first in sent:
+            stream.offer(row, first)
+            if not running.done and stream.failure is None:
+                written += writer.events(await running.next(0.0))
+        return written + writer.end(running.usage)
+
+    return sse.parse(asyncio.run(told()))

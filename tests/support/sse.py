@@ -67,3 +67,29 @@ def parse(stream: bytes) -> list[Event]:
     """Return all events of a whole stream."""
     text = stream.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     return list(events(text.split("\n")[:-1]))
+
+
+def message_blocks(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return the blocks that events of `/v1/messages` add up to, as a client reads them, without signatures."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        body = event.json
+        assert event.kind == body["type"]
+        match body["type"]:
+            case "content_block_start":
+                assert body["index"] == len(found)
+                found.append(body["content_block"] | {"open": True, "json": ""})
+            case "content_block_delta":
+                block, delta = found[body["index"]], body["delta"]
+                assert block["open"] and body["index"] == len(found) - 1
+                for name in ("text", "thinking"):
+                    block[name] = block.get(name, "") + delta.get(name, "")
+                block["json"] += delta.get("partial_json", "")
+            case "content_block_stop":
+                found[body["index"]]["open"] = False
+    assert not any(block["open"] for block in found)
+    return [
+        {"type": block["type"], **{name: block[name] for name in ("text", "thinking", "id", "name") if block.get(name)}}
+        | ({"input": json.loads(block["json"] or "{}")} if block["type"] == "tool_use" else {})
+        for block in found
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import functools
 import itertools
@@ -35,6 +36,13 @@ def until(what: str, condition: Callable[[], T], seconds: float = 60.0, every: f
         if is_late:
             raise TimeoutError(f"{what}: not within {seconds} s; last value {value!r}")
         time.sleep(every)
+
+
+async def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait on the event loop until condition() is true; other tasks run meanwhile."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from services.gateway.dashboard.feed import MOST_VIEWERS
 from shared.telemetry.stack_view import HISTORY
 from tests.support import sse
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.stack import RedisServer
+from tests.support.stack import PLAIN, RedisServer
 from tests.support.stand_ins.written_stack import STATS, WrittenStack
 from tests.support.waiting import until
 
@@ -31,18 +31,18 @@ def written(gateway: GatewayProcess, redis_server: RedisServer) -> WrittenStack:
 @contextlib.contextmanager
 def watching(gateway: GatewayProcess) -> Iterator[Iterator[tuple[str, Any]]]:
     """The events of one viewer as (name, value)."""
-    with httpx.stream("GET", gateway.ops_url + routes.EVENTS, timeout=60) as response:
+    with httpx.stream("GET", gateway.ops_url + routes.EVENTS, timeout=60, verify=PLAIN) as response:
         assert response.status_code == 200, response.read()
         yield ((event.kind, event.json) for event in sse.events(response.iter_lines()))
 
 
 def test_files_of_the_page_are_on_the_ops_port_only(gateway: GatewayProcess) -> None:
     for path in routes.FILES:
-        answer = httpx.get(gateway.ops_url + path, timeout=60)
+        answer = httpx.get(gateway.ops_url + path, timeout=60, verify=PLAIN)
         assert answer.status_code == 200, path
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert "unsafe" not in answer.headers["content-security-policy"]
-        assert httpx.get(gateway.url + path, timeout=60).status_code == (307 if path == "/dashboard" else 404), path
+        assert gateway.get(path).status_code == (307 if path == "/dashboard" else 404), path
 
 
 def test_viewer_gets_the_past_then_the_stack_each_second(gateway: GatewayProcess, written: WrittenStack) -> None:
@@ -83,7 +83,7 @@ def test_viewers_are_bounded_and_the_last_ends_the_reading(
         seen = [next(streams[-1]) for _ in range(4)]
         reads = client.info("commandstats")["cmdstat_xrevrange"]["calls"]  # the feed alone gives this command
         assert reads <= 2 * len(seen), "once a frame, not once a viewer"
-        refused = httpx.get(gateway.ops_url + routes.EVENTS, timeout=60)
+        refused = httpx.get(gateway.ops_url + routes.EVENTS, timeout=60, verify=PLAIN)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_viewers")
         during = len(client.client_list())
     until("the feed has ended", lambda: len(client.client_list()) < during)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,21 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.app import app
+from services.gateway.app import public_app
 from services.gateway.auth import Keyring
 from services.gateway.errors import ApiError
+from services.gateway.gateway import Gateway
+from services.gateway.text.tokenizer import ModelText
 from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
 from shared.tasks import end
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.tokenizers import token_ids
-from tests.support.waiting import free_port, until
+from tests.support.waiting import free_port, until, wait_until
 
 CONFIGURED = "sk-of-the-settings"
 GATEWAY = {"served_model_name": "keyed", "api_key": CONFIGURED}
@@ -187,6 +190,22 @@ def test_key_is_revoked_by_its_name_where_one_has_it(orcinus: Made) -> None:
     assert orcinus("revoke", "twice")["id"] == second["id"]
 
 
+@contextlib.asynccontextmanager
+async def read(server: RedisServer, name: str, *others: str, closed: bool = False) -> AsyncIterator[Keyring]:
+    """Yield the keys of a gateway, which are read. others: models that it serves, too."""
+    settings = GatewaySettings(redis_url=server.url, served_model_name=name, require_key=closed)
+    keyring = Keyring(settings, models=others)
+    reading = asyncio.create_task(keyring.run())
+    try:
+        async with asyncio.timeout(60):
+            while not keyring.read:
+                await keyring.first_read()
+        yield keyring
+    finally:
+        await end(reading)
+        await keyring.close()
+
+
 @pytest.fixture
 def empty_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A server without keys: those of a Redis are for all of its models."""
@@ -210,81 +229,53 @@ def test_list_shows_whole_ids_and_no_empty_column(empty_redis: RedisServer, monk
     assert "a long name of a key that is not cut off" in rows[ids[0]] and "shop" in rows[ids[1]]
 
 
-def test_model_without_its_last_key_stays_closed_behind_a_restart(
-    tmp_path: Path, model: Path, empty_redis: RedisServer
-) -> None:
+async def test_model_without_its_last_key_stays_closed_behind_a_restart(empty_redis: RedisServer) -> None:
     command = ["--redis-url", empty_redis.url, "--served-model-name", "emptied"]
     made = CliRunner().invoke(app, ["keys", "add", "last", *command])
     removed = CliRunner().invoke(app, ["keys", "revoke", "--forget", "last", *command])
     assert made.exit_code == removed.exit_code == 0
     assert "no key is active, and requests still need one" in removed.stderr
     assert "requests still need one" in CliRunner().invoke(app, ["keys", "list", *command]).stdout
-    with running_gateway(tmp_path, model, empty_redis, served_model_name="emptied") as closed:
-        until("the keys were read", lambda: closed.status("/v1/models") != 503)
-        assert closed.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+    async with read(empty_redis, "emptied") as keyring:
+        assert keyring.needed
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"require_key": True}, {"api_key": CONFIGURED}], ids=["open", "required", "own"]
-)
-def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_one(
-    tmp_path: Path, model: Path, settings: dict[str, Any]
+@pytest.mark.parametrize("settings", [{}, {"require_key": True}, {"api_key": CONFIGURED}], ids=str)
+async def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_one(
+    model: Path, settings: dict[str, Any]
 ) -> None:
-    gateway = GatewayProcess(tmp_path, model, f"redis://127.0.0.1:{free_port()}/0", **settings).start()
-    key = "sk-orc-0123456789ab-of-redis" if settings else ""
-    try:
-        gateway.wait_live()
-        with ThreadPoolExecutor(3) as pool:  # each is held for a second, as the keys may come
-            asked = [pool.submit(gateway.get, path, key=key) for path in ("/v1/models", "/stats")]
-            asked.append(pool.submit(gateway.post, "/tokenize", {"prompt": "x"}, key=key))
-        for answer in (one.result() for one in asked):
+    text = ModelText(model)
+    running = Gateway(GatewaySettings(model=model, redis_url=f"redis://127.0.0.1:{free_port()}/0", **settings), text)
+    running.start()
+    headers = {"Authorization": "Bearer sk-orc-0123456789ab-of-redis"} if settings else {}
+    transport = httpx.ASGITransport(public_app(running))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+        asked = [client.get(path, headers=headers) for path in ("/v1/models", "/stats")]
+        asked.append(client.post("/tokenize", json={"prompt": "x"}, headers=headers))
+        for answer in await asyncio.gather(*asked):  # each is held for a second, as the keys may come
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "keys_unread")
         if settings:
-            assert gateway.get("/v1/models", key="").status_code == 401
-    finally:
-        gateway.stop()
-
-
-async def test_key_of_an_older_version_is_bound_to_its_model(empty_redis: RedisServer) -> None:
-    keys = Keys("elder")
-    record = KeyRecord("0123456789ab", "0" * 64, "old", "alice")
-    empty_redis.client.hset(keys.model_keys, record.id, record.encode())
-    keyring = Keyring(GatewaySettings(redis_url=empty_redis.url, served_model_name="elder"))
-    reading = asyncio.create_task(keyring.run())
-    try:
-        async with asyncio.timeout(20):
-            while not keyring.read:
-                await keyring.first_read()
-        caller = keyring.caller(record.id)
-        assert caller is not None and caller.models == {"elder"}
-    finally:
-        await end(reading)
-        await keyring.close()
+            assert (await client.get("/v1/models")).status_code == 401
+    await running.stop()
+    text.close()
 
 
 async def test_keys_of_an_older_version_are_read_of_all_models(empty_redis: RedisServer) -> None:
     first, second = Keys("elder"), Keys("org/Second")
     record = KeyRecord("0123456789ab", "0" * 64, "old", "alice")
-    settings = GatewaySettings(redis_url=empty_redis.url, served_model_name="elder")
-    keyring = Keyring(settings, models=["elder", "org/Second"])
-    reading = asyncio.create_task(keyring.run())
-    try:
-        async with asyncio.timeout(20):
-            while not keyring.read:
-                await keyring.first_read()
-            assert not keyring.needed
-            empty_redis.client.incr(second.model_keys_version)  # as it is when the last key is gone
-            while not keyring.needed:
-                await asyncio.sleep(0.01)
-            for keys, key_id in ((second, record.id), (first, "f" * 12)):
-                empty_redis.client.hset(keys.model_keys, key_id, replace(record, id=key_id).encode())
-                empty_redis.client.incr(keys.model_keys_version)
-            while (of_second := keyring.caller(record.id)) is None or (of_first := keyring.caller("f" * 12)) is None:
-                await asyncio.sleep(0.01)
-        assert (of_first.models, of_second.models) == ({"elder"}, {"org/Second"})
-    finally:
-        await end(reading)
-        await keyring.close()
+    async with read(empty_redis, "elder", "org/Second") as keyring:
+        assert not keyring.needed
+        empty_redis.client.incr(second.model_keys_version)  # as it is when the last key is gone
+        await wait_until(lambda: keyring.needed)
+        for keys, key_id in ((second, record.id), (first, "f" * 12)):
+            empty_redis.client.hset(keys.model_keys, key_id, replace(record, id=key_id).encode())
+            empty_redis.client.incr(keys.model_keys_version)
+        await wait_until(lambda: keyring.caller(record.id) and keyring.caller("f" * 12))
+        found = [caller and caller.models for caller in (keyring.caller("f" * 12), keyring.caller(record.id))]
+        assert found == [{"elder"}, {"org/Second"}]
+    async with read(empty_redis, "elder") as keyring:
+        caller = keyring.caller("f" * 12)
+        assert caller is not None and caller.models == {"elder"}
 
 
 async def test_work_without_a_client_tells_a_revoked_key_from_a_missing_one(
@@ -292,20 +283,12 @@ async def test_work_without_a_client_tells_a_revoked_key_from_a_missing_one(
 ) -> None:
     active, gone = orcinus("add", "active")["id"], orcinus("add", "over")["id"]
     orcinus("revoke", gone)
-    keyring = Keyring(GatewaySettings(redis_url=redis_server.url, served_model_name="keyed", require_key=True))
-    reading = asyncio.create_task(keyring.run())
-    try:
-        async with asyncio.timeout(20):
-            while not keyring.read:
-                await keyring.first_read()
+    async with read(redis_server, "keyed", closed=True) as keyring:
         caller = keyring.caller(active)
         assert caller is not None and caller.bucket == active
         assert keyring.caller("0" * 12) is None
         with pytest.raises(ApiError, match="revoked"):
             keyring.caller(gone)
-    finally:
-        await end(reading)
-        await keyring.close()
 
 
 def test_keys_of_all_models_of_the_file_are_moved_and_revoked(
@@ -324,28 +307,4 @@ def test_keys_of_all_models_of_the_file_are_moved_and_revoked(
     assert CliRunner().invoke(app, ["keys", "revoke", record.id, *command]).exit_code == 0
     assert client.get(second.model_keys_version) == b"2"  # gateways of the older version read again
     assert not client.exists(third.model_keys_version)
-
-
-def test_keys_of_an_older_version_are_for_their_model_alone(
-    tmp_path: Path, model: Path, empty_redis: RedisServer
-) -> None:
-    client, keys = empty_redis.client, Keys("elder")
-    command = ["--redis-url", empty_redis.url, "--served-model-name", "elder", "--json"]
-    made = json.loads(CliRunner().invoke(app, ["keys", "add", "old", *command]).stdout)
-    client.rename(keys.api_keys, keys.model_keys)
-    client.rename(keys.keys_version, keys.model_keys_version)
-    with (
-        running_gateway(tmp_path, model, empty_redis, served_model_name="elder") as own,
-        running_gateway(tmp_path, model, empty_redis, served_model_name="other") as other,
-    ):
-        until("the keys were read", lambda: own.status("/v1/models") != 503)
-        assert own.status("/v1/models") == 401
-        assert [card["id"] for card in models(own, made["key"]).json()["data"]] == ["elder"]
-        until("the other gateway is open", lambda: other.status("/v1/models") == 200)
-        listed = json.loads(CliRunner().invoke(app, ["keys", "list", *command]).stdout)["keys"]
-        assert [(row["id"], row["models"]) for row in listed] == [(made["id"], "elder")]
-        assert not client.exists(keys.model_keys)
-        until("the other gateway is closed", lambda: other.status("/v1/models") == 401)
-        assert models(other, made["key"]).json()["data"] == []
-        assert own.post("/tokenize", {"prompt": "x"}, key=made["key"]).status_code == 200
-        assert other.post("/tokenize", {"prompt": "x"}, key=made["key"]).json()["error"]["code"] == "model_not_allowed"
+    assert second.model_keys.startswith("orcinus:{org-second-")

@@ -8,7 +8,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ from shared.keys import Keys
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
+from tests.integration.gateway.conftest import in_process
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.tokenizers import byte_level, token_ids, write_model
-from tests.support.waiting import free_port
+from tests.support.waiting import free_port, wait_until
 
 FIRST, SECOND, THIRD = "first", "org/Second", "third"
 FILE = """
@@ -86,14 +87,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
 
 @pytest.fixture
 async def gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
-    running = Gateway(settings, ModelText(settings.model))
-    running.start()
-    async with asyncio.timeout(30):
-        while running.reason_not_ready() or running.models.state(SECOND) != "ready":
-            await asyncio.sleep(0.01)
-    yield running
-    await running.stop()
-    running.first.text.close()
+    text = ModelText(settings.model)
+    async with in_process(settings, text) as running:
+        await wait_until(lambda: running.models.state(SECOND) == "ready")
+        yield running
+    text.close()
 
 
 @pytest.fixture
@@ -133,29 +131,28 @@ async def test_name_of_the_first_model_is_no_alias_of_another(settings: GatewayS
     text.close()
 
 
-@pytest.mark.parametrize("name", [FIRST, "gpt-4o", SECOND, "claude:latest", THIRD])
 async def test_adapter_never_answers_for_a_model(
-    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, name: str
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer
 ) -> None:
-    if ":" not in name:  # which no adapter's name has
-        answer = await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": "x"})
-        assert answer.status_code == 400
-        assert f"lora_name: {name!r} is the name or an alias of a model" in answer.json()["error"]["message"]
-    record = AdapterRecord("ab" * 32, 1, "x", 1)  # as if it was loaded before the model had the name
-    redis_server.client.hset(gateway.first.settings.keys.adapters, name, orjson.dumps(asdict(record)))
+    names, adapters = (FIRST, "gpt-4o", SECOND, "claude:latest", THIRD), gateway.first.settings.keys.adapters
+    for name in names:
+        if ":" not in name:  # which no adapter's name has
+            answer = await client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": "x"})
+            assert answer.status_code == 400
+            assert f"lora_name: {name!r} is the name or an alias of a model" in answer.json()["error"]["message"]
+        record = AdapterRecord("ab" * 32, 1, "x", 1)  # as if it was loaded before the model had the name
+        redis_server.client.hset(adapters, name, orjson.dumps(asdict(record)))
     try:
-        async with asyncio.timeout(30):
-            while name not in gateway.first.adapters.records:
-                await asyncio.sleep(0.01)
-        if name == THIRD:  # it does not run
-            assert (await complete(client, name)).status_code == 404
-        else:
-            assert await text_of(client, name) == TEXTS[FIRST if name in (FIRST, "gpt-4o") else SECOND]
-        assert "parent" not in (await client.get(f"/v1/models/{name}")).json()
+        await wait_until(lambda: set(names) <= gateway.first.adapters.records.keys())
+        for name, model in zip(names, (FIRST, FIRST, SECOND, SECOND), strict=False):
+            assert await text_of(client, name) == TEXTS[model]
+        assert (await complete(client, THIRD)).status_code == 404  # it does not run
+        for name in names:
+            assert "parent" not in (await client.get(f"/v1/models/{name}")).json()
         listed = (await client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == [FIRST, SECOND, THIRD]
     finally:
-        redis_server.client.delete(gateway.first.settings.keys.adapters)
+        redis_server.client.delete(adapters)
 
 
 async def test_first_requests_of_a_model_open_it_once(client: httpx.AsyncClient, gateway: Gateway) -> None:
@@ -180,13 +177,12 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_model_without_a_worker_is_a_404_that_lists_the_others(client: httpx.AsyncClient, path: str) -> None:
-    for name, problem in ((THIRD, "has no worker"), ("gpt-5", "does not exist")):
-        answer = await client.post(path, json={"model": name, **BODIES[path]})
-        assert answer.status_code == 404
-        message = answer.json()["error"]["message"]
-        assert message == f"The model '{name}' {problem}; this server has first, org/Second"
+async def test_model_without_a_worker_is_a_404_that_lists_the_others(client: httpx.AsyncClient) -> None:
+    for path, body in BODIES.items():
+        for name, problem in ((THIRD, "has no worker"), ("gpt-5", "does not exist")):
+            answer = await client.post(path, json={"model": name, **body})
+            message = f"The model '{name}' {problem}; this server has first, org/Second"
+            assert (answer.status_code, answer.json()["error"]["message"]) == (404, message), path
 
 
 async def test_each_model_has_its_template_and_tokenizer(client: httpx.AsyncClient) -> None:
@@ -206,25 +202,19 @@ async def test_models_are_listed_with_their_states(client: httpx.AsyncClient) ->
         FIRST: ("ready", ["gpt-4o"]), SECOND: ("ready", ["claude:latest"]), THIRD: ("unavailable", []),
     }  # fmt: skip
     assert states == expected
-    for path in (SECOND, "claude:latest"):
+    for path in (SECOND, SECOND.replace("/", "%2F"), "claude:latest"):
         assert (await client.get(f"/v1/models/{path}")).json()["id"] == SECOND
-    assert (await client.get("/v1/models/gpt-5")).status_code == 404
-
-
-async def test_scheduler_without_a_worker_is_loading(gateway: Gateway, redis_server: RedisServer) -> None:
-    await see_third_loading(gateway, redis_server)
+    for path in ("gpt-5", SECOND.lower()):
+        assert (await client.get(f"/v1/models/{path}")).status_code == 404
 
 
 async def see_third_loading(gateway: Gateway, redis_server: RedisServer) -> None:
     """Lend the third model a lease until the gateway has seen it come and go."""
     keys = Keys(THIRD)
     redis_server.client.set(keys.lease("shard-0"), "1", px=60_000)
-    async with asyncio.timeout(30):
-        while gateway.models.state(THIRD) != "loading":
-            await asyncio.sleep(0.01)
-        redis_server.client.delete(keys.lease("shard-0"))
-        while gateway.models.state(THIRD) != "unavailable":
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: gateway.models.state(THIRD) == "loading")
+    redis_server.client.delete(keys.lease("shard-0"))
+    await wait_until(lambda: gateway.models.state(THIRD) == "unavailable")
 
 
 async def test_request_is_found_by_its_id_whatever_its_model(client: httpx.AsyncClient) -> None:
@@ -299,7 +289,7 @@ async def test_idle_model_is_let_go_and_opens_again(
     left: list[int] = []
     gateway.models.on_open = lambda _: left.append(len(model.tasks))
     await expire(model)
-    await until(lambda: SECOND not in gateway.models.open)
+    await wait_until(lambda: SECOND not in gateway.models.open)
     assert await text_of(client, "claude:latest") == TEXTS[SECOND]
     assert gateway.models.open[SECOND] is not model
     assert left == [0]  # it ended before the next one began
@@ -310,11 +300,8 @@ async def test_requests_of_a_dead_gateway_open_their_model(
 ) -> None:
     assert SECOND not in gateway.models.open
     redis_server.client.sadd(Keys(SECOND).background, "gateway-dead")
-    async with asyncio.timeout(30):
-        while SECOND not in gateway.models.open:
-            await asyncio.sleep(0.01)
-        while redis_server.client.sismember(Keys(SECOND).background, "gateway-dead"):
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: SECOND in gateway.models.open)
+    await wait_until(lambda: not redis_server.client.sismember(Keys(SECOND).background, "gateway-dead"))
 
 
 @pytest.fixture
@@ -327,9 +314,7 @@ async def keys_of(gateway: Gateway, redis_server: RedisServer) -> AsyncIterator[
         redis_server.client.hset(keys.api_keys, key_id, record.encode())
         headers[name] = {"authorization": f"Bearer {text}"}
     redis_server.client.incr(keys.keys_version)
-    async with asyncio.timeout(30):
-        while not gateway.keyring.needed:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: gateway.keyring.needed)
     yield headers
     redis_server.client.delete(keys.api_keys, keys.keys_version)
 
@@ -342,9 +327,7 @@ async def test_keys_of_an_older_version_close_every_model(
     try:
         redis_server.client.hset(keys.model_keys, key_id, record.encode())
         redis_server.client.incr(keys.model_keys_version)
-        async with asyncio.timeout(30):
-            while not gateway.keyring.needed:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: gateway.keyring.needed)
         assert [(await complete(client, name)).status_code for name in TEXTS] == [401, 401]
         client.headers["authorization"] = f"Bearer {text}"
         assert [(await complete(client, name)).status_code for name in TEXTS] == [403, 200]
@@ -359,16 +342,16 @@ BY_ID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "path"), BY_ID)
 async def test_request_of_a_model_that_the_key_is_not_for_is_unknown(
-    client: httpx.AsyncClient, keys_of: dict[str, dict[str, str]], method: str, path: str
+    client: httpx.AsyncClient, keys_of: dict[str, dict[str, str]]
 ) -> None:
-    body = {"model": FIRST, "input": "x"}
-    made = (await client.post("/v1/responses", json=body, headers=keys_of["any"])).json()
-    refused = await client.request(method, path.format(made["id"]), headers=keys_of["second"])
-    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "request_not_found")
-    answer = await client.request(method, path.format(made["id"]), headers=keys_of["any"])
-    assert answer.status_code == 200
+    for method, path in BY_ID:
+        body = {"model": FIRST, "input": "x"}
+        made = (await client.post("/v1/responses", json=body, headers=keys_of["any"])).json()
+        refused = await client.request(method, path.format(made["id"]), headers=keys_of["second"])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "request_not_found"), path
+        answer = await client.request(method, path.format(made["id"]), headers=keys_of["any"])
+        assert answer.status_code == 200, path
 
 
 async def test_only_model_is_not_for_a_key_of_another(settings: GatewaySettings) -> None:
@@ -407,9 +390,7 @@ async def test_key_is_for_its_models_alone_and_has_one_bucket(
     try:
         redis_server.client.hset(keys.api_keys, key_id, record.encode())
         redis_server.client.incr(keys.keys_version)
-        async with asyncio.timeout(30):
-            while not gateway.keyring.needed:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: gateway.keyring.needed)
         refused = await complete(client, THIRD)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
         assert refused.json()["error"]["message"] == "model: this key is for first, org/Second; got 'third'"
@@ -432,16 +413,10 @@ def third(gateway: Gateway, redis_server: RedisServer) -> Iterator[Keys]:
     redis_server.client.delete(keys.workers, keys.worker("worker-0"), keys.lease("shard-0"))
 
 
-async def until(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not is_so():
-            await asyncio.sleep(0.01)
-
-
 async def expire(model: ServedModel) -> None:
     """Make a model idle once it has no requests."""
     busy = model.background
-    await until(lambda: not (model.dispatcher.streams or busy.kept or busy.left or busy.ended))
+    await wait_until(lambda: not (model.dispatcher.streams or busy.kept or busy.left or busy.ended))
     model.idle_s = 0
     model.used_at -= 2 * LEAST_IDLE_S
 
@@ -455,7 +430,7 @@ async def test_model_is_let_go_once_when_two_tasks_find_it_idle(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "orcinus.gateway")
-    await until(lambda: gateway.models.state(THIRD) == "ready")
+    await wait_until(lambda: gateway.models.state(THIRD) == "ready")
     may_end = {}
     for name in (SECOND, THIRD):
         model = await gateway.models.opened(name, None)
@@ -464,18 +439,18 @@ async def test_model_is_let_go_once_when_two_tasks_find_it_idle(
         monkeypatch.setattr(model.text, "close", lambda closing=closing: [each() for each in closing])
     second, other = gateway.models.open[SECOND], gateway.models.open[THIRD]
     await expire(second)
-    await until(lambda: SECOND not in gateway.models.open)  # the table waits for its end
+    await wait_until(lambda: SECOND not in gateway.models.open)  # the table waits for its end
     await expire(other)
     monkeypatch.setattr(models, "MOST_OPEN", 1)
     again = asyncio.create_task(text_of(client, SECOND))
-    await until(lambda: THIRD not in gateway.models.open)  # to make room
+    await wait_until(lambda: THIRD not in gateway.models.open)  # to make room
     may_end[SECOND].set()
-    await until(lambda: f"model {SECOND}: let go" in caplog.text)
+    await wait_until(lambda: f"model {SECOND}: let go" in caplog.text)
     await asyncio.sleep(0)
     may_end[THIRD].set()
     assert await again == TEXTS[SECOND]
     redis_server.client.delete(third.workers, third.worker("worker-0"), third.lease("shard-0"))
-    await until(lambda: gateway.models.state(THIRD) == "unavailable")  # the table still looks
+    await wait_until(lambda: gateway.models.state(THIRD) == "unavailable")  # the table still looks
     assert caplog.text.count(f"model {THIRD}: let go") == 1
     assert gateway.dead_task() == ""
 
@@ -492,7 +467,7 @@ async def test_model_that_ends_badly_does_not_end_the_table(
 
     monkeypatch.setattr(model.text, "close", fails)
     await expire(model)
-    await until(lambda: "did not end as it should" in caplog.text)
+    await wait_until(lambda: "did not end as it should" in caplog.text)
     await see_third_loading(gateway, redis_server)
     assert gateway.dead_task() == ""
 
@@ -501,7 +476,7 @@ async def test_model_that_was_just_let_go_refuses_requests(gateway: Gateway) -> 
     model = await gateway.models.opened(SECOND, None)
     spec = await completion_spec(CompletionBody(model=SECOND, prompt="The"), model.text, model.cluster.limits)
     await expire(model)
-    await until(lambda: SECOND not in gateway.models.open and not model.tasks)
+    await wait_until(lambda: SECOND not in gateway.models.open and not model.tasks)
     for work in (model.admission.begin(spec, Caller(ANONYMOUS), time.monotonic()), model.dispatcher.record(spec.id)):
         async with asyncio.timeout(30):
             with pytest.raises(ApiError, match="lets go of the model") as refused:
@@ -548,7 +523,7 @@ async def test_adopter_ends_before_the_tasks_that_it_begins(gateway: Gateway, mo
     monkeypatch.setattr(model.background, "stop", stops)
     await running.wait()
     await expire(model)
-    await until(lambda: SECOND not in gateway.models.open and not model.tasks)
+    await wait_until(lambda: SECOND not in gateway.models.open and not model.tasks)
     assert ended == ["adopter", "background"]
 
 
@@ -570,7 +545,7 @@ async def test_no_model_is_opened_during_the_drain(
 
     monkeypatch.setattr(models, "ModelText", Slow)
     opening = asyncio.create_task(complete(client, SECOND))
-    await until(loads.is_set)
+    await wait_until(loads.is_set)
     await gateway.drain(0)
     may_load.set()
     for answer in (await opening, await complete(client, SECOND)):
@@ -582,18 +557,18 @@ async def test_no_model_is_opened_during_the_drain(
 async def test_models_with_orphans_open_in_turn_where_there_is_room(
     gateway: Gateway, redis_server: RedisServer, third: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await until(lambda: gateway.models.state(THIRD) == "ready")
+    await wait_until(lambda: gateway.models.state(THIRD) == "ready")
     monkeypatch.setattr(models, "MOST_OPEN", 1)
     both = (Keys(SECOND), Keys(THIRD))
     with redis_server.client.pipeline() as pipe:
         for keys in both:
             pipe.sadd(keys.background, "gateway-dead")
         pipe.execute()
-    await until(lambda: len(gateway.models.models()) == 2)
+    await wait_until(lambda: len(gateway.models.models()) == 2)
     (model,) = (each for each in gateway.models.models() if each is not gateway.first)
-    await until(lambda: not redis_server.client.sismember(Keys(model.name).background, "gateway-dead"))
+    await wait_until(lambda: not redis_server.client.sismember(Keys(model.name).background, "gateway-dead"))
     await expire(model)
-    await until(lambda: not any(redis_server.client.sismember(keys.background, "gateway-dead") for keys in both))
+    await wait_until(lambda: not any(redis_server.client.sismember(keys.background, "gateway-dead") for keys in both))
 
 
 async def test_model_with_ended_background_requests_stays_closed(
@@ -603,8 +578,8 @@ async def test_model_with_ended_background_requests_stays_closed(
     assert begun.status_code == 202
     model = gateway.models.open[SECOND]
     await expire(model)
-    await until(lambda: SECOND not in gateway.models.open and not model.tasks)
-    await until(lambda: not redis_server.client.sismember(Keys(SECOND).background, gateway.id))
+    await wait_until(lambda: SECOND not in gateway.models.open and not model.tasks)
+    await wait_until(lambda: not redis_server.client.sismember(Keys(SECOND).background, gateway.id))
     redis_server.client.sadd(Keys(SECOND).background, gateway.id)  # as where something is left under it
     await see_third_loading(gateway, redis_server)  # two looks at Redis at least
     assert SECOND not in gateway.models.open
@@ -621,7 +596,7 @@ async def test_model_that_cannot_be_read_is_tried_rarely(
     with monkeypatch.context() as patched:
         patched.setattr(models, "ModelText", fails)
         redis_server.client.sadd(Keys(SECOND).background, "gateway-dead")
-        await until(lambda: "not JSON" in caplog.text)
+        await wait_until(lambda: "not JSON" in caplog.text)
         await see_third_loading(gateway, redis_server)  # two looks at Redis at least
         answer = await complete(client, SECOND)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unreadable")

@@ -23,7 +23,7 @@ from shared.settings import GatewaySettings
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.tokenizers import write_model
-from tests.support.waiting import free_port
+from tests.support.waiting import free_port, wait_until
 
 MOST = 12
 ROOT = Path(services.gateway.__file__).parent
@@ -60,9 +60,7 @@ async def test_streamed_chat_crosses_few_modules(tmp_path: Path, redis_server: R
     front = http_server(public_app(gateway), settings)
     front.config.port = port
     serving = asyncio.create_task(front.serve())
-    async with asyncio.timeout(60):
-        while gateway.reason_not_ready() or not front.started:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: front.started and not gateway.reason_not_ready())
     body = {
         "model": settings.served_model_name, "stream": True, "max_tokens": 12,
         "messages": [{"role": "user", "content": "def"}],

@@ -49,7 +49,7 @@ def test_page_file_needs_no_key_and_admits_nothing_foreign(
 ) -> None:
     for server in (gateway, guarded):
         for method in ("GET", "HEAD"):
-            answer = httpx.request(method, server.url + path, headers=BROWSER, timeout=60)
+            answer = server.request(method, path, headers=BROWSER, key="")
             assert answer.status_code == 200
             assert bool(answer.content) == (method == "GET")
             assert PAGE_HEADERS.items() <= dict(answer.headers).items()
@@ -63,24 +63,25 @@ def test_policy_of_the_pages_admits_files_of_this_server_only() -> None:
     assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
 
 
-@pytest.mark.parametrize("accept", ["application/json", "*/*", ""])
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+@pytest.mark.parametrize(
+    ("method", "accept"), [("GET", "application/json"), ("GET", ""), ("HEAD", "*/*"), ("POST", "*/*")]
+)
 def test_root_answers_a_program_as_any_unknown_path(
     gateway: GatewayProcess, guarded: GatewayProcess, method: str, accept: str
 ) -> None:
     for server, status, code in ((gateway, 404, "unknown_path"), (guarded, 401, "invalid_api_key")):
-        answer = httpx.request(method, server.url + "/", headers={"Accept": accept}, timeout=60)
+        answer = server.request(method, "/", headers={"Accept": accept}, key="")
         assert answer.status_code == status
         assert answer.headers["content-type"] == "application/json"
         assert method == "HEAD" or answer.json()["error"]["code"] == code
-    assert httpx.get(gateway.url + "/", headers=BROWSER, timeout=60).headers["vary"] == "Accept"
+    assert gateway.get("/", headers=BROWSER).headers["vary"] == "Accept"
 
 
 def test_live_page_is_on_the_api_port_behind_a_key(guarded: GatewayProcess) -> None:
-    page = httpx.get(guarded.url + "/dashboard", timeout=60)
+    page = guarded.get("/dashboard", key="")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert PAGE_HEADERS.items() <= dict(page.headers).items()
-    assert httpx.get(guarded.url + "/dashboard/events", timeout=60).status_code == 401
+    assert guarded.get("/dashboard/events", key="").status_code == 401
     with httpx.stream(
         "GET", guarded.url + "/dashboard/events", headers={"Authorization": f"Bearer {KEY}"}, timeout=60
     ) as events:
@@ -90,10 +91,10 @@ def test_live_page_is_on_the_api_port_behind_a_key(guarded: GatewayProcess) -> N
 
 def test_live_page_without_a_key_redirects_to_the_ops_port(gateway: GatewayProcess) -> None:
     for host in ("127.0.0.1", "localhost"):
-        answer = httpx.get(gateway.url + "/dashboard", headers={"Host": f"{host}:{gateway.port}"}, timeout=60)
+        answer = gateway.get("/dashboard", headers={"Host": f"{host}:{gateway.port}"})
         assert (answer.status_code, answer.headers["location"]) == (307, f"http://{host}:{gateway.ops_port}/dashboard")
     for path, host in (("/dashboard", "elsewhere.example"), ("/dashboard/events", "127.0.0.1")):
-        answer = httpx.get(gateway.url + path, headers={"Host": host}, timeout=60)
+        answer = gateway.get(path, headers={"Host": host})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "ops_port_only")
         assert gateway.ops_url in answer.json()["error"]["message"]
 
@@ -103,26 +104,20 @@ def test_live_page_metrics_and_statistics_need_a_key_with_the_scope_ops(
 ) -> None:
     where = ["--redis-url", redis_server.url, "--served-model-name", guarded.name, "--json"]
 
-    def headers_of(*options: str) -> dict[str, str]:
+    def new_key(*options: str) -> str:
         done = CliRunner().invoke(app, ["keys", "add", "a key", *options, *where], catch_exceptions=False)
-        return {"Authorization": f"Bearer {json.loads(done.stdout)['key']}"}
+        return str(json.loads(done.stdout)["key"])
 
-    plain, ops = headers_of(), headers_of("--scope", "ops")
-    for headers in (plain, ops):
-        until(
-            "the key is known",
-            lambda headers=headers: (
-                httpx.get(guarded.url + "/v1/models", headers=headers, timeout=60).status_code == 200
-            ),
-        )
+    plain, ops = new_key(), new_key("--scope", "ops")
+    until("the last key is known", lambda: guarded.get("/v1/models", key=ops).status_code == 200)
     for path in ("/dashboard/events", "/dashboard/history", "/metrics", "/stats"):
-        refused = httpx.get(guarded.url + path, headers=plain, timeout=60)
+        refused = guarded.get(path, key=plain)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "scope_not_allowed"), path
         assert f"{path}: " in (text := refused.json()["error"]["message"])
         assert "orcinus keys add NAME --scope ops" in text
     for path in ("/dashboard/history", "/metrics", "/stats"):
-        assert httpx.get(guarded.url + path, headers=ops, timeout=60).status_code == 200, path
-    with httpx.stream("GET", guarded.url + "/dashboard/events", headers=ops, timeout=60) as events:
+        assert guarded.get(path, key=ops).status_code == 200, path
+    with httpx.stream("GET", guarded.url + "/dashboard/events", headers=guarded.headers(ops), timeout=60) as events:
         assert events.status_code == 200
     wrong = CliRunner().invoke(app, ["keys", "add", "a key", "--scope", "all", *where])
     assert "--scope=all: unknown scope; give ops or admin, or none" in str(wrong.exception)

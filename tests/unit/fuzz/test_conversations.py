@@ -42,7 +42,7 @@ def model(kind: str) -> ModelText:
 
 
 @given(MESSAGES, st.sampled_from(sorted(KINDS)))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_messages_never_become_control_tokens(messages: list[dict[str, str]], kind: str) -> None:
     text = model(kind)
     try:
@@ -99,7 +99,7 @@ def escapes(draw: st.DrawFn) -> str:
 
 
 @given(escapes())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_no_template_expression_reaches_attributes_of_a_value(source: str) -> None:
     context: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
     try:

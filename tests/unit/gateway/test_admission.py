@@ -52,10 +52,13 @@ def test_less_urgent_classes_are_refused_first() -> None:
     assert set(CLASS_SHARES) == set(CLASSES)
 
 
-def test_tenant_share_of_the_queue_applies_beside_other_tenants() -> None:
+def test_tenant_share_of_tokens_and_bytes_applies_beside_other_tenants() -> None:
     assert bounds(spec("low")).tenant_tokens == 500
     assert bounds(spec("low"), others=True).tenant_tokens == 250
     assert bounds(spec("realtime"), others=True, tenant_queue_share=0.2).tenant_tokens == 200
+    assert bounds(spec("low"), max_queued_bytes=1000).tenant_bytes == 500
+    assert bounds(spec("low"), others=True, max_queued_bytes=1000).tenant_bytes == 250
+    assert bounds(spec("low"), others=True, max_queued_bytes=1).tenant_bytes == 1, "0 would be no bound"
 
 
 def test_bytes_are_bounded_by_half_of_redis_unless_set() -> None:
@@ -63,12 +66,6 @@ def test_bytes_are_bounded_by_half_of_redis_unless_set() -> None:
     assert found == [1000, 950, 800, 500]
     assert bounds(spec("low"), redis_bytes=2000, max_queued_bytes=100).class_bytes == 50
     assert bounds(spec("low"), others=True).class_bytes == 0, "Redis has no maxmemory"
-
-
-def test_tenant_share_of_the_bytes_applies_beside_other_tenants() -> None:
-    assert bounds(spec("low"), max_queued_bytes=1000).tenant_bytes == 500
-    assert bounds(spec("low"), others=True, max_queued_bytes=1000).tenant_bytes == 250
-    assert bounds(spec("low"), others=True, max_queued_bytes=1).tenant_bytes == 1, "0 would be no bound"
 
 
 @pytest.mark.parametrize("own", [{"ttft_slo_ms": 1000}, {"background": True}])
@@ -94,11 +91,10 @@ def test_queue_has_room_after_retry_after(waiting: int) -> None:
     assert (error.code, "class normal" in error.message) == ("queue_full", True)
     left = waiting - RATE * int(error.headers["Retry-After"])
     assert left + 10 <= found.class_tokens < left + RATE + 10
-
-
-def test_request_above_the_bound_retries_when_the_queue_is_empty() -> None:
-    error = refusal(bounds(spec(prompts=[[1] * 5000])), b"full", 700)
-    assert int(error.headers["Retry-After"]) == 10
+    above = refusal(bounds(spec(prompts=[[1] * 5000])), b"full", 700)
+    assert int(above.headers["Retry-After"]) == 10, "when the queue is empty"
+    for answer in (b"ok", b"duplicate"):
+        assert found.refusal([answer], retry_after_s) is None
 
 
 def test_tenant_queue_drains_slower_with_more_waiting_tenants() -> None:
@@ -172,8 +168,3 @@ def test_recent_admissions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (1000, 20, 10):
         recent.admitted(spec("normal", prompts=[[1] * tokens]), 100.0)
     assert recent.added_to(Forecast(0.0, 5, RATE), "normal", seen).queued_tokens == 35
-
-
-def test_accepted_or_duplicate_request_is_not_refused() -> None:
-    for answer in (b"ok", b"duplicate"):
-        assert bounds(spec()).refusal([answer], retry_after_s) is None

@@ -103,7 +103,7 @@ def rows_of(draw: st.DrawFn, choices: int) -> list[tuple[Row, int, bool]]:
 
 
 @given(st.data(), SPECS, st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_rows_written_at_once_are_the_bytes_of_the_writer(
     data: st.DataObject, changes: dict[str, Any], away: bool
 ) -> None:

@@ -37,27 +37,16 @@ FIELDS = {
 }
 
 
-def taken(body: bytes, kind: type[BaseModel]) -> BaseModel | None:
-    """The checked body, or None where it was refused as OpenAI would."""
-    try:
-        return parse_body(body, kind)
-    except ApiError as error:
-        assert (error.status, bool(error.message), bool(error.code)) == (400, True, True)
-        return None
-
-
-@given(st.binary(max_size=200), st.sampled_from(BODIES))
-@settings(max_examples=200)
-def test_bytes_that_are_no_body_are_refused_with_a_code(body: bytes, kind: type[BaseModel]) -> None:
-    taken(body, kind)
-
-
 @given(st.one_of(*(st.tuples(st.just(kind), FIELDS[kind]) for kind in BODIES)))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_any_json_value_is_accepted_or_refused_with_a_code(drawn: tuple[type[BaseModel], dict[str, Any]]) -> None:
     kind, fields = drawn
-    checked = taken(json.dumps({"model": "m", **fields}).encode("utf-8", "surrogatepass"), kind)
-    assert checked is None or set(checked.model_fields_set) <= {"model", *fields}
+    try:
+        checked = parse_body(json.dumps({"model": "m", **fields}).encode("utf-8", "surrogatepass"), kind)
+    except ApiError as error:
+        assert (error.status, bool(error.message), bool(error.code)) == (400, True, True)
+    else:
+        assert set(checked.model_fields_set) <= {"model", *fields}
 
 
 @given(st.lists(st.integers(-2, 10**9 - 1), min_size=1, max_size=5), st.booleans())

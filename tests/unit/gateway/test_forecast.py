@@ -1,4 +1,4 @@
-"""The gateway's forecast: the best prediction of the leading shards, none of a silent one."""
+"""The gateway's forecast, the best prediction of the leading shards, none of a silent one; and why it is not ready."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.cluster import STALE_S, Forecast, Snapshot, renewed_at
+from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, renewed_at
+from services.gateway.request import Limits
+from shared.settings import GatewaySettings
 
 BUSY = {"queued_tokens_normal": "800", "predicted_ttft_ms_normal": "4000.5", "prefill_tok_s": "200.0", "time_ms": "7"}
 
@@ -72,3 +74,13 @@ def test_stats_are_renewed_when_their_time_changes() -> None:
     now = {"a": BUSY, "b": BUSY | {"time_ms": "8"}, "c": BUSY}
     assert renewed_at(now, before, 11.0) == {"a": 3.0, "b": 11.0, "c": 11.0}
     assert renewed_at({"a": BUSY}, None, 11.0) == {"a": 11.0}
+
+
+async def test_refused_writes_are_the_reason_when_not_ready() -> None:
+    cluster = Cluster(GatewaySettings(api_keys=["k"]), "gateway-1", Limits(max_model_len=100, max_choices=8))
+    cluster.redis_error = ""
+    cluster.snapshot = snapshot({}, leases=())
+    assert cluster.reason_not_ready() == "no scheduler is alive"
+    cluster.write_error = "OOM command not allowed when used memory > 'maxmemory'."
+    assert cluster.reason_not_ready() == f"Redis refuses to write: {cluster.write_error}"
+    await cluster.close()

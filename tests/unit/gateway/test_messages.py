@@ -9,6 +9,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.types import Message
 
 from services.gateway.anthropic.answers import Block, MessageEvents, whole_message
 from services.gateway.anthropic.bodies import MessagesBody, chat_body, in_words_of_messages, places_of
@@ -20,12 +21,8 @@ from tests.support import sse
 from tests.support.generations import CUTS, EOS, generation, rows, spec
 from tests.support.tokenizers import token_ids
 
-TOOL = {
-    "name": "add",
-    "description": "adds",
-    "input_schema": {"type": "object"},
-    "cache_control": {"type": "ephemeral"},
-}
+CACHED = {"cache_control": {"type": "ephemeral"}}
+TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}, **CACHED}
 SAID = (
     'why?</think>Ah. <tool_call>{"name": "add", "arguments": {"a": [1, "é"]}}</tool_call> '
     'and <tool_call>{"name": "add"}'
@@ -52,10 +49,7 @@ def test_blocks_become_messages_of_chat() -> None:
         {"type": "tool_result", "tool_use_id": "t2", "content": [{"type": "text", "text": "8"}]},
     ]
     body = chat(
-        system=[
-            {"type": "text", "text": "be"},
-            {"type": "text", "text": "brief", "cache_control": {"type": "ephemeral"}},
-        ],
+        system=[{"type": "text", "text": "be"}, {"type": "text", "text": "brief", **CACHED}],
         messages=[
             {"role": "user", "content": "one"},
             {"role": "user", "content": [{"type": "text", "text": "two"}]},
@@ -80,17 +74,12 @@ def test_blocks_become_messages_of_chat() -> None:
     ]  # fmt: skip
     turn = body.messages[2]
     assert turn.reasoning_content == "hm" and not body.continue_final_message
-    assert [(call.id, json.loads(call.function.arguments)) for call in turn.tool_calls or []] == [
-        ("t1", {"a": 1}),
-        ("t2", {"a": 2}),
-    ]
+    made = [(call.id, json.loads(call.function.arguments)) for call in turn.tool_calls or []]
+    assert made == [("t1", {"a": 1}), ("t2", {"a": 2})]
     assert [message.tool_call_id for message in body.messages[3:5]] == ["t1", "t2"]
     (tool,) = body.tools or []
-    assert (tool.function.name, tool.function.description, tool.function.parameters) == (
-        "add",
-        "adds",
-        {"type": "object"},
-    )
+    function = tool.function
+    assert (function.name, function.description, function.parameters) == ("add", "adds", {"type": "object"})
 
 
 def test_last_message_of_the_assistant_is_continued() -> None:
@@ -177,6 +166,18 @@ def test_errors_of_chat_are_told_in_the_names_of_this_api() -> None:
     assert told == "messages[4].content of tools[0].name, system: 'stop_sequences[3]', output_config.format"
 
 
+@pytest.mark.parametrize(("status", "kind"), [(429, "rate_limit_error"), (503, "overloaded_error"), (500, "api_error")])
+async def test_answer_of_an_error_has_the_shape_of_the_path(status: int, kind: str) -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await ApiError(status, "no", retry_after_s=2.5).send(send, "/v1/messages")
+    assert json.loads(sent[1]["body"]) == {"type": "error", "error": {"type": kind, "message": "no"}}
+    assert (sent[0]["status"], dict(sent[0]["headers"])[b"retry-after"]) == (status, b"3")
+
+
 def request(**changes: Any) -> GenerationSpec:
     """Return a request whose text has thinking and calls of tools."""
     given: dict[str, Any] = {"id": "msg_1", "endpoint": "chat", "prompt_tokens": 9, "reasoning": THINKING}
@@ -196,32 +197,6 @@ def told(made: GenerationSpec, pieces: list[list[int]], had: str = "", finish: i
     return sse.parse(events + writer.end(running.usage))
 
 
-def blocks_of(events: list[sse.Event]) -> list[dict[str, Any]]:
-    """Return the blocks that events add up to, as a client reads them."""
-    found: list[dict[str, Any]] = []
-    for event in events:
-        body = json.loads(event.data)
-        assert event.kind == body["type"]
-        match body["type"]:
-            case "content_block_start":
-                assert body["index"] == len(found)
-                found.append(body["content_block"] | {"open": True, "json": ""})
-            case "content_block_delta":
-                block, delta = found[body["index"]], body["delta"]
-                assert block["open"] and body["index"] == len(found) - 1
-                for name in ("text", "thinking", "signature"):
-                    block[name] = block.get(name, "") + delta.get(name, "")
-                block["json"] += delta.get("partial_json", "")
-            case "content_block_stop":
-                found[body["index"]]["open"] = False
-    assert not any(block["open"] for block in found)
-    return [
-        {"type": block["type"], **{name: block[name] for name in ("text", "thinking", "id", "name") if block.get(name)}}
-        | ({"input": json.loads(block["json"] or "{}")} if block["type"] == "tool_use" else {})
-        for block in found
-    ]
-
-
 WANTED = [
     {"type": "thinking", "thinking": "why?"},
     {"type": "text", "text": "Ah."},
@@ -236,7 +211,7 @@ WANTED = [
 def test_events_add_up_to_the_message_however_tokens_came(cuts: list[int]) -> None:
     tokens = [*token_ids(SAID), EOS]
     events = told(request(), rows(tokens, cuts))
-    found = blocks_of(events)
+    found = sse.message_blocks(events)
     assert [{name: value for name, value in block.items() if name != "id"} for block in found] == WANTED
     assert len({block["id"] for block in found if block["type"] == "tool_use"}) == 2
     first, *_, delta, stop = (json.loads(event.data) for event in events)
@@ -258,7 +233,7 @@ def test_stream_continues_behind_any_event_with_an_id(cuts: list[int], others: l
     stamped = [at for at, event in enumerate(events) if event.id != (events[at - 1].id if at else "")]
     at = data.draw(st.sampled_from(stamped))
     joined = [*events[: at + 1], *told(request(), rows(tokens, others), had=events[at].id)]
-    assert blocks_of(joined) == blocks_of(events)
+    assert sse.message_blocks(joined) == sse.message_blocks(events)
     assert json.loads(joined[-2].data)["delta"] == json.loads(events[-2].data)["delta"]
 
 

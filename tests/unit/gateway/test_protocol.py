@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from uvicorn.server import ServerState
 
 from services.gateway.http import protocol
 from services.gateway.http.protocol import Bounds, Protocol
+from tests.support.waiting import wait_until
 
 HEAD = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -39,12 +39,6 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 def connected(transport: Transport) -> Protocol:
     config = uvicorn.Config(answer, ws="none", log_config=None)
     config.load()
@@ -66,7 +60,7 @@ def test_new_connection_may_send_one_request_when_the_server_stops(
         assert not transport.closed
         if sends:
             connection.data_received(HEAD)
-        await until(lambda: transport.closed)
+        await wait_until(lambda: transport.closed)
         return transport
 
     written = asyncio.run(run()).written
@@ -78,7 +72,7 @@ def test_connection_between_two_requests_closes_when_the_server_stops() -> None:
         transport = Transport()
         connection = connected(transport)
         connection.data_received(HEAD)
-        await until(lambda: transport.written.endswith(b"ok"))
+        await wait_until(lambda: transport.written.endswith(b"ok"))
         assert not transport.closed
         connection.shutdown()
         assert transport.closed

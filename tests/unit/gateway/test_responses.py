@@ -34,17 +34,10 @@ def body(**fields: Any) -> ResponsesBody:
 
 
 def test_calls_of_one_turn_become_one_message() -> None:
-    call = {
-        "type": "function_call",
-        "call_id": "c1",
-        "name": "add",
-        "arguments": "{}",
-        "id": "fc_1",
-        "status": "completed",
-    }
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
     items = [
         {"role": "user", "content": "add"},
-        call,
+        {**call, "id": "fc_1", "status": "completed"},
         {**call, "call_id": "c2"},
         {"type": "function_call_output", "call_id": "c1", "output": "7"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "8"}]},

@@ -34,7 +34,9 @@ def pair(tmp_path: Path, model: Path, redis_server: RedisServer) -> Iterator[lis
                 each.stop()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, *(pytest.param(how, marks=pytest.mark.slow) for how in (signal.SIGSTOP, signal.SIGTERM))]
+)
 def test_batch_goes_on_at_another_gateway(
     pair: list[GatewayProcess], redis_server: RedisServer, how: signal.Signals
 ) -> None:

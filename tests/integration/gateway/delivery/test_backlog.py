@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,37 +14,21 @@ from services.gateway.delivery import dispatcher
 from services.gateway.delivery.stream import Generation
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
-from services.gateway.text.tokenizer import ModelText
 from shared.keys import CLASSES
-from shared.settings import GatewaySettings
 from tests.support import generations
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import DEADLINE, Line, ScriptedScheduler
-from tests.support.tokenizers import write_model
+from tests.support.waiting import wait_until
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
-    return ModelText(write_model(tmp_path_factory.mktemp("model") / "m"))
+@pytest.fixture
+def gateway(local_gateway: Gateway) -> Gateway:
+    return local_gateway
 
 
 @pytest.fixture
 def scheduler(redis_server: RedisServer, gateway: Gateway) -> ScriptedScheduler:
     return ScriptedScheduler(redis_server.client, gateway.settings.keys).lead()
-
-
-@pytest.fixture
-async def gateway(redis_server: RedisServer, model: ModelText, tmp_path: Path) -> AsyncIterator[Gateway]:
-    """One that sees a scheduler, over an empty Redis."""
-    redis_server.client.flushall()
-    running = Gateway(GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url), model)
-    ScriptedScheduler(redis_server.client, running.settings.keys).lead()
-    running.start()
-    async with asyncio.timeout(60):
-        while running.reason_not_ready():
-            await asyncio.sleep(0.01)
-    yield running
-    await running.stop()
 
 
 async def begin(gateway: Gateway, name: str, priority: str = "normal", tenant: str = "t", **more: Any) -> Generation:
@@ -117,16 +99,21 @@ async def test_silent_request_in_the_backlog_is_not_taken_for_lost(
     monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
     async with Held(gateway):
         begun = [asyncio.create_task(begin(gateway, name)) for name in ("a", "b", "c")]
-        async with asyncio.timeout(60):
-            while len(gateway.dispatcher.streams) < len(begun):
-                await asyncio.sleep(0.01)
-            for looked_at in (-1, -2):  # the second look is whole
-                gateway.cluster.unfinished = looked_at
-                while gateway.cluster.unfinished == looked_at:
-                    await asyncio.sleep(0.01)
+        await wait_until(lambda: len(gateway.dispatcher.streams) == len(begun))
+        for looked_at in (-1, -2):  # the second look is whole
+            gateway.cluster.unfinished = looked_at
+            await wait_until(lambda before=looked_at: gateway.cluster.unfinished != before)
     for generation in await asyncio.gather(*begun):
         assert generation.stream.failure is None
         generation.close()
+
+
+async def test_long_prompt_travels_in_a_separate_key(gateway: Gateway, scheduler: ScriptedScheduler) -> None:
+    prompt = list(range(5, 25)) * 1000
+    generation = await begin(gateway, "long", prompts=[prompt])
+    claimed = await asyncio.to_thread(scheduler.claim)
+    assert (claimed.request.prompts_apart, claimed.prompts) == (True, [prompt])
+    generation.close()
 
 
 async def test_urgent_request_is_enqueued_before_a_flood(

@@ -6,7 +6,6 @@ import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -15,7 +14,7 @@ from shared.text.grammars import NOT_FOLLOWED
 from shared.text.logprobs import pack_record
 from tests.support.gateway_clients import posted, raw_post, streamed
 from tests.support.gateway_process import GatewayProcess
-from tests.support.stand_ins.scripted_scheduler import CANCELLED, DEADLINE, ERROR, LENGTH, STOP, Line, ScriptedScheduler
+from tests.support.stand_ins.scripted_scheduler import CANCELLED, ERROR, LENGTH, STOP, Line, ScriptedScheduler
 from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
@@ -126,20 +125,6 @@ def test_end_by_stop_string_waits_while_redis_takes_no_write(
     gateway.wait_ready()
 
 
-def test_each_choice_ends_by_itself(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    stream, claimed = streamed(gateway, scheduler, n=2, stop=".", stream_options={"include_usage": True})
-    for index, token in enumerate(token_ids("one. two")):
-        scheduler.publish(Line(claimed.id, index, [token], choice=0))
-    other = token_ids("other")
-    scheduler.publish(Line(claimed.id, 0, other, choice=1, finish=LENGTH))
-    stream.join()
-    assert (stream.text(0), stream.choices(0)[-1]["finish_reason"]) == ("one", "stop")
-    assert (stream.text(1), stream.choices(1)[-1]["finish_reason"]) == ("other", "length")
-    assert stream.events[-1]["choices"] == []
-    assert stream.events[-1]["usage"]["completion_tokens"] == len(stream.tokens(0)) + len(other)
-    assert all(event["usage"] is None for event in stream.events[:-1])
-
-
 @pytest.mark.parametrize("last", [EOS, token_ids("fox")[-1]], ids=["EOS", "of the request"])
 def test_stop_token_counts_but_is_not_text(gateway: GatewayProcess, scheduler: ScriptedScheduler, last: int) -> None:
     stop_ids = [last] if last != EOS else []
@@ -188,25 +173,10 @@ def test_grammar_beyond_a_bound_is_a_fault_of_the_request(
     assert stream.join().error == error
 
 
-def test_schema_beyond_the_fuel_is_refused_with_400(gateway: GatewayProcess) -> None:
-    schema = {"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(2250)}}
-    answer = gateway.post("/v1/completions", {"prompt": "x", "guided_json": schema})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_grammar", "guided_json")
-    assert "too big" in error["message"]
-
-
-def test_deadline_is_a_finish_reason(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    with posted(gateway, {"prompt": "x", "deadline_ms": 60_000}) as answers:
-        scheduler.serve(scheduler.claim(), [50], finish=DEADLINE)
-    assert answers[0].json()["choices"][0]["finish_reason"] == "deadline"
-
-
 def test_request_is_cancelled_when_its_client_leaves_the_stream(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
-    body = {"model": gateway.name, "prompt": "x", "stream": True}
-    with httpx.stream("POST", gateway.url + "/v1/completions", json=body, timeout=60):
+    with gateway.stream({"prompt": "x"}):
         claimed = scheduler.claim()
     scheduler.wait_control("cancel", claimed.id)
     until_idle(gateway)

@@ -24,7 +24,7 @@ from services.gateway.delivery.dispatcher import Command, Dispatcher, Retries
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from services.gateway.openai.bodies import CompletionBody, DetokenizeBody, parse_body
-from services.gateway.openai.completions import completion_spec
+from services.gateway.openai.completions import completion_spec, encode_text
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
@@ -198,13 +198,14 @@ def noting(function: Callable[..., Any], threads: set[threading.Thread]) -> Call
     return noted
 
 
-async def test_many_texts_are_tokenized_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_texts_are_tokenized_beside_the_event_loop_unless_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[threading.Thread] = set()
     encode = model().encode
     monkeypatch.setattr(model(), "encode", noting(encode, threads))
     texts = ["word " * 1000] * 20  # 5 kB each
     spec = await completion_spec(CompletionBody(model="m", prompt=texts, max_tokens=1), model(), LIMITS)
     assert spec.prompts == [encode(texts[0])] * 20
+    await encode_text("x" * 3000, model(), LIMITS)
     assert threading.main_thread() not in threads
     threads.clear()
     await completion_spec(CompletionBody(model="m", prompt=["a", "b"]), model(), LIMITS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,38 +17,22 @@ from services.gateway.gateway import Gateway
 from services.gateway.openai.bodies import CompletionBody, parse_body
 from services.gateway.openai.completions import completion_spec
 from services.gateway.request import GenerationSpec
-from services.gateway.text.tokenizer import ModelText
 from shared import ids
-from shared.settings import GatewaySettings
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import Line, ScriptedScheduler
-from tests.support.tokenizers import write_model
+from tests.support.waiting import wait_until
 
 NAMED = {"Idempotency-Key": "k"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
-    return ModelText(write_model(tmp_path_factory.mktemp("model") / "m"))
+@pytest.fixture
+def gateway(local_gateway: Gateway) -> Gateway:
+    return local_gateway
 
 
 @pytest.fixture
 def scheduler(redis_server: RedisServer, gateway: Gateway) -> ScriptedScheduler:
     return ScriptedScheduler(redis_server.client, gateway.settings.keys)
-
-
-@pytest.fixture
-async def gateway(redis_server: RedisServer, model: ModelText, tmp_path: Path) -> AsyncIterator[Gateway]:
-    """One that sees a scheduler, over an empty Redis."""
-    redis_server.client.flushall()
-    running = Gateway(GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url), model)
-    ScriptedScheduler(redis_server.client, running.settings.keys).lead()
-    running.start()
-    async with asyncio.timeout(60):
-        while running.reason_not_ready():
-            await asyncio.sleep(0.01)
-    yield running
-    await running.stop()
 
 
 async def named(gateway: Gateway, **fields: Any) -> GenerationSpec:
@@ -225,11 +207,7 @@ async def test_expired_record_is_not_kept_by_its_cached_tokens(
     assert await asyncio.to_thread(scheduler.lead().claim)
     redis_server.client.delete(key)
     scheduler.publish(Line(spec.id, 0, [50], cached=3))
-    async with asyncio.timeout(60):
-        while not redis_server.client.exists(key):
-            await asyncio.sleep(0.01)
-        while redis_server.client.ttl(key) <= 0:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: redis_server.client.ttl(key) > 0)
     assert redis_server.client.hgetall(key) == {b"cached:0": b"3"}
     scheduler.publish(Line(spec.id, 9, [52]))  # a gap, so the record is read
     with pytest.raises(ApiError) as caught:

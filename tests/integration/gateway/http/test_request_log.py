@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.integration.conftest import KEY, TEXT
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
@@ -49,9 +47,8 @@ def test_log_has_a_line_for_each_request(tmp_path: Path, model: Path, redis_serv
         assert not any(word in gateway.log() for word in (SECRET, KEY, "forged", "Uvicorn"))
 
 
-@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
-def test_log_can_be_turned_off(tmp_path: Path, model: Path, redis_server: RedisServer, on: bool) -> None:
-    with running_gateway(tmp_path, model, redis_server, request_log=on) as gateway:
-        gateway.get("/v1/models")
+def test_log_can_be_turned_off(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
+    with running_gateway(tmp_path, model, redis_server, request_log=False) as gateway:
+        assert gateway.get("/v1/models").status_code == 200
         gateway.stop()
-        assert ("endpoint=/v1/models status=200" in gateway.log()) is on
+        assert "endpoint=/v1/models" not in gateway.log()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,19 +15,21 @@ from shared.columns import unpack
 from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.docs.bad_fields import BAD, CHAT, NO_TOOLS
 from tests.support.gateway_clients import posted
-from tests.support.gateway_process import GatewayProcess, led_gateway
-from tests.support.stack import PLAIN, RedisServer
+from tests.support.gateway_process import GatewayProcess
+from tests.support.stack import PLAIN
 from tests.support.stand_ins.scripted_scheduler import LENGTH, STOP, Line, ScriptedScheduler
-from tests.support.tokenizers import CONTEXT, token_ids, write_model
+from tests.support.tokenizers import CONTEXT, token_ids
 
 
 @pytest.fixture
-def client(gateway: GatewayProcess, answers: None) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
-        yield made
+def client(client: openai.OpenAI, answers: None) -> openai.OpenAI:
+    """The official client, whose requests are answered."""
+    return client
 
 
-def test_completion_comes_through_the_official_client(client: openai.OpenAI, gateway: GatewayProcess) -> None:
+def test_completion_comes_through_the_official_client(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None
+) -> None:
     answer = client.completions.create(model=gateway.name, prompt="The", max_tokens=100, user="u", seed=7)
     tokens = len(token_ids(TEXT))
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "length")
@@ -64,7 +64,9 @@ def test_streamed_completion_has_the_same_text(client: openai.OpenAI, gateway: G
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_streamed_chat_begins_with_role_and_ends_with_reason(client: openai.OpenAI, gateway: GatewayProcess) -> None:
+def test_streamed_chat_begins_with_role_and_ends_with_reason(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None
+) -> None:
     chat = [{"role": "user", "content": "hi"}]
     chunks = list(
         client.chat.completions.create(model=gateway.name, messages=chat, max_tokens=100, stream=True)  # type: ignore
@@ -75,7 +77,9 @@ def test_streamed_chat_begins_with_role_and_ends_with_reason(client: openai.Open
     assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
 
 
-def test_choices_are_in_order_with_lists_of_prompts_and_n(client: openai.OpenAI, gateway: GatewayProcess) -> None:
+def test_choices_are_in_order_with_lists_of_prompts_and_n(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None
+) -> None:
     answer = client.completions.create(model=gateway.name, prompt=["a", "b"], n=2, max_tokens=100, echo=True)
     assert [choice.text for choice in answer.choices] == ["a" + TEXT, "a" + TEXT, "b" + TEXT, "b" + TEXT]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -89,11 +93,6 @@ def test_echo_alone_returns_the_prompt_without_a_request(gateway: GatewayProcess
     answer = gateway.post("/v1/completions", body).json()
     assert (answer["choices"][0]["text"], answer["usage"]["completion_tokens"]) == ("just this", 0)
     assert scheduler.claim_one() is None
-
-
-def test_echo_comes_first_in_a_stream(client: openai.OpenAI, gateway: GatewayProcess) -> None:
-    stream = client.completions.create(model=gateway.name, prompt="Say: ", max_tokens=100, echo=True, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == "Say: " + TEXT
 
 
 def test_models_are_listed_and_found(client: openai.OpenAI, gateway: GatewayProcess) -> None:
@@ -127,20 +126,6 @@ def test_scheduler_gets_every_field_of_the_request(gateway: GatewayProcess, sche
     assert 0 < request.deadline_ms <= 9000  # what is left of it
     assert sampling.bias_ids == (3).to_bytes(4, "little")
     assert len(request.cache_salt) == 16
-
-
-def test_long_prompt_travels_in_a_separate_key(tmp_path: Path, redis_server: RedisServer) -> None:
-    model = write_model(tmp_path / "long")
-    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 100_000}
-    (model / "config.json").write_text(json.dumps(config))
-    prompt = list(range(5, 25)) * 1000
-    with (
-        led_gateway(tmp_path, model, redis_server) as (gateway, scheduler),
-        posted(gateway, {"prompt": prompt, "max_tokens": 1}),
-    ):
-        claimed = scheduler.claim()
-        scheduler.serve(claimed, [9])
-    assert (claimed.request.prompts_apart, claimed.prompts) == (True, [prompt])
 
 
 @pytest.mark.parametrize(("path", "body", "param", "said"), [*BAD, NO_TOOLS], ids=lambda value: str(value)[:50])
@@ -185,6 +170,9 @@ def test_unknown_paths_methods_and_types_have_the_shape_of_openai(gateway: Gatew
     form = gateway.request("POST", "/v1/completions", data={"a": "b"})
     resume = gateway.get("/v1/requests/cmpl-x/stream")
     assert [a.status_code for a in (missing, wrong, form, resume)] == [404, 405, 415, 404]
+    for path in ("/v1/files", "/v1/batches"):
+        off = gateway.get(path)
+        assert (off.status_code, off.json()["error"]["code"]) == (404, "files_off")
     untyped = gateway.request("POST", "/v1/completions", content=b'{"prompt": "a page of another site"}')
     assert (untyped.status_code, untyped.json()["error"]["code"]) == (415, "unsupported_media_type")
     assert wrong.headers["allow"] == "POST"
@@ -221,9 +209,7 @@ def test_metrics_are_on_both_ports(gateway: GatewayProcess, client: openai.OpenA
 
 
 def test_request_is_seen_and_cancelled_by_its_key_only(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    body = {"model": gateway.name, "prompt": "x", "stream": True}
-    url, headers = gateway.url + "/v1/completions", gateway.headers()
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as stream:
+    with gateway.stream({"prompt": "x"}) as stream:
         name = stream.headers["x-orcinus-request"]
         path = f"/v1/requests/{name}"
         assert gateway.get(path).json()["status"] == "queued"

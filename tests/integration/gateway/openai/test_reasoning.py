@@ -1,17 +1,14 @@
-"""Thinking through the official client: chat and Responses, whole, streamed and continued at another gateway."""
+"""Thinking through the official client: chat and Responses, whole and streamed."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
-from tests.support import sse
-from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
+from tests.support.gateway_process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, answering
 from tests.support.tokenizers import token_ids
@@ -52,28 +49,3 @@ def test_official_client_reads_thinking_apart(thinker: GatewayProcess) -> None:
         response = client.responses.create(model="thinker", input="x")
         assert [item.type for item in response.output] == ["reasoning", "message"]
         assert response.output_text == "\n\nThe fox"
-
-
-def joined(events: list[sse.Event]) -> tuple[str, str, str | None]:
-    """Return thinking, text and reason of a stream; a stream that is read later has fewer, larger events."""
-    choices = [json.loads(event.data)["choices"][0] for event in events if event.data != "[DONE]"]
-    thinking, told = (
-        "".join(choice["delta"].get(name) or "" for choice in choices) for name in ("reasoning_content", "content")
-    )
-    return thinking, told, choices[-1]["finish_reason"]
-
-
-def test_stream_goes_on_within_its_thinking_at_another_gateway(
-    tmp_path: Path, model: Path, redis_server: RedisServer, thinker: GatewayProcess
-) -> None:
-    body = {"model": "thinker", "messages": [{"role": "user", "content": "x"}], "stream": True}
-    first = httpx.post(thinker.url + "/v1/chat/completions", json=body, timeout=60)
-    events = sse.parse(first.content)
-    cut = next(at for at, event in enumerate(events) if "reasoning_content" in event.data)
-    with running_gateway(tmp_path, model, redis_server, **SETTINGS | {"reasoning_parser": "none"}) as other:
-        other.wait_live()
-        path = f"/v1/requests/{json.loads(events[0].data)['id']}/stream"
-        rest = httpx.get(other.url + path, headers={"last-event-id": events[cut].id}, timeout=60)
-    assert joined(sse.parse(rest.content)) == joined(events[cut + 1 :])
-    thinking, told, reason = joined(events)
-    assert (thinking, told, reason) == ("\nfoxes?\n", "\n\nThe fox", "stop")

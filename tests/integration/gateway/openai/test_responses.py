@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.integration.conftest import KEY, OTHER, TEXT
+from tests.integration.conftest import OTHER, TEXT
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler
 from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
-        yield made
 
 
 def test_response_comes_through_the_official_client(
@@ -81,23 +74,6 @@ def test_failure_after_the_first_token_is_two_events(
     assert [event.type for event in events[-2:]] == ["error", "response.failed"]
     assert events[-2].message == events[-1].response.error.message == "the worker died"
     scheduler.end(claimed, [[50, 51]], [ERROR])
-
-
-def test_background_response_is_fetched_by_id(
-    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    begun = client.responses.create(model=gateway.name, input="hi", max_output_tokens=100, background=True)
-    assert (begun.status, begun.background, begun.output) == ("queued", True, [])
-    claimed = scheduler.claim()
-    assert claimed.id == begun.id
-    scheduler.publish(Line(claimed.id, 0, [50]), started=[claimed.id])
-    assert client.responses.retrieve(begun.id).status == "in_progress"
-    tokens = token_ids(TEXT)
-    scheduler.publish(Line(claimed.id, 0, tokens, finish=STOP))
-    scheduler.end(claimed, [tokens], [STOP])
-    done = client.responses.retrieve(begun.id)
-    assert (done.status, done.output_text, done.background) == ("completed", TEXT, True)
-    assert done.usage is not None and done.usage.output_tokens == len(tokens)
 
 
 def test_background_response_can_be_cancelled(

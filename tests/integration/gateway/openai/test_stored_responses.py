@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.integration.conftest import KEY, OTHER, TEXT
+from tests.integration.conftest import OTHER, TEXT
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, Line, ScriptedScheduler
@@ -16,18 +15,12 @@ from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 
-@pytest.fixture
-def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
-        yield made
-
-
 def respond(client: openai.OpenAI, gateway: GatewayProcess, text: str = "hi", **fields: Any) -> Any:
     return client.responses.create(model=gateway.name, input=text, max_output_tokens=100, **fields)
 
 
 def test_response_goes_on_from_an_earlier_one(
-    client: openai.OpenAI, gateway: GatewayProcess, answers: None, redis_server: RedisServer
+    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, answers: None
 ) -> None:
     first = respond(client, gateway, "one", instructions="only here")
     assert first.store is True
@@ -40,29 +33,8 @@ def test_response_goes_on_from_an_earlier_one(
         {"role": "user", "content": "three"},
     ]  # fmt: skip
     chat = client.chat.completions.create(model=gateway.name, messages=told, max_tokens=100)
-    assert chat.usage is not None
+    assert chat.usage is not None and scheduler.claimed(third.id).prompts == scheduler.claimed(chat.id).prompts
     assert third.usage.input_tokens == chat.usage.prompt_tokens > second.usage.input_tokens > first.usage.input_tokens
-
-
-def test_prompt_behind_an_earlier_response_is_that_of_the_whole_conversation(
-    client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    with client.responses.stream(model=gateway.name, input="one", max_output_tokens=100) as stream:
-        claimed = scheduler.claim()
-        scheduler.serve(claimed, [*token_ids(TEXT), claimed.request.stop_token_ids[0]], STOP, piece=4)
-        first = stream.get_final_response()
-    items: list[Any] = [{"role": "user", "content": "one"}, {"role": "assistant", "content": TEXT}]
-    prompts = []
-    bodies: list[dict[str, Any]] = [
-        {"input": "two", "previous_response_id": first.id},
-        {"input": [*items, {"role": "user", "content": "two"}]},
-    ]
-    for body in bodies:
-        gateway.post("/v1/responses", {"background": True, **body}).raise_for_status()
-        claimed = scheduler.claim()
-        prompts.append(claimed.prompts)
-        scheduler.serve(claimed, [50])
-    assert prompts[0] == prompts[1]
 
 
 @pytest.mark.parametrize("why", ["unknown", "not stored", "deleted", "of another key"])
@@ -123,10 +95,15 @@ def test_background_response_is_stored_at_its_end_without_a_reader(
     client: openai.OpenAI, gateway: GatewayProcess, scheduler: ScriptedScheduler, redis_server: RedisServer
 ) -> None:
     begun = respond(client, gateway, background=True, instructions="be brief")
+    assert (begun.status, begun.background, begun.output) == ("queued", True, [])
     claimed = scheduler.claim()
+    assert claimed.id == begun.id
     tokens = token_ids(TEXT)
-    scheduler.publish(Line(claimed.id, 0, tokens, finish=STOP), started=[claimed.id])
+    scheduler.publish(Line(claimed.id, 0, tokens[:1]), started=[claimed.id])
+    assert client.responses.retrieve(begun.id).status == "in_progress"
+    scheduler.publish(Line(claimed.id, 0, tokens, finish=STOP))
     scheduler.end(claimed, [tokens], [STOP])
+    assert client.responses.retrieve(begun.id).usage.output_tokens == len(tokens)
     stored = gateway.keys.response(begun.id)
     until("the end is stored", lambda: b'"completed"' in (redis_server.client.get(stored) or b""))
     redis_server.client.delete(gateway.keys.req(begun.id))  # as five minutes later

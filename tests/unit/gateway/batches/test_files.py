@@ -70,8 +70,9 @@ def test_number_and_bytes_of_a_tenant_are_bounded(tmp_path: Path) -> None:
     assert (raised.value.status, raised.value.code) == (413, "file_quota_exceeded")
     upload(files, b"c", "tenant-2")
     files.delete(TENANT, first.id)
-    with pytest.raises(ApiError, match="more than 2048 bytes"):
+    with pytest.raises(ApiError, match="more than 2048 bytes") as raised:
         upload(files, b"c" * 2049)
+    assert (raised.value.status, raised.value.code) == (413, "file_too_large")
     upload(files, b"c" * 2048)
     files, _ = stores(tmp_path, tenant_file_bytes=2048)
     with pytest.raises(ApiError, match="of at most 2048 bytes"):

@@ -24,6 +24,7 @@ def ended(batches: BatchStore, batch: OpenBatch, epoch: int) -> None:
 
 def test_new_batch_waits_for_a_gateway(tmp_path: Path) -> None:
     files, batches = stores(tmp_path)
+    assert batches.unfinished() == []
     order, batch = ordered(files, batches, lines_of(2))
     assert batches.unfinished() == [batch]
     assert batches.order(batch) == order

@@ -24,6 +24,7 @@ from services.gateway.batches.run import Means, Run
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from shared.batch_lines import Line
+from tests.support.waiting import wait_until
 from tests.unit.gateway.batches.disk import TENANT, lines_of, ordered, stores
 
 Answer = tuple[int, Any]
@@ -191,16 +192,20 @@ async def test_lost_request_is_computed_again_three_times_at_most(tmp_path: Path
     assert sorted(case.app.names) == names
 
 
-async def test_handler_that_breaks_is_an_error_of_its_line(tmp_path: Path) -> None:
-    case = Case(tmp_path, lines_of(1))
-
-    def broken(body: dict[str, Any], before: int) -> Answer:
+def broken(body: dict[str, Any], before: int) -> Answer:
+    if body["prompt"] == "001":
         raise RuntimeError("a bug")
+    return 200, b"no JSON"
 
+
+async def test_line_whose_handler_breaks_or_answers_no_json_is_an_error(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(2))
     case.app.answer = broken
     await case.run().run()
-    [row] = case.rows(case.now.state.error_file_id)
-    assert (row["response"]["status_code"], row["response"]["body"]["error"]["code"]) == (500, "internal_error")
+    assert counts(case.now) == ("completed", 2, 0, 2)
+    text, bug = case.rows(case.now.state.error_file_id)
+    assert (text["custom_id"], text["response"], text["error"]["code"]) == ("line-0", None, "internal_error")
+    assert (bug["response"]["status_code"], bug["response"]["body"]["error"]["code"]) == (500, "internal_error")
 
 
 async def test_line_is_read_once_it_has_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,16 +225,6 @@ async def test_line_is_read_once_it_has_a_slot(tmp_path: Path, monkeypatch: pyte
     case.app.gate = gate
     await case.run(requests=8, slots=1).run()
     assert seen == list(range(1, 10))
-
-
-async def test_answer_that_is_no_json_is_an_error_of_its_line(tmp_path: Path) -> None:
-    case = Case(tmp_path, lines_of(2))
-
-    case.app.answer = lambda body, before: GOOD if body["prompt"] == "000" else (200, b"no JSON")
-    await case.run().run()
-    assert counts(case.now) == ("completed", 2, 1, 1)
-    [row] = case.rows(case.now.state.error_file_id)
-    assert (row["custom_id"], row["response"], row["error"]["code"]) == ("line-1", None, "internal_error")
 
 
 async def test_batch_cancelled_early_is_not_checked(tmp_path: Path) -> None:
@@ -262,10 +257,6 @@ async def test_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None:
 async def test_window_that_ends_leaves_error_lines(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(3), window_s=-1)
 
-    async def gate(body: dict[str, Any]) -> None:
-        await asyncio.Event().wait()
-
-    case.app.gate = gate
     await case.run().run()
     assert counts(case.now) == ("expired", 3, 0, 3) and case.app.bodies == []
     bad = case.rows(case.now.state.error_file_id)
@@ -297,9 +288,7 @@ async def test_key_that_is_lost_may_come_back(tmp_path: Path) -> None:
 
     case.app.answer = answer
     task = asyncio.create_task(case.run(requests=1).run())
-    async with asyncio.timeout(20):
-        while case.now.state.completed < 1:
-            await asyncio.sleep(0.005)
+    await wait_until(lambda: case.now.state.completed >= 1)
     assert len(case.app.bodies) == 1 and case.now.status == "in_progress"
     case.app.answer = lambda body, before: GOOD
     case.caller = Caller(TENANT)
@@ -330,13 +319,19 @@ async def test_outputs_beyond_the_quota_end_the_batch(tmp_path: Path, monkeypatc
     assert case.now.state.errors[0]["code"] == "file_quota_exceeded"
 
 
-async def begun(case: Case, run: Run, done: int) -> asyncio.Task[None]:
-    """Run until so many lines are on the disk, and four more are under way."""
-    task = asyncio.create_task(run.run())
-    async with asyncio.timeout(20):
-        while case.now.state.completed < done or case.app.active < 4:
-            await asyncio.sleep(0.005)
+async def begun(case: Case) -> asyncio.Task[None]:
+    """Run until five lines are on the disk, and four more are under way."""
+    task = asyncio.create_task(case.run(epoch=1).run())
+    await wait_until(lambda: case.now.state.completed >= 5 and case.app.active >= 4)
     return task
+
+
+async def killed(case: Case) -> None:
+    """Run as far as `begun`, and end there."""
+    case.app.gate = stuck
+    task = await begun(case)
+    task.cancel()
+    await asyncio.wait({task})
 
 
 async def stuck(body: dict[str, Any]) -> None:
@@ -346,10 +341,7 @@ async def stuck(body: dict[str, Any]) -> None:
 
 async def test_next_gateway_sends_only_what_has_no_answer(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(20))
-    case.app.gate = stuck
-    task = await begun(case, case.run(epoch=1), 5)
-    task.cancel()
-    await asyncio.wait({task})
+    await killed(case)
     assert case.now.status == "in_progress" and case.cancelled == []
     first, case.app = case.app, ScriptedApp()
     await case.run(epoch=2).run()
@@ -369,7 +361,7 @@ async def test_gateway_that_lost_its_lease_changes_nothing(tmp_path: Path) -> No
 
     case.app.gate = gate
     case.app.answer = lambda body, before: (200, {"by": "the slow one"})
-    task = await begun(case, case.run(epoch=1), 5)
+    task = await begun(case)
     case.app = ScriptedApp()
     await case.run(epoch=2).run()
     before, files = case.now, case.files.of_tenant(TENANT)
@@ -432,10 +424,7 @@ async def test_outputs_stay_when_cleaning_fails(tmp_path: Path, monkeypatch: pyt
 
 async def test_batch_that_cannot_be_read_ends_with_its_window(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(9), window_s=60)
-    case.app.gate = stuck
-    task = await begun(case, case.run(epoch=1), 5)
-    task.cancel()
-    await asyncio.wait({task})
+    await killed(case)
     folder = case.batches.folder(case.open.owner, case.open.id)
     (folder / "input").unlink()
     with pytest.raises(FileNotFoundError):
@@ -450,10 +439,7 @@ async def test_batch_that_cannot_be_read_ends_with_its_window(tmp_path: Path) ->
 
 async def test_batch_whose_answers_are_lost_fails_after_its_window(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(9), window_s=60)
-    case.app.gate = stuck
-    task = await begun(case, case.run(epoch=1), 5)
-    task.cancel()
-    await asyncio.wait({task})
+    await killed(case)
     case.batches.take_over(case.open, 2)
     journal = case.batches.folder(case.open.owner, case.open.id) / journal_name(1)
     journal.unlink()

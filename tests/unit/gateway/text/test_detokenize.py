@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +42,7 @@ def test_table_is_used_when_the_decoder_is_of_bytes(kind: str, table: bool) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(prompt=TEXTS, output=TEXTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_pieces_add_up_to_the_decoded_text(kind: str, prompt: str, output: str) -> None:
     tokenizer, text = loaded(kind)
     before = tokenizer.encode("ox " + prompt + "ox").ids
@@ -53,7 +54,7 @@ def test_pieces_add_up_to_the_decoded_text(kind: str, prompt: str, output: str) 
 
 
 @given(st.binary(min_size=1, max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_bytes_decode_as_all_at_once(data: bytes) -> None:
     tokenizer, text = loaded("byte_level")
     id_of = {
@@ -65,19 +66,7 @@ def test_any_bytes_decode_as_all_at_once(data: bytes) -> None:
     assert "".join(pieces) + detokenizer.flush() == text.decode(ids) == data.decode("utf-8", "replace")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_emitted_text_does_not_depend_on_later_tokens(kind: str, data: st.DataObject) -> None:
-    tokenizer, text = loaded(kind)
-    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=30))
-    cut = data.draw(st.integers(0, len(ids)))
-    long, short = text.start([5, 6]), text.start([5, 6])
-    assert [long.feed(token) for token in ids][:cut] == [short.feed(token) for token in ids[:cut]]
-
-
-@pytest.mark.parametrize("first", range(0xC2, 0xF5))
-def test_only_bytes_that_may_complete_a_character_are_held(first: int) -> None:
+def test_only_bytes_that_may_complete_a_character_are_held() -> None:
     """Two bytes may begin one if some third, or third and fourth, complete it: here they are tried."""
     rests = [b"", b"\x80", b"\xbf", b"\x80\x80", b"\xbf\xbf"]
     tokenizer, text = loaded("byte_fallback")
@@ -88,8 +77,7 @@ def test_only_bytes_that_may_complete_a_character_are_held(first: int) -> None:
         except UnicodeDecodeError:
             return False
 
-    for second in range(0x80, 0xC0):
-        both = bytes([first, second])
+    for both in map(bytes, itertools.product(range(0xC2, 0xF5), range(0x80, 0xC0))):
         detokenizer = text.start([5])
         shown = "".join(detokenizer.feed(tokenizer.token_to_id(f"<0x{byte:02X}>")) for byte in both)
         is_open = not is_character(both) and any(is_character(both + rest) for rest in rests)

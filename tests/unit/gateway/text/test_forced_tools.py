@@ -13,9 +13,9 @@ from services.gateway.errors import ApiError, failed
 from services.gateway.openai.output import plan_tools
 from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
-from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.reader import merged
 from shared.text.grammars import NOT_FOLLOWED
+from tests.support.generations import read_calls
 from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import write_model
 from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, for_grammars, grammar_of, walk
@@ -41,17 +41,15 @@ def model(directory: Path) -> ModelText:
     return ModelText(directory)
 
 
+def read(text: str, use: ToolUse) -> tuple[str, list[tuple[str, str]], bool]:
+    """Return content, calls, and whether the last of them was cut."""
+    content, calls, cut = read_calls(use, [text])
+    return content, [(call.name, call.arguments) for call in calls], cut
+
+
 def allowed(mode: str, *names: str) -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
-def read(text: str, use: ToolUse) -> tuple[str, list[tuple[str, str]], bool]:
-    """Content, calls, and whether the last of them was cut."""
-    reader = reader_of(use, "r", 0)
-    content, pieces = reader.feed(text)
-    rest, last = reader.flush()
-    return content + rest, [(call.name, call.arguments) for call in merged(pieces + last)], reader.cut
 
 
 @pytest.mark.parametrize("kind", WHOLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from protos import queue_pb2
 from services.gateway.delivery.stream import RequestStream, Row, rows_of
 from services.gateway.errors import ApiError
-from services.gateway.openai.answers import EventWriter, answer
+from services.gateway.openai.answers import answer
 from services.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -24,8 +25,7 @@ from services.gateway.openai.bodies import (
 from services.gateway.request import GenerationSpec
 from shared.columns import pack
 from shared.text.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
-from tests.support import sse
-from tests.support.generations import CUTS, generation, model, rows, spec
+from tests.support.generations import CUTS, generation, model, rows, spec, streamed
 
 TEXT = "a naïve 🐙, quick fox."  # the octopus is several tokens
 
@@ -49,21 +49,14 @@ def row(request: GenerationSpec, first: int, tokens: list[int], finish: int = 0,
     return Row(choice, tokens, finish, logprobs=records)
 
 
-def streamed(request: GenerationSpec, pieces: list[list[int]], had: str = "") -> tuple[list[dict[str, Any]], list[str]]:
+def choices_of(
+    request: GenerationSpec, pieces: list[list[int]], had: str = ""
+) -> tuple[list[dict[str, Any]], list[str]]:
     """The choices of all events, one delivery a piece, and the events' ids; from the event `had` on."""
-
-    async def go() -> list[bytes]:
-        running, stream, _ = generation(request, had=had)
-        writer = EventWriter(running, "fp")
-        first, told = 0, []
-        for at, piece in enumerate(pieces):
-            stream.offer(row(request, first, piece, 2 if at == len(pieces) - 1 else 0), first)
-            first += len(piece)
-            if stream.failure is None and not running.done:
-                told.append(writer.events(await running.next(0)))
-        return told
-
-    events = sse.parse(b"".join(asyncio.run(go())))
+    places = itertools.accumulate(map(len, pieces), initial=0)
+    sent = [(row(request, first, piece), first) for piece, first in zip(pieces, places, strict=False)]
+    sent[-1][0].finish = 2
+    events = streamed(request, sent, had=had)[:-1]
     return [event.json["choices"][0] for event in events], [event.id for event in events]
 
 
@@ -120,8 +113,8 @@ def test_events_carry_each_tokens_logprobs_once_and_resume_anywhere(
 ) -> None:
     tokens = model().encode(TEXT)
     request = asking(3, stop=stop, endpoint=endpoint)
-    whole, _ = streamed(request, [tokens])
-    events, ids = streamed(request, rows(tokens, cuts))
+    whole, _ = choices_of(request, [tokens])
+    events, ids = choices_of(request, rows(tokens, cuts))
     assert entries(events) == entries(whole)
     told, text = b"", ""
     for choice in events:
@@ -131,7 +124,7 @@ def test_events_carry_each_tokens_logprobs_once_and_resume_anywhere(
         if endpoint == "chat":
             assert told.decode("utf-8", "ignore").startswith(text), "no text without the tokens that it is made of"
     for at, had in enumerate(ids):
-        rest, _ = streamed(request, [tokens], had)  # all at once, as the record gives it
+        rest, _ = choices_of(request, [tokens], had)  # all at once, as the record gives it
         assert entries(events[: at + 1]) + entries(rest) == entries(events)
         assert "".join(map(text_of, events[: at + 1] + rest)) == text
 
@@ -203,16 +196,9 @@ def test_delivery_record_keeps_logprobs_and_best_of() -> None:
 
 
 def test_continuous_usage_counts_tokens_so_far_in_every_event() -> None:
-    request = spec(include_usage=True, continuous_usage=True)
-    running, stream, _ = generation(request)
-    writer, seen = EventWriter(running, "fp"), []
-
-    async def go() -> None:
-        for first, token in enumerate(model().encode("a fox")):
-            stream.offer(Row(0, [token]), first)
-            seen.extend(event.json["usage"] for event in sse.parse(writer.events(await running.next(0))))
-
-    asyncio.run(go())
+    sent = [(Row(0, [token]), first) for first, token in enumerate(model().encode("a fox"))]
+    *events, _, _ = streamed(spec(include_usage=True, continuous_usage=True), sent)  # but the whole usage at the end
+    seen = [event.json["usage"] for event in events]
     assert [usage["completion_tokens"] for usage in seen] == list(range(1, len(seen) + 1))
     assert all(usage["total_tokens"] == usage["completion_tokens"] + 1 for usage in seen)
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.request import ToolUse
 from services.gateway.text.tools.blocks import reader_of
-from services.gateway.text.tools.reader import merged
+from tests.support.generations import read_calls
 
 NAMES = ("get_weather", "add")
 A = '{"city": "Köln", "days": [1, {"x": "}\\"]"}]}'
@@ -19,25 +19,19 @@ WEATHER = ("get_weather", A)
 ADD = ("add", "{}")
 
 
-def read(pieces: list[str], kind: str, parallel: bool = True) -> tuple[str, list[tuple[str, str]]]:
-    """Content and calls."""
-    reader = reader_of(ToolUse(kind, NAMES, parallel, texts=("get_weather.city",)), "chatcmpl-1", 0)
-    content, calls = "", []
-    for piece in pieces:
-        text, gained = reader.feed(piece)
-        content, calls = content + text, calls + gained
-    text, gained = reader.flush()
-    calls = merged(calls + gained)
-    assert [call.index for call in calls] == list(range(reader.calls))
+def read(pieces: list[str], kind: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return content and calls."""
+    content, calls, _ = read_calls(ToolUse(kind, NAMES, True, texts=("get_weather.city",)), pieces)
+    assert [call.index for call in calls] == list(range(len(calls)))
     assert all(call.id and call.name for call in calls)
-    return content + text, [(call.name, call.arguments) for call in calls]
+    return content, [(call.name, call.arguments) for call in calls]
 
 
 QWEN = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\n7\n</parameter>\n"
     '<parameter=days>\n[1, "x"]\n</parameter>\n</function>\n</tool_call>'
 )
-FUNCTION = "<function=add>x</function>"
+FUNCTION = "<tool_call><function=add>x</function></tool_call>"
 D_SECTION, D_OPEN, D_SEP, D_CLOSE, D_END = (
     f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
@@ -91,12 +85,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("granite", "<|tool_call|>get_weather[ARGS]{}", "<|tool_call|>get_weather[ARGS]{}", []),
     ("qwen3-coder", f"So.\n{QWEN}\n{QWEN} bye", "So.bye", [("get_weather", '{"city": "7", "days": [1, "x"]}')] * 2),
     ("qwen3-coder", "<tool_call>\n<function=add>\n</function>\n</tool_call>", "", [ADD]),
-    (
-        "qwen3-coder",
-        "<tool_call><function=add>x</function></tool_call>",
-        "<tool_call><function=add>x</function></tool_call>",
-        [],
-    ),
+    ("qwen3-coder", FUNCTION, FUNCTION, []),
     ("qwen3-coder", f"<tool_call>{CALL}</tool_call>", f"<tool_call>{CALL}</tool_call>", []),
     ("qwen3-coder", "a <tool_call><funny", "a <tool_call><funny", []),
     ("glm-4.5", "<tool_call>add\n</tool_call><tool_call>add</tool_call>", "", [ADD, ADD]),
@@ -156,11 +145,6 @@ def test_reader_finds_calls_and_keeps_other_text(
     assert read(list(text), kind) == (content, calls), "cut into characters"
 
 
-def test_reader_returns_one_call_without_parallel_calls() -> None:
-    text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call> more"
-    assert read([text], "hermes", parallel=False) == ("", [WEATHER])
-
-
 def test_arguments_are_streamed_after_the_name() -> None:
     reader = reader_of(ToolUse("hermes", NAMES, True), "chatcmpl-1", 1)
     bodies: list[Any] = []
@@ -203,27 +187,6 @@ def test_a_value_may_contain_the_marks_of_its_end(kind: str, value: str) -> None
     assert read(list(text), kind) == wanted
 
 
-BLANK = "\n" * 500_000
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("kimi-k2", f'{K_OPEN}functions.add:0{K_ARGS}{{"a": 1,{BLANK}"b": 2}}{K_CLOSE}'),
-        ("deepseek-v3", f'{D_OPEN}add{D_SEP}{{"a": 1,{BLANK}"b": 2}}{D_CLOSE}'),
-        ("glm-4.5", f"<tool_call>add\n<arg_key>{'</arg_key><arg_value>' * 50_000}</tool_call>"),
-    ],
-)
-def test_hostile_blocks_are_read_in_linear_work(kind: str, text: str) -> None:
-    content, calls = read([text], kind)
-    assert content == text or [name for name, _ in calls] == ["add"]
-
-
-def test_blanks_at_the_head_of_a_block_are_looked_at_once() -> None:
-    content, calls = read(["<tool_call>", *[" " * 32] * 8000, "<function=add>", *["\n"] * 8000, "no"], "qwen3-coder")
-    assert len(content) > 8000 * 33 and not calls
-
-
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
@@ -242,23 +205,23 @@ def test_a_number_that_is_too_large_stays_text() -> None:
 
 BLANKS = "\n" * 400_000
 HOSTILE = {
+    "kimi: blanks between members": ("kimi-k2", f'{K_OPEN}functions.add:0{K_ARGS}{{"a": 1,{BLANKS}"b": 2}}{K_CLOSE}'),
     "kimi: blanks in an object": ("kimi-k2", f"{K_OPEN}functions.add:0{K_ARGS}{{{BLANKS}}}x{K_CLOSE}"),
+    "deepseek: blanks between members": ("deepseek-v3", f'{D_OPEN}add{D_SEP}{{"a": 1,{BLANKS}"b": 2}}{D_CLOSE}'),
     "deepseek: blanks in an object": ("deepseek-v3", f"{D_OPEN}add{D_SEP}{{{BLANKS}x{D_CLOSE}"),
-    "glm: marks again and again": (
-        "glm-4.5",
-        "<tool_call>add<arg_key>" + "</arg_key><arg_value>" * 50_000 + "</tool_call>",
-    ),
+    "glm: marks again and again": ("glm-4.5", f"<tool_call>add<arg_key>{'</arg_key><arg_value>' * 50_000}</tool_call>"),
     "qwen: ends of values": (
-        "qwen3-coder",
-        "<tool_call><function=add><parameter=a>" + "</parameter> " * 50_000 + "</function></tool_call>",
+        "qwen3-coder", f"<tool_call><function=add><parameter=a>{'</parameter> ' * 50_000}</function></tool_call>",
     ),
     "qwen: blanks at the beginning": ("qwen3-coder", "<tool_call>" + BLANKS),
-}
+    "qwen: blanks around the head": ("qwen3-coder", f"<tool_call>{' ' * 256_000}<function=add>{BLANKS}no"),
+}  # fmt: skip
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("kind", "text"), HOSTILE.values(), ids=HOSTILE)
 def test_hostile_block_takes_work_in_proportion_to_its_size(kind: str, text: str) -> None:
     """With lazy groups each of them took minutes or hours."""
-    content, calls = read([text[at : at + 32] for at in range(0, len(text), 32)], kind)
-    assert content or calls
+    content, calls = read([text], kind)
+    assert content == text or [name for name, _ in calls] == ["add"]
+    assert read([text[at : at + 32] for at in range(0, len(text), 32)], kind) == (content, calls)

@@ -1,0 +1,48 @@
+"""The official client of a gateway process, and a gateway within this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from services.gateway.gateway import Gateway
+from services.gateway.text.tokenizer import ModelText
+from shared.settings import GatewaySettings
+from tests.integration.conftest import KEY
+from tests.support import generations
+from tests.support.gateway_process import GatewayProcess
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def in_process(settings: GatewaySettings, text: ModelText) -> AsyncIterator[Gateway]:
+    """Yield a gateway that sees a scheduler."""
+    running = Gateway(settings, text)
+    running.start()
+    try:
+        await wait_until(lambda: not running.reason_not_ready())
+        yield running
+    finally:
+        await running.stop()
+
+
+@pytest.fixture
+async def local_gateway(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Gateway]:
+    """A gateway in this process that sees a scheduler, over an empty Redis."""
+    redis_server.client.flushall()
+    settings = GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url)
+    ScriptedScheduler(redis_server.client, settings.keys).lead()
+    async with in_process(settings, generations.model()) as running:
+        yield running
