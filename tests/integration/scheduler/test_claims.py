@@ -18,11 +18,11 @@ from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
 from tests.support.stack import RedisServer
 
-FLOOD, PROMPT, SLOTS = 5_000, 200, 4
+FLOOD, PROMPT, SLOTS = 2_000, 200, 4
 
 
 async def claimed_of_a_flood(server: RedisServer) -> list[Claimed]:
-    """Return 5,000 requests of `flood`, then one of `quiet`, as a lone shard with SLOTS slots claims them."""
+    """Return 2,000 requests of `flood`, then one of `quiet`, as a lone shard with SLOTS slots claims them."""
     settings = SchedulerSettings(redis_url=server.url, lease_ms=60_000)
     keys, redis = settings.keys, connect(settings, socket_timeout_s=60.0)
     pipe = redis.pipeline(transaction=False)

@@ -121,11 +121,7 @@ def test_results_that_nothing_reads_are_held_back(
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        (lambda run: setattr(run, "replaced_by", 4), grpc.StatusCode.ABORTED),
-        (lambda _: None, None),
-    ],
+    ("end", "code"), [(lambda run: setattr(run, "replaced_by", 4), grpc.StatusCode.ABORTED), (lambda _: None, None)]
 )
 def test_ended_run_says_its_status_behind_the_results(
     server: RunServer, worker: Worker, end: Callable[[RunState], None], code: grpc.StatusCode | None

@@ -10,39 +10,21 @@ from typing import Any
 
 import pytest
 
-from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Finish, Limits
-from services.scheduler.quarantine import REPLICA_WAIT_S, Quarantine
+from services.scheduler.core.types import Finish
+from services.scheduler.quarantine import REPLICA_WAIT_S
 from services.scheduler.workers.fleet import AVOID_S, Fleet
 from services.scheduler.workers.loop import WorkerContext, WorkerLoop
 from services.scheduler.workers.registry import Registration, WorkerRegistry
 from shared.settings import SchedulerSettings
-from tests.unit.scheduler.core.twin import House, request
-
-LIMITS = Limits(slots=8, blocks=256, block_size=4, max_model_len=128, max_step_tokens=64)
-SECOND = 1_000_000_000
+from tests.unit.scheduler.quarantined import LIMITS, SECOND, Shard
 
 
-class Shard:
-    """Twin workers of one core, and the quarantine in front of it; a request in `poison` kills its worker."""
+class Workers(Shard):
+    """A shard in which a request called `poison` kills its worker."""
 
     def __init__(self, workers: int) -> None:
-        self.house = House(Scheduler("orcinus", lookahead=0), LIMITS)
-        for _ in range(workers - 1):
-            self.house.join(LIMITS)
-        self.core = self.house.core
-        self.quarantine = Quarantine(self.core, self.give_up, lambda name, finish, text: None)
-        self.given_up: list[str] = []
+        super().__init__(workers)
         self.deaths: list[int] = []
-
-    def give_up(self, name: str, text: str) -> None:
-        self.given_up.append(name)
-        self.house.take(self.core.cancel(name, self.house.now, Finish.ERROR, text))
-        self.quarantine.remove(name, self.house.now)
-
-    def arrive(self, name: str, seed: int) -> None:
-        self.house.add(request(name, 6, 60, seed=seed))
-        self.quarantine.add(name, "g", self.house.now)
 
     def in_step(self, replica: int) -> set[str]:
         step = self.house.workers[replica].queue[0]
@@ -88,10 +70,10 @@ class Shard:
 
 
 def test_poisonous_request_kills_one_worker_at_a_time() -> None:
-    shard = Shard(2)
+    shard = Workers(2)
     for number in range(8):
-        shard.arrive(f"r{number}", number)
-    shard.arrive("poison", 99)
+        shard.arrive(f"r{number}", seed=number)
+    shard.arrive("poison", seed=99)
     for _ in range(40):
         shard.round("poison")
         if len(shard.house.workers) == 1:
@@ -109,9 +91,9 @@ def test_poisonous_request_kills_one_worker_at_a_time() -> None:
 
 
 def test_silent_worker_is_dead_and_another_is_emptied() -> None:
-    shard = Shard(2)
+    shard = Workers(2)
     for number in range(6):
-        shard.arrive(f"r{number}", number)
+        shard.arrive(f"r{number}", seed=number)
     shard.round()
     shard.round()
     at_it = shard.at(0)
@@ -131,9 +113,9 @@ def test_silent_worker_is_dead_and_another_is_emptied() -> None:
 
 
 async def test_figures_of_replicas_add_up_to_those_of_all() -> None:
-    shard = Shard(2)
+    shard = Workers(2)
     for number in range(5):
-        shard.arrive(f"r{number}", number)
+        shard.arrive(f"r{number}", seed=number)
     for _ in range(3):
         shard.round()
     unused: Any = None
@@ -279,7 +261,7 @@ class OneRecord(Lease):
         return 5
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 async def test_shards_joining_in_turn_get_workers_and_then_settle(seed: int) -> None:
     rng = random.Random(seed)
     names = [f"s{number}" for number in range(rng.randint(1, 4))]
@@ -316,12 +298,11 @@ async def until_cancelled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "others", "gives"),
-    [("a", Others(("b",), ("b",)), [["w1", 1, "a", 5]]), ("b", Others(("b",), ()), [])],
+    ("record", "others", "gives"), [("a", Others(("b",), ("b",)), [["w1", 1, "a", 5]]), ("b", Others(("b",), ()), [])]
 )
 async def test_lost_worker_that_the_shard_avoids_is_freed(record: str, others: Others, gives: list[list[Any]]) -> None:
-    shard, lease = Shard(1), Lease()
-    shard.arrive("r0", 0)
+    shard, lease = Workers(1), Lease()
+    shard.arrive("r0", seed=0)
     shard.quarantine.link_lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
     workers = WorkerRegistry(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)
     unused: Any = None

@@ -7,11 +7,11 @@ import pytest
 from tests.unit.scheduler.golden_plans import NAMES, QUICK_SEEDS, SEEDS, differences, recorded, run
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_plans_equal_the_recorded_ones(name: str) -> None:
-    jobs = [(name, seed) for seed in QUICK_SEEDS]
-    wrong, _ = differences(jobs, map(run, jobs))
-    assert not wrong
+@pytest.mark.parametrize(("number", "name"), enumerate(NAMES))
+def test_plans_equal_the_recorded_ones(number: int, name: str) -> None:
+    """Two of the quick seeds each, in turn."""
+    jobs = [(name, QUICK_SEEDS[(number + at) % 3]) for at in (0, 1)]
+    assert not differences(jobs, map(run, jobs))
 
 
 def test_every_policy_is_recorded_with_all_seeds() -> None:

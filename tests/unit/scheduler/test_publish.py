@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
-from services.scheduler.requests.intake import Clock, Entry, decode, extend, room_by_class
+from services.scheduler.requests.intake import Entry, extend, room_by_class
 from services.scheduler.requests.publisher import arguments, batches, written_keys
 from services.scheduler.telemetry import Stats, Window
 from shared.columns import pack, unpack
@@ -95,42 +93,6 @@ def test_log_probabilities_of_prompts_go_to_their_places() -> None:
     args = arguments([(9, told)], 4, "prefix:", {})
     assert args[7:] == [0, 0, 0, 0, 0, 2, "a", 0, 0, b"aaaabbbb", "b", 3, 24, b"cccc"]
     assert written_keys(Keys("m"), [told])[Keys("m").prompt_logprobs("b", 3)] == "string"
-
-
-def test_more_log_probabilities_than_there_may_be_make_request_unservable() -> None:
-    wire = queue_pb2.Request(id="a", n=1, max_tokens=4, sampling=queue_pb2.Sampling(logprobs=21))
-    prompts = queue_pb2.Prompts(tokens=[pack([5])])
-    assert decode(wire, prompts, 0, "g", Clock()).payload is wire
-    wire.sampling.logprobs = 22
-    with pytest.raises(ValueError, match="logprobs: 21 tokens besides the sampled one; ask for at most 20"):
-        decode(wire, prompts, 0, "g", Clock())
-    wire.sampling.logprobs, wire.sampling.prompt_logprobs = 0, 21
-    assert decode(wire, prompts, 0, "g", Clock()).scored == [1]
-    wire.sampling.prompt_logprobs = 22
-    with pytest.raises(ValueError, match="prompt_logprobs: 21 tokens"):
-        decode(wire, prompts, 0, "g", Clock())
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"pooling": 3}, "pooling 3"),
-        ({"max_tokens": 2}, "pooling 2, max_tokens=2"),
-        ({"sampling": queue_pb2.Sampling(logprobs=1)}, "no logprobs"),
-        ({"sampling": queue_pb2.Sampling(prompt_logprobs=1)}, "no logprobs"),
-        ({"segments": pack([1, 1])}, "segments: 2 for 1 prompts"),
-        ({"segments": pack([-1])}, "segments: 1 for 1 prompts, or one below 0"),
-        ({"label_ids": pack([1])}, "label ids: 4 bytes"),
-    ],
-)
-def test_pooling_out_of_bounds_makes_request_unservable(changes: dict[str, Any], problem: str) -> None:
-    prompts = queue_pb2.Prompts(tokens=[pack([5])])
-    fields: dict[str, Any] = {
-        "id": "a", "n": 1, "max_tokens": 1, "pooling": 2, "segments": pack([1]), "label_ids": pack([1, 2]),
-    }  # fmt: skip
-    assert decode(queue_pb2.Request(**fields), prompts, 0, "g", Clock()).max_tokens == 1
-    with pytest.raises(ValueError, match=problem):
-        decode(queue_pb2.Request(**fields | changes), prompts, 0, "g", Clock())
 
 
 def test_a_window_keeps_the_newest_samples_of_the_last_minute() -> None:

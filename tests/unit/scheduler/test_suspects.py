@@ -135,7 +135,7 @@ def simulated(seed: int, poisons: int, cancels: bool) -> dict[str, Simulated]:
 
 @pytest.mark.parametrize("poisons", [0, 1, 2, 3, 6])
 def test_every_poison_is_given_up_in_few_deaths_alone(poisons: int) -> None:
-    for seed in range(150):
+    for seed in range(60):
         requests = simulated(seed, poisons, cancels=False)
         simulation = Simulation(requests, random.Random(seed), slots=1 + seed % 24)
         simulation.run()
@@ -145,10 +145,8 @@ def test_every_poison_is_given_up_in_few_deaths_alone(poisons: int) -> None:
 
 
 @pytest.mark.parametrize("poisons", [1, 2, 6])
-def test_cancels_and_lost_workers_cost_no_innocent_request(
-    poisons: int,
-) -> None:
-    for seed in range(150):
+def test_cancels_and_lost_workers_cost_no_innocent_request(poisons: int) -> None:
+    for seed in range(60):
         requests = simulated(seed, poisons, cancels=True)
         simulation = Simulation(requests, random.Random(seed), slots=1 + seed % 24, troubled=True)
         simulation.run()
@@ -173,34 +171,3 @@ def test_cleared_request_that_still_runs_takes_the_blame() -> None:
         assert suspects.died({"b"}, at_risk, at_risk) == Actions(park=["a"])
     assert suspects.died({"b"}, {"b"}, at_risk).dead == []
     assert suspects.died({"b"}, {"b"}, at_risk) == Actions(resume=["a"], dead=["b"])
-
-
-def test_worker_that_died_for_another_reason_costs_no_request() -> None:
-    suspects = Bisection()
-    at_risk = {"a", "b", "c", "d", "e"}
-    step = at_risk - {"e"}
-    actions = suspects.died(step, step, at_risk)
-    assert (actions.park, actions.dead) == (["c", "d", "e"], [])
-    assert suspects.progressed({"a"}).resume == []
-    assert suspects.progressed({"b"}).resume == ["c", "d"]
-    assert suspects.progressed({"c", "d"}).resume == ["e"]
-    assert not suspects
-
-
-def test_a_token_between_two_deaths_clears() -> None:
-    suspects = Bisection()
-    suspects.died({"a"}, {"a"}, {"a"})
-    suspects.progressed({"a"})
-    assert suspects.died({"a"}, {"a"}, {"a"}).dead == []
-    assert suspects.died({"a"}, {"a"}, {"a"}).dead == ["a"]
-
-
-def test_the_last_suspect_that_leaves_lets_all_others_run() -> None:
-    suspects = Bisection()
-    at_risk = {"a", "b", "c"}
-    suspects.died({"a", "b"}, {"a", "b"}, at_risk)
-    suspects.arrived("d")
-    assert suspects.ended("c") == Actions()
-    assert suspects.ended("b") == Actions()
-    assert suspects.ended("a").resume == ["d"]
-    assert not suspects

@@ -66,32 +66,6 @@ async def worker() -> OneWorker:
     return OneWorker()
 
 
-async def test_the_group_on_trial_runs_alone_and_newcomers_wait(worker: OneWorker) -> None:
-    worker.service.take_all([claimed(name) for name in "abcd"])
-    assert worker.send() == set("abcd")
-    worker.service.take_all([claimed("e")])
-    worker.dies()
-    worker.service.take_all([claimed("f"), claimed("f")])
-    assert worker.parked() == 3, "f came when a worker was there: it waits, but not there"
-    assert worker.send() == {"a", "b"}
-    worker.dies()
-    assert worker.send() == {"a"}
-    worker.core.check()
-
-
-async def test_a_cancel_on_trial_or_while_parked_leaves_none_parked(worker: OneWorker) -> None:
-    worker.service.take_all([claimed(name) for name in "abcd"])
-    worker.send()
-    worker.dies()
-    for name in "cab":
-        worker.ends(name)
-    assert worker.parked() == 0
-    assert worker.send() == {"d"}
-    worker.ends("d")
-    assert not worker.service.quarantine.has_suspects
-    worker.core.check()
-
-
 async def test_drain_hands_back_waiting_requests_and_keeps_started_ones(
     worker: OneWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,3 +88,16 @@ async def test_drain_hands_back_waiting_requests_and_keeps_started_ones(
     worker.ends("a")
     assert worker.send() == {"b"}
     assert worker.parked() == 0
+
+
+async def test_the_group_on_trial_runs_alone_and_newcomers_wait(worker: OneWorker) -> None:
+    worker.service.take_all([claimed(name) for name in "abcd"])
+    assert worker.send() == set("abcd")
+    worker.service.take_all([claimed("e")])
+    worker.dies()
+    worker.service.take_all([claimed("f"), claimed("f")])
+    assert worker.parked() == 3, "f came when a worker was there: it waits, but not there"
+    assert worker.send() == {"a", "b"}
+    worker.dies()
+    assert worker.send() == {"a"}
+    worker.core.check()

@@ -116,7 +116,7 @@ def test_policy_with_padded_batches_is_refused(capsys: pytest.CaptureFixture[str
     assert "drop --acceptance" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_drafts_hold_where_the_last_row_is_at_the_end_of_its_context(seed: int) -> None:
     """With --max-tokens exact a sequence fills its row to the end, beside rows that have moved further."""
     command = "--acceptance 0.9 --max-seqs 4 --requests 30 --at-once --prompt-tokens 50 --output-tokens 150"

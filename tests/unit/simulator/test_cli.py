@@ -134,10 +134,7 @@ def test_coefficients_from_a_file_rule_the_time(tmp_path: Path, capsys: pytest.C
         (["--find", "knee", "--step-tokens", "64"], "--step-tokens"),
         (["--find", "capacity", "--at-once"], "--at-once"),
         (["--step-time", "a", "--fit", "b"], "exclude"),
-        (
-            ["--trace", "x", "--prompt-tokens", "4", "--output-tokens", "4", "--rate", "1", "--requests", "4"],
-            "drop it",
-        ),
+        (["--trace", "x", "--prompt-tokens", "4", "--output-tokens", "4", "--rate", "1", "--requests", "4"], "drop it"),
         (["--classes", "realtime:1,realtime:2"], "gives realtime twice"),
         (["--ttft-slo-ms", "realtime:1,realtime:2"], "gives realtime twice"),
         (["--classes", "realtime:0"], "add up"),

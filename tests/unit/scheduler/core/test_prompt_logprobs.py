@@ -111,26 +111,21 @@ def test_only_the_first_choice_of_a_prompt_tells() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "count", "slot", "problem"),
+    ("first", "count", "slot", "problem", "scored"),
     [
-        (2, 3, 0, "scores tokens 2 to 4 of slot"),
-        (0, 3, 0, "scores tokens 0 to 2 of slot"),
-        (1, 40, 0, "which has 40"),
-        (1, 3, 2, "slot 2, which has no chunk"),
+        (2, 3, 0, "scores tokens 2 to 4 of slot", [1]),
+        (0, 3, 0, "scores tokens 0 to 2 of slot", [1]),
+        (1, 40, 0, "which has 40", [1]),
+        (1, 3, 2, "slot 2, which has no chunk", [1]),
+        (1, 3, 0, "scores tokens", None),
     ],
 )
-def test_records_that_the_step_cannot_give_are_refused(first: int, count: int, slot: int, problem: str) -> None:
+def test_records_that_the_step_cannot_give_are_refused(
+    first: int, count: int, slot: int, problem: str, scored: list[int] | None
+) -> None:
     core = scheduler()
-    core.add(request("a", [1]), 1)
+    core.add(request("a", scored), 1)
     step = plan(core, 1)
     told = PromptLogprobs(int(step.chunk_slots[0]) + slot, first, count, records(first, count))
     with pytest.raises(ValueError, match=problem):
         answer(core, step, told)
-
-
-def test_records_of_a_prompt_that_wants_none_are_refused() -> None:
-    core = scheduler()
-    core.add(request("a", None), 1)
-    step = plan(core, 1)
-    with pytest.raises(ValueError, match="scores tokens"):
-        answer(core, step, PromptLogprobs(int(step.chunk_slots[0]), 1, 3, records(1, 3)))

@@ -30,24 +30,6 @@ def test_the_answer_of_a_lost_or_unknown_step_changes_nothing() -> None:
     h.finish()
 
 
-def test_the_lost_keep_their_arrival_and_their_tokens() -> None:
-    h = house(limits=Limits(2, 64, 4, 64, 128))
-    for seed, name in enumerate("ab"):
-        h.add(request(name, 5, 12, seed=seed))
-    h.steps(5)
-    h.add(request("c", 5, 12, seed=2))
-    produced = len(h.published["a", 0])
-    assert produced
-    h.lose()
-    h.join(Limits(2, 64, 4, 64, 128))
-    step = h.plan()
-    assert step is not None
-    assert [e.request.id for e in step.enters] == ["a", "b"]
-    assert step.enters[0].tokens.size == 5 + produced and step.enters[0].prompt_tokens == 5
-    assert [len(h.records["a", 0]), h.core.stats()["preemptions"]] == [produced, 0]
-    h.finish()
-
-
 def test_request_goes_on_from_the_outputs_of_before_a_restart() -> None:
     new = request("a", 5, 10, seed=1, n=2)
     both = [answer(new, c, 64)[0] for c in range(2)]
@@ -68,14 +50,6 @@ def test_outputs_without_a_checkpoint_are_in_the_first_after_restart() -> None:
     outcome = Scheduler(checkpoint_tokens=32).add(new, 0)
     carried = [(choice, first, tokens.tolist()) for _, choice, first, tokens in outcome.checkpoints]
     assert carried == [(0, 3, whole[0][3:7]), (2, 9, whole[2][9:10])]
-
-
-def test_request_that_was_complete_before_a_restart_ends_at_once() -> None:
-    new = request("a", 5, 4, seed=1)
-    new.outputs = [np.array(answer(new, 0, 64)[0], np.int32)]
-    h = house()
-    h.add(new)
-    assert h.ended["a"] == [Finish.LENGTH] and h.core.idle
 
 
 # -- back to the queue
@@ -142,48 +116,9 @@ def test_parked_request_gets_no_step_until_resumed_in_place() -> None:
     assert h.started == ["b", "a", "c"]
 
 
-def test_parked_running_request_gives_up_slot_and_blocks() -> None:
+def test_request_that_was_complete_before_a_restart_ends_at_once() -> None:
+    new = request("a", 5, 4, seed=1)
+    new.outputs = [np.array(answer(new, 0, 64)[0], np.int32)]
     h = house()
-    h.add_all(("a", 4, 20, 1), ("b", 4, 20, 2))
-    h.steps(3)
-    h.core.park("a")
-    h.core.park("a")  # asked again while a step of it is unanswered
-    h.core.check()
-    h.steps(3)
-    stats = h.core.stats()
-    assert (stats["parked"], stats["running"]) == (1, 1)
-    known = list(h.published["a", 0])
-    assert h.records["a", 0] == known, "what it has is in the record"
-    h.steps(3)
-    assert h.published["a", 0] == known
-    h.core.resume("a", h.now)
-    h.finish()
-    assert h.ended == {"a": [Finish.LENGTH], "b": [Finish.LENGTH]}
-    assert h.published["a", 0][: len(known)] == known
-    assert len(h.published["a", 0]) == 20
-
-
-def test_a_parked_request_can_be_cancelled() -> None:
-    h = house()
-    h.add(request("runs", 4, 8, seed=1))
-    h.steps(2)
-    h.add(request("waits", 4, 8, seed=2))
-    h.core.park("waits")
-    h.core.park("unknown")
-    h.core.resume("unknown", h.now)
-    h.take(h.core.cancel("waits", h.now))
-    h.core.check()
-    h.finish()
-    assert h.ended == {"waits": [Finish.CANCELLED], "runs": [Finish.LENGTH]}
-
-
-def test_a_last_checkpoint_carries_everything_that_is_known() -> None:
-    h = house(checkpoint_tokens=1000)
-    new = request("a", 4, 30, seed=1)
     h.add(new)
-    h.steps(6)
-    assert h.records["a", 0] == []
-    h.take(h.core.checkpoint())
-    assert h.records["a", 0] == h.published["a", 0] != []
-    h.take(h.core.checkpoint())  # nothing twice
-    h.finish()
+    assert h.ended["a"] == [Finish.LENGTH] and h.core.idle

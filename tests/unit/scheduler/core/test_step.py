@@ -6,21 +6,16 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
-from services.scheduler.core.policy.presets import parse
-from services.scheduler.core.replica import KV
-from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.sequence import State
 from services.scheduler.core.speculation import Drafts
 from services.scheduler.core.step import StepBuilder
-from services.scheduler.core.types import Limits, Rows, StepPlan, StepResult
+from services.scheduler.core.types import Rows, StepPlan, StepResult
 from services.scheduler.workers.wire import result_from_wire
-from tests.unit.scheduler.core.named import Named, house
-from tests.unit.scheduler.core.twin import request
+from tests.unit.scheduler.core.twin import House, house, request
 
 ROW: Rows = np.array([0])
 
 
-def decoding(block_size: int, policy: str = "sarathi") -> Named:
+def decoding(block_size: int, policy: str = "sarathi") -> House:
     h = house(policy, block_size=block_size)
     h.add(request("a", 7, 40, seed=1))
     for _ in range(2):
@@ -28,7 +23,7 @@ def decoding(block_size: int, policy: str = "sarathi") -> Named:
     return h
 
 
-def decode_step(h: Named, drafts: int) -> StepPlan:
+def decode_step(h: House, drafts: int) -> StepPlan:
     """A step of the row with so many guesses, all of them 1."""
     builder = StepBuilder(h.core.replicas[0], 0, 8, 64, h.now)
     mask = h.core.replicas[0].table.mask(ROW)
@@ -60,22 +55,6 @@ def test_refused_drafts_leave_a_row_as_if_they_were_never_planned(drafts: int, b
     assert facts[0] == facts[1]
 
 
-def test_swapped_row_keeps_no_kv_of_unanswered_drafts() -> None:
-    """The tokens that were right come late; what was behind them is not taken for computed."""
-    h = Named(Scheduler("sarathi", lookahead=1), Limits(4, 100, 2, 64, 64, host_blocks=100))
-    h.add(request("a", 7, 40, seed=1))
-    for _ in range(2):
-        h.step()
-    plan, replica = decode_step(h, 5), h.core.replicas[0]
-    sequence = replica.release(0, KV.SWAP)
-    assert sequence.saved is not None and (sequence.saved.tokens, sequence.saved.blocks.size) == (9, 5)
-    sequence.state = State.PARKED
-    three = StepResult(plan.id, 0, np.zeros(1, np.int32), np.array([9, 8, 7], np.int32), np.array([3], np.int32))
-    outcome = h.core.apply(three, h.now)
-    assert outcome.tokens.tolist() == [9, 8, 7] and outcome.first.tolist() == [2, 3, 4]
-    assert sequence.known == 7 + 5 and sequence.saved.tokens == 9
-
-
 @pytest.mark.parametrize(("counts", "tokens"), [(None, 1), ([0], 0), ([4], 4), ([1, 1], 2), ([2], 1)])
 def test_counts_that_a_step_cannot_give_are_refused(counts: list[int] | None, tokens: int) -> None:
     h = decoding(4)
@@ -84,16 +63,6 @@ def test_counts_that_a_step_cannot_give_are_refused(counts: list[int] | None, to
     with pytest.raises(ValueError, match=f"the result of step {plan.id} has"):
         h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), np.full(tokens, 9, np.int32), column), h.now)
     h.core.check()
-
-
-def test_failed_sequence_with_drafts_fails_alone() -> None:
-    """On the wire a result without a token has no column of counts."""
-    h = decoding(4)
-    plan = decode_step(h, 2)
-    message = worker_pb2.Result(id=plan.id, errors=[worker_pb2.SequenceError(slot=0, code="nan_logits", message="x")])
-    h.take(h.core.apply(result_from_wire(message), h.now))
-    h.core.check()
-    assert h.errors == {"a": "nan_logits: x"}
 
 
 def test_counts_without_drafts_are_refused() -> None:
@@ -118,16 +87,11 @@ def test_a_row_is_scheduled_once_a_step() -> None:
         builder.schedule(ROW, np.array([1]))
 
 
-def test_new_sequence_has_one_chunk_step_while_urgent_one_waits() -> None:
-    """A capped chunk leaves budget; the pass for running prompts of lower classes must not spend it on the same row."""
-    h = Named(Scheduler(parse("orcinus:batch=capped-64,tokens=fixed-1024"), lookahead=0), Limits(8, 1000, 4, 400, 2048))
-    h.add(request("low", 300, 4, seed=1, priority=3))
-    assert h.step() == {"low": (0, 64)}
-    h.add(request("urgent", 200, 4, seed=2, priority=0))
-    h.add(request("normal", 200, 4, seed=3, priority=2))
-    step = h.plan()
-    assert step is not None
-    assert sorted(step.chunk_lengths.tolist()) == [64, 64, 64]
-    assert np.unique(step.chunk_slots).size == 3
-    h.answer()
-    h.finish()
+def test_failed_sequence_with_drafts_fails_alone() -> None:
+    """On the wire a result without a token has no column of counts."""
+    h = decoding(4)
+    plan = decode_step(h, 2)
+    message = worker_pb2.Result(id=plan.id, errors=[worker_pb2.SequenceError(slot=0, code="nan_logits", message="x")])
+    h.take(h.core.apply(result_from_wire(message), h.now))
+    h.core.check()
+    assert h.errors == {"a": "nan_logits: x"}

@@ -29,15 +29,7 @@ SWAPS = "orcinus:order=class,memory=fits,tokens=fixed-16,relief=least-lost-swap+
 STALLS = "orcinus:order=fair,memory=fits,tokens=ema,batch=shrinking-4,relief=last-started-swap+stalls"
 POLICIES = (*PRESETS, EAGER, SWAPS, STALLS)
 TESTED = ("orca", "sarathi", "orcinus", "sglang", EAGER, SWAPS, STALLS)
-NUMBERS = {
-    "fixed": "-16",
-    "capped": "-4",
-    "skip": "-4",
-    "shrinking": "-8",
-    "slots": "-3",
-    "static": "-2",
-    "request": "-2",
-}
+NUMBERS = dict(fixed="-16", capped="-4", skip="-4", shrinking="-8", slots="-3", static="-2", request="-2")
 WAYS = ("recompute", "swap", "cheaper", "groups")
 ANY_PARTS = st.builds(
     lambda order, memory, tokens, batch, victim, way, options: (
@@ -238,29 +230,14 @@ CoreTwin.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestCoreTwin = CoreTwin.TestCase
 
 
-NUMBERS_IN_FLIGHT = [(1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
-
-
-@pytest.mark.parametrize(
-    ("policy", "microbatches", "lookahead"),
-    # The default with every policy; the others in turn, two a policy: the random schedules above have all numbers.
-    [
-        *((policy, 1, 1) for policy in TESTED),
-        *(
-            pytest.param(TESTED[number % len(TESTED)], *NUMBERS_IN_FLIGHT[number % 8], marks=pytest.mark.slow)
-            for number in range(2 * len(TESTED))
-        ),
-    ],
-)
-def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
-    policy: str, microbatches: int, lookahead: int
-) -> None:
+@pytest.mark.parametrize("policy", TESTED)
+def test_every_policy_gives_the_same_tokens(policy: str) -> None:
     """32 requests on a pool so small that preemption happens where the policy has it; chunk budgets 1, 7, 64, none."""
     rng = random.Random(7)
     preempted = swapped = 0
     for budget in (1, 7, 64, 0):
-        core = Scheduler(policy, microbatches=microbatches, lookahead=lookahead, step_tokens=budget)
-        house = House(core, Limits(12, 40, 4, 64, 96, host_blocks=60), lag=lookahead)
+        core = Scheduler(policy, microbatches=1, lookahead=1, step_tokens=budget)
+        house = House(core, Limits(12, 40, 4, 64, 96, host_blocks=60), lag=1)
         for i in range(32):
             sizes = rng.randint(1, 40), rng.randint(1, 24)
             house.add(request(f"r{i}", *sizes, seed=i, stop_ids=(3,), priority=i % 4, gateway=str(i % 3)))
@@ -269,8 +246,7 @@ def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
         house.finish()
         assert all(finish[0] in (Finish.STOP, Finish.LENGTH) for finish in house.ended.values())
         preempted += int(core.stats()["preemptions"])
-        sequences = 32
-        assert core.stats()["preemptions"] <= 3 * sequences
+        assert core.stats()["preemptions"] <= 3 * 32
         swapped += int(core.stats()["swapped_blocks"])
     if policy == SWAPS:
         assert swapped > 0
@@ -280,9 +256,8 @@ def test_every_policy_microbatch_and_lookahead_gives_the_same_tokens(
         assert preempted > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("policy", TESTED)
-def test_guesses_right_or_wrong_change_no_token(policy: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "policy"), enumerate(TESTED))
+def test_guesses_right_or_wrong_change_no_token(seed: int, policy: str) -> None:
     """Requests with predictions, some tokens wrong, that are preempted, stopped, parked, cancelled and lost."""
     rng = random.Random(f"{policy} {seed}")
     limits = Limits(8, rng.randint(30, 60), rng.choice([1, 2, 4]), 64, 64, host_blocks=40, max_drafts=24)
@@ -319,32 +294,7 @@ def test_guesses_right_or_wrong_change_no_token(policy: str, seed: int) -> None:
     assert 20 < stats["accepted_tokens"] < stats["drafted_tokens"]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_worker_losses_under_load_lose_and_double_nothing(seed: int) -> None:
-    rng = random.Random(seed)
-    limits = Limits(slots=6, blocks=24, block_size=2, max_model_len=40, max_step_tokens=16)
-    house = House(
-        Scheduler(
-            TESTED[seed % len(TESTED)],
-            microbatches=rng.randint(1, 2),
-            lookahead=rng.randint(0, 2),
-            checkpoint_tokens=4,
-        ),
-        limits,
-    )
-    for i in range(30):
-        house.add(request(f"r{i}", rng.randint(1, 10), rng.randint(1, 20), seed=i, stop_ids=(1,), n=rng.randint(1, 2)))
-        for _ in range(rng.randint(0, 4)):
-            house.step_once()
-        if rng.random() < 0.3:
-            house.plan()
-            house.lose()
-            house.core.check()
-            house.join(limits)
-    house.finish()
-
-
-@pytest.mark.parametrize("seed", range(21))
+@pytest.mark.parametrize("seed", range(7))
 def test_rows_with_late_masks_get_their_tokens_and_end(seed: int) -> None:
     """Three of ten chunks that sample are late, on a pool in which sequences are preempted."""
     rng = random.Random(seed)

@@ -8,6 +8,7 @@ outputs must equal `answer()` whatever the policy, chunking, lookahead or preemp
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ VOCAB = 23
 MASK = (1 << 61) - 1
 MS = 1_000_000
 STEP_NS = 10 * MS
+HOUR_NS = 3_600_000 * MS
 GARBAGE = -1
 Kv = dict[tuple[int, int], int]  # block, offset -> what stands there
 
@@ -245,6 +247,7 @@ class House:
         self.started: list[str] = []
         self.heard: dict[tuple[str, int], int] = {}  # when the last token came; at first the arrival
         self.cached: dict[tuple[str, int], int] = {}  # tokens with KV when its worker first heard of it
+        self.names: dict[int, str] = {}  # of slots, as far as chunks() saw the steps
         self.tiers: dict[str, Kv] = {}
         self.most = 0
         self.join(limits)
@@ -291,6 +294,26 @@ class House:
                 self.cached.setdefault((enter.request.id, enter.choice), enter.computed)
             self.workers[replica].queue.append(step)
         return step
+
+    def chunks(self, step: StepPlan | None) -> dict[str, tuple[int, int]]:
+        """Return the (start, length) of each chunk by the request's name."""
+        assert step is not None, "nothing was planned"
+        for slot in step.free_slots.tolist():
+            self.names.pop(slot)
+        self.names |= {enter.slot: enter.request.id for enter in step.enters}
+        columns = (step.chunk_slots.tolist(), step.chunk_starts.tolist(), step.chunk_lengths.tolist())
+        return {self.names[slot]: (start, length) for slot, start, length in zip(*columns, strict=True)}
+
+    def plan_named(self) -> dict[str, tuple[int, int]]:
+        return self.chunks(self.plan())
+
+    def step(self) -> dict[str, tuple[int, int]]:
+        """Plan one step, run it, answer it; return its chunks."""
+        named = self.plan_named()
+        self.answer()
+        self.core.check()
+        self.now += STEP_NS
+        return named
 
     def answer(self, replica: int = 0) -> Outcome | None:
         worker = self.workers.get(replica)
@@ -375,6 +398,19 @@ class House:
         for _ in range(count):
             self.step_once()
 
+    def run_out(self) -> Iterator[tuple[int, StepPlan]]:
+        """Run until nothing is left; yield each step as it is planned, with its replica."""
+        while not self.core.idle:
+            for replica in self.workers:
+                while (step := self.plan(replica)) is not None:
+                    self.core.check()
+                    yield replica, step
+            for replica in self.workers:
+                self.answer(replica)
+                self.core.check()
+            self.now += STEP_NS
+            assert self.now < HOUR_NS, "it never ended"
+
     def finish(self, bound: int = 20_000) -> int:
         """Runs until nothing is left; returns the rounds. Fails when the core stands still with work to do, for longer
         than request-level batching waits for a batch to fill."""
@@ -414,3 +450,11 @@ def request(
         payload=seed,
         **more,  # type: ignore[arg-type]
     )
+
+
+def house(
+    policy: str, slots: int = 8, blocks: int = 1000, block_size: int = 4, context: int = 400, step_max: int = 2048,
+    **more: int,
+) -> House:  # fmt: skip
+    """Return a house of one replica, without lookahead unless it is given."""
+    return House(Scheduler(policy, **{"lookahead": 0, **more}), Limits(slots, blocks, block_size, context, step_max))

@@ -15,10 +15,6 @@ def enter(pool: BlockPool, keys: list[int]) -> np.ndarray:
     return blocks
 
 
-def match(pool: BlockPool, keys: list[int]) -> list[int]:
-    return pool.match(np.array(keys, np.object_)).tolist()
-
-
 def test_check_sees_a_block_that_is_counted_wrongly() -> None:
     pool = BlockPool(4)
     blocks = pool.take(2)
@@ -45,21 +41,6 @@ def test_log_of_cached_blocks_stays_ordered_and_bounded() -> None:
         count = int(random.integers(0, 41))
         assert pool.coldest(count).tolist() == order[:count]
     pool.check()
-
-
-def test_other_tier_finds_copies_also_behind_blocks_of_this_one() -> None:
-    pool, host = BlockPool(4, indexed=True), BlockPool(4, indexed=True)
-    blocks = enter(pool, [7, 8, 9])
-    copies = host.take(3)
-    host.register(copies, pool.keys_of(blocks))
-    host.give(copies)
-    assert match(host, [7, 8, 9]) == copies.tolist()
-    assert match(host, [8, 9]) == copies[1:].tolist()
-    again = host.take(1)
-    host.register(again, pool.keys_of(blocks[:1]))
-    host.give(again)
-    assert (host.free, host.cached) == (1, 3)
-    host.check()
 
 
 def test_wrong_registrations_are_refused() -> None:

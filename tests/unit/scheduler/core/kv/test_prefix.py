@@ -31,14 +31,6 @@ def prefixes(salt: bytes, tokens: list[int]) -> list[Prefix]:
     return [(salt, tuple(tokens[:end])) for end in range(SIZE, len(tokens) + 1, SIZE)]
 
 
-def enter(pool: BlockPool, tokens: list[int], salt: bytes = b"") -> np.ndarray:
-    """Take blocks for one chain and register them."""
-    keys = keys_of(salt, tokens)
-    blocks = pool.take(keys.size)
-    pool.register(blocks, keys.tolist())
-    return blocks
-
-
 @dataclass(eq=False)
 class Row:
     """A running chain: all its tokens, and the blocks of the first of them."""
@@ -88,10 +80,7 @@ class IndexTwin(RuleBasedStateMachine):
         self.cached += [b for b in reversed(gone) if b in self.entries]
         self.free += [b for b in gone if b not in self.entries]
 
-    @rule(
-        salt=st.sampled_from(SALTS),
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
-    )
+    @rule(salt=st.sampled_from(SALTS), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def enter_row(self, salt: bytes, tokens: list[int]) -> None:
         """A prompt finds its prefix, shares it, takes the rest and registers it."""
         matched = self.pool.match(keys_of(salt, tokens))
@@ -210,30 +199,6 @@ class IndexTwin(RuleBasedStateMachine):
 
 IndexTwin.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestIndexTwin = IndexTwin.TestCase
-
-
-def test_a_second_copy_is_free_when_given() -> None:
-    pool = BlockPool(8, indexed=True)
-    one, two = enter(pool, [1, 2, 3, 4]), enter(pool, [1, 2, 3, 4])
-    pool.give(two)
-    assert (pool.free, pool.cached) == (6, 0)
-    pool.give(one)
-    assert (pool.free, pool.cached) == (6, 2)
-
-
-def test_later_blocks_are_found_again_when_evicted_beginning_comes_again() -> None:
-    pool = BlockPool(4, indexed=True)
-    one = enter(pool, [1, 1])
-    two = enter(pool, [1, 1])
-    behind = pool.take(1)
-    pool.register(behind, keys_of(b"", [1, 1, 2, 2])[1:].tolist())
-    pool.give(one)
-    pool.take(2)  # evicts the first block
-    assert pool.match(keys_of(b"", [1, 1, 2, 2])).size == 0
-    pool.give(two)
-    again = enter(pool, [1, 1])
-    assert pool.match(keys_of(b"", [1, 1, 2, 2])).tolist() == [*again.tolist(), *behind.tolist()]
-    pool.check()
 
 
 @given(

@@ -53,30 +53,6 @@ def test_sequence_enters_behind_the_step_that_loads_its_adapter() -> None:
     h.finish()
 
 
-def test_base_sequences_do_not_wait_for_an_adapter_that_is_loaded() -> None:
-    h = house(lookahead=0)
-    add(h, "a", A)
-    add(h, "base", b"")
-    step = h.plan()
-    assert step is not None
-    assert [enter.request.id for enter in step.enters] == ["base"]
-    h.answer()
-    h.finish()
-
-
-def test_step_announces_one_adapter_at_most() -> None:
-    h = house(lookahead=0)
-    for name, adapter in (("a", A), ("b", B)):
-        add(h, name, adapter)
-    announced = []
-    while not h.core.idle:
-        if (step := h.plan()) is not None:
-            announced.append([each.digest for each in step.adapters])
-        h.answer()
-    assert announced[:2] == [[A], [B]]
-    assert not any(announced[2:])
-
-
 def test_least_recently_used_adapter_makes_room_and_one_with_rows_never() -> None:
     h = house(lookahead=0)
     add(h, "a", A, max_tokens=30)
@@ -85,6 +61,7 @@ def test_least_recently_used_adapter_makes_room_and_one_with_rows_never() -> Non
     announced = []
     for _ in range(20):
         if (step := h.plan()) is not None:
+            assert len(step.adapters) <= 1
             announced += [(each.number, each.digest) for each in step.adapters]
         h.answer()
     assert announced == [(1, A), (2, B), (2, C)], "c waits for b's number while a runs"
@@ -246,7 +223,7 @@ def test_request_with_an_adapter_ends_with_the_reason_where_no_worker_has_any() 
     assert failed(h).keys() == {"a"}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_all_end_with_their_adapters_under_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     h = house(

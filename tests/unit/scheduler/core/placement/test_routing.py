@@ -12,7 +12,7 @@ from services.scheduler.core.placement import router as routing
 from services.scheduler.core.placement.base import MAX_PASSED
 from services.scheduler.core.placement.router import NEVER, TIMED
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Finish, Limits, NewRequest
+from services.scheduler.core.types import Limits, NewRequest
 from tests.unit.scheduler.core.twin import House, request
 
 LIMITS = Limits(slots=8, blocks=64, block_size=4, max_model_len=128, max_step_tokens=64)
@@ -88,20 +88,6 @@ def test_none_waits_for_a_favourite_longer_than_that_is_worth() -> None:
     run_to_end(h)
 
 
-def test_request_without_a_prefix_goes_where_less_is_to_do() -> None:
-    h = house()
-    warmed(h)
-    for number in range(4):
-        h.add(request(f"busy{number}", 20, 60, seed=number))
-        h.core.replicas[1].memo.none_at = -1
-    h.plan(0)
-    busy = [where(h, f"busy{number}") for number in range(4)]
-    h.plan(1)
-    assert set(busy) == {0, -1}, "some of them are for replica 1"
-    assert {where(h, f"busy{number}") for number in range(4)} == {0, 1}
-    run_to_end(h)
-
-
 def timed(h: House, number: int, steps: int, base_ns: float, row_ns: float = 1e4) -> None:
     """So many decode steps of a replica were timed, that take base_ns and row_ns for each of their 1 to 8 rows."""
     for step in range(steps):
@@ -167,18 +153,6 @@ def test_at_most_sixteen_later_requests_pass_one_without_room() -> None:
     run_to_end(h)
 
 
-def test_a_request_runs_only_where_all_of_it_fits() -> None:
-    h = house(1)
-    small = replace(LIMITS, max_model_len=32)
-    assert h.join(small) == 1
-    h.add(request("long", 20, 60, seed=1))
-    assert h.plan(1) is None
-    h.plan(0)
-    assert where(h, "long") == 0
-    run_to_end(h)
-    assert h.ended["long"] == [Finish.LENGTH] and len(h.published["long", 0]) == 60
-
-
 def test_request_too_long_for_blocks_runs_as_another_allows() -> None:
     h = house(replicas=1)
     h.join(replace(LIMITS, max_model_len=256, blocks=8))
@@ -193,50 +167,6 @@ def test_microbatches_of_replica_are_its_stages_unless_they_are_set() -> None:
         core = Scheduler("orcinus", microbatches=setting)
         numbers = [core.join(LIMITS), core.join(replace(LIMITS, stages=2))]
         assert [core.replicas[number].microbatches for number in numbers] == found
-
-
-def test_another_block_size_works_without_sharing() -> None:
-    h = house(1)
-    assert h.join(replace(LIMITS, block_size=8)) == 1
-    assert [replica.prefix_cache is not None for replica in h.core.replicas] == [True, False]
-    for number in range(6):
-        h.add(with_prefix(f"r{number}", 0, number))
-    run_to_end(h)
-
-
-def test_suspects_run_alone_on_the_next_replica_that_joins() -> None:
-    h = house(2)
-    h.add_many(4, 5, 30)
-    h.step_once()
-    h.lose(0)
-    h.core.confine({"r0", "r1"})
-    h.steps(3)
-    assert [where(h, f"r{n}") for n in (2, 3)] == [1, 1]
-    assert not {where(h, "r0"), where(h, "r1")} & {0}
-    h.join(LIMITS)
-    h.core.assign_dock(h.now)
-    h.steps(3)
-    assert where(h, "r2") == where(h, "r3") == 1
-    h.core.confine(())
-    run_to_end(h)
-
-
-def test_a_dock_is_emptied_where_no_replica_joins() -> None:
-    h = house(2)
-    h.add_many(6, 5, 30)
-    h.steps(2)
-    for name in ("r0", "r1"):
-        h.core.park(name)
-    h.core.confine({"r0"})
-    h.core.resume("r0", h.now)
-    h.core.assign_dock(h.now)
-    chosen = dock(h)
-    h.steps(4)
-    assert where(h, "r0") == chosen
-    assert all(where(h, f"r{number}") != chosen for number in range(2, 6))
-    h.core.confine(())
-    h.core.resume("r1", h.now)
-    run_to_end(h)
 
 
 SMALL = replace(LIMITS, max_model_len=32)

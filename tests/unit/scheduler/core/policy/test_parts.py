@@ -183,7 +183,7 @@ def test_whole_prompts_wait_and_only_the_first_is_cut() -> None:
     assert WholePrefill().max_step_seqs(3, 6, 3) == 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     rest=st.lists(st.integers(1, 900), min_size=1, max_size=10), left=st.integers(0, 2000),
     multiple=st.sampled_from([1, 64]), most=st.sampled_from([0, 256]), least=st.sampled_from([0, 64]),

@@ -15,12 +15,11 @@ from services.scheduler.core.policy.preemption import SLO, LastStarted, Newest
 from services.scheduler.core.policy.presets import MOST, NEEDS, PARTS, PRESETS, TAKES, parse, preset
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits
-from tests.unit.scheduler.core.named import Named, house
 from tests.unit.scheduler.core.policy.rows import Rows
-from tests.unit.scheduler.core.twin import MS, request
+from tests.unit.scheduler.core.twin import MS, House, house, request
 
 
-def running(h: Named, steps: int) -> list[str]:
+def running(h: House, steps: int) -> list[str]:
     """Names of the next steps' chunks, in alphabetical order."""
     return ["".join(sorted(h.step())) for _ in range(steps)]
 
@@ -95,22 +94,6 @@ def test_trt_chunks_contexts_by_64_after_the_decodes() -> None:
     assert h.core.idle
 
 
-def test_iteration_level_gives_chunks_to_256_by_class_and_slack() -> None:
-    """c is high; b has a TTFT limit of 1 s, a none (2 s). 640 tokens a step; a's and b's chunks are multiples of 64."""
-    h = house("iteration-level", step_tokens=640)
-    h.add_all(("a", 300, 2), ("c", 300, 2), priority=1)
-    assert h.step() == {"a": (0, 256), "c": (0, 256)}
-    h = house("iteration-level", step_tokens=640)
-    h.add_all(("a", 390, 2))
-    assert h.step() == {"a": (0, 256)}
-    h.add_all(("b", 300, 2), ttft_slo_ns=1000 * MS)
-    h.add_all(("c", 300, 2), priority=1)
-    assert h.step() == {"a": (256, 128), "b": (0, 256), "c": (0, 256)}
-    assert h.step() == {"a": (384, 6), "b": (256, 44), "c": (256, 44)}
-    assert h.step() == {"a": (390, 1), "b": (300, 1), "c": (300, 1)}
-    assert h.core.idle
-
-
 # -- memory by need
 
 
@@ -153,28 +136,13 @@ def test_lmdeploy_has_128_slots_through_which_requests_flow() -> None:
     h.finish()
 
 
-def test_vllm_recomputes_single_sequence_and_swaps_those_of_a_group() -> None:
-    relief = preset("vllm").relief
-    h = house("vllm")
-    h.add(request("single", 4, 9, seed=1))
-    h.add(request("group", 4, 9, seed=2, n=2))
-    h.step()
-    replica = h.core.replicas[0]
-    ways = {replica.table.request[s].id: relief.mode(replica, s) for s in range(replica.table.high)}
-    assert ways["single"] is Mode.RECOMPUTE
-    h.step()
-    ways = {replica.table.request[s].id: relief.mode(replica, s) for s in range(replica.table.high)}
-    assert ways == {"single": Mode.RECOMPUTE, "group": Mode.SWAP}
-    h.finish()
-
-
 @pytest.mark.parametrize(
     ("policy", "steps"), [("vllm:order=swapped-first", ["a"] * 5 + ["c"]), ("vllm:order=fcfs", ["ac"])]
 )
 def test_vllms_swapped_stand_before_all_that_wait(policy: str, steps: list[str]) -> None:
     """8 blocks of 2. b yields its four by swap when both need a fifth, and needs them back before c, which is older and
     needs one, may enter; that is when a has ended. Where all stand in one order c enters at once."""
-    h = Named(Scheduler(f"{policy},relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
+    h = House(Scheduler(f"{policy},relief=newest-swap", lookahead=0), Limits(8, 8, 2, 32, 64, host_blocks=8))
     h.add_all(("a", 4, 10), ("b", 4, 10))
     assert running(h, 6) == ["ab"] * 5 + [""]
     h.add(request("c", 1, 1, seed=3, arrived_ns=1))
@@ -214,7 +182,7 @@ def test_sglang_skips_prefill_when_fewer_than_64_tokens_are_left() -> None:
 def test_ft_aimd_raises_its_limit_stalls_one_and_swaps() -> None:
     """8 blocks of 4, 32 tokens. a and b end with 23 tokens, 6 blocks each, so b is held back and the limit rises. At
     position 16 a sits out with its four blocks while b, a step behind, goes on; when neither can run, b is swapped."""
-    h = Named(Scheduler("ft-aimd", lookahead=0), Limits(8, 8, 4, 64, 2048, host_blocks=8))
+    h = House(Scheduler("ft-aimd", lookahead=0), Limits(8, 8, 4, 64, 2048, host_blocks=8))
     memory = h.core.policy.memory
     assert isinstance(memory, FtAimd)
     h.add_all(("a", 4, 20), ("b", 4, 20))
@@ -290,9 +258,8 @@ def test_a_wrong_word_is_named_with_those_there_are(text: str, message: str) -> 
         parse(text)
 
 
-@pytest.mark.parametrize("number", [1, MOST])
+@pytest.mark.parametrize(("policy", "number"), [("sarathi", 1), ("orcinus", MOST)])
 @pytest.mark.parametrize("name", sorted(NEEDS | TAKES))
-@pytest.mark.parametrize("policy", ["sarathi", "orcinus"])
 def test_the_least_and_the_greatest_number_of_each_part_serve(policy: str, name: str, number: int) -> None:
     part = next(part for part, table in PARTS.items() if name in table)
     h = house(f"{policy}:{part}={name}-{number}")

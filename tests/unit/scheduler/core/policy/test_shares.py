@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,25 +33,21 @@ def _serve(order: ClassThenSlack, tenants: list[int], tokens: list[int], priorit
     order.served(np.array(tenants, np.int32), classes, np.array(tokens, np.int32))
 
 
-def test_tenant_beyond_the_allowance_stands_behind_later_ones() -> None:
+@pytest.mark.parametrize(
+    ("tenants", "tokens", "order"),
+    [
+        ([0, 0, 0, 1, 2], ALLOWANCE + 1, [3, 4, 0, 1, 2]),
+        ([0] * 1_000 + [1], ALLOWANCE + 1, [1_000, *range(1_000)]),
+        ([0, 1, 0, 1], ALLOWANCE - 30, [0, 1, 2, 3]),
+        ([0, 0, 1], 100 * ALLOWANCE, [2, 0, 1]),
+    ],
+    ids=["one beyond the allowance", "a flood", "one within the allowance", "one that is alone at last"],
+)
+def test_tenant_that_was_given_more_stands_back(tenants: list[int], tokens: int, order: list[int]) -> None:
     share = _share()
-    push(share, [0, 0, 0, 1, 2])
-    share.served(np.array([0, 1, 2]), np.array([ALLOWANCE + 1, 0, 0]))
-    assert [s.number for s in drained(share, 2)] == [3, 4, 0, 1, 2]
-
-
-def test_whole_flood_stands_back_and_returns_in_its_order() -> None:
-    share = _share()
-    push(share, [0] * 1_000 + [1])
-    share.served(np.array([0]), np.array([ALLOWANCE + 1]))
-    assert [s.number for s in drained(share, 2)] == [1_000, *range(1_000)]
-
-
-def test_within_the_allowance_order_is_that_of_arrival() -> None:
-    share = _share()
-    push(share, [0, 1, 0, 1])
-    share.served(np.array([0, 1]), np.array([ALLOWANCE - 30, 0]))
-    assert [s.number for s in drained(share, 2)] == [0, 1, 2, 3]
+    push(share, tenants)
+    share.served(np.array([0]), np.array([tokens]))
+    assert [s.number for s in drained(share, 2)] == order
 
 
 def test_tenant_that_stood_back_comes_again_when_others_have_caught_up() -> None:
@@ -60,13 +57,6 @@ def test_tenant_that_stood_back_comes_again_when_others_have_caught_up() -> None
     assert share.head(2).number == 1
     share.served(np.array([0, 1]), np.array([0, ALLOWANCE]))
     assert share.head(3).number == 0
-
-
-def test_tenant_alone_is_served_in_order_however_far_ahead() -> None:
-    share = _share()
-    push(share, [0, 0, 1])
-    share.served(np.array([0]), np.array([100 * ALLOWANCE]))
-    assert [s.number for s in drained(share, 2)] == [2, 0, 1]
 
 
 def test_one_that_ran_before_is_never_held() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 
 import numpy as np
@@ -101,7 +102,7 @@ def test_one_observation_is_enough_for_a_prediction() -> None:
     assert model.predict(8, 4000) == pytest.approx(5e6, rel=0.01)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_predictions_are_those_of_weighted_least_squares_over_the_memory(seed: int) -> None:
     machine = Machine(seed, 3008)
     latest = machine.seen[-400:]
@@ -112,14 +113,6 @@ def test_predictions_are_those_of_weighted_least_squares_over_the_memory(seed: i
     for row in PROBES:
         assert machine.model.predict(*row) == pytest.approx(exact(row, oracle), rel=0.02)
     assert machine.worst() < 0.02
-
-
-def test_without_noise_the_coefficients_are_recovered() -> None:
-    model = StepTime()
-    for row, _ in zip(rows(3), range(2000), strict=False):
-        model.observe(*row, round(exact(row)))
-    assert [model.c0, model.c1, model.c2, model.c3] == pytest.approx(TRUE, rel=1e-3)
-    assert sum(more for _, more in model.knees) < 1e-3 * TRUE[1]
 
 
 @pytest.mark.parametrize(("shape", "device"), [("llama-8b", "h100"), ("llama-13b", "a100"), ("llama-70b", "h100x4")])
@@ -193,7 +186,7 @@ def test_a_bad_first_timing_is_soon_forgotten(factor: float) -> None:
     assert machine.worst() < 0.1
 
 
-@pytest.mark.parametrize("speed", [0.25, 0.5, 1.3, 2.0, 3.0, 10.0])
+@pytest.mark.parametrize("speed", [0.25, 1.3, 10.0])
 def test_lasting_change_of_speed_is_followed_within_a_hundred_steps(speed: float) -> None:
     machine = Machine(5, 1000)
     machine.steps(100, TRUE * speed)
@@ -209,7 +202,7 @@ def test_a_change_of_one_cost_alone_is_followed() -> None:
 
 def test_what_prefills_cost_is_remembered_through_hours_of_decode() -> None:
     machine = Machine(8, 500)
-    for i in range(50_000):
+    for i in range(20_000):
         decodes = 250 + i % 7
         machine.step((decodes, decodes * (1000 + i % 500), 0.0))
     assert machine.worst() < 0.06
@@ -250,7 +243,7 @@ def trained() -> StepTime:
 
 @pytest.mark.parametrize("knees", [[], [(128, 5e3)], [(64, 1e4), (256, 2e4), (512, 1.0)]])
 @pytest.mark.parametrize("prefix", [0, 100, 5000])
-def test_largest_is_last_that_brute_force_finds_within_the_limit(prefix: int, knees: list[tuple[int, float]]) -> None:
+def test_largest_is_last_that_a_search_finds_within_the_limit(prefix: int, knees: list[tuple[int, float]]) -> None:
     model = trained()
     model.knees = knees
     for limit_ms in (3, 8, 11.5, 12, 20, 33.3, 100):
@@ -259,8 +252,8 @@ def test_largest_is_last_that_brute_force_finds_within_the_limit(prefix: int, kn
             def time(chunk: int, decodes: int = decodes, context: int = context) -> float:
                 return model.predict(decodes + chunk, context, chunk * (prefix + (chunk + 1) / 2))
 
-            fitting = [chunk for chunk in range(4000) if time(chunk) <= limit_ms * 1e6]
-            assert model.largest(limit_ms * 1e6, decodes, context, prefix) == (fitting[-1] if fitting else 0)
+            fitting = bisect_right(range(4000), limit_ms * 1e6, key=time)
+            assert model.largest(limit_ms * 1e6, decodes, context, prefix) == max(fitting - 1, 0)
 
 
 @pytest.mark.parametrize("knees", [[], [(128, 5e4)], [(64, 1e4), (256, 2e4), (512, 3e4)]])
@@ -345,7 +338,7 @@ def test_touched_experts_are_those_of_even_routing() -> None:
     assert StepTime().touched(5) == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_time_of_experts_is_learned_where_without_it_few_rows_are_wrong(seed: int) -> None:
     """Steps of one row to 64, and the term's own coefficient."""
     device, model, without = Mixture(seed), StepTime(EXPERTS, PER_TOKEN), StepTime()
@@ -365,17 +358,19 @@ def test_time_of_experts_is_learned_where_without_it_few_rows_are_wrong(seed: in
 
 @pytest.mark.parametrize("decodes", [0, 1, 4, 16, 100])
 def test_largest_chunk_counts_the_experts_that_it_touches(decodes: int) -> None:
-    """Against trying every number of tokens; from where nearly all experts are touched on, a few fewer may be found."""
+    """Against a search; from where nearly all experts are touched on, a few tokens fewer may be found."""
     model = StepTime(EXPERTS, PER_TOKEN)
     Mixture(5).teach(model, 1500)
     for limit_ns in np.linspace(1e6, 12e6, 40):
         for prefix in (0, 3000):
-            times = [model.predict(decodes + n, 300 * decodes, n * (prefix + (n + 1) / 2)) for n in range(3000)]
-            fitting = sum(time <= limit_ns for time in times)
-            most = max(fitting - 1, 0)
+
+            def time(n: int, prefix: int = prefix) -> float:
+                return model.predict(decodes + n, 300 * decodes, n * (prefix + (n + 1) / 2))
+
+            most = max(bisect_right(range(3000), limit_ns, key=time) - 1, 0)
             found = model.largest(limit_ns, decodes, 300 * decodes, prefix)
             assert found <= most
-            assert found == most or times[most] - times[found] <= 0.01 * model.c4 * EXPERTS + times[found] * 0.01
+            assert found == most or time(most) - time(found) <= 0.01 * model.c4 * EXPERTS + time(found) * 0.01
 
 
 def test_budget_of_prompts_takes_all_experts_for_read() -> None:
