@@ -266,7 +266,7 @@ def marks_of(kind: str) -> tuple[str, ...]:
     """Return the marks of a format that are control tokens of its models."""
     if kind in BLOCKS and kind != "channels":
         return tuple(mark for mark in (*astuple(BLOCKS[kind]), SEP) if mark)
-    return ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "[ARGS]", SEP)
+    return ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "[ARGS]", SEP)
 
 
 @pytest.mark.parametrize("kind", OPENINGS)
