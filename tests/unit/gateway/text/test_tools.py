@@ -34,7 +34,7 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
 from services.gateway.text.tools.reader import merged
-from shared.text.grammars import CACHE_BYTES, Grammars
+from shared.text.grammars import CACHE_BYTES, Grammars, mask_of
 from tests.support.generations import generation
 from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import byte_fallback, byte_level, metaspace, write_model
@@ -112,7 +112,7 @@ def walk(model: ModelText, tokenizer: LLTokenizer, grammar: str, seed: int) -> s
     matcher = LLMatcher(tokenizer, grammar)
     random, tokens = np.random.default_rng(seed), []
     for _ in range(400):
-        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        words = np.frombuffer(mask_of(matcher, tokenizer), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
         ends = [token for token in model.eos_ids if token in allowed]
         token = int(ends[0] if ends and random.random() < 0.5 else random.choice(allowed))
