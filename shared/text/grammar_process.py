@@ -249,26 +249,25 @@ class _Followed:
     def _advance(self, key: int, outputs: list[int]) -> bytes:
         grammar, matcher, before = self._matchers[key]
         before += outputs
-        if mask := _mask(matcher, outputs):
+        if mask := self._mask(matcher, outputs):
             return mask
         # Copies of one grammar share the states of its lexer, and others may have used them up: once more, alone.
         self._grammars.forget(grammar)
         matcher = self._grammars.fresh(grammar)
-        if not (mask := _mask(matcher, before)):
+        if not (mask := self._mask(matcher, before)):
             raise GrammarError(reason(matcher))
         self._matchers[key] = grammar, matcher, before
         return mask
 
+    def _mask(self, matcher: LLMatcher, tokens: list[int]) -> bytes:
+        """Return the mask behind further tokens; empty when the matcher has failed.
 
-def _mask(matcher: LLMatcher, tokens: list[int]) -> bytes:
-    """Return the mask behind further tokens; empty when the matcher has failed.
-
-    A complete grammar takes none: what was planned ahead behind the end of text counts for nothing.
-    """
-    if not matcher.is_stopped():
-        matcher.consume_tokens(tokens)
-    mask = matcher.compute_bitmask()
-    return b"" if matcher.is_error() else mask
+        A complete grammar takes none: what was planned ahead behind the end of text counts for nothing.
+        """
+        if not matcher.is_stopped():
+            matcher.consume_tokens(tokens)
+        mask = self._grammars.mask(matcher)
+        return b"" if matcher.is_error() else mask
 
 
 def _answer(followed: _Followed, question: bytes) -> bytes:

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shared.errors import ModelError, OrcinusError
 from shared.text.end_of_text import end_ids
 from shared.text.tokenizer import no_panic, tokenizer_json
@@ -113,9 +115,13 @@ class Grammars:
 
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits_of(grammar)))
         _raise_if_wrong(matcher)
-        matcher.compute_bitmask()  # the lexer is built at the first use
+        mask_of(matcher, tokenizer)  # the lexer is built at the first use
         _raise_if_wrong(matcher)
         return matcher
+
+    def mask(self, matcher: LLMatcher) -> bytes:
+        """Return the ids that a matcher of this model allows next, as `mask_of` does."""
+        return mask_of(matcher, self._read_tokenizer())
 
     def keeps(self, grammar: str) -> bool:
         """Return whether a grammar is in the cache."""
@@ -165,6 +171,32 @@ def limits_of(grammar: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         is_schema = False
     return SCHEMA_LIMITS if is_schema else LIMITS
+
+
+def mask_of(matcher: LLMatcher, tokenizer: LLTokenizer) -> bytes:
+    """Return the ids that a matcher allows next, a bit each.
+
+    llguidance encodes text that is the only one possible with the model's tokenizer. Where that text is the name of a
+    control token it allows this token alone, and then refuses it. Such text gets the first of its plain tokens.
+    """
+    mask = matcher.compute_bitmask()
+    (places,) = np.frombuffer(mask, np.uint8).nonzero()
+    if len(places) != 1 or (bits := mask[places[0]]) & (bits - 1):
+        return mask
+    token = 8 * int(places[0]) + bits.bit_length() - 1
+    if matcher.is_error() or not tokenizer.is_special_token(token) or matcher.validate_tokens([token]):
+        return mask
+    plain = tokenizer.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))
+    if not plain or not matcher.validate_tokens(plain[:1]):
+        return mask
+    return _bit(plain[0], len(mask))
+
+
+def _bit(token: int, size: int) -> bytes:
+    """Return a mask of so many bytes that allows one token."""
+    mask = bytearray(size)
+    mask[token // 8] = 1 << token % 8
+    return bytes(mask)
 
 
 def _raise_if_wrong(matcher: LLMatcher) -> None:

@@ -135,6 +135,19 @@ def test_one_service_fetches_the_model_and_other_services_read_it() -> None:
     assert "/hub" in (ROOT / "deploy" / "Dockerfile").read_text()
 
 
+def test_gateways_write_one_volume_of_files() -> None:
+    found = services()
+    gateway = found["gateway"]
+    folder = gateway["environment"]["ORCINUS_FILES_DIR"]
+    assert f"files:{folder}" in gateway["volumes"] and gateway["read_only"] is True
+    assert [name for name, one in found.items() if "files" in str(one.get("volumes"))] == ["gateway"]
+    assert "files" in yaml.safe_load((ROOT / "compose.yaml").read_text())["volumes"]
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", "")
+    (owned,) = re.findall(r"install -d -o 10001 -g 10001 -m 0750 (.+)", dockerfile)
+    assert folder in owned.split()
+    assert gateway["environment"]["ORCINUS_TENANT_FILE_BYTES"] == "${TENANT_FILE_BYTES:-}"
+
+
 def test_pull_service_ends_at_once_without_a_name(tmp_path: Path) -> None:
     shell, _, script = services()["pull"]["entrypoint"]
     (tmp_path / "orcinus").write_text('#!/bin/sh\necho "$@"\n')

@@ -260,7 +260,22 @@ def test_names_refer_to_objects_in_one_namespace(overlay: str) -> None:
             assert all((each["kind"], each["name"]) in there for each in rule["backendRefs"])
     for pod in pods(overlay):
         claims = [each["persistentVolumeClaim"] for each in pod.spec["volumes"] if "persistentVolumeClaim" in each]
-        assert all(("PersistentVolumeClaim", claim["claimName"]) in there and claim["readOnly"] for claim in claims)
+        assert all(("PersistentVolumeClaim", claim["claimName"]) in there for claim in claims)
+        written = {claim["claimName"] for claim in claims if not claim.get("readOnly")}
+        assert written <= ({"files"} if pod.name == "gateway" else set())
+
+
+@each_overlay
+def test_gateways_share_a_claim_for_files(overlay: str) -> None:
+    (gateway,) = [pod for pod in pods(overlay) if pod.name == "gateway"]
+    variables = {each["name"]: each.get("value") for each in gateway.container["env"]}
+    mounts = {each["name"]: each for each in gateway.container["volumeMounts"]}
+    if overlay == "cpu-trial":  # the storage of a trial cluster may have one writer alone
+        assert "ORCINUS_FILES_DIR" not in variables and "files" not in mounts
+        return
+    assert mounts["files"] == {"name": "files", "mountPath": variables["ORCINUS_FILES_DIR"]}
+    (claim,) = [one for one in of_kind(overlay, "PersistentVolumeClaim") if one["metadata"]["name"] == "files"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"] and claim["spec"]["resources"]["requests"]["storage"]
 
 
 def test_group_of_pods_has_a_process_for_each_rank() -> None:

@@ -96,12 +96,13 @@ class BatchDriver:
         await end(*self._driven.values())
 
     async def close(self) -> None:
+        self.files.close()
         await self._redis.aclose()
 
     async def _look(self) -> None:
         """Begin to drive batches that no gateway drives, those of each tenant in turn."""
         app = self.app
-        found = await asyncio.to_thread(self.batches.unfinished)
+        found = await self.files.in_thread(self.batches.unfinished)
         now = time.monotonic()
         self._paused = {batch: until for batch, until in self._paused.items() if until > now}
         turns: Counter[str] = Counter(batch.owner for batch in self._driven)
@@ -115,7 +116,7 @@ class BatchDriver:
                 return
             if batch in self._paused or not (epoch := int(await self._run(batch, "acquire"))):
                 continue
-            order = await asyncio.to_thread(self.batches.order, batch)
+            order = await self.files.in_thread(self.batches.order, batch)
             if order is None or self._is_stopping:
                 await self._run(batch, "release", epoch)
                 continue
@@ -181,6 +182,6 @@ class BatchDriver:
         if time.monotonic() - self._swept_at < SWEEP_S:
             return
         self._swept_at = time.monotonic()
-        for owner in await asyncio.to_thread(self.files.owners):
-            await asyncio.to_thread(self.files.sweep, owner)
-            await asyncio.to_thread(self.batches.sweep, owner, self._settings.file_retention_s)
+        for owner in await self.files.in_thread(self.files.owners):
+            await self.files.in_thread(self.files.sweep, owner)
+            await self.files.in_thread(self.batches.sweep, owner, self._settings.file_retention_s)

@@ -2,11 +2,13 @@
 
 Each tenant has a folder, named by a digest. A file is its content and a record in JSON beside it, both named by an id
 that is made here: no name of a client is ever opened. A file without a record does not exist; `sweep` removes it. The
-functions block, so handlers call them beside the event loop.
+functions block, so handlers call them with `in_thread`: in threads that nothing else shares, so that a slow disk delays
+files alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import fcntl
@@ -15,15 +17,17 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from services.gateway.errors import ApiError
+from services.gateway.errors import RETRY, ApiError, unavailable
 from shared.dead_letters import shown
 from shared.errors import ConfigurationError
 from shared.keys import hash_tag
@@ -34,6 +38,11 @@ OWNER = re.compile(r"[0-9a-f]{32}")
 MAX_NAME_CHARS = 255
 STALE_S = 3600.0
 """Age at which what no record names is a rest of a process that died."""
+THREADS = 8
+"""For all files and batches of a gateway process."""
+LOCK_S = 5.0
+"""A tenant's folder that another gateway holds for longer is refused: that gateway is stopped, or the disk is."""
+LOCK_EVERY_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,8 @@ class StoredFile:
 
 
 _STORED = TypeAdapter(StoredFile)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def new_id(beginning: str) -> str:
@@ -137,6 +148,7 @@ class FileStore:
     def __init__(self, settings: GatewaySettings) -> None:
         """Raise ConfigurationError for a directory that cannot be used."""
         self._settings = settings
+        self._threads = ThreadPoolExecutor(THREADS, "files")
         self.root: Path | None = None
         if settings.files_dir is None:
             return
@@ -147,6 +159,14 @@ class FileStore:
         except OSError as error:
             problem = f"cannot be used: {error.strerror}; name a folder that the gateway may write"
             raise ConfigurationError(f"ORCINUS_FILES_DIR={settings.files_dir}: {problem}") from error
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a function that blocks returns. Connections and ORCINUS_BATCH_REQUESTS bound how many wait."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
+
+    def close(self) -> None:
+        """End the threads; what they have begun goes on to its end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def enabled(self) -> bool:
@@ -255,10 +275,10 @@ class FileStore:
 
     @contextlib.contextmanager
     def locked(self, folder: Path) -> Iterator[None]:
-        """Let one gateway at a time add to a tenant's folder."""
+        """Let one gateway at a time add to a tenant's folder. Raise ApiError(503) behind LOCK_S."""
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _lock(lock)
             yield
         finally:
             os.close(lock)
@@ -288,6 +308,21 @@ class FileStore:
     def _remove(folder: Path, file_id: str) -> None:
         (folder / f"{file_id}.json").unlink(missing_ok=True)
         (folder / file_id).unlink(missing_ok=True)
+
+
+def _lock(lock: int) -> None:
+    """Take the lock of a folder. Raise ApiError(503)."""
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                text = f"files: another gateway has held this tenant's folder for {LOCK_S:g} s; {RETRY}"
+                raise unavailable(text, "files_busy", 5) from None
+            time.sleep(LOCK_EVERY_S)
+        else:
+            return
 
 
 def used_bytes(folder: Path) -> int:

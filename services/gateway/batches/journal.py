@@ -11,22 +11,24 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from services.gateway.batches.files import create, flush, flush_folder, open_plain
+from services.gateway.batches.usage import Usage, usage_of
 
 ROW = re.compile(rb"([0-9]{1,9}) ([01]) (\{.*\}\n)", re.DOTALL)
 
 
 class Row(NamedTuple):
-    """Where an output line lies."""
+    """Where an output line lies, and the tokens of its request."""
 
     epoch: int
     offset: int
     bytes: int
     is_failed: bool
+    usage: Usage
 
 
 def journal_name(epoch: int) -> str:
@@ -44,20 +46,19 @@ def rows(folder: Path, sealed: Sequence[tuple[int, int]], epoch: int) -> dict[in
     found: dict[int, Row] = {}
     for each, most_bytes in [*sealed, (epoch, None)]:
         for offset, text in _texts(folder, each, most_bytes):
-            if (match := ROW.fullmatch(text)) and _is_json(match[3]):
+            if (match := ROW.fullmatch(text)) and (line := _object(match[3])) is not None:
                 begin = match.start(3)
-                row = Row(each, offset + begin, len(text) - begin, match[2] == b"1")
+                row = Row(each, offset + begin, len(text) - begin, match[2] == b"1", usage_of(line))
                 found.setdefault(int(match[1]), row)
     return found
 
 
-def _is_json(text: bytes) -> bool:
-    """Return whether an output line is whole: one that a full disk cut may have the next row behind it."""
+def _object(text: bytes) -> Any:
+    """Return an output line; None for one that a full disk cut: it may have the next row behind it."""
     try:
-        orjson.loads(text)
+        return orjson.loads(text)
     except orjson.JSONDecodeError:
-        return False
-    return True
+        return None
 
 
 def _texts(folder: Path, epoch: int, most_bytes: int | None) -> Iterator[tuple[int, bytes]]:

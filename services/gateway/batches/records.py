@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.gateway.batches.files import FileStore, create, flush_folder, open_plain, write_whole
 from services.gateway.batches.journal import journal_name, whole_bytes
+from services.gateway.batches.usage import Usage
 from services.gateway.errors import RETRY, ApiError
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{30}")
@@ -62,6 +63,7 @@ class BatchState:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    usage: Usage = field(default_factory=Usage)
     times: dict[str, int] = field(default_factory=dict)  # in_progress_at, completed_at, ...
     errors: list[dict[str, Any]] = field(default_factory=list)
     output_file_id: str | None = None
@@ -107,6 +109,7 @@ class Batch:
             **{name: state.times.get(name) for name in names},
             "cancelling_at": self.cancelling_at,
             "request_counts": {"total": state.total, "completed": state.completed, "failed": state.failed},
+            "usage": state.usage.body(),
             "metadata": order.metadata,
         }
 

@@ -23,9 +23,10 @@ from starlette.types import ASGIApp
 from services.gateway.auth import Caller
 from services.gateway.batches.files import FileStore, new_id
 from services.gateway.batches.handler import Exchange
-from services.gateway.batches.journal import Journal, rows, write_outputs
+from services.gateway.batches.journal import Journal, Row, rows, write_outputs
 from services.gateway.batches.lines import InputLines, seed_of
 from services.gateway.batches.records import BatchOrder, BatchState, BatchStore, OpenBatch, Outdated
+from services.gateway.batches.usage import Usage, usage_of
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from shared.batch_lines import RETRIED, LineError, answer_line
@@ -97,30 +98,31 @@ class Run:
             if time.time() < self._order.expires_at:
                 raise
             log.exception("batch %s ends with what it has; its window is over", self._batch.id)
-            await asyncio.to_thread(self._give_up)
+            await self._means.files.in_thread(self._give_up)
 
     async def _run(self) -> None:
         batches = self._means.batches
         with (
-            closing(await asyncio.to_thread(self._begin)) as journal,
-            closing(await asyncio.to_thread(self._input)) as lines,
+            closing(await self._means.files.in_thread(self._begin)) as journal,
+            closing(await self._means.files.in_thread(self._input)) as lines,
         ):
             if await self._must_end() == "cancelled":
                 await self._finish("cancelled", lines, journal)
                 return
-            problems = await asyncio.to_thread(lines.check, self._order.endpoint, self._means.most_line_bytes)
+            problems = await self._means.files.in_thread(lines.check, self._order.endpoint, self._means.most_line_bytes)
             if problems:
                 failed = self._state.moved("failed", time.time(), errors=problems)
-                await asyncio.to_thread(batches.close, self._batch, failed)
+                await self._means.files.in_thread(batches.close, self._batch, failed)
                 return
-            counted = await asyncio.to_thread(rows, self._folder, self._state.sealed, self._epoch)
+            counted = await self._means.files.in_thread(rows, self._folder, self._state.sealed, self._epoch)
             bad = sum(row.is_failed for row in counted.values())
-            self._state = replace(self._state, total=len(lines), completed=len(counted) - bad, failed=bad)
+            usage = _total(counted)
+            self._state = replace(self._state, total=len(lines), completed=len(counted) - bad, failed=bad, usage=usage)
             if self._state.status == "validating":
                 self._state = self._state.moved("in_progress", time.time())
             await self._write()
-            todo = [number for number in await asyncio.to_thread(lines.order) if number not in counted]
-            writer = Writer(journal)
+            todo = [number for number in await self._means.files.in_thread(lines.order) if number not in counted]
+            writer = Writer(self._means.files, journal)
             ending = await self._answer(lines, todo, writer)
             await self._finish(ending, lines, journal)
 
@@ -132,7 +134,7 @@ class Run:
         return Journal(self._folder, self._epoch)
 
     async def _write(self) -> None:
-        await asyncio.to_thread(self._means.batches.write, self._batch, self._state)
+        await self._means.files.in_thread(self._means.batches.write, self._batch, self._state)
 
     # Lines
 
@@ -187,31 +189,32 @@ class Run:
 
     async def _must_end(self, counts_bytes: bool = False) -> str:
         """Return the status that the batch has to end with before all is answered; empty while it may go on."""
-        if await asyncio.to_thread(self._means.batches.is_cancelled, self._batch):
+        if await self._means.files.in_thread(self._means.batches.is_cancelled, self._batch):
             return "cancelled"
         if time.time() >= self._order.expires_at:
             return "expired"
-        if counts_bytes and await asyncio.to_thread(self._means.files.room, self._batch.owner) < 0:
+        if counts_bytes and await self._means.files.in_thread(self._means.files.room, self._batch.owner) < 0:
             return self._fails("file_quota_exceeded", FULL)
         return ""
 
     async def _send_all(self, lines: InputLines, waiting: Iterator[int], writer: Writer) -> None:
         for number in waiting:
-            is_failed, row = await self._row(lines, number)
+            is_failed, row, usage = await self._row(lines, number)
             await writer.put(number, is_failed, row)
-            self._count(is_failed)
+            self._count(is_failed, usage)
 
-    async def _row(self, lines: InputLines, number: int) -> tuple[bool, bytes]:
-        """Return whether the request of a line failed, and its output line. Raise KeyGone, OSError."""
+    async def _row(self, lines: InputLines, number: int) -> tuple[bool, bytes, Usage]:
+        """Return whether the request of a line failed, its output line and its tokens. Raise KeyGone, OSError."""
         try:
             got = await self._exchange(lines, number)
             row = answer_line(self._row_id(number), got.custom_id, got.status, got.request_id, got.body())
-            return got.status >= 400, orjson.dumps(row)
+            return got.status >= 400, orjson.dumps(row), usage_of(row)
         except (KeyGone, OSError):
             raise
         except Exception:
             log.exception("line %d of %s has no answer", number, self._batch.id)
-            return True, await asyncio.to_thread(self._unanswered, lines, number, "internal_error", BROKEN)
+            text = await self._means.files.in_thread(self._unanswered, lines, number, "internal_error", BROKEN)
+            return True, text, Usage()
 
     def _row_id(self, number: int) -> str:
         return "batch_req_" + hashlib.sha256(f"{self._batch.id}:{number}".encode()).hexdigest()[:24]
@@ -225,9 +228,10 @@ class Run:
         error = {"code": code, "message": message}
         return orjson.dumps({"id": self._row_id(number), "custom_id": custom_id, "response": None, "error": error})
 
-    def _count(self, is_failed: bool) -> None:
+    def _count(self, is_failed: bool, usage: Usage) -> None:
         state = self._state
-        self._state = replace(state, completed=state.completed + (not is_failed), failed=state.failed + is_failed)
+        completed, failed = state.completed + (not is_failed), state.failed + is_failed
+        self._state = replace(state, completed=completed, failed=failed, usage=state.usage + usage)
         self._means.metrics.batch_lines.labels("failed" if is_failed else "answered").inc()
 
     async def _exchange(self, lines: InputLines, number: int) -> Exchange:
@@ -265,7 +269,7 @@ class Run:
 
     async def _sent(self, caller: Caller, lines: InputLines, number: int, faults: int) -> Exchange:
         """Send a line once; return its answer. Raise LineError."""
-        line = await asyncio.to_thread(lines.read, number)
+        line = await self._means.files.in_thread(lines.read, number)
         body = {**line.body, "priority": "low"}
         if line.url != UNSEEDED and body.get("seed") is None:
             body["seed"] = seed_of(self._batch.id, number)
@@ -300,8 +304,8 @@ class Run:
             self._state = self._state.moved("finalizing", time.time())
         await self._write()
         if ending == "expired":
-            await asyncio.to_thread(self._expire, lines, journal)
-        last = await asyncio.to_thread(self._publish, ending)
+            await self._means.files.in_thread(self._expire, lines, journal)
+        last = await self._means.files.in_thread(self._publish, ending)
         log.info("batch %s %s: %d answered, %d failed", self._batch.id, ending, last.completed, last.failed)
 
     def _choose_outputs(self) -> None:
@@ -337,8 +341,9 @@ class Run:
         counts = write_outputs(self._folder, counted, parts)
         ids = [file_id if count else None for file_id, count in zip(self._state.outputs, counts, strict=True)]
         last = self._state.moved(
-            ending, time.time(), completed=counts[0], failed=counts[1], output_file_id=ids[0], error_file_id=ids[1]
-        )
+            ending, time.time(), completed=counts[0], failed=counts[1], usage=_total(counted),
+            output_file_id=ids[0], error_file_id=ids[1],
+        )  # fmt: skip
 
         def publish() -> None:
             for part, file_id, name in zip(parts, ids, ("output", "errors"), strict=True):
@@ -350,10 +355,16 @@ class Run:
         return last
 
 
+def _total(counted: dict[int, Row]) -> Usage:
+    """Return the tokens of all rows."""
+    return sum((row.usage for row in counted.values()), Usage())
+
+
 class Writer:
     """Write rows of many lines with one call of fsync."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, files: FileStore, journal: Journal) -> None:
+        self._files = files
         self._journal = journal
         self._waiting: list[tuple[tuple[int, bool, bytes], asyncio.Future[None]]] = []
         self._work: asyncio.Task[None] | None = None
@@ -375,7 +386,7 @@ class Writer:
         while self._waiting:
             taken, self._waiting = self._waiting, []
             try:
-                await asyncio.to_thread(self._journal.append, [row for row, _ in taken])
+                await self._files.in_thread(self._journal.append, [row for row, _ in taken])
             except OSError as error:
                 failure: OSError | None = error
             else:

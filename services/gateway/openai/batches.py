@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Annotated, Any, Literal
 
@@ -46,14 +45,14 @@ class BatchBody(Body):
 def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
-    batches = gateway.batches.batches
+    batches, files = gateway.batches.batches, gateway.batches.files
 
     @routes.post("/v1/batches", responses={200: FOUND, **errors(404, 413, 415, 429)}, openapi_extra=body_of(BatchBody))
     async def create_batch(request: Request) -> Response:
         """Begin to answer the lines of a file."""
         order = _order(await read_body(request, BatchBody), request)
         try:
-            batch = await asyncio.to_thread(batches.create, order)
+            batch = await files.in_thread(batches.create, order)
         except ApiError as error:
             if error.code == "file_not_found":
                 raise invalid("input_file_id", f"input_file_id: {error.message}; upload it first") from None
@@ -68,17 +67,17 @@ def router(gateway: Gateway) -> APIRouter:
         after: Annotated[str, Query(max_length=128)] = "",
     ) -> Response:
         """List the batches of the caller, the newest first, a page at a time."""
-        return json_response(await asyncio.to_thread(_page, batches, request.state.tenant, limit, after))
+        return json_response(await files.in_thread(_page, batches, request.state.tenant, limit, after))
 
     @routes.get("/v1/batches/{batch_id}", responses={200: FOUND, **errors(404)})
     async def batch(batch_id: str, request: Request) -> Response:
         """Return a batch."""
-        return json_response((await asyncio.to_thread(batches.find, request.state.tenant, batch_id)).body())
+        return json_response((await files.in_thread(batches.find, request.state.tenant, batch_id)).body())
 
     @routes.post("/v1/batches/{batch_id}/cancel", responses={200: FOUND, **errors(404, 409)})
     async def cancel_batch(batch_id: str, request: Request) -> Response:
         """Cancel a batch; what was answered until then becomes its output."""
-        return json_response((await asyncio.to_thread(batches.cancel, request.state.tenant, batch_id)).body())
+        return json_response((await files.in_thread(batches.cancel, request.state.tenant, batch_id)).body())
 
     return routes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Annotated, BinaryIO, Literal
 
@@ -89,27 +89,27 @@ def router(gateway: Gateway) -> APIRouter:
         after: After = "",
     ) -> Response:
         """List the files of the caller, a page at a time."""
-        found = await asyncio.to_thread(files.of_tenant, request.state.tenant)
+        found = await files.in_thread(files.of_tenant, request.state.tenant)
         bodies = [file.body() for file in found if not purpose or file.purpose == purpose]
         return json_response(listed(bodies, limit, after, newest_first=order == "desc"))
 
     @routes.get("/v1/files/{file_id}", responses={200: FOUND, **errors(404)})
     async def file(file_id: str, request: Request) -> Response:
         """Return what is known of a file."""
-        return json_response((await asyncio.to_thread(files.find, request.state.tenant, file_id)).body())
+        return json_response((await files.in_thread(files.find, request.state.tenant, file_id)).body())
 
     @routes.get("/v1/files/{file_id}/content", responses={200: _CONTENT, **errors(404)})
     async def file_content(file_id: str, request: Request) -> Response:
         """Return the content of a file."""
-        found, content = await asyncio.to_thread(files.open, request.state.tenant, file_id)
+        found, content = await files.in_thread(files.open, request.state.tenant, file_id)
         name = f'attachment; filename="{found.id}.jsonl"'
         headers = {"content-length": str(found.bytes), "content-disposition": name}
-        return StreamingResponse(_pieces(content), headers=headers, media_type="application/jsonl")
+        return StreamingResponse(_pieces(files, content), headers=headers, media_type="application/jsonl")
 
     @routes.delete("/v1/files/{file_id}", responses={200: FOUND, **errors(404)})
     async def delete_file(file_id: str, request: Request) -> Response:
         """Delete a file; a batch that has it as its input goes on."""
-        await asyncio.to_thread(files.delete, request.state.tenant, file_id)
+        await files.in_thread(files.delete, request.state.tenant, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     return routes
@@ -157,11 +157,11 @@ class _Form:
 async def _upload(request: Request, reader: MultipartReader, files: FileStore) -> StoredFile:
     """Write the file of a request to the disk as it comes. Raise ApiError."""
     tenant, form = request.state.tenant, _Form()
-    upload = await asyncio.to_thread(files.begin, tenant)
+    upload = await files.in_thread(files.begin, tenant)
     try:
         async for data in request.stream():
             for piece in reader.feed(data):
-                await _take(piece, form, upload)
+                await _take(piece, form, files, upload)
         if not reader.is_whole:
             raise invalid(None, "the body is no multipart/form-data: it ends within a part", "invalid_multipart")
         if not form.has_file:
@@ -172,16 +172,16 @@ async def _upload(request: Request, reader: MultipartReader, files: FileStore) -
             upload.close()
             return files.commit(tenant, upload, form.filename, PURPOSE, kept_s)
 
-        return await asyncio.to_thread(keep)
+        return await files.in_thread(keep)
     finally:
-        await asyncio.shield(asyncio.to_thread(upload.discard))  # also for a client that has left
+        await asyncio.shield(files.in_thread(upload.discard))  # also for a client that has left
 
 
-async def _take(piece: Part | bytes, form: _Form, upload: Upload) -> None:
+async def _take(piece: Part | bytes, form: _Form, files: FileStore, upload: Upload) -> None:
     if isinstance(piece, Part):
         form.begin(piece)
     elif form.in_file:
-        await asyncio.to_thread(upload.write, piece)
+        await files.in_thread(upload.write, piece)
     else:
         form.add(piece)
 
@@ -204,7 +204,7 @@ def _check(form: _Form) -> int | None:
     return int(seconds or "")
 
 
-def _pieces(content: BinaryIO) -> Iterator[bytes]:
+async def _pieces(files: FileStore, content: BinaryIO) -> AsyncIterator[bytes]:
     with content:
-        while piece := content.read(PIECE_BYTES):
+        while piece := await files.in_thread(content.read, PIECE_BYTES):
             yield piece

@@ -1,7 +1,7 @@
 // The official JavaScript client. `node suite_openai.mjs URL KEY MODEL`, inside .clients/javascript.
 import assert from "node:assert/strict";
 import test from "node:test";
-import OpenAI from "openai";
+import OpenAI, { toFile } from "openai";
 
 const [url, key, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key, maxRetries: 0 });
@@ -129,4 +129,35 @@ test("response and its events", async () => {
     if (event.type === "response.output_text.delta") text += event.delta;
   }
   assert.equal(text, said);
+});
+
+test("files and batches", async () => {
+  const url = "/v1/completions";
+  const body = { ...greedy, prompt: "def add(" };
+  const lines = [0, 1, 2].map((n) => JSON.stringify({ custom_id: `${n}`, method: "POST", url, body }) + "\n").join("");
+  const file = await client.files.create({ file: await toFile(Buffer.from(lines), "in.jsonl"), purpose: "batch" });
+  assert.equal(file.bytes, Buffer.byteLength(lines));
+  assert.equal((await client.files.retrieve(file.id)).filename, "in.jsonl");
+  assert.equal(await (await client.files.content(file.id)).text(), lines);
+  const names = [];
+  for await (const one of client.files.list({ purpose: "batch" })) names.push(one.id);
+  assert.ok(names.includes(file.id));
+  let batch = await client.batches.create({ input_file_id: file.id, endpoint: url, completion_window: "24h" });
+  const deadline = Date.now() + 60_000;
+  while (!["completed", "failed"].includes(batch.status)) {
+    assert.ok(Date.now() < deadline, `${batch.id} has not ended`);
+    await new Promise((resolve) => setTimeout(resolve, 100));
+    batch = await client.batches.retrieve(batch.id);
+  }
+  assert.deepEqual([batch.status, batch.request_counts.completed], ["completed", 3]);
+  assert.equal(batch.usage.output_tokens, 36);
+  const answers = (await (await client.files.content(batch.output_file_id)).text()).trim().split("\n").map((text) => JSON.parse(text));
+  assert.deepEqual(answers.map((row) => row.response.body.choices[0].text), [continued, continued, continued]);
+  for await (const one of client.batches.list({ limit: 1 })) {
+    assert.equal(one.id, batch.id);
+    break;
+  }
+  await assert.rejects(client.batches.cancel(batch.id), OpenAI.ConflictError);
+  for (const id of [file.id, batch.output_file_id]) assert.ok((await client.files.delete(id)).deleted);
+  await assert.rejects(client.files.retrieve(file.id), OpenAI.NotFoundError);
 });

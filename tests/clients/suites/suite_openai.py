@@ -222,6 +222,7 @@ def test_files_and_batches(client: openai.OpenAI, server: Any, continued: str) -
             break
         time.sleep(0.1)
     assert batch.status == "completed" and batch.request_counts.completed == 3
+    assert batch.usage.output_tokens == 3 * 12 and batch.usage.total_tokens > 36
     rows = [json.loads(text) for text in client.files.content(batch.output_file_id).text.splitlines()]
     assert [row["response"]["body"]["choices"][0]["text"] for row in rows] == [continued] * 3
     assert batch.id in [each.id for each in client.batches.list(limit=1)]

@@ -195,3 +195,32 @@ def test_encoders_of_another_kind_are_refused(tmp_path: Path, fields: dict[str, 
     path = make_encoder(tmp_path / "m", "bert", **fields).path
     with pytest.raises(ModelError, match=problem):
         make_engine(path, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "least"),
+    [
+        ("reference", {"dtype": "bfloat16"}, 0.999),
+        ("cpu", {"dtype": "bfloat16"}, 0.999),
+        ("cpu", {"quantize": "int8"}, 0.999),
+        ("cpu", {"quantize": "int4"}, 0.9),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounded_weights_keep_the_direction_of_vectors(
+    made: Callable[..., EncoderReference], kind: str, settings: dict[str, str], least: float, backend: str
+) -> None:
+    """`least`: of the cosine to transformers' vector in float32."""
+    reference = made(kind, "mean", True)
+    engine = make_engine(reference.path, kernels=backend, **{**SMALL, **settings})
+    engine.warm_up()
+    found = told(engine, requests_of(PROMPTS, VECTOR))
+    expected = reference.vectors(PROMPTS)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-3)
+    assert ((found * expected).sum(1) > least).all()
+    assert np.abs(found - expected).max() > 10 * TOLERANCE, "something is rounded"
+
+
+def test_weights_that_the_reference_cannot_round_are_refused_by_name(made: Callable[..., EncoderReference]) -> None:
+    with pytest.raises(ConfigurationError, match="int8"):
+        make_engine(made("bert", "mean", True).path, kernels="reference", quantize="int8", **SMALL)

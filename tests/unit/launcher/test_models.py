@@ -72,3 +72,16 @@ def test_processes_are_counted_over_all_models(models: str, tmp_path: Path, monk
         ("gateway-0", "small", None),
     ]  # fmt: skip
     assert specs[-1].env["ORCINUS_MODELS"] == models
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_files_are_kept_in_the_run_directory_unless_a_folder_is_given(
+    models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    monkeypatch.setattr(up, "on_gpu", lambda worker: False)
+    values = {"models": models, "run_dir": str(tmp_path / "run")}
+    values |= {"files_dir": str(tmp_path / "mine")} if is_given else {}
+    stacks = [up.ModelStack.of(each) for each in up.values_by_model(values)]
+    gateway = up.process_specs(stacks, None, "unix:///x", None, None, tmp_path, {})[-1]
+    expected = tmp_path / "mine" if is_given else tmp_path / "run" / "files"
+    assert (gateway.env or {})["ORCINUS_FILES_DIR"] == str(expected)

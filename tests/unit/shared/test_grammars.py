@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from shared.text import grammars
-from shared.text.grammars import LIMITS, SCHEMA_LIMITS, GrammarError, Grammars
+from shared.text.grammars import LIMITS, SCHEMA_LIMITS, GrammarError, Grammars, mask_of
 from tests.support.tokenizers import byte_level, write_model
 
 TEXT = {"type": "string"}
@@ -135,3 +135,36 @@ def test_schema_of_2250_properties_is_refused(kept: Grammars) -> None:
 )
 def test_wide_rows_are_allowed_to_schemas_alone(grammar: str, limits: dict[str, Any]) -> None:
     assert grammars.limits_of(grammar) == limits
+
+
+NAMES_A_CONTROL_TOKEN = {
+    "alone": "<|im_end|>",
+    "behind text": "a\n<|im_end|>",
+    "twice": "<|im_end|> <|im_end|>é",
+}
+
+
+@pytest.mark.parametrize("name", NAMES_A_CONTROL_TOKEN)
+@pytest.mark.parametrize("kind", ["lark", "schema"])
+def test_text_that_names_a_control_token_is_written_in_plain_ones(kept: Grammars, name: str, kind: str) -> None:
+    text = NAMES_A_CONTROL_TOKEN[name]
+    schema = {"type": "object", "properties": {"a": {"const": text}}, "required": ["a"], "additionalProperties": False}
+    grammar = f"start: {json.dumps(text)}\n" if kind == "lark" else LLMatcher.grammar_from_json_schema(schema)
+    for seed in range(5):
+        matcher, random, tokens = kept.matcher(grammar), np.random.default_rng(seed), []
+        while not matcher.is_accepting():
+            mask = np.unpackbits(np.frombuffer(kept.mask(matcher), np.uint8), bitorder="little")
+            tokens.append(int(random.choice(np.flatnonzero(mask))))
+            assert matcher.consume_token(tokens[-1]), matcher.get_error()
+        assert not set(tokens) & set(ENDS.tolist())
+        said = byte_level().decode(tokens, skip_special_tokens=False)
+        assert (said if kind == "lark" else json.loads(said)["a"]) == text
+
+
+def test_control_token_that_the_grammar_names_by_its_id_stays(model: Path, kept: Grammars) -> None:
+    end = byte_level().token_to_id("<|im_start|>")
+    matcher = kept.matcher(f'start: "a" <[{end}]>\n')
+    assert matcher.consume_tokens(byte_level().encode("a").ids)
+    tokenizer = LLTokenizer(str(model / "tokenizer.json"), n_vocab=400, eos_token=ENDS.tolist())
+    mask = np.unpackbits(np.frombuffer(mask_of(matcher, tokenizer), np.uint8), bitorder="little")
+    assert np.flatnonzero(mask).tolist() == [end]

@@ -1,4 +1,4 @@
-"""Read tool calls that stand in blocks between two marks, or are written as Python; each is told when it is whole.
+"""Read tool calls that stand in blocks between two marks, or are written as Python.
 
     qwen3-coder  <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
     glm-4.5      <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
@@ -9,9 +9,11 @@
     channels     <|channel|>functions.f<|message|>{"a": 1}<|call|>, as reasoning.py writes calls of gpt-oss
     pythonic     [f(a=1), g()] - and nothing before it
 
-As in reader.py the output is a function of the text so far, however it was cut. A block that is no call stays text,
-with its marks. A value of the first two is text where the schema of its parameter says so (`ToolUse.texts`), else JSON,
-else text after all.
+As in reader.py the output is a function of the text so far, however it was cut. A block that does not begin as a call
+does stays text, with its marks. From the first brace or parameter on it is a call, and its arguments are told while
+they come: objects as they are written, up to the closing mark; of the first two formats each value when it ends, and
+texts while they come. A value is text where the schema of its parameter says so (`ToolUse.texts`), else JSON, else
+text after all. A list in Python is told when it is whole: until then it may be no list of calls.
 """
 
 from __future__ import annotations
@@ -20,26 +22,23 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from services.gateway.request import ToolUse
 from services.gateway.text.tools.formats import BLOCKS, PYTHON_START
-from services.gateway.text.tools.reader import Reader, ToolReader, overlap
+from services.gateway.text.tools.reader import CallObject, Reader, ToolReader, overlap
 
 PYTHON_END = "<|python_end|>"
-_END_OF_FUNCTION = "</function>"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A whole call. arguments: JSON. id: as the model wrote it, empty where its format has none."""
+    """A whole call. arguments: JSON."""
 
     name: str
     arguments: str
-    id: str = ""
 
 
 def reader_of(use: ToolUse, request_id: str, choice: int) -> Reader:
@@ -53,7 +52,11 @@ def reader_of(use: ToolUse, request_id: str, choice: int) -> Reader:
 class _At(Enum):
     TEXT = auto()
     SECTION = auto()  # behind the mark of a section: a block comes
-    BLOCK = auto()
+    BLOCK = auto()  # in a block that is no call yet
+    OBJECT = auto()  # in the arguments of a call, which are one object
+    REST = auto()  # behind that object: the closing mark comes
+    PAIR = auto()  # in the arguments of a call: a key comes
+    VALUE = auto()  # behind a key
     BEHIND = auto()  # behind a block: another comes, or the end of the section
     OVER = auto()  # one call was all that was wanted
 
@@ -64,11 +67,14 @@ class BlockReader(Reader):
     def __init__(self, use: ToolUse, request_id: str, choice: int) -> None:
         super().__init__(use, request_id, choice)
         self._marks = BLOCKS[use.format]
-        self._parse = PARSERS[use.format]
         self._at = _At.TEXT
         self._looked = 0  # so much of a block was looked through for its end
         self._begins = False  # the block begins as a call does
         self._ids: set[str] = set()  # that the model wrote
+        self._object = CallObject()
+        self._has_pairs = False  # of this call
+        self._is_text_value = False
+        self._value: list[str] = []  # of a value that is no text
 
     def _go_on(self) -> bool:
         match self._at:
@@ -78,6 +84,14 @@ class BlockReader(Reader):
                 return self._begin_block()
             case _At.BLOCK:
                 return self._read_block()
+            case _At.OBJECT:
+                return self._read_object()
+            case _At.REST:
+                return self._skip_rest()
+            case _At.PAIR:
+                return self._begin_pair()
+            case _At.VALUE:
+                return self._read_value()
             case _At.BEHIND:
                 return self._go_behind()
             case _At.OVER:
@@ -85,10 +99,20 @@ class BlockReader(Reader):
                 return False
 
     def _finish(self) -> None:
-        if self._use.forced:
-            self._cut_call()
-        elif self._at is not _At.OVER:
-            self._say(self._raw + self._held)
+        match self._at:
+            case _At.OBJECT:
+                self._argue_object(len(self._held))
+                self.cut = not self._object.ended
+            case _At.VALUE:
+                self._cut_value()
+            case _At.PAIR:
+                self.cut = True
+            case _At.OVER | _At.REST:
+                pass
+            case _ if self._use.forced:
+                self._cut_call()
+            case _:
+                self._say(self._raw + self._held)
 
     def _cut_call(self) -> None:
         """Tell a call that has to come and was cut: its name, if that was written whole."""
@@ -132,33 +156,132 @@ class BlockReader(Reader):
             if begin is None:
                 return self._is_text()
             self._begins = begin.end() < len(self._held)
+        if self._begin_arguments():
+            return True
         closing = self._marks.closing
         end = self._held.find(closing, max(0, self._looked - len(closing)))
-        while end >= 0 and not self._ends_at(end):
-            end = self._held.find(closing, end + len(closing))
         if end < 0:
             self._looked = len(self._held)
             return False
-        call = self._parse(self._held[:end], self._use)
-        if call is None:
+        bare = BARE[self._use.format].fullmatch(self._held, 0, end) if self._use.format in BARE else None
+        if bare is None:
             self._raw += self._held[: end + len(closing)]
             self._held = self._held[end + len(closing) :]
             return self._is_text()
-        self._held = self._held[end + len(closing) :]
-        self._whole_call(call)
+        self._begin_call(bare[1])
+        self._argue("{}")
+        return self._end_call(end + len(closing))
+
+    def _begin_arguments(self) -> bool:
+        """Begin a call of which the head has come, with the beginning of its arguments."""
+        pair = PAIRS.get(self._use.format)
+        if self._held.find("{" if pair is None else ">", self._looked) < 0:
+            return False
+        head = HEADS[self._use.format].match(self._held)
+        if head is None:
+            return False
+        is_kimi = self._use.format == "kimi-k2"
+        name = head["name"] if is_kimi else next(group for group in head.groups() if group is not None)
+        written_id = head["id"] if is_kimi else ""
+        self._begin_call(name, "" if written_id in self._ids or ":" not in written_id else written_id)
+        self._ids.add(written_id)
+        self._held = self._held[head.end() :]
+        self._object, self._has_pairs = CallObject(name), False
+        self._at = _At.OBJECT if pair is None else _At.PAIR
+        return True
+
+    def _end_call(self, end: int) -> bool:
+        """Go on behind a call that ends there."""
+        self._held = self._held[end:]
         self._at = _At.BEHIND if self._use.parallel else _At.OVER
         return True
 
-    def _ends_at(self, end: int) -> bool:
-        """Return whether the closing mark there is that of the block, and no part of a value."""
-        kind = self._use.format
-        if kind not in ("qwen3-coder", "glm-4.5"):
-            return True
-        if kind == "glm-4.5" and self._held.find("<arg_key>", 0, end) < 0:
-            return True
-        while end and self._held[end - 1].isspace():
-            end -= 1
-        return self._held.endswith(_END_OF_FUNCTION if kind == "qwen3-coder" else "</arg_value>", 0, end)
+    def _argue_object(self, size: int) -> int:
+        """Take so many characters for the object; return how many belong to it."""
+        used, arguments = self._object.feed(self._held[:size])
+        if arguments:
+            self._argue(arguments)
+        return used
+
+    def _read_object(self) -> bool:
+        closing = self._marks.closing
+        end = self._held.find(closing)
+        size = end if end >= 0 else len(self._held) - overlap(self._held, closing)
+        used = self._argue_object(size)
+        if not self._object.ended and end >= 0:  # no JSON, which is for the client to see
+            return self._end_call(end + len(closing))
+        self._held = self._held[used:]
+        self._at = _At.REST if self._object.ended else _At.OBJECT
+        return self._object.ended
+
+    def _skip_rest(self) -> bool:
+        closing = self._marks.closing
+        end = self._held.find(closing)
+        if end < 0:
+            self._held = self._held[len(self._held) - overlap(self._held, closing) :]
+            return False
+        return self._end_call(end + len(closing))
+
+    def _begin_pair(self) -> bool:
+        pair = PAIRS[self._use.format]
+        begin = pair.begin.match(self._held)
+        if begin is None:
+            return False
+        if pair.eats_line_break and begin.end() == len(self._held) and not begin[0].endswith("\n"):
+            return False  # a line break may come, which is none of the value's
+        self._is_text_value = f"{self._object.name}.{begin[1]}" in self._use.texts
+        self._argue(("," if self._has_pairs else "{") + f"{' ' * self._has_pairs}{_written(begin[1])}: ")
+        if self._is_text_value:
+            self._argue('"')
+        self._has_pairs, self._value = True, []
+        self._held = self._held[begin.end() :]
+        self._at = _At.VALUE
+        return True
+
+    def _read_value(self) -> bool:
+        pair, at = PAIRS[self._use.format], 0
+        while (found := self._held.find(pair.mark, at)) >= 0:
+            end = pair.end.match(self._held, found)
+            start = found - (pair.eats_line_break and self._held.endswith("\n", 0, found))
+            if end is not None:
+                self._take_value(start)
+                self._end_value()
+                if end["more"] is None:
+                    self._argue("}")
+                    return self._end_call(end.end() - start)
+                self._held = self._held[end.end() - start :]
+                self._at = _At.PAIR
+                return True
+            at = found + len(pair.mark)
+            if len(self._held) - found < MOST_END and self._held.find(pair.mark, at) < 0:
+                self._take_value(start)  # its end may come; behind another mark it cannot
+                return False
+        self._take_value(max(0, len(self._held) - len(pair.mark)))
+        return False
+
+    def _take_value(self, size: int) -> None:
+        """Take so many characters as a part of the value."""
+        part, self._held = self._held[:size], self._held[size:]
+        if not self._is_text_value:
+            self._value.append(part)
+        elif part:
+            self._argue(_written(part)[1:-1])
+
+    def _end_value(self) -> None:
+        self._argue('"' if self._is_text_value else _written(_value("".join(self._value))))
+
+    def _cut_value(self) -> None:
+        """End a value behind which nothing comes any more. It is whole where only the marks behind it are missing."""
+        pair = PAIRS[self._use.format]
+        found = self._held.find(pair.mark)
+        if found >= 0 and pair.cut.fullmatch(self._held, found):
+            self._take_value(found - (pair.eats_line_break and self._held.endswith("\n", 0, found)))
+            self._end_value()
+            self._argue("}")
+            return
+        mark = "\n" * pair.eats_line_break + pair.mark
+        self._take_value(len(self._held) - overlap(self._held, mark))
+        self.cut = True
 
     def _go_behind(self) -> bool:
         rest, end = self._skip_blanks(), self._marks.section_end
@@ -167,11 +290,6 @@ class BlockReader(Reader):
         self._raw, self._held = "", rest.removeprefix(end) if end else rest
         self._at = _At.TEXT
         return True
-
-    def _whole_call(self, call: Call) -> None:
-        self._begin_call(call.name, "" if call.id in self._ids else call.id)
-        self._ids.add(call.id)
-        self._argue(call.arguments)
 
     def _is_text(self) -> bool:
         self._at = _At.TEXT
@@ -195,63 +313,72 @@ BEGINS = {
     "kimi-k2": re.compile(r"\s*(?:[\w.:-]{0,80}\Z|[\w.:-]{1,80}\s*(?:<|\Z))"),
 }
 """Matches at the beginning of a block that may become a call."""
-_GLM = re.compile(rf"\s*({_NAME})\s*?(?:\n|(?=<)|\Z)(.*)", re.DOTALL)
-_PLAIN_NAME = re.compile(_NAME)
-_KIMI_ID = re.compile(rf"(?:functions\.)?({_NAME}?)(?::\d{{1,9}})?")
+_BLANKS = r"\s{0,64}"
+HEADS = {
+    "qwen3-coder": re.compile(rf"{_BLANKS}<function=({_NAME})>{_BLANKS}(?=<parameter=[^>\n]{{1,256}}>)"),
+    "glm-4.5": re.compile(rf"{_BLANKS}({_NAME}){_BLANKS}(?=<arg_key>[^<]{{0,256}}</arg_key>{_BLANKS}<arg_value>)"),
+    "deepseek-v3": re.compile(
+        rf"{_BLANKS}(?:function<｜tool▁sep｜>({_NAME}){_BLANKS}```json|({_NAME}){_BLANKS}<｜tool▁sep｜>){_BLANKS}(?={{)"
+    ),
+    "channels": re.compile(rf"({_NAME})<\|message\|>{_BLANKS}(?={{)"),
+    "kimi-k2": re.compile(
+        rf"{_BLANKS}(?P<id>(?:functions\.)?(?P<name>{_NAME}?)(?::\d{{1,9}})?){_BLANKS}"
+        rf"<\|tool_call_argument_begin\|>{_BLANKS}(?={{)"
+    ),
+}
+"""The head of a call up to its arguments. Blanks are bounded, so that looking again costs little."""
+BARE = {
+    "qwen3-coder": re.compile(rf"\s*<function=({_NAME})>\s*</function>\s*"),
+    "glm-4.5": re.compile(rf"\s*({_NAME})\s*"),
+}
+"""Blocks of calls without arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """How a key and its value are written. end: of a value, behind which another pair comes, or nothing."""
+class Pair:
+    """How a key and its value are written. mark: behind the value, if `end` follows: another key or the block's end.
+    cut: the mark and what may stand behind it where the text ends too early.
+    """
 
     begin: re.Pattern[str]
+    mark: str
     end: re.Pattern[str]
+    cut: re.Pattern[str]
+    eats_line_break: bool = False  # one before the mark is none of the value's
 
 
-_PARAMETER = _Pair(
-    re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?"), re.compile(r"\n?</parameter>\s*(?=<parameter=|\Z)")
-)
-_ARGUMENT = _Pair(
-    re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>"), re.compile(r"</arg_value>\s*(?=<arg_key>|\Z)")
-)
+PAIRS = {
+    "qwen3-coder": Pair(
+        re.compile(r"<parameter=([^>\n]{1,256})>\n?"),
+        "</parameter>",
+        re.compile(
+            rf"</parameter>{_BLANKS}(?:(?P<more>(?=<parameter=[^>\n]{{1,256}}>))|</function>{_BLANKS}</tool_call>)"
+        ),
+        re.compile(rf"</parameter>{_BLANKS}(?:</function>{_BLANKS})?"),
+        eats_line_break=True,
+    ),
+    "glm-4.5": Pair(
+        re.compile(rf"<arg_key>([^<]{{0,256}})</arg_key>{_BLANKS}<arg_value>"),
+        "</arg_value>",
+        re.compile(
+            rf"</arg_value>{_BLANKS}"
+            rf"(?:(?P<more>(?=<arg_key>[^<]{{0,256}}</arg_key>{_BLANKS}<arg_value>))|</tool_call>)"
+        ),
+        re.compile(rf"</arg_value>{_BLANKS}"),
+    ),
+}
+MOST_END = 512
+"""More characters than `Pair.end` can have: a mark with so many behind it, and no end, is part of the value."""
 _WORDS = {"True": True, "False": False, "None": None}
 
 
-def _qwen3_coder(block: str, use: ToolUse) -> Call | None:
-    head, text = NAMED["qwen3-coder"].match(block), block.rstrip()
-    if head is None or not text.endswith(_END_OF_FUNCTION):
-        return None
-    return _pairs_call(head[1], text[head.end() : -len(_END_OF_FUNCTION)], _PARAMETER, use)
-
-
-def _glm(block: str, use: ToolUse) -> Call | None:
-    found = _GLM.fullmatch(block)
-    return None if found is None else _pairs_call(found[1], found[2], _ARGUMENT, use)
-
-
-def _pairs_call(name: str, text: str, pair: _Pair, use: ToolUse) -> Call | None:
-    """Return a call whose arguments are pairs of a key and a value, one after another."""
-    values: dict[str, Any] = {}
-    at = 0
-    while at < len(text):
-        begin = pair.begin.match(text, at)
-        end = pair.end.search(text, begin.end()) if begin is not None else None
-        if begin is None or end is None:
-            break
-        values[begin[1]] = _value(text[begin.end() : end.start()], f"{name}.{begin[1]}" in use.texts)
-        at = end.end()
-    return None if text[at:].strip() else Call(name, _written(values))
-
-
-def _written(values: dict[str, Any]) -> str:
+def _written(values: Any) -> str:
     """Return JSON that UTF-8 can hold: surrogates that escapes left are joined to pairs, lone ones replaced."""
     written = json.dumps(values, ensure_ascii=False, allow_nan=False)
     return written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def _value(written: str, is_text: bool) -> Any:
-    if is_text:
-        return written
+def _value(written: str) -> Any:
     try:
         return json.loads(written, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -269,51 +396,6 @@ def _finite(written: str) -> float:
     if math.isinf(value):
         raise ValueError(written)
     return value
-
-
-def _deepseek(block: str, _use: ToolUse) -> Call | None:
-    name, mark, arguments = block.strip().partition("<｜tool▁sep｜>")
-    if not mark:
-        return None
-    if name == "function":
-        fenced, fence, rest = arguments.partition("```json")
-        if fence and rest.endswith("```") and _PLAIN_NAME.fullmatch(fenced.rstrip()):
-            return _object_call(fenced.rstrip(), rest.removesuffix("```").strip())
-    name = name.rstrip()
-    return _object_call(name, arguments.strip()) if _PLAIN_NAME.fullmatch(name) else None
-
-
-def _channels(block: str, _use: ToolUse) -> Call | None:
-    name, mark, arguments = block.partition("<|message|>")
-    return _object_call(name, arguments.strip()) if mark else None
-
-
-def _kimi(block: str, _use: ToolUse) -> Call | None:
-    """Return a call under the id that the model wrote: its template shows it again beside the result."""
-    head, mark, arguments = block.partition("<|tool_call_argument_begin|>")
-    id = head.strip()
-    found = _KIMI_ID.fullmatch(id)
-    if not mark or found is None:
-        return None
-    call = _object_call(found[1], arguments.strip())
-    return call if call is None or ":" not in id else Call(call.name, call.arguments, id)
-
-
-def _object_call(name: str, arguments: str | None) -> Call | None:
-    try:
-        value = json.loads(arguments or "")
-    except (ValueError, RecursionError):
-        return None
-    return Call(name, arguments or "") if isinstance(value, dict) else None
-
-
-PARSERS: dict[str, Callable[[str, ToolUse], Call | None]] = {
-    "qwen3-coder": _qwen3_coder,
-    "glm-4.5": _glm,
-    "deepseek-v3": _deepseek,
-    "kimi-k2": _kimi,
-    "channels": _channels,
-}
 
 
 class PythonicReader(Reader):

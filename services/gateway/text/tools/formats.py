@@ -95,7 +95,9 @@ def format_of(template: str) -> str:
 def marks_of(name: str) -> list[str]:
     """Return the marks of a format that may be control tokens."""
     block = BLOCKS.get(name)
-    return [OPENINGS[name]] if block is None else [block.opening, block.section]
+    if block is None:
+        return [OPENINGS[name], CLOSINGS.get(name, "")]
+    return [block.opening, block.closing, block.section]
 
 
 def has_texts(name: str) -> bool:
@@ -156,7 +158,7 @@ def calls_grammar(use: ToolUse, functions: Sequence[Function], atom: Callable[[s
     call = "(" + " | ".join(f"call_{at}" for at in range(len(functions))) + ")"
     match kind:
         case "hermes":
-            lines.append(f'call: {opening} "\\n" {call} "\\n</tool_call>"')
+            lines.append(f'call: {opening} "\\n" {call} "\\n" {atom(CLOSINGS[kind])}')
         case "mistral-args":
             lines.append(f"call: {opening} {call}")
         case "qwen3-coder" | "glm-4.5" | "deepseek-v3" | "kimi-k2":

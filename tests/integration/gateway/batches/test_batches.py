@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from shared.batch_lines import URLS
 from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
@@ -86,6 +87,9 @@ def test_every_line_is_answered_once(client: openai.OpenAI, gateway: GatewayProc
     assert batch.request_counts is not None
     assert batch.request_counts.model_dump() == {"total": 21, "completed": 20, "failed": 1}
     answered = rows(client, batch.output_file_id)
+    usages = [row["response"]["body"]["usage"] for row in answered]
+    assert batch.usage is not None and batch.usage.total_tokens == sum(usage["total_tokens"] for usage in usages) > 0
+    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in usages)
     assert [row["custom_id"] for row in answered] == names
     assert all(TEXT.startswith(row["response"]["body"]["choices"][0]["message"]["content"]) for row in answered)
     assert {row["response"]["status_code"] for row in answered} == {200}
@@ -153,6 +157,20 @@ def test_bad_field_of_a_batch_is_named(gateway: GatewayProcess, fields: dict[str
     body = {"input_file_id": "file-" + "0" * 30, "endpoint": CHAT, "completion_window": "24h", **fields}
     answer = gateway.request("POST", "/v1/batches", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("url", ["/v1/messages", "/v1/rerank"])
+def test_other_endpoints_are_refused_by_the_ones_there_are(
+    client: openai.OpenAI, gateway: GatewayProcess, url: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        begin(client, [line("a", gateway.name)], url)
+    assert all(one in raised.value.message for one in URLS) and raised.value.param == "endpoint"
+    batch = ended(client, begin(client, [line("a", gateway.name, url)]))
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+    [problem] = batch.errors.data
+    assert (problem.code, problem.param) == ("invalid_url", "url")
+    assert all(one in (problem.message or "") for one in (url, *URLS))
 
 
 def test_files_come_and_go_through_the_official_client(client: openai.OpenAI, gateway: GatewayProcess) -> None:

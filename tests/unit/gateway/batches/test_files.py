@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from services.gateway.batches import files as module
 from services.gateway.batches.files import FileStore, open_plain
 from services.gateway.errors import ApiError
 from shared.errors import ConfigurationError
@@ -119,3 +123,33 @@ def test_directory_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="cannot be used: Not a directory"):
         stores(tmp_path / "file")
+
+
+def test_folder_that_another_gateway_holds_is_refused_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOCK_S", 0.05)
+    files, _ = stores(tmp_path)
+    other, _ = stores(tmp_path)
+    with other.locked(other.folder(other.owner(TENANT))):
+        with pytest.raises(ApiError, match=r"held this tenant's folder for 0\.05 s; retry") as raised:
+            upload(files, b"a")
+        upload(files, b"a", "tenant-2")
+    assert (raised.value.status, raised.value.code) == (503, "files_busy")
+    upload(files, b"a")
+
+
+async def test_blocked_files_leave_the_shared_threads_free(tmp_path: Path) -> None:
+    files, _ = stores(tmp_path)
+    is_over = threading.Event()
+    blocked = [asyncio.create_task(files.in_thread(is_over.wait)) for _ in range(2 * module.THREADS)]
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as one:
+        loop.set_default_executor(one)
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(lambda: threading.current_thread().name) != "files_0"
+        held = asyncio.create_task(asyncio.to_thread(is_over.wait))
+        is_over.set()
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(*blocked, held) == [True] * (2 * module.THREADS + 1)
+    names = await asyncio.gather(*(files.in_thread(lambda: threading.current_thread().name) for _ in range(50)))
+    assert len(set(names)) <= module.THREADS and all(name.startswith("files") for name in names)
+    files.close()

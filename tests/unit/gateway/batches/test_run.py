@@ -21,6 +21,7 @@ from services.gateway.batches.journal import journal_name
 from services.gateway.batches.lines import InputLines, seed_of
 from services.gateway.batches.records import Batch, Outdated
 from services.gateway.batches.run import Means, Run
+from services.gateway.batches.usage import Usage, usage_of
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from shared.batch_lines import Line
@@ -447,3 +448,41 @@ async def test_batch_whose_answers_are_lost_fails_after_its_window(tmp_path: Pat
     case.order = replace(case.order, expires_at=0)
     await case.run(epoch=3).run()
     assert (case.now.status, case.now.state.errors[0]["code"]) == ("failed", "internal_error")
+
+
+def answer_with(prompt: int, output: int) -> Answer:
+    details = {"prompt_tokens_details": {"cached_tokens": 2}, "completion_tokens_details": {"reasoning_tokens": 1}}
+    return 200, {"usage": {"prompt_tokens": prompt, "completion_tokens": output, **details}}
+
+
+async def test_tokens_of_all_lines_are_counted_once(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(9))
+    case.app.gate = stuck
+    case.app.answer = lambda body, before: answer_with(10, int(body["prompt"]))
+    task = await begun(case, case.run(epoch=1), 5)
+    task.cancel()
+    await asyncio.wait({task})
+    case.app = ScriptedApp()
+    case.app.answer = lambda body, before: (
+        error(400, "invalid_value") if int(body["prompt"]) == 8 else answer_with(10, int(body["prompt"]))
+    )
+    await case.run(epoch=2).run()
+    assert counts(case.now) == ("completed", 9, 8, 1)
+    assert case.now.body()["usage"] == {
+        "input_tokens": 80, "input_tokens_details": {"cached_tokens": 16},
+        "output_tokens": 28, "output_tokens_details": {"reasoning_tokens": 8}, "total_tokens": 108,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        ({"prompt_tokens": 3, "total_tokens": 3}, Usage(3)),
+        ({"input_tokens": 3, "input_tokens_details": {"cached_tokens": 2}, "output_tokens": 4,
+          "output_tokens_details": {"reasoning_tokens": 1}}, Usage(3, 2, 4, 1)),
+        ({"prompt_tokens": "3", "prompt_tokens_details": None}, Usage()),
+        (None, Usage()),
+    ],
+)  # fmt: skip
+def test_usage_of_every_endpoint_is_read(usage: Any, expected: Usage) -> None:
+    assert usage_of({"response": {"body": {"usage": usage}}}) == expected

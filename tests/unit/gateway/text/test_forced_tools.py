@@ -83,24 +83,47 @@ BLOCKS = {
 }
 
 
+BEGINS = {
+    "qwen3-coder": "<parameter=city>",
+    "glm-4.5": "<arg_key>city</arg_key><arg_value>",
+    "deepseek-v3": "{",
+    "kimi-k2": "{",
+    "channels": "{",
+}
+"""What makes the block a call: the beginning of its arguments."""
+
+
+def begin_of(kind: str) -> int:
+    """Return the characters of a block up to which it may be text."""
+    whole = BLOCKS[kind]
+    return whole.index(BEGINS[kind]) + len(BEGINS[kind]) if kind in BEGINS else len(whole)
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_cut_block_of_a_call_that_has_to_come_is_no_content(kind: str) -> None:
-    whole = BLOCKS[kind]
-    one = ToolUse(kind, ("get_weather",), True, forced=True)
-    several = ToolUse(kind, ("get_weather", "ring"), True, forced=True)
+    whole, arguments = BLOCKS[kind], '{"city": "Köln"}'
+    one = ToolUse(kind, ("get_weather",), True, forced=True, texts=("get_weather.city",))
+    several = ToolUse(kind, ("get_weather", "ring"), True, forced=True, texts=("get_weather.city",))
     for end in range(len(whole)):
-        assert read(whole[:end], one) == ("", [("get_weather", "")], True), whole[:end]
+        content, [(name, begun)], cut = read(whole[:end], one)
+        assert (content, name) == ("", "get_weather"), whole[:end]
+        assert arguments.startswith(begun) and cut == (begun != arguments), whole[:end]
+        assert not begun if end < begin_of(kind) else begun or end == begin_of(kind), whole[:end]
         content, calls, cut = read(whole[:end], several)
-        assert content == "" and calls in ([], [("get_weather", "")]) and cut == bool(calls), whole[:end]
-    assert read(whole[:-1], several)[1] == [("get_weather", "")]
-    assert read(whole, several) == ("", [("get_weather", '{"city": "Köln"}')], False)
+        assert content == "" and calls in ([], [("get_weather", begun)]), whole[:end]
+        assert cut == (bool(calls) and begun != arguments), whole[:end]
+    assert read(whole, several) == ("", [("get_weather", arguments)], False)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_cut_block_of_a_free_call_stays_text(kind: str) -> None:
-    whole = BLOCKS[kind]
+def test_cut_block_of_a_free_call_stays_text_before_its_arguments(kind: str) -> None:
+    whole, use = BLOCKS[kind], ToolUse(kind, ("get_weather",), True)
     for end in range(1, len(whole)):
-        assert read(whole[:end], ToolUse(kind, ("get_weather",), True)) == (whole[:end], [], False)
+        content, calls, _ = read(whole[:end], use)
+        if end < begin_of(kind):
+            assert (content, calls) == (whole[:end], [])
+        else:
+            assert content == "" and [name for name, _ in calls] == ["get_weather"]
 
 
 @pytest.mark.parametrize("kind", WHOLE)

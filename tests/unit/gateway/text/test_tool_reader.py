@@ -110,7 +110,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Hmso",
         [ADD],
     ),
-    ("deepseek-v3", f"{D_OPEN}add{D_SEP}{{nonsense{D_CLOSE}", f"{D_OPEN}add{D_SEP}{{nonsense{D_CLOSE}", []),
+    ("deepseek-v3", f"{D_OPEN}add{D_SEP}{{nonsense{D_CLOSE} so", "so", [("add", "{nonsense")]),
+    ("deepseek-v3", f"{D_OPEN}add{D_SEP}nonsense{D_CLOSE}", f"{D_OPEN}add{D_SEP}nonsense{D_CLOSE}", []),
     ("deepseek-v3", f"{D_SECTION} no", f"{D_SECTION} no", []),
     (
         "kimi-k2",
@@ -154,6 +155,40 @@ def test_arguments_are_streamed_after_the_name() -> None:
     assert bodies[0]["function"] == {"name": "get_weather", "arguments": ""} and bodies[0]["type"] == "function"
     assert all("name" not in body["function"] and "id" not in body for body in bodies[1:])
     assert "".join(body["function"]["arguments"] for body in bodies) == A and len(bodies) > 20
+
+
+STREAMED = {
+    "qwen3-coder": '<tool_call><function=get_weather><parameter=city>\nKöln "am" Rhein\n</parameter>'
+    "<parameter=days>[1, 2]</parameter></function></tool_call>",
+    "glm-4.5": '<tool_call>get_weather\n<arg_key>city</arg_key><arg_value>Köln "am" Rhein</arg_value>\n'
+    "<arg_key>days</arg_key><arg_value>[1, 2]</arg_value></tool_call>",
+    "deepseek-v3": f"{D_OPEN}get_weather{D_SEP}{A}{D_CLOSE}",
+    "kimi-k2": f"{K_OPEN}functions.get_weather:0{K_ARGS}{A}{K_CLOSE}",
+    "channels": f"<|channel|>functions.get_weather<|message|>{A}<|call|>",
+}
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+def test_arguments_in_blocks_are_streamed(kind: str) -> None:
+    reader = reader_of(ToolUse(kind, NAMES, True, texts=("get_weather.city",)), "chatcmpl-1", 0)
+    gained = [reader.feed(char)[1] for char in STREAMED[kind]]
+    pieces = [piece for each in gained for piece in each]
+    assert [bool(piece.name) for piece in pieces].count(True) == 1 and pieces[0].name == "get_weather"
+    arguments = json.loads("".join(piece.arguments for piece in pieces))
+    assert arguments["city"] == ("Köln" if "Rhein" not in STREAMED[kind] else 'Köln "am" Rhein')
+    assert sum(bool(each) for each in gained) > 14, "most characters of the arguments are told at once"
+    begun = "".join(piece.arguments for each in gained[: STREAMED[kind].index("days")] for piece in each)
+    assert begun.startswith('{"city": "K')
+
+
+def test_value_is_whole_where_only_the_marks_behind_it_are_missing() -> None:
+    for kind, begin, ends in (
+        ("qwen3-coder", "<function=add><parameter=a>1", ("</parameter>", "</parameter>\n</function>\n")),
+        ("glm-4.5", "add\n<arg_key>a</arg_key><arg_value>1", ("</arg_value>", "</arg_value>\n")),
+    ):
+        for end in ends:
+            assert read([f"<tool_call>{begin}{end}"], kind) == ("", [("add", '{"a": 1}')])
+        assert read([f"<tool_call>{begin}</"], kind) == ("", [("add", '{"a": ')])
 
 
 def test_call_ids_depend_on_request_choice_and_index() -> None:

@@ -33,7 +33,7 @@ from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.reasoning import ChannelReader
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
-from shared.text.grammars import CACHE_BYTES, Grammars
+from shared.text.grammars import CACHE_BYTES, Grammars, mask_of
 from tests.support.generations import generation, read_calls, streamed
 from tests.support.generations import spec as make_spec
 from tests.support.tokenizers import byte_fallback, byte_level, metaspace, write_model
@@ -111,7 +111,7 @@ def walk(model: ModelText, tokenizer: LLTokenizer, grammar: str, seed: int) -> s
     matcher = LLMatcher(tokenizer, grammar)
     random, tokens = np.random.default_rng(seed), []
     for _ in range(400):
-        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        words = np.frombuffer(mask_of(matcher, tokenizer), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
         ends = [token for token in model.eos_ids if token in allowed]
         token = int(ends[0] if ends and random.random() < 0.5 else random.choice(allowed))
@@ -264,7 +264,7 @@ def marks_of(kind: str) -> tuple[str, ...]:
     """Return the marks of a format that are control tokens of its models."""
     if kind in BLOCKS and kind != "channels":
         return tuple(mark for mark in (*astuple(BLOCKS[kind]), SEP) if mark)
-    return ("<tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "[ARGS]", SEP)
+    return ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|tool_call|>", "[ARGS]", SEP)
 
 
 @pytest.mark.parametrize("kind", OPENINGS)
