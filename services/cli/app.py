@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings
 
 from services.cli import keys as cli_keys
 from services.cli import models
-from services.cli.options import Command, Group, build, settings_command
+from services.cli.options import Command, Group, build, check_policy, settings_command
 from shared.errors import ConfigurationError
 from shared.hub import require_local
 from shared.options import Values, effective, env_name
@@ -98,7 +98,7 @@ def up(
     build(SchedulerSettings, values)  # the launcher does not know the policies
     from services.launcher.up import up as run_up
 
-    raise typer.Exit(run_up(values, stop_with_parent))
+    raise typer.Exit(run_up(values, check_policy, stop_with_parent))
 
 
 def _use(settings: CommonSettings) -> None:
