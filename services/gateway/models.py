@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from redis.exceptions import RedisError
 from services.gateway.adapters import AdapterNames
 from services.gateway.admission import Admission, unknown_request
 from services.gateway.auth import Caller, Keyring
-from services.gateway.cluster import Cluster, number
+from services.gateway.cluster import STALE_S, Cluster, number
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher, failed
 from services.gateway.delivery.response_store import ResponseStore
@@ -47,8 +48,10 @@ FIRST_LOOK_S = 5.0
 UNREADABLE_S = 30.0
 """After a failure to read a model, until it is read again."""
 
-State = Literal["ready", "loading", "asleep", "unavailable"]
-"""ready: a scheduler leads a worker. loading: one of them is missing. unavailable: both are. Nothing sleeps yet."""
+State = Literal["ready", "loading", "asleep", "unavailable", "unknown"]
+"""ready: a scheduler leads a worker. loading: one of them is missing. unavailable: both are. unknown: Redis is silent.
+Nothing sleeps yet.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +118,13 @@ class ServedModel:
     def state(self) -> State:
         """Return the state as of the last look at Redis."""
         snapshot = self.cluster.snapshot
-        if snapshot is None or not (snapshot.leases or snapshot.workers):
+        if snapshot is None or self.cluster.is_silent:
+            return "unknown"
+        if not (snapshot.leases or snapshot.workers):
             return "unavailable"
-        return "ready" if any(number(stats.get("workers")) for stats in snapshot.led) else "loading"
+        # The record of a worker that hangs runs out before its scheduler gives it up.
+        is_ready = snapshot.workers and any(number(stats.get("workers")) for stats in snapshot.led)
+        return "ready" if is_ready else "loading"
 
     def unused_s(self) -> float:
         """Return the seconds since a request came or, as of the last call, was here; 0 while one is here or about to
@@ -150,6 +157,7 @@ class ModelTable:
         check_names(first.settings.models, named)
         self._named = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
         self._states: dict[str, State] = {}
+        self._looked_at = -math.inf  # of time.monotonic(), when they were read
         self._unreadable_until: dict[str, float] = {}  # of time.monotonic(), by model that could not be opened
         self._opening: dict[str, asyncio.Task[ServedModel]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
@@ -170,8 +178,20 @@ class ModelTable:
 
     def state(self, name: str) -> State:
         """Return the state of a model of `names`, as of the last look at Redis."""
-        model = self.open.get(name)
-        return self._states.get(name, "unavailable") if model is None else model.state
+        if (model := self.open.get(name)) is not None:
+            return model.state
+        return self._states.get(name, "unavailable") if time.monotonic() - self._looked_at <= STALE_S else "unknown"
+
+    def states(self) -> dict[str, State]:
+        """Return the state of each model."""
+        return {name: self.state(name) for name in self.names()}
+
+    def reason_not_ready(self) -> str:
+        """Return an empty text when a model would serve new work."""
+        reason = self.first.cluster.reason_of_redis()
+        if reason or "ready" in (self.state(name) for name in self._entries):
+            return reason
+        return self.first.cluster.reason_unserved()
 
     def unknown(self, name: str, caller: Caller | None) -> ApiError:
         """Return the 404 for a name that no model here has, or none that runs; it lists those that there are."""
@@ -213,8 +233,8 @@ class ModelTable:
         entry = self._named.get(name)
         if entry is None:
             raise self.unknown(name, caller)
-        if entry.name not in self._states:  # this gateway has just started, or has let go of the model
-            await self._look()
+        if entry.name not in self._states or self.state(entry.name) == "unknown":
+            await self._look()  # this gateway has just started, has let go of the model, or Redis was silent
         if self._states.get(entry.name, "unavailable") == "unavailable":
             raise self.unknown(name, caller)
         return await asyncio.shield(self._open(entry))
@@ -346,7 +366,9 @@ class ModelTable:
             settings.sampling_defaults,
             settings.reasoning_parser,
         )
-        return ServedModel(settings, text, self._parts, entry.aliases)
+        model = ServedModel(settings, text, self._parts, entry.aliases)
+        model.cluster.drain_asked = self.first.cluster.drain_asked  # the gateway is asked, under whichever model
+        return model
 
     def _removable(self) -> list[ServedModel]:
         """Return the open models that may be let go for another one."""
@@ -376,6 +398,7 @@ class ModelTable:
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
         self._states = {name: state for name, (state, _) in found.items()}
+        self._looked_at = time.monotonic()
         if self.draining or self._opening or not (len(self.models()) - 1 < MOST_OPEN or self._removable()):
             return
         now = time.monotonic()

@@ -164,7 +164,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         gateway = self._gateway
         name = gateway.models.named(request.name)
         is_here = bool(name) and call.caller.may_use(name)
-        ready = is_here and (name == gateway.first.name or gateway.models.state(name) == "ready")
+        ready = is_here and gateway.models.state(name) == "ready"
         return kserve.ModelReadyResponse(ready=ready and not gateway.reason_not_ready())
 
     async def ModelMetadata(  # noqa: N802
