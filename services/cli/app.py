@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 from pydantic_settings import BaseSettings
 
+from services.cli import adapters as cli_adapters
 from services.cli import keys as cli_keys
 from services.cli import models
 from services.cli.options import Command, Group, build, check_policy, settings_command
@@ -53,6 +54,7 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(cli_keys.app, name="keys")
+app.add_typer(cli_adapters.app, name="adapters")
 app.command("pull", cls=Command)(models.pull)
 app.command("list", cls=Command)(models.list_models)
 app.command("rm", cls=Command)(models.rm)

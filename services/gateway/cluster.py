@@ -238,6 +238,11 @@ class Cluster:
         return ""
 
     @property
+    def is_read(self) -> bool:
+        """Whether there has been a snapshot."""
+        return self.snapshot is not None
+
+    @property
     def is_silent(self) -> bool:
         """Whether Redis has not answered lately, so that the snapshot says nothing of now."""
         return bool(self.redis_error) or self.snapshot is None or time.monotonic() - self.snapshot.at > STALE_S

@@ -225,19 +225,45 @@ class ModelTable:
         return self._named[name].name if name in self._named else ""
 
     async def opened(self, name: str, caller: Caller | None) -> ServedModel:
-        """Return a model by its name or alias, opened now unless it is open. Raise ApiError 404 for one that is
-        unknown, or has neither worker nor scheduler; 503 for one that cannot be opened now.
+        """Return a model by its name or alias, or that of an adapter of it, opened now unless it is open.
+
+        Raise ApiError 404 for one that is unknown, or has neither worker nor scheduler; 503 for one that cannot be
+        opened now.
         """
         if (model := self.open.get(name)) is not None:
             return model
-        entry = self._named.get(name)
+        entry = self._named.get(name) or await self._base_of(name, caller)
         if entry is None:
+            for model in self.models():  # for what an Idempotency-Key has begun
+                if name in model.adapters.former and (caller is None or caller.may_use(model.name)):
+                    return model
             raise self.unknown(name, caller)
         if entry.name not in self._states or self.state(entry.name) == "unknown":
             await self._look()  # this gateway has just started, has let go of the model, or Redis was silent
         if self._states.get(entry.name, "unavailable") == "unavailable":
             raise self.unknown(name, caller)
         return await asyncio.shield(self._open(entry))
+
+    async def _base_of(self, name: str, caller: Caller | None) -> ModelEntry | None:
+        """Return the model, of those that are not open, that has or lately had an adapter of this name.
+
+        Raise ApiError(503).
+        """
+        closed = [
+            entry
+            for entry in self._entries.values()
+            if entry.name not in self.open and (caller is None or caller.may_use(entry.name))
+        ]
+        if self.first.settings.adapter_dir is None or not closed:
+            return None
+        pipe: Any = self._redis.pipeline(transaction=False)
+        for entry in closed:
+            pipe.hget(Keys(entry.name).adapters, name)
+        try:
+            answers = await pipe.execute(raise_on_error=False)
+        except (*Unreachable, RedisError) as error:
+            raise failed(error) from None
+        return next((entry for entry, stored in zip(closed, answers, strict=True) if isinstance(stored, bytes)), None)
 
     async def holding(self, request_id: str, caller: Caller | None = None) -> ServedModel:
         """Return the model that has a request or a stored response of this id; the first one where none has it.
@@ -344,7 +370,8 @@ class ModelTable:
         model.start()
         with_look = time.monotonic() + FIRST_LOOK_S
         try:
-            while model.cluster.snapshot is None and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
+            parts = model.cluster, model.adapters
+            while not all(part.is_read for part in parts) and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
                 await asyncio.sleep(0.01)
             if self.draining:
                 raise shutting_down()

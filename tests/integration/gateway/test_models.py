@@ -159,6 +159,41 @@ async def test_adapter_never_answers_for_a_model(
         redis_server.client.delete(gateway.first.settings.keys.adapters)
 
 
+async def test_adapter_of_a_model_that_is_not_open_opens_it(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, schedulers: dict[str, ScriptedScheduler]
+) -> None:
+    record = AdapterRecord("ab" * 32, 1, "x", 1)
+    key = Keys(SECOND).adapters
+    redis_server.client.hset(key, "sql", record.encode())
+    try:
+        assert await text_of(client, "sql") == TEXTS[SECOND]
+        model = gateway.models.open[SECOND]
+        assert (await client.get("/v1/models/sql")).json()["parent"] == SECOND
+        answer = await client.post("/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "x"})
+        assert f"'sql' is an adapter of {SECOND!r}" in answer.json()["error"]["message"]
+        answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql", "model": "claude:latest"})
+        assert answer.status_code == 200
+        assert model.adapters.records == {}
+        assert (await complete(client, "sql")).status_code == 404
+    finally:
+        redis_server.client.delete(key)
+
+
+async def test_adapter_of_a_model_that_the_key_is_not_for_is_unknown(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, keys_of: dict[str, dict[str, str]]
+) -> None:
+    key = Keys(THIRD).adapters
+    lead(redis_server, THIRD)
+    redis_server.client.hset(key, "sql", AdapterRecord("ab" * 32, 1, "x", 1).encode())
+    try:
+        client.headers.update(keys_of["second"])
+        assert (await complete(client, "sql")).status_code == 404
+        assert THIRD not in gateway.models.open
+    finally:
+        third = Keys(THIRD)
+        redis_server.client.delete(key, third.workers, third.worker("worker-0"), third.lease("shard-0"))
+
+
 async def test_first_requests_of_a_model_open_it_once(client: httpx.AsyncClient, gateway: Gateway) -> None:
     opened: list[ServedModel] = []
     gateway.models.on_open = opened.append
