@@ -25,14 +25,14 @@ SHORT = ("worker_kill", "scheduler_kill", "gateway_kill", *OF_SECOND)
 ADAPTERS = ("one", "two", "three")
 
 
-def run(directory: Path, faults: int, seed: int, kinds: tuple[str, ...]) -> Result:
+def run(directory: Path, faults: int, seed: int, kinds: tuple[str, ...], templates: int | None = None) -> Result:
     folder = directory / "adapters"
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     for number, name in enumerate(ADAPTERS):
         make_lora(folder / name, model, seed + number)
     scenario = Scenario(
         DEMO_MODEL, seed, seconds=60.0 * faults, faults=faults, gap_s=1.0, clients=8, tokens=120, kinds=kinds,
-        has_second=True, adapters=folder,
+        has_second=True, adapters=folder, templates=templates,
     )  # fmt: skip
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(chaos(directory / "stack", scenario, print))
@@ -40,7 +40,7 @@ def run(directory: Path, faults: int, seed: int, kinds: tuple[str, ...]) -> Resu
 
 @pytest.mark.timeout(600)
 def test_faults_of_either_model_change_no_answer(tmp_path: Path) -> None:
-    result = run(tmp_path, len(SHORT), SEED, SHORT)
+    result = run(tmp_path, len(SHORT), SEED, SHORT, templates=6)
     assert result.violations == []
     figures = result.figures()
     assert figures["faults"].keys() == set(SHORT)
