@@ -153,6 +153,36 @@ def check_layers(modules: Mapping[str, Shape], layers: int) -> None:
             )
 
 
+def check_modules(modules: Mapping[str, Shape], stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ModelError for a module of a layer that the base lacks, or has with another shape.
+
+    stored: shapes of the base's tensors by name. Names of tensors and modules may begin differently, so they are
+    compared from the layer on. A matrix that is quantized has no shape to compare, and GPT-2's are transposed.
+    """
+    if not stored:
+        return
+    found: dict[str, dict[str, tuple[int, ...]]] = {}  # by the module from its layer on, by the rest of the name
+    for name, shape in stored.items():
+        module, _, rest = name.rpartition(".")
+        found.setdefault(_from_layer(module), {})[rest] = shape
+    for module, adapted in modules.items():
+        if (parts := found.get(_from_layer(module))) is None:
+            raise ModelError(
+                f"{WEIGHTS}: {module}: the served model has no such module; the adapter is of another base"
+            )
+        weight = parts.get("weight")
+        if weight is not None and len(weight) == 2 and sorted(weight) != sorted((adapted.outputs, adapted.inputs)):
+            raise ModelError(
+                f"{WEIGHTS}: {module} is [{adapted.outputs}, {adapted.inputs}], the served model has {list(weight)}; "
+                "the adapter is of another base"
+            )
+
+
+def _from_layer(module: str) -> str:
+    found = _LAYER.search(module)
+    return module[found.start("index") :] if found else module
+
+
 def digest_of(folder: Path) -> bytes:
     """Return the SHA-256 over the SHA-256 of the two files of an adapter. Raise ModelError, OSError."""
     sums = []
@@ -179,10 +209,13 @@ def read_bounded(path: Path, most: int) -> bytes:
         raise ModelError(f"{path.name}: cannot be read ({error.strerror}); save the adapter there") from error
 
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading. Raise ModelError for a FIFO or folder, and OSError, also for a link."""
+def open_regular(path: Path, folder: int | None = None) -> BufferedReader:
+    """Open a file for reading. Raise ModelError for a FIFO or folder, and OSError, also for a link.
+
+    folder: descriptor of the one that a relative path begins at.
+    """
     # O_NONBLOCK: to open a FIFO would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ModelError(f"{path.name}: not a regular file; save the adapter again")

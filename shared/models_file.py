@@ -51,11 +51,17 @@ class ModelEntry(BaseModel):
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
 
+    def fields(self) -> dict[str, str]:
+        """Return the fields that the file gives, by the name of the setting that each is."""
+        given = self.model_dump(exclude={"name", "source", "aliases", "workers", "idle_s"}, exclude_none=True)
+        return {"model": "source", "replicas": "workers", **{name: name for name in given}}
+
     def values(self) -> dict[str, str]:
         """Return what the file says of the model as values of the settings, which check them."""
-        options = self.model_dump(exclude={"name", "source", "aliases", "workers", "idle_s"}, exclude_none=True)
-        named = {"model": self.source, "served_model_name": self.name, "replicas": self.workers}
-        return {name: str(value) for name, value in (named | options).items()}
+        return {
+            "served_model_name": self.name,
+            **{setting: str(getattr(self, field)) for setting, field in self.fields().items()},
+        }
 
 
 def read_models(path: Path) -> list[ModelEntry]:

@@ -7,7 +7,7 @@ command line and the environment obey the same rules.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
@@ -42,16 +42,17 @@ def fields_of(*classes: type[BaseSettings]) -> dict[str, FieldInfo]:
     return fields
 
 
-def build(settings: type[S], values: Values) -> S:
+def build(settings: type[S], values: Values, named: Callable[[str], str] = flag) -> S:
     """Return the settings of one service from its options in `values`, the environment and the defaults.
 
-    Raises ConfigurationError naming the option or variable, the value and the limit.
+    named: how an error calls the source of a field of `values`. Raise ConfigurationError naming the option or variable,
+    the value and the limit.
     """
     given = {name: value for name, value in values.items() if name in settings.model_fields}
     try:
         return settings(**given)
     except ValidationError as error:
-        raise ConfigurationError("; ".join(_explain(settings, item, given) for item in error.errors())) from None
+        raise ConfigurationError("; ".join(_explain(settings, item, given, named) for item in error.errors())) from None
 
 
 def source(settings: BaseSettings, name: str, values: Values) -> str:
@@ -106,7 +107,7 @@ def is_secret(field: FieldInfo) -> bool:
     return SecretStr in (get_args(field.annotation) or (field.annotation,))
 
 
-def _explain(settings: type[BaseSettings], item: Any, values: Values) -> str:
+def _explain(settings: type[BaseSettings], item: Any, values: Values, named: Callable[[str], str]) -> str:
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "string_pattern_mismatch":
         is_address = "http" in item["ctx"]["pattern"]
@@ -114,7 +115,7 @@ def _explain(settings: type[BaseSettings], item: Any, values: Values) -> str:
     if not item["loc"]:
         return message
     name = str(item["loc"][0])
-    where = flag(name) if name in values else env_name(name)
+    where = named(name) if name in values else env_name(name)
     field = settings.model_fields.get(name)
     value = HIDDEN if field is not None and is_secret(field) else str(shown(item["input"]))
     return f"{where}={value}: {message[0].lower()}{message[1:]}"

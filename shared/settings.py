@@ -580,7 +580,7 @@ class BatchSettings(BaseSettings):
 
 
 class ChatSettings(BaseSettings):
-    """Settings of `orcinus chat`, a client of a running server."""
+    """Settings of `orcinus chat` and `orcinus adapters`, clients of a running server."""
 
     model_config = SettingsConfigDict(env_prefix="ORCINUS_", extra="ignore")
 

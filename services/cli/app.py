@@ -19,9 +19,10 @@ from typing import Annotated
 import typer
 from pydantic_settings import BaseSettings
 
+from services.cli import adapters as cli_adapters
 from services.cli import keys as cli_keys
 from services.cli import models
-from services.cli.options import Command, Group, build, settings_command
+from services.cli.options import Command, Group, build, check_policy, settings_command
 from shared.errors import ConfigurationError
 from shared.hub import require_local
 from shared.options import Values, effective, env_name
@@ -53,6 +54,7 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(cli_keys.app, name="keys")
+app.add_typer(cli_adapters.app, name="adapters")
 app.command("pull", cls=Command)(models.pull)
 app.command("list", cls=Command)(models.list_models)
 app.command("rm", cls=Command)(models.rm)
@@ -98,7 +100,7 @@ def up(
     build(SchedulerSettings, values)  # the launcher does not know the policies
     from services.launcher.up import up as run_up
 
-    raise typer.Exit(run_up(values, stop_with_parent))
+    raise typer.Exit(run_up(values, check_policy, stop_with_parent))
 
 
 def _use(settings: CommonSettings) -> None:
@@ -248,19 +250,22 @@ def drain(
     json: Json = False,
 ) -> None:
     """Let a service finish or hand over its requests and stop, and wait until it has. No request is lost; a
-    gateway cuts streams that take longer than its --drain-s, and an event in them says how to go on.
+    gateway cuts streams that take longer than its --drain-s, and an event in them says how to go on. Of several
+    models, services of all are meant unless --model names one.
     """
     from services.cli.drain import drain as run
-    from services.cli.stack import find
+    from services.cli.stack import find, models_of
 
     target = find(values)
-    ends = run(name, target.settings, target.launcher, timeout_s, _progress(json))
+    models = models_of(target, values)
+    ends = run(name, target.settings, target.launcher, timeout_s, _progress(json), models)
     drained = all(end.drained for end in ends)
     if json:
         print(json_module.dumps({"ok": drained, "services": [asdict(end) for end in ends]}))
     for end in ends:
         if not end.drained and not json:
-            print(f"{end.role} {end.id} {end.text}", file=sys.stderr)
+            of = f" of {end.model}" if len(models) > 1 and end.role != "gateway" else ""
+            print(f"{end.role} {end.id}{of} {end.text}", file=sys.stderr)
     raise typer.Exit(0 if drained else 1)
 
 
@@ -312,21 +317,24 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="print one view and exit")] = False,
     json: Json = False,
 ) -> None:
-    """Show a running stack in the terminal, from Redis; q quits. With --json print one view for programs."""
-    from services.cli.stack import find
+    """Show a running stack in the terminal, from Redis; q quits, m shows the next of several models. With --json print
+    one view for programs.
+    """
+    from services.cli.stack import find, models_of
     from services.cli.top import run
 
     target = find(values)
-    raise typer.Exit(run(target.settings, target.launcher, once or json, json))
+    raise typer.Exit(run(target.settings, target.launcher, models_of(target, values), once or json, json))
 
 
 @settings_command(app, "status", CommonSettings, LauncherSettings)
 def status(values: Values, json: Json = False) -> None:
     """Say on one screen whether the stack runs, where it is reached and how it does."""
-    from services.cli.stack import find
+    from services.cli.stack import find, models_of
     from services.cli.status import run
 
-    raise typer.Exit(run(find(values), json))
+    target = find(values)
+    raise typer.Exit(run(target, json, models_of(target, values)))
 
 
 @app.command(cls=Command)

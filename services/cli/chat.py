@@ -145,12 +145,25 @@ class Server:
 
     def models(self) -> list[str]:
         """Return the ids of the models. Raise ChatError."""
+        return [str(card["id"]) for card in self.cards()]
+
+    def cards(self) -> list[dict[str, Any]]:
+        """Return what the server says of each model and adapter. Raise ChatError."""
         with self._reaching(), self._client.stream("GET", "/v1/models", headers=self._headers()) as answer:
             self._check(answer)
             try:
-                return [str(model["id"]) for model in orjson.loads(answer.read())["data"]]
+                cards = orjson.loads(answer.read())["data"]
+                if all("id" in card for card in cards):
+                    return list(cards)
             except (orjson.JSONDecodeError, KeyError, TypeError):
-                raise ChatError(f"{self._base}: no list of models; give the model's name: orcinus chat MODEL") from None
+                pass
+            raise ChatError(f"{self._base}: no list of models; give the model's name: orcinus chat MODEL")
+
+    def post(self, path: str, body: dict[str, Any]) -> str:
+        """Return the text that the server answers. Raise ChatError."""
+        with self._reaching(), self._client.stream("POST", path, json=body, headers=self._headers()) as answer:
+            self._check(answer)
+            return answer.read().decode("utf-8", "replace")
 
     def chat(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of one answer. Raise ChatError."""

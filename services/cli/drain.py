@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,15 @@ class Target:
     role: str
     id: str
     start: bytes
+    keys: Keys
+    shows_model: bool = False  # whether there are several models
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.id}" + (f" of {self.keys.model}" if self.shows_model else "")
+
+    def drained(self, drained: bool, text: str) -> Drained:
+        """Return the result for it."""
+        return Drained(self.role, self.id, drained, text, self.keys.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +54,22 @@ class Drained:
     id: str
     drained: bool
     text: str
+    model: str = ""
 
 
 def drain(
-    name: str, settings: CommonSettings, launcher: LauncherSettings, timeout_s: float, say: Callable[[str], None]
+    name: str,
+    settings: CommonSettings,
+    launcher: LauncherSettings,
+    timeout_s: float,
+    say: Callable[[str], None],
+    models: Sequence[str] = (),
 ) -> list[Drained]:
     """Drain the services that `name` selects and return a result for each.
 
     name: a role for all of its services, or the id of a worker or gateway, or a shard. say: called with each line of
-    progress. Raises ConfigurationError, before the first order, for an unknown service, a silent Redis or a bad time.
+    progress. models: those of which services are meant; none: that of the settings. Raises ConfigurationError, before
+    the first order, for an unknown service, a silent Redis or a bad time.
     """
     import redis
 
@@ -63,32 +79,37 @@ def drain(
     selected: list[Target] = []
     try:
         with redis_server.client(url, timeout_s=5.0, **access) as client:
-            selected = targets(client, settings.keys, name)
-            return _drain(client, settings.keys, selected, timeout_s, say)
+            selected = targets(client, models or [settings.served_model_name], name)
+            return _drain(client, selected, timeout_s, say)
     except (redis.RedisError, OSError) as error:
         text = f"Redis at {without_password(url)} stopped answering: {error}"
-        return [Drained(target.role, target.id, False, text) for target in selected] or [Drained("", name, False, text)]
+        return [target.drained(False, text) for target in selected] or [Drained("", name, False, text)]
 
 
-def targets(client: Any, keys: Keys, name: str) -> list[Target]:
-    """Return the services that `name` selects. Raises ConfigurationError if there is none."""
-    services = list(_services(client, keys))
-    selected = [target for target in services if name in (target.role, target.id)]
+def targets(client: Any, models: Sequence[str], name: str) -> list[Target]:
+    """Return the services that `name` selects: a gateway once, whatever its models. Raises ConfigurationError if there
+    is none.
+    """
+    services: dict[tuple[str, str, str], Target] = {}
+    for model in models:
+        for each in _services(client, Keys(model), len(models) > 1):
+            services.setdefault((each.role, each.id, "" if each.role == "gateway" else model), each)
+    selected = [target for target in services.values() if name in (target.role, target.id)]
     if not selected:
-        running = ", ".join(target.id for target in services) or "none"
-        raise ConfigurationError(f"{name}: no such service for model {keys.model}; running: {running}")
+        running = ", ".join(dict.fromkeys(target.id for target in services.values())) or "none"
+        of = f"model {models[0]}" if len(models) == 1 else f"models {', '.join(models)}"
+        raise ConfigurationError(f"{name[:100]}: no such service for {of}; running: {running}")
     return selected
 
 
-def _services(client: Any, keys: Keys) -> Iterator[Target]:
-    alive, lease = keys.alive("gateway", ""), keys.lease("")
-    for gateway in _named(client, alive):
-        yield Target("gateway", gateway, b"")
-    for shard in _named(client, lease):
-        yield Target("scheduler", shard, client.get(keys.shard_epoch(shard)) or b"")
+def _services(client: Any, keys: Keys, shows_model: bool) -> Iterator[Target]:
+    for gateway in _named(client, keys.alive("gateway", "")):
+        yield Target("gateway", gateway, b"", keys)
+    for shard in _named(client, keys.lease("")):
+        yield Target("scheduler", shard, client.get(keys.shard_epoch(shard)) or b"", keys, shows_model)
     for worker in sorted(member.decode() for member in client.zrange(keys.workers, 0, -1)):
         if identity := client.hget(keys.worker(worker), "identity"):
-            yield Target("worker", worker, identity)
+            yield Target("worker", worker, identity, keys, shows_model)
 
 
 def _named(client: Any, prefix: str) -> list[str]:
@@ -96,32 +117,31 @@ def _named(client: Any, prefix: str) -> list[str]:
     return sorted(key.decode().removeprefix(prefix) for key in client.scan_iter(match=pattern, count=1000))
 
 
-def _drain(
-    client: Any, keys: Keys, selected: list[Target], timeout_s: float, say: Callable[[str], None]
-) -> list[Drained]:
+def _drain(client: Any, selected: list[Target], timeout_s: float, say: Callable[[str], None]) -> list[Drained]:
     begin = time.monotonic()
     for target in selected:
-        _order(client, keys, target)
+        _order(client, target)
     left = {target: Waiting(say) for target in selected}
     states: dict[Target, str] = {}
     done: list[Drained] = []
     while left:
         for target, waiting in list(left.items()):
-            if _gone(client, keys, target):
-                done.append(Drained(target.role, target.id, True, f"has left after {time.monotonic() - begin:.1f} s"))
-                say(f"{target.role} {target.id} {done[-1].text}")
+            if _gone(client, target):
+                done.append(target.drained(True, f"has left after {time.monotonic() - begin:.1f} s"))
+                say(f"{target} {done[-1].text}")
                 del left[target]
                 continue
-            states[target] = _progress(client, keys, target)
-            waiting.look(f"{target.role} {target.id} drains: {states[target]}")
+            states[target] = _progress(client, target)
+            waiting.look(f"{target} drains: {states[target]}")
         if time.monotonic() - begin > timeout_s:
             break
         time.sleep(POLL_S)
     late = f"has not left after {timeout_s:g} s"
-    return done + [Drained(target.role, target.id, False, f"{late}: {states[target]}") for target in left]
+    return done + [target.drained(False, f"{late}: {states[target]}") for target in left]
 
 
-def _order(client: Any, keys: Keys, target: Target) -> None:
+def _order(client: Any, target: Target) -> None:
+    keys = target.keys
     if target.role == "scheduler":
         control = queue_pb2.Control(drain=queue_pb2.Control.Drain()).SerializeToString()
         client.xadd(keys.control(target.id), {"c": control}, maxlen=10_000, approximate=True)
@@ -130,8 +150,9 @@ def _order(client: Any, keys: Keys, target: Target) -> None:
         client.set(keys.drain(target.role, target.id), target.start or b"1", px=ORDER_MS)
 
 
-def _gone(client: Any, keys: Keys, target: Target) -> bool:
+def _gone(client: Any, target: Target) -> bool:
     """Return whether this start of the service has ended, or (for a scheduler) another one leads its shard."""
+    keys = target.keys
     if target.role == "gateway":
         return not client.exists(keys.alive("gateway", target.id))
     if target.role == "scheduler":
@@ -139,8 +160,9 @@ def _gone(client: Any, keys: Keys, target: Target) -> bool:
     return bool(client.hget(keys.worker(target.id), "identity") != target.start)
 
 
-def _progress(client: Any, keys: Keys, target: Target) -> str:
+def _progress(client: Any, target: Target) -> str:
     """Return the work that the service still has, as a short text."""
+    keys = target.keys
     if target.role == "scheduler":
         running, waiting = (int(value or 0) for value in client.hmget(keys.stats(target.id), ["running", "waiting"]))
         return f"{running} sequences run, {waiting} wait"

@@ -120,19 +120,18 @@ def build(settings: type[S], values: Values) -> S:
     """
     built = options.build(settings, values)
     if isinstance(built, SchedulerSettings):
-        _check_policy(built.policy, values)
+        check_policy(built.policy, flag("policy") if "policy" in values else env_name("policy"))
     return built
 
 
-def _check_policy(policy: str, values: Values) -> None:
-    """Raise ConfigurationError for a policy that the scheduler does not know."""
+def check_policy(policy: str, named: str) -> None:
+    """Raise ConfigurationError for a policy that the scheduler does not know. named: what gives it."""
     from services.scheduler.core.policy.presets import parse  # numpy: not for commands that schedule nothing
 
     try:
         parse(policy)
     except ValueError as error:
-        where = flag("policy") if "policy" in values else env_name("policy")
-        raise ConfigurationError(f"{where}={policy}: {error}") from None
+        raise ConfigurationError(f"{named}={policy}: {error}") from None
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

@@ -53,6 +53,15 @@ def models_of_file(target: Target) -> list[str]:
     return [entry.name for entry in read_models(Path(path))] if path else []
 
 
+def models_of(target: Target, values: Values) -> list[str]:
+    """Return the models that a command is about: the one that its options name, else all of `models_of_file`, the
+    stack's own first. Raise ConfigurationError.
+    """
+    own = target.settings.served_model_name
+    named = values.keys() & {"model", "served_model_name"}
+    return [own] if named else list(dict.fromkeys([own, *models_of_file(target)]))
+
+
 def none_here(settings: CommonSettings, launcher: LauncherSettings) -> bool:
     """Return whether nothing names a Redis, and no stack runs here that has one."""
     return "redis_url" not in settings.model_fields_set and not RunDir(launcher.run_dir).owner()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console, Group
@@ -20,22 +21,38 @@ EVENTS = 3
 DEAD = 3
 
 
-def run(target: Target, as_json: bool) -> int:
-    """Print the state of a stack; return 0 if its scheduler is led and reports and a worker is there, else 1."""
-    source = top.RedisSource(target.settings, target.launcher)
-    view = asyncio.run(top.look_once(source))
+def run(target: Target, as_json: bool, models: Sequence[str] = ()) -> int:
+    """Print the state of a stack; return 0 if a model has a scheduler that leads and reports, and a worker, else 1.
+
+    models: of which the state is told; none: that of the target. The figures are of the first.
+    """
+    models = models or [target.settings.served_model_name]
     shard = target.settings.shard
-    state, _ = top.condition(view, shard)
-    works = state in top.WORKING
+    sources = [top.RedisSource(target.settings, target.launcher, model) for model in models]
+    views = asyncio.run(top.look_at_all(sources))
+    states, view = top.conditions(models, views, shard), views[0]
+    works = any(state in top.WORKING for state in states.values())
     if as_json:
         facts = asdict(target.facts) if target.facts else None
-        print(json.dumps({"ok": works, "state": state, "shard": shard, "stack": facts, "view": view}))
+        found = {"ok": works, "state": states[models[0]], "shard": shard, "stack": facts, "models": states}
+        print(json.dumps({**found, "view": view}))
     elif "error" in view:
         local = target.facts is not None or "redis_url" in target.settings.model_fields_set
         print(f"error: {view['error'] if local else NO_STACK}", file=sys.stderr)
     else:
-        Console(highlight=False).print(screen(view, target))
+        Console(highlight=False).print(screen(view, target, others(models[1:], views[1:], shard)))
     return 0 if works else 1
+
+
+def others(models: Sequence[str], views: Sequence[View], shard: str) -> Table:
+    """Return a row for each model beside the first."""
+    table = Table.grid(padding=(0, 2))
+    for model, view in zip(models, views, strict=True):
+        state, colour = top.condition(view, shard)
+        stats = top.all_stats(view)
+        work = f"running {top.count(top.total(stats, 'running'))}  waiting {top.count(top.total(stats, 'waiting'))}"
+        table.add_row(Text(top.plain(model)), Text(state, colour), Text(work, "dim"))
+    return table
 
 
 def check(target: Target) -> Check:
@@ -48,8 +65,8 @@ def check(target: Target) -> Check:
     return Check("services", "fail", state, "docker compose ps shows which service is missing, docker compose logs why")
 
 
-def screen(view: View, target: Target) -> Group:
-    """Return the text for a terminal: state, addresses, figures, processes, last events."""
+def screen(view: View, target: Target, models: Table) -> Group:
+    """Return the text for a terminal: state, further models, addresses, figures, processes, last events."""
     addresses = Table.grid(padding=(0, 2))
     if facts := target.facts:
         for name, where in (
@@ -63,7 +80,7 @@ def screen(view: View, target: Target) -> Group:
     tiles = top.tiles(view)
     figures.add_row(*(Text(title, "dim") for title, _, _ in tiles))
     figures.add_row(*(Text(figure) for _, figure, _ in tiles))
-    tables = [table for table in (addresses, figures, top.processes(view), dead(view)) if table.row_count]
+    tables = [table for table in (models, addresses, figures, top.processes(view), dead(view)) if table.row_count]
     blank = Text()
     between = [part for table in tables for part in (table, blank)]
     return Group(top.head(view, target.settings.shard, view["model"]), blank, *between, top.events(view, EVENTS))

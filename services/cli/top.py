@@ -26,7 +26,7 @@ from textual.widgets import Footer, Static
 
 from services.cli.stack import NO_STACK, none_here, redis_address
 from shared.errors import ConfigurationError
-from shared.keys import CLASSES
+from shared.keys import CLASSES, Keys
 from shared.options import without_password
 from shared.settings import CommonSettings, LauncherSettings
 from shared.telemetry.stack_view import HISTORY, HISTORY_S, StackReader, View
@@ -75,13 +75,14 @@ class Source(Protocol):
 class RedisSource:
     """Looks at one stack; a Redis that does not answer is part of the view (`error`)."""
 
-    def __init__(self, settings: CommonSettings, launcher: LauncherSettings) -> None:
+    def __init__(self, settings: CommonSettings, launcher: LauncherSettings, model: str = "") -> None:
+        """model: empty for that of the settings."""
+        self.model = model or settings.served_model_name
         url, access = redis_address(settings, launcher)
         options: dict[str, Any] = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S, **access}
         self._redis = Redis.from_url(url, **options)
         self._address, self._none_here = without_password(url), none_here(settings, launcher)
-        self._reader = StackReader(self._redis, settings.keys)
-        self.model = settings.served_model_name
+        self._reader = StackReader(self._redis, Keys(self.model))
 
     async def look(self) -> View:
         """Return the current view, or `error`."""
@@ -106,23 +107,33 @@ class RedisSource:
         await self._redis.aclose()
 
 
-def run(settings: CommonSettings, launcher: LauncherSettings, once: bool, as_json: bool) -> int:
-    """Show the stack until q is pressed, or print one view with `once`; return 1 when Redis does not answer then."""
-    source = RedisSource(settings, launcher)
+def run(settings: CommonSettings, launcher: LauncherSettings, models: Sequence[str], once: bool, as_json: bool) -> int:
+    """Show the stack until q is pressed, or print one view with `once`; return 1 when Redis does not answer then.
+
+    models: at least one; a view of the first has the states of several in `models`.
+    """
+    sources = [RedisSource(settings, launcher, model) for model in models]
     if not once:
         if not sys.stdout.isatty():
             raise ConfigurationError("top: the output is no terminal; give --once, or --json")
-        Top(source).run()
+        Top(*sources).run()
         return 0
-    view = asyncio.run(look_once(source))
+    views = asyncio.run(look_at_all(sources))
+    view = views[0]
     if as_json:
-        print(json.dumps(view))
+        print(json.dumps(view if len(views) == 1 else {**view, "models": conditions(models, views, settings.shard)}))
     elif "error" in view:
         print(f"error: {view['error']}", file=sys.stderr)
     else:
         console = Console(highlight=False)
-        console.print(one_view(view, console.width))
+        for each in views:
+            console.print(one_view(each, console.width))
     return 1 if "error" in view else 0
+
+
+async def look_at_all(sources: Sequence[Source]) -> list[View]:
+    """Return a view of each source and close them."""
+    return list(await asyncio.gather(*(look_once(source) for source in sources)))
 
 
 async def look_once(source: Source) -> View:
@@ -151,13 +162,16 @@ class Top(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),
         Binding("s", "next_shard", "Next shard"),
+        Binding("m", "next_model", "Next model"),
         Binding("d", "toggle_dark", "Dark or light"),
     ]
     HORIZONTAL_BREAKPOINTS: list[tuple[int, str]] | None = [(0, "narrow"), (100, "middle"), (126, "wide")]  # noqa: RUF012 - as in App
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, *sources: Source) -> None:
+        """sources: one of each model."""
         super().__init__()
-        self._source = source
+        self._sources = sources
+        self._source = sources[0]
         self._view: View = {}
         self._shard = ""
         self._past: dict[str, dict[str, list[float]]] = {}
@@ -183,7 +197,8 @@ class Top(App[None]):
         self.run_worker(self._follow(), exclusive=True)
 
     async def on_unmount(self) -> None:
-        await self._source.close()
+        for source in self._sources:
+            await source.close()
 
     def on_resize(self) -> None:
         self._draw()
@@ -195,6 +210,14 @@ class Top(App[None]):
             at = shards.index(self._shard) + 1 if self._shard in shards else 0
             self._shard = shards[at % len(shards)]
             self._draw()
+
+    def action_next_model(self) -> None:
+        """Show the next of several models."""
+        if len(self._sources) > 1:
+            self._source = self._sources[(self._sources.index(self._source) + 1) % len(self._sources)]
+            self._view, self._shard, self._past = {}, "", {}
+            self._static("head").update(f"{plain(self._source.model)}: connecting")
+            self.run_worker(self._follow(), exclusive=True)  # in place of the one before
 
     def action_toggle_dark(self) -> None:
         """Change between a dark and a light theme."""
@@ -311,6 +334,11 @@ def worst(stats: Iterable[Stats], name: str) -> float:
 def used_blocks(stats: list[Stats], tier: str = "") -> float:
     unused = sum(total(stats, f"{tier}blocks_{state}") for state in ("free", "cached", "draining"))
     return total(stats, f"{tier}blocks_total") - unused
+
+
+def conditions(models: Sequence[str], views: Sequence[View], shard: str) -> dict[str, str]:
+    """Return the state of each model. views: one of each."""
+    return {model: condition(view, shard)[0] for model, view in zip(models, views, strict=True)}
 
 
 def condition(view: View, shard: str) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 
 A name stands for the digest of an adapter's files, which lie in the store of --adapter-dir. A request takes the digest
 with it when it comes, so that a name that stands for another adapter afterwards changes nothing for it. Each gateway
-reads the names once a second.
+reads the names once a second. A name that was taken away is remembered for a day: a request that an Idempotency-Key
+names finds its model by it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,12 @@ from shared.adapters import (
     check_dtypes,
     check_hidden_size,
     check_layers,
+    check_modules,
     digest_of,
     open_regular,
     parse_config,
     parse_shapes,
+    read_bounded,
 )
 from shared.dead_letters import DeadLetters, text
 from shared.errors import ModelError
@@ -50,9 +54,13 @@ log = logging.getLogger("orcinus.gateway")
 
 EVERY_S = 1.0
 MOST_NAMES = 1024
+FORMER_S = 86_400
+"""For so long a name that was taken away is remembered: a request may wait and run meanwhile."""
 MOST_STORED = 4096
 """Folders of the store: those of names that are gone stay, as requests may still need them."""
 PIECE_BYTES = 1 << 20
+INDEX, INDEX_BYTES = "model.safetensors.index.json", 64 << 20
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,11 @@ class AdapterRecord:
     rank: int  # the largest of its modules
     path: str  # from which it was loaded
     created_s: int
+    unloaded_s: int = 0  # when the name was taken away; 0: it stands
+
+    def encode(self) -> bytes:
+        """Return JSON, without `unloaded_s` where it is 0: an older gateway reads it too."""
+        return orjson.dumps({name: value for name, value in asdict(self).items() if name != "unloaded_s" or value})
 
     @classmethod
     def decode(cls, stored: bytes) -> AdapterRecord:
@@ -81,9 +94,14 @@ class AdapterNames:
 
     def __init__(self, settings: GatewaySettings, letters: DeadLetters | None = None) -> None:
         self.records: dict[str, AdapterRecord] = {}
+        self.former: dict[str, AdapterRecord] = {}
+        """Of names that were taken away lately."""
+        self.is_read = False
+        """Whether Redis was asked."""
         self._letters = letters or DeadLetters()
         self._folder, self._model, self._max_rank = settings.adapter_dir, settings.model, settings.max_lora_rank
         self._key = settings.keys.adapters
+        self._expired: list[str] = []  # names of Redis that are remembered no longer
         self._redis: Redis = connect(settings, connections=2)
 
     def digest(self, name: str) -> bytes | None:
@@ -128,7 +146,7 @@ class AdapterNames:
             raise invalid(
                 "lora_name", f"lora_name: {shown(name)} is loaded already; unload it first, or send load_inplace"
             )
-        await _answered(self._redis.hset(self._key, name, orjson.dumps(asdict(record))))
+        await _answered(self._redis.hset(self._key, name, record.encode()))
         self.records = self.records | {name: record}
         log.info("adapter %s is %s, rank %d, from %s", name, record.digest, record.rank, record.path)
 
@@ -139,8 +157,13 @@ class AdapterNames:
         if name not in self.records:
             text = f"lora_name: no adapter {shown(name)} is loaded; /v1/models lists them"
             raise ApiError(404, text, param="lora_name", code="adapter_not_found")
-        await _answered(self._redis.hdel(self._key, name))
+        former = replace(self.records[name], unloaded_s=int(time.time()))
+        old = sorted(self.former, key=lambda each: self.former[each].unloaded_s, reverse=True)[MOST_NAMES - 1 :]
+        if gone := [*self._expired, *old]:
+            await _answered(self._redis.hdel(self._key, *gone))
+        await _answered(self._redis.hset(self._key, name, former.encode()))
         self.records = {other: record for other, record in self.records.items() if other != name}
+        self.former = self.former | {name: former}
         log.info("adapter %s is unloaded", name)
 
     def _demand_folder(self) -> Path:
@@ -151,13 +174,17 @@ class AdapterNames:
 
     async def _look(self) -> None:
         stored: Any = await self._redis.hgetall(self._key)  # bytes to bytes
-        found = {}
+        found: dict[str, AdapterRecord] = {}
         for raw, value in stored.items():
             if name := self._letters.read(self._key, raw, text):
                 record = self._letters.read(f"{self._key}:{name}", value, AdapterRecord.decode)
                 if record is not None:
                     found[name] = record
-        self.records = found
+        kept_s = int(time.time()) - FORMER_S
+        self.records = {name: record for name, record in found.items() if not record.unloaded_s}
+        self.former = {name: record for name, record in found.items() if record.unloaded_s > kept_s}
+        self._expired = [name for name in found if name not in self.records and name not in self.former]
+        self.is_read = True
 
 
 async def _answered(command: Awaitable[Any]) -> None:
@@ -177,7 +204,7 @@ def _store(folder: Path, path: str, max_rank: int, model: Path) -> AdapterRecord
     made = Path(tempfile.mkdtemp(prefix="new-", dir=store))
     try:
         for name, most in ((CONFIG, CONFIG_BYTES), (WEIGHTS, WEIGHTS_BYTES)):
-            _copy(_below(root, source / name, f"{path}/{name}"), made / name, most)
+            _copy(root, _below(root, source / name, f"{path}/{name}"), made / name, most)
         rank = _check(made, max_rank, model)
         digest = digest_of(made).hex()
         made.chmod(0o755)
@@ -226,8 +253,11 @@ def _below(root: Path, path: Path, given: str) -> Path:
     return real
 
 
-def _copy(source: Path, target: Path, most: int) -> None:
-    with open_regular(source) as file, target.open("xb") as out:
+def _copy(root: Path, source: Path, target: Path, most: int) -> None:
+    """Copy a file whose real path is below `root`. Raise ModelError, also where a part of the path has become a link,
+    and OSError.
+    """
+    with _open_below(root, source) as file, target.open("xb") as out:
         left = most
         while piece := file.read(PIECE_BYTES):
             left -= len(piece)
@@ -236,6 +266,21 @@ def _copy(source: Path, target: Path, most: int) -> None:
             out.write(piece)
         out.flush()
         os.fsync(out.fileno())
+
+
+def _open_below(root: Path, source: Path) -> BufferedReader:
+    """Open a file below a folder, part by part: none of them is followed where it is a link now. Raise ModelError."""
+    *parts, name = source.relative_to(root).parts
+    with contextlib.ExitStack() as opened:
+        at = os.open(root, FOLDER)
+        opened.callback(os.close, at)
+        try:
+            for part in parts:
+                at = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=at)
+                opened.callback(os.close, at)
+            return open_regular(Path(name), folder=at)
+        except OSError as error:
+            raise ModelError(f"{source}: cannot be opened ({error.strerror}); copy the adapter there again") from error
 
 
 def _check(folder: Path, max_rank: int, model: Path) -> int:
@@ -255,7 +300,24 @@ def _check(folder: Path, max_rank: int, model: Path) -> int:
         check_hidden_size(modules, hidden_size)
     if layers := _size(config, "num_hidden_layers", "n_layer"):
         check_layers(modules, layers)
+    check_modules(modules, _stored_shapes(model))
     return max(module.rank for module in modules.values())
+
+
+def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of the served model; none where no safetensors lie here: the worker compares."""
+    try:
+        if (index := model / INDEX).is_file():
+            files = sorted(set(orjson.loads(read_bounded(index, INDEX_BYTES))["weight_map"].values()))
+        else:
+            files = ["model.safetensors"]
+        found: dict[str, tuple[int, ...]] = {}
+        for name in files:
+            with safe_open(model / Path(name).name, framework="np") as tensors:
+                found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, AttributeError, ModelError):
+        return {}
+    return found
 
 
 def _config(model: Path) -> dict[str, Any]:

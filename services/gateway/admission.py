@@ -381,11 +381,18 @@ class Admission:
         self.draining = False
         """Set once the process is to end: every request is refused."""
 
-    async def begin(self, spec: GenerationSpec, caller: Caller, started: float, last_event: str = "") -> Generation:
+    async def begin(
+        self,
+        spec: GenerationSpec,
+        caller: Caller,
+        started: float,
+        last_event: str = "",
+        refusal: ApiError | None = None,
+    ) -> Generation:
         """Admit and enqueue a request; continue one that an Idempotency-Key names and that was enqueued before.
 
-        started: time.monotonic() at its arrival. last_event: the last event of it that the client has read. Raise
-        ApiError; the Generation must be closed.
+        started: time.monotonic() at its arrival. last_event: the last event of it that the client has read. refusal:
+        why a new request is refused; one that was enqueued goes on. Raise ApiError; the Generation must be closed.
         """
         tenant = caller.tenant
         spec.priority = caller.priority(spec.priority)
@@ -395,6 +402,8 @@ class Admission:
         content = content_of(spec, tenant)
         has_place = self._places.take(content, time.monotonic())
         try:
+            if refusal is not None:
+                raise refusal
             self.admit(spec, forecast, time.monotonic() - started)
         except ApiError as error:
             if not (spec.survives_client and await self._dispatcher.record(spec.id)):
@@ -427,9 +436,11 @@ class Admission:
             generation.end_at(started + spec.deadline_ms / 1000 + DEADLINE_GRACE_S)
         return generation
 
-    async def begin_background(self, spec: GenerationSpec, caller: Caller, started: float) -> None:
-        """Begin a request that runs without a client; spec.background is set. Raise ApiError."""
-        self._background.keep(await self.begin(spec, caller, started))
+    async def begin_background(
+        self, spec: GenerationSpec, caller: Caller, started: float, refusal: ApiError | None = None
+    ) -> None:
+        """Begin a request that runs without a client; spec.background is set. refusal: as `begin`. Raise ApiError."""
+        self._background.keep(await self.begin(spec, caller, started, refusal=refusal))
 
     async def adopt(self, request_id: str, gateway: str) -> None:
         """Adopt a background request, if `gateway` was the last to read it. Raise ApiError."""

@@ -32,8 +32,10 @@ DISCOVER_FIRST_S = 5.0
 HEARTBEAT_MS = 5000
 MEMORY_MOST = 0.75
 STALE_S = 5.0
-MOST = float(1 << 53)
 """A snapshot older than this is not used."""
+MOST_WORKERS = 256
+"""Of one model, that are looked for by their names."""
+MOST = float(1 << 53)
 
 
 @dataclass(slots=True)
@@ -213,19 +215,37 @@ class Cluster:
 
     def reason_not_ready(self) -> str:
         """Return an empty text when new work would be served."""
+        return self.reason_of_redis() or self.reason_unserved()
+
+    def reason_of_redis(self) -> str:
+        """Return an empty text when Redis takes new work, whatever the model."""
         if self.redis_error:
             return f"Redis does not answer: {self.redis_error}"
         if self.snapshot is None or time.monotonic() - self.snapshot.at > STALE_S:
             return "nothing has been heard from Redis"
         if self.write_error:  # before what follows from it: leases and records run out
             return f"Redis refuses to write: {self.write_error}"
-        if not self.snapshot.leases:
-            return "no scheduler is alive"
-        if not self.snapshot.workers and not any(number(stats.get("workers")) for stats in self.snapshot.led):
-            return "no worker is registered"
         if self.snapshot.memory_share > MEMORY_MOST:
             return f"Redis uses {self.snapshot.memory_share:.0%} of its memory"
         return ""
+
+    def reason_unserved(self) -> str:
+        """Return an empty text when the model has a scheduler and a worker, as of the last look."""
+        if self.snapshot is None or not self.snapshot.leases:
+            return "no scheduler is alive"
+        if not self.snapshot.workers and not any(number(stats.get("workers")) for stats in self.snapshot.led):
+            return "no worker is registered"
+        return ""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there has been a snapshot."""
+        return self.snapshot is not None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether Redis has not answered lately, so that the snapshot says nothing of now."""
+        return bool(self.redis_error) or self.snapshot is None or time.monotonic() - self.snapshot.at > STALE_S
 
     def stalled_s(self) -> float:
         """Return the seconds in which work was there and no step was answered; 0 when all is well."""
@@ -251,6 +271,7 @@ class Cluster:
         pipe.mget([beat, *beats])
         pipe.info("memory")
         pipe.hgetall(self._keys.queue)
+        pipe.zrange(self._keys.workers, 0, MOST_WORKERS - 1)
         for shard in shards:
             pipe.exists(self._keys.lease(shard))
             pipe.hgetall(self._keys.stats(shard))
@@ -262,7 +283,7 @@ class Cluster:
         for reply in replies[2:5]:
             if isinstance(reply, Exception):
                 raise reply
-        _, drain, heartbeats, memory, queue, *rest = replies[1:]
+        _, drain, heartbeats, memory, queue, members, *rest = replies[1:]
         if drain:
             self.drain_asked.set()
         per_shard, per_worker = rest[: 2 * len(shards)], rest[2 * len(shards) :]
@@ -270,7 +291,8 @@ class Cluster:
             (key, self._letters.read(key, record, _text)) for key, record in zip(workers, per_worker, strict=True)
         )
         found = {key: record for key, record in records if record}
-        self._worker_keys = set(found)
+        new = [] if isinstance(members, Exception) else members  # of another type: SCAN finds the workers
+        self._worker_keys = set(found) | {self._keys.worker(each.decode("utf-8", "replace")) for each in new}
         fields_of = (
             (shard, self._letters.read(self._keys.stats(shard), fields, _text))
             for shard, fields in zip(shards, per_shard[1::2], strict=True)

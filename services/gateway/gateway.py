@@ -47,7 +47,7 @@ class Gateway:
         self.started_s = int(time.time())
         self._watching: list[asyncio.Task[None]] = []
         self.metrics.active.set_function(lambda: self._streams)
-        self.metrics.watch(self.cluster)
+        self.metrics.watch(self.cluster, self.models.reason_not_ready)
 
     def start(self) -> None:
         self.first.start()
@@ -120,7 +120,7 @@ class Gateway:
         return {
             "id": self.id,
             "model": self.settings.served_model_name,
-            "models": {name: self.models.state(name) for name in self.models.names()},
+            "models": self.models.states(),
             "active_requests": self._streams,
             "draining": self.draining,
             "not_ready": self.reason_not_ready() or None,
@@ -132,7 +132,7 @@ class Gateway:
             return "shutting down"
         if dead := self.dead_task():
             return f"a task of this gateway died: {dead}"
-        return self.cluster.reason_not_ready() or ("" if self.keyring.read else "the keys have not been read yet")
+        return self.models.reason_not_ready() or ("" if self.keyring.read else "the keys have not been read yet")
 
     def reason_stalled(self) -> str:
         """Return an empty text while work, if there is any, moves."""

@@ -116,9 +116,9 @@ class Metrics:
         self._collectors.append(collector)
         return collector
 
-    def watch(self, cluster: Cluster) -> None:
-        """Take the metrics of the stack from the snapshots of `cluster`."""
-        self._stack.cluster = cluster
+    def watch(self, cluster: Cluster, reason_not_ready: Callable[[], str]) -> None:
+        """Take the metrics of the stack from the snapshots of `cluster`, and from that function whether it is ready."""
+        self._stack.cluster, self._stack.reason_not_ready = cluster, reason_not_ready
 
     def call(self, script: str, seconds: float) -> None:
         """Count the answer of a script and its time."""
@@ -177,6 +177,7 @@ class StackCollector(Collector):
 
     def __init__(self) -> None:
         self.cluster: Cluster | None = None
+        self.reason_not_ready: Callable[[], str] = lambda: "not started"
 
     def collect(self) -> Iterator[Metric]:
         cluster = self.cluster
@@ -189,8 +190,7 @@ class StackCollector(Collector):
             return GaugeMetricFamily(S + name, text, value)
 
         used = total("blocks_total") - total("blocks_free") - total("blocks_cached") - total("blocks_draining")
-        reason = cluster.reason_not_ready() if cluster is not None else "not started"
-        yield gauge("ready", "1 when new work would be served", float(not reason))
+        yield gauge("ready", "1 when new work would be served", float(not self.reason_not_ready()))
         yield gauge("stalled_seconds", "Time in which work was there and no step was answered", _stalled(cluster))
         yield gauge("schedulers", "Shards that a scheduler leads", len(snapshot.leases) if snapshot else 0)
         yield gauge("workers", "Workers that are registered", len(snapshot.workers) if snapshot else 0)

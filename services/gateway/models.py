@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from redis.exceptions import RedisError
 from services.gateway.adapters import AdapterNames
 from services.gateway.admission import Admission, unknown_request
 from services.gateway.auth import Caller, Keyring
-from services.gateway.cluster import Cluster, number
+from services.gateway.cluster import STALE_S, Cluster, number
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher, failed
 from services.gateway.delivery.response_store import ResponseStore
@@ -47,8 +48,10 @@ FIRST_LOOK_S = 5.0
 UNREADABLE_S = 30.0
 """After a failure to read a model, until it is read again."""
 
-State = Literal["ready", "loading", "asleep", "unavailable"]
-"""ready: a scheduler leads a worker. loading: one of them is missing. unavailable: both are. Nothing sleeps yet."""
+State = Literal["ready", "loading", "asleep", "unavailable", "unknown"]
+"""ready: a scheduler leads a worker. loading: one of them is missing. unavailable: both are. unknown: Redis is silent.
+Nothing sleeps yet.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +118,13 @@ class ServedModel:
     def state(self) -> State:
         """Return the state as of the last look at Redis."""
         snapshot = self.cluster.snapshot
-        if snapshot is None or not (snapshot.leases or snapshot.workers):
+        if snapshot is None or self.cluster.is_silent:
+            return "unknown"
+        if not (snapshot.leases or snapshot.workers):
             return "unavailable"
-        return "ready" if any(number(stats.get("workers")) for stats in snapshot.led) else "loading"
+        # The record of a worker that hangs runs out before its scheduler gives it up.
+        is_ready = snapshot.workers and any(number(stats.get("workers")) for stats in snapshot.led)
+        return "ready" if is_ready else "loading"
 
     def unused_s(self) -> float:
         """Return the seconds since a request came or, as of the last call, was here; 0 while one is here or about to
@@ -150,6 +157,7 @@ class ModelTable:
         check_names(first.settings.models, named)
         self._named = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
         self._states: dict[str, State] = {}
+        self._looked_at = -math.inf  # of time.monotonic(), when they were read
         self._unreadable_until: dict[str, float] = {}  # of time.monotonic(), by model that could not be opened
         self._opening: dict[str, asyncio.Task[ServedModel]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
@@ -170,8 +178,20 @@ class ModelTable:
 
     def state(self, name: str) -> State:
         """Return the state of a model of `names`, as of the last look at Redis."""
-        model = self.open.get(name)
-        return self._states.get(name, "unavailable") if model is None else model.state
+        if (model := self.open.get(name)) is not None:
+            return model.state
+        return self._states.get(name, "unavailable") if time.monotonic() - self._looked_at <= STALE_S else "unknown"
+
+    def states(self) -> dict[str, State]:
+        """Return the state of each model."""
+        return {name: self.state(name) for name in self.names()}
+
+    def reason_not_ready(self) -> str:
+        """Return an empty text when a model would serve new work."""
+        reason = self.first.cluster.reason_of_redis()
+        if reason or "ready" in (self.state(name) for name in self._entries):
+            return reason
+        return self.first.cluster.reason_unserved()
 
     def unknown(self, name: str, caller: Caller | None) -> ApiError:
         """Return the 404 for a name that no model here has, or none that runs; it lists those that there are."""
@@ -205,19 +225,45 @@ class ModelTable:
         return self._named[name].name if name in self._named else ""
 
     async def opened(self, name: str, caller: Caller | None) -> ServedModel:
-        """Return a model by its name or alias, opened now unless it is open. Raise ApiError 404 for one that is
-        unknown, or has neither worker nor scheduler; 503 for one that cannot be opened now.
+        """Return a model by its name or alias, or that of an adapter of it, opened now unless it is open.
+
+        Raise ApiError 404 for one that is unknown, or has neither worker nor scheduler; 503 for one that cannot be
+        opened now.
         """
         if (model := self.open.get(name)) is not None:
             return model
-        entry = self._named.get(name)
+        entry = self._named.get(name) or await self._base_of(name, caller)
         if entry is None:
+            for model in self.models():  # for what an Idempotency-Key has begun
+                if name in model.adapters.former and (caller is None or caller.may_use(model.name)):
+                    return model
             raise self.unknown(name, caller)
-        if entry.name not in self._states:  # this gateway has just started, or has let go of the model
-            await self._look()
+        if entry.name not in self._states or self.state(entry.name) == "unknown":
+            await self._look()  # this gateway has just started, has let go of the model, or Redis was silent
         if self._states.get(entry.name, "unavailable") == "unavailable":
             raise self.unknown(name, caller)
         return await asyncio.shield(self._open(entry))
+
+    async def _base_of(self, name: str, caller: Caller | None) -> ModelEntry | None:
+        """Return the model, of those that are not open, that has or lately had an adapter of this name.
+
+        Raise ApiError(503).
+        """
+        closed = [
+            entry
+            for entry in self._entries.values()
+            if entry.name not in self.open and (caller is None or caller.may_use(entry.name))
+        ]
+        if self.first.settings.adapter_dir is None or not closed:
+            return None
+        pipe: Any = self._redis.pipeline(transaction=False)
+        for entry in closed:
+            pipe.hget(Keys(entry.name).adapters, name)
+        try:
+            answers = await pipe.execute(raise_on_error=False)
+        except (*Unreachable, RedisError) as error:
+            raise failed(error) from None
+        return next((entry for entry, stored in zip(closed, answers, strict=True) if isinstance(stored, bytes)), None)
 
     async def holding(self, request_id: str, caller: Caller | None = None) -> ServedModel:
         """Return the model that has a request or a stored response of this id; the first one where none has it.
@@ -324,7 +370,8 @@ class ModelTable:
         model.start()
         with_look = time.monotonic() + FIRST_LOOK_S
         try:
-            while model.cluster.snapshot is None and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
+            parts = model.cluster, model.adapters
+            while not all(part.is_read for part in parts) and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
                 await asyncio.sleep(0.01)
             if self.draining:
                 raise shutting_down()
@@ -346,7 +393,9 @@ class ModelTable:
             settings.sampling_defaults,
             settings.reasoning_parser,
         )
-        return ServedModel(settings, text, self._parts, entry.aliases)
+        model = ServedModel(settings, text, self._parts, entry.aliases)
+        model.cluster.drain_asked = self.first.cluster.drain_asked  # the gateway is asked, under whichever model
+        return model
 
     def _removable(self) -> list[ServedModel]:
         """Return the open models that may be let go for another one."""
@@ -376,6 +425,7 @@ class ModelTable:
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
         self._states = {name: state for name, (state, _) in found.items()}
+        self._looked_at = time.monotonic()
         if self.draining or self._opening or not (len(self.models()) - 1 < MOST_OPEN or self._removable()):
             return
         now = time.monotonic()

@@ -18,7 +18,7 @@ import orjson
 import psutil
 
 from services.launcher.gpu_facts import device_files, gather_driver, may_use_gpu
-from services.worker.models.config import load_config
+from services.worker.models.config import DecoderConfig, load_config
 from services.worker.models.matrices import shapes
 from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import HELD_BITS, Stored, read_stored, stored_of_gguf
@@ -36,6 +36,8 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 HEADER_BYTES = 16 << 20
 WORK_BYTES = GIB // 2
 """Beside the weights: processes, the smallest KV pool, the largest step."""
+HEAD_STEP = 16
+"""The cpu kernels pad heads to a multiple (kernels/cpu/src/kv.h)."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
@@ -170,7 +172,9 @@ def memory_problem(model: Path, worker: WorkerSettings, replicas: int = 1) -> st
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one of several models takes of a machine's memory. replica_bytes: weights of one of its workers."""
+    """What one of several models takes of a machine's memory. replica_bytes: weights of one of its workers, and the
+    blocks that the settings give it.
+    """
 
     name: str
     replica_bytes: int
@@ -178,13 +182,25 @@ class Share:
     kv_fraction: float = 0.0  # of the free memory, for the KV of each worker; 0 where it is not given
 
     def needed(self, free_bytes: int) -> int:
-        return self.replicas * (self.replica_bytes + int(self.kv_fraction * free_bytes)) + WORK_BYTES
+        return self.replicas * (self.replica_bytes + int(self.kv_fraction * free_bytes) + WORK_BYTES)
 
 
 def share_of(model: Path, worker: WorkerSettings, replicas: int) -> Share:
     """Return what a model takes. Raise ModelError."""
-    held_bytes = read_model(model, worker.load_format).held_bytes(worker)
-    return Share(worker.served_model_name, held_bytes, replicas, worker.kv_memory_fraction or 0.0)
+    facts = read_model(model, worker.load_format)
+    blocks = worker.kv_blocks + (worker.host_blocks or 0)
+    blocks_bytes = blocks * block_bytes(load_config(gguf_in(model)), facts.dtype, worker) if blocks else 0
+    fraction = 0.0 if worker.kv_blocks else worker.kv_memory_fraction or 0.0
+    return Share(worker.served_model_name, facts.held_bytes(worker) + blocks_bytes, replicas, fraction)
+
+
+def block_bytes(config: DecoderConfig, dtype: str, worker: WorkerSettings) -> int:
+    """Return the bytes of a KV block, all ranks of a replica together; 0 for an encoder. dtype: of the checkpoint."""
+    if config.family.is_encoder:
+        return 0
+    head = -(-config.head_dim // HEAD_STEP) * HEAD_STEP
+    vector = head + 4 if worker.kv_dtype == "int8" else head * _held_item_bytes(dtype, worker)
+    return 2 * config.layers * config.kv_heads * worker.block_size * vector
 
 
 def sum_problem(shares: Sequence[Share], free_bytes: int) -> str:
@@ -198,7 +214,8 @@ def sum_problem(shares: Sequence[Share], free_bytes: int) -> str:
     )
     return (
         f"{len(shares)} models: need {sum(needed) / GIB:.1f} GiB together ({each}), {free_bytes / GIB:.1f} are free; "
-        "choose fewer or smaller models, fewer workers, quantize, or a smaller kv_memory_fraction"
+        "choose fewer or smaller models, fewer workers, quantize, fewer kv_blocks or host_blocks, or a "
+        "smaller kv_memory_fraction"
     )
 
 

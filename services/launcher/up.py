@@ -13,8 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,34 +48,60 @@ from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings,
 
 CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, SchedulerSettings, LauncherSettings)
 PR_SET_PDEATHSIG = 1
+MODEL_SOURCES = "MODEL=, --model or ORCINUS_MODEL"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder in it, which the workers check
 DEMO_PROMPT = "Read and return a line from the stream."
 """The docstring of a function: the demo model was trained to answer with one."""
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The options of one model. where: its place in the file of `--models`, which gives those in `of_file`."""
+
+    values: Values
+    where: str = ""
+    of_file: Mapping[str, str] = field(default_factory=dict)  # names of settings to fields of the file
+
+    def named(self, name: str) -> str:
+        """Return how an error calls the source of an option."""
+        return f"{self.where}: {self.of_file[name]}" if name in self.of_file else flag(name)
+
+    @contextlib.contextmanager
+    def located(self) -> Iterator[None]:
+        """Let errors inside begin with the model's place in the file."""
+        try:
+            yield
+        except ConfigurationError as error:
+            if not self.where or str(error).startswith(self.where):
+                raise
+            raise ConfigurationError(f"{self.where}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStack:
     """The settings of what runs for one model, and the options from which they were made."""
 
-    values: Values
+    options: ModelOptions
     launcher: LauncherSettings
     gateway: GatewaySettings
     scheduler: SchedulerSettings
     worker: WorkerSettings
 
     @classmethod
-    def of(cls, values: Values) -> ModelStack:
+    def of(cls, options: ModelOptions) -> ModelStack:
         """Raise ConfigurationError."""
-        return cls(
-            values,
-            build(LauncherSettings, values),
-            build(GatewaySettings, values),
-            build(SchedulerSettings, values),
-            build(WorkerSettings, values),
-        )
+        values, named = options.values, options.named
+        with options.located():
+            return cls(
+                options,
+                build(LauncherSettings, values, named),
+                build(GatewaySettings, values, named),
+                build(SchedulerSettings, values, named),
+                build(WorkerSettings, values, named),
+            )
 
 
-def values_by_model(values: Values) -> list[Values]:
+def options_by_model(values: Values) -> list[ModelOptions]:
     """Return the options of each model, the gateway's own first: those of `--models`, else of the one of `--model`.
 
     Raise ConfigurationError.
@@ -83,7 +109,7 @@ def values_by_model(values: Values) -> list[Values]:
     gateway = build(GatewaySettings, values)
     entries = gateway.model_entries()
     if not entries:
-        return [values]
+        return [ModelOptions(values)]
     own = [entry for entry in entries if entry.name == gateway.served_model_name]
     if not own:
         raise ConfigurationError(
@@ -93,20 +119,30 @@ def values_by_model(values: Values) -> list[Values]:
     if launcher.prefill or launcher.decode:
         raise ConfigurationError("--models: excludes PREFILL and DECODE; give `workers` in the file")
     others = [entry for entry in entries if entry is not own[0]]
-    return [{**values, **entry.values()} for entry in [*own, *others]]
+    return [
+        ModelOptions({**values, **entry.values()}, f"{gateway.models}: model {entry.name!r}", entry.fields())
+        for entry in [*own, *others]
+    ]
 
 
-def up(values: Values, stop_with_parent: bool = False) -> int:
-    """Run until stopped. Return the exit code; raise ConfigurationError before anything was started."""
+def up(values: Values, check_policy: Callable[[str, str], None], stop_with_parent: bool = False) -> int:
+    """Run until stopped. Return the exit code; raise ConfigurationError before anything was started.
+
+    check_policy: raises it for a policy that no scheduler knows; it gets the policy and the name of its source.
+    """
     values = _absolute_paths(values)
     if stop_with_parent:
         _die_with_parent()
-    options = values_by_model(values)
+    options = options_by_model(values)
     stacks = [ModelStack.of(each) for each in options]
     for stack in stacks:
-        _check(stack.launcher, stack.gateway, stack.worker, sum(len(each.launcher.roles()) for each in stacks))
+        with stack.options.located():
+            if "policy" in stack.options.of_file:
+                check_policy(stack.scheduler.policy, stack.options.named("policy"))
+            _check(stack.launcher, stack.gateway, stack.worker, sum(len(each.launcher.roles()) for each in stacks))
     for stack in stacks:
-        _fetch_model(stack.launcher, stack.worker)
+        with stack.options.located():
+            _fetch_model(stack.launcher, stack.worker)
     stacks = [ModelStack.of(each) for each in options]  # which find the models now
     _check_models(stacks)
     for stack in stacks:
@@ -295,9 +331,10 @@ def _fetch_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
     pull(name, bars, before_weights=look)
 
 
-def _check_model(launcher: LauncherSettings, worker: WorkerSettings) -> None:
+def _check_model(launcher: LauncherSettings, worker: WorkerSettings, sources: str) -> None:
+    """sources: where the model can be given."""
     if problem := model_problem(worker.model, worker.load_format):
-        raise ConfigurationError(f"{problem} (MODEL=, --model or ORCINUS_MODEL)")
+        raise ConfigurationError(f"{problem} ({sources})")
     check_split(load_config(worker.model), worker.tp, worker.pp)
     if problem := memory_problem(worker.model, worker, len(launcher.roles())):
         raise ConfigurationError(problem)
@@ -319,7 +356,8 @@ def _compile_kernels(worker: WorkerSettings) -> None:
 def _check_models(stacks: Sequence[ModelStack]) -> None:
     """Raise ConfigurationError for a model that cannot be served, or models that do not fit together."""
     for stack in stacks:
-        _check_model(stack.launcher, stack.worker)
+        with stack.options.located():
+            _check_model(stack.launcher, stack.worker, stack.options.of_file.get("model", MODEL_SOURCES))
     shares = [
         share_of(stack.worker.model, stack.worker, len(stack.launcher.roles()))
         for stack in stacks
@@ -415,7 +453,7 @@ def process_specs(
     number = 0
     for at, stack in enumerate(stacks):
         keys, worker = stack.gateway.keys, stack.worker
-        env = _child_env(stack.values, stack.launcher, stack.gateway, url, password)
+        env = _child_env(stack.options.values, stack.launcher, stack.gateway, url, password)
         for role in stack.launcher.roles():
             own = replica_env(worker, number, total) | role_env(role, folder)
             probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
@@ -427,7 +465,7 @@ def process_specs(
         lease = SchedulerProbe(client, keys.lease(stack.scheduler.shard))
         specs.append(ServiceSpec(f"scheduler-{at}", _argv("scheduler"), env, lease, after, launcher.stop_s, ROOT))
     drain_s = gateway.drain_s if "drain_s" in gateway.model_fields_set else launcher.stop_s / 2
-    env = _child_env(stacks[0].values, launcher, gateway, url, password)
+    env = _child_env(stacks[0].options.values, launcher, gateway, url, password)
     serves = GatewayProbe(gateway.host, gateway.port, gateway.tls_cert is not None)
     stop_s = max(launcher.stop_s, drain_s + 5)
     return [*specs, ServiceSpec("gateway-0", _argv("gateway"), env, serves, after, stop_s, ROOT, sockets=sockets)]

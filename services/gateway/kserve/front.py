@@ -25,7 +25,7 @@ from services.gateway.errors import ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
 from services.gateway.openai.answers import SLOW_FLUSH_S
-from services.gateway.openai.bodies import CompletionBody, adapter_of, parse_body, served_model
+from services.gateway.openai.bodies import CompletionBody, choose_adapter, parse_body, served_model
 from services.gateway.openai.completions import completion_spec
 from services.gateway.openai.info import VERSION
 from shared.errors import ConfigurationError
@@ -164,8 +164,9 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         gateway = self._gateway
         name = gateway.models.named(request.name)
         is_here = bool(name) and call.caller.may_use(name)
-        ready = is_here and (name == gateway.first.name or gateway.models.state(name) == "ready")
-        return kserve.ModelReadyResponse(ready=ready and not gateway.reason_not_ready())
+        is_first = name == gateway.first.name
+        ready = not gateway.cluster.reason_not_ready() if is_first else gateway.models.state(name) == "ready"
+        return kserve.ModelReadyResponse(ready=is_here and ready and not gateway.reason_not_ready())
 
     async def ModelMetadata(  # noqa: N802
         self, request: kserve.ModelMetadataRequest, context: Context
@@ -223,8 +224,8 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         if spec.max_tokens == 0:
             raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
         spec.traceparent = call.traceparent
-        spec.adapter = adapter_of(model, spec.model)
-        return await model.admission.begin(spec, call.caller, started)
+        refusal = choose_adapter(model, spec)
+        return await model.admission.begin(spec, call.caller, started, refusal=refusal)
 
     async def _call(self, context: Context) -> Call:
         """Raise ApiError(401)."""

@@ -8,6 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 from services.gateway.auth import require_admin
 from services.gateway.errors import invalid, shown
 from services.gateway.gateway import Gateway
+from services.gateway.models import ServedModel
 from services.gateway.openai.bodies import LoadAdapterBody, UnloadAdapterBody, read_body, served_model
 from services.gateway.openai.document import body_of, errors
 
@@ -18,6 +19,11 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
 
+    async def base_of(name: str | None, request: Request) -> ServedModel:
+        if name is not None and not gateway.models.has(name):
+            raise gateway.models.unknown(name, request.state.caller)
+        return await served_model(gateway, name, request.state.caller)
+
     @routes.post(
         "/v1/load_lora_adapter",
         responses={200: _DONE, **errors(403, 404, 415, 503)},
@@ -26,10 +32,14 @@ def router(gateway: Gateway) -> APIRouter:
     async def load(request: Request) -> Response:
         """Load a LoRA adapter from below --adapter-dir and give it a name for `model`."""
         require_admin(request)
-        model = await served_model(gateway, None, request.state.caller)
         body = await read_body(request, LoadAdapterBody)
+        model = await base_of(body.model, request)
         if gateway.models.has(body.lora_name):
             taken = f"lora_name: {shown(body.lora_name)} is the name or an alias of a model; choose another name"
+            raise invalid("lora_name", taken)
+        other = gateway.models.with_adapter(body.lora_name)
+        if other is not None and other is not model:
+            taken = f"lora_name: {shown(body.lora_name)} is an adapter of {other.name!r}; choose another name"
             raise invalid("lora_name", taken)
         if model.text.is_encoder:
             raise invalid("lora_name", "lora_name: the served model is an encoder, which takes no adapters")
@@ -44,8 +54,8 @@ def router(gateway: Gateway) -> APIRouter:
     async def unload(request: Request) -> Response:
         """Take the name from a LoRA adapter; requests that have the adapter go on."""
         require_admin(request)
-        model = await served_model(gateway, None, request.state.caller)
         body = await read_body(request, UnloadAdapterBody)
+        model = await base_of(body.model, request)
         await model.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

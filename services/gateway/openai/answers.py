@@ -24,7 +24,7 @@ from services.gateway.auth import Caller
 from services.gateway.delivery.stream import NOTHING, PREAMBLE, Delta, Generation, Position, Row, Usage
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.models import ServedModel
-from services.gateway.openai.bodies import adapter_of
+from services.gateway.openai.bodies import choose_adapter
 from services.gateway.openai.document import errors
 from services.gateway.openai.pooled import pooled_answer
 from services.gateway.request import GenerationSpec
@@ -76,8 +76,8 @@ async def serve(model: ServedModel, request: Request, spec: GenerationSpec, star
         return _echo_only(spec, fingerprint)
     await take_headers(model, request, spec)
     if spec.background:
-        spec.adapter = adapter_of(model, spec.model)
-        await model.admission.begin_background(spec, request.state.caller, started)
+        refusal = choose_adapter(model, spec)
+        await model.admission.begin_background(spec, request.state.caller, started, refusal)
         return _accepted(spec)
     last_event = request.headers.get("last-event-id", "") if spec.stream else ""
     generation, headers = await begin(model, request, spec, started, last_event)
@@ -109,8 +109,8 @@ async def begin(
     closed.
     """
     caller: Caller = request.state.caller
-    spec.adapter = adapter_of(model, spec.model)
-    request.state.generation = generation = await model.admission.begin(spec, caller, started, last_event)
+    refusal = choose_adapter(model, spec)
+    request.state.generation = generation = await model.admission.begin(spec, caller, started, last_event, refusal)
     return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.left)}
 
 

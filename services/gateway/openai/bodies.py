@@ -451,6 +451,7 @@ class LoadAdapterBody(Body):
 
     lora_name: AdapterName
     lora_path: str = Field(min_length=1, max_length=4096, description="a folder as PEFT saves it, below --adapter-dir")
+    model: str | None = Field(None, max_length=256, description="its base; the gateway's first model without it")
     load_inplace: bool | None = Field(None, description="let a name that is taken stand for this adapter from now on")
 
 
@@ -459,6 +460,7 @@ class UnloadAdapterBody(Body):
 
     lora_name: AdapterName
     lora_int_id: int | None = Field(None, description="has no effect")
+    model: str | None = Field(None, max_length=256, description="its base; the gateway's first model without it")
 
 
 class DetokenizeBody(Body):
@@ -691,9 +693,10 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller) -> Se
 
     Raise ApiError: 404 for a name that no model here has, 403 for a model that the caller's key is not for.
     """
-    model = gateway.first if name is None else gateway.models.open.get(name) or gateway.models.with_adapter(name)
+    models = gateway.models
+    model = models.first if name is None else models.open.get(name) or models.with_adapter(name)
     if caller.models:
-        asked = model.name if model is not None else gateway.models.named(name or "")
+        asked = model.name if model is not None else models.named(name or "")
         if asked and asked not in caller.models:
             allowed = ", ".join(sorted(caller.models))
             raise ApiError(
@@ -701,22 +704,22 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller) -> Se
                 code="model_not_allowed",
             )  # fmt: skip
     if model is None:
-        model = await gateway.models.opened(name or "", caller)
+        model = await models.opened(name or "", caller)
     model.used_at = time.monotonic()
     return model
 
 
-def adapter_of(model: ServedModel, name: str) -> bytes:
-    """Return the digest of the adapter that a name in a request stands for now; empty for the model itself.
-
-    Raise ApiError(404) for a name that no adapter has any more.
+def choose_adapter(model: ServedModel, spec: GenerationSpec) -> ApiError | None:
+    """Set the adapter that the name in a request stands for now. Return the refusal, a 404, for a name that no adapter
+    has any more: only what an Idempotency-Key has begun goes on.
     """
-    if name == model.name or name in model.aliases:
-        return b""
-    if (digest := model.adapters.digest(name)) is None:
-        text = f"The model {shown(name)} does not exist; this server has {model.name!r}"
-        raise ApiError(404, text, param="model", code="model_not_found")
-    return digest
+    if spec.model == model.name or spec.model in model.aliases:
+        return None
+    if (digest := model.adapters.digest(spec.model)) is None:
+        text = f"The model {shown(spec.model)} does not exist; this server has {model.name!r}"
+        return ApiError(404, text, param="model", code="model_not_found")
+    spec.adapter = digest
+    return None
 
 
 TASKS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib import metadata
 from typing import Any
 
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from services.gateway.auth import Caller, require_operator
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
-from services.gateway.models import ServedModel
+from services.gateway.models import ServedModel, State
 from services.gateway.openai.answers import json_response
 from services.gateway.openai.document import FOUND, errors
 
@@ -75,9 +76,13 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.get("/ready", responses={200: FOUND, 503: _NOT_WELL, **errors()})
     @routes.get("/health/ready", responses={200: FOUND, 503: _NOT_WELL, **errors()})
-    async def ready() -> Response:
-        """Return whether new work would be served."""
-        return _health("ready", gateway.reason_not_ready())
+    async def ready(request: Request) -> Response:
+        """Return whether a model would serve new work, and the states of the models that the caller may know."""
+        states: dict[str, State] = {}
+        with contextlib.suppress(ApiError):  # the route needs no key: without one that is good there are no names
+            caller = gateway.keyring.identify(request.headers.get("authorization"), request.headers.get("x-api-key"))
+            states = {name: state for name, state in gateway.models.states().items() if caller.may_use(name)}
+        return _health("ready", gateway.reason_not_ready(), **({"models": states} if states else {}))
 
     @routes.get("/health/progress", responses={200: FOUND, 503: _NOT_WELL, **errors()})
     async def progress() -> Response:
@@ -137,7 +142,7 @@ def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
     return routes
 
 
-def _health(well: str, reason: str) -> Response:
-    return (
-        json_response({"status": f"not {well}", "reason": reason}, 503) if reason else json_response({"status": well})
-    )
+def _health(well: str, reason: str, **more: Any) -> Response:
+    if reason:
+        return json_response({"status": f"not {well}", "reason": reason, **more}, 503)
+    return json_response({"status": well, **more})

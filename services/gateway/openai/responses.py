@@ -47,7 +47,7 @@ from services.gateway.openai.bodies import (
     ChatBody,
     Metadata,
     Priority,
-    adapter_of,
+    choose_adapter,
     parse_body,
     read_body,
     served_model,
@@ -669,8 +669,8 @@ def router(gateway: Gateway) -> APIRouter:
             kept = await keep(response, only_new=True)  # an earlier call of the same name has it already
             response["store"] = kept is not Kept.NOT
             try:
-                spec.adapter = adapter_of(model, spec.model)
-                await model.admission.begin_background(spec, request.state.caller, started)
+                refusal = choose_adapter(model, spec)
+                await model.admission.begin_background(spec, request.state.caller, started, refusal)
             except ApiError:
                 if kept is Kept.NEW:
                     await model.responses.forget(spec.id, request.state.tenant, hidden_ms=1)

@@ -22,7 +22,16 @@ from services.cli.drain import drain
 from shared.errors import ConfigurationError
 from tests.chaos.harness.history import Injected
 from tests.chaos.harness.proxy import Proxy
-from tests.chaos.harness.stack import MAXMEMORY, REDIS, SERVICES, ChaosStack, Stack, until
+from tests.chaos.harness.stack import (
+    MAXMEMORY,
+    REDIS,
+    SECOND_SCHEDULER,
+    SECOND_WORKER,
+    SERVICES,
+    ChaosStack,
+    Stack,
+    until,
+)
 
 WHOLE_S = 60.0
 """After this long a fault that is over must have left a whole stack; else the run fails."""
@@ -215,6 +224,20 @@ async def _step_hangs(stack: ChaosStack, fault: Injected, rng: random.Random) ->
     await _another_worker(stack, before, fault)
 
 
+def _kill_second(name: str) -> Do:
+    async def kill(stack: ChaosStack, fault: Injected, _: random.Random) -> None:
+        before, begun_ms = stack.processes[name].pid, time.time() * 1000
+        stack.processes[name].signal(signal.SIGKILL)
+
+        async def again() -> bool:
+            return stack.processes[name].pid not in (0, before) and await stack.second_led(begun_ms)
+
+        await until(f"{name} is back", again, WHOLE_S)
+        fault.ready_s = time.monotonic()
+
+    return kill
+
+
 # Networks
 
 
@@ -289,6 +312,11 @@ KINDS: dict[str, Kind] = {
     **{f"steps_{way}": Kind(lambda _, __: ("network steps",), _spoil(way)) for way in NETWORK},
 }
 """redis_WAY: between a service and Redis; steps_WAY: between the scheduler and the worker."""
+OF_SECOND = {
+    f"{name}_kill": Kind(lambda _, __, name=name: (name,), _kill_second(name))
+    for name in (SECOND_WORKER, SECOND_SCHEDULER)
+}
+"""Of the further model of a stack that has one."""
 OF_PROCESSES = tuple(name for name in KINDS if not name.startswith(("step", "redis")))
 """Those that need no proxy, no worker of the bench's own and no Redis that may be hurt."""
 
@@ -333,7 +361,8 @@ class Faults:
             yield from self._rng.sample(list(self._kinds), len(self._kinds))
 
     async def _one(self, kind: str, rng: random.Random) -> None:
-        targets = KINDS[kind].targets(self._stack, rng)
+        hurt = (KINDS | OF_SECOND)[kind]
+        targets = hurt.targets(self._stack, rng)
         try:
             async with AsyncExitStack() as locks:
                 for target in sorted(targets):
@@ -341,7 +370,7 @@ class Faults:
                 fault = Injected(kind, "+".join(targets), time.monotonic())
                 self.injected.append(fault)
                 self._say(f"fault {len(self.injected)}: {kind} of {fault.target}")
-                await KINDS[kind].do(self._stack, fault, rng)
+                await hurt.do(self._stack, fault, rng)
                 fault.over_s = time.monotonic()
         finally:
             self._places.release()

@@ -10,6 +10,7 @@ import pytest
 from protos import queue_pb2
 from services.cli.drain import drain
 from shared.errors import ConfigurationError
+from shared.keys import Keys
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
@@ -63,6 +64,37 @@ def test_service_has_left_when_its_next_start_registers_or_its_heartbeat_ends(
     assert (end.id, end.drained) == (member, True)
     assert said[-1].startswith(f"{role} {member} has left after ")
     assert 0 < client.pttl(keys.drain(role, member)) <= 60_000
+
+
+@pytest.fixture
+def further(shard: ScriptedScheduler) -> ScriptedScheduler:
+    """A shard of another model, with a worker, behind the same gateway."""
+    scheduler = ScriptedScheduler(shard.client, Keys("org/Second")).lead(running=1)
+    shard.client.zadd(scheduler.keys.workers, {"worker-1": 1})
+    shard.client.hset(scheduler.keys.worker("worker-1"), mapping={"identity": "y"})
+    shard.client.set(scheduler.keys.alive("gateway", "gateway-x"), 1)
+    return scheduler
+
+
+def test_services_of_all_models_are_drained(
+    shard: ScriptedScheduler, further: ScriptedScheduler, settings: CommonSettings
+) -> None:
+    models = [settings.served_model_name, "org/Second"]
+
+    def ends(name: str) -> list[tuple[str, str, str]]:
+        found = drain(name, settings, LauncherSettings(), 0.1, said.append, models)
+        return [(end.id, end.model, end.text.rpartition(": ")[2]) for end in found]
+
+    said: list[str] = []
+    assert ends("scheduler") == [
+        ("shard-0", models[0], "3 sequences run, 2 wait"), ("shard-0", models[1], "1 sequences run, 0 wait")
+    ]  # fmt: skip
+    assert said[1] == "scheduler shard-0 of org/Second drains: 1 sequences run, 0 wait"
+    assert [(id, model) for id, model, _ in ends("worker")] == [("worker-0", models[0]), ("worker-1", models[1])]
+    assert [(id, model) for id, model, _ in ends("gateway")] == [("gateway-x", models[0])]  # once
+    assert further.client.xlen(further.keys.control("shard-0")) == 1
+    with pytest.raises(ConfigurationError, match=r"no such service for models .*, org/Second; running: gateway-x, sh"):
+        ends("worker-9")
 
 
 @pytest.mark.usefixtures("shard")

@@ -81,6 +81,43 @@ def test_status_shows_addresses_state_and_figures(written: WrittenStack, capsys:
     assert "no scheduler leads shard-0" in capsys.readouterr().out
 
 
+@pytest.fixture
+def file(local: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of models that the stack was started with."""
+    path = tmp_path / "models.yaml"
+    path.write_text(f"models: {{{MODEL}: {{source: a}}, second: {{source: b}}}}")
+    monkeypatch.setenv("ORCINUS_MODELS", str(path))
+
+
+@pytest.mark.usefixtures("file")
+def test_options_name_one_model_else_all_are_meant() -> None:
+    for values, models in (({}, [MODEL, "second"]), ({"served_model_name": "second"}, ["second"])):
+        assert stack.models_of(stack.find(values), values) == models
+
+
+@pytest.mark.usefixtures("file")
+def test_status_shows_each_model(
+    written: WrittenStack, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = WrittenStack(redis_server.client, Keys("second")).lead()
+    second.tell(running=5)
+
+    def shown(as_json: bool) -> tuple[int, str]:
+        target = stack.find({})
+        code = status.run(target, as_json, stack.models_of(target, {}))
+        return code, capsys.readouterr().out
+
+    code, text = shown(False)
+    assert code == 0 and "second  no worker is registered  running 5" in text
+    second.worker()
+    written.leave()
+    code, text = shown(True)
+    states = {MODEL: "no scheduler leads shard-0", "second": "live"}
+    assert (code, json.loads(text)["models"]) == (0, states)
+    second.leave()
+    assert shown(False)[0] == 1
+
+
 def test_status_without_stack_says_how_to_start_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,18 @@ async def test_screen_shows_the_stats_and_follows_them(redis_server: RedisServer
         await pilot.press("d", "s", "q")
 
 
+async def test_next_model_is_shown_with_m(redis_server: RedisServer, written: WrittenStack) -> None:
+    second = WrittenStack(redis_server.client, Keys("second")).lead()
+    second.tell(tok_s=77)
+    app = Top(*(RedisSource(settings(redis_server), LauncherSettings(), model) for model in ("", "second")))
+    async with app.run_test(size=(130, 50)) as pilot:
+        await shown(app, pilot, f"{count(STATS['tok_s'])} tok/s")
+        await pilot.press("m")
+        assert "second" in await shown(app, pilot, "77 tok/s")
+        await pilot.press("m")
+        await shown(app, pilot, f"{count(STATS['tok_s'])} tok/s")
+
+
 async def test_screen_fits_a_narrow_terminal_and_shows_a_lost_redis(
     redis_server: RedisServer, written: WrittenStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

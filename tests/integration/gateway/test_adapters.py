@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.stack import RedisServer
+from tests.support.launcher import clean_env
+from tests.support.stack import ROOT, RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
 from tests.support.tokenizers import write_model
 from tests.support.waiting import until
@@ -146,6 +149,32 @@ def test_unloaded_adapter_is_unknown_at_every_gateway(gateways: list[GatewayProc
     assert "The model 'gone' does not exist" in message(first.post("/v1/completions", body), 404)
 
 
+def test_request_of_an_unloaded_adapter_is_found_by_its_idempotency_key(
+    gateways: list[GatewayProcess], folder: Path, scheduler: ScriptedScheduler
+) -> None:
+    first, second, _ = gateways
+    write(folder / "once")
+    assert load(first, "once", "once").status_code == 200
+    until("the other gateway knows the adapter", lambda: "once" in names(second))
+    body = {"model": "once", "prompt": "The", "max_tokens": 1, "background": True}
+    key = {"idempotency-key": "k"}
+    begun = first.request("POST", "/v1/completions", json=body, headers=key)
+    assert begun.status_code == 202
+    assert unload(first, "once").status_code == 200
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, [65], finish=LENGTH))
+    until("the other gateway has forgotten the adapter", lambda: "once" not in names(second))
+    for gateway in (first, second):
+        again = gateway.request("POST", "/v1/completions", json=body, headers=key)
+        assert (again.status_code, again.json()["id"]) == (202, claimed.id)
+        other = gateway.request("POST", "/v1/completions", json=body, headers={"idempotency-key": "another"})
+        assert "The model 'once' does not exist" in message(other, 404)
+    assert load(first, "once", "once").status_code == 200
+    assert first.post("/v1/completions", body).status_code == 202
+    claimed = scheduler.claim()
+    scheduler.publish(Line(claimed.id, 0, [65], finish=LENGTH))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rank": 65}, "has rank 65, at most 64 is served; raise --max-lora-rank"),
     ({"inputs": 9}, "is [6, 9], the served model has hidden size 8; the adapter is of another base"),
@@ -182,6 +211,50 @@ def test_path_outside_the_folder_is_refused(gateways: list[GatewayProcess], fold
     assert "is not below --adapter-dir" in message(load(gateways[0], "out", write(store / "mine")))
     shutil.rmtree(store / "mine")
     assert "is not there" in message(load(gateways[0], "out", "nowhere\0"))
+
+
+async def test_folder_that_becomes_a_link_meanwhile_is_refused(
+    adapters: AdapterNames, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, inside = write(tmp_path / "outside", fill=3.0), write(folder / "deep" / "inside")
+    resolve = Path.resolve
+
+    def later(path: Path, strict: bool = False) -> Path:
+        real = resolve(path, strict)
+        if path.name == CONFIG and not inside.is_symlink():
+            inside.rename(folder / "deep" / "moved")
+            inside.symlink_to(outside)
+        return real
+
+    monkeypatch.setattr(Path, "resolve", later)
+    with pytest.raises(ApiError, match=r"cannot be opened .*; copy the adapter there again") as refused:
+        await adapters.load("swapped", "deep/inside", False)
+    assert (refused.value.status, adapters.records) == (400, {})
+
+
+async def test_modules_and_shapes_are_compared_with_the_weights(
+    adapters: AdapterNames, folder: Path, tmp_path: Path
+) -> None:
+    name = "language_model.layers.0.self_attn.q_proj"  # other checkpoints begin otherwise
+    base = tmp_path / "own" / "model.safetensors"
+    write(folder / "shaped")  # [6, 8]
+
+    async def loaded(tensors: dict[str, tuple[int, ...]]) -> str:
+        save_file({key: np.zeros(shape, np.float32) for key, shape in tensors.items()}, base)
+        try:
+            await adapters.load("shaped", "shaped", False)
+        except ApiError as error:
+            return error.message
+        return ""
+
+    assert "is [6, 8], the served model has [7, 8]; the adapter is of another base" in await loaded(
+        {f"{name}.weight": (7, 8)}
+    )
+    assert "q_proj: the served model has no such module" in await loaded({f"{name[:-6]}k_proj.weight": (6, 8)})
+    for fine in ({f"{name}.weight": (6, 8)}, {f"{name}.weight": (8, 6)}, {f"{name}.qweight": (1, 6)}):
+        assert await loaded(fine) == ""
+    base.write_bytes(b"cut off")
+    await adapters.load("shaped", "shaped", False)
 
 
 def test_name_of_the_model_or_with_other_characters_is_refused(gateways: list[GatewayProcess], folder: Path) -> None:
@@ -221,6 +294,33 @@ def test_only_admin_keys_for_the_model_load_adapters(
     assert "scoped" in names(first)
     assert unload(first, "scoped", key=keys["of this"]).status_code == 200
     assert load(first, "scoped", "scoped", key=keys["of this"]).status_code == 200
+
+
+def orcinus(gateway: GatewayProcess, *words: str, key: str = CONFIGURED) -> tuple[int, str]:
+    """Return the exit code of `orcinus adapters` and what it printed."""
+    command = [sys.executable, "-m", "services.cli", "adapters", *words, "--url", gateway.url]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean_env(ORCINUS_API_KEY=key), capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_command_loads_lists_and_unloads(gateways: list[GatewayProcess], folder: Path) -> None:
+    first = gateways[0]
+    source = write(folder / "typed-in")
+    assert orcinus(first, "load", "typed-in", "typed-in") == (
+        0, "Success: LoRA adapter 'typed-in' added successfully.\n"
+    )  # fmt: skip
+    code, text = orcinus(first, "list")
+    assert code == 0 and f"typed-in  of {first.name}  " in text and str(source) in text
+    code, text = orcinus(first, "list", "--json")
+    assert "typed-in" in [card["id"] for card in json.loads(text)["adapters"]]
+    code, text = orcinus(first, "unload", "typed-in", "--base", "other")
+    assert code == 2 and "The model 'other' does not exist" in text
+    assert orcinus(first, "unload", "typed-in", "--base", first.name)[0] == 0
+    assert "typed-in" not in names(first)
+    code, text = orcinus(first, "load", "typed-in", "..", key="sk-wrong")
+    assert code == 2 and "set ORCINUS_API_KEY, or give --api-key" in text and "sk-wrong" not in text
 
 
 @pytest.fixture

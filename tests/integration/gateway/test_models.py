@@ -17,6 +17,7 @@ import grpc
 import httpx
 import orjson
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
@@ -155,6 +156,41 @@ async def test_adapter_never_answers_for_a_model(
         redis_server.client.delete(adapters)
 
 
+async def test_adapter_of_a_model_that_is_not_open_opens_it(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, schedulers: dict[str, ScriptedScheduler]
+) -> None:
+    record = AdapterRecord("ab" * 32, 1, "x", 1)
+    key = Keys(SECOND).adapters
+    redis_server.client.hset(key, "sql", record.encode())
+    try:
+        assert await text_of(client, "sql") == TEXTS[SECOND]
+        model = gateway.models.open[SECOND]
+        assert (await client.get("/v1/models/sql")).json()["parent"] == SECOND
+        answer = await client.post("/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "x"})
+        assert f"'sql' is an adapter of {SECOND!r}" in answer.json()["error"]["message"]
+        answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql", "model": "claude:latest"})
+        assert answer.status_code == 200
+        assert model.adapters.records == {}
+        assert (await complete(client, "sql")).status_code == 404
+    finally:
+        redis_server.client.delete(key)
+
+
+async def test_adapter_of_a_model_that_the_key_is_not_for_is_unknown(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, keys_of: dict[str, dict[str, str]]
+) -> None:
+    key = Keys(THIRD).adapters
+    lead(redis_server, THIRD)
+    redis_server.client.hset(key, "sql", AdapterRecord("ab" * 32, 1, "x", 1).encode())
+    try:
+        client.headers.update(keys_of["second"])
+        assert (await complete(client, "sql")).status_code == 404
+        assert THIRD not in gateway.models.open
+    finally:
+        third = Keys(THIRD)
+        redis_server.client.delete(key, third.workers, third.worker("worker-0"), third.lease("shard-0"))
+
+
 async def test_first_requests_of_a_model_open_it_once(client: httpx.AsyncClient, gateway: Gateway) -> None:
     opened: list[ServedModel] = []
     gateway.models.on_open = opened.append
@@ -206,6 +242,69 @@ async def test_models_are_listed_with_their_states(client: httpx.AsyncClient) ->
         assert (await client.get(f"/v1/models/{path}")).json()["id"] == SECOND
     for path in ("gpt-5", SECOND.lower()):
         assert (await client.get(f"/v1/models/{path}")).status_code == 404
+
+
+async def ready(client: httpx.AsyncClient, **headers: str) -> tuple[int, dict[str, str] | None]:
+    answer = await client.get("/ready", headers=headers)
+    return answer.status_code, answer.json().get("models")
+
+
+async def test_gateway_is_ready_while_one_model_is_and_says_which(
+    client: httpx.AsyncClient, gateway: Gateway, schedulers: dict[str, ScriptedScheduler]
+) -> None:
+    assert await ready(client) == (200, {FIRST: "ready", SECOND: "ready", THIRD: "unavailable"})
+    try:
+        schedulers[FIRST].resign()
+        await until(lambda: gateway.models.state(FIRST) == "loading")
+        assert await ready(client) == (200, {FIRST: "loading", SECOND: "ready", THIRD: "unavailable"})
+        assert b"orcinus_stack_ready 1.0" in gateway.metrics.text()
+        schedulers[SECOND].resign()
+        await until(lambda: gateway.models.state(SECOND) == "loading")
+        assert await ready(client) == (503, {FIRST: "loading", SECOND: "loading", THIRD: "unavailable"})
+        assert (await client.get("/ready")).json()["reason"] == "no scheduler is alive"
+    finally:
+        for scheduler in schedulers.values():
+            scheduler.lead()
+    await until(lambda: not gateway.reason_not_ready())
+
+
+async def test_ready_names_no_models_without_a_key_that_is_for_them(
+    client: httpx.AsyncClient, keys_of: dict[str, dict[str, str]]
+) -> None:
+    assert await ready(client) == (200, None)
+    assert await ready(client, **keys_of["second"]) == (200, {SECOND: "ready"})
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_model_is_loading_once_the_record_of_its_worker_has_run_out(
+    gateway: Gateway, redis_server: RedisServer, is_open: bool
+) -> None:
+    if is_open:
+        await gateway.models.opened(SECOND, None)
+    keys = Keys(SECOND)
+    redis_server.client.delete(keys.worker("worker-0"))
+    try:
+        await until(lambda: gateway.models.state(SECOND) == "loading")
+    finally:
+        redis_server.client.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
+    await until(lambda: gateway.models.state(SECOND) == "ready")
+
+
+async def test_state_is_unknown_while_redis_is_silent(
+    client: httpx.AsyncClient, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise RedisConnectionError("away")
+
+    gateway.cluster.note_unreachable("away")
+    assert gateway.models.state(FIRST) == "unknown"
+    monkeypatch.setattr(models, "STALE_S", 0.0)
+    monkeypatch.setattr(models, "look", fails)
+    assert gateway.models.state(THIRD) == "unknown"
+    answer = await complete(client, THIRD)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_unavailable")
+    monkeypatch.undo()
+    await until(lambda: gateway.models.state(THIRD) == "unavailable" and gateway.models.state(FIRST) == "ready")
 
 
 async def see_third_loading(gateway: Gateway, redis_server: RedisServer) -> None:

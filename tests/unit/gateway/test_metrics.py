@@ -40,7 +40,7 @@ def metrics() -> Metrics:
         queue={"requests": "4", "tokens": "44", "bytes": "4444"},
     )  # fmt: skip
     found = Metrics("demo", aliases=True)
-    found.watch(cluster)
+    found.watch(cluster, cluster.reason_not_ready)
     return found
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.cli.options import check_policy
 from services.launcher import up
-from services.launcher.model_check import GIB, WORK_BYTES, Share, sum_problem
+from services.launcher.model_check import GIB, Share, share_of, sum_problem
+from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
+from shared.settings import DEMO_MODEL, WorkerSettings
 
 FILE = """
 models:
@@ -27,15 +31,15 @@ def models(tmp_path: Path) -> str:
 
 
 def test_each_model_has_its_settings_over_those_of_all(models: str) -> None:
-    options = up.values_by_model({"models": models, "quantize": "none", "block_size": "32"})
+    options = up.options_by_model({"models": models, "quantize": "none", "block_size": "32"})
     small, large = map(up.ModelStack.of, options)
     assert [stack.gateway.served_model_name for stack in (small, large)] == ["small", "large"]
     assert (small.worker.quantize, small.scheduler.policy, small.launcher.roles()) == ("int8", "sarathi", ["both"])
     assert (large.worker.quantize, large.worker.threads, large.launcher.roles()) == ("none", 3, ["both", "both"])
     assert {stack.worker.block_size for stack in (small, large)} == {32}
-    named = up.values_by_model({"models": models, "served_model_name": "large"})
-    assert [each["served_model_name"] for each in named] == ["large", "small"], "the gateway's own is the first"
-    assert up.values_by_model({"model": models}) == [{"model": models}]
+    named = up.options_by_model({"models": models, "served_model_name": "large"})
+    assert [each.values["served_model_name"] for each in named] == ["large", "small"], "the gateway's own is the first"
+    assert [each.values for each in up.options_by_model({"model": models})] == [{"model": models}]
 
 
 @pytest.mark.parametrize(
@@ -47,23 +51,71 @@ def test_each_model_has_its_settings_over_those_of_all(models: str) -> None:
 )
 def test_options_that_exclude_the_file_are_refused(models: str, more: dict[str, str], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
-        up.values_by_model({"models": models, **more})
+        up.options_by_model({"models": models, **more})
 
 
 def test_models_that_do_not_fit_together_are_refused_with_their_sizes() -> None:
     shares = [Share("small", GIB, 1), Share("large", 2 * GIB, 2, kv_fraction=0.1)]
-    free = 10 * GIB  # 1 + (2 + 1) * 2 and work for each
-    assert sum_problem(shares, 7 * GIB + 2 * WORK_BYTES + free) == ""
+    free = 10 * GIB  # 1 + (2 + 1) * 2, and work for each of the three workers
     assert sum_problem(shares, free) == ""
     assert sum_problem(shares, 7 * GIB) == (
-        "2 models: need 7.4 GiB together (small 1.5, large 5.9 (2 workers)), 7.0 are free; choose fewer or smaller "
-        "models, fewer workers, quantize, or a smaller kv_memory_fraction"
+        "2 models: need 7.9 GiB together (small 1.5, large 6.4 (2 workers)), 7.0 are free; choose fewer or smaller "
+        "models, fewer workers, quantize, fewer kv_blocks or host_blocks, or a smaller kv_memory_fraction"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "vector_bytes", "blocks"),
+    [
+        ({}, 0, 0),
+        ({"kv_blocks": 1000}, 4 * 64, 1000),
+        ({"kv_blocks": 1000, "host_blocks": 500}, 4 * 64, 1500),
+        ({"kv_blocks": 1000, "dtype": "bfloat16"}, 2 * 64, 1000),
+        ({"kv_blocks": 1000, "kv_dtype": "int8"}, 64 + 4, 1000),
+    ],
+)
+def test_blocks_that_are_given_count_for_each_worker(given: dict[str, Any], vector_bytes: int, blocks: int) -> None:
+    plain = share_of(DEMO_MODEL, WorkerSettings(model=DEMO_MODEL, dtype=given.get("dtype", "float32")), 2)
+    share = share_of(DEMO_MODEL, WorkerSettings(model=DEMO_MODEL, **{"dtype": "float32", "block_size": 32, **given}), 2)
+    config = load_config(DEMO_MODEL)
+    assert config.head_dim == 64
+    block = 2 * config.layers * config.kv_heads * 32 * vector_bytes
+    assert share.needed(0) - plain.needed(0) == 2 * blocks * block
+
+
+def test_blocks_that_are_given_count_in_place_of_the_fraction() -> None:
+    worker = WorkerSettings(model=DEMO_MODEL, kv_blocks=1, kv_memory_fraction=0.5)
+    assert share_of(DEMO_MODEL, worker, 1).kv_fraction == 0.0
+
+
+BAD: list[tuple[str, str]] = [
+    ("kv_blocks: -1", "kv_blocks=-1: input should be greater than or equal to 0"),
+    ("quantize: int2", "quantize=int2: input should be"),
+    ("max_seqs: many", "max_seqs: Input should be a valid integer"),
+    ("policy: fastest", "policy=fastest: "),
+    ("kv_dtype: int8", "--kv-dtype int8 needs the cpu kernels, and --kernels reference"),
+    ("workers: 1", "model directory {source} has no config.json; give the directory that has one (source)"),
+]
+
+
+@pytest.mark.parametrize(("line", "problem"), BAD)
+def test_error_names_the_file_the_model_and_the_field(models: str, tmp_path: Path, line: str, problem: str) -> None:
+    Path(models).write_text(f"models:\n  small: {{source: {DEMO_MODEL}}}\n  large: {{source: b, {line}}}\n")
+    with pytest.raises(ConfigurationError) as refused:
+        up.up({"models": models, "kernels": "reference", "run_dir": str(tmp_path / "run")}, check_policy)
+    assert str(refused.value).startswith(f"{models}: model 'large': " + problem.format(source=tmp_path / "b"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_error_of_an_option_for_all_models_names_the_option(models: str) -> None:
+    (options, _) = up.options_by_model({"models": models, "max_seqs": "many"})
+    with pytest.raises(ConfigurationError, match="--max-seqs=many: input should be a valid integer"):
+        up.ModelStack.of(options)
 
 
 def test_processes_are_counted_over_all_models(models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "on_gpu", lambda worker: False)
-    stacks = [up.ModelStack.of(each) for each in up.values_by_model({"models": models})]
+    stacks = [up.ModelStack.of(each) for each in up.options_by_model({"models": models})]
     specs = up.process_specs(stacks, None, "unix:///x", None, None, tmp_path, {})
     found = [(spec.name, spec.env["ORCINUS_SERVED_MODEL_NAME"], spec.env.get("ORCINUS_WORKER_ID")) for spec in specs]
     assert found == [
