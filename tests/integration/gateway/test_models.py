@@ -255,17 +255,17 @@ async def test_gateway_is_ready_while_one_model_is_and_says_which(
     assert await ready(client) == (200, {FIRST: "ready", SECOND: "ready", THIRD: "unavailable"})
     try:
         schedulers[FIRST].resign()
-        await until(lambda: gateway.models.state(FIRST) == "loading")
+        await wait_until(lambda: gateway.models.state(FIRST) == "loading")
         assert await ready(client) == (200, {FIRST: "loading", SECOND: "ready", THIRD: "unavailable"})
         assert b"orcinus_stack_ready 1.0" in gateway.metrics.text()
         schedulers[SECOND].resign()
-        await until(lambda: gateway.models.state(SECOND) == "loading")
+        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
         assert await ready(client) == (503, {FIRST: "loading", SECOND: "loading", THIRD: "unavailable"})
         assert (await client.get("/ready")).json()["reason"] == "no scheduler is alive"
     finally:
         for scheduler in schedulers.values():
             scheduler.lead()
-    await until(lambda: not gateway.reason_not_ready())
+    await wait_until(lambda: not gateway.reason_not_ready())
 
 
 async def test_ready_names_no_models_without_a_key_that_is_for_them(
@@ -284,10 +284,10 @@ async def test_model_is_loading_once_the_record_of_its_worker_has_run_out(
     keys = Keys(SECOND)
     redis_server.client.delete(keys.worker("worker-0"))
     try:
-        await until(lambda: gateway.models.state(SECOND) == "loading")
+        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
     finally:
         redis_server.client.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
-    await until(lambda: gateway.models.state(SECOND) == "ready")
+    await wait_until(lambda: gateway.models.state(SECOND) == "ready")
 
 
 async def test_state_is_unknown_while_redis_is_silent(
@@ -304,7 +304,7 @@ async def test_state_is_unknown_while_redis_is_silent(
     answer = await complete(client, THIRD)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_unavailable")
     monkeypatch.undo()
-    await until(lambda: gateway.models.state(THIRD) == "unavailable" and gateway.models.state(FIRST) == "ready")
+    await wait_until(lambda: gateway.models.state(THIRD) == "unavailable" and gateway.models.state(FIRST) == "ready")
 
 
 async def see_third_loading(gateway: Gateway, redis_server: RedisServer) -> None:
