@@ -44,6 +44,7 @@ from bench.serve.stats import Record, Run, Slo, summarise
 from services.launcher.rundir import RunDir
 from services.simulator.workload import traffic
 from services.simulator.workload.traffic import Arrival
+from shared.plurals import counted
 from shared.settings import LauncherSettings
 
 CLIENT_CPU_LIMIT = 0.80
@@ -178,7 +179,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
         try:
             async with asyncio.timeout(10), session.get(f"{url}/v1/models") as reply:
                 if reply.status in (401, 403):
-                    raise WrongUse(f"{url} wants a key ({reply.status}): give --api-key")
+                    raise WrongUse(_key_problem(url, reply.status, await reply.read(), bool(options.api_key)))
                 if reply.status != 200:
                     raise WrongUse(f"{url}/v1/models answered {reply.status}: is this an OpenAI-compatible server?")
                 names = [str(entry["id"]) for entry in orjson.loads(await reply.read())["data"]]
@@ -208,6 +209,18 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
                 options.timeout,
             ),
         )
+
+
+def _key_problem(url: str, status: int, body: bytes, has_key: bool) -> str:
+    """Return the line for a server that answers 401 or 403, with the server's reason where it gives one."""
+    if not has_key:
+        return f"{url} needs a key ({status}); set ORCINUS_API_KEY, or give --api-key"
+    try:
+        reason = str(orjson.loads(body)["error"]["message"]).partition("; send it as")[0]  # a header is of no use here
+    except (ValueError, KeyError, TypeError):
+        reason = "no reason given"
+    printable = "".join(sign if sign.isprintable() else " " for sign in reason[:200])
+    return f"{url} refused the key ({status}): {printable}; set ORCINUS_API_KEY to another, or give it as --api-key"
 
 
 async def measure(
@@ -261,7 +274,7 @@ def judge(result: dict[str, Any]) -> int:
     if late is not None and late > LATE_LIMIT_MS:
         warnings.append(f"1 % of the requests were sent {late:.0f} ms late or later: the machine of the client is busy")
     if result["short"]:
-        warnings.append(f"{result['short']} requests ended with fewer tokens than asked for")
+        warnings.append(f"{counted(result['short'], 'request')} ended with fewer tokens than asked for")
     failed = {kind: number for kind, number in result["errors"].items() if kind not in REFUSALS}
     if failed or not result["finished"]:
         code = 1

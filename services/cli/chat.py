@@ -21,6 +21,7 @@ import orjson
 
 from services.launcher.rundir import RunDir
 from shared.errors import ConfigurationError, OrcinusError
+from shared.plurals import counted
 from shared.settings import BatchSettings, ChatSettings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -335,7 +336,7 @@ class Chat:
 
 def _measured(tokens: int, started: float, began: float, reason: str) -> str:
     now = time.monotonic()
-    parts = [f"{tokens} tokens"] if tokens else []
+    parts = [counted(tokens, "token")] if tokens else []
     if began:
         parts.append(f"first token {1000 * (began - started):.0f} ms")
         if tokens > 1 and now - began > 0.05:

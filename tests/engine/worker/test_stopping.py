@@ -22,7 +22,7 @@ from tests.support.models import Reference, make_llama
 from tests.support.waiting import until
 
 GONE_S = 60.0
-WAITS = "waiting for the other 1 ranks"
+WAITS = "waiting for 1 other rank"
 
 
 @pytest.fixture(scope="module")

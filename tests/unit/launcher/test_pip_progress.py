@@ -22,7 +22,7 @@ def test_progress_names_the_package_and_its_size(tmp_path: Path) -> None:
     progress = Progress(tmp_path)
     for line in OUTPUT.splitlines()[:2]:
         progress.read(line)
-    assert progress.text().startswith("installing: downloading torch (188.2 MB), 1 packages found, ")
+    assert progress.text().startswith("installing: downloading torch (188.2 MB), 1 package found, ")
     for line in OUTPUT.splitlines()[2:]:
         progress.read(line)
     assert progress.text().startswith("installing: collecting numpy, 2 packages found, ")
