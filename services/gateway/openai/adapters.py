@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from services.gateway.auth import require_admin
 from services.gateway.errors import invalid, shown
 from services.gateway.gateway import Gateway
-from services.gateway.openai.bodies import LoadAdapterBody, UnloadAdapterBody, read_body, served_model
+from services.gateway.models import ServedModel
+from services.gateway.openai.bodies import Body, LoadAdapterBody, UnloadAdapterBody, read_body, served_model
 from services.gateway.openai.document import body_of, errors
+
+B = TypeVar("B", bound=Body)
 
 _DONE = {"description": "done", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
@@ -18,6 +23,11 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
 
+    async def called(request: Request, body: type[B]) -> tuple[ServedModel, B]:
+        """Return the model and the body of a call that only operators may make. Raise ApiError."""
+        require_admin(request)
+        return await served_model(gateway, None, request.state.caller), await read_body(request, body)
+
     @routes.post(
         "/v1/load_lora_adapter",
         responses={200: _DONE, **errors(403, 404, 415, 503)},
@@ -25,9 +35,7 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def load(request: Request) -> Response:
         """Load a LoRA adapter from below --adapter-dir and give it a name for `model`."""
-        require_admin(request)
-        model = await served_model(gateway, None, request.state.caller)
-        body = await read_body(request, LoadAdapterBody)
+        model, body = await called(request, LoadAdapterBody)
         if gateway.models.has(body.lora_name):
             taken = f"lora_name: {shown(body.lora_name)} is the name or an alias of a model; choose another name"
             raise invalid("lora_name", taken)
@@ -43,9 +51,7 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def unload(request: Request) -> Response:
         """Take the name from a LoRA adapter; requests that have the adapter go on."""
-        require_admin(request)
-        model = await served_model(gateway, None, request.state.caller)
-        body = await read_body(request, UnloadAdapterBody)
+        model, body = await called(request, UnloadAdapterBody)
         await model.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
