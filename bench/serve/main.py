@@ -45,6 +45,7 @@ from services.launcher.rundir import RunDir
 from services.simulator.workload import traffic
 from services.simulator.workload.traffic import Arrival
 from shared.plurals import counted
+from shared.security import api_keys
 from shared.settings import LauncherSettings
 
 CLIENT_CPU_LIMIT = 0.80
@@ -179,7 +180,8 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
         try:
             async with asyncio.timeout(10), session.get(f"{url}/v1/models") as reply:
                 if reply.status in (401, 403):
-                    raise WrongUse(_key_problem(url, reply.status, await reply.read(), bool(options.api_key)))
+                    reason = api_keys.refused(_reason(await reply.read()), bool(options.api_key))
+                    raise WrongUse(f"{url} answers {reply.status}: {reason}")
                 if reply.status != 200:
                     raise WrongUse(f"{url}/v1/models answered {reply.status}: is this an OpenAI-compatible server?")
                 names = [str(entry["id"]) for entry in orjson.loads(await reply.read())["data"]]
@@ -211,16 +213,12 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
         )
 
 
-def _key_problem(url: str, status: int, body: bytes, has_key: bool) -> str:
-    """Return the line for a server that answers 401 or 403, with the server's reason where it gives one."""
-    if not has_key:
-        return f"{url} needs a key ({status}); set ORCINUS_API_KEY, or give --api-key"
+def _reason(body: bytes) -> str:
+    """Return the reason of a refusal in OpenAI's form."""
     try:
-        reason = str(orjson.loads(body)["error"]["message"]).partition("; send it as")[0]  # a header is of no use here
+        return str(orjson.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        reason = "no reason given"
-    printable = "".join(sign if sign.isprintable() else " " for sign in reason[:200])
-    return f"{url} refused the key ({status}): {printable}; set ORCINUS_API_KEY to another, or give it as --api-key"
+        return "no reason given"
 
 
 async def measure(

@@ -22,6 +22,7 @@ import orjson
 from services.launcher.rundir import RunDir
 from shared.errors import ConfigurationError, OrcinusError
 from shared.plurals import counted
+from shared.security import api_keys
 from shared.settings import BatchSettings, ChatSettings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -140,6 +141,10 @@ class Server:
         self._base = url.rstrip("/").removesuffix("/v1")
         self._key = key
         self._client = httpx.Client(base_url=self._base, timeout=httpx.Timeout(timeout_s, connect=10.0))
+
+    @property
+    def has_key(self) -> bool:
+        return bool(self._key)
 
     def use_key(self, key: str) -> None:
         self._key = key
@@ -384,8 +389,8 @@ def _first_model(server: Server, terminal: Terminal) -> str:
             if error.status == 401 and (key := terminal.ask_key(visible(str(error)))):
                 server.use_key(key)
                 continue
-            remedy = "; set ORCINUS_API_KEY, or give --api-key" if error.status == 401 else ""
-            raise ConfigurationError(f"{visible(str(error))}{remedy}") from None
+            text = api_keys.refused(str(error), server.has_key) if error.status == 401 else visible(str(error))
+            raise ConfigurationError(text) from None
         if not models:
             raise ConfigurationError("the server lists no model; give its name: orcinus chat MODEL")
         return models[0]
