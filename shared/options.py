@@ -19,6 +19,12 @@ from pydantic_settings import BaseSettings, EnvSettingsSource
 from shared.errors import ConfigurationError
 
 HIDDEN = "********"
+OTHER_FORMS = {
+    "int_parsing": "not a whole number; give one",
+    "float_parsing": "not a number; give one",
+    "bool_parsing": "not a truth value; give true or false",
+}
+"""Errors of pydantic, which says them at length."""
 Values = dict[str, Any]
 S = TypeVar("S", bound=BaseSettings)
 
@@ -112,6 +118,7 @@ def _explain(settings: type[BaseSettings], item: Any, values: Values, named: Cal
     if item["type"] == "string_pattern_mismatch":
         is_address = "http" in item["ctx"]["pattern"]
         message = f"not allowed; give {'http://HOST:PORT' if is_address else 'characters of [a-z0-9._-]'}"
+    message = OTHER_FORMS.get(item["type"], message)
     if not item["loc"]:
         return message
     name = str(item["loc"][0])

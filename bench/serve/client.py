@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 
 from bench.serve.stats import Record
+from shared.plurals import counted
 
 WORDS = (
     *("time", "year", "work", "day", "world", "life", "hand", "part", "place", "case", "week", "company", "system"),
@@ -110,7 +111,9 @@ def judge(record: Record, done: bool, now_s: float) -> None:
         return
     if not done and not record.finish:
         record.error = "cut"
-        record.detail = f"the stream ended after {record.output_tokens} tokens with neither [DONE] nor a finish reason"
+        record.detail = (
+            f"the stream ended after {counted(record.output_tokens, 'token')} with neither [DONE] nor a finish reason"
+        )
     elif record.finish and record.finish not in GOOD_FINISHES:
         record.error = f"finish_{record.finish}"
     elif not record.event_s:

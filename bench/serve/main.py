@@ -44,6 +44,8 @@ from bench.serve.stats import Record, Run, Slo, summarise
 from services.launcher.rundir import RunDir
 from services.simulator.workload import traffic
 from services.simulator.workload.traffic import Arrival
+from shared.plurals import counted
+from shared.security import api_keys
 from shared.settings import LauncherSettings
 
 CLIENT_CPU_LIMIT = 0.80
@@ -178,7 +180,8 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
         try:
             async with asyncio.timeout(10), session.get(f"{url}/v1/models") as reply:
                 if reply.status in (401, 403):
-                    raise WrongUse(f"{url} wants a key ({reply.status}): give --api-key")
+                    reason = api_keys.refused(_reason(await reply.read()), bool(options.api_key))
+                    raise WrongUse(f"{url} answers {reply.status}: {reason}")
                 if reply.status != 200:
                     raise WrongUse(f"{url}/v1/models answered {reply.status}: is this an OpenAI-compatible server?")
                 names = [str(entry["id"]) for entry in orjson.loads(await reply.read())["data"]]
@@ -208,6 +211,14 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[tuple[aiohttp.
                 options.timeout,
             ),
         )
+
+
+def _reason(body: bytes) -> str:
+    """Return the reason of a refusal in OpenAI's form."""
+    try:
+        return str(orjson.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "no reason given"
 
 
 async def measure(
@@ -261,7 +272,7 @@ def judge(result: dict[str, Any]) -> int:
     if late is not None and late > LATE_LIMIT_MS:
         warnings.append(f"1 % of the requests were sent {late:.0f} ms late or later: the machine of the client is busy")
     if result["short"]:
-        warnings.append(f"{result['short']} requests ended with fewer tokens than asked for")
+        warnings.append(f"{counted(result['short'], 'request')} ended with fewer tokens than asked for")
     failed = {kind: number for kind, number in result["errors"].items() if kind not in REFUSALS}
     if failed or not result["finished"]:
         code = 1

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shared.batch_lines import RETRIED, Line, LineError, answer_line, parse_line
 from shared.errors import ConfigurationError
+from shared.security import api_keys
 from shared.settings import BatchSettings
 
 FAULT_TRIES = 3
@@ -62,7 +63,7 @@ class Summary:
 
 
 class Stopped(Exception):  # noqa: N818 - an event, not an error
-    """The server has not answered for the patience of the run."""
+    """The server has not answered for the patience of the run, or refuses its key."""
 
 
 def run(source: Path, target: Path, settings: BatchSettings, show: bool) -> Summary:
@@ -115,7 +116,9 @@ class _Batch:
         self._random = random.SystemRandom()
 
     async def run(self, todo: list[int]) -> None:
-        """Send the lines that begin at the offsets `todo`. Raises Stopped if none is answered for `patience_s`."""
+        """Send the lines that begin at the offsets `todo`. Raises Stopped if none is answered for `patience_s`, and
+        for a key that is refused.
+        """
         key = self._settings.api_key
         headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -156,6 +159,8 @@ class _Batch:
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__} {error}".strip()
             else:
+                if answer.status_code == 401:  # of every line
+                    raise Stopped(api_keys.refused(_message(answer), bool(self._settings.api_key)))
                 faults += answer.status_code >= 500 and answer.status_code not in RETRIED
                 if answer.status_code not in RETRIED and (answer.status_code < 500 or faults == FAULT_TRIES):
                     return self._output(line, answer)

@@ -21,6 +21,8 @@ import orjson
 
 from services.launcher.rundir import RunDir
 from shared.errors import ConfigurationError, OrcinusError
+from shared.plurals import counted
+from shared.security import api_keys
 from shared.settings import BatchSettings, ChatSettings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -139,6 +141,10 @@ class Server:
         self._base = url.rstrip("/").removesuffix("/v1")
         self._key = key
         self._client = httpx.Client(base_url=self._base, timeout=httpx.Timeout(timeout_s, connect=10.0))
+
+    @property
+    def has_key(self) -> bool:
+        return bool(self._key)
 
     def use_key(self, key: str) -> None:
         self._key = key
@@ -348,7 +354,7 @@ class Chat:
 
 def _measured(tokens: int, started: float, began: float, reason: str) -> str:
     now = time.monotonic()
-    parts = [f"{tokens} tokens"] if tokens else []
+    parts = [counted(tokens, "token")] if tokens else []
     if began:
         parts.append(f"first token {1000 * (began - started):.0f} ms")
         if tokens > 1 and now - began > 0.05:
@@ -396,8 +402,8 @@ def _first_model(server: Server, terminal: Terminal) -> str:
             if error.status == 401 and (key := terminal.ask_key(visible(str(error)))):
                 server.use_key(key)
                 continue
-            remedy = "; set ORCINUS_API_KEY, or give --api-key" if error.status == 401 else ""
-            raise ConfigurationError(f"{visible(str(error))}{remedy}") from None
+            text = api_keys.refused(str(error), server.has_key) if error.status == 401 else visible(str(error))
+            raise ConfigurationError(text) from None
         if not models:
             raise ConfigurationError("the server lists no model; give its name: orcinus chat MODEL")
         return models[0]

@@ -19,6 +19,7 @@ from services.launcher import redis_server
 from shared.errors import ConfigurationError
 from shared.keys import Keys
 from shared.options import without_password
+from shared.plurals import counted
 from shared.redis_client import LIVE_TTL_MS
 from shared.settings import CommonSettings, LauncherSettings
 
@@ -165,7 +166,7 @@ def _progress(client: Any, target: Target) -> str:
     keys = target.keys
     if target.role == "scheduler":
         running, waiting = (int(value or 0) for value in client.hmget(keys.stats(target.id), ["running", "waiting"]))
-        return f"{running} sequences run, {waiting} wait"
+        return f"sequences: {running} running, {waiting} waiting"
     if target.role == "gateway":
-        return f"{int(client.get(keys.alive('gateway', target.id)) or 0)} requests"
+        return counted(int(client.get(keys.alive("gateway", target.id)) or 0), "request")
     return "it finishes its steps in flight" if client.hget(keys.worker(target.id), "draining") else "not seen yet"

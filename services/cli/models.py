@@ -14,6 +14,7 @@ import typer
 
 from shared.errors import ConfigurationError, ModelError
 from shared.hub import HubName, cache_directory, gguf_in, in_address, parse_name
+from shared.plurals import counted
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
 Name = Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="a model of the Hugging Face Hub")]
@@ -113,13 +114,13 @@ def rm(
     removal = plan_removal(wanted, others, whole="@" not in name)
     if removal.other_files:
         print(
-            f"{removal.other_files} files ({size(removal.other_bytes)}) were fetched by another tool and stay; "
-            "--others removes them too",
+            f"kept: {counted(removal.other_files, 'file')} ({size(removal.other_bytes)}) fetched by another tool; "
+            "--others removes these too",
             file=sys.stderr,
         )
     if not removal.files and not removal.partial:
         raise ConfigurationError(f"{wanted}: nothing of it was fetched by orcinus; --others removes it")
-    what = f"{len(removal.files)} files of {wanted} ({size(removal.size_bytes)})"
+    what = f"{counted(len(removal.files), 'file')} of {wanted} ({size(removal.size_bytes)})"
     theirs = ", also those that another tool fetched" if others else ""
     if not yes and not typer.confirm(f"Remove {what}{theirs}?"):
         print("nothing was removed")

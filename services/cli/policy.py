@@ -111,11 +111,13 @@ def _switch(client: Any, keys: Keys, shard: str, name: str, timeout_s: float, sa
                 if kind in KINDS and ours:
                     return Answer(KINDS[kind], fields[b"text"].decode())
         policy, running = _in_force(client, keys, shard)
-        waiting.look(f"{shard}: {policy} is in force; {name} takes over when {running} running sequences have ended")
+        waiting.look(
+            f"{shard}: {policy} is in force; {name} takes over when the running sequences ({running}) have ended"
+        )
     policy, running = _in_force(client, keys, shard)
     return Answer(
         False,
-        f"{policy} is still in force after {timeout_s:g} s: {running} sequences run to their ends first. The change to "
+        f"{policy} is still in force after {timeout_s:g} s: the running sequences ({running}) end first. The change to "
         f"{name} stays pending and no sequence starts until then; `orcinus policy {policy}` undoes it",
     )
 

@@ -28,6 +28,7 @@ from services.cli.stack import NO_STACK, none_here, redis_address
 from shared.errors import ConfigurationError
 from shared.keys import CLASSES, Keys
 from shared.options import without_password
+from shared.plurals import counted
 from shared.settings import CommonSettings, LauncherSettings
 from shared.telemetry.stack_view import HISTORY, HISTORY_S, StackReader, View
 
@@ -441,7 +442,9 @@ def processes(view: View) -> Table:
     for process in view.get("schedulers", []):
         table.add_row(_cell(process["id"]), Text("alive", "green"), _cell(f"scheduler, step {process['last_step']}"))
     for process in view.get("gateways", []):
-        table.add_row(_cell(process["id"]), Text("alive", "green"), _cell(f"gateway, {process['active']} requests"))
+        table.add_row(
+            _cell(process["id"]), Text("alive", "green"), _cell(f"gateway, {counted(process['active'], 'request')}")
+        )
     return table
 
 

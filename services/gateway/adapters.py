@@ -1,9 +1,8 @@
 """The LoRA adapters of a model by name: registered by one gateway, known to all through Redis.
 
 A name stands for the digest of an adapter's files, which lie in the store of --adapter-dir. A request takes the digest
-with it when it comes, so that a name that stands for another adapter afterwards changes nothing for it. Each gateway
-reads the names once a second. A name that was taken away is remembered for a day: a request that an Idempotency-Key
-names finds its model by it.
+with it when it comes, so that a name that stands for another adapter afterwards changes nothing for it. A name that was
+taken away is remembered for a day: a request that an Idempotency-Key names finds its model by it.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from redis.exceptions import RedisError
 from safetensors import SafetensorError, safe_open
 
 from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
+from services.gateway.published import Published
 from shared.adapters import (
     CONFIG,
     CONFIG_BYTES,
@@ -45,14 +45,13 @@ from shared.adapters import (
     parse_shapes,
     read_bounded,
 )
-from shared.dead_letters import DeadLetters, text
+from shared.dead_letters import DeadLetters
 from shared.errors import ModelError
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
 
-EVERY_S = 1.0
 MOST_NAMES = 1024
 FORMER_S = 86_400
 """For so long a name that was taken away is remembered: a request may wait and run meanwhile."""
@@ -98,11 +97,11 @@ class AdapterNames:
         """Of names that were taken away lately."""
         self.is_read = False
         """Whether Redis was asked."""
-        self._letters = letters or DeadLetters()
         self._folder, self._model, self._max_rank = settings.adapter_dir, settings.model, settings.max_lora_rank
         self._key = settings.keys.adapters
         self._expired: list[str] = []  # names of Redis that are remembered no longer
         self._redis: Redis = connect(settings, connections=2)
+        self._published = Published("adapters", self._redis, AdapterRecord.decode, letters)
 
     def digest(self, name: str) -> bytes | None:
         """Return the digest of the adapter that a name stands for now; None for no adapter."""
@@ -111,16 +110,7 @@ class AdapterNames:
 
     async def run(self) -> None:
         """Read the names once a second, until cancelled."""
-        heard = True
-        while True:
-            try:
-                await self._look()
-                heard = True
-            except (*Unreachable, RedisError) as error:
-                if heard:
-                    log.warning("the adapters cannot be read: %s", error)
-                heard = False
-            await asyncio.sleep(EVERY_S)
+        await self._published.follow(self._look)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -173,13 +163,8 @@ class AdapterNames:
         return self._folder
 
     async def _look(self) -> None:
-        stored: Any = await self._redis.hgetall(self._key)  # bytes to bytes
-        found: dict[str, AdapterRecord] = {}
-        for raw, value in stored.items():
-            if name := self._letters.read(self._key, raw, text):
-                record = self._letters.read(f"{self._key}:{name}", value, AdapterRecord.decode)
-                if record is not None:
-                    found[name] = record
+        read = await self._published.read(self._key)
+        found = {name: record for name, record in read.items() if record is not None}
         kept_s = int(time.time()) - FORMER_S
         self.records = {name: record for name, record in found.items() if not record.unloaded_s}
         self.former = {name: record for name, record in found.items() if record.unloaded_s > kept_s}

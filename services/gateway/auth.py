@@ -15,18 +15,17 @@ import secrets
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import RETRY, ApiError, unavailable
-from shared.dead_letters import DeadLetters, text
+from services.gateway.published import EVERY_S, Published
+from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
-from shared.redis_client import Unreachable, connect
+from shared.redis_client import connect
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
@@ -35,7 +34,6 @@ log = logging.getLogger("orcinus.gateway")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/health/live", "/health/ready", "/health/progress"})
 """Paths of the public port that need no key."""
-EVERY_S = 1.0
 USED_EVERY_S = 60.0
 """How coarse `last used` is."""
 ANONYMOUS = "anonymous"
@@ -112,13 +110,13 @@ class Keyring:
 
         Raise ConfigurationError when a key is needed and there is none.
         """
-        self._letters = letters or DeadLetters()
         self._keys = settings.keys
         self._models = [Keys(name) for name in dict.fromkeys((settings.served_model_name, *models))]
         self._required = settings.require_key
         self._configured = [api_keys.digest(key) for key in settings.api_keys()]
         self._rates = Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests)
         self._redis: Redis = connect(settings, connections=1)
+        self._published = Published("keys", self._redis, KeyRecord.decode, letters)
         self._records: dict[str, KeyRecord] = {}
         self._any = False  # a record is or was there
         self._several = len(self._configured) > 1  # tenants have keys
@@ -173,16 +171,7 @@ class Keyring:
 
     async def run(self) -> None:
         """Read the keys from Redis once a second, until cancelled."""
-        heard = True
-        while True:
-            try:
-                await self._look()
-                heard = True
-            except (*Unreachable, RedisError) as error:
-                if heard:
-                    log.warning("keys not read, Redis does not answer: %s", error)
-                heard = False
-            await asyncio.sleep(EVERY_S)
+        await self._published.follow(self._look)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -271,13 +260,10 @@ class Keyring:
 
     async def _records_of(self, key: str) -> dict[str, KeyRecord]:
         found = {}
-        stored: Any = await self._redis.hgetall(key)  # bytes to bytes
-        for raw, record in stored.items():
-            if name := self._letters.read(key, raw, text):
-                decoded = self._letters.read(f"{key}:{name}", record, KeyRecord.decode)
-                if decoded is None:
-                    log.error("record of key %s is unreadable, so the key is refused", name)
-                found[name] = decoded or KeyRecord(name, "", "", "", revoked_s=1)
+        for name, record in (await self._published.read(key)).items():
+            if record is None:
+                log.error("record of key %s is unreadable, so the key is refused", name)
+            found[name] = record or KeyRecord(name, "", "", "", revoked_s=1)
         return found
 
 

@@ -23,6 +23,7 @@ from services.launcher.up import port_problem
 from shared.errors import ConfigurationError, ModelError
 from shared.gguf.reader import is_gguf
 from shared.options import Values, build, without_password
+from shared.plurals import counted
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
 
 GIB = 1 << 30
@@ -177,10 +178,17 @@ def check_ranks(worker: WorkerSettings) -> list[Check]:
     detail = f"TP={worker.tp} x PP={worker.pp}: {ranks} processes"
     on_gpu = may_use_gpu(worker) and ("cuda" in (worker.device, worker.kernels) or device_files())
     if on_gpu and (gpus := len(gather().devices)) < ranks:
-        return [Check("ranks", "fail", f"{detail}, {gpus} GPUs", "one GPU a rank: lower TP or PP, or DEVICE=cpu")]
+        return [
+            Check("ranks", "fail", f"{detail}, {counted(gpus, 'GPU')}", "one GPU a rank: lower TP or PP, or DEVICE=cpu")
+        ]
     if not on_gpu and cores < ranks:
         return [
-            Check("ranks", "warn", f"{detail}, {cores} cores", "ranks that share a core are slower than one process")
+            Check(
+                "ranks",
+                "warn",
+                f"{detail}, {counted(cores, 'core')}",
+                "ranks that share a core are slower than one process",
+            )
         ]
     return [Check("ranks", "ok", detail)]
 

@@ -16,6 +16,8 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
+from shared.plurals import counted
+
 EVERY_S = 3.0
 ON_TERMINAL_S = 0.2
 KEPT_LINES = 40
@@ -61,8 +63,8 @@ class Progress:
             count = len(self._to_install)
             done = min(max(self._installed() - self._before, 0), count)
             now = f", now {self._to_install[done].strip()}" if done < count else ""
-            return f"installing: {done} of {count} packages written{now}, {seconds:.0f} s"
-        return f"installing: {self._doing}, {len(self._names)} packages found, {seconds:.0f} s"
+            return f"installing: {done} of {counted(count, 'package')} written{now}, {seconds:.0f} s"
+        return f"installing: {self._doing}, {counted(len(self._names), 'package')} found, {seconds:.0f} s"
 
     def _installed(self) -> int:
         try:

@@ -42,6 +42,7 @@ from services.worker.models.stored import read_stored
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
 from shared.options import Values, build, effective, env_name, fields_of, flag, without_password
+from shared.plurals import counted
 from shared.processes.listeners import listen
 from shared.processes.supervisor import WRAPPER, ServiceSpec
 from shared.settings import DEMO_MODEL, ROOT, GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings
@@ -387,7 +388,9 @@ def check_replicas(replicas: int, worker: WorkerSettings) -> None:
         raise ConfigurationError(f"{replicas} replicas: {flag('advertise')} {worker.advertise} is one worker's address")
     ranks = worker.tp * worker.pp
     if on_gpu(worker) and replicas * ranks > (gpus := device_count()):
-        raise ConfigurationError(f"{replicas} replicas: each needs {ranks} GPUs of its own, this machine shows {gpus}")
+        raise ConfigurationError(
+            f"{replicas} replicas: each needs {counted(ranks, 'GPU')} of its own, this machine shows {gpus}"
+        )
 
 
 def on_gpu(worker: WorkerSettings) -> bool:

@@ -23,6 +23,7 @@ from services.worker.rank_server import RankServer
 from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from shared.errors import RankError
+from shared.plurals import counted
 from shared.security.channels import channel_credentials, server_credentials
 from shared.settings import WorkerSettings, is_loopback
 from shared.telemetry.logs import setup
@@ -111,7 +112,7 @@ def follow(settings: WorkerSettings, place: Place, stopping: SignalHandler) -> i
 
 def meet(settings: WorkerSettings, place: Place) -> ParallelState:
     """Return when all ranks have come."""
-    log.info("waiting for the other %d ranks", place.size - 1)
+    log.info("waiting for %s", counted(place.size - 1, "other rank"))
     return ParallelState.join(settings.tp, settings.pp, place.rank, place.store, MEET_S, place.host)
 
 

@@ -24,7 +24,7 @@ from services.gateway.openai.bodies import (
     MAX_TOOLS,
     Body,
     ChatBody,
-    Priority,
+    ScheduledBody,
     Schema,
     StopString,
     ToolName,
@@ -187,7 +187,7 @@ class CountBody(Body):
     mcp_servers: list[Any] | None = Field(None, max_length=0)
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, ScheduledBody):
     """`POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1, lt=1 << 31)
@@ -207,15 +207,11 @@ class MessagesBody(CountBody):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
     ignore_eos: bool | None = None
-    priority: Priority | None = None
-    ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
-    tbt_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
-    deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
 
 
 OF_CHAT = (
     "model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "min_p", "repetition_penalty",
-    "ignore_eos", "priority", "ttft_slo_ms", "tbt_slo_ms", "deadline_ms",
+    "ignore_eos", *ScheduledBody.model_fields,
 )  # fmt: skip
 """Fields that mean the same in both."""
 

@@ -246,7 +246,7 @@ function processes(frame) {
     rows.push([one.id, "alive", ...usage(leader?.stats), `scheduler, step ${count(one.last_step)}`, true]);
   }
   for (const one of frame.gateways) {
-    rows.push([one.id, "alive", ...usage(one.id === frame.gateway?.id ? frame.gateway : undefined), `gateway, ${count(one.active)} requests`, true]);
+    rows.push([one.id, "alive", ...usage(one.id === frame.gateway?.id ? frame.gateway : undefined), `gateway, ${count(one.active)} ${one.active === 1 ? "request" : "requests"}`, true]);
   }
   const { used_bytes: used, most_bytes: most } = frame.redis;
   rows.push(["redis", "alive", ...usage(frame.redis), most ? `${bytes(used)} of ${bytes(most)}` : bytes(used), true]);

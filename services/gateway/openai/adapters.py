@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -12,6 +14,8 @@ from services.gateway.models import ServedModel
 from services.gateway.openai.bodies import LoadAdapterBody, UnloadAdapterBody, read_body, served_model
 from services.gateway.openai.document import body_of, errors
 
+B = TypeVar("B", LoadAdapterBody, UnloadAdapterBody)
+
 _DONE = {"description": "done", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
@@ -19,10 +23,13 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
 
-    async def base_of(name: str | None, request: Request) -> ServedModel:
-        if name is not None and not gateway.models.has(name):
-            raise gateway.models.unknown(name, request.state.caller)
-        return await served_model(gateway, name, request.state.caller)
+    async def called(request: Request, kind: type[B]) -> tuple[ServedModel, B]:
+        """Return the model and the body of a call that only operators may make. Raise ApiError."""
+        require_admin(request)
+        body, caller = await read_body(request, kind), request.state.caller
+        if body.model is not None and not gateway.models.has(body.model):
+            raise gateway.models.unknown(body.model, caller)
+        return await served_model(gateway, body.model, caller), body
 
     @routes.post(
         "/v1/load_lora_adapter",
@@ -31,9 +38,7 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def load(request: Request) -> Response:
         """Load a LoRA adapter from below --adapter-dir and give it a name for `model`."""
-        require_admin(request)
-        body = await read_body(request, LoadAdapterBody)
-        model = await base_of(body.model, request)
+        model, body = await called(request, LoadAdapterBody)
         if gateway.models.has(body.lora_name):
             taken = f"lora_name: {shown(body.lora_name)} is the name or an alias of a model; choose another name"
             raise invalid("lora_name", taken)
@@ -53,9 +58,7 @@ def router(gateway: Gateway) -> APIRouter:
     )
     async def unload(request: Request) -> Response:
         """Take the name from a LoRA adapter; requests that have the adapter go on."""
-        require_admin(request)
-        body = await read_body(request, UnloadAdapterBody)
-        model = await base_of(body.model, request)
+        model, body = await called(request, UnloadAdapterBody)
         await model.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

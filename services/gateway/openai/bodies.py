@@ -274,7 +274,16 @@ class Prediction(Body):
     content: Content
 
 
-class GenerationBody(StructuredBody):
+class ScheduledBody(Body):
+    """The fields that say how a request is scheduled, in all that generate text. Not of OpenAI or Anthropic."""
+
+    priority: Priority | None = None
+    ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
+    tbt_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
+    deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
+
+
+class GenerationBody(StructuredBody, ScheduledBody):
     """The fields that completions and chat share."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -301,10 +310,6 @@ class GenerationBody(StructuredBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: Priority | None = None
-    ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
-    tbt_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
-    deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
     background: bool | None = None
     speculate: bool | None = Field(None, description="false: guess no next tokens; no token depends on it")
     prediction: Prediction | None = None  # of OpenAI's chat

@@ -46,7 +46,7 @@ from services.gateway.openai.bodies import (
     Body,
     ChatBody,
     Metadata,
-    Priority,
+    ScheduledBody,
     choose_adapter,
     parse_body,
     read_body,
@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 OF_CHAT = (
-    "model", "temperature", "top_p", "parallel_tool_calls", "priority", "ttft_slo_ms", "tbt_slo_ms", "deadline_ms",
+    "model", "temperature", "top_p", "parallel_tool_calls", *ScheduledBody.model_fields,
     "seed", "top_k", "min_p", "repetition_penalty", "ignore_eos", "background",
 )  # fmt: skip
 """Fields that mean the same in both."""
@@ -110,7 +110,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(ScheduledBody):
     """`POST /v1/responses`."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -143,10 +143,6 @@ class ResponsesBody(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
     ignore_eos: bool | None = None
-    priority: Priority | None = None
-    ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
-    tbt_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
-    deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
 
     # Known to OpenAI: accepted only where they ask for nothing
     conversation: Any = None

@@ -210,7 +210,7 @@ class Measured {
     if (!this.began) return "";
     const now = performance.now();
     const parts = [`first token ${seconds(this.began - this.started)}`];
-    if (this.tokens) parts.unshift(`${this.tokens} tokens`);
+    if (this.tokens) parts.unshift(`${this.tokens} ${this.tokens === 1 ? "token" : "tokens"}`);
     const elapsed = now - this.began;
     if (this.tokens > 1 && elapsed > 50) parts.push(`${Math.round((1000 * (this.tokens - 1)) / elapsed)} tokens/s`);
     if (this.reason === "length") parts.push("cut at the limit of tokens");

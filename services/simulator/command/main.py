@@ -29,6 +29,7 @@ from services.simulator.command.speed import show as show_speed
 from services.simulator.engine import Stuck
 from services.simulator.jobs import Finished, Job, run_all
 from services.simulator.literature.cases import check_steps, print_steps
+from shared.plurals import counted
 
 WIDTH = 165  # columns the table needs
 COLUMNS = (
@@ -129,7 +130,7 @@ def report_unfinished(results: list[dict[str, Any]]) -> int:
     for result in short:
         why = "; ".join(f"{count} x {error}" for error, count in result["errors"].items())[:400]
         missing = result["requests"] - result["finished"]
-        print(f"{result['policy']}: {missing} requests did not finish: {why}", file=sys.stderr)
+        print(f"{result['policy']}: {counted(missing, 'request')} did not finish: {why}", file=sys.stderr)
     return 1 if short else 0
 
 

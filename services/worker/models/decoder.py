@@ -70,7 +70,11 @@ class Decoder:
             log.info("%s, %d bits: %d matrices stay so, %d are in %s", stored.method, stored.bits, grouped, plain, name)
         if first and last and (unused := loader.unused()):  # of several stages, the others read the rest
             log.warning(
-                "%s: %d tensors are of no use to %s: %s, ...", source.model, len(unused), config.architecture, unused[0]
+                "%s: tensors of no use to %s: %d, the first is %s",
+                source.model,
+                config.architecture,
+                len(unused),
+                unused[0],
             )
 
     def forward(self, prepared: Prepared, cache: Cache) -> Tensor:

@@ -240,7 +240,7 @@ def test_unused_tensors_are_named_unless_they_are_known_buffers(
     assert "of no use" not in caplog.text
     save_file({**tensors, "vision.proj.weight": torch.ones(2, 2)}, path / "model.safetensors")
     make_engine(path)
-    assert "1 tensors are of no use to LlamaForCausalLM: vision.proj.weight" in caplog.text
+    assert "tensors of no use to LlamaForCausalLM: 1, the first is vision.proj.weight" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "phi3", "gemma3"])

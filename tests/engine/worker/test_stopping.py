@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 MODEL = {"seed": 9, "requests": 2}
 
-WAITS = "waiting for the other 1 ranks"
+WAITS = "waiting for 1 other rank"
 
 
 def worker(model: Path, environment: dict[str, Any]) -> WorkerProcess:

@@ -69,7 +69,9 @@ class ScriptedServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         if self.script == "locked" and request.headers.get("Authorization") != "Bearer secret":
-            return web.json_response({"error": {"message": "no key"}}, status=401)
+            problem = "revoked" if "Authorization" in request.headers else "missing"
+            text = f"the API key is {problem}; send it as Authorization: Bearer KEY"
+            return web.json_response({"error": {"message": text}}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "scripted"}]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -213,10 +215,21 @@ def test_key_is_sent_and_not_in_the_result(
 ) -> None:
     server.script = "locked"
     assert load.main(["--url", server.url, "--concurrency", "1", "--json"]) == 2
-    assert "--api-key" in capsys.readouterr().err
+    assert "answers 401: the API key is missing; set ORCINUS_API_KEY, or give --api-key\n" in capsys.readouterr().err
     result = run("--concurrency", "1", "--requests", "1", "--api-key", "secret")
     assert server.keys == ["Bearer secret"]
     assert "secret" not in json.dumps(result)
+
+
+def test_refused_key_is_told_with_the_servers_reason(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.script = "locked"
+    assert load.main(["--url", server.url, "--concurrency", "1", "--api-key", "old"]) == 2
+    assert capsys.readouterr().err == (
+        f"orcinus bench serve: {server.url} answers 401: the API key is revoked; set ORCINUS_API_KEY to "
+        "another, or give it as --api-key\n"
+    )
 
 
 def test_running_stack_is_found_with_its_model_and_key(

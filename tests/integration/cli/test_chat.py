@@ -211,7 +211,7 @@ def test_key_is_asked_for_and_never_shown(server: OpenAI) -> None:
     assert terminal.notes[:2] == ["the key None is not valid", "the key Bearer *** is not valid"]
     wrong = ChatSettings(url=server.url, api_key="sk-wrong-one")  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigurationError, match=r"the key Bearer \*\*\* is not valid; set ORCINUS_API_KEY, or"
+        ConfigurationError, match=r"the key Bearer \*\*\* is not valid; set ORCINUS_API_KEY to another"
     ) as error:
         chat.run(wrong, "", "", {}, Typed([]))
     assert "sk-wrong" not in str(error.value)

@@ -35,8 +35,8 @@ def test_scheduler_that_stays_is_named_with_its_requests(shard: ScriptedSchedule
     said: list[str] = []
     (end,) = drain("shard-0", settings, LauncherSettings(), 0.3, said.append)
     assert (end.role, end.id, end.drained) == ("scheduler", "shard-0", False)
-    assert end.text == "has not left after 0.3 s: 3 sequences run, 2 wait"
-    assert said == ["scheduler shard-0 drains: 3 sequences run, 2 wait"]
+    assert end.text == "has not left after 0.3 s: sequences: 3 running, 2 waiting"
+    assert said == ["scheduler shard-0 drains: sequences: 3 running, 2 waiting"]
     rows = shard.client.xrange(shard.keys.control("shard-0"))
     assert [queue_pb2.Control.FromString(fields[b"c"]).WhichOneof("command") for _, fields in rows] == ["drain"]
 

@@ -338,7 +338,7 @@ def test_rm_keeps_files_that_another_tool_fetched(machine: Machine) -> None:
     assert "nothing of it was fetched by orcinus" in machine.run("rm", "--yes", NAME, code=2)
     machine.run("pull", NAME)
     said = machine.run("rm", "--yes", NAME)
-    assert "2 files (3.0 MiB) were fetched by another tool and stay" in said and "removed 2 files" in said
+    assert "kept: 2 files (3.0 MiB) fetched by another tool" in said and "removed 2 files" in said
     assert {path.name for path in machine.snapshot().iterdir()} == {"model.safetensors", "README.md"}
     assert (machine.snapshot() / "model.safetensors").read_bytes() == weights()
     assert "also those that another tool fetched" in machine.run("rm", "--yes", "--others", NAME)

@@ -71,6 +71,7 @@ def test_help_imports_no_service_no_torch_and_no_web_framework() -> None:
     [
         (["up", "--no-such-thing", "1"], "--no-such-thing"),
         (["worker", "--max-seqs", "0"], "error: --max-seqs=0: input should be greater than or equal to 1\n"),
+        (["up", "--port", "x"], "error: --port=x: not a whole number; give one\n"),
         (["up", "--policy", "best"], "--policy=best: no policy 'best'; there are fastgen, "),
         (["config", "--policy", "orcinus:order=odd"], "--policy=orcinus:order=odd: no order 'odd'; there are fcfs, "),
         (["doctor", "--policy", "orca:tokens=fixed"], "no tokens 'fixed'; there are unlimited, fixed-N, "),

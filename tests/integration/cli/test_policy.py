@@ -22,8 +22,8 @@ def test_late_switch_is_pending_and_can_be_undone(redis_server: RedisServer, mod
     said: list[str] = []
     answer = switch("tgi:order=fair", settings, LauncherSettings(), 0.3, said.append)
     assert not answer.changed
-    assert said == ["shard-0: orca is in force; tgi:order=fair takes over when 3 running sequences have ended"]
-    for words in ("orca is still in force after 0.3 s", "3 sequences", "tgi:order=fair stays pending"):
+    assert said == ["shard-0: orca is in force; tgi:order=fair takes over when the running sequences (3) have ended"]
+    for words in ("orca is still in force after 0.3 s", "running sequences (3)", "tgi:order=fair stays pending"):
         assert words in answer.text
     assert "no sequence starts until then; `orcinus policy orca` undoes it" in answer.text
     rows = redis_server.client.xrange(scheduler.keys.control("shard-0"))

@@ -36,7 +36,7 @@ from shared.settings import ROOT
 from tests.support.waiting import free_port
 
 PICTURE = ROOT / "docs" / "img" / "terminal.svg"
-COLUMNS = 112
+COLUMNS = 116
 LIMIT_S = 1800.0
 SILENT_S = 5.0
 PACKAGES = ("git", "make", "g++", "python3-venv", "curl")

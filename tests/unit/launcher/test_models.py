@@ -133,7 +133,7 @@ def test_files_are_kept_in_the_run_directory_unless_a_folder_is_given(
     monkeypatch.setattr(up, "on_gpu", lambda worker: False)
     values = {"models": models, "run_dir": str(tmp_path / "run")}
     values |= {"files_dir": str(tmp_path / "mine")} if is_given else {}
-    stacks = [up.ModelStack.of(each) for each in up.values_by_model(values)]
+    stacks = [up.ModelStack.of(each) for each in up.options_by_model(values)]
     gateway = up.process_specs(stacks, None, "unix:///x", None, None, tmp_path, {})[-1]
     expected = tmp_path / "mine" if is_given else tmp_path / "run" / "files"
     assert (gateway.env or {})["ORCINUS_FILES_DIR"] == str(expected)

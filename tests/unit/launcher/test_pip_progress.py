@@ -18,7 +18,7 @@ def test_progress_names_the_package_and_its_size_and_counts(tmp_path: Path) -> N
     for lines, written, said in (
         (
             ["Collecting torch==2.13.0", "  Downloading torch-2.13.0-cp311-none-linux_x86_64.whl (188.2 MB)"], [],
-            "downloading torch (188.2 MB), 1 packages found, ",
+            "downloading torch (188.2 MB), 1 package found, ",
         ),
         (
             ["Collecting numpy>=2 (from torch)", "Requirement already satisfied: pip in ./lib"], [],
