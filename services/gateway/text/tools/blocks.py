@@ -274,14 +274,17 @@ class BlockReader(Reader):
         """End a value behind which nothing comes any more. It is whole where only the marks behind it are missing."""
         pair = PAIRS[self._use.format]
         found = self._held.find(pair.mark)
-        if found >= 0 and pair.cut.fullmatch(self._held, found):
+        behind = "".join(self._held[found + len(pair.mark) :].split())
+        is_last = found >= 0 and pair.closing.startswith(behind)
+        if is_last or (found >= 0 and behind.startswith(pair.more[: len(behind)])):
             self._take_value(found - (pair.eats_line_break and self._held.endswith("\n", 0, found)))
             self._end_value()
-            self._argue("}")
-            return
-        mark = "\n" * pair.eats_line_break + pair.mark
-        self._take_value(len(self._held) - overlap(self._held, mark))
-        self.cut = True
+            if is_last:
+                self._argue("}")
+        else:
+            marks = ("\n" * pair.eats_line_break + pair.mark, pair.mark)
+            self._take_value(len(self._held) - max(overlap(self._held, mark) for mark in marks))
+        self.cut = not is_last
 
     def _go_behind(self) -> bool:
         rest, end = self._skip_blanks(), self._marks.section_end
@@ -336,14 +339,13 @@ BARE = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """How a key and its value are written. mark: behind the value, if `end` follows: another key or the block's end.
-    cut: the mark and what may stand behind it where the text ends too early.
-    """
+    """How a key and its value are written. mark: behind the value, if `end` follows: another key or the block's end."""
 
     begin: re.Pattern[str]
     mark: str
     end: re.Pattern[str]
-    cut: re.Pattern[str]
+    closing: str  # of the block, behind the last mark and without blanks
+    more: str  # begins another key
     eats_line_break: bool = False  # one before the mark is none of the value's
 
 
@@ -354,7 +356,8 @@ PAIRS = {
         re.compile(
             rf"</parameter>{_BLANKS}(?:(?P<more>(?=<parameter=[^>\n]{{1,256}}>))|</function>{_BLANKS}</tool_call>)"
         ),
-        re.compile(rf"</parameter>{_BLANKS}(?:</function>{_BLANKS})?"),
+        "</function></tool_call>",
+        "<parameter=",
         eats_line_break=True,
     ),
     "glm-4.5": Pair(
@@ -364,7 +367,8 @@ PAIRS = {
             rf"</arg_value>{_BLANKS}"
             rf"(?:(?P<more>(?=<arg_key>[^<]{{0,256}}</arg_key>{_BLANKS}<arg_value>))|</tool_call>)"
         ),
-        re.compile(rf"</arg_value>{_BLANKS}"),
+        "</tool_call>",
+        "<arg_key>",
     ),
 }
 MOST_END = 512

@@ -416,7 +416,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         (f'{A}hm<|end|><|start|>assistant<|channel|>commentary to=functions.f {C}{{"a": 1}}', "hm", "", ['{"a": 1}']),
         (f'{A}hm<|end|><|start|>assistant to=functions.f<|channel|>commentary {C}{{"a": 1}}', "hm", "", ['{"a": 1}']),
         ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant", "", "I look.", []),
-        (f"<|channel|>commentary to=functions.f {C}{{cut", "", "<|channel|>functions.f<|message|>{cut<|call|>", []),
+        (f"<|channel|>commentary to=functions.f {C}{{cut", "", "", ["{cut"]),
         (f"{A}one<|end|><|start|>assistant{A}two<|end|>{F}so<|return|>", "onetwo", "so", []),
         (f"{A}hm<|end|><|start|>assistant<|chan", "hm", "", []),
         ("<|channel|>" + "x" * 300, "", "<|channel|>" + "x" * 300, []),
