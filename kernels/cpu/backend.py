@@ -370,7 +370,8 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return CpuLowRankPairs()
 
     def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
-        assert isinstance(pairs, CpuLowRankPairs) and isinstance(rows, CpuRowsByAdapter)
+        if not isinstance(pairs, CpuLowRankPairs) or not isinstance(rows, CpuRowsByAdapter):
+            raise TypeError("add_low_rank: pairs and rows of another backend; take this one's")
         args = LowRankArgs(
             x=x.data_ptr(),
             out=out.data_ptr(),

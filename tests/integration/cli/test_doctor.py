@@ -181,7 +181,7 @@ def test_stored_and_random_weights_must_fit_in_memory(tmp_path: Path) -> None:
         ({"tp": 1, "pp": 1}, 0, []),
         ({"tp": 2, "pp": 1, "device": "cpu"}, 0, [("ok", "TP=2 x PP=1: 2 processes")]),
         ({"tp": 2, "pp": 2, "device": "cpu"}, 0, [("warn", "TP=2 x PP=2: 4 processes, 2 cores")]),
-        ({"tp": 2, "pp": 2, "device": "cuda"}, 1, [("fail", "TP=2 x PP=2: 4 processes, 1 GPUs")]),
+        ({"tp": 2, "pp": 2, "device": "cuda"}, 1, [("fail", "TP=2 x PP=2: 4 processes, 1 GPU")]),
     ],
 )
 def test_ranks_need_a_core_or_a_gpu_each(

@@ -87,9 +87,9 @@ def test_services_of_all_models_are_drained(
 
     said: list[str] = []
     assert ends("scheduler") == [
-        ("shard-0", models[0], "3 sequences run, 2 wait"), ("shard-0", models[1], "1 sequences run, 0 wait")
+        ("shard-0", models[0], "3 running, 2 waiting"), ("shard-0", models[1], "1 running, 0 waiting")
     ]  # fmt: skip
-    assert said[1] == "scheduler shard-0 of org/Second drains: 1 sequences run, 0 wait"
+    assert said[1] == "scheduler shard-0 of org/Second drains: sequences: 1 running, 0 waiting"
     assert [(id, model) for id, model, _ in ends("worker")] == [("worker-0", models[0]), ("worker-1", models[1])]
     assert [(id, model) for id, model, _ in ends("gateway")] == [("gateway-x", models[0])]  # once
     assert further.client.xlen(further.keys.control("shard-0")) == 1

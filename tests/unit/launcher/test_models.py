@@ -109,7 +109,7 @@ def test_error_names_the_file_the_model_and_the_field(models: str, tmp_path: Pat
 
 def test_error_of_an_option_for_all_models_names_the_option(models: str) -> None:
     (options, _) = up.options_by_model({"models": models, "max_seqs": "many"})
-    with pytest.raises(ConfigurationError, match="--max-seqs=many: input should be a valid integer"):
+    with pytest.raises(ConfigurationError, match="--max-seqs=many: not a whole number; give one"):
         up.ModelStack.of(options)
 
 

@@ -459,7 +459,7 @@ async def test_tokens_of_all_lines_are_counted_once(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(9))
     case.app.gate = stuck
     case.app.answer = lambda body, before: answer_with(10, int(body["prompt"]))
-    task = await begun(case, case.run(epoch=1), 5)
+    task = await begun(case)
     task.cancel()
     await asyncio.wait({task})
     case.app = ScriptedApp()

@@ -78,7 +78,7 @@ def test_template_errors_and_functions_pass_through(renderer: Make) -> None:
 
 
 def test_template_process_is_replaced_when_it_dies_or_hangs(renderer: Make) -> None:
-    template = renderer(ORDINARY, timeout_s=0.1)
+    template = renderer(ORDINARY, timeout_s=0.4)
     hello = [{"content": "hello"}]
     assert template.render(messages=hello) == "hello"
     before = template.pid or 0
