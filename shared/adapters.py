@@ -157,24 +157,26 @@ def check_modules(modules: Mapping[str, Shape], stored: Mapping[str, tuple[int, 
     """Raise ModelError for a module of a layer that the base lacks, or has with another shape.
 
     stored: shapes of the base's tensors by name. Names of tensors and modules may begin differently, so they are
-    compared from the layer on. A matrix that is quantized has no shape to compare, and GPT-2's are transposed.
+    compared from the layer on; towers of images have layers with the same numbers, so any of the shapes may fit. A
+    matrix that is quantized has no shape to compare, and GPT-2's are transposed.
     """
     if not stored:
         return
-    found: dict[str, dict[str, tuple[int, ...]]] = {}  # by the module from its layer on, by the rest of the name
+    found: dict[str, list[tuple[int, ...]]] = {}  # shapes of weights by the module from its layer on
     for name, shape in stored.items():
         module, _, rest = name.rpartition(".")
-        found.setdefault(_from_layer(module), {})[rest] = shape
+        shapes = found.setdefault(_from_layer(module), [])
+        if rest == "weight" and len(shape) == 2:
+            shapes.append(shape)
     for module, adapted in modules.items():
-        if (parts := found.get(_from_layer(module))) is None:
+        if (weights := found.get(_from_layer(module))) is None:
             raise ModelError(
                 f"{WEIGHTS}: {module}: the served model has no such module; the adapter is of another base"
             )
-        weight = parts.get("weight")
-        if weight is not None and len(weight) == 2 and sorted(weight) != sorted((adapted.outputs, adapted.inputs)):
+        if weights and sorted((adapted.outputs, adapted.inputs)) not in map(sorted, weights):
             raise ModelError(
-                f"{WEIGHTS}: {module} is [{adapted.outputs}, {adapted.inputs}], the served model has {list(weight)}; "
-                "the adapter is of another base"
+                f"{WEIGHTS}: {module} is [{adapted.outputs}, {adapted.inputs}], "
+                f"the served model has {list(weights[0])}; the adapter is of another base"
             )
 
 

@@ -107,17 +107,20 @@ class Experts:
 
 
 class CpuRowsByAdapter(RowsByAdapter):
-    """The same for the library to read."""
+    """Its arrays as a struct of addresses; the struct stays where it is, as recorded programs read it."""
+
+    def __init__(self) -> None:
+        self.struct = AdapterRows()
+        super().__init__()
 
     def set(self, numbers: Int32) -> None:
         super().set(numbers)
-        self.struct = getattr(self, "struct", AdapterRows())
         self.struct.adapters, self.struct.starts = address(self.adapters), address(self.starts)
         self.struct.order, self.struct.count = address(self.order), len(self.adapters)
 
 
 class CpuLowRankPairs(LowRankPairs):
-    """The same for the library to read."""
+    """Its pairs as a struct of addresses; the struct stays where it is, as recorded programs read it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def list_adapters(values: Values, json: Json = False) -> None:
     from services.cli.chat import visible
 
     with _server(values) as server:
-        cards = [card for card in server.cards() if "parent" in card]
+        cards = [card for card in server.cards() if card.get("parent") is not None]
     if json:
         print(json_module.dumps({"adapters": cards}))
         return
@@ -78,11 +78,12 @@ def _send(values: Values, verb: str, body: dict[str, Any], base: str, json: bool
 def _server(values: Values) -> Iterator[Server]:
     """Yield the server. Raise ConfigurationError for what it refuses inside."""
     from services.cli.chat import ChatError, Server, find_server, visible  # httpx: not for other commands
+    from shared.security.api_keys import refused
 
     settings = build(ChatSettings, values)
     key = settings.api_key.get_secret_value() if settings.api_key else ""
     try:
         yield Server(find_server(settings), key, settings.timeout_s)
     except ChatError as error:
-        remedy = "; set ORCINUS_API_KEY, or give --api-key" if error.status == 401 else ""
-        raise ConfigurationError(f"{visible(str(error))}{remedy}") from None
+        text = visible(str(error))
+        raise ConfigurationError(refused(text, bool(key)) if error.status == 401 else text) from None

@@ -5,7 +5,7 @@ The options and the environment name it; what they leave out is that of the stac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic_settings import EnvSettingsSource
@@ -36,7 +36,13 @@ def find(values: Values) -> Target:
     facts = RunDir(launcher.run_dir).running()
     given = set(values) | set(EnvSettingsSource(CommonSettings)())
     if facts is None or ("redis_url" in given and facts.redis_url != without_password(settings.redis_url)):
-        return Target(settings, launcher, None)
+        target = Target(settings, launcher, None)
+        names = [] if given & {"model", "served_model_name"} else models_of_file(target)
+        return (
+            replace(target, settings=build(CommonSettings, values | {"served_model_name": names[0]}))
+            if names
+            else target
+        )
     missing = {} if given & {"model", "served_model_name"} else {"served_model_name": facts.model}
     if "shard" not in given:
         missing["shard"] = facts.shard

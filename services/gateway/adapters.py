@@ -293,7 +293,7 @@ def _stored_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of the served model; none where no safetensors lie here: the worker compares."""
     try:
         if (index := model / INDEX).is_file():
-            files = sorted(set(orjson.loads(read_bounded(index, INDEX_BYTES))["weight_map"].values()))
+            files = sorted(set(orjson.loads(read_bounded(index.resolve(), INDEX_BYTES))["weight_map"].values()))
         else:
             files = ["model.safetensors"]
         found: dict[str, tuple[int, ...]] = {}

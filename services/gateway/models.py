@@ -7,6 +7,7 @@ and let go when none has come for a while: text, connections and tasks. What wai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.gateway.adapters import AdapterNames
+from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
 from services.gateway.admission import Admission, unknown_request
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import STALE_S, Cluster, number
@@ -232,7 +233,9 @@ class ModelTable:
         """
         if (model := self.open.get(name)) is not None:
             return model
-        entry = self._named.get(name) or await self._base_of(name, caller)
+        entry = self._named.get(name)
+        if entry is None:
+            entry = next((each for each, _ in await self.closed_with(name, caller)), None)
         if entry is None:
             for model in self.models():  # for what an Idempotency-Key has begun
                 if name in model.adapters.former and (caller is None or caller.may_use(model.name)):
@@ -244,8 +247,8 @@ class ModelTable:
             raise self.unknown(name, caller)
         return await asyncio.shield(self._open(entry))
 
-    async def _base_of(self, name: str, caller: Caller | None) -> ModelEntry | None:
-        """Return the model, of those that are not open, that has or lately had an adapter of this name.
+    async def closed_with(self, name: str, caller: Caller | None = None) -> list[tuple[ModelEntry, AdapterRecord]]:
+        """Return the models that are not open and have an adapter of this name, then those that had one lately.
 
         Raise ApiError(503).
         """
@@ -255,7 +258,7 @@ class ModelTable:
             if entry.name not in self.open and (caller is None or caller.may_use(entry.name))
         ]
         if self.first.settings.adapter_dir is None or not closed:
-            return None
+            return []
         pipe: Any = self._redis.pipeline(transaction=False)
         for entry in closed:
             pipe.hget(Keys(entry.name).adapters, name)
@@ -263,7 +266,13 @@ class ModelTable:
             answers = await pipe.execute(raise_on_error=False)
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
-        return next((entry for entry, stored in zip(closed, answers, strict=True) if isinstance(stored, bytes)), None)
+        found = []
+        for entry, stored in zip(closed, answers, strict=True):
+            with contextlib.suppress(ValueError, TypeError):  # no record; the model sets it aside when it is open
+                record = AdapterRecord.decode(stored) if isinstance(stored, bytes) else None
+                if record is not None and (not record.unloaded_s or record.unloaded_s > time.time() - FORMER_S):
+                    found.append((entry, record))
+        return sorted(found, key=lambda each: each[1].unloaded_s > 0)
 
     async def holding(self, request_id: str, caller: Caller | None = None) -> ServedModel:
         """Return the model that has a request or a stored response of this id; the first one where none has it.

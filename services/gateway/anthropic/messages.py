@@ -57,7 +57,7 @@ def router(gateway: Gateway) -> APIRouter:
         """Answer a conversation, as Anthropic's API does."""
         started = time.monotonic()
         body = await read_body(request, MessagesBody)
-        model = await served_model(gateway, body.model, request.state.caller)
+        model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await _spec(model, body, request.state.tenant)
         await take_headers(model, request, spec)
         last_event = request.headers.get("last-event-id", "") if spec.stream else ""

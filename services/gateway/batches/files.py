@@ -164,6 +164,11 @@ class FileStore:
         """Return what a function that blocks returns. Connections and ORCINUS_BATCH_REQUESTS bound how many wait."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
+    def close_later(self, content: BinaryIO) -> None:
+        """Close a file behind what a thread still does with it."""
+        with contextlib.suppress(RuntimeError):  # the threads have ended, and the process ends
+            self._threads.submit(content.close)
+
     def close(self) -> None:
         """End the threads; what they have begun goes on to its end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -199,7 +204,7 @@ class FileStore:
         return Upload(folder / f".upload-{secrets.token_hex(15)}", self._settings.file_bytes)
 
     def commit(self, tenant: str, upload: Upload, filename: str, purpose: str, kept_s: int | None = None) -> StoredFile:
-        """Keep an upload that is closed. kept_s: until it expires; None uses the setting. Raise ApiError(413)."""
+        """Keep an upload that is closed. kept_s: until it expires; None uses the setting. Raise ApiError(413, 503)."""
         folder = self.folder(self.owner(tenant))
         with self.locked(folder):
             self._check_room(folder, 0)  # the upload is in the folder already
@@ -275,7 +280,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def locked(self, folder: Path) -> Iterator[None]:
-        """Let one gateway at a time add to a tenant's folder. Raise ApiError(503) behind LOCK_S."""
+        """Let one gateway at a time add to a tenant's folder. Raise ApiError(503) after LOCK_S seconds."""
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             _lock(lock)

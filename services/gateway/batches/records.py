@@ -138,7 +138,7 @@ class BatchStore:
         self._files = files
 
     def create(self, order: BatchOrder) -> Batch:
-        """Keep a new batch. Raise ApiError(404, 413, 429)."""
+        """Keep a new batch. Raise ApiError(404, 413, 429, 503)."""
         owner = self._files.owner(order.tenant)
         folder = self._files.folder(owner)
         source = self._files.path(order.tenant, order.input_file_id)

@@ -219,7 +219,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         if fields["stream"] and not streams:
             raise invalid("stream", "ModelInfer returns one response; use ModelStreamInfer to stream")
         body = parse_body(body_of(fields), CompletionBody)
-        model = await served_model(gateway, body.model, call.caller)
+        model = await served_model(gateway, body.model, call.caller, lately=True)
         spec = await completion_spec(body, model.text, model.cluster.limits, tenant=call.caller.tenant)
         if spec.max_tokens == 0:
             raise invalid("max_tokens", "max_tokens must be at least 1; got 0")

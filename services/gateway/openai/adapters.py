@@ -40,12 +40,14 @@ def router(gateway: Gateway) -> APIRouter:
         """Load a LoRA adapter from below --adapter-dir and give it a name for `model`."""
         model, body = await called(request, LoadAdapterBody)
         if gateway.models.has(body.lora_name):
-            taken = f"lora_name: {shown(body.lora_name)} is the name or an alias of a model; choose another name"
-            raise invalid("lora_name", taken)
+            text = f"lora_name: {shown(body.lora_name)} is the name or an alias of a model; choose another name"
+            raise invalid("lora_name", text)
         other = gateway.models.with_adapter(body.lora_name)
-        if other is not None and other is not model:
-            taken = f"lora_name: {shown(body.lora_name)} is an adapter of {other.name!r}; choose another name"
-            raise invalid("lora_name", taken)
+        bases = [other.name] if other is not None and other is not model else []
+        closed = await gateway.models.closed_with(body.lora_name)
+        if bases := bases or [entry.name for entry, record in closed if not record.unloaded_s]:
+            text = f"lora_name: {shown(body.lora_name)} is an adapter of {bases[0]!r}; choose another name"
+            raise invalid("lora_name", text)
         if model.text.is_encoder:
             raise invalid("lora_name", "lora_name: the served model is an encoder, which takes no adapters")
         await model.adapters.load(body.lora_name, body.lora_path, bool(body.load_inplace))

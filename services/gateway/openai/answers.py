@@ -73,6 +73,8 @@ def listed(items: list[dict[str, Any]], limit: int, after: str, newest_first: bo
 async def serve(model: ServedModel, request: Request, spec: GenerationSpec, started: float) -> Response:
     fingerprint = model.text.fingerprint
     if spec.max_tokens == 0:  # echo only: nothing is generated
+        if refusal := choose_adapter(model, spec):
+            raise refusal
         return _echo_only(spec, fingerprint)
     await take_headers(model, request, spec)
     if spec.background:

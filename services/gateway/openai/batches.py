@@ -47,7 +47,9 @@ def router(gateway: Gateway) -> APIRouter:
     routes = APIRouter()
     batches, files = gateway.batches.batches, gateway.batches.files
 
-    @routes.post("/v1/batches", responses={200: FOUND, **errors(404, 413, 415, 429)}, openapi_extra=body_of(BatchBody))
+    @routes.post(
+        "/v1/batches", responses={200: FOUND, **errors(404, 413, 415, 429, 503)}, openapi_extra=body_of(BatchBody)
+    )
     async def create_batch(request: Request) -> Response:
         """Begin to answer the lines of a file."""
         order = _order(await read_body(request, BatchBody), request)

@@ -693,9 +693,10 @@ COPIED = GenerationBody.model_fields.keys() & {field.name for field in dataclass
 """Fields that a body and the spec have under one name; those left out depend on the model."""
 
 
-async def served_model(gateway: Gateway, name: str | None, caller: Caller) -> ServedModel:
+async def served_model(gateway: Gateway, name: str | None, caller: Caller, lately: bool = False) -> ServedModel:
     """Return the model that a name in a request means; without a name the gateway's first. Every route resolves here.
 
+    lately: an adapter's name that was taken away will do, too; what is then begun asks `choose_adapter`.
     Raise ApiError: 404 for a name that no model here has, 403 for a model that the caller's key is not for.
     """
     models = gateway.models
@@ -710,6 +711,8 @@ async def served_model(gateway: Gateway, name: str | None, caller: Caller) -> Se
             )  # fmt: skip
     if model is None:
         model = await models.opened(name or "", caller)
+        if not (lately or models.has(name or "") or name in model.adapters.records):
+            raise models.unknown(name or "", caller)
     model.used_at = time.monotonic()
     return model
 

@@ -48,7 +48,7 @@ def router(gateway: Gateway) -> APIRouter:
         """Answer a conversation."""
         started = time.monotonic()
         body = await read_body(request, ChatBody)
-        model = await served_model(gateway, body.model, request.state.caller)
+        model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await chat_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
         return await serve(model, request, spec, started)
 

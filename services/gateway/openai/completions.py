@@ -47,7 +47,7 @@ def router(gateway: Gateway) -> APIRouter:
         """Continue one or several prompts."""
         started = time.monotonic()
         body = await read_body(request, CompletionBody)
-        model = await served_model(gateway, body.model, request.state.caller)
+        model = await served_model(gateway, body.model, request.state.caller, lately=True)
         spec = await completion_spec(body, model.text, model.cluster.limits, tenant=request.state.tenant)
         return await serve(model, request, spec, started)
 

@@ -205,6 +205,8 @@ def _check(form: _Form) -> int | None:
 
 
 async def _pieces(files: FileStore, content: BinaryIO) -> AsyncIterator[bytes]:
-    with content:
+    try:
         while piece := await files.in_thread(content.read, PIECE_BYTES):
             yield piece
+    finally:
+        files.close_later(content)

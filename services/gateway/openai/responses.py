@@ -652,7 +652,7 @@ def router(gateway: Gateway) -> APIRouter:
         """Answer a conversation."""
         started = time.monotonic()
         body = await read_body(request, ResponsesBody)
-        model = await served_model(gateway, body.model, request.state.caller)
+        model = await served_model(gateway, body.model, request.state.caller, lately=True)
         before = await conversation_before(body.previous_response_id, model, request)
         spec = await _spec(model, body, before, request.state.tenant)
         await take_headers(model, request, spec)

@@ -95,6 +95,17 @@ def test_options_name_one_model_else_all_are_meant() -> None:
         assert stack.models_of(stack.find(values), values) == models
 
 
+def test_models_of_a_stack_elsewhere_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text("models: {aaa: {source: a}, bbb: {source: b}}")
+    settings = {"MODELS": str(path), "RUN_DIR": str(tmp_path / "none"), "REDIS_URL": "redis://127.0.0.1:1/0"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"ORCINUS_{name}", value)
+    for values, models in (({}, ["aaa", "bbb"]), ({"served_model_name": "bbb"}, ["bbb"])):
+        found = stack.find(values)
+        assert (stack.models_of(found, values), found.settings.served_model_name) == (models, models[0])
+
+
 @pytest.mark.usefixtures("file")
 def test_status_shows_each_model(
     written: WrittenStack, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]

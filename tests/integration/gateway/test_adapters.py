@@ -251,8 +251,18 @@ async def test_modules_and_shapes_are_compared_with_the_weights(
         {f"{name}.weight": (7, 8)}
     )
     assert "q_proj: the served model has no such module" in await loaded({f"{name[:-6]}k_proj.weight": (6, 8)})
-    for fine in ({f"{name}.weight": (6, 8)}, {f"{name}.weight": (8, 6)}, {f"{name}.qweight": (1, 6)}):
+    tower = "vision_tower.layers.0.self_attn.q_proj.weight"
+    for fine in (
+        {f"{name}.weight": (6, 8)}, {f"{name}.weight": (8, 6)}, {f"{name}.qweight": (1, 6)},
+        {f"{name}.weight": (6, 8), tower: (5, 5)},
+    ):  # fmt: skip
         assert await loaded(fine) == ""
+    index = base.with_suffix(".safetensors.index.json")
+    blob = tmp_path / "blob"  # as the Hub's cache has it
+    blob.write_text(json.dumps({"weight_map": {"x": base.name}}))
+    index.symlink_to(blob)
+    assert "the served model has [7, 8]" in await loaded({f"{name}.weight": (7, 8)})
+    index.unlink()
     base.write_bytes(b"cut off")
     await adapters.load("shaped", "shaped", False)
 
@@ -320,7 +330,7 @@ def test_command_loads_lists_and_unloads(gateways: list[GatewayProcess], folder:
     assert orcinus(first, "unload", "typed-in", "--base", first.name)[0] == 0
     assert "typed-in" not in names(first)
     code, text = orcinus(first, "load", "typed-in", "..", key="sk-wrong")
-    assert code == 2 and "set ORCINUS_API_KEY, or give --api-key" in text and "sk-wrong" not in text
+    assert code == 2 and "set ORCINUS_API_KEY to another, or give it as --api-key" in text and "sk-wrong" not in text
 
 
 @pytest.fixture

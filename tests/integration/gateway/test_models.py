@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,9 @@ async def test_adapter_of_a_model_that_is_not_open_opens_it(
     key = Keys(SECOND).adapters
     redis_server.client.hset(key, "sql", record.encode())
     try:
+        answer = await client.post("/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "x"})
+        assert f"'sql' is an adapter of {SECOND!r}" in answer.json()["error"]["message"]
+        assert SECOND not in gateway.models.open
         assert await text_of(client, "sql") == TEXTS[SECOND]
         model = gateway.models.open[SECOND]
         assert (await client.get("/v1/models/sql")).json()["parent"] == SECOND
@@ -171,9 +174,29 @@ async def test_adapter_of_a_model_that_is_not_open_opens_it(
         answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql", "model": "claude:latest"})
         assert answer.status_code == 200
         assert model.adapters.records == {}
-        assert (await complete(client, "sql")).status_code == 404
+        for path in ("/v1/completions", "/v1/messages/count_tokens", "/tokenize"):
+            answer = await client.post(path, json=BODIES[path] | {"model": "sql"})
+            assert (path, answer.status_code) == (path, 404)
     finally:
         redis_server.client.delete(key)
+
+
+@pytest.mark.usefixtures("schedulers")
+async def test_model_that_has_an_adapter_comes_before_one_that_had_it(
+    gateway: Gateway, redis_server: RedisServer
+) -> None:
+    standing = AdapterRecord("ab" * 32, 1, "x", 1)
+    former = replace(standing, unloaded_s=int(time.time()))
+    key, other = Keys(THIRD).adapters, Keys(SECOND).adapters  # the order of the file is the other one
+    for stored in (former.encode(), b"no record", replace(former, unloaded_s=1).encode()):
+        redis_server.client.hset(key, "sql", standing.encode())
+        redis_server.client.hset(other, "sql", stored)
+        try:
+            found = await gateway.models.closed_with("sql")
+            assert found[0] == (found[0][0], standing) and found[0][0].name == THIRD
+            assert [record for _, record in found[1:]] == ([former] if stored == former.encode() else [])
+        finally:
+            redis_server.client.delete(key, other)
 
 
 async def test_adapter_of_a_model_that_the_key_is_not_for_is_unknown(
