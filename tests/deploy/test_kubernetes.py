@@ -314,8 +314,9 @@ def test_pod_that_loads_the_model_is_confined() -> None:
     assert container["securityContext"] == ops.container["securityContext"]
     for same in ("securityContext", "automountServiceAccountToken", "enableServiceLinks"):
         assert loader["spec"][same] == ops.spec[same]
-    (claim,) = of_kind("gpu", "PersistentVolumeClaim")
-    assert loader["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    claims = {claim["metadata"]["name"] for claim in of_kind("gpu", "PersistentVolumeClaim")}
+    assert claims == {"model", "files"}
+    assert loader["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == "model"
 
 
 @each_overlay
