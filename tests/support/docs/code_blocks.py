@@ -37,7 +37,7 @@ LEFT_OUT = {
     r"cmpl-0123": "names a request of the reader's; tests/chaos/test_resume.py goes on with one of its own",
     r"^orcinus (gateway|scheduler|worker) --(?!help)": "a service stays; tests/stack and tests/chaos start them",
     r"--find ": "dozens of runs; tests/unit/simulator/test_search.py does them in small",
-    r"^orcinus drain": "ends what the shared stack needs; tests/chaos/test_drain.py does it",
+    r"^orcinus drain": "ends what the shared stack needs; tests/chaos/test_stack.py does it",
     r"^orcinus (pull|rm) ": "needs the Hub; tests/integration/cli/test_hub.py fetches from a server that stands for it",
     r"^make certs|\.run/certs|redis-users": "writes into .run; tests/stack/test_secured_stack.py makes its own",
     r"--trace trace\.csv|http://other:8000|steps\.jsonl": "needs a file or a server of the reader's",
