@@ -89,7 +89,11 @@ class MakeRun:
             self.process.wait(60)
 
     def __enter__(self) -> MakeRun:
-        return self.start().ready()
+        try:
+            return self.start().ready()
+        except BaseException:
+            self.stop()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.stop()
