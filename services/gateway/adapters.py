@@ -239,9 +239,7 @@ def _below(root: Path, path: Path, given: str) -> Path:
 
 
 def _copy(root: Path, source: Path, target: Path, most: int) -> None:
-    """Copy a file whose real path is below `root`. Raise ModelError, also where a part of the path has become a link,
-    and OSError.
-    """
+    """Copy a file by its real path, below `root`. Raise OSError, and ModelError where a part of it is a link now."""
     with _open_below(root, source) as file, target.open("xb") as out:
         left = most
         while piece := file.read(PIECE_BYTES):

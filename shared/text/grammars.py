@@ -193,7 +193,7 @@ def mask_of(matcher: LLMatcher, tokenizer: LLTokenizer) -> bytes:
 
 
 def _bit(token: int, size: int) -> bytes:
-    """Return a mask of so many bytes that allows one token."""
+    """Return a mask of `size` bytes that allows one token."""
     mask = bytearray(size)
     mask[token // 8] = 1 << token % 8
     return bytes(mask)

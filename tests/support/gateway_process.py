@@ -95,7 +95,7 @@ class GatewayProcess:
         return self.request("POST", path, json={"model": self.name, **body}, **options)
 
     def stream(self, body: dict[str, Any], path: str = "/v1/completions") -> AbstractContextManager[httpx.Response]:
-        """Return a request whose answer is read within the block."""
+        """Send a request; read its answer within the block."""
         fields = {"model": self.name, "stream": True, **body}
         return httpx.stream("POST", self.url + path, json=fields, headers=self.headers(), timeout=60, verify=PLAIN)
 

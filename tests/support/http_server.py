@@ -1,14 +1,15 @@
-"""A small HTTP server on loopback whose answers a test scripts."""
+"""A small HTTP server on loopback; tests script its answers."""
 
 from __future__ import annotations
 
 import json
 import threading
+from abc import ABC, abstractmethod
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler, ABC):
     """A request, in a thread of its own."""
 
     def do_GET(self) -> None:
@@ -17,8 +18,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.answer()
 
+    @abstractmethod
     def answer(self) -> None:
-        raise NotImplementedError
+        """Reply to the request."""
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""

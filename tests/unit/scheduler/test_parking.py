@@ -9,7 +9,7 @@ from tests.unit.scheduler.quarantined import LIMITS, SECOND, Shard
 
 
 class Parking(Shard):
-    """A shard whose worker answers every step, and gateways that are heard or not."""
+    """A shard, a worker that answers every step, and gateways that are heard or not."""
 
     def __init__(self) -> None:
         super().__init__(lookahead=1)

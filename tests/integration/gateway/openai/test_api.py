@@ -23,7 +23,7 @@ from tests.support.tokenizers import CONTEXT, token_ids
 
 @pytest.fixture
 def client(client: openai.OpenAI, answers: None) -> openai.OpenAI:
-    """The official client, whose requests are answered."""
+    """The official client; its requests are answered."""
     return client
 
 
