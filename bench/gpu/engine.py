@@ -112,7 +112,7 @@ def _made(folder: Path, context: Context, cases: tuple[Case, ...], steps: int) -
         load_format="dummy",
         max_seqs=max(case.sequences for case in cases),
         max_step_tokens=64 if context.quick else 8192,
-        kv_blocks=max(case.sequences for case in cases) * -(-tokens // 16) + 1,
+        kv_blocks=max(case.sequences * case.blocks(16, steps) for case in cases) + 1,
         host_blocks=0,
         max_input_tokens=tokens,
         max_output_tokens=tokens,

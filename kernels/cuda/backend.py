@@ -74,6 +74,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, while it is referenced
         self._logits_room: Tensor | None = None  # where the next logits go
         self._exchanges = False  # whether the forward pass has any
+        self._multiplied = 0  # numbers in the matrices that `linear` was given
 
     def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> CudaCache:
         dtype_name(shape.dtype)
@@ -143,6 +144,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         out, bias = self._empty(x.shape[0], packed.weight.shape[0], x.dtype), packed.rounded_bias
+        self._multiplied += packed.weight.numel()
         if bias is None:
             self._main.run(lambda: torch.mm(x, packed.transposed, out=out))
         else:
@@ -323,9 +325,11 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         from now on are planned for this forward pass; what an earlier call returned is not to be called any more.
         """
         most = min(max_tokens, max_samples)
+        before = self._multiplied
         attention, vocabulary = self._tried(forward, cache)
         if not attention:
             return forward
+        layer_numbers = (self._multiplied - before) // len(attention)
         planner = self._attention.planner(attention, cache)
         partial_rows = planner.bounds(Room(max_tokens, most, max_tokens)).partial_rows
         self._attention.reserve(partial_rows, attention[0].heads, cache.shape.head_dim)
@@ -338,7 +342,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             finally:
                 self._logits_room = None
 
-        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples)
+        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples, layer_numbers)
         numbers = max((self._prepared(NO_ROWS, cache, planner, room).numbers for room in rooms), default=0)
         columns = self.gpu.empty((numbers + most * PAGES_OF_GRAPHS,), torch.int32)
         graphs = Graphs(self.gpu, run, rooms, columns, cache, planner)

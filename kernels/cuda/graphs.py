@@ -3,7 +3,7 @@
 A batch is padded up to the next of these numbers. A padded row has no token, no slot and no work item: the kernels
 write nothing for it but its rows of what the graph computes, which is never read. Iterations in which all sequences
 decode have graphs without the kernel for chunks. Those with more rows than any graph are computed by operations: the
-device then takes longer than the host does for their launches.
+device then takes longer than the host does for their launches, and padding would make it longer still.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from kernels.ops import Batch
 log = logging.getLogger("orcinus.kernels")
 
 
-MIXED_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+MIXED_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, *range(512, 1024, 64), *range(1024, 2049, 128))
 """Of graphs for iterations with chunks."""
+
+LAUNCHING = 120_000_000_000
+"""Rows times numbers in a layer's matrices up to which a host takes longer to launch a layer's operations than an H100
+to compute them: bench/results/gpu-graphs.json. A slower GPU has its limit earlier and pads some rows too many."""
 
 CHUNKS = 64
 """Sequences with several rows in one of them: the items of all that may come are launched."""
@@ -44,11 +48,15 @@ def sizes_up_to(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def rooms_up_to(tokens: int, samples: int) -> list[Room]:
-    """Return what to record. tokens: rows of an iteration at most; samples: rows that sample at most."""
+def rooms_up_to(tokens: int, samples: int, layer_numbers: int) -> list[Room]:
+    """Return what to record.
+
+    tokens: rows of an iteration at most; samples: rows that sample at most; layer_numbers: in a layer's matrices.
+    """
     decode = [Room(rows, rows, 0) for rows in sizes_up_to(min(tokens, samples))]
-    most = min(tokens, MIXED_ROWS[-1])  # a prompt's chunks fill the iteration, so this is the commonest number
-    mixed = sorted({most, *(rows for rows in MIXED_ROWS if rows < most)})
+    worth = [rows for rows in MIXED_ROWS if rows * layer_numbers <= LAUNCHING] or [MIXED_ROWS[0]]
+    most = min(tokens, worth[-1])  # a prompt's chunks fill the iteration, so `tokens` is the commonest number
+    mixed = sorted({most, *(rows for rows in worth if rows < most)})
     return decode + [Room(rows, min(rows, samples), min(CHUNKS, rows // 2)) for rows in mixed if rows > 1]
 
 

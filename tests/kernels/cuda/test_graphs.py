@@ -106,7 +106,7 @@ def test_chunks_beside_decodes_are_computed_in_a_graph(family: str, paths: Any) 
 
 def test_more_chunks_than_a_graph_has_room_for_are_computed_without() -> None:
     nothing: Any = None
-    graphs = Graphs(nothing, nothing, rooms_up_to(512, 300), *[nothing] * 3)
+    graphs = Graphs(nothing, nothing, rooms_up_to(512, 300, 1), *[nothing] * 3)
     for chunks, room in ((CHUNKS, Room(128, 128, CHUNKS)), (CHUNKS + 1, None)):
         batch = batch_of([[1, 2]] * chunks, [0] * chunks, tables_of(chunks, chunks))
         assert graphs.room_for(batch) == room
@@ -159,8 +159,10 @@ def test_long_sequences_are_split_and_merged_in_a_graph_too(paths: Any) -> None:
 
 def test_graphs_are_recorded_at_these_numbers_of_rows() -> None:
     mixed = [Room(16, 6, 8), Room(32, 6, 16), Room(40, 6, 20)]
-    assert rooms_up_to(40, 6) == [*(Room(n, n, 0) for n in (1, 2, 4, 6)), *mixed]
-    assert rooms_up_to(2000, 6)[-1] == Room(512, 6, CHUNKS) and rooms_up_to(1, 6) == [Room(1, 1, 0)]
+    assert rooms_up_to(40, 6, 1) == [*(Room(n, n, 0) for n in (1, 2, 4, 6)), *mixed]
+    assert rooms_up_to(1, 6, 1) == [Room(1, 1, 0)]
+    for model, numbers, most in (("0.6B", 15_700_000, 2048), ("8B", 218_000_000, 512), ("405B", 1 << 40, 16)):
+        assert rooms_up_to(3000, 6, numbers)[-1] == Room(most, 6, min(CHUNKS, most // 2)), model
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(3) == [1, 2, 3]
     assert sizes_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
