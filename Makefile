@@ -9,8 +9,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PROTOS := protos/queue_pb2.py protos/worker_pb2.py protos/kserve_pb2.py
-# Processes of pytest: tests of one file stay together, as they share a Redis and a gateway. No more than eight.
-PARALLEL := -n logical --maxprocesses 8 --dist loadfile
+# Processes of pytest, at most eight: tests of one file stay together, as they share a Redis and a gateway. Tests of
+# services wait for half of their time, so three processes of them use two cores.
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+PARALLEL := -n $(CORES) --maxprocesses 8 --dist loadfile
+WAITING := -n $(shell echo $$(($(CORES) + ($(CORES) + 1) / 2))) --maxprocesses 8 --dist loadfile
 # In this order: files with few long tests first, which else are all that runs at the end.
 QUICK := --no-loadscope-reorder tests/stack tests/integration tests/unit -m "(unit or integration or smoke) and not slow"
 
@@ -73,19 +76,19 @@ install-dev: $(DEV_STAMP) $(PROTOS) ## install what all tests, lint and benches 
 
 # Compile kernels first: a stack waits for its worker for a limited time only.
 test: install-test kernels-build ## unit and integration tests and a smoke test of the stack, in five minutes (TESTS=path for some)
-	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),$(QUICK))
+	$(PY) -m pytest $(WAITING) $(or $(TESTS),$(QUICK))
 
 test-unit: install-test ## pure parts, in process
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/unit)
 
 test-integration: install-test kernels-build ## each service beside a real Redis
-	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/integration)
+	$(PY) -m pytest $(WAITING) $(or $(TESTS),tests/integration)
 
 test-slow: install-test kernels-build ## the unit and integration tests that make test leaves out
 	$(PY) -m pytest $(PARALLEL) tests/unit tests/integration -m slow
 
 test-stack: install-dev kernels-build ## all services as real processes
-	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/stack)
+	$(PY) -m pytest $(WAITING) $(or $(TESTS),tests/stack)
 
 test-kernels: install-dev kernels-build ## operations of every backend against float64, the CUDA ones on the emulator
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/emulator tests/kernels)
@@ -94,7 +97,7 @@ test-engine: install-dev kernels-build ## the engine against transformers
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/engine)
 
 test-chaos: install-dev kernels-build ## services killed, stopped and cut off under load
-	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/chaos)
+	$(PY) -m pytest $(WAITING) $(or $(TESTS),tests/chaos)
 
 test-clients: clients ## the same as clients
 
