@@ -8,6 +8,7 @@ test; a slow machine is no failure, so there is no deadline, neither for a test 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
+
+# Before numpy is imported. Threads of several test processes that share cores wait for each other in loops: the oracles
+# of attention took seven times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
 SLOW = [HealthCheck.too_slow]

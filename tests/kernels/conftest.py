@@ -14,6 +14,7 @@ from tests.kernels import cpu_variants
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # operations of the oracles are small: threads would only wait for each other
     cpu_variants.keep_to(config.getoption("--kernels-variant"))
 
 
@@ -26,15 +27,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def best_variant() -> str:
     """The one for tests of which every case in every variant would be too many."""
     return cpu_variants.best()
-
-
-@pytest.fixture(scope="module")
-def reference_on_one_thread() -> Iterator[None]:
-    """Its operations are small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,7 +21,7 @@ from tests.kernels.cuda.programs import ORDERS, assert_fences, device_of_threads
 from tests.kernels.sampling_cases import FEATURES, Array, Draw, alone, mixed, normal, rows, same_as_reference, some
 from tests.support.compiler import needs_compiler
 
-pytestmark = [needs_compiler, pytest.mark.usefixtures("reference_on_one_thread")]
+pytestmark = needs_compiler
 SHORTLIST = 3072  # sampler_draw.cuh: ids of smaller vocabularies all fit into the list
 
 
