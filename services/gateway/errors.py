@@ -43,6 +43,10 @@ MESSAGES_TYPES = {
 """Of Anthropic's API; what is not here is an api_error from 500 on, an invalid_request_error below."""
 
 
+NO_THREADS = "thread_unsupported_request"
+"""The code by which Anthropic's clients know that they have to send whole conversations."""
+
+
 def is_messages(path: str) -> bool:
     """Return whether a path belongs to Anthropic's API."""
     return path == MESSAGES or path.startswith(MESSAGES + "/")
@@ -79,7 +83,8 @@ class ApiError(OrcinusError):
     def messages_body(self) -> dict[str, Any]:
         """Return the error object of Anthropic's API."""
         error_type = MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": error_type, "message": self.message}}
+        details = {"details": {"error_code": self.code}} if self.code == NO_THREADS else {}
+        return {"type": "error", "error": {"type": error_type, "message": self.message, **details}}
 
     def json(self, path: str = "") -> bytes:
         """Return the error object as JSON, in the shape of the API that has the path."""

@@ -56,6 +56,7 @@ OPERATIONS = [
     ("/v1/messages/count_tokens", "POST"),
     ("/v1/embeddings", "POST"),
     ("/v1/rerank", "POST"),
+    ("/v2/rerank", "POST"),
     ("/rerank", "POST"),
     ("/v1/score", "POST"),
     ("/score", "POST"),

@@ -121,7 +121,7 @@ def test_cross_encoder_ranks_as_sentence_transformers(cross_encoder: tuple[Stack
     expected = crossed(reference, [(QUERY, text) for text in DOCUMENTS])
     assert expected.std() > 0.01
     body = {"model": stack.name, "query": QUERY, "documents": DOCUMENTS}
-    for path in ("/v1/rerank", "/rerank"):
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         answer = stack.post(path, body).json()
         check_order(answer, expected, len(DOCUMENTS))
         assert answer["usage"]["total_tokens"] == answer["meta"]["tokens"]["input_tokens"] > 0

@@ -15,7 +15,7 @@ import orjson
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
-from services.gateway.errors import ApiError, invalid, shown
+from services.gateway.errors import NO_THREADS, ApiError, invalid, shown
 from services.gateway.openai.bodies import (
     INT64,
     MAX_MESSAGES,
@@ -201,6 +201,7 @@ class MessagesBody(CountBody, ScheduledBody):
     inference_geo: Annotated[str, StringConstraints(max_length=64)] | None = None
     diagnostics: dict[str, Any] | None = None
     container: None = None
+    thread: dict[str, Any] | None = None
 
     # Not of Anthropic
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
@@ -218,6 +219,9 @@ OF_CHAT = (
 
 def chat_body(body: CountBody) -> ChatBody:
     """Return the same request to `/v1/chat/completions`. Raise ApiError(400) in the words of this endpoint."""
+    if isinstance(body, MessagesBody) and body.thread is not None:
+        text = f"thread: this server holds no conversations; send all messages, and no thread; got {shown(body.thread)}"
+        raise invalid("thread", text, NO_THREADS)
     _check_thinking(body)
     messages, places = _messages(body)
     fields = {name: value for name in OF_CHAT if (value := getattr(body, name, None)) is not None}

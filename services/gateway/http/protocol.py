@@ -329,7 +329,7 @@ class RequestContext:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if scope["path"].startswith(MESSAGES):
+                if scope["path"].startswith((MESSAGES, "/v1/models")):
                     headers["request-id"] = request_id  # where Anthropic's clients look for it
                 headers["x-content-type-options"] = "nosniff"
             await send(message)

@@ -491,11 +491,18 @@ class ErrorAnswer(BaseModel):
     error: ErrorObject
 
 
+class MessagesErrorDetails(BaseModel):
+    """What Anthropic's clients act on by themselves."""
+
+    error_code: str
+
+
 class MessagesErrorObject(BaseModel):
     """Anthropic's error object."""
 
     type: str
     message: str
+    details: MessagesErrorDetails | None = None
 
 
 class MessagesErrorAnswer(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
@@ -27,14 +28,12 @@ def router(gateway: Gateway) -> APIRouter:
 
     def adapter_card(model: ServedModel, name: str) -> dict[str, Any]:
         record = model.adapters.records[name]
-        more = {"id": name, "created": record.created_s, "parent": model.name, "root": record.path, "aliases": []}
-        return model_card(model.name) | more
+        more = {"parent": model.name, "root": record.path, "aliases": []}
+        return model_card(model.name) | _named(name, record.created_s) | more
 
     def model_card(name: str) -> dict[str, Any]:
         card: dict[str, Any] = {
-            "id": name,
-            "object": "model",
-            "created": gateway.started_s,
+            **_named(name, gateway.started_s),
             "owned_by": "orcinus",
             "state": gateway.models.state(name),
             "aliases": list(gateway.models.aliases(name)),
@@ -55,7 +54,9 @@ def router(gateway: Gateway) -> APIRouter:
             if caller.may_use(model.name):
                 adapters = sorted(name for name in model.adapters.records if not gateway.models.has(name))
                 cards += [adapter_card(model, name) for name in adapters]
-        return json_response({"object": "list", "data": cards})
+        ids = [card["id"] for card in cards] or [None]
+        page = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+        return json_response({"object": "list", "data": cards, **page})
 
     @routes.get("/v1/models/{model_id:path}", responses={200: FOUND, **errors(404)})
     async def model(model_id: str, request: Request) -> Response:
@@ -140,6 +141,13 @@ def ops_router(gateway: Gateway, on_public_port: bool) -> APIRouter:
         )
 
     return routes
+
+
+def _named(name: str, created_s: int) -> dict[str, Any]:
+    """Return what every card has: OpenAI's fields, then Anthropic's."""
+    created_at = datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    theirs = {"type": "model", "display_name": name, "created_at": created_at, "lifecycle": "active"}
+    return {"id": name, "object": "model", "created": created_s, **theirs}
 
 
 def _health(well: str, reason: str, **more: Any) -> Response:

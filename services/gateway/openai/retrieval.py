@@ -57,6 +57,7 @@ def router(gateway: Gateway) -> APIRouter:
         return await answer(request, EmbeddingsBody, embeddings_spec)
 
     @routes.post("/rerank", responses=_RESPONSES, openapi_extra=body_of(RerankBody))
+    @routes.post("/v2/rerank", responses=_RESPONSES, openapi_extra=body_of(RerankBody))
     @routes.post("/v1/rerank", responses=_RESPONSES, openapi_extra=body_of(RerankBody))
     async def rerank(request: Request) -> Response:
         """Return documents in the order of how well they answer a query."""

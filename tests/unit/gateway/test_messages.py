@@ -152,6 +152,7 @@ FORM = {"type": "json_schema", "schema": {}}
         ({"thinking": {"type": "adaptive"}, "tools": [TOOL], "tool_choice": {"type": "any"}}, "thinking cannot be"),
         ({"temperature": 1.1}, "temperature"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"thread": {"type": "create"}}, "thread: this server holds no conversations; send all messages"),
         ({"max_token": 1}, "Unrecognized request argument supplied: max_token"),
         ({"output_format": FORM, "output_config": {"format": FORM}}, "only one of output_config.format"),
     ],

@@ -182,6 +182,9 @@ def refused(answer: httpx.Response, status: int, kind: str, words: str) -> None:
 
 
 def test_errors_have_the_shape_of_this_api_wherever_they_come_from(claude: GatewayProcess) -> None:
+    thread = post(claude, thread={"type": "create"}).json()["error"]
+    assert thread.pop("details") == {"error_code": "thread_unsupported_request"}
+    assert thread.keys() == {"type", "message"}
     refused(post(claude, headers={}), 401, "authentication_error", "X-Api-Key: KEY")
     refused(post(claude, headers={"x-api-key": "wrong"}), 401, "authentication_error", "not valid")
     refused(post(claude, headers={"authorization": "Bearer wrong"}), 401, "authentication_error", "not valid")

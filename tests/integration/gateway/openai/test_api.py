@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -98,6 +99,12 @@ def test_echo_alone_returns_the_prompt_without_a_request(gateway: GatewayProcess
 def test_models_are_listed_and_found(client: openai.OpenAI, gateway: GatewayProcess) -> None:
     assert [card.id for card in client.models.list()] == [gateway.name]
     assert client.models.retrieve(gateway.name).id == gateway.name
+    answer = gateway.get("/v1/models")
+    page, card = answer.json(), answer.json()["data"][0]
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, gateway.name, gateway.name)
+    assert (card["type"], card["display_name"], card["lifecycle"]) == ("model", gateway.name, "active")  # Anthropic's
+    assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
     with pytest.raises(openai.NotFoundError) as missing:
         client.models.retrieve("gpt-4")
     assert missing.value.code == "model_not_found"
