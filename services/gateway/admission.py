@@ -154,8 +154,7 @@ class Bounds:
             case b"memory":
                 return memory_low(answer[1] / answer[2])
             case b"rate":
-                what = answer[2].decode()
-                text = f"rate limit: the key has used up its {what}; {RETRY}"
+                text = f"rate limit: the key has used up its {answer[2].decode()}; {RETRY}"
                 return ApiError(429, text, code="rate_limit_exceeded", retry_after_s=answer[1] / 1000)
         return None
 

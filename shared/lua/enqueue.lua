@@ -78,13 +78,13 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
     local requests = math.min(per_request, real(held[1], per_request) + passed * per_request / 60000)
     local budget = math.min(per_token, real(held[2], per_token) + passed * per_token / 60000)
     local running = whole(held[4], 0)
-    if most > 0 and running >= most then return {'rate', 1000, 'concurrent requests'} end
+    if most > 0 and running >= most then return {'rate', 1000, string.format('%d concurrent requests', most)} end
     if per_request > 0 and requests < 1 then
-      return {'rate', math.ceil((1 - requests) * 60000 / per_request), 'requests a minute'}
+      return {'rate', math.ceil((1 - requests) * 60000 / per_request), string.format('%d requests a minute', per_request)}
     end
     -- A request larger than the bucket is admitted when the bucket is full; else it never could be.
     if per_token > 0 and budget < math.min(cost, per_token) then
-      return {'rate', math.ceil((math.min(cost, per_token) - budget) * 60000 / per_token), 'tokens a minute'}
+      return {'rate', math.ceil((math.min(cost, per_token) - budget) * 60000 / per_token), string.format('%d tokens a minute', per_token)}
     end
     redis.call('HSET', bucket, 'at', now, 'running', running + 1)
     -- A limit that is off has no level. If it is switched on later, its bucket starts full.

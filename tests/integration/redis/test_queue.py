@@ -90,7 +90,7 @@ async def test_refusal_leaves_the_others_of_its_call_alone(client: Redis, script
     assert [bool(await client.exists(KEYS.req(name))) for name in "abcd"] == [True, False, True, True]
     again, limited = await enqueue_all(scripts, {"a": {}, "e": {"rpm": 1, "tokens": 0}})
     assert again == [b"duplicate", b"queued"]
-    assert (limited[0], limited[2]) == (b"rate", b"requests a minute")
+    assert (limited[0], limited[2]) == (b"rate", b"1 requests a minute")
     assert await client.hget(KEYS.queue, "requests") == b"3"
 
 

@@ -38,9 +38,9 @@ async def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(cl
     assert (await enqueue(scripts, "r", concurrent=1, tpm=100))[0] == b"ok"
     assert (await enqueue(scripts, "b", concurrent=1, tpm=100))[0] == b"rate"
     assert float(await client.hget(KEYS.bucket("alice"), "tokens")) == pytest.approx(70, abs=1)
-    assert (await enqueue(scripts, "c", tpm=100, cost=80))[::2] == [b"rate", b"tokens a minute"]
+    assert (await enqueue(scripts, "c", tpm=100, cost=80))[::2] == [b"rate", b"100 tokens a minute"]
     assert (await enqueue(scripts, "d", rpm=1, tpm=100))[0] == b"ok"
-    assert (await enqueue(scripts, "e", rpm=1, tpm=100))[::2] == [b"rate", b"requests a minute"]
+    assert (await enqueue(scripts, "e", rpm=1, tpm=100))[::2] == [b"rate", b"1 requests a minute"]
     epoch = await lease(scripts, "acquire")
     (stream, entry), *_ = await claim(client, scripts, epoch)
     tokens = ["r", 0, 0, arange(5), 0, 0]
