@@ -658,7 +658,7 @@ def router(gateway: Gateway) -> APIRouter:
         await take_headers(model, request, spec)
         response = shell(body, spec.id, spec.created, model.text.defaults)
         response["store"] &= model.responses.stores
-        conversation = [*before, *with_ids(items_of(body), spec.id)] if response["store"] else []
+        conversation = [*before, *stored_items(items_of(body), spec.id)] if response["store"] else []
         keep = partial(Responses(model).keep, request.state.tenant, conversation)
         if spec.background:
             response["status"] = "queued"
@@ -806,10 +806,17 @@ LOOK_EVERY_S, MOST_WAIT_S = 0.25, 5.0
 LOOKS = 60  # about four minutes, of the five for which a record lives
 
 
-def with_ids(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    """Return items with ids, those of the response and their place where they have none."""
+def stored_items(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
+    """Return items as clients read them: with ids, those of the response and their place where they have none, and with
+    the text of a message as a part.
+    """
     ending = response_id.removeprefix(ids.BEGINNINGS[KIND])
-    return [{"id": f"item_{ending}_{index}", "type": "message", **item} for index, item in enumerate(items)]
+    given = [{name: value for name, value in item.items() if value is not None} for item in items]
+    found = [{"id": f"item_{ending}_{index}", "type": "message", **item} for index, item in enumerate(given)]
+    for item in found:
+        if item["type"] == "message" and isinstance(text := item["content"], str):
+            item["content"] = [text_part(text) if item["role"] == "assistant" else {"type": "input_text", "text": text}]
+    return found
 
 
 async def _spec(

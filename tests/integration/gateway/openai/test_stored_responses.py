@@ -137,6 +137,19 @@ def test_items_before_a_response_come_in_pages(client: openai.OpenAI, gateway: G
     assert page.has_more
     whole = [item.content[0].text for item in client.responses.input_items.list(second.id, limit=2, order="asc")]
     assert whole == ["one", TEXT, "two"]
+    turns = [("user", "one"), ("assistant", "yes"), ("developer", ""), ("user", "two")]
+    texts: Any = [{"id": None, "type": None, "role": role, "content": text} for role, text in turns]
+    third = client.responses.create(model=gateway.name, input=texts)
+    items: Any = client.responses.input_items.list(third.id, order="asc").data
+    assert all(item.id and item.type == "message" for item in items)
+    kinds = ["input_text", "output_text", "input_text", "input_text"]
+    assert [(item.content[0].type, item.content[0].text) for item in items] == [
+        (kind, text) for kind, (_, text) in zip(kinds, turns, strict=True)
+    ]
+    fourth = client.responses.create(model=gateway.name, input="so", previous_response_id=third.id)
+    said = [*texts, {"role": "assistant", "content": third.output_text}, {"role": "user", "content": "so"}]
+    whole = client.responses.create(model=gateway.name, input=said, store=False)
+    assert fourth.usage.input_tokens == whole.usage.input_tokens
     answer = gateway.get(f"/v1/responses/{second.id}/input_items?after=nothing")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
