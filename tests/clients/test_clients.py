@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,20 +10,26 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from typer.testing import CliRunner
 
 from protos import kserve_pb2
+from services.cli.app import app
 from shared.settings import DEMO_MODEL
 from tests.clients import install
+from tests.support.encoders import make_encoder
 from tests.support.stack import Stack, running_stack
-from tests.support.waiting import free_port
+from tests.support.waiting import free_port, until
 
 KEY = "sk-clients"
-TOOLS = {"tool_parser": "hermes"}  # the demo model's template knows none: calls are those that a grammar makes it write
+# The demo model's template knows neither: calls are those that a grammar makes it write, thinking is begun for it.
+PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
 SUITES = Path(__file__).parent / "suites"
 PYTHON = {
     "openai-2": "suite_openai.py", "openai-3": "suite_openai.py", "anthropic": "suite_anthropic.py",
     "litellm": "suite_litellm.py", "langchain": "suite_langchain.py", "triton": "suite_triton.py",
+    "cohere": "suite_cohere.py",
 }  # fmt: skip
 # They would ask the internet for news of themselves, which these tests may not need.
 QUIET = {
@@ -39,8 +46,19 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, DEMO_MODEL, key=KEY, dtype="float32", grpc_port=free_port(), **TOOLS) as running:
+    with running_stack(directory, DEMO_MODEL, key=KEY, dtype="float32", grpc_port=free_port(), **PARSERS) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def limited(stack: Stack) -> str:
+    """Return a key that may send 30 requests a minute, and that the gateway knows."""
+    add = ["keys", "add", "limited", "--requests-per-minute", "30", "--json", "--redis-url", stack.redis.url]
+    done = CliRunner().invoke(app, [*add, "--served-model-name", stack.name], catch_exceptions=False)
+    key: str = json.loads(done.stdout)["key"]
+    known = {"X-Api-Key": key}
+    until("the gateway knows the key", lambda: httpx.get(f"{stack.url}/v1/models", headers=known).is_success)
+    return key
 
 
 def check(command: list[str | Path], folder: Path) -> str:
@@ -53,22 +71,34 @@ def check(command: list[str | Path], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", PYTHON)
-def test_python_client_works(stack: Stack, name: str) -> None:
-    descriptor = stack.directory / "kserve.descriptor"
-    descriptor.write_bytes(kserve_pb2.DESCRIPTOR.serialized_pb)
-    options = {"url": stack.url, "key": KEY, "model": stack.name, "grpc": f"127.0.0.1:{stack.settings['grpc_port']}"}
-    options["descriptor"] = str(descriptor)
-    pytest_in_it = [install.python_of(name), "-m", "pytest", "-q", "-c", SUITES / "pytest.ini", SUITES / PYTHON[name]]
-    check([*pytest_in_it, *(f"--server-{option}={value}" for option, value in options.items())], SUITES)
+def check_python(name: str, stack: Stack, **options: str) -> None:
+    """Run a client's suite, with these options beside those of every suite."""
+    options |= {"url": stack.url, "key": KEY, "model": stack.name}
+    given = [f"--server-{option}={value}" for option, value in options.items()]
+    suite = [str(SUITES / file) for file in ("pytest.ini", PYTHON[name])]
+    check([install.python_of(name), "-m", "pytest", "-q", "-c", *suite, *given], SUITES)
     stack.settled_empty()
 
 
+@pytest.mark.parametrize("name", sorted(set(PYTHON) - {"cohere"}))
+def test_python_client_works(stack: Stack, limited: str, name: str) -> None:
+    descriptor = stack.directory / "kserve.descriptor"
+    descriptor.write_bytes(kserve_pb2.DESCRIPTOR.serialized_pb)
+    grpc = f"127.0.0.1:{stack.settings['grpc_port']}"
+    check_python(name, stack, grpc=grpc, descriptor=str(descriptor), limited=limited)
+
+
+def test_cohere_client_works(tmp_path: Path) -> None:
+    scorer = make_encoder(tmp_path / "scorer", "bert", scores=True)
+    with running_stack(tmp_path / "stack", scorer.path, key=KEY, dtype="float32") as running:
+        check_python("cohere", running)
+
+
 @pytest.mark.parametrize("suite", ["suite_openai.mjs", "suite_anthropic.mjs"])
-def test_javascript_client_works(stack: Stack, suite: str) -> None:
+def test_javascript_client_works(stack: Stack, limited: str, suite: str) -> None:
     folder = install.HOME / install.JAVASCRIPT
     shutil.copy(SUITES / suite, folder)  # beside node_modules, where its imports are looked for
-    check(["node", suite, stack.url, KEY, stack.name], folder)
+    check(["node", suite, stack.url, KEY, stack.name, limited], folder)
     stack.settled_empty()
 
 

@@ -13,21 +13,23 @@ from typing import Any
 import pytest
 
 QUESTION = "Write a function that adds two numbers."
+SERVER = ("url", "key", "model", "grpc", "limited")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    for name in ("url", "key", "model", "grpc", "descriptor"):
+    for name in (*SERVER, "descriptor"):
         parser.addoption(f"--server-{name}", default="")
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running stack."""
+    """A running stack. limited: a key that may send 30 requests a minute."""
 
     url: str
     key: str
     model: str
     grpc: str
+    limited: str
 
     @property
     def base(self) -> str:
@@ -63,12 +65,18 @@ def until(what: str, condition: Callable[[], Any], seconds: float = 60.0) -> Any
 
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest) -> Server:
-    return Server(*(request.config.getoption(f"--server-{name}") for name in ("url", "key", "model", "grpc")))
+    return Server(*(request.config.getoption(f"--server-{name}") for name in SERVER))
 
 
 @pytest.fixture(scope="session")
 def chat() -> list[dict[str, str]]:
     return [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="session")
+def thinks(chat: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return a conversation in which the model is within its thinking; the demo model begins none by itself."""
+    return [*chat, {"role": "assistant", "content": "<think>\nI"}]
 
 
 @pytest.fixture(scope="session")

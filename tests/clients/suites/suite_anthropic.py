@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
+import pydantic
 import pytest
 
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}  # newer clients have no argument of that name
@@ -69,17 +71,126 @@ def test_tools_whole_and_streamed(client: anthropic.Anthropic, server: Any, chat
     assert (streamed.name, streamed.input) == (call.name, call.input)
 
 
-def test_errors(client: anthropic.Anthropic, server: Any, chat: Any) -> None:
-    given = {"model": server.model, "messages": chat, "max_tokens": 5}
-    with pytest.raises(anthropic.AuthenticationError, match="not valid"):
-        client.with_options(api_key="wrong").messages.create(**given)
-    with pytest.raises(anthropic.NotFoundError) as missing:
-        client.messages.create(**given | {"model": "none"})
+HI: Any = [{"role": "user", "content": "hi"}]
+IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "message": (lambda c, **f: c.messages.create(**{"max_tokens": 5} | f), {"max_tokens": 0}, "equal to 1; got 0"),
+    "stop": (lambda c, **f: c.messages.create(max_tokens=5, **f), {"stop_sequences": ["a"] * 17}, "at most 16 items"),
+    "blocks": (lambda c, **f: c.messages.create(max_tokens=5, **f), {"messages": IMAGE}, "must be one of text, tool"),
+    "counted": (lambda c, **f: c.messages.count_tokens(**f), {"messages": []}, "at least 1 item"),
+    "stream": (
+        lambda c, **f: c.messages.stream(max_tokens=5, **f).__enter__(),
+        {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+        "less than max_tokens, 5; got 2000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_errors(client: anthropic.Anthropic, server: Any, name: str) -> None:
+    call, bad, words = CALLS[name]
+    given = {"model": server.model, "messages": HI}
+    with pytest.raises(anthropic.AuthenticationError, match="not valid; send it as"):
+        call(client.with_options(api_key="wrong"), **given)
+    with pytest.raises(anthropic.NotFoundError, match=f"does not exist; this server has '{server.model}'") as missing:
+        call(client, **given | {"model": "none"})
     assert missing.value.body["error"]["type"] == "not_found_error"
-    with pytest.raises(anthropic.BadRequestError, match="type must be one of text"):
-        client.messages.create(**given | {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]})
+    with pytest.raises(anthropic.BadRequestError, match=words) as refused:
+        call(client, **given | bad)
+    assert next(iter(bad)) in refused.value.body["error"]["message"]
+    assert refused.value.request_id == refused.value.response.headers["x-request-id"]
+
+
+def test_models(client: anthropic.Anthropic, server: Any) -> None:
+    (model,) = client.models.list(limit=1)
+    assert (model.id, model.type, model.display_name) == (server.model, "model", server.model)
+    assert client.beta.models.retrieve(server.model).created_at == model.created_at
+    with pytest.raises(anthropic.NotFoundError, match="'org/none' does not exist") as missing:
+        client.models.retrieve("org/none")
+    assert missing.value.request_id
+    with pytest.raises(anthropic.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
     bearer = anthropic.Anthropic(base_url=server.url, auth_token=server.key, max_retries=0)
-    assert bearer.messages.create(**given).usage.output_tokens == 5
+    assert bearer.models.list().data == [model]
+
+
+def test_raw_responses_and_ids(client: anthropic.Anthropic, server: Any, chat: Any, said: str) -> None:
+    asked = {"model": server.model, "messages": chat, "max_tokens": 12, **GREEDY}
+    raw = client.messages.with_raw_response.create(**asked)
+    assert raw.parse().content[0].text == said
+    assert raw.parse()._request_id == raw.headers["request-id"]
+    with client.messages.with_streaming_response.create(**asked, stream=True) as response:
+        assert [line for line in response.iter_lines() if line][-1] == 'data: {"type":"message_stop"}'
+
+
+def test_timeout_leaves_nothing(client: anthropic.Anthropic, server: Any, chat: Any) -> None:
+    with pytest.raises(anthropic.APITimeoutError):
+        client.with_options(timeout=0.01).messages.create(
+            model=server.model, messages=chat, max_tokens=400, extra_body={"ignore_eos": True}
+        )
+
+
+def test_retry_after_is_obeyed(client: anthropic.Anthropic, server: Any) -> None:
+    limited = client.with_options(api_key=server.limited)
+    asked: dict[str, Any] = {"model": server.model, "messages": HI, "max_tokens": 1}
+    with pytest.raises(anthropic.RateLimitError, match="30 requests a minute; retry after") as refused:
+        for _ in range(60):
+            limited.messages.create(**asked)
+    assert int(refused.value.response.headers["retry-after"]) > 1, "longer than the client's own pause"
+    assert limited.with_options(max_retries=1).messages.with_raw_response.create(**asked).retries_taken == 1
+
+
+def test_thinking_whole_and_streamed(client: anthropic.Anthropic, server: Any, thinks: Any) -> None:
+    arguments = {"model": server.model, "messages": thinks, "max_tokens": 8, **GREEDY}
+    answer = client.messages.create(**arguments)
+    (block,) = answer.content
+    assert block.type == "thinking" and block.thinking and block.signature
+    assert answer.usage.output_tokens_details.thinking_tokens == 8
+    with client.messages.stream(**arguments) as stream:
+        thought = "".join(event.thinking for event in stream if event.type == "thinking")
+        (streamed,) = stream.get_final_message().content
+    assert (streamed.type, streamed.thinking, thought) == ("thinking", block.thinking, block.thinking)
+
+
+class Answer(pydantic.BaseModel):
+    sure: bool
+
+
+def test_structured_output(client: anthropic.Anthropic, server: Any, chat: Any) -> None:
+    arguments = {"model": server.model, "messages": chat, "max_tokens": 300, "output_format": Answer}
+    assert isinstance(client.messages.parse(**arguments).parsed_output, Answer)
+    with client.messages.stream(**arguments) as stream:
+        assert isinstance(stream.get_final_message().parsed_output, Answer)
+
+
+@anthropic.beta_tool
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+def test_tool_runner_goes_on_without_a_thread(client: anthropic.Anthropic, server: Any, chat: Any) -> None:
+    runner = client.beta.messages.tool_runner(
+        model=server.model, messages=chat, max_tokens=400, tools=[add], max_iterations=1,
+        tool_choice={"type": "tool", "name": "add", "disable_parallel_tool_use": True},
+    )  # fmt: skip
+    (message,) = runner
+    assert [block.name for block in message.content] == ["add"]
+    with pytest.raises(anthropic.BadRequestError, match="holds no conversations; send all messages"):
+        client.beta.messages.create(model=server.model, messages=chat, max_tokens=1, thread={"type": "create"})
+
+
+def test_many_at_once(server: Any, chat: Any, said: str) -> None:
+    async def one(client: anthropic.AsyncAnthropic) -> str:
+        arguments = {"model": server.model, "messages": chat, "max_tokens": 12, **GREEDY}
+        async with client.messages.stream(**arguments) as stream:
+            return await stream.get_final_text()
+
+    async def many() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key=server.key, max_retries=0) as client:
+            return list(await asyncio.gather(*(one(client) for _ in range(8))))
+
+    assert asyncio.run(many()) == [said] * 8
 
 
 def test_client_that_leaves_cancels(client: anthropic.Anthropic, server: Any, chat: Any) -> None:

@@ -1,10 +1,12 @@
-// The official JavaScript client. `node suite_openai.mjs URL KEY MODEL`, inside .clients/javascript.
+// The official JavaScript client. `node suite_openai.mjs URL KEY MODEL LIMITED`, inside .clients/javascript; LIMITED: a key
+// that may send 30 requests a minute.
 import assert from "node:assert/strict";
 import test from "node:test";
 import OpenAI, { toFile } from "openai";
 
-const [url, key, model] = process.argv.slice(2);
+const [url, key, model, limited] = process.argv.slice(2);
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key, maxRetries: 0 });
+const stranger = client.withOptions({ apiKey: "wrong" });
 const chat = [{ role: "user", content: "Write a function that adds two numbers." }];
 const greedy = { model, max_tokens: 12, temperature: 0 };
 
@@ -31,6 +33,7 @@ test("models", async () => {
   const found = [];
   for await (const one of client.models.list()) found.push(one.id);
   assert.deepEqual(found, [model]);
+  assert.equal((await client.models.retrieve(model)).id, model);
 });
 
 test("completion and usage", async () => {
@@ -61,11 +64,88 @@ test("stream helper", async () => {
   assert.equal(await stream.finalContent(), said);
 });
 
-test("errors", async () => {
-  await assert.rejects(client.withOptions({ apiKey: "wrong" }).models.list(), OpenAI.AuthenticationError);
-  await assert.rejects(client.completions.create({ model: "gpt-none", prompt: "x" }), OpenAI.NotFoundError);
-  const bad = client.completions.create({ model, prompt: "x", temperature: 7 });
-  await assert.rejects(bad, (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature");
+const refused = (kind, param, words = "") => (error) => {
+  assert.ok(error instanceof kind, `${error}`);
+  assert.equal(error.param, param);
+  assert.ok(error.message.includes(words), error.message);
+  assert.ok(error.requestID);
+  return true;
+};
+
+const generates = {
+  chat: [(c, f) => c.chat.completions.create({ messages: chat, ...f }), { temperature: 7 }, "equal to 2; got 7"],
+  completions: [(c, f) => c.completions.create({ prompt: "x", ...f }), { stop: Array(17).fill("a") }, "at most 16 items"],
+  responses: [(c, f) => c.responses.create({ input: "x", ...f }), { max_output_tokens: 0 }, "equal to 1; got 0"],
+  embeddings: [(c, f) => c.embeddings.create({ input: "x", ...f }), { dimensions: 0 }, "equal to 1; got 0"],
+};
+for (const [name, [call, bad, words]] of Object.entries(generates)) {
+  test(`errors: ${name}`, async () => {
+    await assert.rejects(call(stranger, { model }), refused(OpenAI.AuthenticationError, null, "not valid; send it as"));
+    await assert.rejects(call(client, { model: "none" }), refused(OpenAI.NotFoundError, "model", `this server has '${model}'`));
+    await assert.rejects(call(client, { model, ...bad }), refused(OpenAI.BadRequestError, Object.keys(bad)[0], words));
+  });
+}
+
+const kept = {
+  model: [(c) => c.models.retrieve("org/none"), OpenAI.NotFoundError, "model"],
+  response: [(c) => c.responses.retrieve("resp_1"), OpenAI.NotFoundError, "request_id"],
+  file: [(c) => c.files.retrieve("file-1"), OpenAI.NotFoundError, "file_id"],
+  files: [(c) => c.files.list({ limit: 0 }), OpenAI.BadRequestError, "limit"],
+  batch: [(c) => c.batches.retrieve("batch_1"), OpenAI.NotFoundError, "batch_id"],
+};
+for (const [name, [call, kind, param]] of Object.entries(kept)) {
+  test(`errors of what is kept: ${name}`, async () => {
+    await assert.rejects(call(stranger), OpenAI.AuthenticationError);
+    await assert.rejects(call(client), refused(kind, param));
+  });
+}
+
+test("raw response", async () => {
+  const asked = client.chat.completions.create({ ...greedy, messages: chat });
+  const { data, response, request_id } = await asked.withResponse();
+  assert.equal(data.choices[0].message.content, said);
+  assert.equal(request_id, response.headers.get("x-request-id"));
+});
+
+test("timeout leaves nothing", async () => {
+  const body = { model, prompt: "x", max_tokens: 900, n: 4, ignore_eos: true };
+  await assert.rejects(client.completions.create(body, { timeout: 10 }), OpenAI.APIConnectionTimeoutError);
+});
+
+test("Retry-After is obeyed", async () => {
+  const slow = client.withOptions({ apiKey: limited });
+  const ask = (options) => slow.completions.create({ model, prompt: "x", max_tokens: 1 }, options);
+  const all = async () => { for (let n = 0; n < 60; n++) await ask(); };
+  await assert.rejects(all(), (error) => {
+    assert.ok(error instanceof OpenAI.RateLimitError);
+    assert.match(error.message, /30 requests a minute; retry after/);
+    assert.ok(Number(error.headers.get("retry-after")) > 1, "longer than the client's own pause");
+    return true;
+  });
+  assert.equal((await ask({ maxRetries: 1 })).usage.completion_tokens, 1);
+});
+
+test("embeddings", async () => {
+  const packed = await client.embeddings.create({ model, input: ["def add(", "x"] }); // base64, by itself
+  const plain = await client.embeddings.create({ model, input: ["def add(", "x"], encoding_format: "float" });
+  packed.data.forEach(({ embedding }, index) => {
+    const numbers = plain.data[index].embedding;
+    assert.equal(embedding.length, numbers.length);
+    embedding.forEach((number, at) => assert.ok(Math.abs(number - numbers[at]) < 1e-7));
+  });
+  assert.equal((await client.embeddings.create({ model, input: [[5, 6]], dimensions: 8 })).data[0].embedding.length, 8);
+});
+
+test("thinking", async () => {
+  const messages = [...chat, { role: "assistant", content: "<think>\nI" }];
+  const body = { ...greedy, max_tokens: 8, messages, continue_final_message: true };
+  const { message } = (await client.chat.completions.create(body)).choices[0];
+  assert.ok(message.reasoning_content && message.content === null);
+  let thought = "";
+  for await (const chunk of await client.chat.completions.create({ ...body, stream: true })) {
+    thought += chunk.choices[0].delta.reasoning_content ?? "";
+  }
+  assert.equal(thought, message.reasoning_content);
 });
 
 test("stop", async () => {
@@ -129,6 +209,19 @@ test("response and its events", async () => {
     if (event.type === "response.output_text.delta") text += event.delta;
   }
   assert.equal(text, said);
+  assert.equal((await client.responses.retrieve(whole.id)).output_text, said);
+  const more = await client.responses.create({ ...body, input: "more", previous_response_id: whole.id });
+  const items = [];
+  for await (const item of client.responses.inputItems.list(more.id, { limit: 1, order: "asc" })) items.push(item);
+  assert.deepEqual(items.map((item) => item.content[0].text), [chat[0].content, said, "more"]);
+  await client.responses.delete(whole.id);
+  await assert.rejects(client.responses.retrieve(whole.id), OpenAI.NotFoundError);
+  const tool = { type: "function", name: "add", parameters, strict: true };
+  const forced = { model, input: chat, max_output_tokens: 600, tools: [tool], tool_choice: "required", parallel_tool_calls: false };
+  const [call] = (await client.responses.create({ ...forced, seed: 3 })).output;
+  assert.deepEqual([call.type, call.name], ["function_call", "add"]);
+  const late = await client.responses.create({ model, input: chat, background: true, ignore_eos: true, priority: "low" });
+  assert.equal((await client.responses.cancel(late.id)).status, "cancelled");
 });
 
 test("files and batches", async () => {

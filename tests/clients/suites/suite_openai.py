@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 
@@ -16,6 +17,18 @@ import pytest
 def client(server: Any) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.base, api_key=server.key, max_retries=0) as made:
         yield made
+
+
+class Answer(pydantic.BaseModel):
+    sure: bool
+
+
+def test_parse_helpers(client: openai.OpenAI, server: Any, chat: Any) -> None:
+    given = {"model": server.model, "extra_body": {"seed": 3}}
+    chosen = client.chat.completions.parse(messages=chat, max_tokens=600, response_format=Answer, **given).choices[0]
+    assert isinstance(chosen.message.parsed, Answer)
+    told = client.responses.parse(input=chat, max_output_tokens=600, text_format=Answer, **given)
+    assert isinstance(told.output_parsed, Answer)
 
 
 def test_models(client: openai.OpenAI, server: Any) -> None:
@@ -45,6 +58,12 @@ def test_stream_with_usage(client: openai.OpenAI, server: Any, chat: Any, said: 
     )  # fmt: skip
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == said
     assert chunks[-1].usage.completion_tokens == 12
+    last = list(
+        client.completions.create(
+            model=server.model, prompt="def add(", max_tokens=12, stream=True, stream_options={"include_usage": True}
+        )
+    )[-1]
+    assert (last.choices, last.usage.completion_tokens) == ([], 12)
 
 
 def test_stream_helper(client: openai.OpenAI, server: Any, chat: Any, said: str) -> None:
@@ -68,18 +87,105 @@ def test_many_at_once(server: Any, continued: str) -> None:
     assert asyncio.run(many()) == [continued] * 16
 
 
-def test_errors(client: openai.OpenAI, server: Any) -> None:
+HI: Any = [{"role": "user", "content": "hi"}]
+GENERATES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "chat": (lambda c, **f: c.chat.completions.create(messages=HI, **f), {"temperature": 7}, "equal to 2; got 7"),
+    "completions": (lambda c, **f: c.completions.create(prompt="x", **f), {"stop": ["a"] * 17}, "at most 16 items"),
+    "responses": (lambda c, **f: c.responses.create(input="x", **f), {"max_output_tokens": 0}, "equal to 1; got 0"),
+    "stored": (lambda c, **f: c.responses.create(input="x", **f), {"previous_response_id": "resp_1"}, "'resp_1'"),
+    "embeddings": (lambda c, **f: c.embeddings.create(input="x", **f), {"dimensions": 0}, "equal to 1; got 0"),
+}
+
+
+@pytest.mark.parametrize("name", GENERATES)
+def test_errors(client: openai.OpenAI, server: Any, name: str) -> None:
+    call, bad, words = GENERATES[name]
+    with pytest.raises(openai.AuthenticationError, match="not valid; send it as"):
+        call(client.with_options(api_key="wrong"), model=server.model)
+    with pytest.raises(
+        openai.NotFoundError, match=f"'none' does not exist; this server has '{server.model}'"
+    ) as missing:
+        call(client, model="none")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        call(client, model=server.model, **bad)
+    assert refused.value.param == next(iter(bad)) and refused.value.param in refused.value.message
+    assert refused.value.request_id == refused.value.response.headers["x-request-id"]
+
+
+KEEPS: dict[str, tuple[Callable[[openai.OpenAI], Any], type[openai.APIStatusError], str | None]] = {
+    "model": (lambda c: c.models.retrieve("org/none"), openai.NotFoundError, "model"),
+    "response": (lambda c: c.responses.retrieve("resp_1"), openai.NotFoundError, "request_id"),
+    "stream of a response": (lambda c: c.responses.retrieve("resp_1", stream=True), openai.BadRequestError, "stream"),
+    "file": (lambda c: c.files.retrieve("file-1"), openai.NotFoundError, "file_id"),
+    "purpose": (lambda c: c.files.create(file=b"x", purpose="vision"), openai.BadRequestError, "purpose"),
+    "files": (lambda c: c.files.list(limit=0), openai.BadRequestError, "limit"),
+    "batch": (lambda c: c.batches.retrieve("batch_1"), openai.NotFoundError, "batch_id"),
+    "audio": (lambda c: c.audio.speech.create(model="m", input="x", voice="ash"), openai.NotFoundError, None),
+    "batch of a file": (
+        lambda c: c.batches.create(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h"),
+        openai.BadRequestError,
+        "input_file_id",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_errors_of_what_is_kept(client: openai.OpenAI, name: str) -> None:
+    call, kind, param = KEEPS[name]
     with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.completions.create(model="gpt-none", prompt="x")
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model=server.model, prompt="x", temperature=7)
-    assert refused.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model=server.model, input="x", previous_response_id="resp_1")
-    assert refused.value.param == "previous_response_id"
+        call(client.with_options(api_key="wrong"))
+    with pytest.raises(kind) as refused:
+        call(client)
+    assert refused.value.param == param
+
+
+def test_raw_responses_and_ids(client: openai.OpenAI, server: Any, chat: Any, said: str) -> None:
+    asked = {"model": server.model, "messages": chat, "max_tokens": 12, "temperature": 0}
+    raw = client.chat.completions.with_raw_response.create(**asked)
+    assert raw.parse().choices[0].message.content == said
+    assert raw.parse()._request_id == raw.headers["x-request-id"]
+    with client.chat.completions.with_streaming_response.create(**asked, stream=True) as response:
+        assert [line for line in response.iter_lines() if line.startswith("data")][-1] == "data: [DONE]"
+
+
+def test_timeout_leaves_nothing(client: openai.OpenAI, server: Any) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.01).completions.create(
+            model=server.model, prompt="x", max_tokens=900, n=4, extra_body={"ignore_eos": True}
+        )
+
+
+def test_retry_after_is_obeyed(client: openai.OpenAI, server: Any) -> None:
+    limited = client.with_options(api_key=server.limited)
+    with pytest.raises(openai.RateLimitError, match="30 requests a minute; retry after") as refused:
+        for _ in range(60):
+            limited.completions.create(model=server.model, prompt="x", max_tokens=1)
+    assert int(refused.value.response.headers["retry-after"]) > 1, "longer than the client's own pause"
+    raw = limited.with_options(max_retries=1).completions.with_raw_response
+    assert raw.create(model=server.model, prompt="x", max_tokens=1).retries_taken == 1
+
+
+def test_embeddings(client: openai.OpenAI, server: Any) -> None:
+    arguments = {"model": server.model, "input": ["def add(", "x"]}
+    packed = client.embeddings.create(**arguments)  # the client asks for base64 by itself
+    plain = client.embeddings.create(**arguments, encoding_format="float")
+    assert [one.embedding for one in packed.data] == [pytest.approx(one.embedding, abs=1e-7) for one in plain.data]
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens > 1
+    short = client.embeddings.create(model=server.model, input=[[5, 6, 7]], dimensions=8)
+    assert sum(number**2 for number in short.data[0].embedding) == pytest.approx(1.0, abs=1e-5)
+    assert len(short.data[0].embedding) == 8
+
+
+def test_thinking(client: openai.OpenAI, server: Any, thinks: Any) -> None:
+    arguments: dict[str, Any] = {"model": server.model, "messages": thinks, "max_tokens": 8, "temperature": 0}
+    arguments["extra_body"] = {"continue_final_message": True}
+    answer = client.chat.completions.create(**arguments)
+    assert answer.choices[0].message.content is None and answer.choices[0].message.reasoning_content
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 8
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**arguments, stream=True)]
+    thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert thought == answer.choices[0].message.reasoning_content
 
 
 def test_response_goes_on_from_a_stored_one(client: openai.OpenAI, server: Any) -> None:
@@ -95,6 +201,9 @@ def test_response_goes_on_from_a_stored_one(client: openai.OpenAI, server: Any) 
     whole = client.responses.create(model=server.model, input=told, max_output_tokens=4, temperature=0, store=False)
     assert second.output_text == whole.output_text
     assert second.usage.input_tokens == whole.usage.input_tokens > first.usage.input_tokens
+    before = [item.content for item in client.responses.input_items.list(second.id, limit=1, order="asc")]
+    assert [parts[0].text for parts in before] == ["def add(", first.output_text, "more"]
+    assert client.responses.retrieve(first.id).output_text == first.output_text
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
@@ -207,6 +316,10 @@ def test_response_in_the_background(client: openai.OpenAI, server: Any, said: st
     )
     server.ended(begun.id)
     assert client.responses.retrieve(begun.id).output_text == said
+    begun = client.responses.create(
+        model=server.model, input=chat, background=True, extra_body={"ignore_eos": True, "priority": "low"}
+    )
+    assert client.responses.cancel(begun.id).status == "cancelled"
 
 
 def test_files_and_batches(client: openai.OpenAI, server: Any, continued: str) -> None:
@@ -216,6 +329,8 @@ def test_files_and_batches(client: openai.OpenAI, server: Any, continued: str) -
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
     assert client.files.content(file.id).content == content
+    assert client.files.wait_for_processing(file.id).status == "processed"
+    assert file.id in [each.id for each in client.files.list(purpose="batch", limit=1)]
     batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
     for _ in range(600):
         if (batch := client.batches.retrieve(batch.id)).status in ("completed", "failed"):
@@ -226,5 +341,7 @@ def test_files_and_batches(client: openai.OpenAI, server: Any, continued: str) -
     rows = [json.loads(text) for text in client.files.content(batch.output_file_id).text.splitlines()]
     assert [row["response"]["body"]["choices"][0]["text"] for row in rows] == [continued] * 3
     assert batch.id in [each.id for each in client.batches.list(limit=1)]
+    with pytest.raises(openai.ConflictError, match=batch.id):
+        client.batches.cancel(batch.id)
     for name in (file.id, batch.output_file_id):
         assert client.files.delete(name).deleted
