@@ -25,6 +25,7 @@ from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
 from services.gateway.request import THINKING, UNDECIDED, GenerationSpec, Limits, ToolUse
 from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.tokenizer import ModelText
+from services.gateway.text.tools.formats import OPENINGS
 from services.gateway.text.tools.reader import merged
 from tests.support.generations import CUTS, generation, model, rows, spec, streamed
 from tests.support.tokenizers import byte_level, write_model
@@ -149,6 +150,33 @@ def test_thinking_content_and_calls_are_the_same_however_cut(
             assert singly[1] == content
         elif "<tool_call>" not in content:
             assert singly[2] == ([], ""), "a call within the thinking is none"
+
+
+CALL = '{"name": "f", "arguments": {}}'
+CALLS = {
+    "hermes": f"<tool_call>{CALL}</tool_call>",
+    "llama3": CALL.replace("arguments", "parameters"),
+    "mistral": f"[TOOL_CALLS][{CALL}]",
+    "mistral-args": "[TOOL_CALLS]f[ARGS]{}",
+    "granite": f"<|tool_call|>[{CALL}]",
+    "qwen3-coder": "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    "glm-4.5": "<tool_call>f\n</tool_call>",
+    "deepseek-v3": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "kimi-k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    "pythonic": "[f()]",
+}
+
+
+@pytest.mark.parametrize("state", [UNDECIDED, THINKING])
+@pytest.mark.parametrize("kind", sorted(OPENINGS.keys() - {"channels"}))  # whose thinking is no tag
+def test_calls_of_every_format_follow_thinking_at_every_cut(kind: str, state: str) -> None:
+    call = CALLS[kind]
+    text = ("" if state == THINKING else "<think>") + f"so {call}</think>{call}"
+    asked = spec(endpoint="chat", reasoning=state, tools=ToolUse(kind, ("f",), True), stop_ids=[])
+    tokens = model().encode(text)
+    cuts = [[tokens[:at], tokens[at:]] for at in range(len(tokens))]
+    for pieces in [*cuts, [*([token] for token in tokens), []]]:
+        assert fed(pieces, asked)[:3] == (f"so {call}", "", (["f"], "{}"))
 
 
 @given(PARTS, st.data())
