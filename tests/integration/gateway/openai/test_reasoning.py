@@ -49,3 +49,7 @@ def test_official_client_reads_thinking_apart(thinker: GatewayProcess) -> None:
         response = client.responses.create(model="thinker", input="x")
         assert [item.type for item in response.output] == ["reasoning", "message"]
         assert response.output_text == "\n\nThe fox"
+        with client.responses.stream(model="thinker", input="x") as stream:
+            thoughts = [event.delta for event in stream if event.type == "response.reasoning_text.delta"]
+            assert "".join(thoughts) == "\nfoxes?\n"
+            assert [item.type for item in stream.get_final_response().output] == ["reasoning", "message"]
