@@ -136,7 +136,7 @@ def test_retry_after_is_obeyed(client: anthropic.Anthropic, server: Any) -> None
     with pytest.raises(anthropic.RateLimitError, match="30 requests a minute; retry after") as refused:
         for _ in range(60):
             limited.messages.create(**asked)
-    assert int(refused.value.response.headers["retry-after"]) > 1, "longer than the client's own pause"
+    assert int(refused.value.response.headers["retry-after"]) >= 1, "the client's own pause is shorter"
     assert limited.with_options(max_retries=1).messages.with_raw_response.create(**asked).retries_taken == 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from langchain_core.messages import HumanMessage
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 
 def chat_model(server: Any, **options: Any) -> ChatOpenAI:
@@ -88,3 +88,10 @@ def test_leaving_a_stream_cancels(server: Any) -> None:
 def test_response(server: Any, chat: Any, said: str) -> None:
     answer = chat_model(server, use_responses_api=True).invoke(chat[0]["content"])
     assert answer.text == said
+
+
+def test_embeddings(server: Any) -> None:
+    model = OpenAIEmbeddings(
+        model=server.model, base_url=server.base, api_key=server.key, dimensions=8, check_embedding_ctx_length=False
+    )
+    assert [len(vector) for vector in model.embed_documents(["x", "y"])] == [8, 8]

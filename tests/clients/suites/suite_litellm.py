@@ -76,3 +76,16 @@ def test_leaving_a_stream_cancels(where: dict[str, Any], chat: Any, server: Any)
 def test_response(where: dict[str, Any], said: str, chat: Any) -> None:
     answer = litellm.responses(**where, input=chat[0]["content"], max_output_tokens=12, temperature=0)
     assert answer.output[0].content[0].text.startswith(said)  # it asks for 16 tokens, the least that OpenAI gives
+
+
+def test_embeddings(where: dict[str, Any]) -> None:
+    assert len(litellm.embedding(**where, input=["x", "y"]).data) == 2
+
+
+def test_messages(where: dict[str, Any], chat: Any, said: str, server: Any) -> None:
+    asked = {**where, "model": f"anthropic/{server.model}", "api_base": server.url, "messages": chat, "max_tokens": 12}
+    assert litellm.completion(**asked, temperature=0).choices[0].message.content == said
+    chunks = list(litellm.completion(**asked, temperature=0, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said
+    with pytest.raises(litellm.NotFoundError, match=f"this server has '{server.model}'"):
+        litellm.completion(**asked | {"model": "anthropic/none"})

@@ -119,7 +119,7 @@ test("Retry-After is obeyed", async () => {
   await assert.rejects(all(), (error) => {
     assert.ok(error instanceof OpenAI.RateLimitError);
     assert.match(error.message, /30 requests a minute; retry after/);
-    assert.ok(Number(error.headers.get("retry-after")) > 1, "longer than the client's own pause");
+    assert.ok(Number(error.headers.get("retry-after")) >= 1, "the client's own pause is shorter");
     return true;
   });
   assert.equal((await ask({ maxRetries: 1 })).usage.completion_tokens, 1);

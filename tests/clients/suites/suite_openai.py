@@ -161,7 +161,7 @@ def test_retry_after_is_obeyed(client: openai.OpenAI, server: Any) -> None:
     with pytest.raises(openai.RateLimitError, match="30 requests a minute; retry after") as refused:
         for _ in range(60):
             limited.completions.create(model=server.model, prompt="x", max_tokens=1)
-    assert int(refused.value.response.headers["retry-after"]) > 1, "longer than the client's own pause"
+    assert int(refused.value.response.headers["retry-after"]) >= 1, "the client's own pause is shorter"
     raw = limited.with_options(max_retries=1).completions.with_raw_response
     assert raw.create(model=server.model, prompt="x", max_tokens=1).retries_taken == 1
 
