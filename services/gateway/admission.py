@@ -560,4 +560,5 @@ class Admission:
 
 def unknown_request(request_id: str) -> ApiError:
     """Return the 404; the same for a request of another tenant."""
-    return ApiError(404, f"request {request_id[:80]!r} not found", param="request_id", code="request_not_found")
+    text = f"request {request_id[:80]!r} not found; it ended too long ago, or is of another tenant: check id and key"
+    return ApiError(404, text, param="request_id", code="request_not_found")

@@ -350,4 +350,5 @@ def _age_s(path: Path, now: float) -> float:
 
 def unknown_file(file_id: str) -> ApiError:
     """Return the 404; the same for a file of another tenant."""
-    return ApiError(404, f"file {file_id[:80]!r} not found", param="file_id", code="file_not_found")
+    text = f"file {file_id[:80]!r} not found; GET /v1/files lists those of the key's tenant"
+    return ApiError(404, text, param="file_id", code="file_not_found")

@@ -329,4 +329,5 @@ def _ended_at(batch: Batch) -> int:
 
 def unknown_batch(batch_id: str) -> ApiError:
     """Return the 404; the same for a batch of another tenant."""
-    return ApiError(404, f"batch {batch_id[:80]!r} not found", param="batch_id", code="batch_not_found")
+    text = f"batch {batch_id[:80]!r} not found; GET /v1/batches lists those of the key's tenant"
+    return ApiError(404, text, param="batch_id", code="batch_not_found")

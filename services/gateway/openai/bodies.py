@@ -566,7 +566,7 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         sent = getattr(parsed, name, None)
         if sent is None or any(type(sent) is type(value) and sent == value for value in neutral):
             continue
-        raise invalid(name, f"{name} is not supported yet; got {shown(sent)}", "unsupported_parameter")
+        raise invalid(name, f"{name} is not supported yet; leave it out; got {shown(sent)}", "unsupported_parameter")
     return parsed
 
 
