@@ -456,20 +456,27 @@ def process_specs(
     number = 0
     for at, stack in enumerate(stacks):
         keys, worker = stack.gateway.keys, stack.worker
+        name = stack.gateway.served_model_name if len(stacks) > 1 else ""
         env = _child_env(stack.options.values, stack.launcher, stack.gateway, url, password)
         for role in stack.launcher.roles():
             own = replica_env(worker, number, total) | role_env(role, folder)
             probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
             argv = _argv("worker")
-            specs.append(ServiceSpec(f"worker-{number}", argv, {**env, **own}, probe, after, launcher.stop_s, ROOT))
+            specs.append(
+                ServiceSpec(f"worker-{number}", argv, {**env, **own}, probe, after, launcher.stop_s, ROOT, model=name)
+            )
             number += 1
         if at and stack.scheduler.scheduler_metrics_port:
             env[env_name("scheduler_metrics_port")] = str(stack.scheduler.scheduler_metrics_port + at)
         lease = SchedulerProbe(client, keys.lease(stack.scheduler.shard))
-        specs.append(ServiceSpec(f"scheduler-{at}", _argv("scheduler"), env, lease, after, launcher.stop_s, ROOT))
+        specs.append(
+            ServiceSpec(f"scheduler-{at}", _argv("scheduler"), env, lease, after, launcher.stop_s, ROOT, model=name)
+        )
     drain_s = gateway.drain_s if "drain_s" in gateway.model_fields_set else launcher.stop_s / 2
     env = _child_env(stacks[0].options.values, launcher, gateway, url, password)
-    serves = GatewayProbe(gateway.host, gateway.port, gateway.tls_cert is not None)
+    serves = GatewayProbe(
+        gateway.host, gateway.port, gateway.tls_cert is not None, next(iter(gateway.api_keys()), None)
+    )
     stop_s = max(launcher.stop_s, drain_s + 5)
     return [*specs, ServiceSpec("gateway-0", _argv("gateway"), env, serves, after, stop_s, ROOT, sockets=sockets)]
 
