@@ -29,6 +29,7 @@ from services.launcher.model_check import (
     memory_problem,
     model_problem,
     read_config,
+    shape_problem,
     share_of,
     size_problem,
     sum_problem,
@@ -349,6 +350,8 @@ def _check_model(launcher: LauncherSettings, worker: WorkerSettings, sources: st
     """sources: where the model can be given."""
     if problem := model_problem(worker.model, worker.load_format):
         raise ConfigurationError(f"{problem} ({sources})")
+    if problem := shape_problem(worker.model, worker.load_format):
+        raise ConfigurationError(problem)
     check_split(load_config(worker.model), worker.tp, worker.pp)
     if problem := memory_problem(worker.model, worker, len(launcher.roles())):
         raise ConfigurationError(problem)
