@@ -19,7 +19,7 @@ import psutil
 
 from services.launcher.gpu_facts import device_files, gather_driver, may_use_gpu
 from services.worker.models.config import DecoderConfig, load_config
-from services.worker.models.matrices import shapes
+from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import HELD_BITS, Stored, read_stored, stored_of_gguf
 from shared.errors import ModelError
@@ -160,6 +160,21 @@ def expected_bytes(config: dict[str, Any], weights_bytes: int, worker: WorkerSet
             return weights_bytes * 4 * (5 if _keeps(stored, worker) else held) // 17
         return weights_bytes if _keeps(stored, worker) else weights_bytes * held // stored.bits
     return weights_bytes * held // (8 * ITEM_BYTES.get(dtype, 4))
+
+
+def shape_problem(model: Path, load_format: str) -> str:
+    """Return how the embedding differs from config.json, with the remedy; empty when it does not, or has another name.
+
+    The worker compares every matrix.
+    """
+    name, *shape = tables(load_config(model))[0]
+    stored = read_model(model, load_format).tensors.get(f"{name}.weight")
+    if stored is None or list(stored) == shape:
+        return ""
+    return (
+        f"{model}: tensor {name}.weight has shape {list(stored)}, config.json says {shape}; "
+        "fetch config.json and weights again, both of the same model"
+    )
 
 
 def memory_problem(model: Path, worker: WorkerSettings, replicas: int = 1) -> str:

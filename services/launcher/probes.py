@@ -6,6 +6,7 @@ A trace of the process before (a record not yet expired) is read before each sta
 from __future__ import annotations
 
 import http.client
+import json
 import select
 import ssl
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 TIMEOUT_S = 1.0
 ANSWER_S = 0.5
 """Time to wait for an answer at one look."""
+ANSWER_BYTES = 64 << 10
 
 
 class RedisProbe:
     """Ready when Redis answers: while it reads its file back it answers LOADING."""
+
+    awaited = ""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -35,6 +39,8 @@ class RedisProbe:
 
 class _TraceProbe:
     """Ready when a key of Redis has another value than before the start."""
+
+    awaited = ""
 
     def __init__(self, client: Any, key: str) -> None:
         self._client = client
@@ -79,27 +85,38 @@ class SchedulerProbe(_TraceProbe):
 class GatewayProbe:
     """Ready when /health/ready answers 200, over TLS with any certificate: the launcher started that process.
 
+    The first time, each of several models that the answer names has to be ready too: the gateway is with one of them.
+
     The launcher holds the port, so a request waits in its queue while the gateway starts. Look for its answer at later
     calls.
     """
 
-    def __init__(self, host: str, port: int, tls: bool = False) -> None:
+    def __init__(self, host: str, port: int, tls: bool = False, key: str | None = None) -> None:
+        """key: one that is good for all models; a gateway that needs one names none without it."""
         wildcard = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # noqa: S104
         self._address = (wildcard.get(host, host.strip("[]")), port)
         self._tls = ssl._create_unverified_context() if tls else None  # noqa: S323
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._asked: http.client.HTTPConnection | None = None  # a request without its answer
+        self.awaited = ""
+        self._complete = False  # all models have been ready
 
     def arm(self) -> None:
+        self.awaited = ""
         self._end()
 
     def ready(self) -> bool:
         try:
             if self._asked is None:
                 self._asked = self._connection()
-                self._asked.request("GET", "/health/ready")
+                self._asked.request("GET", "/health/ready", headers=self._headers)
             if not select.select([self._asked.sock], [], [], ANSWER_S)[0]:
                 return False
-            is_ready = self._asked.getresponse().status == 200
+            answer = self._asked.getresponse()
+            is_ready = answer.status == 200
+            if not self._complete:
+                self.awaited = ", ".join(_late_models(answer.read(ANSWER_BYTES)))
+                self._complete = is_ready = is_ready and not self.awaited
         except (OSError, http.client.HTTPException):
             is_ready = False
         self._end()
@@ -114,3 +131,12 @@ class GatewayProbe:
         if self._asked is not None:
             self._asked.close()
             self._asked = None
+
+
+def _late_models(body: bytes) -> list[str]:
+    """Return those of several models in an answer of /health/ready that are not ready, with their states."""
+    try:
+        states = json.loads(body).get("models", {})
+        return [f"{name} ({state})" for name, state in states.items() if len(states) > 1 and state != "ready"]
+    except (ValueError, AttributeError):
+        return []

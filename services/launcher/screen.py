@@ -81,25 +81,25 @@ class Screen:
             if self._seen.get(service.name) != service.state:
                 self._seen[service.name] = service.state
                 self._said_s[service.name] = self._changed_s[service.name] = time.monotonic()
-                self._console.print(escape(f"{service.name}: {describe(service)}"))
+                self._console.print(escape(f"{_title(service)}: {describe(service)}"))
             elif service.state == "starting" and time.monotonic() - self._said_s[service.name] >= LINE_S:
                 self._said_s[service.name] = time.monotonic()
                 seconds = self._said_s[service.name] - self._changed_s[service.name]
-                words = f"{service.name}: {describe(service)}, {seconds:.0f} s"
-                self._console.print(escape(": ".join(filter(None, (words, last_line(service))))))
+                words = f"{_title(service)}: {describe(service)}, {seconds:.0f} s"
+                self._console.print(escape(": ".join(filter(None, (words, _doing(service))))))
 
     def _table(self, services: list[Service]) -> Table:
         table = Table.grid(padding=(0, 1))
         for service in services:
             mark = "[green]✓[/]" if service.state == "ready" else self._spinner
-            row: list[RenderableType] = [mark, service.name, describe(service)]
+            row: list[RenderableType] = [mark, escape(_title(service)), describe(service)]
             if service.state == "starting":
-                row.append(self._doing(last_line(service)))
+                row.append(self._bar(_doing(service)))
             table.add_row(*row)
         return table
 
-    def _doing(self, line: str) -> RenderableType:
-        """Return what a starting service does: the end of its log, behind a bar if it says how much is done."""
+    def _bar(self, line: str) -> RenderableType:
+        """Return what a starting service does, behind a bar if it says how much is done."""
         text = Text(line[: max(20, self._console.width - 75)], "dim", no_wrap=True)
         percent = _PERCENT.search(line)
         if percent is None:
@@ -107,6 +107,17 @@ class Screen:
         table = Table.grid(padding=(0, 1))
         table.add_row(ProgressBar(100, min(100, int(percent[1])), width=BAR_CELLS), text)
         return table
+
+
+def _title(service: Service) -> str:
+    """Return a service's name, with its model where there are several."""
+    return f"{service.name} of {service.spec.model}" if service.spec.model else service.name
+
+
+def _doing(service: Service) -> str:
+    """Return what a starting service does or waits for: the end of its log, unless its probe knows better."""
+    awaited = service.spec.probe.awaited if service.spec.probe else ""
+    return f"waiting for {awaited}" if awaited else last_line(service)
 
 
 def last_line(service: Service) -> str:

@@ -29,6 +29,7 @@ from services.launcher.model_check import (
     memory_problem,
     model_problem,
     read_config,
+    shape_problem,
     share_of,
     size_problem,
     sum_problem,
@@ -171,9 +172,8 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
         shared = share_folder(run_dir.path)
         shutil.rmtree(shared, ignore_errors=True)  # of a launcher that was killed
         folder = worker.kv_share_dir or shared
-        specs = process_specs(
-            stacks, local_redis, url, access.get("password"), redis_server.client(url, **access), folder, sockets
-        )
+        client = redis_server.client(url, **access)
+        specs = process_specs(stacks, local_redis, url, access.get("password"), client, folder, sockets)
 
         run_dir.write_facts(
             StackFacts(
@@ -199,7 +199,8 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
         def on_ready() -> None:
             screen.settle()
             screen.event(f"ready in {screen.elapsed_s():.1f} s; logs in {run_dir.logs}; Ctrl-C stops everything")
-            screen.result(greeting(gateway, [stack.gateway.served_model_name for stack in stacks[1:]]))
+            others = [stack.gateway.served_model_name for stack in stacks[1:]]
+            screen.result(greeting(gateway, others, needs_key=has_made_keys(client, gateway)))
 
         try:
             return StackSupervisor(run_dir, specs, screen, on_ready=on_ready, stop_with_parent=stop_with_parent).run()
@@ -280,8 +281,21 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def greeting(gateway: GatewaySettings, others: Sequence[str] = ()) -> list[str]:
-    """Return the address, and one curl line that works as it stands. others: further models at the address."""
+def has_made_keys(client: Any, gateway: GatewaySettings) -> bool:
+    """Return whether `orcinus keys` has made a key, so that requests need one; False where Redis does not say."""
+    import redis
+
+    try:
+        return bool(client.exists(gateway.keys.keys_version))
+    except (redis.RedisError, OSError):
+        return False
+
+
+def greeting(gateway: GatewaySettings, others: Sequence[str] = (), needs_key: bool = False) -> list[str]:
+    """Return the address, and one curl line that works as it stands.
+
+    others: further models at the address. needs_key: also where no setting asks for one.
+    """
     url = api_url(gateway)
     request: dict[str, Any] = {"model": gateway.served_model_name, "max_tokens": 64, "temperature": 0}
     if gateway.model == DEMO_MODEL:
@@ -291,7 +305,7 @@ def greeting(gateway: GatewaySettings, others: Sequence[str] = ()) -> list[str]:
     curl = f"curl {url}/v1/{endpoint} -H 'Content-Type: application/json'"
     if gateway.api_key is None and gateway.api_key_file is not None:
         curl += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(gateway.api_key_file))})"'
-    elif gateway.api_key is not None or gateway.require_key:
+    elif gateway.api_key is not None or gateway.require_key or needs_key:
         curl += ' -H "Authorization: Bearer $ORCINUS_API_KEY"'
     lines = [f"Orcinus serves {', '.join([gateway.served_model_name, *others])} at {url}/v1"]
     if gateway.model == DEMO_MODEL:
@@ -336,6 +350,8 @@ def _check_model(launcher: LauncherSettings, worker: WorkerSettings, sources: st
     """sources: where the model can be given."""
     if problem := model_problem(worker.model, worker.load_format):
         raise ConfigurationError(f"{problem} ({sources})")
+    if problem := shape_problem(worker.model, worker.load_format):
+        raise ConfigurationError(problem)
     check_split(load_config(worker.model), worker.tp, worker.pp)
     if problem := memory_problem(worker.model, worker, len(launcher.roles())):
         raise ConfigurationError(problem)
@@ -456,20 +472,27 @@ def process_specs(
     number = 0
     for at, stack in enumerate(stacks):
         keys, worker = stack.gateway.keys, stack.worker
+        name = stack.gateway.served_model_name if len(stacks) > 1 else ""
         env = _child_env(stack.options.values, stack.launcher, stack.gateway, url, password)
         for role in stack.launcher.roles():
             own = replica_env(worker, number, total) | role_env(role, folder)
             probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
             argv = _argv("worker")
-            specs.append(ServiceSpec(f"worker-{number}", argv, {**env, **own}, probe, after, launcher.stop_s, ROOT))
+            specs.append(
+                ServiceSpec(f"worker-{number}", argv, {**env, **own}, probe, after, launcher.stop_s, ROOT, model=name)
+            )
             number += 1
         if at and stack.scheduler.scheduler_metrics_port:
             env[env_name("scheduler_metrics_port")] = str(stack.scheduler.scheduler_metrics_port + at)
         lease = SchedulerProbe(client, keys.lease(stack.scheduler.shard))
-        specs.append(ServiceSpec(f"scheduler-{at}", _argv("scheduler"), env, lease, after, launcher.stop_s, ROOT))
+        specs.append(
+            ServiceSpec(f"scheduler-{at}", _argv("scheduler"), env, lease, after, launcher.stop_s, ROOT, model=name)
+        )
     drain_s = gateway.drain_s if "drain_s" in gateway.model_fields_set else launcher.stop_s / 2
     env = _child_env(stacks[0].options.values, launcher, gateway, url, password)
-    serves = GatewayProbe(gateway.host, gateway.port, gateway.tls_cert is not None)
+    serves = GatewayProbe(
+        gateway.host, gateway.port, gateway.tls_cert is not None, next(iter(gateway.api_keys()), None)
+    )
     stop_s = max(launcher.stop_s, drain_s + 5)
     return [*specs, ServiceSpec("gateway-0", _argv("gateway"), env, serves, after, stop_s, ROOT, sockets=sockets)]
 

@@ -48,7 +48,12 @@ async def beat() -> None:
 
 
 class Probe(Protocol):
-    """Look whether a service works. Called from the supervisor's only thread, so it must answer within a second."""
+    """Look whether a service works. Called from the supervisor's only thread, so it must answer within a second.
+
+    awaited: what a process that starts waits for, in a few words; empty when its log tells.
+    """
+
+    awaited: str
 
     def arm(self) -> None:
         """Note what the process before has left; called before each start."""
@@ -63,6 +68,7 @@ class ServiceSpec:
 
     start_s: for a service that calls `beat`, the time to its first one, which shows that it is ready; 0 for others.
     sockets: listening ones that each of its processes gets, by the name that it gives to `listen`.
+    model: the one that it is for, where there are several.
     """
 
     name: str
@@ -74,6 +80,7 @@ class ServiceSpec:
     cwd: Path | None = None
     start_s: float = 0.0
     sockets: Mapping[str, socket.socket] = field(default_factory=dict)
+    model: str = ""
 
 
 class Service:

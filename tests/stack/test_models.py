@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.launcher import ROOT, clean_env, up
 from tests.support.models import Reference, make_llama
-from tests.support.waiting import free_port, until
+from tests.support.waiting import free_port
 
 REQUESTS = 8
 SETTINGS = ("--device", "cpu", "--dtype", "float32")
@@ -45,10 +45,8 @@ def url(references: dict[str, Reference], tmp_path_factory: pytest.TempPathFacto
 
 
 def test_each_model_gives_its_tokens(url: str, references: dict[str, Reference]) -> None:
-    def states() -> dict[str, str]:
-        return {card["id"]: card["state"] for card in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]}
-
-    until("both are ready", lambda: states() == {"one": "ready", "org/Two": "ready"})  # the gateway is with one
+    listed = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+    assert {card["id"]: card["state"] for card in listed} == {"one": "ready", "org/Two": "ready"}
 
     def complete(model: str, prompt: list[int], tokens: int) -> list[int]:
         body = {

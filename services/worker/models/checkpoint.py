@@ -156,7 +156,8 @@ class Checkpoint(Source):
             raise ModelError(f"{self.model}: tensor {name} is missing from the checkpoint")
         if place.shape != shape:
             raise ModelError(
-                f"{self.model}: tensor {name} has shape {list(place.shape)}, config.json says {list(shape)}"
+                f"{self.model}: tensor {name} has shape {list(place.shape)}, config.json says {list(shape)}; "
+                "fetch config.json and weights again, both of the same model"
             )
         if place.dtype not in dtypes:
             raise ModelError(

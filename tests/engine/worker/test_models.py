@@ -328,7 +328,7 @@ def test_a_missing_or_misshapen_or_quantised_tensor_is_named(reference: Referenc
     name = "model.layers.1.mlp.up_proj.weight"
     for broken, message in (
         (None, rf"{name} is missing"),
-        (torch.zeros(3, 5), rf"{name} has shape \[3, 5\], config.json says \[96, 64\]"),
+        (torch.zeros(3, 5), rf"{name} has shape \[3, 5\], config.json says \[96, 64\]; fetch"),
         (torch.zeros(96, 64, dtype=torch.int8), rf"{name} is I8"),
     ):
         changed = {key: value for key, value in tensors.items() if key != name}

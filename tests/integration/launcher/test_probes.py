@@ -61,12 +61,17 @@ class Handler(http_server.Handler):
     server: Health
 
     def answer(self) -> None:
-        self.reply(self.server.status if self.path == "/health/ready" else 200, {})
+        states = self.server.states if self.headers["Authorization"] == "Bearer key" else {}
+        self.reply(self.server.status if self.path == "/health/ready" else 200, {"models": states})
 
 
 class Health(http_server.HttpServer):
     handler = Handler
     status = 503
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[str, str] = {}
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -82,6 +87,23 @@ def test_gateway_is_ready_when_its_health_is(tls: bool, tmp_path: Path) -> None:
         assert not probe.ready()
         gateway.status = 200
         until("the probe has its answer", probe.ready)
+
+
+def test_gateway_of_several_models_is_ready_with_the_last_of_them_and_then_with_one() -> None:
+    with Health() as gateway:
+        gateway.status, gateway.states = 200, {"one": "ready", "org/Two": "loading"}
+        probe = GatewayProbe("127.0.0.1", gateway.server_port, key="key")
+        probe.arm()
+        until("the probe has its answer", lambda: probe.ready() or probe.awaited)
+        assert not probe.ready() and probe.awaited == "org/Two (loading)"
+        without_key = GatewayProbe("127.0.0.1", gateway.server_port)
+        until("no models are named", without_key.ready)
+        gateway.states = {"one": "ready", "org/Two": "ready"}
+        until("all are ready", probe.ready)
+        assert probe.awaited == ""
+        gateway.states = {"one": "ready", "org/Two": "unavailable"}
+        probe.arm()
+        until("one is ready after a restart", probe.ready)
 
 
 def test_gateway_that_starts_later_answers_the_request_that_waits() -> None:

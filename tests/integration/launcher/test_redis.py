@@ -17,8 +17,9 @@ import redis
 from services.launcher import redis_server
 from services.launcher.probes import RedisProbe
 from services.launcher.redis_server import LocalRedis, check_server, client, configure, find_binary
+from services.launcher.up import has_made_keys
 from shared.errors import ConfigurationError
-from shared.settings import ROOT
+from shared.settings import ROOT, GatewaySettings
 from tests.support.waiting import until
 
 
@@ -170,3 +171,12 @@ def test_command_finds_the_local_server_and_its_password(tmp_path: Path, name: s
         server = again
     server.remove()
     assert redis_server.local(run_dir) is None and not server.socket.parent.exists()
+
+
+def test_keys_that_were_made_are_seen_until_redis_is_gone(tmp_path: Path) -> None:
+    gateway = GatewaySettings(served_model_name="tiny")
+    with running(configure(tmp_path, memory_bytes=64 << 20)) as connection:
+        assert not has_made_keys(connection, gateway)
+        connection.incr(gateway.keys.keys_version)
+        assert has_made_keys(connection, gateway)
+    assert not has_made_keys(connection, gateway)

@@ -18,6 +18,8 @@ from shared.processes.supervisor import ServiceSpec
 class FileProbe:
     """Ready when the process has written its pid's file since the start."""
 
+    awaited = ""
+
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 

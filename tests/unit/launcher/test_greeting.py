@@ -39,3 +39,6 @@ def test_greeting_names_addresses_and_a_line_to_send(checkout: Path) -> None:
     assert "http://127.0.0.1:8000/ " in lines[2] and "http://127.0.0.1:8001/dashboard" in lines[2]
     assert lines[2].endswith(".venv/bin/orcinus status")
     assert lines[3].startswith("curl http://127.0.0.1:8000/v1/chat/completions ") and up.DEMO_PROMPT in lines[3]
+    assert "Authorization" not in lines[3]
+    lines = up.greeting(GatewaySettings(model=DEMO_MODEL), needs_key=True)
+    assert '-H "Authorization: Bearer $ORCINUS_API_KEY"' in lines[3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from services.cli.options import check_policy
 from services.launcher import up
-from services.launcher.model_check import GIB, Share, share_of, sum_problem
+from services.launcher.model_check import GIB, Share, shape_problem, share_of, sum_problem
 from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
@@ -61,6 +63,18 @@ def test_models_that_do_not_fit_together_are_refused_with_their_sizes() -> None:
     assert sum_problem(shares, 7 * GIB) == (
         "2 models: need 7.9 GiB together (small 1.5, large 6.4 (2 workers)), 7.0 are free; choose fewer or smaller "
         "models, fewer workers, quantize, fewer kv_blocks or host_blocks, or a smaller kv_memory_fraction"
+    )
+
+
+def test_config_of_another_model_than_the_weights_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "mixed"
+    shutil.copytree(DEMO_MODEL, model)
+    assert shape_problem(model, "auto") == ""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 128_256, "hidden_size": 8192}))
+    assert shape_problem(model, "auto") == (
+        f"{model}: tensor model.embed_tokens.weight has shape [4096, 256], config.json says [128256, 8192]; "
+        "fetch config.json and weights again, both of the same model"
     )
 
 

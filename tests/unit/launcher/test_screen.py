@@ -40,6 +40,36 @@ def test_service_that_loads_has_lines_with_the_end_of_its_log(
     assert capsys.readouterr().err == "worker: ready\n"
 
 
+def test_processes_of_several_models_have_the_model_and_what_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "gateway.log"
+    log.write_text("listening\n")
+    gateway = Service(ServiceSpec("gateway-0", ["true"], probe=Awaiting()), log)
+    worker = Service(ServiceSpec("worker-1", ["true"], model="org/Two"), log)
+    gateway.state = worker.state = "starting"
+    now = [0.0]
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
+    shown = screen.Screen()
+    shown.update([gateway, worker])
+    now[0] = screen.LINE_S
+    shown.update([gateway, worker])
+    assert capsys.readouterr().err.splitlines()[2:] == [
+        "gateway-0: starting (pid None), 3 s: waiting for org/Two (loading)",
+        "worker-1 of org/Two: starting (pid None), 3 s: listening",
+    ]
+
+
+class Awaiting:
+    awaited = "org/Two (loading)"
+
+    def arm(self) -> None:
+        return None
+
+    def ready(self) -> bool:
+        return False
+
+
 def test_service_that_loads_has_a_bar_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
