@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, fields, replace
 from io import BufferedReader
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 import orjson
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, WatchError
 from safetensors import SafetensorError, safe_open
 
 from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
@@ -57,6 +57,8 @@ FORMER_S = 86_400
 """For so long a name that was taken away is remembered: a request may wait and run meanwhile."""
 MOST_STORED = 4096
 """Folders of the store: those of names that are gone stay, as requests may still need them."""
+MOST_TRIES = 64
+"""Of a change of the names: each failure is a change by another gateway."""
 PIECE_BYTES = 1 << 20
 INDEX, INDEX_BYTES = "model.safetensors.index.json", 64 << 20
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -122,9 +124,7 @@ class AdapterNames:
         """
         folder = self._demand_folder()
         await _answered(self._look())
-        before = self.records.get(name)
-        if before is None and len(self.records) >= MOST_NAMES:
-            raise invalid("lora_name", f"lora_name: there are {MOST_NAMES} adapters, the maximum; unload one first")
+        self._demand_room(name)  # before files are copied
         try:
             record = await asyncio.to_thread(_store, folder, path, self._max_rank, self._model)
         except ModelError as error:
@@ -132,29 +132,58 @@ class AdapterNames:
         except OSError as error:
             text = f"lora_path: the store takes no adapter: {error.strerror}; {RETRY}"
             raise unavailable(text, "adapters_unavailable", 60) from error
-        if before is not None and before.digest != record.digest and not replaces:
-            raise invalid(
-                "lora_name", f"lora_name: {shown(name)} is loaded already; unload it first, or send load_inplace"
-            )
-        await _answered(self._redis.hset(self._key, name, record.encode()))
-        self.records = self.records | {name: record}
+
+        def loaded() -> AdapterRecord:
+            self._demand_room(name)
+            if name in self.records and self.records[name].digest != record.digest and not replaces:
+                raise invalid(
+                    "lora_name", f"lora_name: {shown(name)} is loaded already; unload it first, or send load_inplace"
+                )
+            return record
+
+        await _answered(self._change(name, loaded))
         log.info("adapter %s is %s, rank %d, from %s", name, record.digest, record.rank, record.path)
 
     async def unload(self, name: str) -> None:
         """Let a name stand for nothing. The files stay, and requests that have the adapter go on. Raise ApiError."""
         self._demand_folder()
-        await _answered(self._look())
-        if name not in self.records:
-            text = f"lora_name: no adapter {shown(name)} is loaded; /v1/models lists them"
-            raise ApiError(404, text, param="lora_name", code="adapter_not_found")
-        former = replace(self.records[name], unloaded_s=int(time.time()))
-        old = sorted(self.former, key=lambda each: self.former[each].unloaded_s, reverse=True)[MOST_NAMES - 1 :]
-        if gone := [*self._expired, *old]:
-            await _answered(self._redis.hdel(self._key, *gone))
-        await _answered(self._redis.hset(self._key, name, former.encode()))
-        self.records = {other: record for other, record in self.records.items() if other != name}
-        self.former = self.former | {name: former}
+
+        def unloaded() -> AdapterRecord:
+            if name not in self.records:
+                text = f"lora_name: no adapter {shown(name)} is loaded; /v1/models lists them"
+                raise ApiError(404, text, param="lora_name", code="adapter_not_found")
+            return replace(self.records[name], unloaded_s=int(time.time()))
+
+        await _answered(self._change(name, unloaded))
         log.info("adapter %s is unloaded", name)
+
+    async def _change(self, name: str, decide: Callable[[], AdapterRecord]) -> None:
+        """Write the record of a name that `decide` returns, and drop names that are remembered no longer.
+
+        decide: called with the names as they are in Redis, again where another gateway changes one of them before the
+        record is written. Raise what it raises, and ApiError(503).
+        """
+        for _ in range(MOST_TRIES):
+            pipe: Any = self._redis.pipeline()
+            async with pipe:
+                await pipe.watch(self._key)
+                await self._look(pipe)
+                record = decide()
+                latest = sorted(self.former, key=lambda each: self.former[each].unloaded_s, reverse=True)
+                pipe.multi()
+                if gone := [*self._expired, *latest[MOST_NAMES - 1 :]]:
+                    pipe.hdel(self._key, *gone)
+                pipe.hset(self._key, name, record.encode())
+                with contextlib.suppress(WatchError):
+                    await pipe.execute()
+                    self._take(self.records | self.former | {name: record})
+                    return
+        text = f"lora_name: other gateways change the adapters all the time; {RETRY}"
+        raise unavailable(text, "adapters_unavailable", 2)
+
+    def _demand_room(self, name: str) -> None:
+        if name not in self.records and len(self.records) >= MOST_NAMES:
+            raise invalid("lora_name", f"lora_name: there are {MOST_NAMES} adapters, the maximum; unload one first")
 
     def _demand_folder(self) -> Path:
         if self._folder is None:
@@ -162,14 +191,16 @@ class AdapterNames:
             raise ApiError(404, text, code="adapters_off")
         return self._folder
 
-    async def _look(self) -> None:
-        read = await self._published.read(self._key)
-        found = {name: record for name, record in read.items() if record is not None}
+    async def _look(self, redis: Redis | None = None) -> None:
+        read = await self._published.read(self._key, redis)
+        self._take({name: record for name, record in read.items() if record is not None})
+        self.is_read = True
+
+    def _take(self, found: dict[str, AdapterRecord]) -> None:
         kept_s = int(time.time()) - FORMER_S
         self.records = {name: record for name, record in found.items() if not record.unloaded_s}
         self.former = {name: record for name, record in found.items() if record.unloaded_s > kept_s}
         self._expired = [name for name in found if name not in self.records and name not in self.former]
-        self.is_read = True
 
 
 async def _answered(command: Awaitable[Any]) -> None:

@@ -35,9 +35,12 @@ class Published(Generic[Record]):
         self._decode = decode
         self._letters = letters or DeadLetters()
 
-    async def read(self, key: str) -> dict[str, Record | None]:
-        """Return the records of a hash by name, None for one that cannot be read; it is set aside, as a name is."""
-        stored: Any = await self._redis.hgetall(key)  # bytes to bytes
+    async def read(self, key: str, redis: Redis | None = None) -> dict[str, Record | None]:
+        """Return the records of a hash by name, None for one that cannot be read; it is set aside, as a name is.
+
+        redis: a connection that watches the hash.
+        """
+        stored: Any = await (redis or self._redis).hgetall(key)  # bytes to bytes
         return {
             name: self._letters.read(f"{key}:{name}", value, self._decode)
             for raw, value in stored.items()

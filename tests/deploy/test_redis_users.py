@@ -31,7 +31,7 @@ OTHER_NAMES = {
 
 VIEWING = {"time", "info", "get", "hget", "hmget", "hlen", "xrange", "zrange"}
 """What a board of one's own may need besides; all of them read."""
-CONNECTING = {"ping", "hello", "client|setname", "client|id", "multi", "exec", "discard"}
+CONNECTING = {"ping", "hello", "client|setname", "client|id", "multi", "exec", "discard", "unwatch"}
 """What the client library sends by itself."""
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from services.gateway.adapters import AdapterNames
+from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
 from services.gateway.errors import ApiError
 from shared.adapters import CONFIG, STORE, WEIGHTS, digest_of
 from shared.security import api_keys
@@ -334,13 +337,19 @@ def test_command_loads_lists_and_unloads(gateways: list[GatewayProcess], folder:
 
 
 @pytest.fixture
-async def adapters(folder: Path, tmp_path: Path, redis_server: RedisServer) -> AsyncIterator[AdapterNames]:
-    """Those of a model of its own, in this process."""
-    settings = GatewaySettings(model=write_model(tmp_path / "own"), redis_url=redis_server.url, adapter_dir=folder)
+def settings(folder: Path, tmp_path: Path, redis_server: RedisServer) -> Iterator[GatewaySettings]:
+    """Those of a model of its own."""
+    made = GatewaySettings(model=write_model(tmp_path / "own"), redis_url=redis_server.url, adapter_dir=folder)
+    yield made
+    redis_server.client.delete(made.keys.adapters)
+
+
+@pytest.fixture
+async def adapters(settings: GatewaySettings) -> AsyncIterator[AdapterNames]:
+    """Those of that model, in this process."""
     found = AdapterNames(settings)
     yield found
     await found.close()
-    redis_server.client.delete(settings.keys.adapters)
 
 
 def lose(folder: Path) -> None:
@@ -408,3 +417,58 @@ async def test_full_store_takes_what_it_has_already(
     with pytest.raises(ApiError, match="folders, the maximum; remove those that no request needs"):
         await adapters.load("more", "more", False)
     assert sorted(adapters.records) == ["old", "other name"]
+
+
+@pytest.fixture
+async def elsewhere(settings: GatewaySettings) -> AsyncIterator[AdapterNames]:
+    """The same names at another gateway."""
+    found = AdapterNames(settings)
+    yield found
+    await found.close()
+
+
+async def outcomes(*calls: Awaitable[None]) -> list[int]:
+    """Return the status of each of these calls, made at a time."""
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    return sorted(each.status if isinstance(each, ApiError) else 200 for each in ended)
+
+
+async def test_two_gateways_load_and_unload_a_name_one_after_the_other(
+    adapters: AdapterNames, elsewhere: AdapterNames, folder: Path
+) -> None:
+    for version in (1, 2):
+        write(folder / f"twice{version}", fill=20.0 + version)
+    loads = adapters.load("twice", "twice1", False), elsewhere.load("twice", "twice2", False)
+    assert await outcomes(*loads) == [200, 400]
+    assert await outcomes(adapters.unload("twice"), elsewhere.unload("twice")) == [200, 404]
+
+
+@pytest.mark.parametrize("name", ["taken", "long ago"])
+async def test_unload_leaves_what_another_gateway_loads_meanwhile(
+    adapters: AdapterNames,
+    settings: GatewaySettings,
+    folder: Path,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """It is loaded between the look and the write of the one that unloads: in place, or a name to be forgotten."""
+    write(folder / "taken", fill=23.0)
+    await adapters.load("taken", "taken", False)
+    key = settings.keys.adapters
+    old = AdapterRecord("ab" * 32, 2, "/old", 1, unloaded_s=int(time.time()) - FORMER_S - 1)
+    new = AdapterRecord("cd" * 32, 2, "/new", 2)
+    redis_server.client.hset(key, "long ago", old.encode())
+    loads = [new.encode()]
+
+    def later() -> float:
+        if loads:
+            redis_server.client.hset(key, name, loads.pop())
+        return time.time()
+
+    monkeypatch.setattr("services.gateway.adapters.time", SimpleNamespace(time=later))
+    await adapters.unload("taken")
+    assert not loads
+    stored = {name.decode(): AdapterRecord.decode(raw) for name, raw in redis_server.client.hgetall(key).items()}
+    assert stored["taken"].unloaded_s and (stored["taken"].digest == new.digest) == (name == "taken")
+    assert stored.get("long ago") == (new if name == "long ago" else None)
