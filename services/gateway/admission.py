@@ -129,14 +129,14 @@ class Bounds:
             case b"tenant":
                 return self._tenant_full(answer[1], answer[2], wait_s)
             case b"bytes":
-                held, size, waiting = answer[1:]
+                held, size, expires_ms, waiting = answer[1:]
                 where = f"queue full for class {self.priority}"
-                return self._bytes_full("queue_full", where, held, size, self.class_bytes, waiting, wait_s)
+                return self._bytes_full("queue_full", where, held, size, self.class_bytes, expires_ms, waiting, wait_s)
             case b"tenant bytes":
-                held, size, waiting, tenants = answer[1:]
+                held, size, expires_ms, waiting, tenants = answer[1:]
                 where = f"queue full for this tenant in class {self.priority}"
                 return self._bytes_full(
-                    "tenant_queue_full", where, held, size, self.tenant_bytes, tenants * waiting, wait_s
+                    "tenant_queue_full", where, held, size, self.tenant_bytes, expires_ms, tenants * waiting, wait_s
                 )
             case b"late":
                 return self.late
@@ -186,20 +186,21 @@ class Bounds:
         held: int,
         size: int,
         most: int,
+        expires_ms: int,
         waiting: int,
         wait_s: Callable[[float], float],
     ) -> ApiError:
-        """Return the 429 for too many bytes in Redis. Bytes leave as requests do, so the wait is that of an equal share
-        of the waiting tokens.
+        """Return the 429 for too many bytes in Redis. Bytes of requests leave as these do, so the wait is that of an
+        equal share of the waiting tokens. Bytes that are kept behind the ends leave at a known time, which is no place.
         """
         share = min(1.0, (held + size - most) / held)
-        return ApiError(
-            429,
+        text = (
             f"{where}: requests that have not ended and log-probabilities of prompts hold {held} of at most {most} "
-            f"bytes in Redis; {RETRY}, or send smaller schemas and prompts",
-            code=code,
-            retry_after_s=wait_s(share * waiting),
+            f"bytes in Redis; {RETRY}, or send smaller schemas and prompts"
         )
+        if expires_ms:
+            return ApiError(429, text, code=code, headers={"Retry-After": str(math.ceil(expires_ms / 1000))})
+        return ApiError(429, text, code=code, retry_after_s=wait_s(share * waiting))
 
     def _excess(self, waiting: int, most: int) -> int:
         """Return the waiting tokens that have to run before this request is accepted. A request with none before it

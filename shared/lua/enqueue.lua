@@ -11,12 +11,16 @@
 --       for KEPT_MS behind its end
 -- Returns for each request: {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
 --       | {full, waiting tokens} | {tenant, its waiting tokens, waiting tenants} | {late} | {rate, retry ms, limit}
---       | {memory, bytes used, bound in bytes} | {bytes, held bytes, bytes of this request, waiting tokens}
---       | {tenant bytes, its held bytes, bytes of this request, its waiting tokens, waiting tenants} | {error, text}
+--       | {memory, bytes used, bound in bytes} | {bytes, held bytes, bytes of this request, ms, waiting tokens}
+--       | {tenant bytes, its held bytes, bytes of this request, ms, its waiting tokens, waiting tenants} | {error, text}
+-- ms: until enough of what is kept has gone, and where more is needed until the last of it; 0: the ends of requests free
+-- enough
 local queue, ttl, gateway, share = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local PER_KEYS, PER_ARGV = 4, 17
 local KEPT_MS = 300000  -- the lifetime of what is read behind the end of a request
-local memory_used, memory_most
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local memory_used, memory_most, kept_rows
 
 -- The remaining memory is for running requests. Gateways check once a second, this script at every call. The memory of
 -- this call counts.
@@ -27,6 +31,20 @@ local function memory_full()
     memory_used = tonumber(string.match(memory, 'used_memory:(%d+)'))
   end
   return memory_most > 0 and memory_used > memory_most * share
+end
+
+-- tenant: nil for the bytes of all
+local function expires_ms(held, wanted, tenant)
+  kept_rows = kept_rows or redis.call('XRANGE', queue .. ':kept', '-', '+', 'COUNT', KEPT_ROWS)
+  local kept, at = 0, nil
+  for _, row in ipairs(kept_rows) do
+    if not tenant or row[2][2] == tenant then
+      if kept < wanted then at = tonumber(string.match(row[1], '^%d+')) end
+      kept = kept + math.max(0, whole(row[2][4], 0))
+    end
+  end
+  if not at or (held - kept >= wanted and #kept_rows < KEPT_ROWS) then return 0 end
+  return math.max(1, at + KEPT_MS - now)
 end
 
 local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, most_tokens, cost, per_request, per_token,
@@ -63,14 +81,18 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
       all_bytes, tenant_bytes = held_bytes()
     end
   end
-  if exceeds(all_bytes, most_bytes) then return {'bytes', all_bytes, bytes, waiting} end
-  if exceeds(tenant_bytes, tenant_most_bytes) then return {'tenant bytes', tenant_bytes, bytes, held, waiters} end
+  if exceeds(all_bytes, most_bytes) then
+    local wanted = math.min(all_bytes, all_bytes + bytes - most_bytes)
+    return {'bytes', all_bytes, bytes, expires_ms(all_bytes, wanted), waiting}
+  end
+  if exceeds(tenant_bytes, tenant_most_bytes) then
+    local wanted = math.min(tenant_bytes, tenant_bytes + bytes - tenant_most_bytes)
+    return {'tenant bytes', tenant_bytes, bytes, expires_ms(tenant_bytes, wanted, tenant), held, waiters}
+  end
 
   -- In a long queue only tenants that hold their even share or more are refused.
   if is_late and held > 0 and held * waiters >= waiting then return {'late'} end
 
-  local time = redis.call('TIME')
-  local now = time[1] * 1000 + math.floor(time[2] / 1000)
   local left_requests, left_tokens = -1, -1
   if per_request > 0 or per_token > 0 or most > 0 then
     local held = redis.call('HMGET', bucket, 'requests', 'tokens', 'at', 'running')
@@ -115,8 +137,7 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   return {'ok', entry, left_requests, left_tokens}
 end
 
-local time = redis.call('TIME')
-count_expired(queue, time[1] * 1000 + math.floor(time[2] / 1000) - KEPT_MS)
+count_expired(queue, now - KEPT_MS)
 local answers = {}
 for i = 0, (#KEYS - 3) / PER_KEYS - 1 do
   local k, a = 3 + i * PER_KEYS, 3 + i * PER_ARGV

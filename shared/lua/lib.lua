@@ -58,10 +58,13 @@ local function count_kept(queue, tenant, bytes)
   redis.call('XADD', kept, '*', 'tenant', tenant, 'bytes', bytes)
 end
 
+local KEPT_ROWS = 256  -- that one call counts back
+
 -- Counts back what has been kept since `before`, in ms of Redis's clock, or longer.
 local function count_expired(queue, before)
   local kept = queue .. ':kept'
-  for _, row in ipairs(redis.call('XRANGE', kept, '-', string.format('%.0f', math.max(0, before)), 'COUNT', 256)) do
+  local upto = string.format('%.0f', math.max(0, before))
+  for _, row in ipairs(redis.call('XRANGE', kept, '-', upto, 'COUNT', KEPT_ROWS)) do
     count_bytes(queue, row[2][2], -whole(row[2][4], 0))
     redis.call('XDEL', kept, row[1])
   end

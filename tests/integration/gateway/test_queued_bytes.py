@@ -80,4 +80,5 @@ def test_tenant_that_fills_redis_with_prompt_logprobs_is_429_alone(
         scheduler.serve(scheduler.claim(), [50])
         again = gateway.post("/v1/completions", body)
         assert (again.status_code, again.json()["error"]["code"]) == (429, "tenant_queue_full")
+        assert 240 < int(again.headers["retry-after"]) <= 300, "when these are gone"
         assert gateway.post("/v1/completions", body, key=OTHER).status_code == 202

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from redis.asyncio import Redis
 
@@ -114,9 +116,9 @@ async def test_bytes_are_bounded_in_all_and_by_tenant(client: Redis, scripts: Sc
     bounds = {"tokens": 1, "most_bytes": 3 * SIZE, "tenant_bytes": 2 * SIZE}
     for name in ("a", "b"):
         assert (await enqueue(scripts, name, **bounds))[0] == b"ok"
-    assert await enqueue(scripts, "c", **bounds) == [b"tenant bytes", 2 * SIZE, SIZE, 2, 1]
+    assert await enqueue(scripts, "c", **bounds) == [b"tenant bytes", 2 * SIZE, SIZE, 0, 2, 1]
     assert (await enqueue(scripts, "d", tenant="bob", **bounds))[0] == b"ok"
-    assert await enqueue(scripts, "e", tenant="carol", **bounds) == [b"bytes", 3 * SIZE, SIZE, 3]
+    assert await enqueue(scripts, "e", tenant="carol", **bounds) == [b"bytes", 3 * SIZE, SIZE, 0, 3]
     assert await counted(client) == (3 * SIZE, {b"alice": b"%d" % (2 * SIZE), b"bob": b"%d" % SIZE})
     assert await client.exists(KEYS.req("c"), KEYS.req("e")) == 0
 
@@ -148,6 +150,36 @@ async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Redis,
     await client.xadd(KEYS.queue_kept, fields, id=f"{long_ago}-0")
     assert (await enqueue(scripts, "b", kept=4000, **bounds))[0] == b"ok"
     assert await counted(client) == (2 * SIZE + 4000, {b"alice": b"%d" % (2 * SIZE + 4000)})
+
+
+async def test_refusal_by_kept_bytes_says_when_enough_have_gone(client: Redis, scripts: Scripts) -> None:
+    """Alice keeps 3,000 bytes for three minutes and 2,000 for four, bob as many, whose request has not ended."""
+    bounds = {"tokens": 1, "tenant": "alice", "most_bytes": 1 << 20, "tenant_bytes": SIZE + 4000}
+    now = int((await client.time())[0]) * 1000
+    for minutes, size in ((3, 3000), (4, 2000)):
+        for tenant in ("alice", "bob"):
+            at = now - KEPT_TTL_MS + minutes * 60_000
+            await client.xadd(KEYS.queue_kept, {"tenant": tenant, "bytes": size}, id=f"{at}-{int(tenant == 'bob')}")
+    await client.hset(KEYS.queue_bytes, mapping={"alice": 5000, "bob": 5000})
+    await client.hset(KEYS.queue, "bytes", 10_000)
+    assert (await enqueue(scripts, "bobs", **bounds | {"tenant": "bob", "tenant_bytes": 1 << 20}))[0] == b"ok"
+    all_bytes = 10_000 + SIZE
+
+    async def wait_s(name: bytes, **changes: Any) -> float:
+        answer = await enqueue(scripts, "new", **bounds | changes)
+        assert answer[0] == name
+        return float(round(answer[3] / 1000, -1))
+
+    assert await wait_s(b"tenant bytes") == 180
+    assert await wait_s(b"tenant bytes", tenant_bytes=SIZE + 2000) == 180, "just enough"
+    assert await wait_s(b"tenant bytes", tenant_bytes=SIZE + 1999) == 240
+    assert await wait_s(b"tenant bytes", tenant_bytes=1) == 240, "when nothing is held"
+    other = {"tenant": "bob", "tenant_bytes": 5000 + SIZE}
+    assert await wait_s(b"tenant bytes", **other) == 0, "that request may end"
+    assert await wait_s(b"tenant bytes", **other | {"tenant_bytes": 4999}) == 240, "and is not enough"
+    assert await wait_s(b"bytes", most_bytes=all_bytes) == 0
+    assert await wait_s(b"bytes", most_bytes=2 * SIZE + 4000) == 180
+    assert await wait_s(b"bytes", most_bytes=2 * SIZE + 3999) == 240
 
 
 async def test_request_larger_than_the_bound_enters_alone(client: Redis, scripts: Scripts) -> None:

@@ -106,14 +106,16 @@ def test_tenant_queue_drains_slower_with_more_waiting_tenants() -> None:
 
 def test_full_of_bytes_retries_after_an_equal_share_of_tokens() -> None:
     found = bounds(spec(), others=True, max_queued_bytes=100_000)
-    error = refusal(found, b"bytes", 78_000, 10_000, 1400)
+    error = refusal(found, b"bytes", 78_000, 10_000, 0, 1400)
     assert (error.code, int(error.headers["Retry-After"])) == ("queue_full", 3)  # 8/78 of 1400 tokens, 70 a second
     assert "hold 78000 of at most 80000 bytes in Redis; retry" in error.message
-    error = refusal(found, b"tenant bytes", 39_000, 10_000, 700, 3)
+    error = refusal(found, b"tenant bytes", 39_000, 10_000, 0, 700, 3)
     assert (error.code, int(error.headers["Retry-After"])) == ("tenant_queue_full", 7)
     assert "this tenant in class normal" in error.message and "at most 40000 bytes" in error.message
-    error = refusal(found, b"bytes", 100, 200_000, 70)
+    error = refusal(found, b"bytes", 100, 200_000, 0, 70)
     assert int(error.headers["Retry-After"]) == 1, "until nothing is held"
+    error = refusal(found, b"tenant bytes", 39_000, 10_000, 290_001, 700, 3)
+    assert (error.headers["Retry-After"], error.retry_after_s) == ("291", None), "no place, which would be 60 to 120 s"
 
 
 def test_place_exceeds_the_bounds_by_a_tenth_and_any_wait() -> None:
