@@ -7,6 +7,7 @@ the server's own CPU time (INFO cpu), which other programs on the machine change
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import subprocess
@@ -23,11 +24,15 @@ import redis
 from bench.gateway.publisher import Publisher
 from bench.result import RESULTS, ROOT, provenance, write
 from protos import queue_pb2
+from services.gateway.admission import Bounds
+from services.gateway.auth import Caller
+from services.gateway.delivery.dispatcher import enqueueing, entry_of
+from services.gateway.request import GenerationSpec
 from services.launcher.redis_server import find_binary, missing_binary_message, version_text
 from services.scheduler.core.types import Finish, Outcome
-from shared.columns import pack
 from shared.keys import Keys
-from shared.redis_client import source
+from shared.redis_client import Value, source
+from shared.settings import DEMO_MODEL, GatewaySettings
 
 RESULT = ROOT / "bench" / "results" / "fleet-redis.json"
 RUNNING, ITERATIONS, PROMPT, CHECKPOINT = 256, 1000, 512, 32
@@ -90,9 +95,12 @@ def measure(client: redis.Redis, iterations: int) -> dict[str, float]:
     spent = dict.fromkeys(("enqueue", "claim", "publish", "read", "checkpoint", "end"), 0.0)
     last = b"0"
     for wave in range(waves):
+        calls = asyncio.run(_calls(keys, [f"cmpl-{wave:06d}{at:06d}" for at in range(RUNNING)]))
         with _spent(client, spent, "enqueue"):
-            for at in range(RUNNING):
-                _enqueue(enqueue, keys, f"cmpl-{wave:06d}{at:06d}")
+            for where, values in calls:
+                ((verdict, *_),) = enqueue(keys=where, args=values)
+                if verdict != b"ok":
+                    raise RuntimeError(f"enqueue.lua: {verdict!r}; the bounds of the bench are too small")
         with _spent(client, spent, "claim"):
             publisher.claim(RUNNING, lambda: None)
         with _spent(client, spent, "publish"):
@@ -124,17 +132,18 @@ def _checkpoints(publisher: Publisher) -> list[Any]:
     return [(request.id, 0, 0, tokens) for request in publisher._requests]
 
 
-def _enqueue(script: Any, keys: Keys, name: str) -> None:
-    request = queue_pb2.Request(
-        id=name, tenant="alice", gateway=GATEWAY, n=1, max_tokens=256,
-        prompts=queue_pb2.Prompts(tokens=[pack(np.arange(PROMPT, dtype=np.int32))]),
-    )  # fmt: skip
-    where = [keys.req(name), keys.requests("normal"), keys.queue, keys.bucket("alice"), keys.prompt(name)]
-    values = [
-        request.SerializeToString(), b"", PROMPT, 1 << 30, PROMPT + 256, 0, 0, 0, 600_000, "alice", GATEWAY, "normal",
-        b"delivery", "", 1.0, 1 << 30, 0, 0, 0,
-    ]  # fmt: skip
-    script(keys=[*where, keys.background, keys.background_of(GATEWAY)], args=values)
+async def _calls(keys: Keys, names: list[str]) -> list[tuple[list[str], list[Value]]]:
+    """Return keys and arguments of enqueue.lua as a gateway sends them, for one request each."""
+    settings, caller = GatewaySettings(model=DEMO_MODEL, max_queued_tokens=1 << 30), Caller("alice")
+    calls = []
+    for name in names:
+        spec = GenerationSpec(
+            name, "completions", "bench", 1, [list(range(PROMPT))], 1, 256, queue_pb2.Sampling(), priority="normal"
+        )
+        delivery = spec.to_delivery(lambda prompt, _: list(prompt[-8:]))
+        entry = entry_of(keys, GATEWAY, spec, caller, delivery, Bounds.of(settings, spec, caller, None), 0.0)
+        calls.append(enqueueing(keys, GATEWAY, [entry], 0.0))
+    return calls
 
 
 @contextlib.contextmanager

@@ -299,6 +299,51 @@ class QueueBounds(Protocol):
         ...
 
 
+def entry_of(
+    keys: Keys,
+    gateway_id: str,
+    spec: GenerationSpec,
+    caller: Caller,
+    delivery: bytes,
+    bounds: QueueBounds,
+    started: float,
+) -> Entry:
+    """Return what the backlog keeps of a request. started: time.monotonic() at its arrival."""
+    request, prompts = spec.to_request(gateway_id, caller.tenant, caller.salt)
+
+    def arguments(left_ms: int) -> list[Value]:
+        request.deadline_ms = left_ms  # the client's deadline counts from the arrival here
+        return [
+            request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
+            *caller.rates.arguments, caller.tenant, spec.priority, delivery, spec.id if spec.background else "",
+            bounds.tenant_tokens, int(bounds.is_late), bounds.class_bytes, bounds.tenant_bytes,
+            spec.kept_bytes,
+        ]  # fmt: skip
+
+    return Entry(
+        spec.id,
+        caller.tenant,
+        CLASSES.index(spec.priority),
+        request.ByteSize() + len(prompts) + len(delivery),
+        spec.survives_client,
+        spec.is_named,
+        started + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
+        [keys.req(spec.id), keys.requests(spec.priority), keys.bucket(caller.bucket), keys.prompt(spec.id)],
+        arguments,
+        asyncio.get_running_loop().create_future(),
+    )
+
+
+def enqueueing(keys: Keys, gateway_id: str, entries: Sequence[Entry], now: float) -> tuple[list[str], list[Value]]:
+    """Return the keys and arguments of enqueue.lua for these entries. now: time.monotonic()."""
+    redis_keys = [keys.queue, keys.background, keys.background_of(gateway_id)]
+    arguments: list[Value] = [LIVE_TTL_MS, gateway_id, MEMORY_MOST]
+    for entry in entries:
+        redis_keys += entry.keys
+        arguments += entry.arguments(entry.left_ms(now))
+    return redis_keys, arguments
+
+
 class Dispatcher:
     """Use every Redis connection that serves requests."""
 
@@ -404,7 +449,8 @@ class Dispatcher:
         stream.enqueued = False
         if spec.id not in self._streams:
             self._register(stream)
-        entry = self._entry(spec, caller, delivery, bounds, time.monotonic() if started is None else started)
+        begin = time.monotonic() if started is None else started
+        entry = entry_of(self._keys, self.gateway_id, spec, caller, delivery, bounds, begin)
         full = self._backlog.full(entry.tenant, bounds.share, bounds.tenant_share, entry.size_bytes)
         if full is None:
             self._backlog.put(entry)
@@ -422,35 +468,6 @@ class Dispatcher:
             case _:
                 self._forget(stream)
         return answer
-
-    def _entry(
-        self, spec: GenerationSpec, caller: Caller, delivery: bytes, bounds: QueueBounds, started: float
-    ) -> Entry:
-        """Return what the backlog keeps of a request."""
-        keys = self._keys
-        request, prompts = spec.to_request(self.gateway_id, caller.tenant, caller.salt)
-
-        def arguments(left_ms: int) -> list[Value]:
-            request.deadline_ms = left_ms  # the client's deadline counts from the arrival here
-            return [
-                request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
-                *caller.rates.arguments, caller.tenant, spec.priority, delivery, spec.id if spec.background else "",
-                bounds.tenant_tokens, int(bounds.is_late), bounds.class_bytes, bounds.tenant_bytes,
-                spec.kept_bytes,
-            ]  # fmt: skip
-
-        return Entry(
-            spec.id,
-            caller.tenant,
-            CLASSES.index(spec.priority),
-            request.ByteSize() + len(prompts) + len(delivery),
-            spec.survives_client,
-            spec.is_named,
-            started + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,
-            [keys.req(spec.id), keys.requests(spec.priority), keys.bucket(caller.bucket), keys.prompt(spec.id)],
-            arguments,
-            asyncio.get_running_loop().create_future(),
-        )
 
     async def _answered(self, entry: Entry) -> list[Any]:
         """Wait for the answer to an entry of the backlog, until its deadline. Raise ApiError(503)."""
@@ -642,15 +659,9 @@ class Dispatcher:
             _set(entry.answer, [b"expired"])
         if not batch:
             return
-        keys = self._keys
-        redis_keys = [keys.queue, keys.background, keys.background_of(self.gateway_id)]
-        arguments: list[Value] = [LIVE_TTL_MS, self.gateway_id, MEMORY_MOST]
         try:
             self._refuse_without_redis()
-            for entry in batch:
-                redis_keys += entry.keys
-                arguments += entry.arguments(entry.left_ms(begin))
-            answers = await self._enqueue(redis_keys, arguments)
+            answers = await self._enqueue(*enqueueing(self._keys, self.gateway_id, batch, begin))
         except asyncio.CancelledError:
             _fail(batch, interrupted())
             raise
