@@ -1,5 +1,5 @@
 -- Fenced: marks the requests that XREADGROUP gave to this shard as claimed by it.
--- KEYS: lease   ARGV: epoch, shard, then req keys
+-- KEYS: lease   ARGV: text of the lease, shard, then req keys
 -- Returns per request: verdict, time of its enqueueing (ms of Redis's clock), the gateway that delivers it now, and
 -- whether that gateway has a heartbeat (1 or 0).
 -- Verdicts: 0 run it, 1 cancelled before the claim, 2 unknown (its record has expired), 3 already finished
@@ -15,7 +15,7 @@ for i = 3, #ARGV do
     verdict = 3
   else
     if record[2] then verdict = 1 end
-    redis.call('HSET', ARGV[i], 'shard', ARGV[2], 'epoch', ARGV[1])
+    redis.call('HSET', ARGV[i], 'shard', ARGV[2], 'epoch', string.match(ARGV[1], '^%d+'))
     if record[1] == 'queued' then redis.call('HSET', ARGV[i], 'state', 'claimed') end
     count(ARGV[i], 'attempts', 1)
   end

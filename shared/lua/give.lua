@@ -1,5 +1,6 @@
 -- Fenced: moves requests of one shard into the pending list of another, which continues them.
--- KEYS: lease of the first shard, queue   ARGV: epoch, group, first shard, second shard, then (req key, stream, entry) each
+-- KEYS: lease of the first shard, queue   ARGV: text of the lease, group, first shard, second shard,
+--       then (req key, stream, entry) each
 -- Returns the number of moved requests. A repeated call moves no request that has changed since.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local given = 0

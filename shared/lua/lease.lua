@@ -1,12 +1,14 @@
 -- Acquires, renews or releases the lease of a shard.
--- KEYS: lease, epoch, epoch of the shard   ARGV: acquire | renew | release, ms, epoch (renew, release), lifetime of the
--- third key in ms
--- acquire returns the new epoch or 0; renew and release return 1 or 0.
+-- KEYS: lease, epoch, epoch of the shard   ARGV: acquire | renew | release, ms, least epoch (acquire) or the lease's text
+-- (renew, release), lifetime of the third key in ms, token of the holder (acquire; '' or none: the text is the epoch alone)
+-- acquire returns the new epoch or 0; renew and release return 1 or 0. The text is the epoch and, behind a colon, the token:
+-- a Redis that lost its last writes and whose clock was set back may give an epoch twice, and one holder is left.
 if ARGV[1] == 'acquire' then
   if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-  local epoch = next_epoch(KEYS[2], 0)
-  redis.call('SET', KEYS[1], epoch, 'PX', ARGV[2])
-  redis.call('SET', KEYS[3], epoch, 'PX', ARGV[4])
+  local epoch = next_epoch(KEYS[2], tonumber(ARGV[3]))
+  local text = (ARGV[5] or '') == '' and epoch or epoch .. ':' .. ARGV[5]
+  redis.call('SET', KEYS[1], text, 'PX', ARGV[2])
+  redis.call('SET', KEYS[3], text, 'PX', ARGV[4])
   return tonumber(epoch)
 end
 local holder = redis.call('GET', KEYS[1])

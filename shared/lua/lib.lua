@@ -25,11 +25,14 @@ local function count(key, field, delta)
 end
 
 -- Returns the next epoch, as text: above the counter, at least `least`, and at least Redis's clock in hundredths of a
--- second. By the clock a Redis that lost its last writes, or all, never repeats an epoch that a service has seen.
+-- second. By the clock a Redis that lost its last writes, or all, never repeats an epoch that a service has seen. A counter
+-- that no service wrote begins anew: epochs are below 2^40.
 local function next_epoch(counter, least)
   local time = redis.call('TIME')
   local now = 100 * time[1] + math.floor(time[2] / 10000)
-  local epoch = string.format('%.0f', math.max(redis.call('INCR', counter), now, least))
+  local counted = redis.pcall('INCR', counter)
+  if type(counted) == 'table' or counted >= 1099511627776 then counted = 1 end
+  local epoch = string.format('%.0f', math.max(counted, now, least))
   redis.call('SET', counter, epoch)
   return epoch
 end

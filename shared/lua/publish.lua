@@ -1,6 +1,7 @@
 -- Fenced: writes all results of one iteration in one script.
 -- KEYS: lease, queue
--- ARGV: epoch, key prefix, group, ttl ms of live records, ttl ms of finished ones, time span of token streams in ms,
+-- ARGV: text of the lease, key prefix, group, ttl ms of live records, ttl ms of finished ones, time span of token streams
+--       in ms,
 --       1 if a request with a record that lacks tokens is to end as an error, then five sections, each a count and its rows:
 --       entries (gateway, payload), checkpoints (id, choice, byte offset, tokens, finish or 0, tokens at the end),
 --       started (id),

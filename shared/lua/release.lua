@@ -1,5 +1,5 @@
 -- Fenced: returns requests that never started to the queue, for any shard.
--- KEYS: lease, queue   ARGV: epoch, group, then (req key, stream, entry, request) per request
+-- KEYS: lease, queue   ARGV: text of the lease, group, then (req key, stream, entry, request) per request
 -- Returns the number of returned requests; the rest have started, or were returned before.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end
 local returned = 0

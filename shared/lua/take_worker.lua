@@ -1,7 +1,7 @@
 -- Fenced: a shard takes a worker that is free, already its own, or of a shard without a lease, and gives up its previous
 -- one.
--- KEYS: lease, worker, epoch, the previous worker (the same key if there is none)   ARGV: epoch, shard, key prefix,
--- least epoch of the new Run
+-- KEYS: lease, worker, epoch, the previous worker (the same key if there is none)   ARGV: text of the lease, shard,
+-- key prefix, least epoch of the new Run
 -- Returns the epoch of the new Run, or 0. Each Run has a new epoch: workers move between shards, and refuse a smaller
 -- epoch than they have seen.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED another scheduler holds ' .. KEYS[1]) end

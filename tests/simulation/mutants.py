@@ -108,13 +108,13 @@ MUTANTS: dict[str, Plant] = {
     "repeat-taken-as-next": _method(RequestStream, "offer", _keeps_repeats),
     "stranded-not-taken-up": _method(Claims, "_stranded", _takes_nothing_up),
     "prefix-key-without-parent": _method(Hasher, "keys", _knows_no_parent),
-    "claimed-by-two": _script("claim", "redis.call('HSET', ARGV[i], 'shard', ARGV[2], 'epoch', ARGV[1])", ""),
+    "claimed-by-two": _script(
+        "claim", "redis.call('HSET', ARGV[i], 'shard', ARGV[2], 'epoch', string.match(ARGV[1], '^%d+'))", ""
+    ),
     "hole-written": _script("publish", "local whole_record = have >= tonumber(offset)", "local whole_record = true"),
     "stale-lease-renewed": _script("lease", "redis.call('GET', KEYS[3]) ~= ARGV[3]", "false"),
     "epoch-not-risen": _script("lib", "redis.call('SET', counter, epoch)", "redis.call('SET', counter, 0)"),
-    "epoch-by-counter": _script(
-        "lib", "math.max(redis.call('INCR', counter), now, least)", "math.max(redis.call('INCR', counter), least)"
-    ),
+    "epoch-by-counter": _script("lib", "math.max(counted, now, least)", "math.max(counted, least)"),
     "lost-entry-counted-back": _script("drop", "if existed and ", "if "),
     "job-without-wake": _code(Dispatcher, "submit", "self._more.set()", ""),
     "command-lost-in-outage": _code(Dispatcher, "_put_command", "self._retries.keep(command)", ""),

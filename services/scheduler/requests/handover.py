@@ -99,7 +99,7 @@ class RequestHandover:
         ]
         count = 0
         for part in _parts(rows):
-            head: list[Value] = [lease.epoch, GROUP]
+            head: list[Value] = [lease.text, GROUP]
             count += await persist(
                 "hand requests back",
                 partial(lease.fenced, self._scripts.release, [self._keys.queue], [*head, *part]),
@@ -111,7 +111,7 @@ class RequestHandover:
         rows: list[list[Value]] = [[self._keys.req(e.request.id), e.stream, e.id] for e in entries]
         count = 0
         for part in _parts(rows):
-            head: list[Value] = [lease.epoch, GROUP, giver, taker]
+            head: list[Value] = [lease.text, GROUP, giver, taker]
             count += await persist(
                 "give requests to another shard",
                 partial(lease.fenced, self._scripts.give, [self._keys.queue], [*head, *part]),

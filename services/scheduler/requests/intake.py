@@ -283,7 +283,7 @@ class Intake:
     async def _claim(self, entries: list[Entry], fresh: bool = False) -> list[Claimed]:
         if not entries:
             return []
-        args: list[Value] = [self._lease.epoch, self._shard, *(self._keys.req(entry.request.id) for entry in entries)]
+        args: list[Value] = [self._lease.text, self._shard, *(self._keys.req(entry.request.id) for entry in entries)]
         try:
             verdicts = await self._lease.fenced(self._scripts.claim, [], args)
         except ResponseError as error:
@@ -307,7 +307,7 @@ class Intake:
 
     async def _drop(self, lease: Lease, stream: str, entry_id: str, queued: Sequence[Value] = (0, "", "")) -> None:
         """Delete an entry. queued: prompt tokens that leave the queue with it, their class and tenant."""
-        await lease.fenced(self._scripts.drop, [self._keys.queue], [lease.epoch, GROUP, stream, entry_id, *queued])
+        await lease.fenced(self._scripts.drop, [self._keys.queue], [lease.text, GROUP, stream, entry_id, *queued])
 
     async def _open(self, entry: Entry, enqueued_ms: int, gateway: str, cancelled: bool) -> Claimed:
         prompts = entry.request.prompts

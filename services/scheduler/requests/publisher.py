@@ -119,8 +119,10 @@ def arguments(
     prefix: str,
     where: Mapping[str, Entry],
     again: list[Known] | None = None,
+    held: Value = "",
 ) -> list[Value]:
-    """Return the ARGV of publish.lua for some outcomes, in order. where: the stream entries of the requests.
+    """Return the ARGV of publish.lua for some outcomes, in order. where: the stream entries of the requests. held: the
+    text of the lease; empty where it is the epoch.
 
     again: for the second call with these outcomes, after records were found too short: whole outputs that are written
     first. What is too short even then ends as an error.
@@ -157,7 +159,7 @@ def arguments(
             if entry is not None:
                 ended += _end(finished, entry)
                 counts[3] += 1
-    head: list[Value] = [epoch, prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS, int(again is not None)]
+    head: list[Value] = [held or epoch, prefix, GROUP, LIVE_TTL_MS, KEPT_TTL_MS, STREAM_KEEP_MS, int(again is not None)]
     # fmt: off
     return [
         *head, counts[0], *entries, counts[1], *checkpoints, counts[2], *started, counts[3], *ended,
@@ -260,7 +262,8 @@ class Publisher:
         again: list[Known] | None = None
         try:
             while True:
-                args = arguments(outcomes, self._lease.epoch, self._keys.prefix, self._entries, again)
+                lease = self._lease
+                args = arguments(outcomes, lease.epoch, self._keys.prefix, self._entries, again, lease.text)
                 short = await self._lease.fenced(self._script, [self._keys.queue], args)
                 if not short or again is not None:
                     return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,12 +31,18 @@ class Lease:
         self._keys = [keys.lease(shard), keys.epoch, keys.shard_epoch(shard)]
         self._shard = shard
         self._lease_ms = lease_ms
+        self._token = ""
         self.epoch = 0
 
     @property
     def key(self) -> str:
         """Return the Redis key of the lease."""
         return self._keys[0]
+
+    @property
+    def text(self) -> str:
+        """Return what the lease holds in Redis while it is this one's, the first word of fenced scripts."""
+        return f"{self.epoch}:{self._token}" if self._token else str(self.epoch)
 
     async def acquire(self, stopping: Callable[[], bool]) -> int:
         """Wait for the shard and return the new epoch. Raises CancelledError when `stopping` turns true."""
@@ -52,11 +59,13 @@ class Lease:
 
     async def take(self) -> bool:
         """Take the shard if it is free; return whether it was."""
-        self.epoch = int(await self._run("acquire"))
+        token = secrets.token_hex(8)
+        self.epoch = int(await self._run("acquire", 0, token))
+        self._token = token
         return self.epoch > 0
 
-    async def _run(self, verb: str, epoch: int = 0) -> Any:
-        return await self._script(self._keys, [verb, self._lease_ms, epoch, LIVE_TTL_MS])
+    async def _run(self, verb: str, held: Value, token: str = "") -> Any:
+        return await self._script(self._keys, [verb, self._lease_ms, held, LIVE_TTL_MS, token])
 
     async def keep(self) -> None:
         """Renew four times per lease until another scheduler has the lease.
@@ -67,7 +76,7 @@ class Lease:
         while True:
             await asyncio.sleep(self._lease_ms / 4000)
             try:
-                if int(await self._run("renew", self.epoch)) != 1:
+                if int(await self._run("renew", self.text)) != 1:
                     log.warning("lease of shard %s lost: another scheduler follows epoch %d", self._shard, self.epoch)
                     return
             except Unavailable as error:
@@ -82,7 +91,7 @@ class Lease:
         try:
             return await script([self.key, *keys], args)
         except LeaseLostError:
-            if int(await self._run("renew", self.epoch)) != 1:
+            if int(await self._run("renew", self.text)) != 1:
                 raise
             return await script([self.key, *keys], args)
 
@@ -93,13 +102,13 @@ class Lease:
         """
         keys = list(dict.fromkeys(str(command[1]) for command in commands))
         words = [word for command in commands for word in (len(command), *command)]
-        await self.fenced(self._writes, keys, [self.epoch, *words])
+        await self.fenced(self._writes, keys, [self.text, *words])
 
     async def release(self) -> None:
         """Let a standby take the shard at once. Writes under way are refused from now on: they must not renew the
         lease."""
-        epoch, self.epoch = self.epoch, 0
+        held, self.epoch = self.text, 0
         try:
-            await self._run("release", epoch)
+            await self._run("release", held)
         except Unavailable as error:
             log.warning("lease of shard %s not released: %s; it expires", self._shard, error)

@@ -165,7 +165,7 @@ class WorkerRegistry:
             if held and worker.shard not in ("", self._shard) and unled_s < self._patience_s:
                 continue
             names = [self._keys.worker(worker.id), self._keys.epoch, self._keys.worker(before or worker.id)]
-            words: list[Value] = [self._lease.epoch, self._shard, self._keys.prefix, self.least_epoch]
+            words: list[Value] = [self._lease.text, self._shard, self._keys.prefix, self.least_epoch]
             if epoch := int(await self._lease.fenced(self._scripts.take_worker, names, words)):
                 return replace(worker, epoch=epoch)
         return None
@@ -177,5 +177,5 @@ class WorkerRegistry:
 
     async def give_back(self, worker: Registration) -> None:
         """Release a worker, unless another shard has it already."""
-        words: list[Value] = [self._lease.epoch, self._shard, worker.epoch]
+        words: list[Value] = [self._lease.text, self._shard, worker.epoch]
         await self._lease.fenced(self._scripts.give_worker, [self._keys.worker(worker.id)], words)

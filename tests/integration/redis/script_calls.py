@@ -76,7 +76,7 @@ async def lease(scripts: Scripts, verb: str, epoch: int = 0, ms: int = 5000) -> 
     return int(await scripts.lease(keys, [verb, ms, epoch, LIVE_TTL_MS]))
 
 
-async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, str]]:
+async def claim(client: Redis, scripts: Scripts, epoch: int | str) -> list[tuple[str, str]]:
     """Read and claim everything new; return (stream, entry) of each."""
     for stream in KEYS.request_streams():
         await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
@@ -87,7 +87,7 @@ async def claim(client: Redis, scripts: Scripts, epoch: int) -> list[tuple[str, 
 
 
 def publication(
-    epoch: int,
+    epoch: int | str,
     *sections: list[Any],
     logprobs: Sequence[Any] = (),
     of_prompts: Sequence[Any] = (),

@@ -16,7 +16,7 @@ from services.scheduler.requests.publisher import Publisher
 from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.errors import LeaseLostError
-from shared.keys import GROUP
+from shared.keys import EPOCHS, GROUP
 from shared.redis_client import KEPT_TTL_MS, Scripts
 from tests.integration.redis.script_calls import (
     KEYS,
@@ -138,6 +138,36 @@ async def test_expired_lease_is_renewed_until_another_takes_it(client: Redis, sc
     assert await lease(scripts, "renew", mine) == 0
 
 
+async def test_shard_has_one_holder_where_redis_gives_an_epoch_twice(client: Redis, scripts: Scripts) -> None:
+    """The clock was set back, so the counter alone says what is next; then Redis loses the lease and its count."""
+    first, second = (Lease(scripts, KEYS, SHARD, 5000) for _ in range(2))
+    before = 1 << 39  # beyond the clock
+    await client.set(KEYS.epoch, before)
+    assert await first.take()
+    await client.delete(first.key, KEYS.shard_epoch(SHARD))
+    await client.set(KEYS.epoch, before)
+    assert await second.take()
+    assert second.epoch == first.epoch == before + 1
+    with pytest.raises(LeaseLostError):
+        await first.write(["SET", KEYS.policy(SHARD), "first"])
+    await second.write(["SET", KEYS.policy(SHARD), "second"])
+    await first.release()
+    await second.write(["SET", KEYS.policy(SHARD), "second"])
+    assert await client.get(KEYS.policy(SHARD)) == b"second"
+
+
+@pytest.mark.parametrize("counted", ["much", "1.5", "-7", str(EPOCHS - 1), str((1 << 63) - 1)])
+async def test_counter_of_epochs_that_no_service_wrote_begins_anew(
+    client: Redis, scripts: Scripts, counted: str
+) -> None:
+    await client.set(KEYS.epoch, counted)
+    held = Lease(scripts, KEYS, SHARD, 5000)
+    assert await held.take()
+    clock = 100 * int((await client.time())[0])
+    assert clock - 100 <= held.epoch <= clock + 100
+    assert await client.get(KEYS.epoch) == str(held.epoch).encode()
+
+
 async def test_request_ends_with_its_record_trimmed_and_entry_deleted(client: Redis, scripts: Scripts) -> None:
     await enqueue(scripts, "r", prompts=b"long")
     epoch = await lease(scripts, "acquire")
@@ -240,7 +270,7 @@ async def test_publisher_writes_whole_outputs_where_redis_lost_tokens(client: Re
     await enqueue(scripts, "r")
     held = Lease(scripts, KEYS, SHARD, 5000)
     assert await held.take()
-    (stream, entry), *_ = await claim(client, scripts, held.epoch)
+    (stream, entry), *_ = await claim(client, scripts, held.text)
     tokens = [np.arange(5, 15, dtype=np.int32) + choice for choice in range(3)]
     ended: list[str] = []
     publisher = Publisher(

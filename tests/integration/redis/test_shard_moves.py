@@ -102,7 +102,7 @@ class World:
         entry = process.held[name]
         rows = [name, entry.stream, entry.id, "2", 10, "1", ""] if end else []
         checkpoint = [name, 0, 0, pack([7]), 0, 0]
-        args = publication(process.lease.epoch, ["g", b""], checkpoint, [name], rows)
+        args = publication(process.lease.text, ["g", b""], checkpoint, [name], rows)
         await self.say(process, self.scripts.publish, [KEYS.queue], args)
         process.begun.add(name)
         if end:
@@ -144,7 +144,7 @@ class World:
 
     async def run_out(self, process: Process) -> None:
         """The process is paused for longer than its lease. It continues unaware, or another process leads."""
-        if await self.redis.get(process.lease.key) == str(process.lease.epoch).encode():
+        if await self.redis.get(process.lease.key) == process.lease.text.encode():
             await self.redis.delete(process.lease.key)
 
     async def step(self) -> None:
@@ -172,7 +172,7 @@ class World:
         found = {}
         for process in self.processes:
             last = await self.redis.get(KEYS.shard_epoch(process.shard))
-            if last == str(process.lease.epoch).encode():
+            if last == process.lease.text.encode():
                 assert process.shard not in found
                 found[process.shard] = process
         return found

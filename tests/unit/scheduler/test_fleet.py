@@ -183,7 +183,7 @@ class Keys:
 class Lease:
     """Every worker that is asked for is ours."""
 
-    epoch = 1
+    text = "1"
 
     def __init__(self) -> None:
         self.given: list[list[Any]] = []
@@ -298,7 +298,7 @@ async def until_cancelled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "others", "gives"), [("a", Others(("b",), ("b",)), [["w1", 1, "a", 5]]), ("b", Others(("b",), ()), [])]
+    ("record", "others", "gives"), [("a", Others(("b",), ("b",)), [["w1", "1", "a", 5]]), ("b", Others(("b",), ()), [])]
 )
 async def test_lost_worker_that_the_shard_avoids_is_freed(record: str, others: Others, gives: list[list[Any]]) -> None:
     shard, lease = Workers(1), Lease()
