@@ -30,7 +30,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
-from shared.dead_letters import DeadLetters
+from shared.dead_letters import DeadLetters, text
 from shared.errors import ConfigurationError, ModelError
 from shared.keys import Keys
 from shared.models_file import ModelEntry, check_names
@@ -162,6 +162,9 @@ class ModelTable:
         self._unreadable_until: dict[str, float] = {}  # of time.monotonic(), by model that could not be opened
         self._opening: dict[str, asyncio.Task[ServedModel]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
+        self._closed_records: dict[str, dict[str, AdapterRecord]] = {}  # adapters of models that are not open
+        self._closed_read_at = -math.inf  # of time.monotonic()
+        self._reading = asyncio.Lock()
         self._redis: Redis = connect(first.settings, connections=2)
         self._add(first)
 
@@ -273,6 +276,51 @@ class ModelTable:
                 if record is not None and (not record.unloaded_s or record.unloaded_s > time.time() - FORMER_S):
                     found.append((entry, record))
         return sorted(found, key=lambda each: each[1].unloaded_s > 0)
+
+    async def adapters(self, caller: Caller) -> dict[str, tuple[str, AdapterRecord]]:
+        """Return the model and the record of each adapter by name, of all models that the caller may use.
+
+        Of models that are not open they are read at most once a second; a silent Redis leaves them as they were.
+        """
+        closed = await self._closed_adapters()
+        found: dict[str, tuple[str, AdapterRecord]] = {}
+        for name in sorted(filter(caller.may_use, self.names()), key=lambda name: name not in self.open):
+            records = self.open[name].adapters.records if name in self.open else closed.get(name, {})
+            for adapter in sorted(records):
+                if not self.has(adapter):
+                    found.setdefault(adapter, (name, records[adapter]))
+        return found
+
+    async def _closed_adapters(self) -> dict[str, dict[str, AdapterRecord]]:
+        """Return the adapters that stand, of models that are not open, by model and name."""
+        async with self._reading:
+            closed = [name for name in self._entries if name not in self.open]
+            is_read = time.monotonic() - self._closed_read_at < EVERY_S and self._closed_records.keys() >= set(closed)
+            if self.first.settings.adapter_dir is None or not closed or is_read or self.first.cluster.redis_error:
+                return self._closed_records
+            pipe: Any = self._redis.pipeline(transaction=False)
+            for name in closed:
+                pipe.hgetall(Keys(name).adapters)
+            try:
+                replies = await pipe.execute(raise_on_error=False)
+            except (*Unreachable, RedisError) as error:
+                log.warning("adapters of models that are not open not read: %s", error)
+                return self._closed_records
+            self._closed_records = {
+                name: self._standing(Keys(name).adapters, reply) if isinstance(reply, dict) else {}
+                for name, reply in zip(closed, replies, strict=True)
+            }
+            self._closed_read_at = time.monotonic()
+            return self._closed_records
+
+    def _standing(self, key: str, stored: dict[bytes, bytes]) -> dict[str, AdapterRecord]:
+        letters, found = self._parts.letters, {}
+        for raw, value in stored.items():
+            if name := letters.read(key, raw, text):
+                record = letters.read(f"{key}:{name}", value, AdapterRecord.decode)
+                if record is not None and not record.unloaded_s:
+                    found[name] = record
+        return found
 
     async def holding(self, request_id: str, caller: Caller | None = None) -> ServedModel:
         """Return the model that has a request or a stored response of this id; the first one where none has it.

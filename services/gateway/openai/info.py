@@ -10,10 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from services.gateway.adapters import AdapterRecord
 from services.gateway.auth import Caller, require_operator
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
-from services.gateway.models import ServedModel, State
+from services.gateway.models import State
 from services.gateway.openai.answers import json_response
 from services.gateway.openai.document import FOUND, errors
 
@@ -26,10 +27,9 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
 
-    def adapter_card(model: ServedModel, name: str) -> dict[str, Any]:
-        record = model.adapters.records[name]
-        more = {"parent": model.name, "root": record.path, "aliases": []}
-        return model_card(model.name) | _named(name, record.created_s) | more
+    def adapter_card(base: str, name: str, record: AdapterRecord) -> dict[str, Any]:
+        more = {"parent": base, "root": record.path, "aliases": []}
+        return model_card(base) | _named(name, record.created_s) | more
 
     def model_card(name: str) -> dict[str, Any]:
         card: dict[str, Any] = {
@@ -50,23 +50,24 @@ def router(gateway: Gateway) -> APIRouter:
         caller: Caller = request.state.caller
         names = [name for name in gateway.models.names() if caller.may_use(name)]
         cards = [model_card(name) for name in names]
-        for model in gateway.models.models():
-            if caller.may_use(model.name):
-                adapters = sorted(name for name in model.adapters.records if not gateway.models.has(name))
-                cards += [adapter_card(model, name) for name in adapters]
+        adapters = await gateway.models.adapters(caller)
+        cards += [adapter_card(base, name, record) for name, (base, record) in adapters.items()]
         ids = [card["id"] for card in cards] or [None]
         page = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}
         return json_response({"object": "list", "data": cards, **page})
 
     @routes.get("/v1/models/{model_id:path}", responses={200: FOUND, **errors(404)})
     async def model(model_id: str, request: Request) -> Response:
-        """Return one model, by its name or an alias."""
+        """Return one model by its name or an alias, or an adapter."""
         caller: Caller = request.state.caller
+        if not gateway.models.has(model_id):
+            adapters = await gateway.models.adapters(caller)
+            if model_id in adapters:
+                base, record = adapters[model_id]
+                return json_response(adapter_card(base, model_id, record))
         name = gateway.models.named(model_id)
         if not name or not caller.may_use(name):
             raise gateway.models.unknown(model_id, caller)
-        if model_id != name and (found := gateway.models.with_adapter(model_id)) is not None:
-            return json_response(adapter_card(found, model_id))
         return json_response(model_card(name))
 
     @routes.get("/health", responses={200: FOUND, **errors()})

@@ -156,6 +156,29 @@ async def test_adapter_never_answers_for_a_model(
         redis_server.client.delete(adapters)
 
 
+async def test_adapters_of_models_that_are_not_open_are_listed(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer
+) -> None:
+    record, key = AdapterRecord("ab" * 32, 1, "/x", 7), Keys(SECOND).adapters
+    stored = {"sql": record.encode(), "gone": replace(record, unloaded_s=9).encode(), SECOND: record.encode()}
+    redis_server.client.hset(key, mapping=stored | {"broken": b"{", b"\xff": record.encode()})
+    redis_server.client.set(Keys(THIRD).adapters, "of another type")
+    try:
+        *models, card = (await client.get("/v1/models")).json()["data"]
+        assert ([each["id"] for each in models], card["id"]) == ([FIRST, SECOND, THIRD], "sql")
+        assert (card["parent"], card["root"], card["created"], card["state"]) == (SECOND, "/x", 7, "ready")
+        assert (await client.get("/v1/models/sql")).json() == card
+        for name in ("gone", "broken"):
+            assert (await client.get(f"/v1/models/{name}")).status_code == 404
+        assert set(gateway.models.open) == {FIRST, "gpt-4o"}
+        bound = Caller("t", models=frozenset({FIRST}))
+        assert await gateway.models.adapters(bound) == {}
+        assert await text_of(client, "sql") == TEXTS[SECOND]
+        assert (await client.get("/v1/models")).json()["data"][-1]["id"] == "sql"
+    finally:
+        redis_server.client.delete(key, Keys(THIRD).adapters)
+
+
 async def test_adapter_of_a_model_that_is_not_open_opens_it(
     client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, schedulers: dict[str, ScriptedScheduler]
 ) -> None:
