@@ -24,6 +24,7 @@ from services.gateway.batches.files import FileStore
 from services.gateway.batches.records import BatchOrder, BatchStore, OpenBatch, Outdated
 from services.gateway.batches.run import Means, Run
 from services.gateway.metrics import Metrics
+from shared.keys import EPOCHS
 from shared.redis_client import LIVE_TTL_MS, Scripts, Unreachable, Value, connect
 from shared.settings import GatewaySettings
 from shared.tasks import end
@@ -67,6 +68,7 @@ class BatchDriver:
         self._slots = asyncio.Semaphore(settings.batch_requests)
         self._driven: dict[OpenBatch, asyncio.Task[None]] = {}
         self._paused: dict[OpenBatch, float] = {}
+        self._least_epoch = 0  # of the next lease: above what lies on disk
         self._more = asyncio.Event()
         self._swept_at = time.monotonic()
         self._is_stopping = False
@@ -114,7 +116,7 @@ class BatchDriver:
         for _, batch in sorted(ranked):
             if app is None or self._is_stopping or len(self._driven) >= MOST_DRIVEN:
                 return
-            if batch in self._paused or not (epoch := int(await self._run(batch, "acquire"))):
+            if batch in self._paused or not (epoch := int(await self._run(batch, "acquire", self._least_epoch))):
                 continue
             order = await self.files.in_thread(self.batches.order, batch)
             if order is None or self._is_stopping:
@@ -143,7 +145,11 @@ class BatchDriver:
                 running.result()
         except Outdated:
             log.info("batch %s: another gateway goes on with it", batch.id)
-            self._pause(batch)
+            last = await self.files.in_thread(self.batches.epoch, batch)
+            if self._least_epoch <= last < EPOCHS - 1:  # also where it is gone, and Redis has lost its epoch
+                self._least_epoch = last + 1
+            else:
+                self._pause(batch)
         except Exception:
             log.exception("batch %s was left for %.0f s", batch.id, PAUSE_S)
             self._pause(batch)

@@ -215,6 +215,11 @@ class BatchStore:
             marker.unlink(missing_ok=True)
         return None
 
+    def epoch(self, batch: OpenBatch) -> int:
+        """Return the last epoch of a batch; 0 where there is no such batch."""
+        found = self._read(self.folder(batch.owner, batch.id))
+        return 0 if found is None else found.state.epoch
+
     def take_over(self, batch: OpenBatch, epoch: int) -> BatchState:
         """Begin an epoch and return its state; of earlier ones nothing stays but what counts. Raise Outdated."""
         folder = self.folder(batch.owner, batch.id)

@@ -74,5 +74,29 @@ def test_batch_goes_on_at_another_gateway(
             assert len(list(client.files.list())) == 2
 
 
+def test_batch_goes_on_where_redis_lost_its_epoch_and_time(
+    pair: list[GatewayProcess], redis_server: RedisServer
+) -> None:
+    """What lies on disk has an epoch that Redis, with its clock set back, would not reach for years."""
+    one, two = pair
+    client, keys = redis_server.client, one.keys
+    client.set(keys.batch_epoch, 1 << 39)
+    scheduler = ScriptedScheduler(client, keys).lead()
+    one.start().wait_live().wait_ready()
+    with openai.OpenAI(base_url=one.url + "/v1", api_key="x", max_retries=0) as api:
+        batch = begin(api, [line("a", one.name, max_tokens=4)])
+        claimed = scheduler.claim()
+    assert one.process is not None
+    one.process.send_signal(signal.SIGKILL)
+    one.process.wait(30)
+    client.delete(keys.batch_epoch, keys.batch_lease(batch.id), keys.last_batch_epoch(batch.id))
+    scheduler.serve(claimed, [50])
+    two.start().wait_live().wait_ready()
+    with openai.OpenAI(base_url=two.url + "/v1", api_key="x", max_retries=0) as api:
+        found = ended(api, batch)
+        assert (found.status, [row["custom_id"] for row in rows(api, found.output_file_id)]) == ("completed", ["a"])
+    client.delete(keys.batch_epoch)
+
+
 def drives(gateway: GatewayProcess) -> bool:
     return gateway.metric("orcinus_gateway_driven_batches") == 1
