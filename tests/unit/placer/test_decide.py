@@ -50,9 +50,10 @@ def test_model_that_loads_is_left_alone_until_it_is_given_up() -> None:
 
 
 def test_most_urgent_comes_first_and_the_longest_idle_goes() -> None:
-    longer = replace(IDLE, name="longer", idle_ms=9 * IDLE_MS)
+    longer = replace(IDLE, name="longer", idle_ms=9 * IDLE_MS, ready_ms=9 * IDLE_MS)
     urgent = replace(waits("realtime", 100), name="urgent")
     older = waits("low", 700)
+    assert choose([IDLE, longer, older], 2) == {"idle", "caller"}
     assert choose([IDLE, longer, older, urgent], 2) == {"caller", "urgent"}
     assert choose([IDLE, replace(longer, idle_ms=5), older, urgent], 2) == {"longer", "urgent"}
     assert choose([BUSY, IDLE, longer, CALLER], 2) == {"busy", "caller"}, "one too many were awake"
