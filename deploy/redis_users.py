@@ -14,6 +14,8 @@ from pathlib import Path
 
 RULES = Path(__file__).resolve().parent / "redis" / "users.acl"
 ROLES = ("gateway", "scheduler", "worker", "ops", "viewer")
+OUTSIDE = ("placer",)
+"""Users of services that run in no container."""
 
 
 def write(path: Path, text: str, mode: int) -> None:
@@ -28,13 +30,15 @@ def write(path: Path, text: str, mode: int) -> None:
 
 
 def make(passwords: dict[str, Path], acl: Path, mode: int = 0o640) -> None:
-    """Write a missing password file for each role, and the ACL file. Raises OSError without the directory."""
+    """Write a missing password file for each role, and the ACL file, which leaves out other roles. Raises OSError
+    without the directory.
+    """
     rules = RULES.read_text()
     for role, path in passwords.items():
         if not path.exists():
             write(path, secrets.token_hex(32), mode)
         rules = rules.replace("{" + role + "}", hashlib.sha256(path.read_text().strip().encode()).hexdigest())
-    write(acl, rules, mode)
+    write(acl, "".join(line for line in rules.splitlines(keepends=True) if "#{" not in line), mode)
 
 
 def main(arguments: list[str]) -> int:
@@ -43,9 +47,9 @@ def main(arguments: list[str]) -> int:
         return 2
     directory = Path(arguments[0])
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    make({role: directory / f"{role}.password" for role in ROLES}, directory / "users.acl", 0o600)
+    make({role: directory / f"{role}.password" for role in (*ROLES, *OUTSIDE)}, directory / "users.acl", 0o600)
     print(f"redis-server --aclfile {directory / 'users.acl'}")
-    for role in ROLES:
+    for role in (*ROLES, *OUTSIDE):
         print(f"ORCINUS_REDIS_USERNAME={role} ORCINUS_REDIS_PASSWORD=$(cat {directory / role}.password)")
     return 0
 

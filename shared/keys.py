@@ -236,3 +236,23 @@ class Keys:
     @property
     def dead(self) -> str:
         return f"{self.prefix}dead"
+
+
+class PlacerKeys(Keys):
+    """The keys of the placer, which all models share; its lease and epochs are named as those of a shard."""
+
+    __slots__ = ()
+
+    @property
+    def prefix(self) -> str:
+        return f"{ALL_MODELS}placer:"
+
+    @property
+    def placements(self) -> str:
+        """Hash: of each model what the placer wants of it (shared/placement.py), by its name."""
+        return f"{self.prefix}placements"
+
+
+PLACER = "placer"
+"""In place of a shard in the names of its lease and epoch."""
+PLACER_KEYS = PlacerKeys("")

@@ -7,6 +7,7 @@ have the names of the settings and are checked by them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,8 +65,16 @@ class ModelEntry(BaseModel):
         }
 
 
-def read_models(path: Path) -> list[ModelEntry]:
-    """Return the models of a file, in its order. Raise ConfigurationError that names the file and the entry."""
+@dataclass(frozen=True, slots=True)
+class ModelsFile:
+    """The models in the order of the file. awake: how many of them have workers at a time; 0 means all."""
+
+    models: list[ModelEntry]
+    awake: int = 0
+
+
+def read_models(path: Path) -> ModelsFile:
+    """Return what a file says. Raise ConfigurationError that names the file and the entry."""
     try:
         with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
@@ -78,14 +87,27 @@ def read_models(path: Path) -> list[ModelEntry]:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}; check --models") from error
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:  # the latter: an escape past Unicode
         raise ConfigurationError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:300]}") from error
-    listed = found.get("models") if isinstance(found, dict) and set(found) == {"models"} else None
+    fields = found if isinstance(found, dict) and set(found) <= {"models", "awake"} else {}
+    listed = fields.get("models")
     if not isinstance(listed, dict) or not listed:
         raise ConfigurationError(f"{path}: has no models; write `models:` and below it a name and a source for each")
     if len(listed) > MOST_MODELS:
         raise ConfigurationError(f"{path}: {len(listed)} models; a gateway serves at most {MOST_MODELS}")
-    entries = [_entry(path, name, fields) for name, fields in listed.items()]
+    entries = [_entry(path, name, values) for name, values in listed.items()]
     check_names(path, [(entry.name, entry.aliases) for entry in entries])
-    return entries
+    return ModelsFile(entries, _awake(path, fields.get("awake"), len(entries)))
+
+
+def _awake(path: Path, value: Any, models: int) -> int:
+    """Return 0 where the file does not say it, and where all models may be awake."""
+    if value is None:
+        return 0
+    if not (isinstance(value, str) and value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= MOST_MODELS):
+        shown = repr(value)[:100]
+        raise ConfigurationError(
+            f"{path}: awake: {shown} is no number of models; write one from 1 to {MOST_MODELS}, or leave it out"
+        )
+    return int(value) if int(value) < models else 0
 
 
 def _texts(path: Path, node: yaml.Node | None) -> Any:

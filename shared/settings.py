@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, find_snapshot, gguf_in, is_repository, repository_of
 from shared.keys import Keys, model_tag
-from shared.models_file import ModelEntry, read_models
+from shared.models_file import ModelEntry, ModelsFile, read_models
 from shared.security.tls import readable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -303,7 +303,7 @@ class GatewaySettings(AdapterSettings):
         """
         path = given.get("models") if isinstance(given, dict) else None
         if path and not given.get("model"):
-            entries = read_models(Path(path))
+            entries = read_models(Path(path)).models
             name = given.get("served_model_name") or entries[0].name
             first = next((one for one in entries if one.name == name), None)
             if first is None:
@@ -329,9 +329,9 @@ class GatewaySettings(AdapterSettings):
             raise ValueError("TLS: set both ORCINUS_TLS_CERT and ORCINUS_TLS_KEY, or neither")
         return self
 
-    def model_entries(self) -> list[ModelEntry]:
-        """Return the models of the file; none without one. Raise ConfigurationError."""
-        return read_models(self.models) if self.models else []
+    def models_file(self) -> ModelsFile:
+        """Return the file of models; one without models where there is none. Raise ConfigurationError."""
+        return read_models(self.models) if self.models else ModelsFile([])
 
     def of_model(self, entry: ModelEntry) -> GatewaySettings:
         """Return these settings for another model of the file. Raise ConfigurationError."""
@@ -394,6 +394,14 @@ class SchedulerSettings(InternalSettings):
     )
     metrics_host: str = Field("127.0.0.1", description="address of the metrics port of scheduler and worker")
     scheduler_metrics_port: int = Field(0, ge=0, le=65535, description="port of the scheduler's /metrics; 0 means none")
+
+
+class PlacerSettings(CommonSettings):
+    """Settings of the placer."""
+
+    models: Path = Field(
+        Path("models.yaml"), description="YAML file with the models, and how many of them are awake at a time"
+    )
 
 
 class WorkerSettings(InternalSettings, AdapterSettings):

@@ -32,6 +32,7 @@ from shared.settings import (
     CommonSettings,
     GatewaySettings,
     LauncherSettings,
+    PlacerSettings,
     SchedulerSettings,
     WorkerSettings,
 )
@@ -143,6 +144,14 @@ def worker(values: Values) -> None:
     from services.worker.main import run
 
     raise typer.Exit(run(settings))
+
+
+@settings_command(app, "placer", PlacerSettings)
+def placer(values: Values) -> None:
+    """Decide which models of a file have workers, where they take turns; `orcinus up` starts one."""
+    from services.placer.service import run
+
+    raise typer.Exit(run(build(PlacerSettings, values)))
 
 
 @settings_command(app, "config", *EVERYTHING)

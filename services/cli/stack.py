@@ -56,7 +56,7 @@ def models_of_file(target: Target) -> list[str]:
     if not path and target.facts is not None:
         running = RunDir(target.launcher.run_dir).running_settings() or {}
         path, _ = running.get("gateway", {}).get("models", (None, ""))
-    return [entry.name for entry in read_models(Path(path))] if path else []
+    return [entry.name for entry in read_models(Path(path)).models] if path else []
 
 
 def models_of(target: Target, values: Values) -> list[str]:

@@ -38,7 +38,7 @@ HISTORY_POINTS = 300
 EVENTS = 20
 SILENT_MS = 6000
 LABEL_WIDTH = 18  # of a line of bars: its name and its largest value
-WORKING = ("live", "idle")  # states of a stack that serves
+WORKING = ("live", "idle", "asleep")  # states of a stack that serves, or will by itself
 NONE = "–"
 TILES = 7
 BARS = " ▁▂▃▄▅▆▇█"
@@ -354,6 +354,8 @@ def condition(view: View, shard: str) -> tuple[str, str]:
     if view["time_ms"] - row["stats"].get("time_ms", 0) > SILENT_MS:
         return f"the scheduler of {plain(shard)} is silent", "red"
     if not any(worker["alive"] for worker in view["workers"]):
+        if "awake" in view:  # a placer lets models take turns
+            return ("loading", "yellow") if view["awake"] else ("asleep", "cyan")
         return "no worker is registered", "yellow"
     return ("live", "green") if row["stats"].get("running") or row["stats"].get("waiting") else ("idle", "cyan")
 

@@ -211,7 +211,8 @@ class Bounds:
 
 def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> ApiError | None:
     """Return the 429 for a request of a class that waits longer than allowed. Return None when the wait is allowed,
-    when the request sets its own limit, and for a background request.
+    when the request sets its own limit, and for a background request. A model wakes for what waits, so the time until
+    then does not count.
     """
     limit_ms = 1000 * max_wait_s * CLASS_SHARES[spec.priority]
     if not limit_ms or spec.ttft_slo_ms or spec.background or forecast.ttft_ms <= limit_ms:
@@ -221,31 +222,32 @@ def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> A
         f"overloaded: the first token is predicted in {forecast.ttft_ms:.0f} ms, the limit of class {spec.priority} is "
         f"{limit_ms:.0f} ms ({forecast.why}); {RETRY}, or set ttft_slo_ms",
         code="overloaded",
-        retry_after_s=rest_s(forecast, limit_ms),
+        retry_after_s=rest_s(forecast.ttft_ms, limit_ms),
     )
 
 
 def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str, more_ms: float = 0.0) -> None:
-    """Raise ApiError(429) when the first token would come after a limit that the request sets. more_ms: of the limit
-    that are needed for something else, such as the tokens after the first.
+    """Raise ApiError(429) when the first token would come after a limit that the request sets, on a model that is
+    awake by then. more_ms: of the limit that are needed for something else, such as the tokens after the first.
     """
-    if not limit_ms or forecast.ttft_ms + more_ms <= limit_ms:
+    ttft_ms = forecast.ttft_ms + forecast.wake_ms
+    if not limit_ms or ttft_ms + more_ms <= limit_ms:
         return
     about_ms = 100 * round(more_ms / 100)
     more = f" and about {about_ms} ms more are needed" if about_ms else ""
     raise ApiError(
         429,
-        f"{name}: the first token is predicted in {forecast.ttft_ms:.0f} ms{more}, later than {limit_ms} ms "
+        f"{name}: the first token is predicted in {ttft_ms:.0f} ms{more}, later than {limit_ms} ms "
         f"({forecast.why}); {RETRY}, or send a longer {name}",
         param=name,
         code=code,
-        retry_after_s=rest_s(forecast, limit_ms - more_ms),
+        retry_after_s=rest_s(ttft_ms, limit_ms - more_ms),
     )
 
 
-def rest_s(forecast: Forecast, limit_ms: float) -> float:
+def rest_s(ttft_ms: float, limit_ms: float) -> float:
     """Return the seconds after which the remaining wait is within the limit."""
-    return min(HORIZON_S, (forecast.ttft_ms - limit_ms) / 1000)
+    return min(HORIZON_S, (ttft_ms - limit_ms) / 1000)
 
 
 class Recent:

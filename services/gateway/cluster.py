@@ -19,7 +19,8 @@ from redis.exceptions import RedisError
 from services.gateway.progress import Progress, Seen
 from services.gateway.request import Limits
 from shared.dead_letters import ROWS, DeadLetters
-from shared.keys import CLASSES, Keys
+from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
+from shared.placement import Placement
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 
@@ -51,19 +52,28 @@ class Snapshot:
     queue: dict[str, str] = field(default_factory=dict)
     steps: dict[str, str] = field(default_factory=dict)  # key of a heartbeat -> the last step that it names
     renewed: dict[str, float] = field(default_factory=dict)  # shard -> when its stats were last seen to change
+    placement: Placement | None = None  # what a placer that lives wants of the model; None where there is none
     memory_share: float = field(init=False)
     drain_tok_s: float = field(init=False)  # prompt tokens that leave the queue a second; 0 before it was measured
-    forecasts: dict[str, Forecast] = field(init=False)  # by class; none for a class that no shard predicts
+    forecasts: dict[str, Forecast] = field(init=False)  # by class; none for a class of which nothing is predicted
 
     def __post_init__(self) -> None:
         self.memory_share = self.memory_used / self.memory_most if self.memory_most else 0.0
         self.drain_tok_s = sum(self._drain_tok_s(stats) for stats in self.led)
-        found = {priority: self._forecast(priority) for priority in CLASSES}
+        found = {priority: self._when_awake(self._forecast(priority), priority) for priority in CLASSES}
         self.forecasts = {priority: forecast for priority, forecast in found.items() if forecast is not None}
 
     @property
+    def is_served(self) -> bool:
+        """Whether a scheduler leads a worker."""
+        # The record of a worker that hangs runs out before its scheduler gives it up.
+        return bool(self.workers) and any(number(stats.get("workers")) for stats in self.led)
+
+    @property
     def seen(self) -> Seen:
-        """Return what shows whether work moves."""
+        """Return what shows whether work moves; nothing while the model has no worker because of others."""
+        if self.placement is not None and not self.is_served:
+            return Seen()
         names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked")
         stats = {shard: {name: number(found.get(name)) for name in names} for shard, found in self.stats.items()}
         return Seen(self.leases, stats, self.steps, number(self.queue.get("requests")))
@@ -100,6 +110,11 @@ class Snapshot:
         tokens, requests = number(self.queue.get("tokens")), number(self.queue.get("requests"))
         return min(prefill, starts_s * tokens / requests) if starts_s > 0 and min(tokens, requests) > 0 else prefill
 
+    def _when_awake(self, forecast: Forecast | None, priority: str) -> Forecast | None:
+        """Return a forecast with the time that the placer names for a model without a worker."""
+        wake_ms = 0 if self.placement is None or self.is_served else self.placement.wake_ms[CLASSES.index(priority)]
+        return replace(forecast or Forecast(0.0, 0, 0.0), wake_ms=wake_ms) if wake_ms else forecast
+
     def _forecast(self, priority: str) -> Forecast | None:
         """Return the lowest wait that a led shard predicts for a request of that class. Return None, and so refuse no
         request, when one of the shards has nothing to run before it, has not measured its prefill rate, or has been
@@ -129,6 +144,7 @@ class Forecast:
     behind: int = 0  # sequences that wait for slots or memory before it, where that is what takes longest
     starts_s: float = 0.0
     token_ms: float = 0.0  # between two tokens of a sequence
+    wake_ms: float = 0.0  # until the model is awake, which is not counted in ttft_ms
 
     def behind_more(self, tokens: int, sequences: int) -> Forecast:
         """Return the forecast with so much more before it: at the pace of prompts or, where slots or memory are what is
@@ -137,7 +153,7 @@ class Forecast:
         if self.behind and self.starts_s > 0:
             more_ms = 1000 * sequences / self.starts_s
         else:
-            more_ms = 1000 * tokens / self.prefill_tok_s
+            more_ms = 1000 * tokens / self.prefill_tok_s if self.prefill_tok_s else 0.0
         return replace(
             self,
             ttft_ms=self.ttft_ms + more_ms,
@@ -148,6 +164,8 @@ class Forecast:
     @property
     def why(self) -> str:
         """Return the reason for the wait."""
+        if self.wake_ms:
+            return f"the model is awake in {self.wake_ms:.0f} ms, and {self.queued_tokens} prompt tokens are before it"
         if self.behind:
             return f"{self.behind} sequences wait for slots or memory before it, {self.starts_s:.3g} start a second"
         return f"{self.queued_tokens} prompt tokens are before it, at {self.prefill_tok_s:.0f} a second"
@@ -190,7 +208,8 @@ class Cluster:
                 if self.redis_error:
                     log.info("Redis answers")
                 self.redis_error, heard = "", True
-                self._progress.look(self.snapshot.seen, self.unfinished, time.monotonic())
+                waits = self.snapshot.placement is not None and not self.snapshot.is_served
+                self._progress.look(self.snapshot.seen, 0 if waits else self.unfinished, time.monotonic())
             except (*Unreachable, RedisError) as error:
                 if heard:
                     log.warning("waiting for Redis: %s", error)
@@ -233,6 +252,8 @@ class Cluster:
         """Return an empty text when the model has a scheduler and a worker, as of the last look."""
         if self.snapshot is None or not self.snapshot.leases:
             return "no scheduler is alive"
+        if self.snapshot.placement is not None:
+            return ""  # it has its turn
         if not self.snapshot.workers and not any(number(stats.get("workers")) for stats in self.snapshot.led):
             return "no worker is registered"
         return ""
@@ -272,6 +293,7 @@ class Cluster:
         pipe.info("memory")
         pipe.hgetall(self._keys.queue)
         pipe.zrange(self._keys.workers, 0, MOST_WORKERS - 1)
+        placed(pipe, self._keys.model)
         for shard in shards:
             pipe.exists(self._keys.lease(shard))
             pipe.hgetall(self._keys.stats(shard))
@@ -283,7 +305,7 @@ class Cluster:
         for reply in replies[2:5]:
             if isinstance(reply, Exception):
                 raise reply
-        _, drain, heartbeats, memory, queue, members, *rest = replies[1:]
+        _, drain, heartbeats, memory, queue, members, is_placed, placement, *rest = replies[1:]
         if drain:
             self.drain_asked.set()
         per_shard, per_worker = rest[: 2 * len(shards)], rest[2 * len(shards) :]
@@ -314,6 +336,7 @@ class Cluster:
                 if step is not None
             },
             renewed=renewed_at(stats, self.snapshot, now),
+            placement=placement_of(is_placed, placement),
         )
 
     async def _bury(self) -> None:
@@ -342,6 +365,22 @@ class Cluster:
                 found.add(key)
         self._beats = found
         self._discovered_at = time.monotonic()
+
+
+def placed(pipe: Any, model: str) -> None:
+    """Ask in a pipeline for what `placement_of` takes."""
+    pipe.exists(PLACER_KEYS.lease(PLACER))
+    pipe.hget(PLACER_KEYS.placements, model)
+
+
+def placement_of(is_placed: Any, raw: Any) -> Placement | None:
+    """Return what the placer wants of a model; None without a placer that lives, and for a reply that is no record."""
+    if is_placed != 1 or not isinstance(raw, bytes):
+        return None
+    try:
+        return Placement.decode(raw)
+    except (ValueError, TypeError):
+        return None
 
 
 def renewed_at(stats: dict[str, dict[str, str]], before: Snapshot | None, now: float) -> dict[str, float]:

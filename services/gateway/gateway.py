@@ -34,7 +34,7 @@ class Gateway:
         self.metrics = Metrics(settings.served_model_name, settings.metrics_aliases)
         self.tracing = Tracing(settings.otlp_endpoint, self.id) if settings.otlp_endpoint else None
         self.letters = DeadLetters(self.id, lambda kind: self.metrics.unreadable.labels(kind).inc())
-        entries = settings.model_entries()
+        entries = settings.models_file().models
         self.keyring = Keyring(settings, self.letters, [entry.name for entry in entries])
         parts = Parts(self.id, self.keyring, self.metrics, self.tracing, self.letters)
         aliases = next((entry.aliases for entry in entries if entry.name == settings.served_model_name), ())

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
 from services.gateway.admission import Admission, unknown_request
 from services.gateway.auth import Caller, Keyring
-from services.gateway.cluster import STALE_S, Cluster, number
+from services.gateway.cluster import STALE_S, Cluster, placed, placement_of
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher, failed
 from services.gateway.delivery.response_store import ResponseStore
@@ -50,9 +50,11 @@ UNREADABLE_S = 30.0
 """After a failure to read a model, until it is read again."""
 
 State = Literal["ready", "loading", "asleep", "unavailable", "unknown"]
-"""ready: a scheduler leads a worker. loading: one of them is missing. unavailable: both are. unknown: Redis is silent.
-Nothing sleeps yet.
+"""ready: a scheduler leads a worker. loading: one of them is missing. asleep: the worker is, and the placer wants that
+for now. unavailable: both are missing. unknown: Redis is silent.
 """
+SERVING = ("ready", "asleep")
+"""States in which new work is served; for a model that is asleep, once it is awake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +125,10 @@ class ServedModel:
             return "unknown"
         if not (snapshot.leases or snapshot.workers):
             return "unavailable"
-        # The record of a worker that hangs runs out before its scheduler gives it up.
-        is_ready = snapshot.workers and any(number(stats.get("workers")) for stats in snapshot.led)
-        return "ready" if is_ready else "loading"
+        if snapshot.is_served:
+            return "ready"
+        sleeps = snapshot.leases and snapshot.placement is not None and not snapshot.placement.awake
+        return "asleep" if sleeps else "loading"
 
     def unused_s(self) -> float:
         """Return the seconds since a request came or, as of the last call, was here; 0 while one is here or about to
@@ -193,7 +196,7 @@ class ModelTable:
     def reason_not_ready(self) -> str:
         """Return an empty text when a model would serve new work."""
         reason = self.first.cluster.reason_of_redis()
-        if reason or "ready" in (self.state(name) for name in self._entries):
+        if reason or any(self.state(name) in SERVING for name in self._entries):
             return reason
         return self.first.cluster.reason_unserved()
 
@@ -515,14 +518,17 @@ async def look(redis: Redis, names: Sequence[str], shard: str, gateway_id: str) 
     replies = await _lists(pipe)
     pipe = redis.pipeline(transaction=False)
     for each, workers, gateways in zip(keys, replies[::2], replies[1::2], strict=True):
+        placed(pipe, each.model)
         pipe.exists(each.lease(shard))
         for worker in workers:
             pipe.hmget(each.worker(_text(worker)), "ready", "shard")
         for gateway in gateways:
             pipe.exists(each.alive("gateway", _text(gateway)))
     answers = iter(await pipe.execute(raise_on_error=False))
-    led_by_default, shards, orphans = [], [], []
+    sleeping, led_by_default, shards, orphans = [], [], [], []
     for workers, gateways in zip(replies[::2], replies[1::2], strict=True):
+        placement = placement_of(next(answers), next(answers))
+        sleeping.append(placement is not None and not placement.awake)
         led_by_default.append(next(answers) == 1)
         records = [next(answers) for _ in workers]
         shards.append({_text(one[1] or b"") for one in records if isinstance(one, list) and one[0] is not None})
@@ -534,9 +540,10 @@ async def look(redis: Redis, names: Sequence[str], shard: str, gateway_id: str) 
             pipe.exists(each.lease(one))
     leases = iter(await pipe.execute(raise_on_error=False))
     found: dict[str, tuple[State, bool]] = {}
-    for name, led, taken, has_orphans in zip(names, led_by_default, shards, orphans, strict=True):
+    for name, led, sleeps, taken, has_orphans in zip(names, led_by_default, sleeping, shards, orphans, strict=True):
         is_ready = any([next(leases) == 1 and one for one in sorted(taken)])
-        found[name] = ("ready" if is_ready else "loading" if led or taken else "unavailable", has_orphans)
+        missing: State = "asleep" if led and sleeps else "loading" if led or taken else "unavailable"
+        found[name] = ("ready" if is_ready else missing, has_orphans)
     return found
 
 

@@ -15,6 +15,7 @@ TIMEOUT_S = 1.0
 ANSWER_S = 0.5
 """Time to wait for an answer at one look."""
 ANSWER_BYTES = 64 << 10
+SERVING = ("ready", "asleep")
 
 
 class RedisProbe:
@@ -134,9 +135,9 @@ class GatewayProbe:
 
 
 def _late_models(body: bytes) -> list[str]:
-    """Return those of several models in an answer of /health/ready that are not ready, with their states."""
+    """Return those of several models in an answer of /health/ready that neither are ready nor sleep, with states."""
     try:
         states = json.loads(body).get("models", {})
-        return [f"{name} ({state})" for name, state in states.items() if len(states) > 1 and state != "ready"]
+        return [f"{name} ({state})" for name, state in states.items() if len(states) > 1 and state not in SERVING]
     except (ValueError, AttributeError):
         return []

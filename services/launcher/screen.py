@@ -91,7 +91,7 @@ class Screen:
     def _table(self, services: list[Service]) -> Table:
         table = Table.grid(padding=(0, 1))
         for service in services:
-            mark = "[green]✓[/]" if service.state == "ready" else self._spinner
+            mark = "[green]✓[/]" if service.state in ("ready", "asleep") else self._spinner
             row: list[RenderableType] = [mark, escape(_title(service)), describe(service)]
             if service.state == "starting":
                 row.append(self._bar(_doing(service)))

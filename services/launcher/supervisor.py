@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from services.launcher.placements import SleepingServices
 from services.launcher.rundir import RunDir
 from shared.processes.restarts import Backoff
 from shared.processes.supervisor import Service, ServiceSpec, Supervisor, describe_exit
@@ -21,6 +22,8 @@ AGAIN_S = 1.0
 """make passes on a signal that its whole group got too: within this time it is the same one."""
 STOP_LINE_S = 1.0
 """A service that stops has a line this often."""
+PLACED_TICK_S = 0.2
+"""Between two looks at what the placer wants."""
 
 
 class Report(Protocol):
@@ -44,9 +47,10 @@ class StackSupervisor(Supervisor):
         backoff: Backoff | None = None,
         stop_with_parent: bool = False,
         guard: bool = False,
+        sleeping: SleepingServices | None = None,
     ) -> None:
         """on_ready: called once, when all services are ready. stop_with_parent: also stop when the parent process of
-        the launcher is gone.
+        the launcher is gone. sleeping: services that run only while the placer wants it.
         """
         signals = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup make run &` outlives its terminal
@@ -61,6 +65,13 @@ class StackSupervisor(Supervisor):
         self._impatient = False
         self._announced = False
         self._next_log_check = 0.0
+        self._sleeping = sleeping
+        self._kill_at: dict[str, float] = {}  # by name, of services that go to sleep
+        if sleeping is not None:
+            self.tick_s = PLACED_TICK_S
+            for service in self.services:
+                if service.name in sleeping.names:
+                    service.state = "asleep"
 
     def run(self) -> int:
         """Block until a signal stops the stack (0) or a service refuses its configuration at first start (2)."""
@@ -80,7 +91,12 @@ class StackSupervisor(Supervisor):
             self._impatient = True
 
     def on_exit(self, service: Service, code: int, now: float) -> None:
-        if code == 2 and not service.ever_ready:
+        if service.name in self._kill_at:
+            del self._kill_at[service.name]
+            service.state, service.ready_at, service.deaths = "asleep", None, []
+            self.say(f"{service.name} sleeps")
+            self.on_change()
+        elif code == 2 and not service.ever_ready and not self._announced:
             self._refused(service)
         elif code == 0:  # as after `orcinus drain`
             self.restart(service, "has ended (exit code 0)", now, show_log=False)
@@ -98,7 +114,10 @@ class StackSupervisor(Supervisor):
             self.say("the process that started the launcher is gone: stopping", "warning")
             self.end(0)
             return
-        if not self._announced and all(service.state == "ready" for service in self.services):
+        if self._sleeping is not None:
+            self._place(self._sleeping, now)
+        is_placed = self._sleeping is None or self._sleeping.is_read
+        if not self._announced and is_placed and all(each.state in ("ready", "asleep") for each in self.services):
             self._announced = True
             self._report.update(self.services)
             self._on_ready()
@@ -136,6 +155,26 @@ class StackSupervisor(Supervisor):
                 self.say(f"{service.name} ended with {describe_exit(code)}")
             service.state = "stopped"
             self.on_change()
+
+    def _place(self, sleeping: SleepingServices, now: float) -> None:
+        """Do what the placer wants: stop the services of models that are to sleep; when these have ended, and their
+        memory is free, start those of models that are to wake.
+        """
+        sleeping.look(now)
+        asleep = sleeping.asleep
+        for service in self.services:
+            if service.name not in sleeping.names:
+                continue
+            if service.name not in asleep:
+                if service.state == "asleep" and not self._kill_at:
+                    service.state = "waiting"
+            elif service.process is None:
+                service.state = "asleep"
+            elif service.name not in self._kill_at:
+                service.state, self._kill_at[service.name] = "stopping", now + service.spec.stop_s
+                service.signal(signal.SIGTERM)
+            elif now >= self._kill_at[service.name]:
+                service.signal_group(signal.SIGKILL)
 
     def _refused(self, service: Service) -> None:
         """End all: exit code 2 before anything ran is a configuration error, which a restart cannot cure."""

@@ -34,6 +34,7 @@ from services.launcher.model_check import (
     size_problem,
     sum_problem,
 )
+from services.launcher.placements import SleepingServices
 from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.rundir import RunDir, StackFacts
 from services.launcher.screen import Screen
@@ -42,6 +43,7 @@ from services.worker.models.config import check_split, load_config
 from services.worker.models.stored import read_stored
 from shared.errors import ConfigurationError
 from shared.hub import as_hub_name, parse_name
+from shared.keys import PLACER, PLACER_KEYS
 from shared.options import Values, build, effective, env_name, fields_of, flag, without_password
 from shared.plurals import counted
 from shared.processes.listeners import listen
@@ -109,7 +111,7 @@ def options_by_model(values: Values) -> list[ModelOptions]:
     Raise ConfigurationError.
     """
     gateway = build(GatewaySettings, values)
-    entries = gateway.model_entries()
+    entries = gateway.models_file().models
     if not entries:
         return [ModelOptions(values)]
     own = [entry for entry in entries if entry.name == gateway.served_model_name]
@@ -137,16 +139,22 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
         _die_with_parent()
     options = options_by_model(values)
     stacks = [ModelStack.of(each) for each in options]
+    most = stacks[0].gateway.models_file().awake
     for stack in stacks:
         with stack.options.located():
             if "policy" in stack.options.of_file:
                 check_policy(stack.scheduler.policy, stack.options.named("policy"))
-            _check(stack.launcher, stack.gateway, stack.worker, sum(len(each.launcher.roles()) for each in stacks))
+            _check(stack.launcher, stack.gateway, stack.worker, at_once(stacks, most))
+            if most > 1 and on_gpu(stack.worker):
+                raise ConfigurationError(
+                    f"{stack.gateway.models}: awake: {most} models on GPUs; write 1, or leave it out and give each "
+                    "model GPUs of its own"
+                )
     for stack in stacks:
         with stack.options.located():
             _fetch_model(stack.launcher, stack.worker)
     stacks = [ModelStack.of(each) for each in options]  # which find the models now
-    _check_models(stacks)
+    check_models(stacks, most)
     for stack in stacks:
         hold(stack.worker.model)
     launcher, gateway, scheduler, worker = stacks[0].launcher, stacks[0].gateway, stacks[0].scheduler, stacks[0].worker
@@ -173,7 +181,7 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
         shutil.rmtree(shared, ignore_errors=True)  # of a launcher that was killed
         folder = worker.kv_share_dir or shared
         client = redis_server.client(url, **access)
-        specs = process_specs(stacks, local_redis, url, access.get("password"), client, folder, sockets)
+        specs = process_specs(stacks, local_redis, url, access.get("password"), client, folder, sockets, most)
 
         run_dir.write_facts(
             StackFacts(
@@ -203,7 +211,10 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
             screen.result(greeting(gateway, others, needs_key=has_made_keys(client, gateway)))
 
         try:
-            return StackSupervisor(run_dir, specs, screen, on_ready=on_ready, stop_with_parent=stop_with_parent).run()
+            sleeping = sleeping_services(client, specs, most) if most else None
+            return StackSupervisor(
+                run_dir, specs, screen, on_ready=on_ready, stop_with_parent=stop_with_parent, sleeping=sleeping
+            ).run()
         finally:
             screen.settle()
             if local_redis is not None:
@@ -370,8 +381,22 @@ def _compile_kernels(worker: WorkerSettings) -> None:
     subprocess.run([*guarded, sys.executable, str(ROOT / "kernels/cpu/build.py"), "--for-run"], check=False)
 
 
-def _check_models(stacks: Sequence[ModelStack]) -> None:
-    """Raise ConfigurationError for a model that cannot be served, or models that do not fit together."""
+def at_once(stacks: Sequence[ModelStack], most: int) -> int:
+    """Return how many workers run at a time at most. most: models that are awake; 0 means all."""
+    counts = sorted((len(stack.launcher.roles()) for stack in stacks), reverse=True)
+    return sum(counts[: most or None])
+
+
+def sleeping_services(client: Any, specs: Sequence[ServiceSpec], most: int) -> SleepingServices:
+    """Return the workers, by whose model the placer says whether they run."""
+    workers = [spec for spec in specs if spec.name.startswith("worker-")]
+    return SleepingServices(client, {spec.name: spec.env[env_name("served_model_name")] for spec in workers}, most)
+
+
+def check_models(stacks: Sequence[ModelStack], most: int = 0) -> None:
+    """Raise ConfigurationError for a model that cannot be served, or models that do not fit together. most: that are
+    awake at a time; 0 means all.
+    """
     for stack in stacks:
         with stack.options.located():
             _check_model(stack.launcher, stack.worker, stack.options.of_file.get("model", MODEL_SOURCES))
@@ -380,7 +405,10 @@ def _check_models(stacks: Sequence[ModelStack]) -> None:
         for stack in stacks
         if not on_gpu(stack.worker)  # there each worker has its own
     ]
-    if len(shares) > 1 and (problem := sum_problem(shares, free_memory())):
+    free = free_memory()
+    largest = sorted(shares, key=lambda share: share.needed(free), reverse=True)[: most or None]
+    largest.sort(key=shares.index)
+    if len(shares) > 1 and (problem := sum_problem(largest, free)):
         raise ConfigurationError(problem)
 
 
@@ -414,10 +442,11 @@ def on_gpu(worker: WorkerSettings) -> bool:
     return device_files() and may_use_gpu(worker) and not unused_gpu(worker)
 
 
-def replica_env(worker: WorkerSettings, number: int, replicas: int) -> dict[str, str]:
+def replica_env(worker: WorkerSettings, number: int, replicas: int, gpu: int = -1, running: int = 0) -> dict[str, str]:
     """Return the settings of one of several workers: its name, its GPU or its part of the cores.
 
-    Its part of the memory follows from that of the cores (services/worker/kv/cache.py).
+    Its part of the memory follows from that of the cores (services/worker/kv/cache.py). gpu: its number among those
+    that run, where not all do at a time; running: how many do.
     """
     if replicas == 1:
         return {}
@@ -425,10 +454,10 @@ def replica_env(worker: WorkerSettings, number: int, replicas: int) -> dict[str,
     if worker.worker_metrics_port:
         env[env_name("worker_metrics_port")] = str(worker.worker_metrics_port + number)
     if on_gpu(worker):
-        first = number * ranks
+        first = (number if gpu < 0 else gpu) * ranks
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(first, first + ranks))}
     if not worker.threads:
-        env[env_name("threads")] = str(max(1, len(os.sched_getaffinity(0)) // (replicas * ranks)))
+        env[env_name("threads")] = str(max(1, len(os.sched_getaffinity(0)) // ((running or replicas) * ranks)))
     return env
 
 
@@ -459,9 +488,10 @@ def process_specs(
     client: Any,
     folder: Path,
     sockets: Mapping[str, socket.socket],
+    most: int = 0,
 ) -> list[ServiceSpec]:
     """Return all processes: Redis, workers and a scheduler of each model, one gateway. The workers are counted over all
-    models: they share the machine.
+    models: they share the machine. most: models that are awake at a time, which needs a placer; 0 means all.
     """
     launcher, gateway = stacks[0].launcher, stacks[0].gateway
     after = ("redis",) if local_redis else ()
@@ -474,8 +504,9 @@ def process_specs(
         keys, worker = stack.gateway.keys, stack.worker
         name = stack.gateway.served_model_name if len(stacks) > 1 else ""
         env = _child_env(stack.options.values, stack.launcher, stack.gateway, url, password)
-        for role in stack.launcher.roles():
-            own = replica_env(worker, number, total) | role_env(role, folder)
+        for place, role in enumerate(stack.launcher.roles()):
+            gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
+            own = replica_env(worker, number, total, gpu, running) | role_env(role, folder)
             probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
             argv = _argv("worker")
             specs.append(
@@ -494,6 +525,9 @@ def process_specs(
         gateway.host, gateway.port, gateway.tls_cert is not None, next(iter(gateway.api_keys()), None)
     )
     stop_s = max(launcher.stop_s, drain_s + 5)
+    if most:
+        placed = SchedulerProbe(client, PLACER_KEYS.lease(PLACER))
+        specs.append(ServiceSpec("placer-0", _argv("placer"), env, placed, after, launcher.stop_s, ROOT))
     return [*specs, ServiceSpec("gateway-0", _argv("gateway"), env, serves, after, stop_s, ROOT, sockets=sockets)]
 
 

@@ -27,7 +27,6 @@ from services.scheduler.requests.commands import Commands
 from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Claimed, Clock, Intake
 from services.scheduler.requests.publisher import Publisher
-from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import Shards
 from services.scheduler.telemetry import Reports, Stats
 from services.scheduler.workers.fleet import Fleet
@@ -37,6 +36,7 @@ from shared.dead_letters import DeadLetters, remove_foreign
 from shared.errors import LeaseLostError
 from shared.ids import process_id
 from shared.keys import CLASSES
+from shared.lease import Lease
 from shared.redis_client import BLOCK_MS, Line, Scripts, Unavailable, connect, persist
 from shared.settings import SchedulerSettings
 from shared.tasks import end, first_of, within

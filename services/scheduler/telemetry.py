@@ -23,12 +23,12 @@ from redis.asyncio import Redis
 from services.scheduler.core.stats import FirstTokens
 from services.scheduler.core.types import NewRequest, Outcome
 from services.scheduler.metrics import Metrics
-from services.scheduler.shard.lease import Lease
 from services.scheduler.tracing import RequestTimes
 from shared import dead_letters
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import CLASSES, Keys
+from shared.lease import Lease
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable, Value
 from shared.tasks import end
 from shared.telemetry.process_usage import ProcessUsage

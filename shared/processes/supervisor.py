@@ -84,7 +84,10 @@ class ServiceSpec:
 
 
 class Service:
-    """The process of one spec, and its history. States: waiting, starting, ready, backoff, stopped."""
+    """The process of one spec, and its history. States: waiting, starting, ready, backoff, stopped.
+
+    The launcher adds asleep and stopping, for services that it stops and starts.
+    """
 
     def __init__(self, spec: ServiceSpec, log: Path | None = None) -> None:
         """log: the file for its output; None for the supervisor's own output."""
@@ -261,6 +264,8 @@ class Supervisor:
         self.services = list(services)
         self.stopping = False
         """Once set, nothing is started again."""
+        self.tick_s = 1.0
+        """Longest pause between two calls of `on_tick`."""
         self._by_name = {service.name: service for service in services}
         self._signals = signals
         self._backoff = backoff
@@ -398,4 +403,4 @@ class Supervisor:
     def _wait_for_work(self, now: float) -> None:
         due = [service.start_at - now for service in self.services if service.state == "backoff"]
         asks = any(service.state == "starting" and not service.spec.start_s for service in self.services)
-        self.wait(min([PROBE_S if asks else 1.0, *due]))
+        self.wait(min([PROBE_S if asks else self.tick_s, *due]))

@@ -15,7 +15,8 @@ from redis.asyncio import Redis
 
 from shared.columns import unpack
 from shared.dead_letters import DeadLetters
-from shared.keys import Keys
+from shared.keys import PLACER, PLACER_KEYS, Keys
+from shared.placement import read_placements
 
 DISCOVER_S = 10.0
 EVENTS = 50
@@ -54,7 +55,8 @@ class StackReader:
         """Return the present view.
 
         Fields: `model`, `time_ms` (Redis's clock), `redis`, `queue`, `shards` (each with `led`, `stats`, `iterations`
-        and `replicas`), `workers`, `gateways`, `schedulers`, `events` and `dead` (the newest first), `dead_rows`.
+        and `replicas`), `workers`, `gateways`, `schedulers`, `events` and `dead` (the newest first), `dead_rows`;
+        `awake` where a placer lives: whether it wants the model to have workers.
         """
         if time.monotonic() - self._discovered_at > (DISCOVER_S if self._shards else 1.0):
             await self._discover()
@@ -68,6 +70,8 @@ class StackReader:
         pipe.xrevrange(keys.dead, count=DEAD)
         pipe.xlen(keys.dead)
         pipe.zrange(keys.workers, 0, -1, withscores=True)
+        pipe.exists(PLACER_KEYS.lease(PLACER))
+        pipe.hget(PLACER_KEYS.placements, keys.model)
         for shard in shards:
             pipe.exists(keys.lease(shard))
             pipe.hgetall(keys.stats(shard))
@@ -76,6 +80,8 @@ class StackReader:
         for role, member in alive:
             pipe.get(keys.alive(role, member))
         (seconds, micros), memory, cpu, queue, events, dead, dead_rows, seen, *rest = await pipe.execute()
+        is_placed, placement, *rest = rest
+        placed = read_placements({b"": placement}).get("") if is_placed and placement else None
         per_shard, beats = rest[: 4 * len(shards)], rest[4 * len(shards) :]
         rows = list(zip(shards, *(per_shard[at::4] for at in range(4)), strict=True))
         self._shards = {shard for shard, led, stats, *_ in rows if led or stats}
@@ -109,6 +115,7 @@ class StackReader:
             "events": [{"id": _text(entry), **_values(fields)} for entry, fields in events],
             "dead": [{"id": _text(entry), **_values(fields)} for entry, fields in dead],
             "dead_rows": dead_rows,
+            **({"awake": placed.awake} if placed is not None else {}),
         }
 
     def _redis_cpu_pct(self, cpu_s: float, now_ms: int) -> float:

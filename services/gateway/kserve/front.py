@@ -24,6 +24,7 @@ from services.gateway.delivery.stream import Generation
 from services.gateway.errors import ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
+from services.gateway.models import SERVING
 from services.gateway.openai.answers import SLOW_FLUSH_S
 from services.gateway.openai.bodies import CompletionBody, choose_adapter, parse_body, served_model
 from services.gateway.openai.completions import completion_spec
@@ -165,7 +166,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         name = gateway.models.named(request.name)
         is_here = bool(name) and call.caller.may_use(name)
         is_first = name == gateway.first.name
-        ready = not gateway.cluster.reason_not_ready() if is_first else gateway.models.state(name) == "ready"
+        ready = not gateway.cluster.reason_not_ready() if is_first else gateway.models.state(name) in SERVING
         return kserve.ModelReadyResponse(ready=is_here and ready and not gateway.reason_not_ready())
 
     async def ModelMetadata(  # noqa: N802

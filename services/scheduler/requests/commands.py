@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 
 from protos import queue_pb2
 from services.scheduler.requests.publisher import Publisher
-from services.scheduler.shard.lease import Lease
 from shared.dead_letters import DeadLetters
+from shared.lease import Lease
 from shared.redis_client import BLOCK_MS, Unavailable, backoff_s, temporary
 
 log = logging.getLogger("orcinus.scheduler")

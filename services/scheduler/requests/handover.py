@@ -13,9 +13,9 @@ from functools import partial
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.requests.intake import Entry, Intake
 from services.scheduler.requests.publisher import Publisher
-from services.scheduler.shard.lease import Lease
 from shared.errors import LeaseLostError
 from shared.keys import GROUP, Keys
+from shared.lease import Lease
 from shared.redis_client import Scripts, Value, persist
 
 log = logging.getLogger("orcinus.scheduler")

@@ -1,1 +1,1 @@
-"""The shard as Redis shows it: its lease, and the other shards of the model. Imports nothing of the scheduler."""
+"""The other shards of the model, as Redis shows them. Imports nothing of the scheduler."""

@@ -15,10 +15,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import LEASES, Shards
 from shared.dead_letters import DeadLetters, integer, text
 from shared.keys import Keys
+from shared.lease import Lease
 from shared.redis_client import Scripts, Value
 
 SILENT_S = 2.5

@@ -19,10 +19,10 @@ from services.cli import app as cli
 from services.gateway.delivery.stream import Offer, RequestStream, Row
 from services.scheduler.core.kv.blocks import BlockPool
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.shard.lease import Lease
 from services.scheduler.workers.registry import Registration, WorkerRegistry
 from shared import redis_client
 from shared.errors import LeaseLostError
+from shared.lease import Lease
 from shared.redis_client import Script, Value
 
 SPARED, EVERY = 4, 5

@@ -13,7 +13,8 @@ from services.cli import policy, stack, status
 from services.launcher import doctor
 from services.launcher.doctor import CONTAINER
 from services.launcher.rundir import RunDir, StackFacts
-from shared.keys import Keys
+from shared.keys import PLACER, PLACER_KEYS, Keys
+from shared.placement import Placement
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.written_stack import WrittenStack
@@ -120,6 +121,10 @@ def test_status_shows_each_model(
 
     code, text = shown(False)
     assert code == 0 and "second  no worker is registered  running 5" in text
+    redis_server.client.set(PLACER_KEYS.lease(PLACER), "1")
+    for is_awake, state in ((False, "asleep"), (True, "loading")):
+        redis_server.client.hset(PLACER_KEYS.placements, "second", Placement(is_awake).encode())
+        assert f"second  {state}  running 5" in shown(False)[1]
     second.worker()
     written.leave()
     code, text = shown(True)

@@ -34,7 +34,8 @@ from services.gateway.openai.bodies import CompletionBody
 from services.gateway.openai.completions import completion_spec
 from services.gateway.text.tokenizer import ModelText
 from shared.errors import ConfigurationError, ModelError
-from shared.keys import Keys
+from shared.keys import PLACER, PLACER_KEYS, Keys
+from shared.placement import Placement
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
@@ -333,6 +334,37 @@ async def test_model_is_loading_once_the_record_of_its_worker_has_run_out(
         await wait_until(lambda: gateway.models.state(SECOND) == "loading")
     finally:
         redis_server.client.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
+    await wait_until(lambda: gateway.models.state(SECOND) == "ready")
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_model_without_a_worker_sleeps_while_a_placer_lives_that_wants_it(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, is_open: bool
+) -> None:
+    if is_open:
+        await gateway.models.opened(SECOND, None)
+    keys, redis = Keys(SECOND), redis_server.client
+
+    def place(is_awake: bool) -> None:
+        redis.hset(PLACER_KEYS.placements, SECOND, Placement(is_awake, wake_ms=(1000, 2000, 30_000, 40_000)).encode())
+
+    redis.set(PLACER_KEYS.lease(PLACER), "1", px=60_000)
+    place(True)
+    redis.delete(keys.worker("worker-0"))
+    try:
+        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
+        place(False)
+        await wait_until(lambda: gateway.models.state(SECOND) == "asleep")
+        assert (await ready(client))[1] == {FIRST: "ready", SECOND: "asleep", THIRD: "unavailable"}
+        assert await text_of(client, SECOND) == TEXTS[SECOND], "it is admitted; the scheduler is here at once"
+        refused = await complete(client, SECOND, deadline_ms=10_000)
+        assert refused.status_code == 429 and "the model is awake in 30000 ms" in refused.json()["error"]["message"]
+        assert int(refused.headers["Retry-After"]) >= 20
+        redis.delete(PLACER_KEYS.lease(PLACER))
+        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
+    finally:
+        redis.delete(PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements)
+        redis.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
     await wait_until(lambda: gateway.models.state(SECOND) == "ready")
 
 

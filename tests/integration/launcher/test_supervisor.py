@@ -54,6 +54,36 @@ serve()
         until("the grandchild died too", lambda: not alive(grandchild))
 
 
+def test_service_wakes_when_the_one_before_it_has_ended(tmp_path: Path) -> None:
+    slow = """
+note('alpha up')
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), note('alpha ended'), os._exit(0)))
+ready()
+while True:
+    signal.pause()
+"""
+    stubborn = (
+        "note('beta up')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\nwhile True:\n    signal.pause()\n"
+    )
+    services, awake = {"alpha": slow, "beta": stubborn, "gamma": SERVE}, tmp_path / "awake"
+    models = {"alpha": "a", "beta": "b"}
+    with Stack(tmp_path, services, models=models, awake=str(awake), stop_s=1.0) as stack:
+        until("gamma runs, and nothing that may sleep", lambda: stack.pids().keys() == {"gamma"})
+        assert "STACK READY" not in stack.text()
+        awake.write_text("a")
+        assert stack.wait_ready().keys() == {"alpha", "gamma"}
+        awake.write_text("b")
+        until("beta runs alone", lambda: stack.pids().keys() == {"beta", "gamma"} and "beta up" in stack.notes())
+        assert stack.notes() == ["alpha up", "alpha ended", "beta up"]
+        os.kill(stack.pids()["beta"], signal.SIGKILL)
+        until("beta is back", lambda: stack.notes().count("beta up") == 2)  # its end was no wish of the placer
+        awake.write_text("a")
+        stack.wait_text("beta sleeps")  # killed: it does not end by itself
+        stack.wait_text("alpha is ready again")
+        assert stack.pids().keys() == {"alpha", "gamma"}
+        assert "died" not in stack.text().partition("beta restarted")[2]
+
+
 ANSWERS = """
 from shared.processes.listeners import listen
 listener = listen("", 0, "port")

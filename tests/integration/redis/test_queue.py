@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from services.scheduler.requests.intake import Clock, Intake
-from services.scheduler.shard.lease import Lease
 from shared.keys import GROUP
+from shared.lease import Lease
 from shared.redis_client import KEPT_TTL_MS, Scripts
 from tests.integration.redis.script_calls import (
     KEYS,

@@ -13,10 +13,10 @@ from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
 from services.scheduler.requests.intake import Entry
 from services.scheduler.requests.publisher import Publisher
-from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import EPOCHS, GROUP
+from shared.lease import Lease
 from shared.redis_client import KEPT_TTL_MS, Scripts
 from tests.integration.redis.script_calls import (
     KEYS,

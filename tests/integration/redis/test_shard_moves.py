@@ -16,10 +16,10 @@ from redis.asyncio import Redis
 from protos import queue_pb2
 from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Clock, Entry, Intake
-from services.scheduler.shard.lease import Lease
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import GROUP
+from shared.lease import Lease
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
 from tests.integration.redis.script_calls import KEYS, enqueue, publication

@@ -11,7 +11,7 @@ import redis
 import yaml
 
 from deploy import redis_users
-from shared.keys import Keys
+from shared.keys import PLACER, PLACER_KEYS, Keys
 from shared.settings import ROOT
 from tests.support.stack import RedisServer
 
@@ -28,14 +28,26 @@ OF_SHARDS = {
 OF_GATEWAYS = {KEYS.background, KEYS.background_of("g"), KEYS.adopting("x"), KEYS.alive("gateway", "g"), KEYS.keys_salt}
 OF_WORKERS = {KEYS.workers, KEYS.alive("worker", "w")}
 OF_OPERATORS = {KEYS.drain("gateway", "g"), KEYS.drain("worker", "w"), KEYS.api_keys, KEYS.keys_version}
+OF_PLACER = {
+    PLACER_KEYS.lease(PLACER), PLACER_KEYS.epoch, PLACER_KEYS.shard_epoch(PLACER), PLACER_KEYS.placements,
+}  # fmt: skip
 MAY_WRITE = {
     "gateway": BOTH | OF_GATEWAYS | {KEYS.keys_used},
     "scheduler": BOTH | OF_SHARDS | {KEYS.worker("w")},
     "worker": OF_WORKERS | {KEYS.worker("w")},
+    "placer": OF_PLACER,
     "ops": OF_OPERATORS | {KEYS.keys_used, KEYS.control("s")},
     "viewer": set[str](),
 }
-NAMES = BOTH | OF_SHARDS | OF_GATEWAYS | OF_WORKERS | OF_OPERATORS | {KEYS.keys_used, KEYS.worker("w"), "foreign"}
+NAMES = (
+    BOTH
+    | OF_SHARDS
+    | OF_GATEWAYS
+    | OF_WORKERS
+    | OF_OPERATORS
+    | OF_PLACER
+    | {KEYS.keys_used, KEYS.worker("w"), "foreign"}
+)
 WRITES = (
     "SET {k} 1", "DEL {k}", "UNLINK {k}", "SETRANGE {k} 0 a", "APPEND {k} a", "INCR {k}", "INCRBY {k} 1", "GETDEL {k}",
     "GETEX {k} PERSIST", "EXPIRE {k} 9", "PEXPIRE {k} 9000", "PERSIST {k}", "RENAME {k} {k}", "COPY {k} {k}",
@@ -79,7 +91,7 @@ def permitted(client: redis.Redis, words: list[Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("user", redis_users.ROLES)
+@pytest.mark.parametrize("user", MAY_WRITE)
 def test_user_writes_no_other_key(port: int, files: Path, user: str) -> None:
     with login(port, files, user) as client:
         may = {key for key in NAMES for words in WRITES if permitted(client, words.replace("{k}", key).split())}

@@ -12,8 +12,8 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits, StepResult
 from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.intake import READ_COUNT, Claimed, Clock, Intake
-from services.scheduler.shard.lease import Lease
 from shared.columns import pack
+from shared.lease import Lease
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
 from tests.support.stack import RedisServer

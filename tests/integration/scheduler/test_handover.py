@@ -12,11 +12,11 @@ from protos import queue_pb2
 from services.scheduler.requests.claims import Claims, Holdings
 from services.scheduler.requests.handover import RequestHandover
 from services.scheduler.requests.intake import Claimed, Clock, Intake
-from services.scheduler.shard.lease import Lease
 from services.scheduler.shard.shards import Shards
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import GROUP, Keys
+from shared.lease import Lease
 from shared.redis_client import Scripts, connect
 from shared.settings import SchedulerSettings
 from tests.support.stack import RedisServer

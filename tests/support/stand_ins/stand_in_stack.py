@@ -7,10 +7,12 @@ import os
 import sys
 from pathlib import Path
 
+from services.launcher.placements import SleepingServices
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
 from shared.errors import ConfigurationError
+from shared.placement import Placement
 from shared.processes.restarts import Backoff
 from shared.processes.supervisor import ServiceSpec
 
@@ -30,6 +32,17 @@ class FileProbe:
         return self._path.exists()
 
 
+class FileOfPlacements:
+    """A Redis in which the placer wants the one model awake that a file names."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def hgetall(self, _: str) -> dict[bytes, bytes]:
+        name = self._path.read_bytes() if self._path.exists() else b""
+        return {name: Placement(True).encode()} if name else {}
+
+
 def main() -> int:
     plan = json.loads(Path(sys.argv[1]).read_text())
     specs = [
@@ -43,6 +56,7 @@ def main() -> int:
         for spec in plan["specs"]
     ]
     screen = Screen()
+    sleeping = SleepingServices(FileOfPlacements(plan["awake"]), plan["models"], 1) if "models" in plan else None
     with RunDir(Path(plan["run_dir"])) as run_dir:
         return StackSupervisor(
             run_dir,
@@ -52,6 +66,7 @@ def main() -> int:
             backoff=Backoff(**plan.get("backoff", {})),
             stop_with_parent=plan.get("stop_with_parent", False),
             guard=plan.get("guard", False),
+            sleeping=sleeping,
         ).run()
 
 

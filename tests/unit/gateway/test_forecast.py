@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from services.gateway.admission import overloaded, refuse_late
 from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, renewed_at
+from services.gateway.errors import ApiError
+from services.gateway.progress import Seen
 from services.gateway.request import Limits
+from shared.placement import Placement
 from shared.settings import GatewaySettings
+from tests.support import generations
 
 BUSY = {"queued_tokens_normal": "800", "predicted_ttft_ms_normal": "4000.5", "prefill_tok_s": "200.0", "time_ms": "7"}
 
@@ -74,6 +80,47 @@ def test_stats_are_renewed_when_their_time_changes() -> None:
     now = {"a": BUSY, "b": BUSY | {"time_ms": "8"}, "c": BUSY}
     assert renewed_at(now, before, 11.0) == {"a": 3.0, "b": 11.0, "c": 11.0}
     assert renewed_at({"a": BUSY}, None, 11.0) == {"a": 11.0}
+
+
+ASLEEP = Placement(False, load_ms=5000, wake_ms=(6000, 7000, 8000, 9000))
+
+
+def test_forecast_of_a_model_that_sleeps_has_the_time_until_it_wakes() -> None:
+    look = snapshot({"a": BUSY}, leases="a")
+    asleep = replace(look, placement=ASLEEP)
+    assert asleep.forecasts["normal"] == replace(look.forecasts["normal"], wake_ms=8000)
+    assert asleep.forecasts["low"] == Forecast(0.0, 0, 0.0, wake_ms=9000), "nothing else is known of that class"
+    assert asleep.forecasts["low"].behind_more(500, 3).ttft_ms == 0
+    served = {"a": BUSY | {"workers": "1"}}
+    awake = Snapshot(look.at, look.leases, {"w": {}}, served, renewed=look.renewed, placement=ASLEEP)
+    assert awake.forecasts == look.forecasts, "its worker has not gone yet"
+
+
+def test_only_the_limits_of_a_request_count_the_time_until_the_model_wakes() -> None:
+    forecast = Forecast(1000.0, 500, 200.0, wake_ms=8000)
+    refuse_late(forecast, "deadline_ms", 9000, "deadline_unreachable")
+    with pytest.raises(
+        ApiError, match=r"predicted in 9000 ms, later than 6500 ms .the model is awake in 8000 ms"
+    ) as late:
+        refuse_late(forecast, "deadline_ms", 6500, "deadline_unreachable")
+    assert late.value.headers["Retry-After"] == "3"
+    spec = generations.spec(prompts=[[1]], max_tokens=1)
+    assert overloaded(forecast, spec, max_wait_s=2.0) is None, "it wakes for what waits"
+
+
+async def test_model_that_sleeps_is_ready_and_its_queue_is_no_alarm() -> None:
+    cluster = Cluster(GatewaySettings(api_keys=["k"]), "gateway-1", Limits(max_model_len=100, max_choices=8))
+    cluster.redis_error = ""
+    look = Snapshot(time.monotonic(), frozenset("a"), {}, {"a": BUSY | {"waiting": "1"}})
+    cluster.snapshot = look
+    assert cluster.reason_not_ready() == "no worker is registered"
+    assert look.seen.stats
+    cluster.snapshot = replace(look, placement=ASLEEP)
+    assert cluster.reason_not_ready() == ""
+    assert cluster.snapshot.seen == Seen()
+    cluster.snapshot = replace(look, placement=ASLEEP, leases=frozenset())
+    assert cluster.reason_not_ready() == "no scheduler is alive"
+    await cluster.close()
 
 
 async def test_refused_writes_are_the_reason_when_not_ready() -> None:

@@ -12,8 +12,11 @@ import pytest
 from services.cli.options import check_policy
 from services.launcher import up
 from services.launcher.model_check import GIB, Share, shape_problem, share_of, sum_problem
+from services.launcher.placements import SleepingServices
 from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
+from shared.keys import PLACER_KEYS
+from shared.placement import Placement
 from shared.settings import DEMO_MODEL, WorkerSettings
 
 FILE = """
@@ -138,6 +141,62 @@ def test_processes_are_counted_over_all_models(models: str, tmp_path: Path, monk
         ("gateway-0", "small", None),
     ]  # fmt: skip
     assert specs[-1].env["ORCINUS_MODELS"] == models
+
+
+def test_models_that_take_turns_share_cores_and_gpus_and_have_a_placer(
+    models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "on_gpu", lambda worker: False)
+    monkeypatch.setattr(up.os, "sched_getaffinity", lambda pid: range(8))
+    stacks = [up.ModelStack.of(each) for each in up.options_by_model({"models": models})]
+    assert (up.at_once(stacks, 0), up.at_once(stacks, 1)) == (3, 2)
+    specs = up.process_specs(stacks, None, "unix:///x", None, None, tmp_path, {}, most=1)
+    by_name = {spec.name: spec.env for spec in specs}
+    assert by_name["worker-0"]["ORCINUS_THREADS"] == "4", "as many as the two of the other model have"
+    assert by_name["placer-0"]["ORCINUS_MODELS"] == models
+    sleeping = up.sleeping_services(None, specs, 1)
+    assert sleeping.asleep == {"worker-0", "worker-1", "worker-2"}
+    monkeypatch.setattr(up, "on_gpu", lambda worker: True)
+    specs = up.process_specs(stacks, None, "unix:///x", None, None, tmp_path, {}, most=1)
+    gpus = {spec.name: spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs if spec.name.startswith("worker-")}
+    assert gpus == {"worker-0": "0", "worker-1": "0", "worker-2": "1"}
+
+
+def test_only_models_that_are_awake_together_have_to_fit(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "on_gpu", lambda worker: False)
+    monkeypatch.setattr(up, "_check_model", lambda *_: None)
+    monkeypatch.setattr(up, "share_of", lambda model, worker, replicas: Share(str(model), GIB, replicas))
+    monkeypatch.setattr(up, "free_memory", lambda: 4 * GIB)  # 1.5 for one, 3 for the other
+    stacks = [up.ModelStack.of(each) for each in up.options_by_model({"models": models})]
+    up.check_models(stacks, 1)
+    with pytest.raises(ConfigurationError, match=r"2 models: need 4.5 GiB together"):
+        up.check_models(stacks)
+
+
+class Placements:
+    """A Redis that has these placements."""
+
+    def __init__(self) -> None:
+        self.awake: dict[str, bool] = {}
+
+    def hgetall(self, key: str) -> dict[bytes, bytes]:
+        assert key == PLACER_KEYS.placements
+        return {name.encode(): Placement(is_awake).encode() for name, is_awake in self.awake.items()} | {b"x": b"[]"}
+
+
+def test_workers_follow_the_placer_and_no_wish_for_too_many() -> None:
+    redis = Placements()
+    sleeping = SleepingServices(redis, {"worker-0": "a", "worker-1": "b", "worker-2": "b", "worker-3": "c"}, 2)
+    seen = []
+    wishes: list[dict[str, bool]] = [{}, {"a": True, "b": False}, {"a": True, "b": True}, {"c": True, "foreign": True},
+                                     {"a": True, "b": True, "c": True}, {"a": False}]  # fmt: skip
+    for now, redis.awake in enumerate(wishes):
+        sleeping.look(float(now))
+        seen.append((sleeping.is_read, sorted(sleeping.names - sleeping.asleep)))
+    kept = (True, ["worker-3"])
+    assert seen == [
+        (False, []), (True, ["worker-0"]), (True, ["worker-0", "worker-1", "worker-2"]), kept, kept, kept
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_given", [False, True])

@@ -32,7 +32,7 @@ def written(directory: Path, text: str) -> Path:
 
 def test_models_have_names_of_the_settings(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
-    small, large = read_models(written(tmp_path, GOOD))
+    small, large = read_models(written(tmp_path, GOOD)).models
     assert small.aliases == ("gpt-4o-mini", "claude:latest")
     assert small.values() == {
         "model": str(tmp_path / "tiny"), "served_model_name": "small", "replicas": "1", "quantize": "int8",
@@ -50,7 +50,7 @@ def test_source_that_is_no_name_of_the_hub_is_a_path_beside_the_file(
     (here / "small").mkdir(parents=True)
     monkeypatch.chdir(here)
     text = f"models: {{a: {{source: small}}, b: {{source: 2024-13-45}}, c: {{source: {here}}}, d: {{source: org/d}}}}"
-    sources = [entry.source for entry in read_models(written(tmp_path, text))]
+    sources = [entry.source for entry in read_models(written(tmp_path, text)).models]
     assert sources == [str(tmp_path / "small"), str(tmp_path / "2024-13-45"), str(here), "org/d"]
 
 
@@ -66,6 +66,12 @@ def test_gateway_begins_with_the_first_model_unless_one_is_given(tmp_path: Path)
     ):
         GatewaySettings(models=path, served_model_name="typo")
     assert GatewaySettings(models=path, served_model_name="typo", model=tmp_path / "x").served_model_name == "typo"
+
+
+def test_models_take_turns_where_fewer_may_be_awake_than_there_are(tmp_path: Path) -> None:
+    assert read_models(written(tmp_path, GOOD)).awake == 0
+    assert read_models(written(tmp_path, "awake: 1" + GOOD)).awake == 1
+    assert read_models(written(tmp_path, "awake: 2" + GOOD)).awake == 0, "both may be"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +104,9 @@ def test_gateway_begins_with_the_first_model_unless_one_is_given(tmp_path: Path)
         ("models: {a: {source: x, aliases: ['']}}", "model 'a': aliases.0: "),
         ("models: {a: {source: x, aliases: [b]}, b: {source: y}}", "'b' names both 'a' and 'b'"),
         ("models: {a: {source: x, aliases: [c]}, b: {source: y, aliases: [c]}}", "'c' names both 'a' and 'b'"),
+        ("awake: 0\nmodels: {a: {source: x}}", "awake: '0' is no number of models; write one from 1 to 64"),
+        ("awake: [1]\nmodels: {a: {source: x}}", r"awake: \['1'\] is no number"),
+        (f"awake: {'9' * 5000}\nmodels: {{a: {{source: x}}}}", "awake: '999"),
         (f"models: {{{', '.join(f'm{number}: {{source: x}}' for number in range(MOST_MODELS + 1))}}}", "at most 64"),
         ("#" * (MOST_BYTES + 1), f"more than {MOST_BYTES} bytes"),
     ],

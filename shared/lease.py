@@ -1,4 +1,4 @@
-"""The lease of a shard: one scheduler at a time may write for a shard, and the epoch says which.
+"""A lease in Redis: one scheduler at a time may write for a shard, one placer for all models; the epoch says which.
 
 The service waits in `acquire` until the shard is free, then `keep` renews the lease. When `keep` returns, the shard is
 lost and nothing may be written any more; the scripts refuse it anyway.
@@ -16,7 +16,7 @@ from shared.errors import LeaseLostError
 from shared.keys import Keys
 from shared.redis_client import LIVE_TTL_MS, Script, Scripts, Unavailable, Value, persist
 
-log = logging.getLogger("orcinus.scheduler")
+log = logging.getLogger("orcinus.lease")
 
 STANDBY_S = 0.05
 """Interval at which a standby tries; a released shard pauses for so long, and for the rebuild of its requests."""

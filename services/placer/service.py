@@ -1,0 +1,248 @@
+"""The placer's process: look at Redis four times a second, decide, write what each model is to do.
+
+Only the holder of the lease writes. What it knows lies in Redis, so the next placer goes on where one was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from redis.asyncio import Redis
+
+from services.placer.decide import Demand, choose, wake_ms
+from shared.dead_letters import DeadLetters, remove_foreign
+from shared.errors import ConfigurationError, LeaseLostError
+from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
+from shared.lease import Lease
+from shared.models_file import read_models
+from shared.placement import MOST_MS, Placement, read_placements
+from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, connect, persist, temporary
+from shared.settings import PlacerSettings
+from shared.tasks import end, first_of, within
+from shared.telemetry import logs
+
+log = logging.getLogger("orcinus.placer")
+
+LOOK_S = 0.25
+LEASE_MS = 2000
+WRITE_S = 1.0
+"""Interval at which wake times are written; a decision is written at once."""
+STOP_S = 2.0
+
+
+def run(settings: PlacerSettings) -> int:
+    """Run until stopped; return 0 after SIGTERM or SIGINT, 1 when another placer has the lease.
+
+    Raise ConfigurationError for a file whose models all stay awake.
+    """
+    logs.setup("placer", settings.log_level, settings.log_json)
+    file = read_models(settings.models)
+    if not file.awake:
+        raise ConfigurationError(
+            f"{settings.models}: all models stay awake; write `awake: 1` to let them take turns, or run no placer"
+        )
+    return asyncio.run(Placer(settings, [entry.name for entry in file.models], file.awake).run())
+
+
+class Placer:
+    """Decides for these models, at most so many of them awake."""
+
+    def __init__(self, settings: PlacerSettings, models: Iterable[str], most: int) -> None:
+        self._redis: Redis = connect(settings, connections=2)
+        self._lease = Lease(Scripts(self._redis), PLACER_KEYS, PLACER, LEASE_MS)
+        self._models = {name: Keys(name) for name in models}
+        self._shard = settings.shard
+        self._most = most
+        self._placed: dict[str, Placement] = {}
+        self._watches = {name: _Watch() for name in self._models}
+        self._written_at = 0.0  # monotonic s
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Return the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        try:
+            await first_of(self._acquire(), self._stop.wait())
+            if self._stop.is_set():
+                return 0
+            keep = asyncio.create_task(self._lease.keep())
+            try:
+                await first_of(keep, self._place(), self._stop.wait())
+            finally:
+                await end(keep)
+            return 0 if self._stop.is_set() else 1
+        except LeaseLostError as error:
+            log.error("%s; stopping", error)
+            return 1
+        finally:
+            if self._lease.epoch:
+                await within(STOP_S, self._lease.release())
+            await within(STOP_S, self._redis.aclose())
+
+    async def _acquire(self) -> None:
+        await persist("look for keys of other types", self._repair, log, self._stop.is_set)
+        await self._lease.acquire(self._stop.is_set)
+
+    async def _repair(self) -> None:
+        """Delete keys of the placer that have another type than it gives them."""
+        strings = [PLACER_KEYS.lease(PLACER), PLACER_KEYS.epoch, PLACER_KEYS.shard_epoch(PLACER)]
+        types = dict.fromkeys(strings, "string") | {PLACER_KEYS.placements: "hash"}
+        await remove_foreign(self._redis, DeadLetters(PLACER), types)
+
+    async def _place(self) -> None:
+        await persist("read the placements", self._restore, log, self._stop.is_set)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), LOOK_S)
+            try:
+                now_ms, demands = await self._look()
+                await self._decide(now_ms, demands)
+            except Unavailable as error:
+                if not temporary(error):
+                    raise
+                log.warning("models not looked at: %s; retrying", error)
+                if WRONG_TYPE in str(error):
+                    await persist("look for keys of other types", self._repair, log, self._stop.is_set)
+
+    async def _restore(self) -> None:
+        """Go on with what the placer before wanted; at first the first models of the file are awake."""
+        stored: Any = await self._redis.hgetall(PLACER_KEYS.placements)
+        found = read_placements(stored)
+        self._placed = {name: found[name] for name in self._models if name in found}
+        awake = [name for name, placement in self._placed.items() if placement.awake][: self._most]
+        now_ms = await self._now_ms()
+        for name in self._models:
+            before = self._placed.get(name, Placement(False, since_ms=now_ms))
+            is_awake = name in (awake or list(self._models)[: self._most])
+            has_changed = before.awake != is_awake
+            since_ms = now_ms if has_changed else min(before.since_ms, now_ms)
+            self._placed[name] = replace(before, awake=is_awake, since_ms=since_ms)
+            self._watches[name] = _Watch(has_changed and is_awake)
+        await self._write({name.decode("utf-8", "replace") for name in stored} - self._models.keys())
+        log.info("awake: %s", ", ".join(self._awake()))
+
+    def _awake(self) -> list[str]:
+        return [name for name, placement in self._placed.items() if placement.awake]
+
+    async def _now_ms(self) -> int:
+        seconds, micros = await self._redis.time()
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    async def _look(self) -> tuple[int, list[Demand]]:
+        """Return Redis's clock and what each model has to do."""
+        pipe: Any = self._redis.pipeline(transaction=False)
+        pipe.time()
+        for keys in self._models.values():
+            pipe.exists(keys.lease(self._shard))
+            pipe.hmget(keys.stats(self._shard), "workers", "parked", "waiting", "running")
+            pipe.hmget(keys.queue, "requests")
+            for stream in keys.request_streams():
+                pipe.xrange(stream, count=1)
+        (seconds, micros), *replies = await pipe.execute(raise_on_error=False)
+        now_ms, answers = seconds * 1000 + micros // 1000, iter(replies)
+        demands = []
+        for name in self._models:
+            is_led = next(answers) == 1
+            workers, parked, *work = _counts(next(answers), 4) + _counts(next(answers), 1)
+            ages = {
+                priority: now_ms - _entry_ms(rows[0][0])
+                for priority in CLASSES
+                if isinstance(rows := next(answers), list) and rows
+            }
+            if parked and not any(work):  # these wait for a client, not for a worker
+                ages = {}
+            demands.append(self._demand(name, now_ms, is_led and workers > 0, ages))
+        return now_ms, demands
+
+    def _demand(self, name: str, now_ms: int, is_ready: bool, ages_ms: dict[str, int]) -> Demand:
+        placement, watch = self._placed[name], self._watches[name]
+        since_ms = max(0, now_ms - placement.since_ms)
+        watch.look(placement.awake, is_ready, bool(ages_ms), now_ms)
+        if watch.has_loaded:
+            load_ms = max(1, min(MOST_MS, since_ms))
+            log.info("%s serves, %.1f s after the decision", name, load_ms / 1000)
+            self._placed[name] = placement = replace(placement, load_ms=load_ms)
+        if not placement.awake:  # before, it was its turn
+            ages_ms = {priority: min(age, since_ms) for priority, age in ages_ms.items()}
+        times = watch.ready_ms(now_ms), watch.loading_ms(now_ms), watch.idle_ms(now_ms)
+        return Demand(name, placement.awake, *times, placement.load_ms, ages_ms)
+
+    async def _decide(self, now_ms: int, demands: list[Demand]) -> None:
+        awake = choose(demands, self._most)
+        changed = [each for each in demands if each.is_awake != (each.name in awake)]
+        for each in changed:
+            is_awake = not each.is_awake
+            self._placed[each.name] = replace(self._placed[each.name], awake=is_awake, since_ms=now_ms)
+            self._watches[each.name] = _Watch(is_awake)
+            log.info("%s: %s", each.name, f"wakes, waited for {each.waiting_ms} ms" if is_awake else "sleeps")
+        if not changed and time.monotonic() - self._written_at < WRITE_S:
+            return
+        if changed:
+            marks = {each.name: each.name in awake for each in changed}
+            demands = [
+                replace(each, is_awake=marks[each.name], ready_ms=0, loading_ms=0) if each.name in marks else each
+                for each in demands
+            ]
+        for each in demands:
+            waits = tuple(min(MOST_MS, wait) for wait in wake_ms(each, demands, self._most))
+            self._placed[each.name] = replace(self._placed[each.name], wake_ms=waits)
+        await self._write(())
+
+    async def _write(self, gone: Iterable[str]) -> None:
+        """Write all placements, without those that are gone. Raise LeaseLostError, Unavailable."""
+        key = PLACER_KEYS.placements
+        words = [word for name, placement in self._placed.items() for word in (name, placement.encode())]
+        await self._lease.write(["HSET", key, *words], *(["HDEL", key, name] for name in gone))
+        self._written_at = time.monotonic()
+
+
+class _Watch:
+    """Since when one model serves, loads and is idle, by Redis's clock; 0 where it does not."""
+
+    def __init__(self, is_woken: bool = False) -> None:
+        """is_woken: whether this placer has just woken it, and so measures its load."""
+        self._is_measured = is_woken
+        self._ready_at = self._loading_at = self._idle_at = 0
+        self.has_loaded = False
+        """Whether the last look was the first at which it served."""
+
+    def look(self, is_awake: bool, is_ready: bool, has_work: bool, now_ms: int) -> None:
+        is_ready &= is_awake  # a worker that is about to go does not count
+        self._ready_at = (self._ready_at or now_ms) if is_ready else 0
+        self._loading_at = (self._loading_at or now_ms) if is_awake and not is_ready else 0
+        self._idle_at = 0 if has_work else self._idle_at or now_ms
+        self.has_loaded, self._is_measured = self._is_measured and is_ready, self._is_measured and not is_ready
+
+    def ready_ms(self, now_ms: int) -> int:
+        return _passed_ms(self._ready_at, now_ms)
+
+    def loading_ms(self, now_ms: int) -> int:
+        return _passed_ms(self._loading_at, now_ms)
+
+    def idle_ms(self, now_ms: int) -> int:
+        return _passed_ms(self._idle_at, now_ms)
+
+
+def _passed_ms(since_ms: int, now_ms: int) -> int:
+    """Return the time since a moment, at least 1; 0 where there was none."""
+    return max(1, now_ms - since_ms) if since_ms else 0
+
+
+def _counts(reply: Any, count: int) -> list[int]:
+    """Return whole numbers of a hash; 0 for another text, or a key of another type."""
+    texts = reply if isinstance(reply, list) else [None] * count
+    return [int(raw) if raw is not None and raw.isdigit() and len(raw) < 16 else 0 for raw in texts]
+
+
+def _entry_ms(entry: bytes) -> int:
+    """Return the time at which an entry of a stream was added."""
+    return int(entry.partition(b"-")[0])

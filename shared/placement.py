@@ -1,0 +1,62 @@
+"""What the placer wants of a model, as it lies in Redis for launcher, gateways and commands.
+
+It outlives the placer: without one, models stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+from shared.keys import CLASSES
+
+MOST_MS = 7 * 24 * 3600 * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """awake: whether the model is to have its workers. load_ms: from that wish to a worker that serves, as it was
+    measured last; 0 before. since_ms: the time of the last change of `awake`, by Redis's clock. wake_ms: until a
+    request that comes now, of each class, would begin to run; 0 while the model serves.
+    """
+
+    awake: bool
+    load_ms: int = 0
+    since_ms: int = 0
+    wake_ms: tuple[int, ...] = (0,) * len(CLASSES)
+
+    def encode(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Placement:
+        """Raise ValueError or TypeError for a record that no placer writes."""
+        found: Any = orjson.loads(raw)
+        if not isinstance(found, dict) or set(found) != {"awake", "load_ms", "since_ms", "wake_ms"}:
+            raise ValueError("not the fields of a placement")
+        awake, waits = found["awake"], found["wake_ms"]
+        if not isinstance(awake, bool) or not isinstance(waits, list) or len(waits) != len(CLASSES):
+            raise TypeError("awake: not a boolean, or wake_ms: not a number for each class")
+        if not all(_is_count(number, MOST_MS) for number in (found["load_ms"], *waits)):
+            raise ValueError(f"load_ms or wake_ms: not a whole number from 0 to {MOST_MS}")
+        if not _is_count(found["since_ms"], 1 << 53):
+            raise ValueError("since_ms: not a time")
+        return cls(awake, found["load_ms"], found["since_ms"], tuple(waits))
+
+
+def read_placements(stored: Mapping[bytes, bytes]) -> dict[str, Placement]:
+    """Return the records of the hash by model, without those that cannot be read."""
+    found = {}
+    for name, raw in stored.items():
+        try:
+            found[name.decode()] = Placement.decode(raw)
+        except (ValueError, TypeError):
+            continue
+    return found
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most

@@ -1,0 +1,122 @@
+"""Two models of which one is awake at a time, under requests to both: every answer is transformers', also of requests
+that ran when their model went to sleep, and while the placer is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.launcher import alive, up
+from tests.support.models import Reference, make_llama
+from tests.support.sse import DONE, events
+from tests.support.waiting import until
+
+TOKENS = 160
+PAUSE_S = 1.0
+"""Longer than a step takes on a busy machine, and shorter than a load."""
+WAIT_S = 240.0
+FILE = """
+awake: 1
+models:
+  one: {source: one, kv_blocks: 256}
+  org/Two: {source: two, kv_blocks: 256}
+"""
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    directory = tmp_path_factory.mktemp("models")
+    one = make_llama(directory / "one", seed=21, requests=4, output_tokens=TOKENS, prompt_tokens=(4, 20))
+    two = make_llama(directory / "two", seed=22, requests=4, kind="qwen3")
+    (directory / "models.yaml").write_text(FILE)
+    return {"one": one, "org/Two": two}
+
+
+@pytest.fixture(scope="module")
+def run(references: dict[str, Reference], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    directory, file = tmp_path_factory.mktemp("up"), references["one"].path.parent / "models.yaml"
+    options = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--speculate", "off")
+    with up(directory, "--models", str(file), *options) as (address, _):
+        yield address, directory
+
+
+def states(url: str) -> dict[str, str]:
+    return {card["id"]: card["state"] for card in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]}
+
+
+def pids(directory: Path) -> dict[str, int]:
+    return dict(json.loads((directory / "run" / "processes.json").read_text()))
+
+
+def streamed(url: str, model: str, prompt: list[int], tokens: int, priority: str) -> tuple[list[int], float]:
+    """Return the tokens of an answer, and the longest pause between two of them."""
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "return_token_ids": True, "priority": priority,
+    }  # fmt: skip
+    got: list[int] = []
+    pause, last = 0.0, 0.0
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S) as answer:
+        assert answer.status_code == 200, answer.read()
+        for event in events(answer.iter_lines()):
+            if event.data == DONE:
+                break
+            for choice in event.json["choices"]:
+                now = time.monotonic()
+                pause = max(pause, now - last) if last else 0.0
+                last = now
+                got += choice.get("token_ids") or []
+    return got, pause
+
+
+@pytest.mark.timeout(600)
+def test_models_take_turns_and_no_token_differs(run: tuple[str, Path], references: dict[str, Reference]) -> None:
+    url, directory = run
+    until("one is awake and the other asleep", lambda: states(url) == {"one": "ready", "org/Two": "asleep"})
+    assert httpx.get(f"{url}/health/ready", timeout=60).status_code == 200
+    assert {"worker-0", "placer-0"} <= pids(directory).keys() and "worker-1" not in pids(directory)
+    served = threading.Event()
+    pauses = []
+
+    def keep_busy(at: int) -> None:
+        """Ask one again and again, so that it never is without work, until the other has answered."""
+        prompt, output = references["one"].prompts[at], references["one"].outputs[at]
+        while not served.is_set():
+            got, pause = streamed(url, "one", prompt, len(output), "normal")
+            assert got == output
+            pauses.append(pause)
+
+    def ask_the_other(at: int) -> None:
+        prompt, output = references["org/Two"].prompts[at], references["org/Two"].outputs[at]
+        got, _ = streamed(url, "org/Two", prompt, len(output), "realtime")
+        assert got == output
+
+    with ThreadPoolExecutor(8) as clients:
+        busy = [clients.submit(keep_busy, at) for at in range(4)]
+        try:
+            until("one is busy", lambda: len(pauses) >= 4, WAIT_S)
+            asking = [clients.submit(ask_the_other, at) for at in range(4)]
+            placer = pids(directory)["placer-0"]
+            os.kill(placer, signal.SIGKILL)  # with requests that wait for its decision
+            until("the placer is back", lambda: pids(directory).get("placer-0") not in (None, placer))
+            worker = pids(directory)["worker-0"]
+            for each in asking:
+                each.result(WAIT_S)
+            assert not alive(worker)
+        finally:
+            served.set()
+        for each in busy:
+            each.result(WAIT_S)
+    assert max(pauses) > PAUSE_S, "a request ran when its model went to sleep, and went on"
+    until("one is awake again", lambda: states(url)["one"] == "ready")
+    assert "worker-1" not in pids(directory)
