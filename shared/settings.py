@@ -15,9 +15,9 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import ConfigurationError
-from shared.hub import as_hub_name, find_snapshot, gguf_in, is_repository, repository_of
 from shared.keys import Keys, model_tag
-from shared.models_file import ModelEntry, ModelsFile, read_models
+from shared.models.hub import as_hub_name, find_snapshot, gguf_in, is_repository, repository_of
+from shared.models.models_file import ModelEntry, ModelsFile, read_models
 from shared.security.tls import readable
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -32,7 +32,7 @@ settings.load_profile("repeat")
 @pytest.fixture(scope="module")
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the model that the module's MODEL describes, and what transformers answers for it."""
-    from tests.support.models import make_llama  # most runs need no transformers
+    from tests.support.checkpoints.models import make_llama  # most runs need no transformers
 
     return make_llama(tmp_path_factory.mktemp("model") / "tiny", **request.module.MODEL)
 

@@ -24,7 +24,7 @@ from services.cli import keys as cli_keys
 from services.cli import models
 from services.cli.options import Command, Group, build, check_policy, settings_command
 from shared.errors import ConfigurationError
-from shared.hub import require_local
+from shared.models.hub import require_local
 from shared.options import Values, effective, env_name
 from shared.settings import (
     BatchSettings,

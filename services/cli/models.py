@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from shared.errors import ConfigurationError, ModelError
-from shared.hub import HubName, cache_directory, gguf_in, in_address, parse_name
+from shared.models.hub import HubName, cache_directory, gguf_in, in_address, parse_name
 from shared.plurals import counted
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]

@@ -14,7 +14,7 @@ from services.cli.options import build
 from services.launcher import redis_server
 from services.launcher.rundir import RunDir, StackFacts
 from shared.errors import ConfigurationError
-from shared.models_file import read_models
+from shared.models.models_file import read_models
 from shared.options import Values, without_password
 from shared.settings import CommonSettings, GatewaySettings, LauncherSettings
 

@@ -28,7 +28,9 @@ from safetensors import SafetensorError, safe_open
 
 from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
 from services.gateway.published import Published
-from shared.adapters import (
+from shared.dead_letters import DeadLetters
+from shared.errors import ModelError
+from shared.models.adapters import (
     CONFIG,
     CONFIG_BYTES,
     DIGEST_BYTES,
@@ -45,8 +47,6 @@ from shared.adapters import (
     parse_shapes,
     read_bounded,
 )
-from shared.dead_letters import DeadLetters
-from shared.errors import ModelError
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 

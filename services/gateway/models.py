@@ -33,7 +33,7 @@ from services.gateway.tracing import Tracing
 from shared.dead_letters import DeadLetters, text
 from shared.errors import ConfigurationError, ModelError
 from shared.keys import Keys
-from shared.models_file import ModelEntry, check_names
+from shared.models.models_file import ModelEntry, check_names
 from shared.redis_client import Unreachable, connect
 from shared.settings import GatewaySettings
 from shared.tasks import end

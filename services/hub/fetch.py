@@ -36,8 +36,8 @@ from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 from services.hub.progress import Report, size
 from services.hub.store import PARTIAL, Record, pulling
 from shared.errors import ConfigurationError
-from shared.hub import HubName, cache_directory, find_snapshot, repository_directory
-from shared.model_files import MOST_FILE_BYTES
+from shared.models.hub import HubName, cache_directory, find_snapshot, repository_directory
+from shared.models.model_files import MOST_FILE_BYTES
 from shared.text.tokenizer import tokenizer_json
 
 T = TypeVar("T")

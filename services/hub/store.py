@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigurationError
-from shared.hub import HubName, cache_directory, find_snapshot, repository_directory, repository_of, snapshot_of
+from shared.models.hub import HubName, cache_directory, find_snapshot, repository_directory, repository_of, snapshot_of
 
 RECORD = ".orcinus.json"
 PARTIAL = ".orcinus.incomplete"

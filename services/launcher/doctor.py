@@ -21,7 +21,7 @@ from services.launcher.model_check import free_memory, memory_problem, model_pro
 from services.launcher.rundir import RunDir
 from services.launcher.up import port_problem
 from shared.errors import ConfigurationError, ModelError
-from shared.gguf.reader import is_gguf
+from shared.models.gguf.reader import is_gguf
 from shared.options import Values, build, without_password
 from shared.plurals import counted
 from shared.settings import GatewaySettings, LauncherSettings, SchedulerSettings, WorkerSettings

@@ -23,10 +23,10 @@ from services.worker.models.matrices import shapes, tables
 from services.worker.models.registry import FAMILIES
 from services.worker.models.stored import HELD_BITS, Stored, read_stored, stored_of_gguf
 from shared.errors import ModelError
-from shared.gguf.config import config_of
-from shared.gguf.reader import is_gguf, open_gguf
-from shared.hub import gguf_files, gguf_in, in_address, repository_of, require_local
-from shared.model_files import read_bounded
+from shared.models.gguf.config import config_of
+from shared.models.gguf.reader import is_gguf, open_gguf
+from shared.models.hub import gguf_files, gguf_in, in_address, repository_of, require_local
+from shared.models.model_files import read_bounded
 from shared.settings import WorkerSettings
 
 GIB = 1 << 30

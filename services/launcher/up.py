@@ -42,8 +42,8 @@ from services.launcher.supervisor import StackSupervisor
 from services.worker.models.config import check_split, load_config
 from services.worker.models.stored import read_stored
 from shared.errors import ConfigurationError
-from shared.hub import as_hub_name, parse_name
 from shared.keys import PLACER, PLACER_KEYS
+from shared.models.hub import as_hub_name, parse_name
 from shared.options import Values, build, effective, env_name, fields_of, flag, without_password
 from shared.plurals import counted
 from shared.processes.listeners import listen

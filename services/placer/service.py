@@ -21,7 +21,7 @@ from shared.dead_letters import DeadLetters, remove_foreign
 from shared.errors import ConfigurationError, LeaseLostError
 from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
 from shared.lease import Lease
-from shared.models_file import read_models
+from shared.models.models_file import read_models
 from shared.placement import MOST_MS, Placement, read_placements
 from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, connect, persist, temporary
 from shared.settings import PlacerSettings

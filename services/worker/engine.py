@@ -43,8 +43,8 @@ from services.worker.step_log import StepLog
 from services.worker.warm_up import Speed, WarmUp
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
-from shared.gguf.reader import is_gguf
 from shared.ids import identity
+from shared.models.gguf.reader import is_gguf
 
 if TYPE_CHECKING:
     from shared.settings import WorkerSettings  # pydantic: an engine in process does without

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, fields
 
 import orjson
 
-from shared.hub import is_repository
 from shared.keys import CLASSES
-from shared.models_file import MOST_MODELS
+from shared.models.hub import is_repository
+from shared.models.models_file import MOST_MODELS
 
 SCOPES = ("ops", "admin")
 """What a key may beyond requests: `ops` sees the live page, `admin` loads adapters, too."""

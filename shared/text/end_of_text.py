@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ModelError
-from shared.model_files import has_file, read_bounded
+from shared.models.model_files import has_file, read_bounded
 
 MOST_END_IDS = 8
 """A worker bans and a scheduler checks at most 16 stop ids of a sequence; the request may give the other 8."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import ModelError, OrcinusError
-from shared.gguf.tokenizer import LLAMA_3, QWEN_2
-from shared.model_files import read_bounded
+from shared.models.gguf.tokenizer import LLAMA_3, QWEN_2
+from shared.models.model_files import read_bounded
 from shared.text.regex_bounds import regex_problem
 
 if TYPE_CHECKING:

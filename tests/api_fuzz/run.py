@@ -21,7 +21,7 @@ import orjson
 
 from bench import result
 from bench.result import provenance
-from tests.support.models import make_llama
+from tests.support.checkpoints.models import make_llama
 from tests.support.stack import Stack, running_stack
 
 KEY = "schemathesis-key"

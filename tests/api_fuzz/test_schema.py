@@ -18,10 +18,10 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
-from tests.support.tokenizers import write_model
 
 KEY = "sk-test"
 EXAMPLES = 15

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.written_stack import WrittenStack
-from tests.support.tokenizers import write_model
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from services.launcher.up import DEMO_PROMPT
 from tests.browser.conftest import Visit
 from tests.browser.test_dashboard import contrast
+from tests.support.checkpoints.tokenizers import byte_level
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, STOP, Claimed, Line, ScriptedScheduler
-from tests.support.tokenizers import byte_level
 
 OpenPage = Callable[..., Visit]
 EVIL = '<img src=/evil.png onerror="window.stolen=1"><script>window.stolen=1</script>&amp;'

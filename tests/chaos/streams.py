@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from tests.support import sse
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import Stack
 from tests.support.waiting import until
 

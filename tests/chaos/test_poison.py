@@ -19,7 +19,7 @@ from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from shared.columns import unpack
 from shared.settings import WorkerSettings
-from tests.support.models import EOS, Reference
+from tests.support.checkpoints.models import EOS, Reference
 from tests.support.stack import START_S, Stack
 from tests.support.waiting import until
 

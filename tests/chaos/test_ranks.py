@@ -13,7 +13,7 @@ import pytest
 
 from deploy import certs
 from tests.chaos.streams import load
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import free_port, until
 

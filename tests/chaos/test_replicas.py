@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.streams import load
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 

@@ -13,8 +13,8 @@ import pytest
 from tests.chaos.harness.client import counts
 from tests.chaos.streams import load
 from tests.support import sse
+from tests.support.checkpoints.models import Reference
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 

@@ -15,7 +15,7 @@ from services.launcher.up import share_folder
 from services.worker.kv.share_folder import ID
 from tests.chaos.streams import clients
 from tests.stack.test_make_run import MakeRun
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support import sse
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import START_S, Stack, running_stack
 from tests.support.waiting import until
 

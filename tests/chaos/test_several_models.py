@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from shared.settings import DEMO_MODEL
 from tests.chaos.harness.faults import KINDS, OF_SECOND
 from tests.chaos.harness.run import Result, Scenario, chaos
-from tests.support.adapters import make_lora
+from tests.support.checkpoints.adapters import make_lora
 
 SEED = 20261126
 SHORT = ("worker_kill", "scheduler_kill", "gateway_kill", *OF_SECOND)

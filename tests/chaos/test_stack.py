@@ -15,8 +15,8 @@ import pytest
 
 from protos import queue_pb2
 from tests.chaos.streams import load
+from tests.support.checkpoints.models import Reference
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 

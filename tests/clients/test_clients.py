@@ -18,7 +18,7 @@ from protos import kserve_pb2
 from services.cli.app import app
 from shared.settings import DEMO_MODEL
 from tests.clients import install
-from tests.support.encoders import make_encoder
+from tests.support.checkpoints.encoders import make_encoder
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import free_port, until
 

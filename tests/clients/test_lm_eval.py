@@ -15,7 +15,7 @@ import pytest
 from shared.settings import DEMO_MODEL
 from tests.clients import install
 from tests.clients.test_clients import check
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import Stack, running_stack
 
 NAME, KEY = "lm-eval", "sk-clients"

@@ -11,7 +11,7 @@ import pytest
 
 from services.worker import watchdog
 from tests.engine.ranks import Processes
-from tests.support.models import Reference, make_llama
+from tests.support.checkpoints.models import Reference, make_llama
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from services.worker.engine import Engine
 from shared.columns import unpack
 from tests.engine.driver import Driver, make_engine
 from tests.kernels import cpu_variants
-from tests.support.models import Reference, make_llama
+from tests.support.checkpoints.models import Reference, make_llama
 
 OUTPUTS = 20
 SEED = 20261120

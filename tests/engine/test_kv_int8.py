@@ -15,7 +15,7 @@ from services.worker.engine import Engine
 from shared.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine
 from tests.engine.test_tokens import all_logits
-from tests.support.models import MIN_GAP, Reference
+from tests.support.checkpoints.models import MIN_GAP, Reference
 
 MODEL = {"seed": 5, "requests": 3, "output_tokens": 1, "prompt_tokens": (2, 90)}
 

@@ -17,7 +17,7 @@ from shared.text.logprobs import unpack_records
 from tests.engine.driver import Ahead, entering, make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process
-from tests.support.models import VOCAB, Reference
+from tests.support.checkpoints.models import VOCAB, Reference
 from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
 
 SMALL = {"kv_blocks": 26, "max_seqs": 16, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}

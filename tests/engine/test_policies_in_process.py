@@ -14,7 +14,7 @@ from services.scheduler.core.policy.presets import PRESETS
 from services.worker.engine import Engine
 from tests.engine.driver import make_engine
 from tests.support import in_process
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
 
 SMALL = {"max_seqs": 16, "kv_blocks": 26, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}

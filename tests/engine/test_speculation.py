@@ -24,8 +24,8 @@ from shared.errors import ProtocolError
 from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes
 from tests.support import in_process
+from tests.support.checkpoints.models import Reference
 from tests.support.in_process import Recorded
-from tests.support.models import Reference
 
 REQUESTS = 10
 OUTPUT_TOKENS = 40

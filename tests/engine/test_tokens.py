@@ -15,7 +15,7 @@ from protos import worker_pb2
 from shared.columns import pack
 from shared.text.logprobs import TokenLogprobs
 from tests.engine.driver import Driver, make_engine
-from tests.support.models import MIN_GAP, Reference, make_llama
+from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.driver import make_engine
 from tests.support import in_process
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 
 REQUESTS = 24
 MODEL = {"requests": REQUESTS, "prompt_tokens": (2, 40), "output_tokens": 10, "hidden_size": 32, "seed": 20261120}

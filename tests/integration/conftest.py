@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.checkpoints.tokenizers import shared_byte_level, token_ids, write_model
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
-from tests.support.tokenizers import shared_byte_level, token_ids, write_model
 
 KEY = "sk-test-0123456789"
 OTHER = "sk-other-9876543210"

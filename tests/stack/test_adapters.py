@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.adapters import Lora, make_lora, unmerged
-from tests.support.models import MIN_GAP, Reference, make_llama
+from tests.support.checkpoints.adapters import Lora, make_lora, unmerged
+from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama
 from tests.support.stack import Stack, running_stack
 
 SEED = 20261127

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.deploy import test_observability as observability
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import free_port, until
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from tests.support.checkpoints.models import make_llama, random_prompts
 from tests.support.compiler import needs_compiler
-from tests.support.models import make_llama, random_prompts
 from tests.support.stack import running_stack
 from tests.support.waiting import until
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.gguf import write_model
+from tests.support.checkpoints.gguf import write_model
+from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.launcher import ROOT, clean_env
-from tests.support.models import Reference, make_llama
 from tests.support.stack import PLAIN
 from tests.support.stand_ins.hub import StandInHub
 from tests.support.waiting import free_port, until

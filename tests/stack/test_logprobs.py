@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support import sse
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 

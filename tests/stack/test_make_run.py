@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.checkpoints.models import make_llama
 from tests.support.launcher import ROOT, alive, clean_env
-from tests.support.models import make_llama
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
 

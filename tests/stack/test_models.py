@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.launcher import ROOT, clean_env, up
-from tests.support.models import Reference, make_llama
 from tests.support.waiting import free_port
 
 REQUESTS = 8

@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.launcher import alive, up
-from tests.support.models import Reference, make_llama
 from tests.support.sse import DONE, events
 from tests.support.waiting import until
 

@@ -15,7 +15,7 @@ import pytest
 from services.cli.policy import switch
 from services.scheduler.core.policy.presets import PRESETS
 from shared.settings import CommonSettings, LauncherSettings
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until

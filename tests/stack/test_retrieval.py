@@ -18,8 +18,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from tests.support.encoders import EncoderReference, make_encoder
-from tests.support.models import Reference, make_llama, random_prompts
+from tests.support.checkpoints.encoders import EncoderReference, make_encoder
+from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 

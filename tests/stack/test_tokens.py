@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models import Reference, make_llama
+from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.stack import running_stack
 from tests.support.waiting import until
 

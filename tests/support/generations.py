@@ -21,7 +21,7 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.reader import CallPiece, merged
 from tests.support import sse
-from tests.support.tokenizers import byte_fallback, byte_level, write_model
+from tests.support.checkpoints.tokenizers import byte_fallback, byte_level, write_model
 
 EOS = 1
 CUTS = st.lists(st.integers(0, 30), max_size=8)

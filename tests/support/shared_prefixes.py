@@ -13,7 +13,7 @@ import pytest
 
 from services.scheduler.core.types import NewRequest
 from tests.support import in_process
-from tests.support.models import MIN_GAP, VOCAB, Reference, make_llama, random_prompts
+from tests.support.checkpoints.models import MIN_GAP, VOCAB, Reference, make_llama, random_prompts
 
 REQUESTS = 24
 OUTPUT_TOKENS = 14

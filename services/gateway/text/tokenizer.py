@@ -25,8 +25,8 @@ from services.gateway.text.pairs import CrossEncoder, Pairs, judge_of
 from services.gateway.text.reasoning import CLOSING, OPENING, markers_of
 from services.gateway.text.tools.formats import format_of
 from shared.errors import ModelError
-from shared.gguf.reader import is_gguf
-from shared.model_files import has_file, read_bounded
+from shared.models.gguf.reader import is_gguf
+from shared.models.model_files import has_file, read_bounded
 from shared.text.end_of_text import end_ids
 from shared.text.tokenizer import MOST_ID, load_tokenizer
 

@@ -19,11 +19,11 @@ from redis.exceptions import ResponseError
 
 from protos import queue_pb2
 from services.scheduler.core.types import EMPTY, MAX_STOP_IDS, Finish, Int32, NewRequest
-from shared.adapters import DIGEST_BYTES
 from shared.columns import unpack
 from shared.dead_letters import DeadLetters, integer, remove_foreign, text
 from shared.keys import CLASSES, GROUP, Keys
 from shared.lease import Lease
+from shared.models.adapters import DIGEST_BYTES
 from shared.redis_client import BLOCK_MS, GONE, WRONG_TYPE, Scripts, Value
 from shared.text.logprobs import prompt_record_bytes
 from shared.text.logprobs import wrong_number as wrong_logprobs

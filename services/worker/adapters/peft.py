@@ -16,7 +16,8 @@ from torch import Tensor
 from services.worker.models.adapters import Adapter, Pair
 from services.worker.models.config import DecoderConfig
 from services.worker.models.matrices import layer_matrices, layer_prefix
-from shared.adapters import (
+from shared.errors import ModelError
+from shared.models.adapters import (
     CONFIG,
     CONFIG_BYTES,
     WEIGHTS,
@@ -27,7 +28,6 @@ from shared.adapters import (
     parse_shapes,
     read_bounded,
 )
-from shared.errors import ModelError
 
 PREFIX = "base_model.model."
 FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

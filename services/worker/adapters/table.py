@@ -19,8 +19,8 @@ from services.worker.adapters.peft import read_adapter
 from services.worker.models.adapters import AdapterRows
 from services.worker.models.config import DecoderConfig
 from services.worker.parallel.state import ParallelState
-from shared.adapters import DIGEST_BYTES, STORE
 from shared.errors import ModelError, ProtocolError
+from shared.models.adapters import DIGEST_BYTES, STORE
 
 log = logging.getLogger("orcinus.worker")
 

@@ -17,8 +17,8 @@ from services.worker.models.fields import Fields, read_json
 from services.worker.models.registry import FAMILIES, ExpertNames, Family
 from services.worker.models.stored import Stored, read_stored, stored_of_gguf
 from shared.errors import ConfigurationError, ModelError
-from shared.gguf.config import config_of, rope_factors
-from shared.gguf.reader import GgufFile, is_gguf, open_gguf
+from shared.models.gguf.config import config_of, rope_factors
+from shared.models.gguf.reader import GgufFile, is_gguf, open_gguf
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 4096

@@ -21,8 +21,8 @@ from services.worker.models.checkpoint import DTYPES, FLOATS, Progress, Source, 
 from services.worker.models.config import DecoderConfig
 from services.worker.models.registry import Names
 from shared.errors import ModelError
-from shared.gguf.reader import Tensor as Place
-from shared.gguf.reader import open_gguf
+from shared.models.gguf.reader import Tensor as Place
+from shared.models.gguf.reader import open_gguf
 
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 

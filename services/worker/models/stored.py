@@ -13,7 +13,7 @@ from typing import Any
 
 from services.worker.models.fields import LARGEST, Fields
 from shared.errors import ModelError
-from shared.gguf.reader import GgufFile
+from shared.models.gguf.reader import GgufFile
 
 BITS = (4, 8)
 UNITS = (128, 32)  # groups that kernels have, kernels/cpu/src/formats/groups.h

@@ -13,8 +13,8 @@ import pytest
 from openai.types import Batch
 
 from services.gateway.batches.lines import seed_of
+from tests.support.checkpoints.models import Reference
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import Stack
 from tests.support.waiting import until
 

@@ -17,8 +17,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.checkpoints.models import Reference
 from tests.support.gateway_process import GatewayProcess
-from tests.support.models import Reference
 from tests.support.stack import ROOT
 from tests.support.waiting import free_port, until
 

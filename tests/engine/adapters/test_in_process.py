@@ -16,8 +16,8 @@ from shared.settings import WorkerSettings
 from tests.engine.adapters.test_products import MIN_GAP
 from tests.engine.ranks import Processes
 from tests.support import in_process
-from tests.support.adapters import Lora, make_lora, store, unmerged
-from tests.support.models import Reference, make_llama
+from tests.support.checkpoints.adapters import Lora, make_lora, store, unmerged
+from tests.support.checkpoints.models import Reference, make_llama
 
 SEED = 20261127
 NEW = 24

@@ -14,11 +14,11 @@ import torch
 from protos import worker_pb2
 from services.worker.engine import Engine
 from services.worker.parallel.state import ParallelState
-from shared.adapters import STORE, WEIGHTS, read_bounded
 from shared.errors import ConfigurationError, ModelError, ProtocolError
+from shared.models.adapters import STORE, WEIGHTS, read_bounded
 from tests.engine.driver import Driver, make_engine
-from tests.support.adapters import Lora, make_lora, merged, store, unmerged
-from tests.support.models import MIN_GAP, Reference, make_llama
+from tests.support.checkpoints.adapters import Lora, make_lora, merged, store, unmerged
+from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama
 
 SEED = 20261126
 NEW = 16

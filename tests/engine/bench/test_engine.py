@@ -19,8 +19,8 @@ from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL
 from tests.engine.driver import make_engine
+from tests.support.checkpoints.models import make_llama
 from tests.support.compiler import demand_compiler
-from tests.support.models import make_llama
 
 
 @pytest.fixture

@@ -23,13 +23,13 @@ from services.worker.models.gguf import UNPACK, GgufWeights
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix
 from shared.errors import ConfigurationError, ModelError
-from shared.gguf.reader import BLOCK_TYPES
+from shared.models.gguf.reader import BLOCK_TYPES
 from tests.engine.driver import make_engine
 from tests.engine.test_tokens import all_logits, close
 from tests.support import in_process
+from tests.support.checkpoints.gguf import write_model
+from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.compiler import demand_compiler, needs_compiler
-from tests.support.gguf import write_model
-from tests.support.models import Reference, make_llama
 
 TOKENS = 64
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}

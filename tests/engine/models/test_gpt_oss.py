@@ -25,9 +25,9 @@ from shared.errors import ConfigurationError, ModelError
 from tests.engine.driver import Driver, generated, make_engine
 from tests.engine.ranks import Processes
 from tests.engine.test_tokens import all_logits, close
+from tests.support.checkpoints.models import Reference, make_llama
+from tests.support.checkpoints.quantized import write_mxfp4
 from tests.support.compiler import demand_compiler
-from tests.support.models import Reference, make_llama
-from tests.support.quantized import write_mxfp4
 
 TOKENS = 64
 SIZES = {"kind": "gpt_oss", "hidden_size": 96, "intermediate_size": 64, "head_dim": 32, "sliding_window": 11}

@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine.driver import Driver, make_engine
 from tests.engine.test_tokens import all_logits, close
+from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.compiler import demand_compiler
-from tests.support.models import Reference, make_llama
 
 TOKENS = 64
 FAMILIES: dict[str, dict[str, Any]] = {

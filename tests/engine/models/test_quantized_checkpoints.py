@@ -26,9 +26,9 @@ from services.worker.quantization.stored import unpacked
 from shared.errors import ConfigurationError, ModelError
 from tests.engine.driver import make_engine
 from tests.support import in_process
+from tests.support.checkpoints.models import Reference, make_llama
+from tests.support.checkpoints.quantized import Format, add_config, words, write_quantized
 from tests.support.compiler import demand_compiler
-from tests.support.models import Reference, make_llama
-from tests.support.quantized import Format, add_config, words, write_quantized
 
 TOKENS = 24
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.models import Reference, make_llama, random_prompts
+from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 
 
 @pytest.fixture(scope="module")

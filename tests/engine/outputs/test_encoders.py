@@ -21,8 +21,8 @@ from shared.columns import pack, unpack_float
 from shared.errors import ConfigurationError, ModelError, ProtocolError
 from tests.engine.driver import Driver, make_engine
 from tests.support import in_process
-from tests.support.encoders import CLS, KINDS, PAD, SEP, VOCAB, EncoderReference, make_encoder
-from tests.support.models import random_prompts
+from tests.support.checkpoints.encoders import CLS, KINDS, PAD, SEP, VOCAB, EncoderReference, make_encoder
+from tests.support.checkpoints.models import random_prompts
 
 TOLERANCE = 1e-5
 SMALL: dict[str, Any] = {"max_seqs": 8, "max_step_tokens": 200, "block_size": 16}

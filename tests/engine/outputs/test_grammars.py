@@ -33,7 +33,7 @@ from shared.text.grammars import NOT_FOLLOWED
 from tests.engine.driver import Driver, make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process
-from tests.support.models import BOS, EOS, IM_END, make_llama, random_prompts
+from tests.support.checkpoints.models import BOS, EOS, IM_END, make_llama, random_prompts
 from tests.support.waiting import until
 
 SCHEMA = {

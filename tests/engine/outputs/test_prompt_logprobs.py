@@ -23,8 +23,8 @@ from shared.text.logprobs import MOST, TokenLogprobs, unpack_prompt_records
 from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes
 from tests.support import in_process
+from tests.support.checkpoints.models import VOCAB, Reference, one_thread
 from tests.support.in_process import Recorded
-from tests.support.models import VOCAB, Reference, one_thread
 
 LIKELY = 5
 OUTPUTS = 6

@@ -19,8 +19,8 @@ from shared.columns import pack, unpack_float
 from tests.engine.driver import Driver, make_engine
 from tests.engine.ranks import Processes
 from tests.support import in_process
+from tests.support.checkpoints.models import Reference, one_thread
 from tests.support.in_process import Recorded
-from tests.support.models import Reference, one_thread
 
 TOLERANCE = 1e-5
 SMALL: dict[str, Any] = {

@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.driver import Driver
 from tests.engine.ranks import Processes
+from tests.support.checkpoints.models import make_llama, random_prompts
 from tests.support.compiler import needs_compiler
-from tests.support.models import make_llama, random_prompts
 
 pytestmark = needs_compiler
 

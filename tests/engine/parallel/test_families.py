@@ -19,8 +19,8 @@ from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from tests.engine.driver import Driver
 from tests.engine.ranks import Processes
-from tests.support.gguf import write_model
-from tests.support.models import Reference, make_llama
+from tests.support.checkpoints.gguf import write_model
+from tests.support.checkpoints.models import Reference, make_llama
 
 TOKENS = 20
 FAMILIES: dict[str, dict[str, Any]] = {

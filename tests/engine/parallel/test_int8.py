@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.engine.driver import generated
 from tests.engine.ranks import Processes
+from tests.support.checkpoints.models import Case, Reference, make_llama
 from tests.support.compiler import demand_compiler
-from tests.support.models import Case, Reference, make_llama
 
 CUT_BY_INPUTS = ("o_proj.weight", "down_proj.weight")
 TOKENS = 32

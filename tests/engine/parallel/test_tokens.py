@@ -1,6 +1,6 @@
 """Replicas of several ranks give the tokens of one process: whatever the ranks, the policy and what is in flight.
 
-The oracle is transformers; its two best logits are never close in these prompts (tests.support.models).
+The oracle is transformers; its two best logits are never close in these prompts (tests.support.checkpoints.models).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shared.text.logprobs import unpack_records
 from tests.engine.driver import Ahead, Driver, entering, make_engine
 from tests.engine.ranks import Processes, Replica
 from tests.support import in_process
+from tests.support.checkpoints.models import VOCAB, Reference, random_prompts
 from tests.support.compiler import demand_compiler
-from tests.support.models import VOCAB, Reference, random_prompts
 from tests.support.shared_prefixes import Load, shared_prefixes
 
 SHAPE = {

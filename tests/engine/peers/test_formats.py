@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.worker.parallel.state import ParallelState
 from tests.engine.driver import make_engine
-from tests.support.models import Reference, make_llama
+from tests.support.checkpoints.models import Reference, make_llama
 
 MODEL = {"seed": 11, "requests": 1, "output_tokens": 1}
 

@@ -20,7 +20,7 @@ from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from tests.engine.driver import make_engine
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 
 MODEL = {"seed": 11, "requests": 1, "output_tokens": 1}
 

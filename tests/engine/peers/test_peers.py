@@ -19,8 +19,8 @@ from shared.errors import ConfigurationError, ProtocolError
 from tests.engine.driver import Driver, make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.engine.ranks import Processes
+from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.compiler import needs_compiler
-from tests.support.models import Reference, make_llama, random_prompts
 
 MODEL = {"seed": 11, "requests": 3}
 

@@ -15,7 +15,7 @@ from tests.engine.driver import Driver, make_engine
 from tests.engine.peers.test_peers import mapped, peer_of, sharing
 from tests.engine.worker.test_ranks import Replica
 from tests.engine.worker.test_server import Client
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.waiting import until
 
 MODEL = {"seed": 11, "requests": 3}

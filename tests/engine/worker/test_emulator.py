@@ -23,8 +23,8 @@ from shared.text.logprobs import unpack_prompt_records, unpack_records
 from tests.engine.driver import make_engine
 from tests.kernels.cuda.programs import device_of
 from tests.support import in_process
+from tests.support.checkpoints.models import EOS, Reference, make_llama, random_prompts
 from tests.support.compiler import needs_compiler
-from tests.support.models import EOS, Reference, make_llama, random_prompts
 
 pytestmark = needs_compiler
 

@@ -30,7 +30,7 @@ from services.worker.watchdog import StepWatchdog
 from shared.columns import pack, unpack
 from tests.engine.driver import make_engine
 from tests.engine.worker.processes import WorkerProcess
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
 

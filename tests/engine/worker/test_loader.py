@@ -32,8 +32,8 @@ from shared.settings import WorkerSettings
 from tests.engine.driver import Driver, make_engine
 from tests.engine.models.test_model_families import FAMILIES
 from tests.engine.test_tokens import all_logits
+from tests.support.checkpoints.models import make_llama
 from tests.support.compiler import demand_compiler
-from tests.support.models import make_llama
 
 LOADS_A_MODEL = """
 import sys, torch

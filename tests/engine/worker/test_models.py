@@ -23,7 +23,7 @@ from services.worker.models.registry import FAMILIES
 from services.worker.models.rope import inverse_frequencies, rotary_table
 from shared.errors import ModelError
 from shared.settings import ROOT
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 
 MODEL = {"seed": 1, "requests": 1, "output_tokens": 2}
 RAW: dict[str, Any] = {

@@ -20,7 +20,7 @@ from services.worker.server import OPTIONS, WorkerServer
 from shared.columns import pack, unpack
 from tests.engine.late_engine import make_late_engine
 from tests.engine.worker.test_server import DEADLINE_S, Client, chunk, first_step
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.waiting import until
 
 MODEL = {"seed": 9, "requests": 2}

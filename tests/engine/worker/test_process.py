@@ -23,7 +23,7 @@ from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
 from tests.engine.driver import Driver, make_engine
 from tests.engine.worker.processes import WorkerProcess
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
 

@@ -28,7 +28,7 @@ from shared.errors import ConfigurationError
 from shared.settings import RankSettings, WorkerSettings
 from tests.engine.driver import make_engine
 from tests.engine.worker.test_server import Client, chunk, first_step
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.waiting import until
 
 MODEL = {"seed": 9, "requests": 2}

@@ -24,7 +24,7 @@ from shared.columns import pack, unpack
 from shared.errors import ConfigurationError
 from shared.run_socket import is_name
 from tests.engine.driver import make_engine
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.run_socket import SocketCall
 from tests.support.waiting import until
 

@@ -12,7 +12,7 @@ from services.worker.engine import Engine
 from shared.columns import pack, pack_float, unpack
 from shared.errors import ProtocolError
 from tests.engine.driver import Driver, make_engine
-from tests.support.models import VOCAB, Reference
+from tests.support.checkpoints.models import VOCAB, Reference
 
 MODEL = {"seed": 5, "requests": 3, "prompt_tokens": (5, 30), "max_position_embeddings": 64}
 

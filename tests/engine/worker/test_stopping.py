@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.engine.worker.processes import WorkerProcess
-from tests.support.models import Reference
+from tests.support.checkpoints.models import Reference
 from tests.support.waiting import until
 
 MODEL = {"seed": 9, "requests": 2}

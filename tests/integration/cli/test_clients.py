@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from tests.integration.conftest import KEY, TEXT
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess
 from tests.support.launcher import ROOT, clean_env
-from tests.support.tokenizers import token_ids
 
 
 def orcinus(gateway: GatewayProcess, *words: str, typed: str = "") -> subprocess.CompletedProcess[str]:

@@ -24,9 +24,9 @@ from services.launcher.model_check import ModelFacts, expected_bytes, model_prob
 from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, WorkerSettings
-from tests.support.gguf import write_file, write_model
+from tests.support.checkpoints.gguf import write_file, write_model
+from tests.support.checkpoints.models import make_llama
 from tests.support.launcher import ROOT, clean_env
-from tests.support.models import make_llama
 from tests.support.stand_ins.hub import StandInHub
 
 NAME = "acme/tiny"

@@ -21,15 +21,15 @@ from safetensors.numpy import load_file, save_file
 
 from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
 from services.gateway.errors import ApiError
-from shared.adapters import CONFIG, STORE, WEIGHTS, digest_of
+from shared.models.adapters import CONFIG, STORE, WEIGHTS, digest_of
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.launcher import clean_env
 from tests.support.stack import ROOT, RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
-from tests.support.tokenizers import write_model
 from tests.support.waiting import until
 
 HIDDEN = 8

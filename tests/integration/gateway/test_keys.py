@@ -25,10 +25,10 @@ from shared.keys import Keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
 from shared.tasks import end
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
-from tests.support.tokenizers import token_ids
 from tests.support.waiting import free_port, until, wait_until
 
 CONFIGURED = "sk-of-the-settings"

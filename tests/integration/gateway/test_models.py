@@ -40,9 +40,9 @@ from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
 from tests.integration.gateway.conftest import in_process
+from tests.support.checkpoints.tokenizers import byte_level, token_ids, write_model
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
-from tests.support.tokenizers import byte_level, token_ids, write_model
 from tests.support.waiting import free_port, wait_until
 
 FIRST, SECOND, THIRD = "first", "org/Second", "third"

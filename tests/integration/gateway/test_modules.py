@@ -20,9 +20,9 @@ from services.gateway.gateway import Gateway
 from services.gateway.http.server import server as http_server
 from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
-from tests.support.tokenizers import write_model
 from tests.support.waiting import free_port, wait_until
 
 MOST = 12

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from services.gateway.gateway import Gateway
+from tests.support.checkpoints.tokenizers import CONTEXT
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import ROOT, RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
-from tests.support.tokenizers import CONTEXT
 from tests.support.waiting import free_port, until, wait_until
 
 

@@ -13,9 +13,9 @@ import pytest
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from tests.integration.conftest import TEXT
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
-from tests.support.tokenizers import write_model
 from tests.support.waiting import free_port, until
 
 GRPC_PORT = free_port()

@@ -20,7 +20,7 @@ from kernels.reference import ReferenceOps
 from services.worker.models.checkpoint import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
-from tests.support.models import VOCAB, make_llama
+from tests.support.checkpoints.models import VOCAB, make_llama
 
 BLOCK = 16
 SEEDS = (None, 1, 2, 3)

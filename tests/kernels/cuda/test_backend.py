@@ -36,8 +36,8 @@ from tests.kernels.cuda.decoders import (
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import device_of
 from tests.kernels.sequences import Sequences
+from tests.support.checkpoints.models import VOCAB
 from tests.support.compiler import needs_compiler
-from tests.support.models import VOCAB
 
 pytestmark = needs_compiler
 

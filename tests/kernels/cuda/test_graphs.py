@@ -20,8 +20,8 @@ from kernels.ops import Batch
 from tests.kernels.cuda.decoders import BLOCK, SEEDS, World, batch_of, reference_logits, shape_of, tables_of
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import device_of
+from tests.support.checkpoints.models import VOCAB
 from tests.support.compiler import needs_compiler
-from tests.support.models import VOCAB
 
 pytestmark = needs_compiler
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.tokenizers import CONTEXT
+from tests.support.checkpoints.tokenizers import CONTEXT
 
 CHAT = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "function": {"name": "f"}}

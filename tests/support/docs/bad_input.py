@@ -24,12 +24,12 @@ from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import ROOT
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.docs.bad_calls import CALLS, USER, Called
 from tests.support.docs.bad_requests import CROWDED, MOST_BODY, SECTIONS, WITHOUT_SCHEDULER, Sent
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
-from tests.support.tokenizers import write_model
 from tests.support.waiting import free_port, until
 
 PAGE = ROOT / "docs" / "bad-input.md"

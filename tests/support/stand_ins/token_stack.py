@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 
 from shared.keys import Keys
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import PATIENT_MS, PLAIN, ROOT, RedisServer
 from tests.support.stand_ins.token_worker import TokenWorker, answer
-from tests.support.tokenizers import write_model
 from tests.support.waiting import until
 
 KEY = "sk-test-0123456789"

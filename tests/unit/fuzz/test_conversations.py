@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from services.gateway.errors import ApiError
 from services.gateway.text.template_process import environment
 from services.gateway.text.tokenizer import ModelText
-from tests.support.tokenizers import SPECIALS, byte_fallback, byte_level, write_model
+from tests.support.checkpoints.tokenizers import SPECIALS, byte_fallback, byte_level, write_model
 
 HOSTILE = [
     *SPECIALS, "<s>", "</s>", "<unk>", "<|im_", "start|>", "<|", "|>", "{{ messages }}", "{% raw %}", "{#", "}}",

@@ -23,7 +23,7 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.openai.responses import ResponsesBody
 from shared.text.grammars import GrammarError, Grammars
-from tests.support.tokenizers import byte_level, write_model
+from tests.support.checkpoints.tokenizers import byte_level, write_model
 
 BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, ResponsesBody]
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)

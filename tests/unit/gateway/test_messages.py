@@ -18,8 +18,8 @@ from services.gateway.errors import ApiError, invalid
 from services.gateway.openai.bodies import ChatBody, parse_body
 from services.gateway.request import THINKING, GenerationSpec, ToolUse
 from tests.support import sse
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.generations import CUTS, EOS, generation, rows, spec
-from tests.support.tokenizers import token_ids
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}, **CACHED}

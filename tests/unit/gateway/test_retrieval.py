@@ -13,7 +13,7 @@ from services.gateway.openai.retrieval import rerank_spec
 from services.gateway.request import Limits
 from services.gateway.text.pairs import Pair, Pairs
 from services.gateway.text.tokenizer import ModelText
-from tests.support.tokenizers import write_model
+from tests.support.checkpoints.tokenizers import write_model
 
 
 class Words(Pairs):

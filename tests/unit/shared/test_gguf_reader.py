@@ -18,9 +18,9 @@ from services.launcher.model_check import read_model
 from services.worker.models.config import load_config
 from services.worker.models.gguf import GgufWeights
 from shared.errors import ModelError
-from shared.gguf.reader import MOST_KEYS, MOST_TENSORS, open_gguf
-from shared.model_files import read_bounded
-from tests.support.gguf import write_file
+from shared.models.gguf.reader import MOST_KEYS, MOST_TENSORS, open_gguf
+from shared.models.model_files import read_bounded
+from tests.support.checkpoints.gguf import write_file
 
 HEADERS = 150
 MOST_BYTES = 8 << 20

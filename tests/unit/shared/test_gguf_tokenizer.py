@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from services.worker.models.stored import HELD_BITS
 from shared.errors import ModelError
-from shared.gguf.config import ARCHITECTURES
-from shared.gguf.reader import BLOCK_TYPES
-from shared.gguf.tokenizer import PRE
-from shared.model_files import read_bounded
+from shared.models.gguf.config import ARCHITECTURES
+from shared.models.gguf.reader import BLOCK_TYPES
+from shared.models.gguf.tokenizer import PRE
+from shared.models.model_files import read_bounded
 from shared.text.end_of_text import end_ids
 from shared.text.tokenizer import BoundedTokenizer, load_tokenizer
-from tests.support.gguf import write_file
+from tests.support.checkpoints.gguf import write_file
 from tests.support.launcher import ROOT
 
 TEXTS = (

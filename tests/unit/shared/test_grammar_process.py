@@ -26,7 +26,7 @@ from shared.text.grammar_process import (
     _Followed,
 )
 from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError
-from tests.support.tokenizers import write_model
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.waiting import until
 
 VOCAB = 400

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from shared.text import grammars
 from shared.text.grammars import LIMITS, SCHEMA_LIMITS, GrammarError, Grammars, mask_of
-from tests.support.tokenizers import byte_level, write_model
+from tests.support.checkpoints.tokenizers import byte_level, write_model
 
 TEXT = {"type": "string"}
 AMBIGUOUS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError
-from shared.models_file import MOST_BYTES, MOST_MODELS, read_models
+from shared.models.models_file import MOST_BYTES, MOST_MODELS, read_models
 from shared.settings import GatewaySettings
 
 GOOD = """

@@ -13,10 +13,10 @@ import pytest
 
 from tests.integration.conftest import KEY, OTHER
 from tests.support import sse
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler, answering
-from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 SAID = '<think>fox?</think>The <tool_call>{"name": "look", "arguments": {"at": "fox"}}</tool_call>'

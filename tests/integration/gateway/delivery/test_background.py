@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Claimed, Line, ScriptedScheduler
-from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 GATEWAY: dict[str, Any] = {}

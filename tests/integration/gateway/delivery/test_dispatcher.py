@@ -28,8 +28,8 @@ from services.gateway.openai.completions import completion_spec, encode_text
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.stack import RedisServer
-from tests.support.tokenizers import write_model
 from tests.support.waiting import free_port
 
 LIMITS = Limits(max_model_len=100_000)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from shared.keys import Keys
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_clients import raw_post, streamed
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
-from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 TOKENS = token_ids("The quick brown fox jumps over the lazy dog")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.conftest import KEY, TEXT
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import answering
-from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 SECRET = "what the prompt says"

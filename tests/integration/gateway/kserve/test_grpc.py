@@ -16,10 +16,10 @@ from deploy import certs
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from tests.integration.conftest import KEY, TEXT
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
-from tests.support.tokenizers import token_ids
 from tests.support.waiting import free_port, until
 
 Request = kserve.ModelInferRequest

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 
 from shared.columns import unpack
 from tests.integration.conftest import KEY, OTHER, TEXT
+from tests.support.checkpoints.tokenizers import CONTEXT, token_ids
 from tests.support.docs.bad_fields import BAD, CHAT, NO_TOOLS
 from tests.support.gateway_clients import posted
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import PLAIN
 from tests.support.stand_ins.scripted_scheduler import LENGTH, STOP, Line, ScriptedScheduler
-from tests.support.tokenizers import CONTEXT, token_ids
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, answering
-from tests.support.tokenizers import token_ids
 
 SAID = "<think>\nfoxes?\n</think>\n\nThe fox"
 SETTINGS = {"served_model_name": "thinker", "reasoning_parser": "think"}

@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from tests.integration.conftest import OTHER, TEXT
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stand_ins.scripted_scheduler import ERROR, STOP, Line, ScriptedScheduler
-from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 

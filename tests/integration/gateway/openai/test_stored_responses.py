@@ -8,10 +8,10 @@ import openai
 import pytest
 
 from tests.integration.conftest import OTHER, TEXT
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, Line, ScriptedScheduler
-from tests.support.tokenizers import token_ids
 from tests.support.waiting import until
 
 

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models
 
 from services.gateway.errors import ApiError
 from services.gateway.text.detokenizer import BYTE_OF, TokenText, WindowDetokenizer
-from tests.support import tokenizers as made
+from tests.support.checkpoints import tokenizers as made
 
 KINDS = {"byte_level": made.byte_level, "byte_fallback": made.byte_fallback, "metaspace": made.metaspace}
 TEXTS = st.text(

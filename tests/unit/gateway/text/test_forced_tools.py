@@ -15,9 +15,9 @@ from services.gateway.request import GenerationSpec, ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import merged
 from shared.text.grammars import NOT_FOLLOWED
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.generations import read_calls
 from tests.support.generations import spec as make_spec
-from tests.support.tokenizers import write_model
 from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, for_grammars, grammar_of, walk
 
 ARGUMENTS = '{"city": "K\\u00f6ln"}'

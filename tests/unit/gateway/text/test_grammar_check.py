@@ -14,7 +14,7 @@ from services.gateway.errors import ApiError
 from services.gateway.text.grammar import MOST_WAITING, GrammarCheck
 from shared.processes.jail import JailError
 from shared.text import grammar_process
-from tests.support.tokenizers import write_model
+from tests.support.checkpoints.tokenizers import write_model
 
 SLOW = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "integer"} for i in range(2250)}})
 """Takes 0.1 s until its fuel is spent."""

@@ -27,8 +27,8 @@ from services.gateway.text.reasoning import ReasoningReader
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
 from services.gateway.text.tools.reader import merged
+from tests.support.checkpoints.tokenizers import byte_level, write_model
 from tests.support.generations import CUTS, generation, model, rows, spec, streamed
-from tests.support.tokenizers import byte_level, write_model
 
 QWEN = (
     "{%- for message in messages %}{%- set content = message.content %}"

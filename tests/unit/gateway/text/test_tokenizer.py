@@ -19,7 +19,7 @@ from shared.errors import ModelError
 from shared.settings import DEMO_MODEL
 from shared.text.grammars import Grammars, NoGrammarsError
 from shared.text.tokenizer import TokenizerError
-from tests.support.tokenizers import CHAT_TEMPLATE, CONTEXT, byte_fallback, byte_level, write_model
+from tests.support.checkpoints.tokenizers import CHAT_TEMPLATE, CONTEXT, byte_fallback, byte_level, write_model
 
 CONVERSATION = [
     {"role": "system", "content": "You are brief. "},

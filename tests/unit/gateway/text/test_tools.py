@@ -34,9 +34,9 @@ from services.gateway.text.reasoning import ChannelReader
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
 from shared.text.grammars import CACHE_BYTES, Grammars, mask_of
+from tests.support.checkpoints.tokenizers import byte_fallback, byte_level, metaspace, write_model
 from tests.support.generations import generation, read_calls, streamed
 from tests.support.generations import spec as make_spec
-from tests.support.tokenizers import byte_fallback, byte_level, metaspace, write_model
 
 WEATHER = {
     "type": "object",

@@ -22,7 +22,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from tests.support.models import one_thread
+from tests.support.checkpoints.models import one_thread
 
 VOCAB = 320
 PAD, CLS, SEP, UNK = 1, 2, 3, 4

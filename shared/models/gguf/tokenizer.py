@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import ModelError
-from shared.gguf.reader import GgufFile
+from shared.models.gguf.reader import GgufFile
 
 MOST_TOKENS = 1 << 20
 MOST_VOCABULARY_BYTES = 32 << 20

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ModelError
-from shared.gguf.config import config_of
-from shared.gguf.reader import GgufFile, is_gguf, open_gguf
-from shared.gguf.tokenizer import tokenizer_config_of, tokenizer_of
+from shared.models.gguf.config import config_of
+from shared.models.gguf.reader import GgufFile, is_gguf, open_gguf
+from shared.models.gguf.tokenizer import tokenizer_config_of, tokenizer_of
 
 MOST_FILE_BYTES = 64 << 20
 """Of one file. Gemma 3's tokenizer.json has 33 MB."""

@@ -15,8 +15,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.errors import ConfigurationError
-from shared.hub import is_repository, parse_name
 from shared.keys import hash_tag, model_tag
+from shared.models.hub import is_repository, parse_name
 
 MOST_MODELS = 64
 MOST_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shared.adapters import CONFIG, STORE, WEIGHTS, digest_of
+from shared.models.adapters import CONFIG, STORE, WEIGHTS, digest_of
 
 PREFIX = "base_model.model."
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from shared.errors import ModelError
-from shared.gguf.reader import FLOATS, GgufFile
-from shared.gguf.tokenizer import end_ids, token_count
+from shared.models.gguf.reader import FLOATS, GgufFile
+from shared.models.gguf.tokenizer import end_ids, token_count
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -1,0 +1,1 @@
+"""Models, tokenizers, adapters and weight files that tests make."""
