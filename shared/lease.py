@@ -48,11 +48,11 @@ class Lease:
         """Wait for the shard and return the new epoch. Raises CancelledError when `stopping` turns true."""
         waited = False
         while not stopping():
-            if await persist("take the shard's lease", self.take, log, stopping):
-                log.info("shard %s taken, epoch %d", self._shard, self.epoch)
+            if await persist(f"take the lease of {self._shard}", self.take, log, stopping):
+                log.info("lease of %s taken, epoch %d", self._shard, self.epoch)
                 return self.epoch
             if not waited:
-                log.info("waiting for shard %s: another scheduler holds it", self._shard)
+                log.info("waiting for the lease of %s: another process holds it", self._shard)
                 waited = True
             await asyncio.sleep(STANDBY_S)
         raise asyncio.CancelledError
@@ -68,7 +68,7 @@ class Lease:
         return await self._script(self._keys, [verb, self._lease_ms, held, LIVE_TTL_MS, token])
 
     async def keep(self) -> None:
-        """Renew four times per lease until another scheduler has the lease.
+        """Renew four times per lease until another process has it.
 
         An unreachable Redis is no loss by itself: the scripts fence every write, and an expired lease that no other
         scheduler took is renewed.
@@ -77,16 +77,16 @@ class Lease:
             await asyncio.sleep(self._lease_ms / 4000)
             try:
                 if int(await self._run("renew", self.text)) != 1:
-                    log.warning("lease of shard %s lost: another scheduler follows epoch %d", self._shard, self.epoch)
+                    log.warning("lease of %s lost: another process follows epoch %d", self._shard, self.epoch)
                     return
             except Unavailable as error:
-                log.warning("lease of shard %s not renewed: %s; retrying", self._shard, error)
+                log.warning("lease of %s not renewed: %s; retrying", self._shard, error)
 
     async def fenced(self, script: Script, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """Run a script that compares the epoch with the lease, the first of its keys.
 
         When Redis was away for longer than the lease, the write may come before the renewal; then the lease is renewed
-        first. Raises LeaseLostError when another scheduler has had it.
+        first. Raises LeaseLostError when another process has had it.
         """
         try:
             return await script([self.key, *keys], args)
@@ -111,4 +111,4 @@ class Lease:
         try:
             await self._run("release", held)
         except Unavailable as error:
-            log.warning("lease of shard %s not released: %s; it expires", self._shard, error)
+            log.warning("lease of %s not released: %s; it expires", self._shard, error)

@@ -27,6 +27,7 @@ from shared.models.gguf.config import config_of
 from shared.models.gguf.reader import is_gguf, open_gguf
 from shared.models.hub import gguf_files, gguf_in, in_address, repository_of, require_local
 from shared.models.model_files import read_bounded
+from shared.plurals import counted
 from shared.settings import WorkerSettings
 
 GIB = 1 << 30
@@ -227,10 +228,11 @@ def sum_problem(shares: Sequence[Share], free_bytes: int) -> str:
         f"{share.name} {size / GIB:.1f}" + (f" ({share.replicas} workers)" if share.replicas > 1 else "")
         for share, size in zip(shares, needed, strict=True)
     )
+    turns = ", or let them take turns (`awake: 1`)" if len(shares) > 1 else ""
     return (
-        f"{len(shares)} models: need {sum(needed) / GIB:.1f} GiB together ({each}), {free_bytes / GIB:.1f} are free; "
-        "choose fewer or smaller models, fewer workers, quantize, fewer kv_blocks or host_blocks, or a "
-        "smaller kv_memory_fraction"
+        f"{counted(len(shares), 'model')}: need {sum(needed) / GIB:.1f} GiB together ({each}), {free_bytes / GIB:.1f} "
+        "are free; choose fewer or smaller models, fewer workers, quantize, fewer kv_blocks or host_blocks, or a "
+        f"smaller kv_memory_fraction{turns}"
     )
 
 

@@ -161,20 +161,22 @@ class StackSupervisor(Supervisor):
         memory is free, start those of models that are to wake.
         """
         sleeping.look(now)
-        asleep = sleeping.asleep
-        for service in self.services:
-            if service.name not in sleeping.names:
-                continue
-            if service.name not in asleep:
-                if service.state == "asleep" and not self._kill_at:
-                    service.state = "waiting"
-            elif service.process is None:
-                service.state = "asleep"
-            elif service.name not in self._kill_at:
-                service.state, self._kill_at[service.name] = "stopping", now + service.spec.stop_s
-                service.signal(signal.SIGTERM)
-            elif now >= self._kill_at[service.name]:
-                service.signal_group(signal.SIGKILL)
+        placed = [service for service in self.services if service.name in sleeping.names]
+        for service in placed:
+            if (kill_at := self._kill_at.get(service.name)) is not None:  # also where it is to wake again by now
+                if now >= kill_at:
+                    service.signal_group(signal.SIGKILL)
+            elif service.name in sleeping.asleep:
+                if service.process is None:
+                    service.state = "asleep"
+                else:
+                    service.state, self._kill_at[service.name] = "stopping", now + service.spec.stop_s
+                    service.signal(signal.SIGTERM)
+        if self._kill_at:
+            return
+        for service in placed:
+            if service.state == "asleep" and service.name not in sleeping.asleep:
+                service.state = "waiting"
 
     def _refused(self, service: Service) -> None:
         """End all: exit code 2 before anything ran is a configuration error, which a restart cannot cure."""

@@ -87,7 +87,9 @@ def read_models(path: Path) -> ModelsFile:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}; check --models") from error
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:  # the latter: an escape past Unicode
         raise ConfigurationError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:300]}") from error
-    fields = found if isinstance(found, dict) and set(found) <= {"models", "awake"} else {}
+    fields = found if isinstance(found, dict) else {}
+    if unknown := [str(name) for name in fields if name not in ("models", "awake")]:
+        raise ConfigurationError(f"{path}: {unknown[0][:100]!r}: no field of the file; it has `models:` and `awake:`")
     listed = fields.get("models")
     if not isinstance(listed, dict) or not listed:
         raise ConfigurationError(f"{path}: has no models; write `models:` and below it a name and a source for each")

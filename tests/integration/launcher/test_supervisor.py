@@ -78,7 +78,14 @@ while True:
         os.kill(stack.pids()["beta"], signal.SIGKILL)
         until("beta is back", lambda: stack.notes().count("beta up") == 2)  # its end was no wish of the placer
         awake.write_text("a")
-        stack.wait_text("beta sleeps")  # killed: it does not end by itself
+
+        def alpha_is_back() -> bool:
+            running = stack.pids().keys()
+            assert not {"alpha", "beta"} <= running
+            return "alpha" in running
+
+        until("alpha runs again, behind beta's end", alpha_is_back)
+        assert "beta sleeps" in stack.text()  # killed: it does not end by itself
         stack.wait_text("alpha is ready again")
         assert stack.pids().keys() == {"alpha", "gamma"}
         assert "died" not in stack.text().partition("beta restarted")[2]

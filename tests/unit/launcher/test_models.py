@@ -65,7 +65,11 @@ def test_models_that_do_not_fit_together_are_refused_with_their_sizes() -> None:
     assert sum_problem(shares, free) == ""
     assert sum_problem(shares, 7 * GIB) == (
         "2 models: need 7.9 GiB together (small 1.5, large 6.4 (2 workers)), 7.0 are free; choose fewer or smaller "
-        "models, fewer workers, quantize, fewer kv_blocks or host_blocks, or a smaller kv_memory_fraction"
+        "models, fewer workers, quantize, fewer kv_blocks or host_blocks, or a smaller kv_memory_fraction, "
+        "or let them take turns (`awake: 1`)"
+    )
+    assert sum_problem([Share("huge", 8 * GIB, 1)], 7 * GIB).startswith(
+        "1 model: need 8.5 GiB together (huge 8.5), 7.0"
     )
 
 

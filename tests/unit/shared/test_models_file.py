@@ -79,7 +79,8 @@ def test_models_take_turns_where_fewer_may_be_awake_than_there_are(tmp_path: Pat
     [
         ("", "has no models"),
         ("models: []", "has no models"),
-        ("models: {}\nmore: 1", "has no models"),
+        ("models: {}", "has no models"),
+        ("awak: 1\nmodels: {a: {source: x}}", "'awak': no field of the file; it has `models:` and `awake:`"),
         ("models: {a: {source: x", "not readable as YAML"),
         ("models: {A b: {source: x}}", r"model 'A b': only \[a-z0-9._-\]"),
         ("models: {[a]: {source: x}}", "line 1: a name is a mapping or a list"),
