@@ -165,8 +165,9 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         gateway = self._gateway
         name = gateway.models.named(request.name)
         is_here = bool(name) and call.caller.may_use(name)
-        is_served = gateway.models.state(name) in SERVING
-        return kserve.ModelReadyResponse(ready=is_here and is_served and not gateway.reason_not_ready())
+        is_first = name == gateway.first.name
+        ready = not gateway.cluster.reason_not_ready() if is_first else gateway.models.state(name) in SERVING
+        return kserve.ModelReadyResponse(ready=is_here and ready and not gateway.reason_not_ready())
 
     async def ModelMetadata(  # noqa: N802
         self, request: kserve.ModelMetadataRequest, context: Context
