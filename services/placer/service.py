@@ -143,7 +143,7 @@ class Placer:
         pipe.time()
         for keys in self._models.values():
             pipe.exists(keys.lease(self._shard))
-            pipe.hmget(keys.stats(self._shard), "workers", "parked", "waiting", "running")
+            pipe.hmget(keys.stats(self._shard), "workers", "parked", "suspects", "waiting", "running")
             pipe.hmget(keys.queue, "requests")
             for stream in keys.request_streams():
                 pipe.xrange(stream, count=1)
@@ -152,7 +152,7 @@ class Placer:
         demands = []
         for name in self._models:
             is_led = next(answers) == 1
-            workers, parked, *work = _counts(next(answers), 4) + _counts(next(answers), 1)
+            workers, parked, *work = _counts(next(answers), 5) + _counts(next(answers), 1)
             ages = {
                 priority: now_ms - _entry_ms(rows[0][0])
                 for priority in CLASSES

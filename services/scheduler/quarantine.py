@@ -165,6 +165,12 @@ class Quarantine:
     def has_suspects(self) -> bool:
         return bool(self._bisection)
 
+    @property
+    def suspects(self) -> int:
+        """Return how many requests are parked until a worker tries them, or links again."""
+        in_steps = (in_step for _, in_step, _ in self._broken.values())
+        return len((self._suspected.union(*in_steps)) & self._gateways.keys())
+
     # Suspicion
 
     def link_lost(self, worker: str, identity: str, in_step: Set[str], at_worker: Set[str]) -> None:

@@ -343,4 +343,5 @@ class Service:
             self._shards.unclaimed_ms,
         )
         steps = {"last_step": self._reports.last_step, "in_flight": self.fleet.in_flight}
-        return fields | self.fleet.facts() | steps | {"draining": int(self.claims.draining)}
+        more = {"suspects": self.quarantine.suspects, "draining": int(self.claims.draining)}
+        return fields | self.fleet.facts() | steps | more

@@ -66,16 +66,20 @@ async def test_first_model_is_awake_until_another_has_a_request(redis_server: Re
         await wait_until(awake(client, "org/B"))
 
 
-@pytest.mark.parametrize(("has_others", "woken"), [(False, "c"), (True, "org/B")])
-async def test_requests_that_are_parked_wake_no_model(
-    redis_server: RedisServer, client: Any, has_others: bool, woken: str
+@pytest.mark.parametrize(
+    ("suspects", "requests", "woken"),
+    [(0, 0, "c"), (0, 1, "org/B"), (1, 0, "org/B")],
+    ids=["without a gateway", "others wait", "their worker died"],
+)
+async def test_requests_without_a_gateway_wake_no_model(
+    redis_server: RedisServer, client: Any, suspects: int, requests: int, woken: str
 ) -> None:
     serve(client, "a", 1)
     for name in ("org/B", "c"):  # the first one has waited longer
         serve(client, name, 0)
         client.xadd(Keys(name).requests("low"), {"r": "x"}, id="5-1" if name == "org/B" else "*")
-    client.hset(Keys("org/B").stats("shard-0"), "parked", 1)
-    client.hset(Keys("org/B").queue, "requests", int(has_others))
+    client.hset(Keys("org/B").stats("shard-0"), mapping={"parked": 2, "suspects": suspects})
+    client.hset(Keys("org/B").queue, "requests", requests)
     client.hset(PLACER_KEYS.placements, "org/B", Placement(False, since_ms=6).encode())
     async with placing(redis_server, (*NAMES, "c")):
         await wait_until(awake(client, "a"))

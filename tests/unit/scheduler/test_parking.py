@@ -151,6 +151,21 @@ def test_parked_suspect_of_a_lost_gateway_blocks_no_others() -> None:
     assert set(shard.steps(6)) == {"c"}
 
 
+def test_those_that_wait_for_a_worker_are_counted_apart_from_those_without_a_gateway() -> None:
+    shard = Parking()
+    for name in ("a", "b"):
+        shard.arrive(name, "g1")
+    shard.lose_the_gateway()
+    assert shard.quarantine.suspects == 0
+    shard.arrive("c", "g2")
+    shard.quarantine.link_lost("w", "1", {"c", "ended"}, {"c"})
+    assert shard.quarantine.suspects == 1
+    shard.quarantine.linked("w", "1", shard.house.now)
+    assert shard.quarantine.suspects == 0
+    trial = on_trial("a", "b")
+    assert trial.quarantine.suspects == 1, "b, while a is tried"
+
+
 def test_request_parked_for_its_lost_gateway_can_be_tried() -> None:
     shard = Parking()
     shard.arrive("a", "g1")
