@@ -14,19 +14,23 @@ import orjson
 from shared.keys import CLASSES
 
 MOST_MS = 7 * 24 * 3600 * 1000
+MOST_FAILED = 6
+"""More loads that failed are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """awake: whether the model is to have its workers. load_ms: from that wish to a worker that serves, as it was
     measured last; 0 before. since_ms: the time of the last change of `awake`, by Redis's clock. wake_ms: until a
-    request that comes now, of each class, would begin to run; 0 while the model serves.
+    request that comes now, of each class, would begin to run; 0 while the model serves. failed: loads that were given
+    up since the model served last.
     """
 
     awake: bool
     load_ms: int = 0
     since_ms: int = 0
     wake_ms: tuple[int, ...] = (0,) * len(CLASSES)
+    failed: int = 0
 
     def encode(self) -> bytes:
         return orjson.dumps(asdict(self))
@@ -35,7 +39,7 @@ class Placement:
     def decode(cls, raw: bytes) -> Placement:
         """Raise ValueError or TypeError for a record that no placer writes."""
         found: Any = orjson.loads(raw)
-        if not isinstance(found, dict) or set(found) != {"awake", "load_ms", "since_ms", "wake_ms"}:
+        if not isinstance(found, dict) or set(found) != {"awake", "load_ms", "since_ms", "wake_ms", "failed"}:
             raise ValueError("not the fields of a placement")
         awake, waits = found["awake"], found["wake_ms"]
         if not isinstance(awake, bool) or not isinstance(waits, list) or len(waits) != len(CLASSES):
@@ -44,7 +48,9 @@ class Placement:
             raise ValueError(f"load_ms or wake_ms: not a whole number from 0 to {MOST_MS}")
         if not _is_count(found["since_ms"], 1 << 53):
             raise ValueError("since_ms: not a time")
-        return cls(awake, found["load_ms"], found["since_ms"], tuple(waits))
+        if not _is_count(found["failed"], MOST_FAILED):
+            raise ValueError(f"failed: not a whole number from 0 to {MOST_FAILED}")
+        return cls(awake, found["load_ms"], found["since_ms"], tuple(waits), found["failed"])
 
 
 def read_placements(stored: Mapping[bytes, bytes]) -> dict[str, Placement]:

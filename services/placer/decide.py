@@ -8,7 +8,7 @@ spend at most 1 / (1 + patience) of the time on loads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shared.keys import CLASSES
 
@@ -18,8 +18,10 @@ IDLE_MS = 1000
 """A model that has had no request for so long is without work: a client in a loop sends its next one sooner."""
 UNKNOWN_LOAD_MS = 10_000
 """The load of a model that was not loaded yet."""
-GIVE_UP_LOADS, LEAST_GIVE_UP_MS, UNKNOWN_GIVE_UP_MS = 10, 60_000, 600_000
-"""Time for a load, after which a model may go that does not get ready."""
+GIVE_UP_LOADS, LEAST_GIVE_UP_MS, UNKNOWN_GIVE_UP_MS = 10, 60_000, 120_000
+"""Time for a load, after which a model may go that does not get ready; a first load has twice as long at the next try,
+three times as long at those that follow.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Demand:
     loading_ms: int = 0  # it is awake, and no worker serves
     idle_ms: int = 0  # it has had no request
     load_ms: int = 0  # what a load takes, as measured; 0 before
+    failed: int = 0  # loads that were given up, one after another
     waiting_ms: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -42,8 +45,16 @@ class Demand:
 
     @property
     def patience_ms(self) -> dict[str, int]:
-        """Return how long a request of each class waits while the model in its place has work."""
-        return {priority: loads * self.cost_ms for priority, loads in PATIENCE.items()}
+        """Return how long a request of each class waits while the model in its place has work; twice as long for each
+        load that failed.
+        """
+        return {priority: loads * self.cost_ms << self.failed for priority, loads in PATIENCE.items()}
+
+    @property
+    def give_up_ms(self) -> int:
+        if self.load_ms:
+            return max(LEAST_GIVE_UP_MS, GIVE_UP_LOADS * self.load_ms)
+        return UNKNOWN_GIVE_UP_MS * min(1 + self.failed, 3)
 
     @property
     def urgency(self) -> float:
@@ -78,7 +89,7 @@ def wake_ms(model: Demand, models: Iterable[Demand], most: int) -> tuple[int, ..
     awake = [each for each in models if each.is_awake]
     waits = []
     for priority in CLASSES:
-        asking = Demand(model.name, False, load_ms=model.load_ms, waiting_ms={priority: 0, **model.waiting_ms})
+        asking = replace(model, waiting_ms={priority: 0, **model.waiting_ms})
         turn_ms = 0 if len(awake) < most else min((_turn_ms(each, asking) for each in awake), default=0)
         waits.append(max(0, turn_ms) + model.cost_ms)
     return tuple(waits)
@@ -87,9 +98,8 @@ def wake_ms(model: Demand, models: Iterable[Demand], most: int) -> tuple[int, ..
 def _turn_ms(model: Demand, caller: Demand) -> int:
     """Return in which time a model that is awake goes for a caller's requests; 0 or less means now."""
     if not model.ready_ms:
-        give_up_ms = max(LEAST_GIVE_UP_MS, GIVE_UP_LOADS * model.load_ms) if model.load_ms else UNKNOWN_GIVE_UP_MS
-        return give_up_ms - model.loading_ms
-    if model.idle_ms:
+        return model.give_up_ms - model.loading_ms
+    if model.idle_ms and not caller.failed:  # one that may fail again is not worth a model that serves
         return IDLE_MS - model.idle_ms
     patience_ms = caller.patience_ms
     return min(

@@ -22,7 +22,7 @@ from shared.errors import ConfigurationError, LeaseLostError
 from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
 from shared.lease import Lease
 from shared.models.models_file import read_models
-from shared.placement import MOST_MS, Placement, read_placements
+from shared.placement import MOST_FAILED, MOST_MS, Placement, read_placements
 from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, connect, persist, temporary
 from shared.settings import PlacerSettings
 from shared.tasks import end, first_of, within
@@ -35,6 +35,10 @@ LEASE_MS = 2000
 WRITE_S = 1.0
 """Interval at which wake times are written; a decision is written at once."""
 STOP_S = 2.0
+GROWTH = 4
+"""A load counts as at most so many times the one before."""
+LEAVE_MS = 10_000
+"""A worker that serves so long after its model woke again is not about to end."""
 
 
 def run(settings: PlacerSettings) -> int:
@@ -147,8 +151,10 @@ class Placer:
             pipe.hmget(keys.queue, "requests")
             for stream in keys.request_streams():
                 pipe.xrange(stream, count=1)
-        (seconds, micros), *replies = await pipe.execute(raise_on_error=False)
-        now_ms, answers = seconds * 1000 + micros // 1000, iter(replies)
+        clock, *replies = await pipe.execute(raise_on_error=False)
+        if isinstance(clock, Exception):
+            raise clock
+        now_ms, answers = clock[0] * 1000 + clock[1] // 1000, iter(replies)
         demands = []
         for name in self._models:
             is_led = next(answers) == 1
@@ -168,22 +174,30 @@ class Placer:
         since_ms = max(0, now_ms - placement.since_ms)
         watch.look(placement.awake, is_ready, bool(ages_ms), now_ms)
         if watch.has_loaded:
-            load_ms = max(1, min(MOST_MS, since_ms))
+            load_ms = max(1, min(MOST_MS, since_ms, GROWTH * placement.load_ms or MOST_MS))
             log.info("%s serves, %.1f s after the decision", name, load_ms / 1000)
             self._placed[name] = placement = replace(placement, load_ms=load_ms)
+        if watch.ready_ms(now_ms) and placement.failed:
+            self._placed[name] = placement = replace(placement, failed=0)
         if not placement.awake:  # before, it was its turn
             ages_ms = {priority: min(age, since_ms) for priority, age in ages_ms.items()}
         times = watch.ready_ms(now_ms), watch.loading_ms(now_ms), watch.idle_ms(now_ms)
-        return Demand(name, placement.awake, *times, placement.load_ms, ages_ms)
+        return Demand(name, placement.awake, *times, placement.load_ms, placement.failed, ages_ms)
 
     async def _decide(self, now_ms: int, demands: list[Demand]) -> None:
         awake = choose(demands, self._most)
         changed = [each for each in demands if each.is_awake != (each.name in awake)]
         for each in changed:
             is_awake = not each.is_awake
-            self._placed[each.name] = replace(self._placed[each.name], awake=is_awake, since_ms=now_ms)
+            failed = each.failed + int(each.is_awake and not each.ready_ms)
+            self._placed[each.name] = replace(
+                self._placed[each.name], awake=is_awake, since_ms=now_ms, failed=min(MOST_FAILED, failed)
+            )
             self._watches[each.name] = _Watch(is_awake)
             log.info("%s: %s", each.name, f"wakes, waited for {each.waiting_ms} ms" if is_awake else "sleeps")
+            if failed > each.failed:
+                passed_s = each.loading_ms / 1000
+                log.warning("%s: no worker served in %.0f s; the load counts as failed", each.name, passed_s)
         if not changed and time.monotonic() - self._written_at < WRITE_S:
             return
         if changed:
@@ -211,6 +225,7 @@ class _Watch:
     def __init__(self, is_woken: bool = False) -> None:
         """is_woken: whether this placer has just woken it, and so measures its load."""
         self._is_measured = is_woken
+        self._is_begun = False  # no worker has served since, such as one of the time before that had not ended yet
         self._ready_at = self._loading_at = self._idle_at = 0
         self.has_loaded = False
         """Whether the last look was the first at which it served."""
@@ -220,7 +235,9 @@ class _Watch:
         self._ready_at = (self._ready_at or now_ms) if is_ready else 0
         self._loading_at = (self._loading_at or now_ms) if is_awake and not is_ready else 0
         self._idle_at = 0 if has_work else self._idle_at or now_ms
-        self.has_loaded, self._is_measured = self._is_measured and is_ready, self._is_measured and not is_ready
+        self._is_begun |= not is_ready
+        self.has_loaded = self._is_measured and self._is_begun and is_ready
+        self._is_measured &= not self.has_loaded and self.ready_ms(now_ms) < LEAVE_MS
 
     def ready_ms(self, now_ms: int) -> int:
         return _passed_ms(self._ready_at, now_ms)

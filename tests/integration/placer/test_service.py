@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from services.placer import decide
 from services.placer.service import Placer
 from shared.keys import PLACER, PLACER_KEYS, Keys
-from shared.placement import Placement, read_placements
+from shared.placement import MOST_MS, Placement, read_placements
 from shared.settings import PlacerSettings
 from shared.tasks import end
 from tests.support.stack import RedisServer
@@ -56,6 +57,7 @@ async def test_first_model_is_awake_until_another_has_a_request(redis_server: Re
     client.set(PLACER_KEYS.placements, "of another type")
     async with placing(redis_server):
         await wait_until(awake(client, "a"))
+        await wait_until(lambda: placements(client)["a"].wake_ms[0] > 0)  # it was seen without a worker
         serve(client, "a", 1)
         await wait_until(lambda: placements(client)["a"].load_ms > 0)
         assert placements(client)["org/B"].wake_ms[0] > 0
@@ -84,6 +86,61 @@ async def test_requests_without_a_gateway_wake_no_model(
     async with placing(redis_server, (*NAMES, "c")):
         await wait_until(awake(client, "a"))
         await wait_until(awake(client, woken))
+
+
+@pytest.mark.parametrize(("load_ms", "most_ms"), [(100, 400), (0, MOST_MS)], ids=["measured before", "never measured"])
+async def test_load_is_measured_from_the_wake_to_another_worker(
+    redis_server: RedisServer, client: Any, load_ms: int, most_ms: int
+) -> None:
+    serve(client, "org/B", 1)  # that of its last turn, which has not ended yet
+    client.hset(PLACER_KEYS.placements, "a", Placement(True, since_ms=5).encode())
+    client.hset(PLACER_KEYS.placements, "org/B", Placement(False, load_ms, since_ms=5).encode())
+    serve(client, "a", 1)
+    client.xadd(Keys("org/B").requests("low"), {"r": "x"})
+    async with placing(redis_server):
+        await wait_until(awake(client, "org/B"))
+        await wait_until(lambda: placements(client)["org/B"].wake_ms[0] == 0)  # it serves, as far as one can see
+        assert placements(client)["org/B"].load_ms == load_ms
+        serve(client, "org/B", 0)
+        await wait_until(lambda: placements(client)["org/B"].wake_ms[0] > 0)
+        serve(client, "org/B", 1)
+        await wait_until(lambda: placements(client)["org/B"].wake_ms[0] == 0)
+        assert 250 < placements(client)["org/B"].load_ms <= most_ms
+
+
+async def test_load_that_failed_is_counted_until_one_succeeds(redis_server: RedisServer, client: Any) -> None:
+    client.hset(PLACER_KEYS.placements, "a", Placement(True, since_ms=5, failed=2).encode())
+    async with placing(redis_server):
+        await wait_until(lambda: placements(client)["a"].wake_ms[0] > 0)
+        assert placements(client)["a"].failed == 2
+        serve(client, "a", 1)
+        await wait_until(lambda: placements(client)["a"].failed == 0)
+
+
+async def test_model_that_is_given_up_has_failed(
+    redis_server: RedisServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide, "UNKNOWN_GIVE_UP_MS", 1)
+    client.xadd(Keys("org/B").requests("low"), {"r": "x"})
+    async with placing(redis_server):
+        await wait_until(awake(client, "org/B"))
+        assert [placements(client)[name].failed for name in NAMES] == [1, 0]
+
+
+async def test_placer_outlives_a_refused_look_at_the_clock(
+    redis_server: RedisServer, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with placing(redis_server) as task:
+        await wait_until(awake(client, "a"))
+        client.acl_setuser("default", enabled=True, nopass=True, categories=["+@all"], commands=["-time"], keys=["*"])
+        try:
+            await wait_until(lambda: task.done() or "models not looked at" in caplog.text)
+        finally:
+            client.acl_setuser("default", enabled=True, nopass=True, commands=["+time"])
+        assert not task.done()
+        client.xadd(Keys("org/B").requests("low"), {"r": "x"})
+        serve(client, "a", 1)
+        await wait_until(awake(client, "org/B"))
 
 
 async def test_next_placer_goes_on_where_one_was_killed(redis_server: RedisServer, client: Any) -> None:

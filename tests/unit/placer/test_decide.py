@@ -49,6 +49,23 @@ def test_model_that_loads_is_left_alone_until_it_is_given_up() -> None:
     assert choose([replace(known, loading_ms=20 * LOAD_MS), late], 1) == {"caller"}
 
 
+@pytest.mark.parametrize("priority", CLASSES)
+def test_model_whose_load_failed_waits_twice_as_long_each_time(priority: str) -> None:
+    for failed in (1, 2, 6):
+        due_ms = (PATIENCE[priority] << failed) * LOAD_MS
+        for other in (replace(each, ready_ms=10**8) for each in (BUSY, IDLE)):
+            early, due = (replace(waits(priority, age_ms), failed=failed) for age_ms in (due_ms - 1, due_ms))
+            assert choose([other, early], 1) == {other.name}
+            assert choose([other, due], 1) == {"caller"}
+            asking = replace(early, waiting_ms={})
+            wait_ms = wake_ms(asking, [replace(other, ready_ms=1), asking], 1)[CLASSES.index(priority)]
+            assert wait_ms == due_ms + LOAD_MS
+        assert choose([IDLE, early], 2) == {"idle", "caller"}, "there is room for both"
+    slow = Demand("slow", True, loading_ms=2 * UNKNOWN_GIVE_UP_MS - 1, failed=1)
+    assert choose([slow, CALLER], 1) == {"slow"}, "its next load has more time"
+    assert choose([replace(slow, failed=0), CALLER], 1) == {"caller"}
+
+
 def test_most_urgent_comes_first_and_the_longest_idle_goes() -> None:
     longer = replace(IDLE, name="longer", idle_ms=9 * IDLE_MS, ready_ms=9 * IDLE_MS)
     urgent = replace(waits("realtime", 100), name="urgent")

@@ -6,7 +6,7 @@ import pytest
 
 from shared.placement import MOST_MS, Placement, read_placements
 
-PLACED = Placement(True, 1200, 1_700_000_000_000, (0, 10, 20, 30))
+PLACED = Placement(True, 1200, 1_700_000_000_000, (0, 10, 20, 30), 2)
 
 
 def test_record_is_read_as_it_was_written() -> None:
@@ -20,6 +20,7 @@ def test_record_is_read_as_it_was_written() -> None:
         ("true", "1"), ("1200", "-1"), ("1200", "1.5"), ("1200", str(MOST_MS + 1)), ("1200", "true"),
         ("1700000000000", "1e30"), ("[0,10,20,30]", "[0,10,20]"), ("[0,10,20,30]", '[0,10,20,"x"]'),
         ("[0,10,20,30]", "0"), ("load_ms", "load"), ("{", "["),
+        ('"failed":2', '"failed":7'), ('"failed":2', '"failed":-1'), (',"failed":2', ""),
     ],
 )  # fmt: skip
 def test_record_that_no_placer_writes_is_refused(old: str, new: str) -> None:
