@@ -228,13 +228,22 @@ def overloaded(forecast: Forecast, spec: GenerationSpec, max_wait_s: float) -> A
 
 def refuse_late(forecast: Forecast, name: str, limit_ms: int, code: str, more_ms: float = 0.0) -> None:
     """Raise ApiError(429) when the first token would come after a limit that the request sets, on a model that is
-    awake by then. more_ms: of the limit that are needed for something else, such as the tokens after the first.
+    awake by then. more_ms: of the limit that are needed for something else, such as the tokens after the first. For a
+    model that stays asleep no time to come back is named: a refusal does not wake it.
     """
     ttft_ms = forecast.ttft_ms + forecast.wake_ms
     if not limit_ms or ttft_ms + more_ms <= limit_ms:
         return
     about_ms = 100 * round(more_ms / 100)
     more = f" and about {about_ms} ms more are needed" if about_ms else ""
+    if forecast.stays_asleep:
+        raise ApiError(
+            429,
+            f"{name}: the model sleeps, the first token is predicted in {ttft_ms:.0f} ms{more}, later than {limit_ms} "
+            f"ms, and a request with this limit does not wake it; send a longer {name}, or none",
+            param=name,
+            code=code,
+        )
     raise ApiError(
         429,
         f"{name}: the first token is predicted in {ttft_ms:.0f} ms{more}, later than {limit_ms} ms "

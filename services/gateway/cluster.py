@@ -112,8 +112,13 @@ class Snapshot:
 
     def _when_awake(self, forecast: Forecast | None, priority: str) -> Forecast | None:
         """Return a forecast with the time that the placer names for a model without a worker."""
-        wake_ms = 0 if self.placement is None or self.is_served else self.placement.wake_ms[CLASSES.index(priority)]
-        return replace(forecast or Forecast(0.0, 0, 0.0), wake_ms=wake_ms) if wake_ms else forecast
+        if self.placement is None or self.is_served:
+            return forecast
+        wake_ms = self.placement.wake_ms[CLASSES.index(priority)]
+        is_called = number(self.queue.get("requests")) > 0 or self.total("waiting") > 0
+        stays_asleep = not self.placement.awake and not is_called
+        forecast = forecast or Forecast(0.0, 0, 0.0)
+        return replace(forecast, wake_ms=wake_ms, stays_asleep=stays_asleep) if wake_ms else forecast
 
     def _forecast(self, priority: str) -> Forecast | None:
         """Return the lowest wait that a led shard predicts for a request of that class. Return None, and so refuse no
@@ -145,6 +150,7 @@ class Forecast:
     starts_s: float = 0.0
     token_ms: float = 0.0  # between two tokens of a sequence
     wake_ms: float = 0.0  # until the model is awake, which is not counted in ttft_ms
+    stays_asleep: bool = False  # the model sleeps, and no request waits that would wake it
 
     def behind_more(self, tokens: int, sequences: int) -> Forecast:
         """Return the forecast with so much more before it: at the pace of prompts or, where slots or memory are what is

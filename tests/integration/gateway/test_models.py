@@ -358,8 +358,8 @@ async def test_model_without_a_worker_sleeps_while_a_placer_lives_that_wants_it(
         assert (await ready(client))[1] == {FIRST: "ready", SECOND: "asleep", THIRD: "unavailable"}
         assert await text_of(client, SECOND) == TEXTS[SECOND], "it is admitted; the scheduler is here at once"
         refused = await complete(client, SECOND, deadline_ms=10_000)
-        assert refused.status_code == 429 and "the model is awake in 30000 ms" in refused.json()["error"]["message"]
-        assert int(refused.headers["Retry-After"]) >= 20
+        assert refused.status_code == 429 and "does not wake it" in refused.json()["error"]["message"]
+        assert "Retry-After" not in refused.headers
         redis.delete(PLACER_KEYS.lease(PLACER))
         await wait_until(lambda: gateway.models.state(SECOND) == "loading")
     finally:

@@ -88,8 +88,13 @@ ASLEEP = Placement(False, load_ms=5000, wake_ms=(6000, 7000, 8000, 9000))
 def test_forecast_of_a_model_that_sleeps_has_the_time_until_it_wakes() -> None:
     look = snapshot({"a": BUSY}, leases="a")
     asleep = replace(look, placement=ASLEEP)
-    assert asleep.forecasts["normal"] == replace(look.forecasts["normal"], wake_ms=8000)
-    assert asleep.forecasts["low"] == Forecast(0.0, 0, 0.0, wake_ms=9000), "nothing else is known of that class"
+    assert asleep.forecasts["normal"] == replace(look.forecasts["normal"], wake_ms=8000, stays_asleep=True)
+    nothing = Forecast(0.0, 0, 0.0, wake_ms=9000, stays_asleep=True)
+    assert asleep.forecasts["low"] == nothing, "nothing else is known of that class"
+    called = replace(nothing, stays_asleep=False)
+    assert replace(asleep, queue={"requests": "1"}).forecasts["low"] == called, "that one wakes it"
+    assert replace(asleep, stats={"a": BUSY | {"waiting": "1"}}).forecasts["low"] == called
+    assert replace(asleep, placement=replace(ASLEEP, awake=True)).forecasts["low"] == called, "it loads"
     assert asleep.forecasts["low"].behind_more(500, 3).ttft_ms == 0
     served = {"a": BUSY | {"workers": "1"}}
     awake = Snapshot(look.at, look.leases, {"w": {}}, served, renewed=look.renewed, placement=ASLEEP)
@@ -104,6 +109,9 @@ def test_only_the_limits_of_a_request_count_the_time_until_the_model_wakes() -> 
     ) as late:
         refuse_late(forecast, "deadline_ms", 6500, "deadline_unreachable")
     assert late.value.headers["Retry-After"] == "3"
+    with pytest.raises(ApiError, match="does not wake it; send a longer ttft_slo_ms, or none") as late:
+        refuse_late(replace(forecast, stays_asleep=True), "ttft_slo_ms", 6500, "slo_unreachable")
+    assert (late.value.status, late.value.headers) == (429, {}), "a later request would find it asleep as well"
     spec = generations.spec(prompts=[[1]], max_tokens=1)
     assert overloaded(forecast, spec, max_wait_s=2.0) is None, "it wakes for what waits"
 
