@@ -34,6 +34,10 @@ HEARTBEAT_MS = 5000
 MEMORY_MOST = 0.75
 STALE_S = 5.0
 """A snapshot older than this is not used."""
+FIRST_LOAD_S = 120.0
+"""A model that was woken may load for so long while its load has not been measured."""
+PLACER_S = 15.0
+"""A placer that was killed is started again within this time; until then its word counts."""
 MOST_WORKERS = 256
 """Of one model, that are looked for by their names."""
 MOST = float(1 << 53)
@@ -53,6 +57,7 @@ class Snapshot:
     steps: dict[str, str] = field(default_factory=dict)  # key of a heartbeat -> the last step that it names
     renewed: dict[str, float] = field(default_factory=dict)  # shard -> when its stats were last seen to change
     placement: Placement | None = None  # what a placer that lives wants of the model; None where there is none
+    placed_at: float = 0.0  # when the placement was first seen to be awake, or asleep, as it is
     memory_share: float = field(init=False)
     drain_tok_s: float = field(init=False)  # prompt tokens that leave the queue a second; 0 before it was measured
     forecasts: dict[str, Forecast] = field(init=False)  # by class; none for a class of which nothing is predicted
@@ -70,9 +75,17 @@ class Snapshot:
         return bool(self.workers) and any(number(stats.get("workers")) for stats in self.led)
 
     @property
+    def has_to_wait(self) -> bool:
+        """Whether the model has no worker because of others: it sleeps, or was woken so lately that it may load."""
+        if self.placement is None or self.is_served:
+            return False
+        load_s = self.placement.load_ms / 1000 or FIRST_LOAD_S
+        return not self.placement.awake or self.at - self.placed_at <= load_s
+
+    @property
     def seen(self) -> Seen:
         """Return what shows whether work moves; nothing while the model has no worker because of others."""
-        if self.placement is not None and not self.is_served:
+        if self.has_to_wait:
             return Seen()
         names = ("epoch", "last_step", "running", "waiting", "in_flight", "parked")
         stats = {shard: {name: number(found.get(name)) for name in names} for shard, found in self.stats.items()}
@@ -194,6 +207,7 @@ class Cluster:
         self._discovered_at = -DISCOVER_S
         self._beats: set[str] = set()
         self._progress = Progress(time.monotonic())
+        self._placer = PlacerSeen()
         self.snapshot: Snapshot | None = None
         self.limits = fallback  # that every worker meets, as of the last look
         self.redis_error = "Redis has not answered yet"
@@ -214,8 +228,8 @@ class Cluster:
                 if self.redis_error:
                     log.info("Redis answers")
                 self.redis_error, heard = "", True
-                waits = self.snapshot.placement is not None and not self.snapshot.is_served
-                self._progress.look(self.snapshot.seen, 0 if waits else self.unfinished, time.monotonic())
+                unfinished = 0 if self.snapshot.has_to_wait else self.unfinished
+                self._progress.look(self.snapshot.seen, unfinished, time.monotonic())
             except (*Unreachable, RedisError) as error:
                 if heard:
                     log.warning("waiting for Redis: %s", error)
@@ -328,6 +342,7 @@ class Cluster:
         stats = {shard: fields for shard, fields in fields_of if fields}
         await self._bury()
         now = time.monotonic()
+        turn = placement_of(self._placer.lives(is_placed, now), placement)
         return Snapshot(
             at=now,
             leases=frozenset(shard for shard, held in zip(shards, per_shard[::2], strict=True) if held),
@@ -342,7 +357,8 @@ class Cluster:
                 if step is not None
             },
             renewed=renewed_at(stats, self.snapshot, now),
-            placement=placement_of(is_placed, placement),
+            placement=turn,
+            placed_at=placed_at(turn, self.snapshot, now),
         )
 
     async def _bury(self) -> None:
@@ -379,9 +395,29 @@ def placed(pipe: Any, model: str) -> None:
     pipe.hget(PLACER_KEYS.placements, model)
 
 
-def placement_of(is_placed: Any, raw: Any) -> Placement | None:
+class PlacerSeen:
+    """When the placer was last seen to live, by this process's clock."""
+
+    def __init__(self) -> None:
+        self._at = -PLACER_S
+
+    def lives(self, is_placed: Any, now: float) -> bool:
+        """Return whether it lives, or did just now and is about to be there again. is_placed: the reply to `placed`."""
+        if is_placed == 1:
+            self._at = now
+        return now - self._at < PLACER_S
+
+
+def placed_at(placement: Placement | None, before: Snapshot | None, now: float) -> float:
+    """Return when the last change of `awake` was first seen, by this process's clock: Redis may have another."""
+    if placement is None or before is None or before.placement is None:
+        return now
+    return before.placed_at if before.placement.since_ms == placement.since_ms else now
+
+
+def placement_of(is_placed: bool, raw: Any) -> Placement | None:
     """Return what the placer wants of a model; None without a placer that lives, and for a reply that is no record."""
-    if is_placed != 1 or not isinstance(raw, bytes):
+    if not is_placed or not isinstance(raw, bytes):
         return None
     try:
         return Placement.decode(raw)

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
 from services.gateway.admission import Admission, unknown_request
 from services.gateway.auth import Caller, Keyring
-from services.gateway.cluster import STALE_S, Cluster, placed, placement_of
+from services.gateway.cluster import STALE_S, Cluster, PlacerSeen, placed, placement_of
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher, failed
 from services.gateway.delivery.response_store import ResponseStore
@@ -161,6 +161,7 @@ class ModelTable:
         check_names(first.settings.models, named)
         self._named = {name: entry for entry in self._entries.values() for name in (entry.name, *entry.aliases)}
         self._states: dict[str, State] = {}
+        self._placer = PlacerSeen()
         self._looked_at = -math.inf  # of time.monotonic(), when they were read
         self._unreadable_until: dict[str, float] = {}  # of time.monotonic(), by model that could not be opened
         self._opening: dict[str, asyncio.Task[ServedModel]] = {}
@@ -481,7 +482,7 @@ class ModelTable:
         if not names:
             return
         try:
-            found = await look(self._redis, names, self.first.settings.shard, self._parts.gateway_id)
+            found = await look(self._redis, names, self.first.settings.shard, self._parts.gateway_id, self._placer)
         except (*Unreachable, RedisError) as error:
             raise failed(error) from None
         self._states = {name: state for name, (state, _) in found.items()}
@@ -505,7 +506,9 @@ def _noted(task: asyncio.Task[ServedModel]) -> None:
         log.warning("model with requests of a dead gateway not opened: %s", error)
 
 
-async def look(redis: Redis, names: Sequence[str], shard: str, gateway_id: str) -> dict[str, tuple[State, bool]]:
+async def look(
+    redis: Redis, names: Sequence[str], shard: str, gateway_id: str, placer: PlacerSeen
+) -> dict[str, tuple[State, bool]]:
     """Return of each model its state, and whether a gateway without a heartbeat may have left requests behind.
 
     shard: where a scheduler without workers is looked for. gateway_id: this gateway, which has left none.
@@ -527,7 +530,8 @@ async def look(redis: Redis, names: Sequence[str], shard: str, gateway_id: str) 
     answers = iter(await pipe.execute(raise_on_error=False))
     sleeping, led_by_default, shards, orphans = [], [], [], []
     for workers, gateways in zip(replies[::2], replies[1::2], strict=True):
-        placement = placement_of(next(answers), next(answers))
+        lives = placer.lives(next(answers), time.monotonic())
+        placement = placement_of(lives, next(answers))
         sleeping.append(placement is not None and not placement.awake)
         led_by_default.append(next(answers) == 1)
         records = [next(answers) for _ in workers]

@@ -339,7 +339,11 @@ async def test_model_is_loading_once_the_record_of_its_worker_has_run_out(
 
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_model_without_a_worker_sleeps_while_a_placer_lives_that_wants_it(
-    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, is_open: bool
+    client: httpx.AsyncClient,
+    gateway: Gateway,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    is_open: bool,
 ) -> None:
     if is_open:
         await gateway.models.opened(SECOND, None)
@@ -361,6 +365,11 @@ async def test_model_without_a_worker_sleeps_while_a_placer_lives_that_wants_it(
         assert refused.status_code == 429 and "does not wake it" in refused.json()["error"]["message"]
         assert "Retry-After" not in refused.headers
         redis.delete(PLACER_KEYS.lease(PLACER))
+        place(True)
+        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
+        place(False)
+        await wait_until(lambda: gateway.models.state(SECOND) == "asleep")  # a placer is about to be there again
+        monkeypatch.setattr("services.gateway.cluster.PLACER_S", 0.0)
         await wait_until(lambda: gateway.models.state(SECOND) == "loading")
     finally:
         redis.delete(PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements)

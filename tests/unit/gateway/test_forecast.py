@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from services.gateway.admission import overloaded, refuse_late
-from services.gateway.cluster import STALE_S, Cluster, Forecast, Snapshot, renewed_at
+from services.gateway.cluster import (
+    FIRST_LOAD_S,
+    PLACER_S,
+    STALE_S,
+    Cluster,
+    Forecast,
+    PlacerSeen,
+    Snapshot,
+    placed_at,
+    renewed_at,
+)
 from services.gateway.errors import ApiError
 from services.gateway.progress import Seen
 from services.gateway.request import Limits
@@ -129,6 +139,33 @@ async def test_model_that_sleeps_is_ready_and_its_queue_is_no_alarm() -> None:
     cluster.snapshot = replace(look, placement=ASLEEP, leases=frozenset())
     assert cluster.reason_not_ready() == "no scheduler is alive"
     await cluster.close()
+
+
+def test_model_that_is_awake_has_no_worker_for_no_longer_than_a_load() -> None:
+    look = replace(snapshot({"a": BUSY | {"waiting": "1"}}, leases="a"), placed_at=time.monotonic())
+    awake = replace(ASLEEP, awake=True)
+    for placement, most_s in ((awake, 5.0), (replace(awake, load_ms=0), FIRST_LOAD_S)):
+        for passed_s, waits in ((most_s - 0.5, True), (most_s + 0.5, False)):
+            late = replace(look, at=look.placed_at + passed_s, placement=placement)
+            assert (late.has_to_wait, late.seen == Seen()) == (waits, waits)
+            assert replace(late, placement=ASLEEP).has_to_wait, "that one waits for its turn"
+    served = replace(look, placement=awake, workers={"w": {}}, stats={"a": BUSY | {"workers": "1"}})
+    assert not served.has_to_wait
+
+
+def test_turn_counts_from_its_first_look() -> None:
+    first = replace(snapshot({}), placement=ASLEEP, placed_at=3.0)
+    assert placed_at(replace(ASLEEP, load_ms=7), first, 9.0) == 3.0
+    assert placed_at(replace(ASLEEP, awake=True, since_ms=7), first, 9.0) == 9.0
+    assert placed_at(ASLEEP, None, 9.0) == placed_at(ASLEEP, snapshot({}), 9.0) == 9.0
+
+
+def test_placer_that_was_killed_lives_until_it_should_be_there_again() -> None:
+    placer = PlacerSeen()
+    assert not placer.lives(0, 0.0)
+    assert placer.lives(1, 5.0)
+    assert placer.lives(0, 5.0 + PLACER_S - 0.1)
+    assert not placer.lives(0, 5.0 + PLACER_S)
 
 
 async def test_refused_writes_are_the_reason_when_not_ready() -> None:
