@@ -1,6 +1,7 @@
-"""What the placer wants of a model, as it lies in Redis for launcher, gateways and commands.
+"""The record in Redis that says whether a model is to have workers. The placer writes it; launcher, gateways and
+commands read it.
 
-It outlives the placer: without one, models stay as they are.
+It outlives the placer: while none runs, models stay as they are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The placer's process: look at Redis four times a second, decide, write what each model is to do.
 
-Only the holder of the lease writes. What it knows lies in Redis, so the next placer goes on where one was killed.
+Only the holder of the lease writes. Its decisions are in Redis, so a placer that is started after a crash continues
+from them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import pytest
 
 from services.placer.decide import IDLE_MS, PATIENCE, UNKNOWN_GIVE_UP_MS, UNKNOWN_LOAD_MS, Demand, choose, wake_ms
 from shared.keys import CLASSES
+from shared.placement import MOST_FAILED
 
 LOAD_MS = 5000
 BUSY = Demand("busy", True, ready_ms=10**6, load_ms=LOAD_MS, waiting_ms={"normal": 300})
@@ -115,3 +116,31 @@ def test_two_that_always_have_work_spend_little_time_on_loads(priority: str) -> 
     share = loads * LOAD_MS / hour_ms
     assert 0.5 / (1 + PATIENCE[priority]) < share <= 1 / (1 + PATIENCE[priority])
     assert 0.8 < served["a"] / served["b"] < 1.25
+
+
+@pytest.mark.parametrize("is_busy", [True, False], ids=["beside one with work", "beside one that is idle now and then"])
+def test_model_that_never_loads_takes_little_time_from_another(is_busy: bool) -> None:
+    second_ms, day_ms = 1000, 86_400_000
+    awake, since_ms, failed, lost_ms = "works", 0, 0, 0
+    for now_ms in range(second_ms, day_ms, second_ms):
+        passed_ms = now_ms - since_ms
+        is_idle = not is_busy and awake == "works" and now_ms // second_ms % 60 >= 5  # a request every minute
+        asleep_ms = passed_ms if awake == "broken" else 0
+        works = Demand(
+            "works", awake == "works",
+            ready_ms=max(0, passed_ms - LOAD_MS) if awake == "works" else 0,
+            loading_ms=min(passed_ms, LOAD_MS) if awake == "works" else 0,
+            idle_ms=IDLE_MS if is_idle else 0, load_ms=LOAD_MS,
+            waiting_ms={} if is_idle else {"normal": asleep_ms},
+        )  # fmt: skip
+        age_ms = passed_ms if awake == "works" else 1
+        broken = Demand(
+            "broken", awake == "broken", loading_ms=passed_ms if awake == "broken" else 0, failed=failed,
+            waiting_ms={"normal": age_ms},
+        )  # fmt: skip
+        (chosen,) = choose([works, broken], 1)
+        if chosen != awake:
+            failed = min(MOST_FAILED, failed + (awake == "broken"))
+            awake, since_ms = chosen, now_ms
+        lost_ms += second_ms if awake == "broken" else 0
+    assert 0.05 < lost_ms / day_ms < 0.15
