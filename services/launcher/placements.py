@@ -1,4 +1,4 @@
-"""Follow what the placer wants: which services of models sleep. Without its word all stays as it is."""
+"""Follow the placer: which services of models sleep. While Redis does not answer, nothing changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SleepingServices:
         self._next = 0.0
 
     def look(self, now: float) -> None:
-        """Read the wish, at most every LOOK_S. A wish for too many models, or for none, is none."""
+        """Read which models are to be awake, at most every LOOK_S; pass over an answer with none, or with too many."""
         if now < self._next:
             return
         import redis
