@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.engine.cases import layer_matrices
 from kernels.cuda import backend
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.calls import PADDING
@@ -155,6 +156,19 @@ def test_long_sequences_are_split_and_merged_in_a_graph_too(paths: Any) -> None:
         assert torch.equal(eager.logits(batch), graph.logits(batch))
         expected = reference_logits(paths("llama"), [*graph.texts[0], 1])[-1]
         assert (graph.logits(batch)[0] - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
+def test_rows_of_graphs_are_bound_by_the_matrices_of_a_layer(paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def rooms(tokens: int, samples: int, layer_numbers: int) -> list[Room]:
+        asked.append(layer_numbers)
+        return rooms_up_to(tokens, samples, layer_numbers)
+
+    monkeypatch.setattr(backend, "rooms_up_to", rooms)
+    with torch.inference_mode():
+        config = World(paths("llama"), device_of(), True).decoder.config
+    assert asked == [sum(outputs * inputs for outputs, inputs in layer_matrices(config))]
 
 
 def test_graphs_are_recorded_at_these_numbers_of_rows() -> None:
