@@ -114,7 +114,9 @@ def running_gateway(directory: Path, model: Path, redis: RedisServer, **settings
     """Yield a live gateway (ready as soon as a scheduler leads); print its log when the block fails."""
     gateway = GatewayProcess(directory, model, redis.url, **settings).start()
     try:
-        yield gateway.wait_live()
+        gateway.wait_live()
+        until("the gateway has heard from Redis", lambda: "nothing has been heard" not in gateway.reason(), 60)
+        yield gateway
     except BaseException:
         print(gateway.log()[-6000:], file=sys.stderr)
         raise
