@@ -92,10 +92,10 @@ def test_while_it_waits_for_a_shard_and_redis_is_silent(reference: Reference, tm
         stack.redis.start()
         stack.redis.client.set(stack.keys.lease("shard-0"), "another", ex=60)
         stack.start("scheduler")
-        until("it waits", lambda: "waiting for shard" in stack.log("scheduler"), START_S)
+        until("it waits", lambda: "waiting for the lease of" in stack.log("scheduler"), START_S)
         assert told_to_end(stack) == 0
         stack.start("scheduler")
-        until("it waits", lambda: stack.log("scheduler").count("waiting for shard") == 2, START_S)
+        until("it waits", lambda: stack.log("scheduler").count("waiting for the lease of") == 2, START_S)
         assert stack.redis.process is not None
         stack.redis.process.send_signal(signal.SIGSTOP)
         assert told_to_end(stack) == 0
