@@ -388,7 +388,7 @@ def at_once(stacks: Sequence[ModelStack], most: int) -> int:
 
 
 def sleeping_services(client: Any, specs: Sequence[ServiceSpec], most: int) -> SleepingServices:
-    """Return the workers, by whose model the placer says whether they run."""
+    """Return the workers with their models: the placer decides by model which of them run."""
     workers = [spec for spec in specs if spec.name.startswith("worker-")]
     return SleepingServices(client, {spec.name: spec.env[env_name("served_model_name")] for spec in workers}, most)
 

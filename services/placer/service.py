@@ -45,7 +45,7 @@ LEAVE_MS = 10_000
 def run(settings: PlacerSettings) -> int:
     """Run until stopped; return 0 after SIGTERM or SIGINT, 1 when another placer has the lease.
 
-    Raise ConfigurationError for a file whose models all stay awake.
+    Raise ConfigurationError for a file in which all models stay awake.
     """
     logs.setup("placer", settings.log_level, settings.log_json)
     file = read_models(settings.models)

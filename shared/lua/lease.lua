@@ -2,7 +2,7 @@
 -- KEYS: lease, epoch, epoch of the shard   ARGV: acquire | renew | release, ms, least epoch (acquire) or the lease's text
 -- (renew, release), lifetime of the third key in ms, token of the holder (acquire; '' or none: the text is the epoch alone)
 -- acquire returns the new epoch or 0; renew and release return 1 or 0. The text is the epoch and, behind a colon, the token:
--- a Redis that lost its last writes and whose clock was set back may give an epoch twice, and one holder is left.
+-- the token leaves one holder where Redis lost its last writes, its clock was set back, and an epoch came twice.
 if ARGV[1] == 'acquire' then
   if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
   local epoch = next_epoch(KEYS[2], tonumber(ARGV[3]))

@@ -43,9 +43,9 @@ def stack(whole: Stack) -> Stack:
 
 def led(stack: Stack, shard: str) -> bool:
     """Has it a lease and a worker?"""
-    lease = stack.redis.client.get(stack.keys.lease(shard))
+    lease: Any = stack.redis.client.get(stack.keys.lease(shard))  # bytes
     stats = stack.stats(shard)
-    return lease is not None and stats.get("epoch") == lease.decode().partition(":")[0] and stats.get("workers") == "1"  # type: ignore[union-attr]
+    return lease is not None and stats.get("epoch") == lease.decode().partition(":")[0] and stats.get("workers") == "1"
 
 
 def of_shard(stack: Stack, streams: list[Stream], shard: str) -> list[int]:

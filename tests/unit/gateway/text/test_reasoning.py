@@ -168,7 +168,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("state", [UNDECIDED, THINKING])
-@pytest.mark.parametrize("kind", sorted(OPENINGS.keys() - {"channels"}))  # whose thinking is no tag
+@pytest.mark.parametrize("kind", sorted(OPENINGS.keys() - {"channels"}))  # thinking there is no tag
 def test_calls_of_every_format_follow_thinking_at_every_cut(kind: str, state: str) -> None:
     call = CALLS[kind]
     text = ("" if state == THINKING else "<think>") + f"so {call}</think>{call}"
