@@ -153,7 +153,7 @@ async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Redis,
 
 
 async def test_refusal_by_kept_bytes_says_when_enough_have_gone(client: Redis, scripts: Scripts) -> None:
-    """Alice keeps 3,000 bytes for three minutes and 2,000 for four. Bob holds as many by a request that has not ended."""
+    """Alice keeps 3,000 bytes for three minutes and 2,000 for four. Bob holds as many; his request has not ended."""
     bounds = {"tokens": 1, "tenant": "alice", "most_bytes": 1 << 20, "tenant_bytes": SIZE + 4000}
     now = int((await client.time())[0]) * 1000
     for minutes, size in ((3, 3000), (4, 2000)):
