@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -38,15 +38,33 @@ def test_rank_waiting_for_others_ends_when_told_to(reference: Reference, rank: i
         assert one.says(f"{number.name} while loading: stopping")
 
 
-def test_loading_replica_ends_with_all_ranks_even_a_stopped_one(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")  # into which nothing writes
-    with worker(tmp_path, {"ORCINUS_TP": 2}) as one:
-        until("they have started", lambda: all(one.says(f"rank {rank}: {WAITS}") for rank in (0, 1)))
-        (other,) = psutil.Process(one.process.pid).children()
+def test_loading_replica_ends_with_all_ranks_even_stopped_ones(tmp_path: Path) -> None:
+    with worker(tmp_path, {"ORCINUS_TP": 3}) as one:
+        last = until("rank 2 has started", lambda: rank_of(one, 2))
+        last.suspend()  # long before it meets the others, which wait for it
+        until("the others wait", lambda: all(one.says(f"rank {rank}: waiting for 2 other ranks") for rank in (0, 1)))
+        other = until("rank 1 is found", lambda: rank_of(one, 1))
         other.suspend()
         one.process.terminate()
         assert one.process.wait(60) == 0
-        until("rank 1 is gone", lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
+        last.resume()
+        until("the ranks are gone", lambda: has_ended(other) and has_ended(last))
+
+
+def rank_of(worker: WorkerProcess, rank: int) -> psutil.Process | None:
+    """The process that the worker started as this rank; None if there is none yet."""
+    for child in psutil.Process(worker.process.pid).children():
+        with contextlib.suppress(psutil.Error):
+            if child.environ().get("RANK") == str(rank):
+                return child
+    return None
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_what_all_ranks_find_wrong_is_said_once(reference: Reference) -> None:
