@@ -28,7 +28,7 @@ FLAGS = (
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-parameter"),
 )
 SANITIZERS = (
-    "-g",
+    "-g1",
     "-O1",
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",

@@ -2,7 +2,8 @@
 
 `amx-twin` is that for AMX with the twin of the tile instructions (src/tiles.h), so that it runs on CPUs without AMX.
 `--kernels-variant NAME` keeps to one of them; `sanitized`, which only `make sanitizers` asks for, has AddressSanitizer
-and UBSan in it. So has `sanitized-amx-twin`, which then runs the tests of the tiles.
+and UBSan in it. They see no access of a tile instruction, so the tiles are the twin's: in `sanitized` itself where the
+CPU has AMX, else in `sanitized-amx-twin`, which then runs the tests of the tiles.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ SETS: dict[str, tuple[str, ...]] = {
     **{variant.name: variant.flags for variant in VARIANTS if variant.needs <= usable_flags()},
     **({"amx-twin": _TWIN} if _HAS_TWIN else {}),
 }
-_SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-_SANITIZED: dict[str, tuple[str, ...]] = {
-    "sanitized": (*native_flags(), *_SANITIZERS),
-    **({"sanitized-amx-twin": (*_TWIN, *_SANITIZERS)} if _HAS_TWIN else {}),
-}
+_SANITIZERS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_SANITIZED: dict[str, tuple[str, ...]] = (
+    {"sanitized": (*_TWIN, *_SANITIZERS)}
+    if _AMX.needs <= usable_flags()
+    else {
+        "sanitized": (*native_flags(), *_SANITIZERS),
+        **({"sanitized-amx-twin": (*_TWIN, *_SANITIZERS)} if _HAS_TWIN else {}),
+    }
+)
 _only = ""
 
 
@@ -54,7 +59,8 @@ def best() -> str:
 
 def with_tiles() -> list[str]:
     """Those that multiply bfloat16 by tiles, or their twin."""
-    return [name for name in (_SANITIZED if _only == "sanitized" else names()) if "amx" in name]
+    found = _SANITIZED if _only == "sanitized" else names()
+    return [name for name in found if "amx" in name or "-DTILES_TWIN" in flags(name)]
 
 
 def compiler() -> str | None:
