@@ -67,7 +67,7 @@ def test_short_run_counts_every_token_of_a_gateway(
 ) -> None:
     monkeypatch.setattr(gateway, "check", lambda _: None)  # this machine does other things meanwhile
     monkeypatch.setattr(gateway, "WARM_S", 0.2)
-    assert gateway.main(["--clients", "8", "--seconds", "0.5", "--rate", "400", "--json"]) == 0
+    assert gateway.main(["--clients", "8", "--seconds", "1.5", "--rate", "400", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [(line["case"], line["endpoint"]) for line in report["results"]] == [
         ("saturation", "completions"), ("saturation", "chat"), ("rate", "completions"), ("rate", "chat"),
