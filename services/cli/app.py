@@ -254,7 +254,13 @@ def policy(
 @settings_command(app, "drain", CommonSettings, LauncherSettings)
 def drain(
     values: Values,
-    name: Annotated[str, typer.Argument(help="gateway, scheduler or worker for all of them, or an id of one")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="gateway, scheduler or worker for all of them, or an id of one; without it the ids are listed",
+            show_default=False,
+        ),
+    ] = "",
     timeout_s: Annotated[float, typer.Option("--timeout-s", "--timeout", help="how long to wait")] = 120.0,
     json: Json = False,
 ) -> None:

@@ -17,8 +17,9 @@ from services.cli.stack import reachable_redis
 from services.cli.waiting import Waiting
 from services.launcher import redis_server
 from shared.errors import ConfigurationError
-from shared.keys import Keys
+from shared.keys import PLACER_KEYS, Keys
 from shared.options import without_password
+from shared.placement import read_placements
 from shared.plurals import counted
 from shared.redis_client import LIVE_TTL_MS
 from shared.settings import CommonSettings, LauncherSettings
@@ -68,7 +69,8 @@ def drain(
 ) -> list[Drained]:
     """Drain the services that `name` selects and return a result for each.
 
-    name: a role for all of its services, or the id of a worker or gateway, or a shard. say: called with each line of
+    name: a role for all of its services, or the id of a worker or gateway, or a shard; an empty one is an error that
+    names those that run. say: called with each line of
     progress. models: those of which services are meant; none: that of the settings. Raises ConfigurationError, before
     the first order, for an unknown service, a silent Redis or a bad time.
     """
@@ -97,10 +99,25 @@ def targets(client: Any, models: Sequence[str], name: str) -> list[Target]:
             services.setdefault((each.role, each.id, "" if each.role == "gateway" else model), each)
     selected = [target for target in services.values() if name in (target.role, target.id)]
     if not selected:
-        running = ", ".join(dict.fromkeys(target.id for target in services.values())) or "none"
-        of = f"model {models[0]}" if len(models) == 1 else f"models {', '.join(models)}"
-        raise ConfigurationError(f"{name[:100]}: no such service for {of}; running: {running}")
+        if name:
+            of = f"model {models[0]}" if len(models) == 1 else f"models {', '.join(models)}"
+            problem = f"{name[:100]}: no such service for {of}"
+        else:
+            problem = f"NAME: missing; give {', '.join(ROLES[:-1])} or {ROLES[-1]} for all of them, or an id of one"
+        raise ConfigurationError(f"{problem}; running: {_running(client, models, list(services.values()))}")
     return selected
+
+
+def _running(client: Any, models: Sequence[str], services: Sequence[Target]) -> str:
+    """Return the ids of `services`, each with its models where there are several, and the models that sleep."""
+    of: dict[str, list[str]] = {}
+    for target in services:
+        of.setdefault(target.id, []).extend([target.keys.model] if target.shows_model else [])
+    text = ", ".join(f"{id} ({', '.join(names)})" if names else id for id, names in of.items()) or "none"
+    working = {target.keys.model for target in services if target.role == "worker"}
+    placed = read_placements(client.hgetall(PLACER_KEYS.placements))
+    sleeping = [model for model in models if model in placed and not placed[model].awake and model not in working]
+    return text + (f"; asleep, without a worker until a request comes: {', '.join(sleeping)}" if sleeping else "")
 
 
 def _services(client: Any, keys: Keys, shows_model: bool) -> Iterator[Target]:

@@ -10,7 +10,8 @@ import pytest
 from protos import queue_pb2
 from services.cli.drain import drain
 from shared.errors import ConfigurationError
-from shared.keys import Keys
+from shared.keys import PLACER_KEYS, Keys
+from shared.placement import Placement
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
@@ -95,6 +96,25 @@ def test_services_of_all_models_are_drained(
     assert further.client.xlen(further.keys.control("shard-0")) == 1
     with pytest.raises(ConfigurationError, match=r"no such service for models .*, org/Second; running: gateway-x, sh"):
         ends("worker-9")
+
+
+@pytest.mark.usefixtures("further")
+@pytest.mark.parametrize("awake", [True, False])
+def test_missing_name_is_an_error_with_the_ids_and_sleeping_models(
+    redis_server: RedisServer, settings: CommonSettings, awake: bool
+) -> None:
+    client, third = redis_server.client, Keys("third")
+    client.set(third.lease("shard-0"), "z")
+    for model in ("org/Second", "third"):
+        client.hset(PLACER_KEYS.placements, model, Placement(model == "org/Second" or awake).encode())
+    first = settings.served_model_name
+    with pytest.raises(ConfigurationError) as error:
+        drain("", settings, LauncherSettings(), 1.0, lambda _: None, [first, "org/Second", "third"])
+    assert str(error.value) == (
+        "NAME: missing; give gateway, scheduler or worker for all of them, or an id of one; running: gateway-x, "
+        f"shard-0 ({first}, org/Second, third), worker-0 ({first}), worker-1 (org/Second)"
+        + ("" if awake else "; asleep, without a worker until a request comes: third")
+    )
 
 
 @pytest.mark.usefixtures("shard")
