@@ -85,7 +85,8 @@ def _remedy(error: TyperException) -> str:
     context = getattr(error, "ctx", None)  # the parser of options knows none
     where = context.command_path if context else "the command with"
     what = "commands" if context and isinstance(context.command, TyperGroup) else "options"
-    return f"error: {text[:1].lower()}{text[1:].rstrip('.')}; {where} --help lists the {what}"
+    problem = f"{text[:1].lower()}{text[1:]}".replace(". Did you mean", "; did you mean").rstrip(".?")
+    return f"error: {problem}; {where} --help lists the {what}"
 
 
 def settings_command(app: typer.Typer, name: str, *classes: type[BaseSettings]) -> Callable[[Any], Any]:

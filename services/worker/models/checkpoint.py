@@ -153,7 +153,7 @@ class Checkpoint(Source):
     def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
         place = self._where.get(name)
         if place is None:
-            raise ModelError(f"{self.model}: tensor {name} is missing from the checkpoint")
+            raise ModelError(f"{self.model}: tensor {name} is missing from the checkpoint; fetch the model again")
         if place.shape != shape:
             raise ModelError(
                 f"{self.model}: tensor {name} has shape {list(place.shape)}, config.json says {list(shape)}; "

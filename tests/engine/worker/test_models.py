@@ -327,7 +327,7 @@ def test_a_missing_or_misshapen_or_quantised_tensor_is_named(reference: Referenc
     tensors = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     for broken, message in (
-        (None, rf"{name} is missing"),
+        (None, rf"{name} is missing from the checkpoint; fetch the model again"),
         (torch.zeros(3, 5), rf"{name} has shape \[3, 5\], config.json says \[96, 64\]; fetch"),
         (torch.zeros(96, 64, dtype=torch.int8), rf"{name} is I8"),
     ):

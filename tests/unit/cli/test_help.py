@@ -43,6 +43,7 @@ def test_every_kind_of_command_is_looked_at_and_listed_in_whole_sentences() -> N
     [
         (["up", "--nonsense"], "no such option: --nonsense; orcinus up --help lists the options"),
         (["nonsense"], "no such command 'nonsense'; orcinus --help lists the commands"),
+        (["keys", "revok"], "no such command 'revok'; did you mean 'revoke'; orcinus keys --help lists the commands"),
         (["keys", "add"], "missing argument 'name'; orcinus keys add --help lists the options"),
         (["up", "--port"], "option '--port' requires an argument; the command with --help lists the options"),
     ],
