@@ -1,7 +1,7 @@
 """The placer's process: look at Redis four times a second, decide, write what each model is to do.
 
 Only the holder of the lease writes. Its decisions are in Redis, so a placer that is started after a crash continues
-from them.
+from them. A Redis has one placer: beside one for the same models another stands by, and one for other models ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 from redis.asyncio import Redis
 
 from services.placer.decide import Demand, choose, wake_ms
-from shared.dead_letters import DeadLetters, remove_foreign
+from shared.dead_letters import DeadLetters, remove_foreign, shown
 from shared.errors import ConfigurationError, LeaseLostError
 from shared.keys import CLASSES, PLACER, PLACER_KEYS, Keys
 from shared.lease import Lease
 from shared.models.models_file import read_models
+from shared.options import without_password
 from shared.placement import MOST_FAILED, MOST_MS, Placement, read_placements
 from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, connect, persist, temporary
 from shared.settings import PlacerSettings
@@ -45,7 +46,7 @@ LEAVE_MS = 10_000
 def run(settings: PlacerSettings) -> int:
     """Run until stopped; return 0 after SIGTERM or SIGINT, 1 when another placer has the lease.
 
-    Raise ConfigurationError for a file in which all models stay awake.
+    Raise ConfigurationError for a file in which all models stay awake, and at a Redis with a placer for other models.
     """
     logs.setup("placer", settings.log_level, settings.log_json)
     file = read_models(settings.models)
@@ -61,6 +62,7 @@ class Placer:
 
     def __init__(self, settings: PlacerSettings, models: Iterable[str], most: int) -> None:
         self._redis: Redis = connect(settings, connections=2)
+        self._address = without_password(settings.redis_url)
         self._lease = Lease(Scripts(self._redis), PLACER_KEYS, PLACER, LEASE_MS)
         self._models = {name: Keys(name) for name in models}
         self._shard = settings.shard
@@ -71,7 +73,7 @@ class Placer:
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Return the exit status."""
+        """Return the exit status. Raise ConfigurationError while a placer for other models lives."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -95,7 +97,25 @@ class Placer:
 
     async def _acquire(self) -> None:
         await persist("look for keys of other types", self._repair, log, self._stop.is_set)
-        await self._lease.acquire(self._stop.is_set)
+        await first_of(self._lease.acquire(self._stop.is_set), self._look_for_another())
+
+    async def _look_for_another(self) -> None:
+        """Raise ConfigurationError once a placer for other models is seen to live: it has renewed its lease."""
+        held = None
+        while True:
+            lease = await persist("look for another placer", lambda: self._redis.get(self._lease.key), log)
+            if lease is not None and lease == held:
+                names = read_placements(await persist("read the placements", self._stored, log)).keys()
+                if names and names != self._models.keys():
+                    raise ConfigurationError(
+                        f"Redis at {self._address}: has a placer for other models, {shown(', '.join(sorted(names)))}; "
+                        "stop its stack, or unset ORCINUS_REDIS_URL to let this one start its own Redis"
+                    )
+            held = lease
+            await asyncio.sleep(1.5 * LEASE_MS / 1000)
+
+    async def _stored(self) -> Any:
+        return await self._redis.hgetall(PLACER_KEYS.placements)
 
     async def _repair(self) -> None:
         """Delete keys of the placer that have another type than it gives them."""
@@ -120,7 +140,7 @@ class Placer:
 
     async def _restore(self) -> None:
         """Go on with what the placer before wanted; at first the first models of the file are awake."""
-        stored: Any = await self._redis.hgetall(PLACER_KEYS.placements)
+        stored = await self._stored()
         found = read_placements(stored)
         self._placed = {name: found[name] for name in self._models if name in found}
         awake = [name for name, placement in self._placed.items() if placement.awake][: self._most]

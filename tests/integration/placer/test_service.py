@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.placer import decide
+from services.placer import decide, service
 from services.placer.service import Placer
+from shared.errors import ConfigurationError
 from shared.keys import PLACER, PLACER_KEYS, Keys
 from shared.placement import MOST_MS, Placement, read_placements
 from shared.settings import PlacerSettings
@@ -45,6 +46,11 @@ def placements(client: Any) -> dict[str, Placement]:
 
 def awake(client: Any, *names: str) -> Callable[[], bool]:
     return lambda: tuple(name for name, each in sorted(placements(client).items()) if each.awake) == names
+
+
+def hash_reads(client: Any) -> int:
+    """Return how often a whole hash was read: by a placer when it begins and, while it stands by, at each look."""
+    return int(client.info("commandstats").get("cmdstat_hgetall", {"calls": 0})["calls"])
 
 
 def serve(client: Any, name: str, workers: int) -> None:
@@ -163,3 +169,34 @@ async def test_placer_that_lost_its_lease_writes_nothing_and_ends(redis_server: 
         assert await asyncio.wait_for(task, 30) == 1
         assert not client.exists(PLACER_KEYS.placements)
         assert client.get(PLACER_KEYS.lease(PLACER)) == b"7"
+
+
+async def test_placer_for_other_models_is_refused_while_the_first_lives(
+    redis_server: RedisServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LEASE_MS", 500)
+    async with placing(redis_server):
+        await wait_until(awake(client, "a"))
+        async with placing(redis_server, ("a", "other")) as second:
+            with pytest.raises(ConfigurationError, match=r"^Redis at .*: has a placer for other models, a, org/B;"):
+                await asyncio.wait_for(second, 30)
+        assert placements(client).keys() == set(NAMES)
+
+
+async def test_placer_for_other_models_follows_one_that_died(redis_server: RedisServer, client: Any) -> None:
+    client.hset(PLACER_KEYS.placements, "gone", Placement(True, 700, 5).encode())
+    client.set(PLACER_KEYS.lease(PLACER), "7:dead", px=service.LEASE_MS)
+    async with placing(redis_server):
+        await wait_until(lambda: placements(client).keys() == set(NAMES))
+
+
+async def test_placer_for_the_same_models_stands_by(
+    redis_server: RedisServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LEASE_MS", 500)
+    async with placing(redis_server):
+        await wait_until(awake(client, "a"))
+        looks = hash_reads(client)
+        async with placing(redis_server, NAMES[::-1]) as second:
+            await wait_until(lambda: second.done() or hash_reads(client) > looks + 1)
+            assert not second.done()
