@@ -1,12 +1,13 @@
-"""Follow the placer: which services of models sleep. While Redis does not answer, nothing changes."""
+"""Follow the placer: which services of models sleep. While Redis does not answer nothing changes, and nothing waits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from shared.keys import PLACER_KEYS
-from shared.placement import read_placements
+from shared.placement import Placement, read_placements
 
 LOOK_S = 0.2
 
@@ -24,19 +25,29 @@ class SleepingServices:
         self._models = dict(models)
         self._most = most
         self._next = 0.0
+        self._reader = ThreadPoolExecutor(1, "placements")
+        self._reading: Future[dict[str, Placement]] | None = None
 
     def look(self, now: float) -> None:
-        """Read which models are to be awake, at most every LOOK_S; pass over an answer with none, or with too many."""
-        if now < self._next:
-            return
+        """Take what was read since the last call, and read again beside the caller, at most every LOOK_S.
+
+        Pass over an answer with no model that is to be awake, or with too many.
+        """
+        if self._reading is not None and self._reading.done():
+            placements, self._reading = self._reading.result(), None
+            awake = {name for name in set(self._models.values()) if name in placements and placements[name].awake}
+            if 0 < len(awake) <= self._most:
+                self.asleep = frozenset(service for service, name in self._models.items() if name not in awake)
+                self.is_read = True
+        if self._reading is None and now >= self._next:
+            self._next = now + LOOK_S
+            self._reading = self._reader.submit(self._read)
+
+    def _read(self) -> dict[str, Placement]:
+        """Return the placements; none while Redis does not answer."""
         import redis
 
-        self._next = now + LOOK_S
         try:
-            placements = read_placements(self._client.hgetall(PLACER_KEYS.placements))
+            return read_placements(self._client.hgetall(PLACER_KEYS.placements))
         except (redis.RedisError, OSError):
-            return
-        awake = {name for name in set(self._models.values()) if name in placements and placements[name].awake}
-        if 0 < len(awake) <= self._most:
-            self.asleep = frozenset(service for service, name in self._models.items() if name not in awake)
-            self.is_read = True
+            return {}

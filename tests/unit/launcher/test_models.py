@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from shared.errors import ConfigurationError
 from shared.keys import PLACER_KEYS
 from shared.placement import Placement
 from shared.settings import DEMO_MODEL, WorkerSettings
+from tests.support.waiting import until
 
 FILE = """
 models:
@@ -182,10 +185,27 @@ class Placements:
 
     def __init__(self) -> None:
         self.awake: dict[str, bool] = {}
+        self.reads = 0
+        self.answers = threading.Event()
+        self.answers.set()
 
     def hgetall(self, key: str) -> dict[bytes, bytes]:
+        assert self.answers.wait(10), "the caller waits for the answer"
+        self.reads += 1
         assert key == PLACER_KEYS.placements
         return {name.encode(): Placement(is_awake).encode() for name, is_awake in self.awake.items()} | {b"x": b"[]"}
+
+
+def follow(sleeping: SleepingServices, redis: Placements) -> None:
+    """Look until a wish that stands now was taken: a read begins when the one before was taken."""
+    reads = redis.reads
+    times = itertools.count()
+
+    def is_taken() -> bool:
+        sleeping.look(next(times))
+        return redis.reads > reads + 2
+
+    until("the wish is taken", is_taken)
 
 
 def test_workers_follow_the_placer_and_no_wish_for_too_many() -> None:
@@ -194,13 +214,26 @@ def test_workers_follow_the_placer_and_no_wish_for_too_many() -> None:
     seen = []
     wishes: list[dict[str, bool]] = [{}, {"a": True, "b": False}, {"a": True, "b": True}, {"c": True, "foreign": True},
                                      {"a": True, "b": True, "c": True}, {"a": False}]  # fmt: skip
-    for now, redis.awake in enumerate(wishes):
-        sleeping.look(float(now))
+    for redis.awake in wishes:
+        follow(sleeping, redis)
         seen.append((sleeping.is_read, sorted(sleeping.names - sleeping.asleep)))
     kept = (True, ["worker-3"])
     assert seen == [
         (False, []), (True, ["worker-0"]), (True, ["worker-0", "worker-1", "worker-2"]), kept, kept, kept
     ]  # fmt: skip
+
+
+def test_launcher_does_not_wait_for_a_silent_redis() -> None:
+    redis = Placements()
+    sleeping = SleepingServices(redis, {"worker-0": "a", "worker-1": "b"}, 1)
+    redis.answers.clear()
+    redis.awake = {"b": True}
+    for now in range(3):
+        sleeping.look(now)
+    assert not sleeping.is_read
+    redis.answers.set()
+    follow(sleeping, redis)
+    assert sleeping.asleep == {"worker-0"}
 
 
 @pytest.mark.parametrize("is_given", [False, True])
