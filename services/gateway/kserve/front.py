@@ -160,14 +160,13 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelReady(  # noqa: N802
         self, request: kserve.ModelReadyRequest, context: Context
     ) -> kserve.ModelReadyResponse:
-        """Return whether new work for this model would be served; another model is not ready."""
+        """Return whether the model is ready or asleep, and new work taken; another model is not ready."""
         call = await self._answered("ModelReady", context, self._call(context))
         gateway = self._gateway
         name = gateway.models.named(request.name)
         is_here = bool(name) and call.caller.may_use(name)
-        is_first = name == gateway.first.name
-        ready = not gateway.cluster.reason_not_ready() if is_first else gateway.models.state(name) in SERVING
-        return kserve.ModelReadyResponse(ready=is_here and ready and not gateway.reason_not_ready())
+        ready = is_here and gateway.models.state(name) in SERVING and not gateway.reason_not_ready()
+        return kserve.ModelReadyResponse(ready=ready)
 
     async def ModelMetadata(  # noqa: N802
         self, request: kserve.ModelMetadataRequest, context: Context

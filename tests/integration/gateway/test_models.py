@@ -465,6 +465,30 @@ async def test_grpc_front_resolves_names_as_http_does(gateway: Gateway) -> None:
         gateway.settings.grpc_port = 0
 
 
+@pytest.mark.parametrize(("is_awake", "state"), [(True, "loading"), (False, "asleep")])
+async def test_grpc_says_of_the_first_model_what_http_says(
+    gateway: Gateway, redis_server: RedisServer, is_awake: bool, state: str
+) -> None:
+    keys, redis, port = Keys(FIRST), redis_server.client, free_port()
+    gateway.settings.grpc_port = port
+    front = GrpcFront(gateway)
+    await front.start()
+    redis.set(PLACER_KEYS.lease(PLACER), "1", px=60_000)
+    redis.hset(PLACER_KEYS.placements, FIRST, Placement(is_awake).encode())
+    redis.delete(keys.worker("worker-0"))
+    try:
+        await wait_until(lambda: gateway.models.state(FIRST) == state)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            answer = await GRPCInferenceServiceStub(channel).ModelReady(kserve.ModelReadyRequest(name=FIRST))
+            assert answer.ready == (state == "asleep")
+    finally:
+        redis.delete(PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements)
+        redis.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
+        await front.stop(0)
+        gateway.settings.grpc_port = 0
+    await wait_until(lambda: gateway.models.state(FIRST) == "ready")
+
+
 async def test_idle_model_is_let_go_and_opens_again(
     client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer
 ) -> None:

@@ -197,8 +197,24 @@ def test_metadata_names_the_tensors_of_the_model(
     found = stub.ModelMetadata(kserve.ModelMetadataRequest(name=gateway.name), metadata=METADATA)
     assert [tensor.name for tensor in found.inputs] == ["text_input", "sampling_parameters", "stream"]
     assert [tensor.name for tensor in found.outputs] == ["text_output", "finish_reason"]
-    for name, ready in ((gateway.name, True), ("gpt", False)):
-        assert stub.ModelReady(kserve.ModelReadyRequest(name=name), metadata=METADATA).ready == ready
+
+
+def test_model_is_ready_while_a_scheduler_leads_a_worker(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, stub: GRPCInferenceServiceStub, redis_server: RedisServer
+) -> None:
+    def is_ready(name: str) -> bool:
+        return bool(stub.ModelReady(kserve.ModelReadyRequest(name=name), metadata=METADATA).ready)
+
+    client, keys = redis_server.client, gateway.keys
+    assert not is_ready(gateway.name)
+    client.zadd(keys.workers, {"worker-0": 1})
+    client.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
+    try:
+        until("the worker is seen", lambda: is_ready(gateway.name))
+        assert not is_ready("gpt")
+    finally:
+        client.delete(keys.workers, keys.worker("worker-0"))
+    until("the worker is gone", lambda: not is_ready(gateway.name))
 
 
 @pytest.mark.parametrize("streams", [True, False])
