@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.keys import PLACER, PLACER_KEYS
+from shared.placement import Placement
 from tests.browser.conftest import AHEAD_MS, Visit
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
@@ -207,6 +209,25 @@ def test_each_missing_service_is_named(open_page: OpenPage, written: WrittenStac
     visit.says("#banner", "No scheduler leads shard-0")
     written.event("worker_lost", "its stream ended")
     visit.says("#events", "its stream ended")
+
+
+def test_model_that_takes_turns_sleeps_loads_and_serves(
+    open_page: OpenPage, written: WrittenStack, redis_server: RedisServer
+) -> None:
+    redis_server.client.set(PLACER_KEYS.lease(PLACER), "1")
+    written.lead()
+    written.tell(running=0, waiting=0)
+    visit = open_page()
+    for is_awake, state, words in ((False, "asleep", "a request wakes it"), (True, "loading", "requests wait")):
+        redis_server.client.hset(PLACER_KEYS.placements, "tiny", Placement(is_awake).encode())
+        visit.says("#state", state)
+        visit.says("#banner", words)
+    written.worker()
+    visit.says("#state", "idle")
+    assert not visit.page.locator("#banner").is_visible()
+    written.tell()
+    visit.says("#state", "live")
+    assert visit.complaints == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

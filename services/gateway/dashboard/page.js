@@ -109,9 +109,20 @@ function condition(frame, name, all) {
   } else if (frame.time_ms - shard.stats.time_ms > SILENT_MS + 1000) {
     state("lost", "silent", `The scheduler of ${name} has been silent since ${clock(shard.stats.time_ms)}.`);
   } else if (!frame.workers.some((worker) => worker.alive)) {
-    state("waiting", "no worker", "No worker is registered: requests wait.", "empty");
+    noWorker(frame);
   } else {
     state(sum(all, "running") + sum(all, "waiting") ? "live" : "idle", sum(all, "running") ? "live" : "idle");
+  }
+}
+
+// Without a worker; `awake` is there where a placer lets models take turns.
+function noWorker(frame) {
+  if (frame.awake === false) {
+    state("idle", "asleep", `${frame.model} sleeps, as other models have their turn: a request wakes it.`, "empty");
+  } else if (frame.awake) {
+    state("waiting", "loading", `${frame.model} has its turn, and its worker loads: requests wait.`, "empty");
+  } else {
+    state("waiting", "no worker", "No worker is registered: requests wait.", "empty");
   }
 }
 
