@@ -161,6 +161,7 @@ def test_models_that_take_turns_share_cores_and_gpus_and_have_a_placer(
     by_name = {spec.name: spec.env for spec in specs}
     assert by_name["worker-0"]["ORCINUS_THREADS"] == "4", "as many as the two of the other model have"
     assert by_name["placer-0"]["ORCINUS_MODELS"] == models
+    assert [spec.name for spec in specs if "placer-0" in spec.after] == ["worker-0", "worker-1", "worker-2"]
     sleeping = up.sleeping_services(None, specs, 1)
     assert sleeping.asleep == {"worker-0", "worker-1", "worker-2"}
     monkeypatch.setattr(up, "on_gpu", lambda worker: True)
