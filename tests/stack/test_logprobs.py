@@ -290,6 +290,6 @@ def test_log_probabilities_stay_the_same_when_scheduler_and_worker_die_halfway(
 
 
 def test_prompt_logprobs_of_many_long_prompts_are_taken(stack: Stack) -> None:
-    """5.5 MB of records; one of 8.2 MiB is refused (tests/support/docs/bad_fields.py)."""
+    """5.5 MB of records; one of 8.2 MiB is refused (tests/support/docs/bad_requests.py)."""
     body = {"prompt": [[65] * 250] * 128, "max_tokens": 1, "prompt_logprobs": 20}
     assert stack.post("/v1/completions", body).status_code == 200

@@ -28,7 +28,7 @@ from tests.support.checkpoints.tokenizers import write_model
 from tests.support.docs.bad_calls import CALLS, USER, Called
 from tests.support.docs.bad_requests import CROWDED, MOST_BODY, SECTIONS, WITHOUT_SCHEDULER, Sent
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.stack import RedisServer
+from tests.support.stack import PLAIN, RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.waiting import free_port, until
 
@@ -73,7 +73,7 @@ class Asked:
 
     def _opens(self, key: str) -> bool:
         headers = {"Authorization": f"Bearer {key}"}
-        return httpx.get(self.gateway.url + "/v1/models", headers=headers, timeout=60).status_code == 200
+        return httpx.get(self.gateway.url + "/v1/models", headers=headers, timeout=60, verify=PLAIN).status_code == 200
 
     def ask(self, sent: Sent) -> Answer:
         """The answer to one request."""
@@ -104,7 +104,7 @@ class Asked:
             content = json.dumps({"model": self.gateway.name, **content}).encode()
         url = self.gateway.ops_url if sent.ops else self.gateway.url
         return httpx.request(
-            sent.method, url + sent.path, content=content, headers={**headers, **sent.headers}, timeout=60
+            sent.method, url + sent.path, content=content, headers={**headers, **sent.headers}, timeout=60, verify=PLAIN
         )
 
     def call(self, called: Called) -> Answer:
@@ -224,7 +224,7 @@ def ask_crowded(asked: Asked, scheduler: ScriptedScheduler, sent: Sent) -> Answe
     url = asked.gateway.ops_url + "/stats"
     until(
         "the figures are known",
-        lambda: httpx.get(url, timeout=60).json()["shards"]["shard-0"].get("prefill_tok_s") == known,
+        lambda: httpx.get(url, timeout=60, verify=PLAIN).json()["shards"]["shard-0"].get("prefill_tok_s") == known,
     )
     return asked.ask(sent)
 

@@ -1,4 +1,4 @@
-"""Requests that are refused, beside those of bad_fields.py: the rows of docs/bad-input.md, section by section.
+"""HTTP requests that are refused: the rows of docs/bad-input.md, section by section.
 
 What comes back is not written here: `python -m tests.support.docs.bad_input` asks a real gateway and writes the page.
 """
@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.checkpoints.tokenizers import CONTEXT
 from tests.support.docs.bad_calls import USER
-from tests.support.docs.bad_fields import BAD, CHAT
 
 MOST_BODY = 200_000
+CHAT = [{"role": "user", "content": "x"}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,90 @@ def _calling(**function: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", **function}}]}
 
 
-FIELDS = [Sent(f"/v1/{path}", body) for path, body, _, _ in BAD] + [
+FIELDS = [
+    completions(max_tokens=-1),
+    completions(max_tokens=0),
+    completions(max_tokens=1.5),
+    completions(max_tokens=True),
+    completions(max_tokens=CONTEXT),
+    completions(prompt="x " * 600),
+    completions(prompt="x" * 150_000),
+    completions(prompt=""),
+    completions(prompt=[]),
+    completions(prompt=[[]]),
+    completions(prompt=[1, -1]),
+    completions(prompt=[1, 10**6]),
+    completions(prompt=[1, "a"]),
+    completions(prompt=["a", ""]),
+    completions(prompt={"a": 1}),
+    Sent("/v1/completions", {}),
+    completions(temperature=2.1),
+    completions(temperature="hot"),
+    completions(top_p=0),
+    completions(top_k=-2),
+    completions(min_p=1.1),
+    completions(n=0),
+    completions(n=129),
+    completions(prompt=["x"] * 65, n=2),
+    completions(stop=["a"] * 17),
+    completions(stop="a" * 257),
+    completions(stop=""),
+    completions(stop_token_ids=[1] * 9),
+    completions(stop_token_ids=[10**6]),
+    completions(seed=2**63),
+    completions(min_tokens=17),
+    completions(priority="urgent"),
+    completions(deadline_ms=0),
+    completions(logit_bias={"x": 1}),
+    completions(logit_bias={"3": 101}),
+    completions(presence_penalty=3),
+    completions(stream_options={"include_usage": True}),
+    completions(stream=True, stream_options={"x": 1}),
+    completions(max_token=3),
+    completions(logprobs=21),
+    completions(logprobs=True),
+    completions(logprobs=0, echo=True, stream=True),
+    completions(prompt_logprobs=0, stream=True),
+    completions(prompt_logprobs=21),
+    completions(prompt=[[7] * 400] * 128, prompt_logprobs=20),
+    completions(top_logprobs=2),
+    Sent("/v1/embeddings", {"input": ""}),
+    Sent("/v1/embeddings", {"input": ["x"] * 129}),
+    Sent("/v1/embeddings", {"input": [1, -1]}),
+    Sent("/v1/embeddings", {"input": "x", "dimensions": 0}),
+    Sent("/v1/embeddings", {"input": "x", "encoding_format": "int8"}),
+    Sent("/v1/embeddings", {"input": "x", "stream": True}),
+    Sent("/v1/rerank", {"query": "x", "documents": []}),
+    Sent("/v1/rerank", {"query": "x", "documents": ["y"], "top_n": 0}),
+    Sent("/v1/rerank", {"query": "x", "documents": ["y"]}),
+    Sent("/v1/score", {"text_1": "x", "text_2": []}),
+    completions(n=3, best_of=2),
+    completions(best_of=2, stream=True),
+    completions(prompt=["x"] * 65, best_of=2),
+    completions(suffix="y"),
+    chat(messages=[]),
+    chat(messages=[{"role": "king", "content": "x"}]),
+    chat(messages=[{"role": "user"}]),
+    chat(messages=[{"role": "user", "content": []}]),
+    chat(messages=[{"role": "user", "content": [{"type": "image", "text": "x"}]}]),
+    chat(messages=[{"role": "user", "content": 3}]),
+    chat(max_tokens=5, max_completion_tokens=6),
+    chat(max_completion_tokens=600),
+    chat(tools=[{"type": "function"}]),
+    chat(tool_choice="required"),
+    chat(functions=[{}]),
+    chat(logprobs=1),
+    chat(top_logprobs=3),
+    chat(logprobs=True, top_logprobs=21),
+    chat(response_format={"type": "xml"}),
+    chat(guided_json={"type": "foo"}),
+    completions(guided_regex="(a"),
+    completions(guided_grammar="start: foo"),
+    completions(guided_choice=[]),
+    completions(guided_regex="a", guided_choice=["a"]),
+    completions(guided_regex="a", ignore_eos=True),
+    chat(audio={}),
+    chat(prompt="x"),
     completions(model="gpt-4"),
     Sent("/v1/completions", {"model": None, "prompt": "x"}),
     completions(model=""),
@@ -183,6 +267,12 @@ RESPONSES = [
     responses(text={"verbosity": "low"}),
     responses(tools=[{"type": "function", "name": "f"}], tool_choice={"type": "allowed_tools", "mode": "auto"}),
     responses(background=True, stream=True),
+    responses(prompt={"id": "pmpt_1"}),
+    responses(include=["reasoning.encrypted_content"]),
+    responses(temperature=3),
+    responses(max_output_tokens=1 << 20),
+    responses(input="x" * 5000),
+    responses(input=[{"type": "item_reference", "id": "msg_1"}]),
     Sent("/v1/responses/resp_none", method="GET"),
     Sent("/v1/responses/resp_none/cancel"),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,43 +133,6 @@ def test_parameters_reach_the_scheduler(
     assert claimed.request.traceparent == "00-aa-bb-01"
     scheduler.serve(claimed, [50, 51, 52])
     assert waiting.result(60).parameters["request_id"].string_param == claimed.id
-
-
-def parameter(name: str, kind: str, value: Any) -> Callable[[Request], None]:
-    return lambda request: setattr(request.parameters[name], kind, value)
-
-
-BAD: dict[str, tuple[Callable[[Request], Any], str]] = {
-    "no text": (lambda r: r.ClearField("inputs"), "raw_input_contents"),
-    "another input": (lambda r: setattr(r.inputs[0], "name", "image"), "inputs"),
-    "another type": (lambda r: setattr(r.inputs[0], "datatype", "INT64"), "text_input"),
-    "another shape": (lambda r: r.inputs[0].shape.append(3), "text_input"),
-    "a shape of many numbers": (lambda r: r.inputs[0].shape.extend([1] * 8), "text_input"),
-    "more texts than any limit": (lambda r: r.raw_input_contents.__setitem__(0, bytes(4 * 70_000)), "text_input"),
-    "one output over and over": (lambda r: [r.outputs.add(name="text_output") for _ in range(3)], "outputs"),
-    "cut contents": (lambda r: r.raw_input_contents.__setitem__(0, b"\5\0\0\0ab"), "text_input"),
-    "no UTF-8": (lambda r: r.raw_input_contents.__setitem__(0, b"\1\0\0\0\xff"), "text_input"),
-    "another output": (lambda r: r.outputs.add(name="logits"), "outputs"),
-    "another model": (lambda r: setattr(r, "model_name", "gpt"), "model"),
-    "another version": (lambda r: setattr(r, "model_version", "2"), "model_version"),
-    "a misspelt field": (parameter("tok_p", "int64_param", 3), "tok_p"),
-    "not a number": (parameter("temperature", "double_param", float("nan")), "temperature"),
-    "a field of another form": (parameter("prompt", "string_param", "x"), "prompt"),
-    "a stream of one answer": (parameter("stream", "bool_param", True), "stream"),
-    "no output": (parameter("max_tokens", "int64_param", 0), "max_tokens"),
-}
-
-
-@pytest.mark.parametrize(("spoil", "param"), BAD.values(), ids=BAD)
-def test_bad_input_is_refused_by_name(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, stub: GRPCInferenceServiceStub, spoil: Any, param: str
-) -> None:
-    request = request_of(gateway, "The")
-    spoil(request)
-    with pytest.raises(grpc.RpcError) as refused:
-        stub.ModelInfer(request, metadata=METADATA)
-    assert refused.value.code().name == ("NOT_FOUND" if param.startswith("model") else "INVALID_ARGUMENT")
-    assert dict(refused.value.trailing_metadata())["param"] == param
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)], ids=["none", "wrong"])

@@ -1,4 +1,4 @@
-"""docs/bad-input.md has what a gateway answers to more than a hundred bad requests, word for word."""
+"""docs/bad-input.md has what a gateway answers to almost three hundred bad requests, word for word."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 
 from tests.support.docs import bad_input
 from tests.support.gateway_process import GatewayProcess
-
-pytestmark = pytest.mark.slow  # each kind of field is refused in test_api.py, too
 
 
 @pytest.fixture(scope="module")
