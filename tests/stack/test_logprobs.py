@@ -287,9 +287,3 @@ def test_log_probabilities_stay_the_same_when_scheduler_and_worker_die_halfway(
     stream = httpx.get(f"{stack.url}/v1/requests/{disturbed['id']}/stream", headers=stack.headers, timeout=60)
     assert stream.status_code == 400 and "cannot be streamed" in stream.text
     stack.settled_empty()
-
-
-def test_prompt_logprobs_of_many_long_prompts_are_taken(stack: Stack) -> None:
-    """5.5 MB of records; one of 8.2 MiB is refused (tests/support/docs/bad_requests.py)."""
-    body = {"prompt": [[65] * 250] * 128, "max_tokens": 1, "prompt_logprobs": 20}
-    assert stack.post("/v1/completions", body).status_code == 200

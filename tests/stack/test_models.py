@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.support.checkpoints.models import Reference, make_llama
-from tests.support.launcher import ROOT, clean_env, up
-from tests.support.waiting import free_port
+from tests.support.launcher import up
 
 REQUESTS = 8
 SETTINGS = ("--device", "cpu", "--dtype", "float32")
@@ -66,18 +62,3 @@ def test_each_model_gives_its_tokens(url: str, references: dict[str, Reference])
     with ThreadPoolExecutor(len(cases)) as clients:
         got = list(clients.map(lambda case: complete(case[0], case[1], len(case[2])), cases))
     assert got == [output for _, _, output in cases]
-
-
-def test_models_that_do_not_fit_start_nothing(references: dict[str, Reference], tmp_path: Path) -> None:
-    path = references["one"].path
-    entry = f"{{source: {path}, workers: 2, kv_memory_fraction: 0.4}}"
-    (tmp_path / "models.yaml").write_text(f"models:\n  x: {entry}\n  y: {entry}\n")
-    words = ["--models", str(tmp_path / "models.yaml"), "--run-dir", str(tmp_path / "run"), *SETTINGS]
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "up", *words, "--port", str(free_port())],
-        cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 2
-    said = done.stdout + done.stderr
-    assert "2 models: need " in said and "(2 workers)" in said
-    assert not (tmp_path / "run").exists()

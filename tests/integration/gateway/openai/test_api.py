@@ -28,17 +28,6 @@ def client(client: openai.OpenAI, answers: None) -> openai.OpenAI:
     return client
 
 
-def test_completion_comes_through_the_official_client(
-    client: openai.OpenAI, gateway: GatewayProcess, answers: None
-) -> None:
-    answer = client.completions.create(model=gateway.name, prompt="The", max_tokens=100, user="u", seed=7)
-    tokens = len(token_ids(TEXT))
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "length")
-    assert (answer.object, answer.id[:5]) == ("text_completion", "cmpl-")
-    assert answer.usage is not None
-    assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (tokens, tokens + answer.usage.prompt_tokens)
-
-
 def test_chat_comes_through_the_official_client(client: openai.OpenAI, gateway: GatewayProcess) -> None:
     answer = client.chat.completions.create(
         model=gateway.name,
@@ -54,15 +43,6 @@ def test_chat_comes_through_the_official_client(client: openai.OpenAI, gateway: 
     )
     message = answer.choices[0].message
     assert (message.content, message.role, answer.id[:9]) == (TEXT, "assistant", "chatcmpl-")
-
-
-def test_streamed_completion_has_the_same_text(client: openai.OpenAI, gateway: GatewayProcess) -> None:
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(client.completions.create(model=gateway.name, prompt="The", max_tokens=100, **options))
-    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == TEXT
-    assert chunks[-2].choices[0].finish_reason == "length"
-    assert chunks[-1].choices == [] and chunks[-1].usage is not None
-    assert len({chunk.id for chunk in chunks}) == 1
 
 
 def test_streamed_chat_begins_with_role_and_ends_with_reason(
