@@ -115,12 +115,6 @@ def test_background_request_runs_once_under_its_key(gateway: GatewayProcess, sch
     assert scheduler.claim_one() is None
 
 
-@pytest.mark.parametrize("fields", [{"stream": True}, {"max_tokens": 0, "echo": True}], ids=str)
-def test_background_is_refused_with_fields_that_need_a_reader(gateway: GatewayProcess, fields: dict[str, Any]) -> None:
-    answer = gateway.post("/v1/completions", {"prompt": "The", "background": True, **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_another_gateway_adopts_a_background_request_when_its_gateway_ends(
     gateway: GatewayProcess, redis_server: RedisServer, model: Path, tmp_path: Path, how: int

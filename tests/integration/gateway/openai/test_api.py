@@ -224,5 +224,3 @@ def test_tokenize_and_detokenize_are_inverse(gateway: GatewayProcess, tokenizer:
     assert gateway.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": TEXT}
     chat = gateway.post("/tokenize", {"messages": CHAT}).json()["tokens"]
     assert tokenizer.decode(chat, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
-    assert gateway.post("/tokenize", {"prompt": "x", "messages": CHAT}).status_code == 400
-    assert gateway.post("/detokenize", {"tokens": [10**6]}).json()["error"]["param"] == "tokens"
