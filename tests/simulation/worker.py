@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,11 @@ MODEL = "tiny"
 BLOCK = 4
 LATE = 0.03
 """Share of rows that sample no token at first, as one without its grammar's mask."""
+SLOW_COPIES = 0.3
+"""Share of steps with copies that are made only after a later step, if there is one."""
+UNMAPPED = 0.1
+"""Share of the host tiers of peers that cannot be mapped."""
+OWN_TIER = -1
 MASK = (1 << 64) - 1
 
 
@@ -66,6 +72,31 @@ class _Slot:
     late: bool = False
 
 
+Blocks = dict[int, list[int | None]]
+"""KV of positions, by block."""
+
+
+@dataclass(slots=True)
+class _Copies:
+    """The copies that one step orders: (source, its block, target, its block) each."""
+
+    copies: list[tuple[Blocks, int, Blocks, int]]
+    out_gpu: bytes
+    in_host: bytes
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a worker knows within one Run."""
+
+    late: float
+    host: Blocks
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    kv: Blocks = field(default_factory=dict)
+    peers: dict[int, Blocks] = field(default_factory=dict)  # mapped host tiers of other workers, by number
+    copies: deque[_Copies] = field(default_factory=deque)  # not made yet
+
+
 class WorkerProcess:
     """One start of a worker."""
 
@@ -78,22 +109,29 @@ class WorkerProcess:
         letters: Sequence[int],
         eos: int,
         violation: Callable[[str], None],
+        role: str = "",
+        tiers: dict[str, Blocks] | None = None,
     ) -> None:
+        """tiers: by name the host tiers of all workers of a host that share theirs; None: this one shares nothing."""
         self._loop, self._network, self.process, self.name = loop, network, process, name
         self._letters, self._eos, self._violation = letters, eos, violation
+        self._tiers, self._host = tiers, Blocks()
         self.identity = ""
         self.highest = 0
         self.info: dict[str, Any] = {
             "id": name, "model": MODEL, "model_hash": "hash", "dtype": "float32", "backend": "reference", "layers": 2,
             "stages": 1, "max_seqs": 4, "gpu_blocks": 28, "host_blocks": 12, "block_size": BLOCK, "max_model_len": 128,
             "max_step_tokens": 16, "max_input_tokens": 127, "max_output_tokens": 127, "vocab_size": 512,
-            "block_bytes": 64, "largest_step_ms": 5,
+            "block_bytes": 64, "largest_step_ms": 5, "role": role,
         }  # fmt: skip
         self._run: asyncio.Task[None] | None = None
         self.step_s = 0.01
 
     async def main(self) -> None:
         self.identity = identity()
+        if self._tiers is not None:
+            self.info |= {"host_tier": f"folder/{self.identity}", "kv_format": "hashes"}
+            self._tiers[self.info["host_tier"]] = self._host
         self._network.listen(self.name, self.process, self._accept)
         redis = connect(SchedulerSettings(served_model_name=MODEL, redis_url="redis://redis:6379/0?protocol=2"))
         keys = Keys(MODEL)
@@ -141,34 +179,68 @@ class WorkerProcess:
             pass
 
     async def _steps(self, endpoint: Endpoint, epoch: int, late: float) -> None:
-        slots: dict[int, _Slot] = {}
-        kv: dict[int, list[int | None]] = {}
-        host: dict[int, list[int | None]] = {}
+        self._host.clear()  # no later reader may use it, so what it finds there is nothing
+        run = _Run(late, self._host)
         while True:
             step = worker_pb2.Step.FromString(await endpoint.receive())
             if step.epoch != epoch:
                 self._violation(f"worker {self.name}: a step of epoch {step.epoch} in the Run of {epoch}")
             await asyncio.sleep(self.step_s * self._loop.random.uniform(0.2, 1.5))
-            endpoint.send(self._execute(step, slots, kv, host, late).SerializeToString())
+            endpoint.send(self._execute(step, run, last=not endpoint.inbox).SerializeToString())
 
-    def _execute(
-        self, step: worker_pb2.Step, slots: dict[int, _Slot], kv: dict[int, list[int | None]],
-        host: dict[int, list[int | None]], late: float,
-    ) -> worker_pb2.Result:  # fmt: skip
+    def _map(self, step: worker_pb2.Step, run: _Run) -> list[int]:
+        """Map the host tiers of peers; return the numbers of those that can be read."""
+        for peer in step.peers:
+            run.peers.pop(peer.number, None)
+            if peer.host_tier == self.info.get("host_tier"):
+                self._violation(f"worker {self.name}: is told to be its own peer")
+            tier = self._tiers.get(peer.host_tier) if self._tiers is not None else None
+            if tier is not None and self._loop.random.random() >= UNMAPPED:
+                run.peers[peer.number] = tier
+        return [peer.number for peer in step.peers if peer.number in run.peers]
+
+    def _order(self, step: worker_pb2.Step, run: _Run) -> None:
+        """Order the copies of a step."""
+        out_gpu, out_host = unpack(step.swap_out_gpu).tolist(), unpack(step.swap_out_host).tolist()
+        in_host, in_gpu = unpack(step.swap_in_host).tolist(), unpack(step.swap_in_gpu).tolist()
+        copies = [(run.kv, block, run.host, at) for block, at in zip(out_gpu, out_host, strict=True)]
+        peers = unpack(step.swap_in_peers).tolist() or [OWN_TIER] * len(in_host)
+        if theirs := sum(peer != OWN_TIER for peer in peers):
+            self._loop.note(f"{self.name} copies {theirs} blocks of peers")
+        for at, block, peer in zip(in_host, in_gpu, peers, strict=True):
+            tier = run.host if peer == OWN_TIER else run.peers.get(peer)
+            if tier is None:
+                self._violation(f"worker {self.name}: copies from peer {peer}, which it has not acknowledged")
+                tier = Blocks()
+            copies.append((tier, at, run.kv, block))
+        if copies:
+            run.copies.append(_Copies(copies, step.swap_out_gpu, step.swap_in_host))
+
+    def _copy(self, run: _Run, result: worker_pb2.Result) -> None:
+        """Make the copies that were ordered, and acknowledge them."""
+        while run.copies:
+            done = run.copies.popleft()
+            for source, at, target, to in done.copies:
+                target[to] = list(source.get(at, [None] * BLOCK))
+            result.swap_out_acks += done.out_gpu
+            result.swap_in_acks += done.in_host
+
+    def _execute(self, step: worker_pb2.Step, run: _Run, last: bool) -> worker_pb2.Result:
+        """Execute a step; last: no further one is at hand."""
+        slots, kv = run.slots, run.kv
         columns = {name: unpack(getattr(step, name)).tolist() for name in (
-            "free_slots", "swap_out_gpu", "swap_out_host", "swap_in_host", "swap_in_gpu", "append_slots",
-            "append_blocks", "chunk_slots", "chunk_starts", "chunk_lengths")}  # fmt: skip
+            "free_slots", "append_slots", "append_blocks", "chunk_slots", "chunk_starts", "chunk_lengths")}  # fmt: skip
+        result = worker_pb2.Result(epoch=step.epoch, id=step.id, peer_acks=pack(self._map(step, run)))
         for slot in columns["free_slots"]:
             slots.pop(slot, None)
-        for block, at in zip(columns["swap_out_gpu"], columns["swap_out_host"], strict=True):
-            host[at] = list(kv.get(block, [None] * BLOCK))
-        for at, block in zip(columns["swap_in_host"], columns["swap_in_gpu"], strict=True):
-            kv[block] = list(host.get(at, [None] * BLOCK))
+        self._order(step, run)
+        slow = bool(run.copies) and not last and self._loop.random.random() < SLOW_COPIES
+        if not slow:
+            self._copy(run, result)
         for enter in step.enters:
             slots[enter.slot] = _Slot(unpack(enter.tokens).tolist(), unpack(enter.blocks).tolist(), enter.sampling.seed)
         for slot, block in zip(columns["append_slots"], columns["append_blocks"], strict=True):
             slots[slot].blocks.append(block)
-        result = worker_pb2.Result(epoch=step.epoch, id=step.id)
         sampled: list[tuple[int, int]] = []
         late_slots: list[int] = []
         for slot, start, length in zip(
@@ -191,7 +263,7 @@ class WorkerProcess:
                 place = kv.setdefault(row.blocks[position // BLOCK], [None] * BLOCK)
                 place[position % BLOCK] = follow(before, row.tokens[position])
             if start + length == len(row.tokens):
-                if self._loop.random.random() < late:
+                if self._loop.random.random() < run.late:
                     row.late = True
                     late_slots.append(slot)
                     continue
@@ -202,7 +274,6 @@ class WorkerProcess:
                 sampled.append((slot, token))
         result.slots, result.tokens = pack([slot for slot, _ in sampled]), pack([token for _, token in sampled])
         result.late_slots = pack(late_slots)
-        result.swap_out_acks, result.swap_in_acks = step.swap_out_gpu, step.swap_in_host
         result.timings.total_ns = 1_000_000
         return result
 

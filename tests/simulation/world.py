@@ -28,6 +28,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import EventStream, EventWriter
 from services.gateway.request import GenerationSpec
 from services.scheduler import quarantine
+from services.scheduler.core.types import DECODE, PREFILL
 from services.scheduler.service import Service
 from services.scheduler.workers import link
 from shared import ids, redis_client
@@ -47,6 +48,11 @@ WATCHES = ((0.05, 0.1), (0.3, 0.3), (5.0, 1.0))
 """Of a gateway: how long a request is silent before its record is read, and how often it looks. The last is the
 product's; by the others many records are read while tokens arrive.
 """
+ROLES = (
+    ("",), ("", ""), ("", ""), ("", "", ""),
+    (PREFILL, DECODE), (PREFILL, DECODE, DECODE), (PREFILL, PREFILL, DECODE), (PREFILL, PREFILL, DECODE, DECODE),
+)  # fmt: skip
+"""Roles of the workers of a stack; empty: both."""
 LOST = ("record_lost", "request_not_found", "cancelled", "generation_failed")
 """Errors of requests that Redis has lost, or tokens of."""
 SETTLE_S = 40.0
@@ -77,7 +83,9 @@ class World:
         self.calm = False
         draw = self.draw
         self.shards = draw.choice([1, 1, 2, 2, 3])
-        self.workers = draw.choice([1, 2, 2, 3])
+        self.roles = draw.choice(ROLES)
+        shares = any(self.roles) or draw.random() < 0.3
+        self.tiers: dict[str, worker.Blocks] | None = {} if shares else None
         self.gateways = draw.choice([1, 2, 2, 3])
         self.standby = draw.random() < 0.7
         self.requests = draw.choice([4, 8, 12])
@@ -127,11 +135,13 @@ class World:
 
         return main
 
-    def _worker(self, name: str) -> Callable[[Process], Any]:
+    def _worker(self, name: str, role: str) -> Callable[[Process], Any]:
         letters, eos = vocabulary()
 
         async def main(process: Process) -> None:
-            running = worker.WorkerProcess(self.loop, self.network, process, name, letters, eos, self.checker.violation)
+            running = worker.WorkerProcess(
+                self.loop, self.network, process, name, letters, eos, self.checker.violation, role, self.tiers
+            )
             running.step_s = self.draw.choice([0.01, 0.05, 0.1])
             await running.main()
 
@@ -393,8 +403,8 @@ class World:
         if self.standby:
             self.supervised["standby-0"] = self._scheduler("shard-0")
         self.schedulers = list(self.supervised)
-        for number in range(self.workers):
-            self.supervised[f"worker-{number}"] = self._worker(f"worker-{number}")
+        for number, role in enumerate(self.roles):
+            self.supervised[f"worker-{number}"] = self._worker(f"worker-{number}", role)
         for number in range(self.gateways):
             self.supervised[f"gateway-{number}"] = self._gateway(f"gateway-{number}")
         for name in self.supervised:
