@@ -79,7 +79,7 @@ class Checker:
         lib = len(source("lib")) // 2
         self._heads = {source(name)[lib:].splitlines()[0]: name for name in (*FENCED, "lease", "control")}
         self._holders: dict[str, str] = {}  # key of a lease -> process that acquired it last
-        self._call = node.local()
+        self._node, self._call = node, node.local()
         self._was_held = False
         self._epoch = 0  # the highest that a lease or a Run was given
         self._asked: dict[tuple[str, str], Process] = {}  # commands of gateways that Redis has not carried out
@@ -97,10 +97,12 @@ class Checker:
 
     def loss(self) -> Callable[[], None]:
         """Return what to call when Redis has lost everything since now."""
-        holders = dict(self._holders)
+        holders, epoch = dict(self._holders), self._epoch
 
         def lose() -> None:
             self._holders = holders
+            if self._node.set_back:  # neither the counter nor the clock knows the epochs since then
+                self._epoch = epoch
             for wanted in self.requests.values():
                 wanted.harmed |= wanted.sent
 
@@ -255,6 +257,9 @@ class Checker:
             ]
             if counts[0] != sum(counts[1:]):
                 left.append(f"blocks of {shard}: {counts[0]} in all, {counts[1:]} free, cached and draining")
+            total, free = (int(stats.get(name, 0)) for name in (b"host_blocks_total", b"host_blocks_free"))
+            if total != free:
+                left.append(f"host blocks of {shard}: {total} in all, {free} free")
         return left
 
     def check_end(self) -> None:

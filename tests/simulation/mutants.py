@@ -19,6 +19,8 @@ from services.gateway.delivery import dispatcher
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Offer, RequestStream
 from services.scheduler.core.kv.prefix_index import Hasher
+from services.scheduler.core.kv.transfers import Transfers
+from services.scheduler.core.placement.peers import Peers
 from services.scheduler.requests.claims import Claims
 from shared import redis_client
 from shared.redis_client import source
@@ -120,6 +122,12 @@ MUTANTS: dict[str, Plant] = {
     "command-lost-in-outage": _code(Dispatcher, "_put_command", "self._retries.keep(command)", ""),
     "refill-not-copied": _code(dispatcher, "_missing", "list(stream.received)", "stream.received"),
     "refill-repeats": _code(dispatcher, "_missing", "4 * have, -1", "0, -1"),
+    "read-before-it-is-copied": _code(Transfers, "saved", " and self.copied_out >= sequence.saved.copied", ""),
+    "unmapped-peer-read": _code(
+        Peers, "acknowledged", "(self.readable if number in mapped else self._refused)", "self.readable"
+    ),
+    "blocks-of-peer-kept": _code(Transfers, "_complete", "load.tier.give(load.host)", "pass"),
+    "load-of-lost-peer-goes-on": _code(Transfers, "abandon", "if not load.orphan]", "if False]"),
     "ends-before-its-tokens": _code(Dispatcher, "_take_record", "    for first, row in rows:", _ENDS_FIRST),
 }
 """By name."""

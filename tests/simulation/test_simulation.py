@@ -36,7 +36,16 @@ def test_planted_bug_fails_with_the_command_that_repeats_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "bug", ["epoch-not-risen", "ends-before-its-tokens", "refill-repeats", "refill-not-copied", "job-without-wake"]
+    "bug",
+    [
+        "epoch-not-risen",
+        "ends-before-its-tokens",
+        "refill-repeats",
+        "refill-not-copied",
+        "job-without-wake",
+        "read-before-it-is-copied",
+        "unmapped-peer-read",
+    ],
 )
 def test_planted_bug_is_found_within_few_seeds(bug: str) -> None:
     done = simulate("--seeds", "60", "--mutants", bug)

@@ -33,7 +33,7 @@ LATE = 0.03
 """Share of rows that sample no token at first, as one without its grammar's mask."""
 SLOW_COPIES = 0.3
 """Share of steps with copies that are made only after a later step, if there is one."""
-UNMAPPED = 0.1
+UNMAPPED = 0.2
 """Share of the host tiers of peers that cannot be mapped."""
 OWN_TIER = -1
 MASK = (1 << 64) - 1
@@ -197,6 +197,8 @@ class WorkerProcess:
             tier = self._tiers.get(peer.host_tier) if self._tiers is not None else None
             if tier is not None and self._loop.random.random() >= UNMAPPED:
                 run.peers[peer.number] = tier
+            elif peer.host_tier:
+                self._loop.note(f"{self.name} cannot map the host tier of peer {peer.number}")
         return [peer.number for peer in step.peers if peer.number in run.peers]
 
     def _order(self, step: worker_pb2.Step, run: _Run) -> None:

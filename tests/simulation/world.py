@@ -364,7 +364,7 @@ class World:
             self.node.reset_before_reply = 0.03
             loop.call_later(1.0, setattr, self.node, "reset_before_reply", 0.0, context=empty)
         elif kind == "clock":
-            self.node.offset_s += draw.choice([-2.0, -0.5, 0.5, 1.5])
+            self.node.move_clock(draw.choice([-2.0, -0.5, 0.5, 1.5]))
         elif kind == "slow":
             self.network.slow = 20.0
             loop.call_later(1.0, setattr, self.network, "slow", 1.0, context=empty)
@@ -378,11 +378,13 @@ class World:
             self._end_redis()
         elif kind == "redis loses":
             restore, lose = self.node.keep(), self.checker.loss()
+            back_s = draw.choice([0.0, 0.0, 0.5, 2.0])
 
             def lose_tail() -> None:
                 if not self.calm:
                     self._end_redis()
                     restore()
+                    self.node.move_clock(-back_s)
                     lose()
 
             loop.call_later(draw.choice([0.05, 0.2, 0.5, 1.5]), lose_tail, context=empty)
