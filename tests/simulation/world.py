@@ -388,7 +388,7 @@ class World:
                     lose()
 
             loop.call_later(draw.choice([0.05, 0.2, 0.5, 1.5]), lose_tail, context=empty)
-            if back_s:
+            if back_s or draw.random() < 0.7:
                 self.kill(name)  # the next epochs are given in what is lost
 
     def _end_redis(self) -> None:
