@@ -275,10 +275,10 @@ class GatewaySettings(AdapterSettings):
         "auto",
         description="format of the model's tool calls; auto takes it from the chat template",
     )
-    reasoning_parser: Literal["auto", "think", "channels", "none"] = Field(
+    reasoning_parser: Literal["auto", "think", "mistral", "seed", "channels", "none"] = Field(
         "auto",
-        description="marks of the model's thinking; think is the tag of that name, channels are analysis and final, "
-        "none leaves it in the content; "
+        description="marks of the model's thinking; think is the tag of that name, mistral and seed are the tags of "
+        "Magistral and Seed OSS, channels are analysis and final, none leaves it in the content; "
         "auto takes it from the chat template and the tokenizer",
     )
     sampling_defaults: Literal["model", "openai"] = Field(

@@ -30,7 +30,7 @@ from services.gateway.openai.document import body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, bind_thinking, binds_output, plan_tools
 from services.gateway.request import CHANNELS, GenerationSpec, Limits
 from services.gateway.text.chat_template import RESERVED
-from services.gateway.text.reasoning import state_behind, state_within
+from services.gateway.text.reasoning import MARKERS, state_behind, state_within
 from services.gateway.text.tokenizer import ModelText
 from shared.text.tokenizer import TokenizerError
 
@@ -80,7 +80,7 @@ async def chat_spec(
     spec = generation_spec(body, model, limits, "chat", [prompt], [], max_tokens, False, request_id)
     if has_output_fields:
         await bind_output(spec, body, model, tools, tenant)
-    if model.reasoning == "think" and not spec.sampling.grammar:
+    if model.reasoning in MARKERS and not spec.sampling.grammar:
         spec.reasoning = _state(body, prompt, model)
         if spec.reasoning and model.hides_markers:
             spec.skip_special_tokens = False  # thinking is found by them
@@ -144,9 +144,9 @@ def template_variables(body: TemplateBody, is_bound: bool) -> dict[str, Any]:
 def _state(body: ChatBody, prompt: list[int], model: ModelText) -> str:
     """Return where a prompt leaves the model, before, in or behind its thinking."""
     if content := _continued(body):
-        return state_within(content)
+        return state_within(content, model.markers)
     try:
-        return state_behind(model.text.decode(prompt[-STATE_TOKENS:], skip_special=False))
+        return state_behind(model.text.decode(prompt[-STATE_TOKENS:], skip_special=False), model.markers)
     except TokenizerError as error:
         raise untokenizable("messages", error) from error
 

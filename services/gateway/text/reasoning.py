@@ -1,5 +1,5 @@
-"""Read the thinking of a model in its text while it comes: what stands between `<think>` and `</think>`, or in the
-channel `analysis` of gpt-oss.
+"""Read the thinking of a model in its text while it comes: what stands between two markers such as `<think>` and
+`</think>`, or in the channel `analysis` of gpt-oss.
 
 The output is a function of the text so far and of the state in which the prompt left the model, however the text was
 cut into pieces. An answer has one block of thinking, at its beginning: a marker anywhere else is text, so an answer may
@@ -10,46 +10,56 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Protocol
 
 from services.gateway.request import CHANNELS, THINKING, UNDECIDED
 
-OPENING, CLOSING = "<think>", "</think>"
-
+MARKERS = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>", "</seed:think>"),
+}
+"""The opening and the closing one of a family of models: of most, of Magistral, of Seed-OSS."""
 
 CHANNEL, MESSAGE, CALL = "<|channel|>", "<|message|>", "<|call|>"
 
 
-def markers_of(template: str, vocabulary: Iterable[str]) -> Literal["none", "think", "channels"]:
-    """Return how a model marks its thinking, by its chat template or the names of its added tokens."""
+def markers_of(template: str, vocabulary: Iterable[str]) -> str:
+    """Return how a model marks its thinking, by its chat template or else the names of its added tokens: one of
+    MARKERS, `channels` or `none`.
+    """
     if CHANNEL + "analysis" in template:
         return "channels"
     names = frozenset(vocabulary)
-    return "think" if CLOSING in template or {OPENING, CLOSING} <= names else "none"
+    found = [family for family, (_, closing) in MARKERS.items() if closing in template]
+    found += [family for family, markers in MARKERS.items() if names.issuperset(markers)]
+    return found[0] if found else "none"
 
 
-def state_behind(text: str) -> str:
+def state_behind(text: str, markers: tuple[str, str]) -> str:
     """Return the state that the end of a rendered prompt leaves.
 
     Only the very end counts: a marker further up is one of the conversation.
 
-    >>> state_behind("<|im_start|>assistant\\n<think>\\n")
+    >>> state_behind("<|im_start|>assistant\\n<think>\\n", MARKERS["think"])
     'thinking'
-    >>> state_behind("<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n")
+    >>> state_behind("<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n", MARKERS["think"])
     ''
     """
+    opening, closing = markers
     end = text.rstrip()
-    if end.endswith(CLOSING):
+    if end.endswith(closing):
         return ""
-    return THINKING if end.endswith(OPENING) else UNDECIDED
+    return THINKING if end.endswith(opening) else UNDECIDED
 
 
-def state_within(content: str) -> str:
+def state_within(content: str, markers: tuple[str, str]) -> str:
     """Return the state behind the beginning of an answer that is to be continued."""
+    opening, closing = markers
     answer = content.lstrip()
     if not answer:
         return UNDECIDED
-    return THINKING if answer.startswith(OPENING) and CLOSING not in answer else ""
+    return THINKING if answer.startswith(opening) and closing not in answer else ""
 
 
 def budget_grammar(budget: int, state: str, marks: tuple[int, int], blanks: Iterable[int]) -> str:
@@ -90,9 +100,9 @@ class Reader(Protocol):
         ...
 
 
-def reader_of(state: str) -> Reader:
-    """Return the reader of an answer that begins in a state."""
-    return ChannelReader() if state == CHANNELS else ReasoningReader(state)
+def reader_of(state: str, markers: tuple[str, str]) -> Reader:
+    """Return the reader of an answer that begins in a state. markers: of the model."""
+    return ChannelReader() if state == CHANNELS else ReasoningReader(state, markers)
 
 
 class ReasoningReader:
@@ -101,8 +111,9 @@ class ReasoningReader:
     is_over: nothing that follows is thinking. has_thought: the choice has a block of thinking.
     """
 
-    def __init__(self, state: str) -> None:
+    def __init__(self, state: str, markers: tuple[str, str]) -> None:
         self._state = state
+        self._opening, self._closing = markers
         self._has_thought = state == THINKING
         self._held = ""  # may be the beginning of a marker, or white space before one
 
@@ -120,19 +131,19 @@ class ReasoningReader:
         self._held = ""
         if self._state == UNDECIDED:
             begun = text.lstrip()
-            if len(begun) < len(OPENING) and OPENING.startswith(begun):
+            if len(begun) < len(self._opening) and self._opening.startswith(begun):
                 self._held = text
                 return "", ""
-            self._has_thought = begun.startswith(OPENING)
+            self._has_thought = begun.startswith(self._opening)
             self._state = THINKING if self._has_thought else ""
-            text = begun.removeprefix(OPENING) if self._has_thought else text
+            text = begun.removeprefix(self._opening) if self._has_thought else text
         if not self._state:
             return "", text
-        thinking, marker, rest = text.partition(CLOSING)
+        thinking, marker, rest = text.partition(self._closing)
         if marker:
             self._state = ""
             return thinking, rest
-        keep = _overlap(text, CLOSING)
+        keep = _overlap(text, self._closing)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], ""
 

@@ -22,7 +22,7 @@ from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
 from services.gateway.text.pairs import CrossEncoder, Pairs, judge_of
-from services.gateway.text.reasoning import CLOSING, OPENING, markers_of
+from services.gateway.text.reasoning import MARKERS, markers_of
 from services.gateway.text.tools.formats import format_of
 from shared.errors import ModelError
 from shared.models.gguf.reader import is_gguf
@@ -85,9 +85,10 @@ class ModelText:
             self.tool_format = format_of(source)
         added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
         self.reasoning = markers_of(source or "", added) if reasoning_parser == "auto" else reasoning_parser
-        self.hides_markers = not {OPENING, CLOSING}.isdisjoint(self.tokens(self.text.special))
-        """Whether text without control tokens lacks the marks of thinking."""
-        marks = self.tokenizer.token_to_id(OPENING), self.tokenizer.token_to_id(CLOSING)
+        self.markers = MARKERS.get(self.reasoning, MARKERS["think"])
+        self.hides_markers = not set(self.markers).isdisjoint(self.tokens(self.text.special))
+        """Whether text without control tokens lacks the markers of thinking."""
+        marks = self.tokenizer.token_to_id(self.markers[0]), self.tokenizer.token_to_id(self.markers[1])
         self.thinking_marks = None if marks[0] is None or marks[1] is None else (marks[0], marks[1])
         """Ids of the marks of thinking, where each is one token."""
         try:

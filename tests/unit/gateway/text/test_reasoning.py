@@ -23,7 +23,7 @@ from services.gateway.openai.answers import whole
 from services.gateway.openai.bodies import ChatBody, parse_body
 from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
 from services.gateway.request import THINKING, UNDECIDED, GenerationSpec, Limits, ToolUse
-from services.gateway.text.reasoning import ReasoningReader
+from services.gateway.text.reasoning import MARKERS, ReasoningReader, markers_of
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
 from services.gateway.text.tools.reader import merged
@@ -53,10 +53,10 @@ OPENS = (
 LIMITS = Limits(512)
 
 
-def directory_of(path: Path, template: str, special: bool = False) -> Path:
+def directory_of(path: Path, template: str, special: bool = False, markers: tuple[str, str] = MARKERS["think"]) -> Path:
     tokenizer = byte_level()
-    markers = [AddedToken(text, special=special, normalized=False) for text in ("<think>", "</think>")]
-    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(markers)
+    tokens = [AddedToken(text, special=special, normalized=False) for text in markers]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
     return write_model(path, tokenizer, chat_template=template)
 
 
@@ -94,7 +94,7 @@ def request(directory: Path, **fields: Any) -> tuple[GenerationSpec, str]:
 
 
 def test_no_part_of_a_marker_leaks_before_it_is_whole() -> None:
-    reader = ReasoningReader(UNDECIDED)
+    reader = ReasoningReader(UNDECIDED, MARKERS["think"])
     assert [reader.feed(char) for char in "<think>"] == [("", "")] * 7
     assert [reader.feed(char) for char in "</think"] == [("", "")] * 7
     assert reader.feed("!") == ("</think!", "")
@@ -247,6 +247,33 @@ def test_template_that_opens_the_block_leaves_the_model_thinking(tmp_path: Path)
     assert ModelText(directory, reasoning_parser="none").reasoning == "none"
     plain = ModelText(write_model(tmp_path / "plain"))
     assert plain.reasoning == "none"
+
+
+@pytest.mark.parametrize("family", sorted(MARKERS.keys() - {"think"}))
+def test_marks_of_other_families_part_thinking_from_text(tmp_path: Path, family: str) -> None:
+    opening, closing = MARKERS[family]
+
+    def made(name: str, template: str) -> Path:
+        template = template.replace("<think>", opening).replace("</think>", closing)
+        return directory_of(tmp_path / name, template, special=True, markers=(opening, closing))
+
+    model = text_of(made("decides", QWEN))
+    assert model.reasoning == markers_of("", [opening, closing, "<think>"]) == family
+    sent, _ = request(made("decides", QWEN))
+    assert (sent.reasoning, sent.skip_special_tokens) == (UNDECIDED, False)
+    asked = GenerationSpec.from_delivery(sent.id, sent.to_delivery(model.text.tail), "normal")
+    tokens = model.encode(f"{opening}a <think> b{closing}Yes</think>")
+    for pieces in ([tokens], [[token] for token in tokens]):
+        choice, told, thought = ChoiceText(asked, model, sent.prompts[0]), "", ""
+        for at, piece in enumerate(pieces):
+            told += choice.feed(piece, "stop" if at == len(pieces) - 1 else None)[0]
+            thought += choice.reasoning
+        assert (thought, told) == ("a <think> b", "Yes</think>")
+    assert request(made("opens", OPENS))[0].reasoning == THINKING
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"{opening}Let me"}]
+    assert request(made("decides", QWEN), messages=turns, continue_final_message=True)[0].reasoning == THINKING
+    bound, _ = request(made("decides", QWEN), thinking_token_budget=3)
+    assert f"<[{model.tokenizer.token_to_id(closing)}]>" in bound.sampling.grammar
 
 
 def test_grammar_leaves_no_room_for_thinking(qwen: Path, tmp_path: Path) -> None:
