@@ -110,9 +110,7 @@ def main() -> int:
     """Run pip of this interpreter with the arguments of the command line."""
     from sysconfig import get_path
 
-    # Python compiles the modules that are imported when they are; all of them are ten times as many.
-    options = ["--disable-pip-version-check", "--no-input", "--no-compile"]
-    command = [sys.executable, "-m", "pip", "install", *options, *sys.argv[1:]]
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *sys.argv[1:]]
     try:
         return run(command, Path(get_path("purelib")), sys.stdout)
     except KeyboardInterrupt:
