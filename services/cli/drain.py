@@ -70,9 +70,9 @@ def drain(
     """Drain the services that `name` selects and return a result for each.
 
     name: a role for all of its services, or the id of a worker or gateway, or a shard; an empty one is an error that
-    names those that run. say: called with each line of
-    progress. models: those of which services are meant; none: that of the settings. Raises ConfigurationError, before
-    the first order, for an unknown service, a silent Redis or a bad time.
+    names those that run. say: called with each line of progress. models: those of which services are meant; none: that
+    of the settings. Raises ConfigurationError, before the first order, for an unknown service, a silent Redis or a bad
+    time.
     """
     import redis
 
@@ -110,10 +110,10 @@ def targets(client: Any, models: Sequence[str], name: str) -> list[Target]:
 
 def _running(client: Any, models: Sequence[str], services: Sequence[Target]) -> str:
     """Return the ids of `services`, each with its models where there are several, and the models that sleep."""
-    of: dict[str, list[str]] = {}
+    models_of: dict[str, list[str]] = {}
     for target in services:
-        of.setdefault(target.id, []).extend([target.keys.model] if target.shows_model else [])
-    text = ", ".join(f"{id} ({', '.join(names)})" if names else id for id, names in of.items()) or "none"
+        models_of.setdefault(target.id, []).extend([target.keys.model] if target.shows_model else [])
+    text = ", ".join(f"{id} ({', '.join(names)})" if names else id for id, names in models_of.items()) or "none"
     working = {target.keys.model for target in services if target.role == "worker"}
     placed = read_placements(client.hgetall(PLACER_KEYS.placements))
     sleeping = [model for model in models if model in placed and not placed[model].awake and model not in working]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from shared.keys import PLACER_KEYS
@@ -25,29 +25,32 @@ class SleepingServices:
         self._models = dict(models)
         self._most = most
         self._next = 0.0
-        self._reader = ThreadPoolExecutor(1, "placements")
-        self._reading: Future[dict[str, Placement]] | None = None
+        self._reader: threading.Thread | None = None
+        self._placements: dict[str, Placement] = {}
 
     def look(self, now: float) -> None:
         """Take what was read since the last call, and read again beside the caller, at most every LOOK_S.
 
         Pass over an answer with no model that is to be awake, or with too many.
         """
-        if self._reading is not None and self._reading.done():
-            placements, self._reading = self._reading.result(), None
+        if self._reader is not None:
+            if self._reader.is_alive():
+                return
+            placements, self._reader = self._placements, None
             awake = {name for name in set(self._models.values()) if name in placements and placements[name].awake}
             if 0 < len(awake) <= self._most:
                 self.asleep = frozenset(service for service, name in self._models.items() if name not in awake)
                 self.is_read = True
-        if self._reading is None and now >= self._next:
+        if now >= self._next:
             self._next = now + LOOK_S
-            self._reading = self._reader.submit(self._read)
+            self._reader = threading.Thread(target=self._read, name="placements", daemon=True)
+            self._reader.start()
 
-    def _read(self) -> dict[str, Placement]:
-        """Return the placements; none while Redis does not answer."""
+    def _read(self) -> None:
+        """Read the placements; none while Redis does not answer."""
         import redis
 
         try:
-            return read_placements(self._client.hgetall(PLACER_KEYS.placements))
+            self._placements = read_placements(self._client.hgetall(PLACER_KEYS.placements))
         except (redis.RedisError, OSError):
-            return {}
+            self._placements = {}

@@ -48,7 +48,7 @@ async def beat() -> None:
 
 
 class Probe(Protocol):
-    """Look whether a service works. Called from the supervisor's only thread, so it must answer within a second.
+    """Look whether a service works. Called from the thread that starts and probes, so it must answer within a second.
 
     awaited: what a process that starts waits for, in a few words; empty when its log tells.
     """

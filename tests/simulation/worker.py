@@ -186,7 +186,7 @@ class WorkerProcess:
             if step.epoch != epoch:
                 self._violation(f"worker {self.name}: a step of epoch {step.epoch} in the Run of {epoch}")
             await asyncio.sleep(self.step_s * self._loop.random.uniform(0.2, 1.5))
-            endpoint.send(self._execute(step, run, last=not endpoint.inbox).SerializeToString())
+            endpoint.send(self._execute(step, run, is_last=not endpoint.inbox).SerializeToString())
 
     def _map(self, step: worker_pb2.Step, run: _Run) -> list[int]:
         """Map the host tiers of peers; return the numbers of those that can be read."""
@@ -227,8 +227,8 @@ class WorkerProcess:
             result.swap_out_acks += done.out_gpu
             result.swap_in_acks += done.in_host
 
-    def _execute(self, step: worker_pb2.Step, run: _Run, last: bool) -> worker_pb2.Result:
-        """Execute a step; last: no further one is at hand."""
+    def _execute(self, step: worker_pb2.Step, run: _Run, is_last: bool) -> worker_pb2.Result:
+        """Execute a step; is_last: no further one is at hand."""
         slots, kv = run.slots, run.kv
         columns = {name: unpack(getattr(step, name)).tolist() for name in (
             "free_slots", "append_slots", "append_blocks", "chunk_slots", "chunk_starts", "chunk_lengths")}  # fmt: skip
@@ -236,7 +236,7 @@ class WorkerProcess:
         for slot in columns["free_slots"]:
             slots.pop(slot, None)
         self._order(step, run)
-        slow = bool(run.copies) and not last and self._loop.random.random() < SLOW_COPIES
+        slow = bool(run.copies) and not is_last and self._loop.random.random() < SLOW_COPIES
         if not slow:
             self._copy(run, result)
         for enter in step.enters:

@@ -42,12 +42,16 @@ def test_loading_replica_ends_with_all_ranks_even_stopped_ones(tmp_path: Path) -
     with worker(tmp_path, {"ORCINUS_TP": 3}) as one:
         last = until("rank 2 has started", lambda: rank_of(one, 2))
         last.suspend()  # long before it meets the others, which wait for it
-        until("the others wait", lambda: all(one.says(f"rank {rank}: waiting for 2 other ranks") for rank in (0, 1)))
-        other = until("rank 1 is found", lambda: rank_of(one, 1))
-        other.suspend()
-        one.process.terminate()
-        assert one.process.wait(60) == 0
-        last.resume()
+        try:
+            waits = [f"rank {rank}: waiting for 2 other ranks" for rank in (0, 1)]
+            until("the others wait", lambda: all(map(one.says, waits)))
+            other = until("rank 1 is found", lambda: rank_of(one, 1))
+            other.suspend()
+            one.process.terminate()
+            assert one.process.wait(60) == 0
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                last.resume()
         until("the ranks are gone", lambda: has_ended(other) and has_ended(last))
 
 

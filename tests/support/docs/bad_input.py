@@ -84,6 +84,8 @@ class Asked:
             raise AssertionError(f"it was served: {text_of(sent)}")
         found = got.json()
         error = found.get("error") or {"message": found.get("reason", got.text)}
+        if got.status_code == 400 and error.get("type", "invalid_request_error") != "invalid_request_error":
+            raise AssertionError(f"{text_of(sent)}: the error has the type {error['type']}")
         message = re.sub(r"\b(cmpl|chatcmpl)-[0-9a-f]{30}\b", r"\1-...", error["message"])  # drawn anew each time
         return Answer(str(got.status_code), error.get("code") or "", error.get("param") or "", message)
 
