@@ -62,6 +62,7 @@ def test_refusal_and_wrong_options_have_an_exit_status(
     assert "nothing is reported: the client was slow" in shown.err
 
 
+@pytest.mark.slow
 def test_short_run_counts_every_token_of_a_gateway(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def test_json_has_plan_apply_and_total_for_each_count(capsys: pytest.CaptureFixt
     assert "curves" not in found
 
 
+@pytest.mark.slow
 def test_admission_and_wire_are_measured_in_their_parts(capsys: pytest.CaptureFixture[str]) -> None:
     """Admissions with half of the prompts cached, with none, and into a full cache."""
     found = printed(capsys, "--quick", "--parts", "admission,wire")
@@ -59,6 +60,7 @@ def test_admission_and_wire_are_measured_in_their_parts(capsys: pytest.CaptureFi
         hold_figures(line, *COSTS, "encode_us", "parse_us", "stats_us", "batch_us", "resp_us")
 
 
+@pytest.mark.slow
 def test_cases_are_ratios_to_the_floor_with_their_goals(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "--parts", "cases", "--running", "8,256", "--steps", "10", "--rounds", "2")["cases"]
     for line in lines:

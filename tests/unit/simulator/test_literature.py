@@ -33,10 +33,12 @@ def counted(table: Callable[[Report], Table]) -> Table:
     return made
 
 
+@pytest.mark.slow
 def test_table_six_is_alike_in_every_step() -> None:
     assert [claim for claim, holds, _ in counted(classes).claims if not holds] == []
 
 
+@pytest.mark.slow
 def test_table_one_is_exact() -> None:
     table = counted(slots_in_use)
     assert table.reproduced

@@ -82,6 +82,7 @@ def test_knee_is_smallest_budget_that_keeps_up_within_the_slos(
     assert missed[256] == 0 and missed[192] > 0.3 and missed[384] > 0.3
 
 
+@pytest.mark.slow
 def test_four_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "plots"
     command = ["--policy", "orca,sarathi", "--requests", "20", "--rate-scale", "2,4", "--jobs", "1"]

@@ -127,6 +127,7 @@ def test_stream_continues_at_another_gateway(
             ]
 
 
+@pytest.mark.slow
 def test_stream_of_a_killed_gateway_continues_at_another(
     tmp_path: Path, model: Path, redis_server: RedisServer
 ) -> None:
