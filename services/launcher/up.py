@@ -495,7 +495,9 @@ def process_specs(
     """
     launcher, gateway = stacks[0].launcher, stacks[0].gateway
     after = ("redis",) if local_redis else ()
-    placed = (*after, "placer-0") if most else after  # until it leads, another stack may have workers of these names
+    worker_after = after
+    if most:  # until the placer leads, another stack may run workers with these names
+        worker_after = (*after, "placer-0")
     specs = []
     if local_redis:
         specs.append(ServiceSpec("redis", local_redis.argv, probe=RedisProbe(client), stop_s=launcher.stop_s))
@@ -511,7 +513,9 @@ def process_specs(
             probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
             argv = _argv("worker")
             specs.append(
-                ServiceSpec(f"worker-{number}", argv, {**env, **own}, probe, placed, launcher.stop_s, ROOT, model=name)
+                ServiceSpec(
+                    f"worker-{number}", argv, {**env, **own}, probe, worker_after, launcher.stop_s, ROOT, model=name
+                )
             )
             number += 1
         if at and stack.scheduler.scheduler_metrics_port:
@@ -527,8 +531,8 @@ def process_specs(
     )
     stop_s = max(launcher.stop_s, drain_s + 5)
     if most:
-        leads = SchedulerProbe(client, PLACER_KEYS.lease(PLACER))
-        specs.append(ServiceSpec("placer-0", _argv("placer"), env, leads, after, launcher.stop_s, ROOT))
+        lease_probe = SchedulerProbe(client, PLACER_KEYS.lease(PLACER))
+        specs.append(ServiceSpec("placer-0", _argv("placer"), env, lease_probe, after, launcher.stop_s, ROOT))
     return [*specs, ServiceSpec("gateway-0", _argv("gateway"), env, serves, after, stop_s, ROOT, sockets=sockets)]
 
 

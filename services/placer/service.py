@@ -1,7 +1,7 @@
 """The placer's process: look at Redis four times a second, decide, write what each model is to do.
 
 Only the holder of the lease writes. Its decisions are in Redis, so a placer that is started after a crash continues
-from them. A Redis has one placer: beside one for the same models another stands by, and one for other models ends.
+from them. Each Redis has one placer. A second one waits if it is for the same models, else it ends with an error.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Two models that take turns, clients that ask one and then the other, and the placer, workers and schedulers killed:
-each answer is that of transformers.
+"""Two models take turns while clients ask both; the placer, workers and schedulers are killed. Each answer is that of
+transformers.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ class Clients:
         self._stop.set()
 
 
-def running(directory: Path, service: str, but: int = 0) -> int:
-    """Return the pid of a service whose name begins so, which is another than `but`; 0 while none runs."""
+def running(directory: Path, prefix: str, but: int = 0) -> int:
+    """Return the pid of a running service by the beginning of its name, not `but`; 0 if there is none."""
     found = RunDir(directory / "run").pids().items()
-    return next((pid for name, pid in found if name.startswith(service) and pid != but), 0)
+    return next((pid for name, pid in found if name.startswith(prefix) and pid != but), 0)
 
 
-def kill(directory: Path, service: str) -> None:
-    """Kill a service whose name begins so, and wait for the next: of workers it may be that of the other model."""
-    pid = until(f"{service} runs", lambda: running(directory, service))
-    with contextlib.suppress(ProcessLookupError):  # a worker whose turn has just ended
+def kill(directory: Path, prefix: str) -> None:
+    """Kill a service and wait until another one runs. After a worker this may be the other model's worker."""
+    pid = until(f"{prefix} runs", lambda: running(directory, prefix))
+    with contextlib.suppress(ProcessLookupError):  # the worker's turn may just have ended
         os.kill(pid, signal.SIGKILL)
-    until(f"{service} runs again", lambda: running(directory, service, but=pid))
+    until(f"{prefix} runs again", lambda: running(directory, prefix, but=pid))
 
 
 @pytest.mark.timeout(600)

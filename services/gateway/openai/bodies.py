@@ -788,8 +788,8 @@ def room_after(prompt_tokens: int, limits: Limits, param: str, needs: int = 1) -
     if room < needs:
         raise invalid(
             param,
-            f"This model's maximum context length is {limits.max_model_len} tokens, "
-            f"however your {param} has {prompt_tokens} tokens. Please shorten it.",
+            f"This model's maximum context length is {limits.max_model_len} tokens, however your {param} has "
+            f"{prompt_tokens} tokens{'' if room else ' and leaves no room for one more'}. Please shorten it.",
             "context_length_exceeded",
         )
     return min(room, limits.max_output_tokens or room)
