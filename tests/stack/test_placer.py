@@ -21,7 +21,9 @@ from tests.support.launcher import alive, up
 from tests.support.sse import DONE, events
 from tests.support.waiting import until
 
-TOKENS = 160
+TOKENS = 500
+"""An answer lasts seconds: a worker goes a moment after its model is put to sleep, in which a short one ends."""
+LONG = {"max_position_embeddings": 1024}
 PAUSE_S = 1.0
 """Longer than a step takes on a busy machine, and shorter than a load."""
 WAIT_S = 240.0
@@ -36,7 +38,7 @@ models:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
     directory = tmp_path_factory.mktemp("models")
-    one = make_llama(directory / "one", seed=21, requests=4, output_tokens=TOKENS, prompt_tokens=(4, 20))
+    one = make_llama(directory / "one", seed=21, requests=4, output_tokens=TOKENS, prompt_tokens=(4, 20), **LONG)
     two = make_llama(directory / "two", seed=22, requests=4, kind="qwen3")
     (directory / "models.yaml").write_text(FILE)
     return {"one": one, "org/Two": two}
@@ -89,8 +91,10 @@ def test_models_take_turns_and_no_token_differs(run: tuple[str, Path], reference
     pauses = []
 
     def keep_busy(at: int) -> None:
-        """Ask one again and again, so that it never is without work, until the other has answered."""
-        prompt, output = references["one"].prompts[at], references["one"].outputs[at]
+        """Ask one again and again, so that it never is without work, until the other has answered; each client with a
+        length of its own, so that not all answers end at a time.
+        """
+        prompt, output = references["one"].prompts[at], references["one"].outputs[at][: TOKENS - 60 * at]
         while not served.is_set():
             got, pause = streamed(url, "one", prompt, len(output), "normal")
             assert got == output
