@@ -18,10 +18,19 @@ import uvloop
 
 from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
-from services.gateway.http.server import GRACE_S, Server, renew_certificates, scheme, server, warn_of_clear_text
+from services.gateway.http.server import (
+    GRACE_S,
+    Server,
+    handles,
+    renew_certificates,
+    scheme,
+    server,
+    warn_of_clear_text,
+)
 from services.gateway.kserve.front import GrpcFront
 from services.gateway.processes import Place, Siblings
 from services.gateway.text.tokenizer import ModelText
+from shared.processes.heap import settle
 from shared.processes.listeners import listen
 from shared.processes.supervisor import beat
 from shared.settings import GatewaySettings
@@ -94,9 +103,11 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
         gateway.siblings = Siblings(place, gateway.metrics.registry, gateway.state)
         await gateway.siblings.start()
     gateway.start()
+    settle()
     leaving: list[asyncio.Task[None]] = []
     serving = [
-        asyncio.create_task(one.serve(sockets=[listener])) for one, listener in zip(servers, (public, ops), strict=True)
+        asyncio.create_task(one.serve(sockets=handles(listener)))
+        for one, listener in zip(servers, (public, ops), strict=True)
     ]
     beating = [asyncio.create_task(beat())] if place is not None else []
     asked = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]

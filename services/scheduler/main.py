@@ -8,6 +8,7 @@ from services.scheduler.metrics import Metrics
 from services.scheduler.service import Service
 from services.scheduler.tracing import Spans
 from shared.ids import process_id
+from shared.processes.heap import settle
 from shared.security.channels import channel_credentials
 from shared.settings import SchedulerSettings
 from shared.telemetry import logs
@@ -26,6 +27,7 @@ def run(settings: SchedulerSettings) -> int:
     serve_metrics(metrics.registry, settings.metrics_host, settings.scheduler_metrics_port, "--scheduler-metrics-port")
 
     async def serve() -> int:
+        settle()
         return await Service(settings, metrics).run()
 
     try:

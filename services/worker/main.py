@@ -24,6 +24,7 @@ from services.worker.registration import Registration
 from services.worker.server import WorkerServer
 from shared.errors import RankError
 from shared.plurals import counted
+from shared.processes.heap import settle
 from shared.security.channels import channel_credentials, server_credentials
 from shared.settings import WorkerSettings, is_loopback
 from shared.telemetry.logs import setup
@@ -147,6 +148,7 @@ def load(settings: WorkerSettings, parallel: ParallelState | None = None) -> Eng
         process.memory_info().rss / 2**20,
         (process.memory_info().rss - loaded) / 2**20,
     )
+    settle()
     return engine
 
 

@@ -348,6 +348,7 @@ class RequestContext:
             self._metrics.answers.labels(endpoint, str(status or 499)).inc()
             if self._log and scope["path"].startswith("/v1/"):
                 self._write_line(scope, endpoint, status or 499, time.monotonic() - started)
+            scope["state"].clear()  # else the request lives, in a cycle with its connection, until a full collection
 
     @staticmethod
     def _write_line(scope: Scope, endpoint: str, status: int, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import socket
 import ssl
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ GRACE_S = 5
 """Time to write answers when delivery has ended."""
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Of TLS 1.2, the oldest that is spoken; those of TLS 1.3 are all good."""
+HANDLES = 32
+"""Of a listening socket. In a round of the event loop libuv accepts one connection for each handle."""
 
 
 class Server(uvicorn.Server):
@@ -53,6 +56,13 @@ def server(app: Any, settings: GatewaySettings) -> Server:
         ssl_ciphers=CIPHERS,
     )
     return Server(config)
+
+
+def handles(listener: socket.socket) -> list[socket.socket]:
+    """Return the socket and copies of it: with one handle a gateway that is busy, so that its rounds are long, accepts
+    more slowly than clients come, and the most urgent of them wait in the kernel's queue.
+    """
+    return [listener, *(listener.dup() for _ in range(HANDLES - 1))]
 
 
 def scheme(settings: GatewaySettings) -> str:

@@ -473,6 +473,7 @@ class EventStream(Response):
         finally:
             generation.close()
             await end(writing, leaving, cutting)
+            self._deliver = None  # a method of its own: a cycle
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

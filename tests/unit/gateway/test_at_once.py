@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +158,18 @@ def test_nothing_overtakes_the_end_by_a_stop_string() -> None:
     body = asyncio.run(scenario()).body
     assert KEEP_ALIVE not in body
     assert body.count(b'"finish_reason":"stop"') == 1
+
+
+def test_answer_that_has_ended_is_gone_without_the_garbage_collector() -> None:
+    client = Client()
+    answer = weakref.ref(client.events_response)
+    gc.disable()
+    try:
+        asyncio.run(client.run(list(plain_rows(3))))
+        del client.events_response
+        assert answer() is None
+    finally:
+        gc.enable()
 
 
 def test_resumed_stream_begins_after_the_last_event_id() -> None:

@@ -1,16 +1,24 @@
-"""One HTTP connection, without a socket: what a server that stops does with a client that has only connected."""
+"""HTTP connections, mostly without a socket, of a server that stops, that is busy, and behind an answer."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import uvicorn
+import uvloop
 from uvicorn.server import ServerState
 
 from services.gateway.http import protocol
-from services.gateway.http.protocol import Bounds, Protocol
+from services.gateway.http.protocol import Bounds, Protocol, RequestContext
+from services.gateway.http.server import HANDLES, handles
+from services.gateway.metrics import Metrics
+from shared.processes.listeners import listen
 from tests.support.waiting import wait_until
 
 HEAD = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -39,8 +47,8 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-def connected(transport: Transport) -> Protocol:
-    config = uvicorn.Config(answer, ws="none", log_config=None)
+def connected(transport: Transport, app: Any = answer) -> Protocol:
+    config = uvicorn.Config(app, ws="none", log_config=None)
     config.load()
     made = Protocol(Bounds(8, 1 << 16, 60.0), config=config, server_state=ServerState(), app_state={})
     made.connection_made(transport)
@@ -78,3 +86,62 @@ def test_connection_between_two_requests_closes_when_the_server_stops() -> None:
         assert transport.closed
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_what_a_request_held_is_gone_with_it(without_collector: None) -> None:
+    class Held:
+        """Stands for prompt and stream."""
+
+    held: list[weakref.ref[Held]] = []
+
+    async def keeps(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["held"] = one = Held()
+        held.append(weakref.ref(one))
+        await answer(scope, receive, send)
+
+    async def run() -> None:
+        transport = Transport()
+        connection = connected(transport, RequestContext(keeps, Metrics("m")))
+        for _ in range(2):
+            transport.written = b""
+            connection.data_received(HEAD)
+            await wait_until(lambda: transport.written.endswith(b"ok"))
+        connection.connection_lost(None)
+
+    asyncio.run(run())
+    assert [one() for one in held] == [None, None]
+
+
+def test_busy_gateway_accepts_many_connections_in_a_round_of_its_loop() -> None:
+    made: list[Any] = []
+
+    class Counted(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.append(transport)
+
+    async def run() -> list[int]:
+        loop = asyncio.get_running_loop()
+        with listen("127.0.0.1", 0, "test") as listener:
+            clients = [socket.create_connection(listener.getsockname()) for _ in range(HANDLES)]
+            servers = [await loop.create_server(Counted, sock=handle) for handle in handles(listener)]
+            rounds = []
+            while len(made) < HANDLES:
+                await asyncio.sleep(0)
+                rounds.append(len(made))
+            for server in servers:
+                server.close()
+            for transport in made:
+                transport.abort()
+            for client in clients:
+                client.close()
+        return [count for count in rounds if count]
+
+    assert uvloop.run(run()) == [HANDLES]

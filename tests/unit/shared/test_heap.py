@@ -1,0 +1,30 @@
+"""What a process that is about to serve tells Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from shared.processes.heap import settle
+
+
+@pytest.fixture
+def thresholds() -> Iterator[tuple[int, int, int]]:
+    before = gc.get_threshold()
+    yield before
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+def test_what_lives_at_start_is_never_walked_again_and_full_collections_are_rare(
+    thresholds: tuple[int, int, int],
+) -> None:
+    early: list[object] = [[]]
+    settle()
+    late: list[object] = [[]]
+    watched = {id(each) for each in gc.get_objects()}
+    assert id(early) not in watched and id(late) in watched
+    young, middle, full = gc.get_threshold()
+    assert young * middle * full == 1_000_000
