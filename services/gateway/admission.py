@@ -43,6 +43,8 @@ REDIS_SHARE = 0.5
 """Share of Redis's maxmemory that requests may hold until they end, where ORCINUS_MAX_QUEUED_BYTES is 0. The rest below
 MEMORY_MOST is for tokens, records of ended requests and what the allocator adds.
 """
+CONNECTIONS_SHARE = 0.9
+"""Share of ORCINUS_MAX_CONNECTIONS that requests may hold; the rest is for refusals and questions."""
 PLACES_SHARE = 0.1
 """By how much requests that were told to come back may exceed the bounds of the queue."""
 PLACED = frozenset({"queue_full", "tenant_queue_full", "overloaded", "slo_unreachable", "deadline_unreachable"})
@@ -416,6 +418,7 @@ class Admission:
             if refusal is not None:
                 raise refusal
             self.admit(spec, forecast, time.monotonic() - started)
+            self._refuse_crowd(spec, has_place)
         except ApiError as error:
             if not (spec.survives_client and await self._dispatcher.record(spec.id)):
                 raise self._placed(error, content, spec) from None
@@ -560,6 +563,21 @@ class Admission:
             refuse_late(forecast, "ttft_slo_ms", spec.ttft_slo_ms, "slo_unreachable")
             passed_ms = 1000 * passed_s + forecast.token_ms * (spec.least_tokens - 1)
             refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable", passed_ms)
+
+    def _refuse_crowd(self, spec: GenerationSpec, has_place: bool) -> None:
+        """Raise ApiError(429) when so many clients wait here that more urgent ones would soon find no connection."""
+        share = CONNECTIONS_SHARE * CLASS_SHARES[spec.priority] * (1 + PLACES_SHARE if has_place else 1)
+        most = max(1, int(share * self._settings.max_connections))
+        held = len(self._dispatcher.streams) - len(self._background)
+        if spec.background or held < most:
+            return
+        raise ApiError(
+            429,
+            f"queue full for class {spec.priority}: {held} of at most {most} requests wait for their answers at this "
+            f"gateway process; {RETRY}",
+            code="queue_full",
+            retry_after_s=self._wait_s((held - most + 1) * spec.prompt_tokens),
+        )
 
     def _refuse_while_draining(self) -> None:
         if self.draining:

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from deploy import certs
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import until
 
 MOST_CONNECTIONS = 12
@@ -164,6 +166,36 @@ def test_connections_beyond_the_bound_get_503(gateway: GatewayProcess) -> None:
     with full(gateway, behind=b"G"):  # in the middle of their next request
         status, error = exchange(gateway, MODELS)
     assert (status, error["code"]) == (503, "too_many_connections")
+
+
+def held_open(gateway: GatewayProcess, priority: str) -> socket.socket:
+    """Send a request that no worker answers."""
+    body = json.dumps({"model": gateway.name, "prompt": [5], "priority": priority}).encode()
+    connection = connected(gateway)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % len(body) + body)
+    return connection
+
+
+def test_less_urgent_requests_leave_connections_to_more_urgent_ones(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler
+) -> None:
+    def active() -> int:
+        return int(gateway.metric("orcinus_gateway_active_requests"))
+
+    def reached(count: int) -> bool:
+        return active() == count
+
+    with contextlib.ExitStack() as waiting:
+        for most, priority in ((5, "low"), (8, "normal"), (10, "realtime")):  # of 12, of which requests may hold 0.9
+            for count in range(active() + 1, most + 1):
+                waiting.enter_context(held_open(gateway, priority))
+                until("it waits", partial(reached, count))
+            refused = gateway.post("/v1/completions", {"prompt": [5], "priority": priority})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+            assert f"class {priority}: {most} of at most {most} requests" in refused.text
+        assert gateway.status("/health/live") == 200
+    until("all are cancelled", partial(reached, 0))
 
 
 def test_new_connection_beyond_the_bound_takes_the_place_of_an_idle_one(gateway: GatewayProcess) -> None:
