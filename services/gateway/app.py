@@ -106,7 +106,7 @@ def _app(gateway: Gateway, title: str, needs_key: bool, more: Sequence[Middlewar
         Middleware(
             RequestContext,
             metrics=gateway.metrics,
-            pages={*web.FILES, *dashboard.FILES, dashboard.EVENTS},
+            pages=web.FILES,
             request_log=gateway.settings.request_log,
         ),
         *more,

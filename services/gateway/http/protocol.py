@@ -22,10 +22,10 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.auth import OPEN_PATHS
 from services.gateway.errors import MESSAGES, ApiError, too_big
 from services.gateway.http.pages import page
 from services.gateway.metrics import Metrics
@@ -295,11 +295,7 @@ def _response(error: ApiError, path: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
-_COUNTED = OPEN_PATHS | {
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/embeddings", "/v1/files", "/v1/batches", "/v1/models", "/tokenize", "/detokenize", "/version", "/metrics",
-    "/stats", "/openapi.json",
-}  # fmt: skip
+_PARAMETER = re.compile(r"\{\w+\}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -307,11 +303,11 @@ class RequestContext:
     """Set x-request-id in and out, count and log answers, answer errors that no handler caught."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, pages: Collection[str] = (), request_log: bool = False) -> None:
-        """pages: paths of the live page, counted by name. request_log: log a line for each answer under /v1."""
+        """pages: paths of files, which no route has. request_log: log a line for each answer under /v1."""
         self._app = app
         self._metrics = metrics
         self._log = request_log
-        self._counted = _COUNTED.union(pages)
+        self._pages = frozenset(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -344,7 +340,7 @@ class RequestContext:
                 error = ApiError(500, "internal error; see the log of the gateway", code="internal_error")
                 await error.send(stamped, scope["path"])
         finally:
-            endpoint = self._endpoint(scope["path"])
+            endpoint = self._endpoint(scope)
             self._metrics.answers.labels(endpoint, str(status or 499)).inc()
             if self._log and scope["path"].startswith("/v1/"):
                 self._write_line(scope, endpoint, status or 499, time.monotonic() - started)
@@ -369,13 +365,14 @@ class RequestContext:
             fields["output_tokens"] = generation.usage.completion_tokens
         request_log.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra={"fields": fields})
 
-    def _endpoint(self, path: str) -> str:
-        """Return a label of bounded variety."""
-        if path in self._counted:
-            return path
-        for prefix in ("/v1/models/", "/v1/requests/", "/v1/responses/", "/v1/files/", "/v1/batches/"):
-            if path.startswith(prefix):
-                return prefix + "{id}"
+    def _endpoint(self, scope: Scope) -> str:
+        """Return the path of the route, or of the page: a label of bounded variety."""
+        path = scope["path"]
+        if path in self._pages:
+            return str(path)
+        for route in scope["app"].state.routes:
+            if isinstance(route, Route) and route.path_regex.match(path):
+                return _PARAMETER.sub("{id}", route.path_format)
         return "other"
 
 

@@ -34,16 +34,21 @@ def test_log_has_a_line_for_each_request(tmp_path: Path, model: Path, redis_serv
             body = {"prompt": SECRET, "max_tokens": 100, "priority": "high"}
             answer = gateway.post("/v1/completions", body, headers={"x-request-id": "mine-1"})
             gateway.post("/v1/completions", {**body, "max_tokens": -1})
-            gateway.get("/v1/requests/%0Aforged/x")
+            gateway.get("/v1/requests/%0Aforged")
+            gateway.post("/v1/responses/forged/cancel", {})
+            gateway.post("/v1/score", {}, key="wrong")  # refused before it meets its route
+            gateway.get("/v1/forged")
             gateway.get("/health/live")
-        done, bad, unknown = lines(gateway, 3)
+        done, bad, unknown, *more = lines(gateway, 6)
         usage = answer.json()["usage"]
         assert (done["request"], done["method"], done["endpoint"]) == ("mine-1", "POST", "/v1/completions")
         assert (done["id"], done["model"], done["class"]) == (answer.json()["id"], gateway.name, "high")
         assert (done["prompt_tokens"], done["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
         assert (done["status"], bad["status"], unknown["status"]) == (200, 400, 404)
         assert done["ms"] > 0 and done["key"] and done["key"] not in KEY
-        assert "id" not in bad and unknown["endpoint"] == "/v1/requests/{id}"
+        assert "id" not in bad
+        named = [line["endpoint"] for line in (unknown, *more)]
+        assert named == ["/v1/requests/{id}", "/v1/responses/{id}/cancel", "/v1/score", "other"]
         assert not any(word in gateway.log() for word in (SECRET, KEY, "forged", "Uvicorn"))
 
 
