@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -18,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from shared.settings import ROOT
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
@@ -48,47 +50,8 @@ def api(gateway: GatewayProcess) -> BaseSchema:
     return schemathesis.openapi.from_url(gateway.url + "/openapi.json", headers={"Authorization": f"Bearer {KEY}"})
 
 
-OPERATIONS = [
-    ("/v1/completions", "POST"),
-    ("/v1/chat/completions", "POST"),
-    ("/v1/responses", "POST"),
-    ("/v1/messages", "POST"),
-    ("/v1/messages/count_tokens", "POST"),
-    ("/v1/embeddings", "POST"),
-    ("/v1/rerank", "POST"),
-    ("/v2/rerank", "POST"),
-    ("/rerank", "POST"),
-    ("/v1/score", "POST"),
-    ("/score", "POST"),
-    ("/v1/responses/{response_id}", "GET"),
-    ("/v1/responses/{response_id}", "DELETE"),
-    ("/v1/responses/{response_id}/input_items", "GET"),
-    ("/v1/responses/{response_id}/cancel", "POST"),
-    ("/v1/files", "POST"),
-    ("/v1/files", "GET"),
-    ("/v1/files/{file_id}", "GET"),
-    ("/v1/files/{file_id}", "DELETE"),
-    ("/v1/files/{file_id}/content", "GET"),
-    ("/v1/batches", "POST"),
-    ("/v1/batches", "GET"),
-    ("/v1/batches/{batch_id}", "GET"),
-    ("/v1/batches/{batch_id}/cancel", "POST"),
-    ("/v1/models", "GET"),
-    ("/v1/models/{model_id}", "GET"),
-    ("/v1/requests/{request_id}", "GET"),
-    ("/v1/requests/{request_id}", "DELETE"),
-    ("/v1/requests/{request_id}/stream", "GET"),
-    ("/v1/load_lora_adapter", "POST"),
-    ("/v1/unload_lora_adapter", "POST"),
-    ("/tokenize", "POST"),
-    ("/detokenize", "POST"),
-    ("/health", "GET"),
-    ("/health/live", "GET"),
-    ("/health/ready", "GET"),
-    ("/health/progress", "GET"),
-    ("/ready", "GET"),
-    ("/version", "GET"),
-]
+PATHS = json.loads((ROOT / "tests/unit/snapshots/openapi.json").read_text())["public"]["paths"]
+OPERATIONS = [(path, method.upper()) for path, operations in PATHS.items() for method in operations]
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
