@@ -24,9 +24,8 @@ from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.openai.answers import EventStream, begin, collect, json_response, take_headers, whole_response
 from services.gateway.openai.bodies import MessagesErrorAnswer, read_body, served_model
-from services.gateway.openai.chat import chat_spec, encode_messages
+from services.gateway.openai.chat import chat_spec, encode_chat
 from services.gateway.openai.document import body_of, errors, event_stream
-from services.gateway.openai.output import binds_output, plan_tools
 from services.gateway.openai.requests import Form
 from services.gateway.request import GenerationSpec
 from shared import ids
@@ -68,7 +67,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post(
         "/v1/messages/count_tokens",
-        responses={200: _COUNTED, **errors(404, 415, model=MessagesErrorAnswer)},
+        responses={200: _COUNTED, **errors(403, 404, 415, 503, model=MessagesErrorAnswer)},
         openapi_extra=body_of(CountBody),
     )
     async def count_tokens(request: Request) -> Response:
@@ -77,10 +76,7 @@ def router(gateway: Gateway) -> APIRouter:
         chat = chat_body(body)
         try:
             model = await served_model(gateway, chat.model, request.state.caller)
-            tools = plan_tools(chat, model.text)
-            bound = binds_output(chat, tools)
-            limits = model.cluster.limits
-            tokens = await encode_messages(chat, chat.messages, model.text, limits, tools.shown, bound)
+            tokens, _ = await encode_chat(chat, model.text, model.cluster.limits)
         except ApiError as error:
             raise in_words_of_messages(error, places_of(body)) from None
         return json_response({"input_tokens": len(tokens)})

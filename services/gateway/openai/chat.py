@@ -61,24 +61,19 @@ async def chat_spec(
     """Return the request that a body describes. request_id: None for a new one. tenant: for the turns of grammars.
     Raise ApiError.
     """
-    if model.is_encoder:  # a model without a template gets a message of its own
-        check_task(model, "chat")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; send only max_completion_tokens")
     name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if max_tokens == 0:
         raise invalid("max_tokens", "max_tokens must be at least 1; got 0")
-    has_output_fields = not body.model_fields_set.isdisjoint(OUTPUT_FIELDS)
-    tools = plan_tools(body, model) if has_output_fields else ToolPlan()
-    is_bound = has_output_fields and binds_output(body, tools)
-    prompt = await encode_messages(body, body.messages, model, limits, tools.shown, is_bound)
+    prompt, tools = await encode_chat(body, model, limits)
     room = room_after(len(prompt), limits, "messages")
     if max_tokens is None:
         max_tokens = room
     check_output(max_tokens, len(prompt), room, limits, name)
     spec = generation_spec(body, model, limits, "chat", [prompt], [], max_tokens, False, request_id)
-    if has_output_fields:
+    if tools is not None:
         await bind_output(spec, body, model, tools, tenant)
     if model.reasoning in MARKERS and not spec.sampling.grammar:
         spec.reasoning = _state(body, prompt, model)
@@ -90,6 +85,17 @@ async def chat_spec(
     if body.thinking_token_budget is not None:
         await bind_thinking(spec, body, body.thinking_token_budget, model, tenant)
     return spec
+
+
+async def encode_chat(body: ChatBody, model: ModelText, limits: Limits) -> tuple[list[int], ToolPlan | None]:
+    """Return the prompt of a chat and the effect of its tools, None where no field binds the output. Raise ApiError."""
+    if model.is_encoder:  # a model without a template gets a message of its own
+        check_task(model, "chat")
+    if body.model_fields_set.isdisjoint(OUTPUT_FIELDS):
+        return await encode_messages(body, body.messages, model, limits), None
+    tools = plan_tools(body, model)
+    is_bound = binds_output(body, tools)
+    return await encode_messages(body, body.messages, model, limits, tools.shown, is_bound), tools
 
 
 async def encode_messages(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from fastapi import APIRouter, Query, Request
@@ -60,6 +60,8 @@ from services.gateway.text.tools.reader import CallPiece
 from shared import ids
 
 log = logging.getLogger("orcinus.gateway")
+
+T = TypeVar("T")
 
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text")
@@ -823,30 +825,38 @@ async def _spec(
     model: ServedModel, body: ResponsesBody, before: Sequence[dict[str, Any]], tenant: str
 ) -> GenerationSpec:
     """Raise ApiError in the words of this endpoint."""
-    chat = chat_body(body, before)
 
     async def spec_of(chat: ChatBody) -> GenerationSpec:
         return await chat_spec(chat, model.text, model.cluster.limits, ids.request_id(KIND), tenant)
 
+    return await _from_chat(body, before, spec_of)
+
+
+async def _from_chat(
+    body: ResponsesBody, before: Sequence[dict[str, Any]], make: Callable[[ChatBody], Awaitable[T]]
+) -> T:
+    """Return what is made of the same request to chat. Raise ApiError in the words of this endpoint."""
+    chat = chat_body(body, before)
     try:
-        return await (truncated_spec(chat, spec_of) if body.truncation == "auto" else spec_of(chat))
+        return await (truncated(chat, make) if body.truncation == "auto" else make(chat))
     except ApiError as error:
         raise in_words_of_responses(error) from None
 
 
-async def truncated_spec(chat: ChatBody, spec_of: Callable[[ChatBody], Awaitable[GenerationSpec]]) -> GenerationSpec:
-    """Return the request without as many of the first turns as it takes to fit into the context. Raise ApiError.
+async def truncated(chat: ChatBody, make: Callable[[ChatBody], Awaitable[T]]) -> T:
+    """Return what is made of the request without as many of the first turns as it takes to fit into the context. Raise
+    ApiError.
 
     A turn begins with a message of the user; what is before the first one, and the last turn, stay.
     """
     turns = [at for at, message in enumerate(chat.messages) if message.role == "user"]
 
-    async def without(dropped: int) -> GenerationSpec:
+    async def without(dropped: int) -> T:
         messages = [*chat.messages[: turns[0]], *chat.messages[turns[dropped] :]]
-        return await spec_of(chat.model_copy(update={"messages": messages}))
+        return await make(chat.model_copy(update={"messages": messages}))
 
     try:
-        return await spec_of(chat)
+        return await make(chat)
     except ApiError as error:
         if error.code != TOO_LONG or len(turns) < 2:
             raise

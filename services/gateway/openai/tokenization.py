@@ -20,7 +20,7 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
 
-    @routes.post("/tokenize", responses={200: FOUND, **errors(404, 415)}, openapi_extra=body_of(TokenizeBody))
+    @routes.post("/tokenize", responses={200: FOUND, **errors(403, 404, 415, 503)}, openapi_extra=body_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""
         body = await read_body(request, TokenizeBody)
@@ -47,7 +47,9 @@ def router(gateway: Gateway) -> APIRouter:
             answer["token_strs"] = await asyncio.to_thread(strings, tokens) if many else strings(tokens)
         return json_response(answer)
 
-    @routes.post("/detokenize", responses={200: FOUND, **errors(404, 415)}, openapi_extra=body_of(DetokenizeBody))
+    @routes.post(
+        "/detokenize", responses={200: FOUND, **errors(403, 404, 415, 503)}, openapi_extra=body_of(DetokenizeBody)
+    )
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         body = await read_body(request, DetokenizeBody)

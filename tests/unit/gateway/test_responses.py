@@ -21,7 +21,7 @@ from services.gateway.openai.responses import (
     messages,
     of_chat,
     shell,
-    truncated_spec,
+    truncated,
 )
 from services.gateway.text.tools.reader import CallPiece
 from tests.support import sse
@@ -195,7 +195,7 @@ def conversation(*turns: int) -> list[dict[str, Any]]:
 def test_truncation_leaves_out_as_few_first_turns_as_it_can(turns: list[int], room: int) -> None:
     tried = []
 
-    async def spec_of(chat: ChatBody) -> Any:
+    async def make(chat: ChatBody) -> Any:
         tried.append(len(chat.messages))
         if len(chat.messages) > room:
             raise ApiError(400, "too long", code="context_length_exceeded")
@@ -206,9 +206,9 @@ def test_truncation_leaves_out_as_few_first_turns_as_it_can(turns: list[int], ro
     fitting = [dropped for dropped, size in enumerate(sizes) if size <= room]
     if not fitting:
         with pytest.raises(ApiError, match="too long"):
-            asyncio.run(truncated_spec(asked, spec_of))
+            asyncio.run(truncated(asked, make))
         return
-    kept = asyncio.run(truncated_spec(asked, spec_of)).messages
+    kept = asyncio.run(truncated(asked, make)).messages
     assert [message.role for message in kept[:3]] == ["system", "developer", "user"]
     assert [message.content for message in kept[2:]] == [
         f"{number}.{at}" for number, size in enumerate(turns) for at in range(size) if number >= fitting[0]
@@ -217,13 +217,13 @@ def test_truncation_leaves_out_as_few_first_turns_as_it_can(turns: list[int], ro
 
 
 def test_truncation_passes_other_faults_on() -> None:
-    async def spec_of(chat: ChatBody) -> Any:
+    async def make(chat: ChatBody) -> Any:
         if len(chat.messages) > 4:
             raise ApiError(400, "too long", code="context_length_exceeded")
         raise ApiError(404, "no such model")
 
     with pytest.raises(ApiError, match="no such model"):
-        asyncio.run(truncated_spec(chat_body(body(input=conversation(2, 2, 2))), spec_of))
+        asyncio.run(truncated(chat_body(body(input=conversation(2, 2, 2))), make))
 
 
 def test_many_reasoning_items_merge_in_linear_work() -> None:
