@@ -52,13 +52,13 @@ from services.gateway.openai.bodies import (
     TokenizeBody,
     UnloadAdapterBody,
 )
-from services.gateway.openai.responses import ResponsesBody
+from services.gateway.openai.responses import InputTokensBody, ResponsesBody
 from services.gateway.web import routes as web
 from shared.settings import is_loopback
 
 BODIES = (
-    CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountBody, EmbeddingsBody, RerankBody, ScoreBody, BatchBody,
-    TokenizeBody, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody,
+    CompletionBody, ChatBody, ResponsesBody, InputTokensBody, MessagesBody, CountBody, EmbeddingsBody, RerankBody,
+    ScoreBody, BatchBody, TokenizeBody, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody,
 )  # fmt: skip
 
 

@@ -50,9 +50,10 @@ from services.gateway.openai.bodies import (
     choose_adapter,
     parse_body,
     read_body,
+    room_after,
     served_model,
 )
-from services.gateway.openai.chat import chat_spec
+from services.gateway.openai.chat import chat_spec, encode_chat
 from services.gateway.openai.document import body_of, errors, event_stream
 from services.gateway.openai.requests import result, status
 from services.gateway.request import GenerationSpec, SamplingDefaults
@@ -77,7 +78,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 OF_CHAT = (
-    "model", "temperature", "top_p", "parallel_tool_calls", *ScheduledBody.model_fields,
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls", *ScheduledBody.model_fields,
     "seed", "top_k", "min_p", "repetition_penalty", "ignore_eos", "background",
 )  # fmt: skip
 """Fields that mean the same in both."""
@@ -112,27 +113,36 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(ScheduledBody):
-    """`POST /v1/responses`."""
+class InputTokensBody(Body):
+    """`POST /v1/responses/input_tokens`, and what it shares with `POST /v1/responses`."""
 
     model: str = Field(min_length=1, max_length=256)
-    input: Input
+    input: Input = None
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    previous_response_id: str | None = Field(None, max_length=64, description="go on behind this stored response")
+
+    # Known to OpenAI: accepted only where they ask for nothing
+    conversation: Any = None
+
+
+class ResponsesBody(InputTokensBody, ScheduledBody):
+    """`POST /v1/responses`."""
+
+    input: Input
+    max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
     background: bool | None = None
     metadata: Metadata | None = Field(None, max_length=16)
     store: bool | None = Field(None, description="false: the response is not stored; by default it is")
-    previous_response_id: str | None = Field(None, max_length=64, description="go on behind this stored response")
     service_tier: str | None = Field(None, max_length=32)
     user: str | None = Field(None, max_length=1024)
     prompt_cache_key: str | None = Field(None, max_length=1024)
@@ -146,8 +156,7 @@ class ResponsesBody(ScheduledBody):
     repetition_penalty: float | None = Field(None, gt=0, le=2)
     ignore_eos: bool | None = None
 
-    # Known to OpenAI: accepted only where they ask for nothing
-    conversation: Any = None
+    # As in InputTokensBody
     prompt: Any = None
     context_management: Any = None
     include: Any = None
@@ -157,19 +166,18 @@ class ResponsesBody(ScheduledBody):
     top_logprobs: Any = None
 
 
-def chat_body(body: ResponsesBody, before: Sequence[dict[str, Any]] = ()) -> ChatBody:
+def chat_body(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> ChatBody:
     """Return the same request to `/v1/chat/completions`. Raise ApiError(400) in the words of this endpoint.
 
     before: the items of the conversation that the request goes on from.
     """
     for name, neutral in REFUSED.items():
-        sent = getattr(body, name)
+        sent = getattr(body, name, None)
         if sent is not None and not any(type(sent) is type(value) and sent == value for value in neutral):
             raise invalid(name, f"{name} is not supported; got {shown(sent)}", "unsupported_parameter")
-    fields = {name: getattr(body, name) for name in OF_CHAT if getattr(body, name) is not None}
+    fields = {name: value for name in OF_CHAT if (value := getattr(body, name, None)) is not None}
     fields["messages"] = messages(body, before)
-    fields["stream"] = bool(body.stream)
-    if body.max_output_tokens is not None:
+    if isinstance(body, ResponsesBody) and body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
     if body.text is not None:
         fields |= _text_options(body.text)
@@ -201,8 +209,10 @@ def in_words_of_responses(error: ApiError) -> ApiError:
     return error
 
 
-def items_of(body: ResponsesBody) -> list[Any]:
+def items_of(body: InputTokensBody) -> list[Any]:
     """Return the items of the input, as they came. Raise ApiError(400)."""
+    if body.input is None and not isinstance(body, ResponsesBody):
+        return []  # the instructions or the conversation before it are counted
     if isinstance(body.input, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
     if not isinstance(body.input, list) or not body.input:
@@ -210,7 +220,7 @@ def items_of(body: ResponsesBody) -> list[Any]:
     return body.input
 
 
-def messages(body: ResponsesBody, before: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+def messages(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
     """Return the conversation, the instructions first, then the items `before`. Raise ApiError(400)."""
     found: list[dict[str, Any]] = []
     thoughts: list[str] = []  # of the last message, joined once all are there
@@ -603,6 +613,18 @@ class ResponseEvents:
 
 KIND = "responses"
 TOO_LONG = "context_length_exceeded"
+_COUNTED = {
+    "description": "how many tokens the input has",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {"object": {"const": "response.input_tokens"}, "input_tokens": {"type": "integer"}},
+                "required": ["object", "input_tokens"],
+            }
+        }
+    },
+}
 _RESPONSE = {"description": "the response", "content": {"application/json": {"schema": {"type": "object"}}}}
 MOST_ITEMS = 100
 """Of one page of `input_items`."""
@@ -687,6 +709,26 @@ def router(gateway: Gateway) -> APIRouter:
             return made | {"store": await keep(made) is not Kept.NOT}
 
         return await whole_response(answer(), headers)
+
+    @routes.post(
+        "/v1/responses/input_tokens",
+        responses={200: _COUNTED, **errors(403, 404, 415, 503)},
+        openapi_extra=body_of(InputTokensBody),
+    )
+    async def input_tokens(request: Request) -> Response:
+        """Return how many tokens the input of a response has, as this model's chat template writes it."""
+        body = await read_body(request, InputTokensBody)
+        model = await served_model(gateway, body.model, request.state.caller)
+        before = await conversation_before(body.previous_response_id, model, request)
+
+        async def count(chat: ChatBody) -> int:
+            limits = model.cluster.limits
+            prompt, _ = await encode_chat(chat, model.text, limits)
+            room_after(len(prompt), limits, "messages")
+            return len(prompt)
+
+        tokens = await _from_chat(body, before, count)
+        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
     @routes.get("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
     async def response(response_id: str, request: Request) -> Response:
@@ -833,7 +875,7 @@ async def _spec(
 
 
 async def _from_chat(
-    body: ResponsesBody, before: Sequence[dict[str, Any]], make: Callable[[ChatBody], Awaitable[T]]
+    body: InputTokensBody, before: Sequence[dict[str, Any]], make: Callable[[ChatBody], Awaitable[T]]
 ) -> T:
     """Return what is made of the same request to chat. Raise ApiError in the words of this endpoint."""
     chat = chat_body(body, before)

@@ -92,6 +92,7 @@ GENERATES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "chat": (lambda c, **f: c.chat.completions.create(messages=HI, **f), {"temperature": 7}, "equal to 2; got 7"),
     "completions": (lambda c, **f: c.completions.create(prompt="x", **f), {"stop": ["a"] * 17}, "at most 16 items"),
     "responses": (lambda c, **f: c.responses.create(input="x", **f), {"max_output_tokens": 0}, "equal to 1; got 0"),
+    "counted": (lambda c, **f: c.responses.input_tokens.count(input="x", **f), {"tools": [{}]}, "'function'; got None"),
     "stored": (lambda c, **f: c.responses.create(input="x", **f), {"previous_response_id": "resp_1"}, "'resp_1'"),
     "embeddings": (lambda c, **f: c.embeddings.create(input="x", **f), {"dimensions": 0}, "equal to 1; got 0"),
 }
@@ -199,6 +200,8 @@ def test_response_goes_on_from_a_stored_one(client: openai.OpenAI, server: Any) 
         {"role": "user", "content": "more"},
     ]
     whole = client.responses.create(model=server.model, input=told, max_output_tokens=4, temperature=0, store=False)
+    count = client.responses.input_tokens.count(model=server.model, input="more", previous_response_id=first.id)
+    assert (count.object, count.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
     assert second.output_text == whole.output_text
     assert second.usage.input_tokens == whole.usage.input_tokens > first.usage.input_tokens
     before = [item.content for item in client.responses.input_items.list(second.id, limit=1, order="asc")]

@@ -252,6 +252,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/responses": {"input": "x"},
+    "/v1/responses/input_tokens": {"input": "x"},
     "/v1/embeddings": {"input": "x"},
     "/v1/rerank": {"query": "x", "documents": ["y"]},
     "/v1/score": {"text_1": "x", "text_2": "y"},

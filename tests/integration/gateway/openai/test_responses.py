@@ -114,6 +114,43 @@ def test_named_response_runs_once(client: openai.OpenAI, gateway: GatewayProcess
     assert stranger.id != first.id
 
 
+def test_input_tokens_are_those_of_the_response(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
+    asked: dict[str, Any] = {"model": gateway.name, "instructions": "be brief", "reasoning": {"effort": "low"}}
+    create, count = client.responses.create, client.responses.input_tokens.count
+    first = create(input="one", max_output_tokens=100, **asked)
+    second = create(input="two", max_output_tokens=100, previous_response_id=first.id, **asked)
+    counted = count(input="one", **asked)
+    assert first.usage is not None and second.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    assert count(input="two", previous_response_id=first.id, **asked).input_tokens == second.usage.input_tokens
+    told: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": TEXT}]
+    rest = count(previous_response_id=first.id, **asked)
+    assert rest == count(input=told, **asked) and rest.input_tokens > first.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="is not stored"):
+        client.with_options(api_key=OTHER).responses.input_tokens.count(previous_response_id=first.id, **asked)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({}, "input", "invalid_value"),
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": [{"type": "image"}]}, "input", "unsupported_parameter"),
+        ({"input": "x", "conversation": "c"}, "conversation", "unsupported_parameter"),
+        ({"input": "x", "max_output_tokens": 1}, "max_output_tokens", "unknown_parameter"),
+        ({"input": "x", "previous_response_id": "resp_0"}, "previous_response_id", "previous_response_not_found"),
+        ({"input": "x", "reasoning": {"effort": "huge"}}, "reasoning.effort", "invalid_value"),
+        ({"input": "word " * 600}, "input", "context_length_exceeded"),
+    ],
+)
+def test_input_that_cannot_be_counted_is_refused(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, fields: dict[str, Any], param: str, code: str
+) -> None:
+    refused = gateway.post("/v1/responses/input_tokens", fields)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, param, code), error
+
+
 def test_conversation_that_is_too_long_loses_its_first_turns(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
@@ -131,5 +168,7 @@ def test_conversation_that_is_too_long_loses_its_first_turns(
         scheduler.serve(claimed, [50])
     behind = len(prompts[1])
     assert len(prompts[0]) < 512 and prompts[0][-behind:] == prompts[1]
+    counted = gateway.post("/v1/responses/input_tokens", {"input": turns, "truncation": "auto"}).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": len(prompts[0])}
     refused = gateway.post("/v1/responses", {"input": turns, "truncation": "disabled"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
