@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 from pydantic_core import PydanticCustomError
 
 from services.gateway.errors import NO_THREADS, ApiError, invalid, shown
@@ -208,6 +208,27 @@ class MessagesBody(CountBody, ScheduledBody):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
     ignore_eos: bool | None = None
+
+
+class MessagesErrorDetails(BaseModel):
+    """What Anthropic's clients act on by themselves."""
+
+    error_code: str
+
+
+class MessagesErrorObject(BaseModel):
+    """Anthropic's error object."""
+
+    type: str
+    message: str
+    details: MessagesErrorDetails | None = None
+
+
+class MessagesErrorAnswer(BaseModel):
+    """Every answer under /v1/messages that is not a success."""
+
+    type: Literal["error"]
+    error: MessagesErrorObject
 
 
 OF_CHAT = (

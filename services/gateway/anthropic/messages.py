@@ -15,6 +15,7 @@ from services.gateway.anthropic.answers import MessageEvents, whole_message
 from services.gateway.anthropic.bodies import (
     CountBody,
     MessagesBody,
+    MessagesErrorAnswer,
     chat_body,
     in_words_of_messages,
     places_of,
@@ -23,7 +24,7 @@ from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.models import ServedModel
 from services.gateway.openai.answers import EventStream, begin, collect, json_response, take_headers, whole_response
-from services.gateway.openai.bodies import MessagesErrorAnswer, read_body, served_model
+from services.gateway.openai.bodies import read_body, served_model
 from services.gateway.openai.chat import chat_spec, encode_chat
 from services.gateway.openai.document import body_of, errors, event_stream
 from services.gateway.openai.requests import Form

@@ -491,27 +491,6 @@ class ErrorAnswer(BaseModel):
     error: ErrorObject
 
 
-class MessagesErrorDetails(BaseModel):
-    """What Anthropic's clients act on by themselves."""
-
-    error_code: str
-
-
-class MessagesErrorObject(BaseModel):
-    """Anthropic's error object."""
-
-    type: str
-    message: str
-    details: MessagesErrorDetails | None = None
-
-
-class MessagesErrorAnswer(BaseModel):
-    """Every answer under /v1/messages that is not a success."""
-
-    type: Literal["error"]
-    error: MessagesErrorObject
-
-
 MAX_JSON_DEPTH = 32
 MAX_MEMBERS = 4096
 """Of one object. A check may find a fault in every member, and each costs the event loop two microseconds."""
