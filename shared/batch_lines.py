@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import orjson
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+URLS: tuple[str, ...] = get_args(Url)
 FIELDS = {"custom_id", "method", "url", "body"}
 MAX_ID_CHARS = 512
 RETRIED = (408, 429, 502, 503, 504)

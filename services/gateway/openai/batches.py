@@ -16,13 +16,11 @@ from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import json_response, listed
 from services.gateway.openai.bodies import Body, Metadata, read_body
 from services.gateway.openai.document import FOUND, body_of, errors
+from shared.batch_lines import Url
 
 MOST_BATCHES = 100
 """Of one page of the list."""
 MAX_HOURS = 720
-
-# The addresses of shared/batch_lines.py.
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 
 
 class ExpiresAfter(Body):
@@ -36,7 +34,7 @@ class BatchBody(Body):
     """`POST /v1/batches`."""
 
     input_file_id: str = Field(max_length=64, description="a file that was uploaded with purpose batch")
-    endpoint: Endpoint
+    endpoint: Url
     completion_window: str = Field(pattern=r"^[1-9][0-9]{0,2}h$", description="24h, or another time up to 720h")
     metadata: Metadata | None = Field(None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
