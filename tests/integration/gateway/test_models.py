@@ -256,9 +256,22 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "x"},
     "/v1/rerank": {"query": "x", "documents": ["y"]},
     "/v1/score": {"text_1": "x", "text_2": "y"},
+    "/rerank": {"query": "x", "documents": ["y"]},
+    "/v2/rerank": {"query": "x", "documents": ["y"]},
+    "/score": {"text_1": "x", "text_2": "y"},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "x"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
 }
+
+
+async def test_bodies_are_those_of_all_endpoints_with_a_model(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"].items()
+    kinds = [f"#/components/schemas/{name}" for name, schema in schemas if "model" in schema.get("properties", {})]
+    texts = {path: json.dumps(operations.get("post", {})) for path, operations in document["paths"].items()}
+    assert {path for path, text in texts.items() if any(f'"{kind}"' in text for kind in kinds)} == BODIES.keys()
 
 
 async def test_model_without_a_worker_is_a_404_that_lists_the_others(client: httpx.AsyncClient) -> None:
