@@ -207,6 +207,7 @@ def refused(stack: Stack, path: str, body: dict[str, Any]) -> tuple[str, str, st
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/responses", {"input": "x"}),
+        ("/v1/responses/input_tokens", {"input": "x"}),
         ("/v1/rerank", {"query": "x", "documents": ["y"]}),
         ("/v1/score", {"text_1": "x", "text_2": "y"}),
     ],

@@ -75,6 +75,7 @@ const refused = (kind, param, words = "") => (error) => {
 const generates = {
   chat: [(c, f) => c.chat.completions.create({ messages: chat, ...f }), { temperature: 7 }, "equal to 2; got 7"],
   completions: [(c, f) => c.completions.create({ prompt: "x", ...f }), { stop: Array(17).fill("a") }, "at most 16 items"],
+  counted: [(c, f) => c.responses.inputTokens.count({ input: "x", ...f }), { tools: [{}] }, "'function'; got None"],
   responses: [(c, f) => c.responses.create({ input: "x", ...f }), { max_output_tokens: 0 }, "equal to 1; got 0"],
   embeddings: [(c, f) => c.embeddings.create({ input: "x", ...f }), { dimensions: 0 }, "equal to 1; got 0"],
 };
@@ -211,6 +212,8 @@ test("response and its events", async () => {
   assert.equal(text, said);
   assert.equal((await client.responses.retrieve(whole.id)).output_text, said);
   const more = await client.responses.create({ ...body, input: "more", previous_response_id: whole.id });
+  const counted = await client.responses.inputTokens.count({ model, input: "more", previous_response_id: whole.id });
+  assert.equal(counted.input_tokens, more.usage.input_tokens);
   const items = [];
   for await (const item of client.responses.inputItems.list(more.id, { limit: 1, order: "asc" })) items.push(item);
   assert.deepEqual(items.map((item) => item.content[0].text), [chat[0].content, said, "more"]);
