@@ -568,8 +568,11 @@ class Admission:
         """Raise ApiError(429) when so many clients wait here that more urgent ones would soon find no connection."""
         share = CONNECTIONS_SHARE * CLASS_SHARES[spec.priority] * (1 + PLACES_SHARE if has_place else 1)
         most = max(1, int(share * self._settings.max_connections))
-        held = len(self._dispatcher.streams) - len(self._background)
+        held = len(self._dispatcher.streams)
         if spec.background or held < most:
+            return
+        held -= len(self._background)  # which have no connection; few requests need to know
+        if held < most:
             return
         raise ApiError(
             429,
