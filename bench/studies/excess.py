@@ -4,19 +4,20 @@
 
 By hand; writes bench/results/excess.json. First the capacity (closed loop) and the TTFT of a `realtime` request alone.
 Then Poisson arrivals at --factor times the capacity for --span-s, of all classes and keys, a third of them with a
-deadline. A refused request is sent once more when its Retry-After has passed, if that is after the overload; then new
-ones come at 0.9 times the capacity. Times count from when a request was due.
+deadline. Then they come at 0.9 times the capacity: refused requests with a Retry-After that has passed, once each and
+the oldest first, else new ones. Times count from when a request was due.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import heapq
 import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ import orjson
 from bench.result import RESULTS, provenance, write
 
 PROMPT, OUTPUT, AT_ONCE, DEADLINE_MS, AFTER = 200, 32, 64, 5000, 0.9
+HORIZON_S, LATE_S = 60, 10
+"""A Retry-After from here on promises no place; a retry comes at most so late."""
 SHARES = {"realtime": 0.1, "high": 0.2, "normal": 0.4, "low": 0.3}
 
 
@@ -38,7 +41,9 @@ class Seen:
     priority: str = "realtime"
     key: str = ""
     deadline_ms: int = 0
+    seed: int = 0  # of its prompt: a retry has the same
     is_retry: bool = False
+    has_place: bool = False  # of a retry: the Retry-After before it was below HORIZON_S
     status: int = 0  # 0: no answer
     code: str = ""  # of a refusal
     retry_after_s: float = 0.0
@@ -71,7 +76,9 @@ class Client:
     async def send(self, one: Seen) -> Seen:
         """Send one request and read it to its end."""
         self.seen.append(one)
-        body: dict[str, Any] = {"model": self.model, "prompt": self.rng.integers(10, 200, PROMPT).tolist()}
+        one.seed = one.seed or int(self.rng.integers(1, 1 << 62))
+        prompt = np.random.default_rng(one.seed).integers(10, 200, PROMPT).tolist()
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt}
         body |= {"max_tokens": OUTPUT, "ignore_eos": True, "stream": True, "priority": one.priority}
         if one.deadline_ms:
             body["deadline_ms"] = one.deadline_ms
@@ -127,23 +134,27 @@ class Client:
         return found
 
     async def overload(self, rps: float, capacity_rps: float, span_s: float, after_s: float) -> float:
-        """Send `rps` for span_s, then 0.9 times the capacity for after_s with the retries of what was refused. Return
-        the time of the change.
+        """Send `rps` for span_s, then 0.9 times the capacity for after_s, retries among them. Return the time of the
+        change.
         """
         begin = time.monotonic() + 0.5
-        change, end = begin + span_s, begin + span_s + after_s
-        running = []
+        change = begin + span_s
+        running: list[asyncio.Task[None]] = []
+        again: list[tuple[float, int, Seen]] = []  # when, a number, what was refused
 
         async def at(one: Seen) -> None:
             await self.send(one)
-            again = one.end + one.retry_after_s
-            if one.status in (429, 503) and change <= again < end and not one.is_retry:
-                await asyncio.sleep(again - time.monotonic())
-                await self.send(Seen(again, one.priority, one.key, one.deadline_ms, is_retry=True))
+            if one.status in (429, 503) and not one.is_retry:
+                heapq.heappush(again, (one.end + one.retry_after_s, len(running), one))
 
         later = self.arrivals(change, AFTER * capacity_rps, after_s)
         for one in [*self.arrivals(begin, rps, span_s), *later]:
             await asyncio.sleep(max(0.0, one.due - time.monotonic()))
+            while again and again[0][0] < max(change, one.due - LATE_S):  # not sent: the load would be another
+                heapq.heappop(again)
+            if one.due >= change and again and again[0][0] <= one.due:
+                _, _, old = heapq.heappop(again)
+                one = replace(old, due=one.due, code="", is_retry=True, has_place=old.retry_after_s < HORIZON_S)
             running.append(asyncio.create_task(at(one)))
         await asyncio.gather(*running)
         return change
@@ -172,6 +183,14 @@ def figures(seen: list[Seen], span_s: float) -> dict[str, Any]:
     }
 
 
+def fates(retries: list[Seen]) -> dict[str, Any]:
+    return {
+        "count": len(retries),
+        "admitted": sum(one.status == 200 for one in retries),
+        "refused": dict(Counter(one.code for one in retries if one.status != 200)),
+    }
+
+
 def by_class(seen: list[Seen], span_s: float) -> dict[str, Any]:
     return {name: figures([one for one in seen if one.priority == name], span_s) for name in SHARES}
 
@@ -196,9 +215,8 @@ async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]
         "overload": {"all": figures(loaded, options.span_s), **by_class(loaded, options.span_s)},
         "after": {
             "all": figures(after, options.after_s),
-            "retries": len(retries),
-            "retries_admitted": sum(one.status == 200 for one in retries),
-            "retries_refused": dict(Counter(one.code for one in retries if one.status != 200)),
+            "retries_with_place": fates([one for one in retries if one.has_place]),
+            "retries_beyond": fates([one for one in retries if not one.has_place]),
         },
     }
 
