@@ -116,6 +116,7 @@ class GenerationSpec:
     keep: int = 0  # return the best `keep` of each prompt's n choices; 0 means all
     tools: ToolUse | None = None
     reasoning: str = ""  # where the prompt left the model (text/reasoning.py); empty: all text is content
+    markers: list[str] = field(default_factory=list)  # the opening and the closing one of thinking; empty: the model's
     grammar_field: str = ""  # field of the body that brought the grammar of `sampling`
     prompt_tokens: int = 0  # counted from `prompts` unless given
 
@@ -212,11 +213,13 @@ class GenerationSpec:
         """Return the spec to deliver the rest. It cannot be enqueued: prompts and sampling are not stored."""
         wire = queue_pb2.Delivery.FromString(stored)
         fields: dict[str, Any] = {name: getattr(wire, name) for name in DELIVERY_FIELDS}
-        fields["stop"] = list(wire.stop)
+        fields["stop"], fields["markers"] = list(wire.stop), list(wire.markers)
         if not 0 < len(wire.prompt_tails) * wire.n <= MAX_CHOICES or wire.endpoint not in BEGINNINGS:
             raise ValueError(f"delivery: {len(wire.prompt_tails)} prompts, n={wire.n}, endpoint {wire.endpoint!r}")
         if wire.reasoning not in ("", UNDECIDED, THINKING, CHANNELS):
             raise ValueError(f"delivery: reasoning {wire.reasoning!r} is no state of thinking")
+        if len(wire.markers) not in (0, 2) or not all(wire.markers):
+            raise ValueError(f"delivery: markers {list(wire.markers)!r} are not an opening and a closing one")
         return cls(
             **fields,
             id=request_id,

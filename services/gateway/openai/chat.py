@@ -77,8 +77,9 @@ async def chat_spec(
         await bind_output(spec, body, model, tools, tenant)
     if model.reasoning in MARKERS and not spec.sampling.grammar:
         spec.reasoning = _state(body, prompt, model)
-        if spec.reasoning and model.hides_markers:
-            spec.skip_special_tokens = False  # thinking is found by them
+        if spec.reasoning:
+            spec.markers = list(model.markers)
+            spec.skip_special_tokens &= not model.hides_markers  # thinking is found by them
     if "channels" in (model.reasoning, model.tool_format) and (spec.tools or not spec.sampling.grammar):
         spec.reasoning = "" if _continued(body) else CHANNELS
         spec.skip_special_tokens = False  # channels are found by control tokens

@@ -196,10 +196,28 @@ def test_another_gateway_continues_in_the_same_state(text: str, data: st.DataObj
     assert [event.data for event in rest] == [event.data for event in events[cut + 1 :]]
 
 
-def test_record_with_a_state_of_thinking_that_is_not_one_is_refused() -> None:
-    stored = spec(endpoint="chat", reasoning="tags").to_delivery(model().text.tail)
-    with pytest.raises(ValueError, match="reasoning 'tags'"):
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"reasoning": "tags"}, "reasoning 'tags'"),
+        ({"reasoning": THINKING, "markers": ["<think>"]}, "markers"),
+        ({"reasoning": THINKING, "markers": ["<think>", ""]}, "markers"),
+    ],
+)
+def test_record_of_thinking_that_cannot_be_read_is_refused(fields: dict[str, Any], words: str) -> None:
+    stored = spec(endpoint="chat", **fields).to_delivery(model().text.tail)
+    with pytest.raises(ValueError, match=words):
         GenerationSpec.from_delivery("chatcmpl-1", stored, "normal")
+
+
+def test_gateway_that_knows_other_marks_reads_those_of_the_request(tmp_path: Path) -> None:
+    ours = directory_of(tmp_path / "ours", QWEN.replace("think>", "seed:think>"), markers=MARKERS["seed"])
+    asked, _ = request(ours)
+    stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(text_of(ours).text.tail), "normal")
+    other = ModelText(ours, reasoning_parser="think")
+    choice = ChoiceText(stored, other, asked.prompts[0])
+    assert choice.feed(other.encode("<seed:think>a</seed:think>Yes"), "stop")[0] == "Yes"
+    assert choice.reasoning == "a"
 
 
 def test_answer_has_thinking_apart_and_counts_it() -> None:
