@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ MAX_LINES = 50_000
 MAX_PROBLEMS = 100
 PREFIX_BYTES = 256
 """Of a prompt, by which lines are ordered, so that those with a common beginning find it in the prefix cache."""
+LONGER_BYTES = (1024, 4096, 16_384, 65_536)
+"""Longer beginnings: lines that have one in common are side by side, where the first of them stands in the file."""
 SEED_BITS = 63
 
 
@@ -27,6 +30,7 @@ class InputLines:
         self._file = open_plain(path)
         self._places = array("Q")  # begin and end of each line
         self._prefixes: list[bytes] = []
+        self._digests = [array("Q") for _ in LONGER_BYTES]  # of the longer beginnings of each line
 
     def __len__(self) -> int:
         """Return how many requests there are."""
@@ -82,12 +86,17 @@ class InputLines:
         known.add(line.custom_id)
         end = self._file.tell()
         self._places.extend((end - len(text), end))
-        self._prefixes.append(_prefix(line.body))
+        prompt = _prompt(line.body)
+        self._prefixes.append(prompt[:PREFIX_BYTES])
+        for digests, size in zip(self._digests, LONGER_BYTES, strict=True):
+            digests.append(int.from_bytes(hashlib.blake2b(prompt[:size], digest_size=8).digest()))
 
     def order(self) -> list[int]:
         """Return the numbers of all lines, once, those with a common beginning of their prompts side by side."""
         prefixes, self._prefixes = self._prefixes, []
-        return sorted(range(len(prefixes)), key=lambda number: (prefixes[number], number))
+        firsts = [_firsts(digests) for digests in self._digests]
+        self._digests = []
+        return sorted(range(len(prefixes)), key=lambda number: (prefixes[number], *(each[number] for each in firsts)))
 
     def read(self, number: int) -> Line:
         """Return a line by its number among the requests, from 0. Raise LineError when the file has changed."""
@@ -98,9 +107,15 @@ class InputLines:
         self._file.close()
 
 
-def _prefix(body: dict[str, Any]) -> bytes:
-    prompt = next((body[name] for name in ("messages", "prompt", "input") if name in body), None)
-    return orjson.dumps(prompt)[:PREFIX_BYTES]
+def _prompt(body: dict[str, Any]) -> bytes:
+    parts = [body[name] for name in ("instructions", "messages", "prompt", "input") if name in body]
+    return b"".join(map(orjson.dumps, parts))
+
+
+def _firsts(digests: Sequence[int]) -> Sequence[int]:
+    """Return for each line the number of the first one with its digest."""
+    known: dict[int, int] = {}
+    return array("Q", (known.setdefault(digest, number) for number, digest in enumerate(digests)))
 
 
 def seed_of(batch_id: str, number: int) -> int:

@@ -15,6 +15,7 @@ from services.gateway.batches import lines as module
 from services.gateway.batches.lines import InputLines, seed_of
 
 URL = "/v1/completions"
+MOST_BYTES = 100_000
 GOOD: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": URL, "body": {"prompt": "x"}}
 
 
@@ -30,7 +31,7 @@ def checked(tmp_path: Path) -> Iterator[Check]:
             (path := tmp_path / "in").write_bytes(text.encode() if isinstance(text, str) else text)
             lines = InputLines(path)
             stack.callback(lines.close)
-            return [(problem["code"], problem["line"]) for problem in lines.check(URL, 1000)], lines
+            return [(problem["code"], problem["line"]) for problem in lines.check(URL, MOST_BYTES)], lines
 
         yield check
 
@@ -71,7 +72,7 @@ def test_line_is_read_without_the_empty_ones_before_it(checked: Check, monkeypat
         (json.dumps({**GOOD, "body": {"stream": True}}), "invalid_request"),
         (json.dumps({**GOOD, "body": {"background": True}}), "invalid_request"),
         (json.dumps({**GOOD, "body": {"priority": "high"}}), "invalid_value"),
-        (json.dumps({**GOOD, "body": {"prompt": "x" * 1000}}), "line_too_long"),
+        (json.dumps({**GOOD, "body": {"prompt": "x" * MOST_BYTES}}), "line_too_long"),
     ],
 )  # fmt: skip
 def test_line_that_is_no_request_is_named(checked: Check, text: str | bytes, code: str) -> None:
@@ -124,6 +125,28 @@ def test_lines_with_a_common_beginning_are_sent_one_after_another(checked: Check
     text = "\n".join(json.dumps({**GOOD, "custom_id": prompt, "body": {"prompt": prompt}}) for prompt in prompts)
     _, lines = checked(text)
     assert [prompts[number] for number in lines.order()] == ["a one", "a two", "b one", "b two"]
+
+
+@pytest.mark.parametrize("chars", [10, 300, 2000, 8000, 30_000])
+def test_beginnings_that_differ_late_are_sent_side_by_side(checked: Check, chars: int) -> None:
+    documents = ["x" * chars + each + "y" * 40_000 for each in ("dog", "cat", "cow")]
+    asked = [(document, question) for question in "ab" for document in documents]
+    for bodies in (
+        [{"prompt": document + question} for document, question in asked],
+        [{"instructions": document, "input": question} for document, question in asked],
+    ):
+        _, lines = checked(
+            "\n".join(json.dumps({**GOOD, "custom_id": f"{n}", "body": b}) for n, b in enumerate(bodies))
+        )
+        order = lines.order()
+        assert sorted(order) == list(range(6))
+        assert {tuple(order[at : at + 2]) for at in (0, 2, 4)} == {(0, 3), (1, 4), (2, 5)}
+
+
+def test_lines_that_differ_stay_in_the_order_of_the_file(checked: Check) -> None:
+    prompts = ["x" * 300 + each for each in ("dog", "cat", "cow", "bee", "ant")]
+    text = "\n".join(json.dumps({**GOOD, "custom_id": each, "body": {"prompt": each}}) for each in prompts)
+    assert checked(text)[1].order() == [0, 1, 2, 3, 4]
 
 
 def test_seed_follows_from_the_batch_and_the_line() -> None:
