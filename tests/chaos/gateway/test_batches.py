@@ -1,8 +1,12 @@
-"""A batch of many lines while its gateway and the scheduler are killed: each line is answered once, as plain."""
+"""A batch of many lines while its gateway and the scheduler are killed: each line is answered once, as plain.
+
+The long run: `LINES=20000 python -m pytest --timeout 7200 tests/chaos/gateway/test_batches.py`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +22,7 @@ from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
-LINES = 400
+LINES = int(os.environ.get("LINES", "1000"))
 DRAWN = 7  # each so many-th line is sampled
 LONGEST = 24
 MODEL = {"requests": 8, "output_tokens": LONGEST, "max_position_embeddings": 512, "seed": 20261211}
