@@ -224,7 +224,10 @@ class GatewaySettings(AdapterSettings):
     stored_response_bytes: int = Field(
         64 << 20,
         ge=0,
-        description="bytes that stored responses may take in Redis, a tenant half of them; the oldest go first",
+        description="bytes that stored responses may take in Redis; the oldest go first",
+    )
+    tenant_response_bytes: int = Field(
+        0, ge=0, description="bytes that those of one tenant may take; the oldest go first; 0 means half of all"
     )
     files_dir: Path | None = Field(
         None,

@@ -24,7 +24,6 @@ from shared.settings import GatewaySettings
 log = logging.getLogger("orcinus.gateway")
 
 RUNNING = ("queued", "in_progress")
-TENANT_SHARE = 0.5  # of the bytes
 PATIENCE_S = 2.0
 """Time that the end of an answer waits for Redis to store it."""
 
@@ -87,6 +86,7 @@ class ResponseStore:
         self._keys = settings.keys
         self._retention_ms = settings.response_retention_s * 1000
         self._bytes = settings.stored_response_bytes
+        self._tenant_bytes = settings.tenant_response_bytes or self._bytes // 2
         self._ask = dispatcher.ask
         self._letters = letters or DeadLetters()
         self._redis: Any = connect(settings, connections=2)
@@ -136,6 +136,6 @@ class ResponseStore:
 
     async def _run(self, response_id: str, tenant: str, value: bytes, kept_ms: int, only_new: bool = False) -> Kept:
         keys = [self._keys.response(response_id), self._keys.responses]
-        bounds = (self._bytes, int(self._bytes * TENANT_SHARE))
+        bounds = (self._bytes, self._tenant_bytes)
         arguments: list[Value] = [self._keys.response(""), tenant, response_id, value, kept_ms, *bounds, int(only_new)]
         return Kept(await self._script(keys, arguments))

@@ -7,6 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from services.gateway.delivery.response_store import Kept, ResponseStore, StoredResponse
+from services.gateway.gateway import Gateway
 from tests.integration.conftest import OTHER, TEXT
 from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess
@@ -185,3 +187,17 @@ def test_response_that_redis_does_not_take_is_answered(
         assert (made.output_text, made.store) == (TEXT, False)
     finally:
         redis_server.client.delete(index)
+
+
+@pytest.mark.parametrize(
+    ("tenant_bytes", "left"), [(0, ["resp_2", "resp_3"]), (3000, ["resp_3"]), (9000, ["resp_1", "resp_2", "resp_3"])]
+)
+async def test_bytes_of_a_tenant_are_a_setting(local_gateway: Gateway, tenant_bytes: int, left: list[str]) -> None:
+    bounds = {"stored_response_bytes": 10_000, "tenant_response_bytes": tenant_bytes}
+    store = ResponseStore(local_gateway.settings.model_copy(update=bounds), local_gateway.models.first.dispatcher)
+    names = ["resp_1", "resp_2", "resp_3"]
+    for name in names:
+        response = {"id": name, "status": "completed", "store": True, "output": []}
+        assert await store.keep(StoredResponse("a", response, [{"text": "x" * 1900}])) is Kept.NEW
+    assert [name for name in names if (await store.find(name, "a"))[0] is not None] == left
+    await store.close()
