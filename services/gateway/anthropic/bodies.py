@@ -293,6 +293,7 @@ def in_words_of_messages(error: ApiError, places: Sequence[int]) -> ApiError:
         (r"'stop\b", "'stop_sequences"),
         (r"response_format", "output_config.format"),
         (r"reasoning_effort", "output_config.effort"),
+        (r"(thinking_token_budget.*); leave it out", r"\1; send type adaptive"),  # type enabled needs a budget
         (r"thinking_token_budget", "thinking.budget_tokens"),
     ):
         error.message = re.sub(chat, ours, error.message)

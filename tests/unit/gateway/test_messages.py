@@ -164,6 +164,9 @@ def test_refusals_name_field_and_value(fields: dict[str, Any], words: str) -> No
 def test_errors_of_chat_are_told_in_the_names_of_this_api() -> None:
     error = invalid("x", "messages[2].content of tools[0].function.name, messages[0]: 'stop[3]', response_format")
     told = in_words_of_messages(error, [-1, 0, 4]).message
+    budget = invalid("x", "thinking_token_budget: the marks are not one token each; leave it out")
+    remedy = in_words_of_messages(budget, []).message
+    assert remedy == "thinking.budget_tokens: the marks are not one token each; send type adaptive"
     assert told == "messages[4].content of tools[0].name, system: 'stop_sequences[3]', output_config.format"
 
 
