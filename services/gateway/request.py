@@ -116,6 +116,7 @@ class GenerationSpec:
     keep: int = 0  # return the best `keep` of each prompt's n choices; 0 means all
     tools: ToolUse | None = None
     reasoning: str = ""  # where the prompt left the model (text/reasoning.py); empty: all text is content
+    hides_thinking: bool = False  # of /v1/messages: blocks of thinking have no text
     markers: list[str] = field(default_factory=list)  # the opening and the closing one of thinking; empty: the model's
     grammar_field: str = ""  # field of the body that brought the grammar of `sampling`
     prompt_tokens: int = 0  # counted from `prompts` unless given

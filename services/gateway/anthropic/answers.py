@@ -79,15 +79,16 @@ def _writable(value: Any) -> Any:
 
 
 class Blocks:
-    """The content blocks of a message while it comes."""
+    """The content blocks of a message while it comes. hides_thinking: those of thinking have no text."""
 
-    def __init__(self) -> None:
+    def __init__(self, hides_thinking: bool) -> None:
         self.all: list[Block] = []
+        self._hides_thinking = hides_thinking
 
     def add(self, delta: Delta) -> Iterator[tuple[Block, bool, str]]:
         """Take a delta; yield each piece with its block, and whether it begins the block."""
         if delta.reasoning:
-            yield self._piece("thinking", delta.reasoning)
+            yield self._piece("thinking", "" if self._hides_thinking else delta.reasoning)
         for part in delta.parts or [delta.text]:
             if isinstance(part, str):
                 if part:
@@ -139,7 +140,7 @@ def message(generation: Generation, content: list[dict[str, Any]]) -> dict[str, 
 
 async def whole_message(generation: Generation) -> dict[str, Any]:
     """Return the message, once the request has ended. Raise ApiError."""
-    blocks = Blocks()
+    blocks = Blocks(generation.spec.hides_thinking)
     while not generation.done:
         for delta in await generation.next():
             for _ in blocks.add(delta):
@@ -168,7 +169,7 @@ class MessageEvents:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._position = Position(list(generation.position.last), generation.position.usage)
-        self._blocks = Blocks()
+        self._blocks = Blocks(generation.spec.hides_thinking)
         self._signature = signature_of(generation.spec)
         generation.passed_over = self._pass_over
 

@@ -139,11 +139,11 @@ class InputToolChoice(Body):
 
 
 class Thinking(Body):
-    """`thinking`. It is returned as it is: summaries are not made."""
+    """`thinking`. It is returned as it is, or with display `omitted` without its text: summaries are not made."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=MIN_BUDGET, lt=1 << 31)
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(Body):

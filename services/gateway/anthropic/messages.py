@@ -89,6 +89,8 @@ async def _spec(model: ServedModel, body: MessagesBody, tenant: str) -> Generati
     """Raise ApiError in the words of this endpoint."""
     chat = chat_body(body)
     try:
-        return await chat_spec(chat, model.text, model.cluster.limits, ids.request_id(KIND), tenant)
+        spec = await chat_spec(chat, model.text, model.cluster.limits, ids.request_id(KIND), tenant)
     except ApiError as error:
         raise in_words_of_messages(error, places_of(body)) from None
+    spec.hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
+    return spec

@@ -19,7 +19,7 @@ from services.gateway.openai.bodies import ChatBody, parse_body
 from services.gateway.request import THINKING, GenerationSpec, ToolUse
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.generations import CUTS, EOS, generation, rows, spec
+from tests.support.generations import CUTS, EOS, generation, model, rows, spec
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}, **CACHED}
@@ -228,17 +228,36 @@ def test_events_add_up_to_the_message_however_tokens_came(cuts: list[int]) -> No
     assert delta["usage"]["output_tokens"] == len(tokens) and stop == {"type": "message_stop"}
 
 
-@given(CUTS, CUTS, st.data())
+@given(CUTS, CUTS, st.booleans(), st.data())
 @settings(max_examples=40, deadline=None)
-def test_stream_continues_behind_any_event_with_an_id(cuts: list[int], others: list[int], data: st.DataObject) -> None:
+def test_stream_continues_behind_any_event_with_an_id(
+    cuts: list[int], others: list[int], hides: bool, data: st.DataObject
+) -> None:
     tokens = [*token_ids(SAID), EOS]
-    events = told(request(), rows(tokens, cuts))
+    made = request(hides_thinking=hides)
+    stored = GenerationSpec.from_delivery(made.id, made.to_delivery(model().text.tail), "normal")
+    events = told(made, rows(tokens, cuts))
     # Events without an id belong to the next one that has one: a reader that leaves between drops them.
     stamped = [at for at, event in enumerate(events) if event.id != (events[at - 1].id if at else "")]
     at = data.draw(st.sampled_from(stamped))
-    joined = [*events[: at + 1], *told(request(), rows(tokens, others), had=events[at].id)]
+    joined = [*events[: at + 1], *told(stored, rows(tokens, others), had=events[at].id)]
     assert sse.message_blocks(joined) == sse.message_blocks(events)
     assert json.loads(joined[-2].data)["delta"] == json.loads(events[-2].data)["delta"]
+
+
+async def test_thinking_with_display_omitted_has_no_text() -> None:
+    display = chat(thinking={"type": "adaptive", "display": "omitted"})
+    assert display.chat_template_kwargs == {"enable_thinking": True, "thinking": True}
+    tokens = [*token_ids(SAID), EOS]
+    events = told(request(hides_thinking=True), [[token] for token in tokens])
+    kinds = [event.json["delta"]["type"] for event in events if event.kind == "content_block_delta"]
+    assert "thinking_delta" not in kinds and kinds[0] == "signature_delta"
+    assert sse.message_blocks(events)[0] == {"type": "thinking"}
+    running, stream, _ = generation(request(hides_thinking=True))
+    stream.offer(Row(0, tokens, Finish.STOP), 0)
+    body = await whole_message(running)
+    assert body["content"][0] == {"type": "thinking", "thinking": "", "signature": body["content"][0]["signature"]}
+    assert body["content"][1]["text"] == "Ah." and body["usage"]["output_tokens_details"]["thinking_tokens"] > 0
 
 
 @pytest.mark.parametrize(

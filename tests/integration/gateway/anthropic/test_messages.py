@@ -82,6 +82,12 @@ def test_message_has_thinking_text_and_calls(claude: GatewayProcess) -> None:
     assert claude.get(f"/v1/requests/{body['id']}").json()["result"] == body
 
 
+def test_omitted_thinking_stays_so_in_the_record(claude: GatewayProcess) -> None:
+    body = post(claude, thinking={"type": "adaptive", "display": "omitted"}).json()
+    assert bare(body["content"]) == [{"type": "thinking", "thinking": ""}, *CONTENT[1:]]
+    assert claude.get(f"/v1/requests/{body['id']}").json()["result"] == body
+
+
 def test_usage_parts_the_cached_tokens_of_the_prompt(led: tuple[GatewayProcess, ScriptedScheduler]) -> None:
     gateway, scheduler = led
     with gateway.stream(BODY, "/v1/messages") as answer:
