@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from tests.support.waiting import until
 
 STREAMS = 6
 LONG = 1500  # tokens; the reference says what the first 64 are
+FLOWING = 4  # events
 SECRET = "resume-secret-one"
 MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 4096, "seed": 20261201}
 
@@ -132,3 +134,37 @@ def test_from_every_event_the_rest_is_told_once(stack: Stack, reference: Referen
         assert (part.text, part.ids, part.reasons) == (whole.text, whole.ids, whole.reasons), ends[-1][0]
         assert (part.usages, part.done) == (whole.usages, 1)
     assert len({last for last, _ in ends}) == len(ends) >= 4 * 3
+
+
+def test_stream_of_messages_goes_on_whatever_dies(stack: Stack, other: GatewayProcess) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    asked = {"model": stack.name, "messages": messages, "max_tokens": LONG, "temperature": 1, "seed": 7}
+    asked |= {"ignore_eos": True}
+    url = f"{stack.url}/v1/messages"
+    whole = httpx.post(url, json=asked, headers=headers(), timeout=120).json()
+    events: list[sse.Event] = []
+    flow = httpx.stream("POST", url, json=asked | {"stream": True}, headers=headers(), timeout=120)
+    with contextlib.suppress(httpx.TransportError), flow as answer:
+        for event in sse.events(answer.iter_lines()):
+            events.append(event)
+            if len(events) == FLOWING:
+                stack.kill("gateway")
+    while events[-1].id == events[-2].id:  # it belongs to an event that did not come
+        events.pop()
+    address = f"{other.url}/v1/requests/{events[0].json['message']['id']}"
+    assert httpx.get(address, headers=headers(), timeout=60).json()["status"] != "finished"
+    with httpx.stream("GET", f"{address}/stream", headers=headers(events[-1].id), timeout=120) as answer:
+        for count, event in enumerate(sse.events(answer.iter_lines())):
+            events.append(event)
+            if count == FLOWING:
+                for service in ("worker", "scheduler"):
+                    stack.kill(service)
+                    stack.start(service)
+    assert sse.message_blocks(events) == whole["content"]
+    kinds = [event.kind for event in events if event.kind not in ("content_block_delta", "ping")]
+    assert kinds == ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
+    assert events[-2].json["delta"]["stop_reason"] == whole["stop_reason"] == "max_tokens"
+    assert events[-2].json["usage"]["output_tokens"] == LONG
+    stack.start("gateway")
+    until("the stack is ready", stack.ready, 60)
+    stack.settled_empty()
