@@ -37,8 +37,8 @@ HEAD = """# Bad input
 
 What was sent to a gateway and what came back: {rows} rows. The model of the test is `tiny`, with 512 tokens of context
 and a vocabulary of 362; `model` is not shown in the bodies. Bodies are at most 200,000 bytes there; the other limits
-are those of the [API](api.md#limits). The page is written by the test that checks it,
-`python -m tests.support.docs.bad_input`.
+are those of the [API](api.md#limits). Errors of Messages have a type in place of the code. The page is written by the
+test that checks it, `python -m tests.support.docs.bad_input`.
 """
 MOST_SHOWN = 36
 
@@ -87,7 +87,8 @@ class Asked:
         if got.status_code == 400 and error.get("type", "invalid_request_error") != "invalid_request_error":
             raise AssertionError(f"{text_of(sent)}: the error has the type {error['type']}")
         message = re.sub(r"\b(cmpl|chatcmpl)-[0-9a-f]{30}\b", r"\1-...", error["message"])  # drawn anew each time
-        return Answer(str(got.status_code), error.get("code") or "", error.get("param") or "", message)
+        code = error.get("code", error.get("type"))  # Anthropic's API has no codes
+        return Answer(str(got.status_code), code or "", error.get("param") or "", message)
 
     def _say(self, raw: bytes) -> httpx.Response:
         """What comes back to a client that says so much and then waits."""
@@ -192,7 +193,7 @@ def answers(directory: Path) -> Iterator[tuple[Asked, list[Answer], list[Answer]
     settings = {
         "api_key": USER, "max_body_bytes": MOST_BODY, "grpc_port": grpc_port,
         "tool_parser": "hermes", "read_timeout_s": 3, "max_queued_tokens": 1_000_000,
-        "max_queued_bytes": 10_000_000,
+        "max_queued_bytes": 10_000_000, "files_dir": directory / "files",
     }  # fmt: skip
     with RedisServer(directory / "redis") as redis, running_gateway(directory, model, redis, **settings) as gateway:
         asked = Asked(gateway, redis, grpc_port)

@@ -5,6 +5,7 @@ What comes back is not written here: `python -m tests.support.docs.bad_input` as
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,28 @@ def chat(note: str = "", **body: Any) -> Sent:
 
 def responses(note: str = "", **body: Any) -> Sent:
     return Sent("/v1/responses", {"input": "x", **body}, note=note)
+
+
+def messages(note: str = "", path: str = "", **body: Any) -> Sent:
+    given = {"messages": CHAT} | ({} if path else {"max_tokens": 9})
+    return Sent(f"/v1/messages{path}", given | body, note=note)
+
+
+def blocks(role: str, *content: dict[str, Any]) -> Sent:
+    return messages(messages=[{"role": role, "content": list(content)}])
+
+
+def upload(note: str, *parts: tuple[str, str]) -> Sent:
+    """Return an upload of parts (what stands behind `form-data; `, content)."""
+    text = "".join(f"--x\r\nContent-Disposition: form-data; {head}\r\n\r\n{content}\r\n" for head, content in parts)
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    return Sent("/v1/files", f"{text}--x--\r\n".encode(), headers=headers, note=note)
+
+
+def batches(**body: Any) -> Sent:
+    """Return an order of a batch, which has no model."""
+    written = json.dumps({"endpoint": "/v1/completions", "completion_window": "24h"} | body)
+    return Sent("/v1/batches", written.encode(), note=f"`{written}`")
 
 
 def _with_messages(*messages: dict[str, Any]) -> Sent:
@@ -281,6 +304,78 @@ RESPONSES = [
     Sent("/v1/responses/resp_none", method="GET"),
     Sent("/v1/responses/resp_none/cancel"),
 ]
+_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+_THINKS = {"type": "enabled", "budget_tokens": 1024}
+MESSAGES = [
+    Sent("/v1/messages", {"messages": CHAT}),
+    messages(max_tokens=0),
+    messages(max_tokens=600),
+    messages(messages=[]),
+    messages(messages=[{"role": "king", "content": "x"}]),
+    messages(messages=[{"role": "user", "content": "x " * 600}]),
+    messages(system=[{"type": "image"}]),
+    messages(temperature=1.1),
+    messages(top_k=-1),
+    messages(stop_sequences=["a"] * 17),
+    messages(stop_sequences=[""]),
+    messages(max_token=3),
+    messages(thinking={"type": "enabled"}),
+    messages(thinking=_THINKS | {"budget_tokens": 1023}),
+    messages(thinking=_THINKS),
+    messages(thinking={"type": "adaptive"}, tools=[_TOOL], tool_choice={"type": "any"}),
+    messages(output_config={"effort": "huge"}),
+    messages(output_config={"format": {"type": "json_schema", "schema": {"type": "foo"}}}),
+    messages(tools=[{"name": "a b", "input_schema": {}}]),
+    messages(tools=[{"type": "web_search_20250305", "name": "web_search"}]),
+    messages(tools=[_TOOL], tool_choice={"type": "tool"}),
+    messages(tools=[_TOOL], tool_choice={"type": "tool", "name": "g"}),
+    messages(tool_choice={"type": "any"}),
+    messages(mcp_servers=[{}]),
+    messages(container="c"),
+    messages(thread={"type": "create"}),
+    messages(priority="urgent"),
+    messages(model="gpt-4"),
+    blocks("user", {"type": "image", "source": {}}),
+    blocks("user", {"type": "thinking", "thinking": "x"}),
+    blocks("assistant", {"type": "redacted_thinking", "data": "x"}),
+    blocks("assistant", {"type": "tool_use", "id": "t", "name": "f", "input": {}}),
+    blocks("user", {"type": "tool_result", "content": "4"}),
+    messages(path="/count_tokens", messages=[]),
+    messages(path="/count_tokens", max_tokens=9),
+    Sent("/v1/messages", b"{", note="the body `{`"),
+    Sent("/v1/messages", {}, key="", note="no key"),
+    Sent("/v1/messages", method="GET"),
+    Sent("/v1/messages/batches", {}),
+]
+_FILE, _PURPOSE = ('name="file"; filename="a"', "{}"), ('name="purpose"', "batch")
+FILES = [
+    upload("no `file`", _PURPOSE),
+    upload("no `purpose`", _FILE),
+    upload("the purpose `fine-tune`", _FILE, ('name="purpose"', "fine-tune")),
+    upload("two files", _FILE, _FILE, _PURPOSE),
+    upload("a field `colour`", _FILE, _PURPOSE, ('name="colour"', "red")),
+    upload(
+        "`expires_after` of 60 s", _FILE, _PURPOSE, ('name="expires_after[anchor]"', "created_at"),
+        ('name="expires_after[seconds]"', "60"),
+    ),
+    Sent("/v1/files", {}, note="a body of JSON"),
+    Sent("/v1/files", b"x", headers={"Content-Type": "multipart/form-data; boundary=x"}, note="no part"),
+    Sent("/v1/files?limit=0", method="GET"),
+    Sent("/v1/files/file-none", method="GET"),
+    Sent("/v1/files/file-none", method="DELETE"),
+    Sent("/v1/files/file-none/content", method="GET"),
+    batches(),
+    batches(input_file_id="file-none"),
+    batches(input_file_id="file-none", endpoint="/v1/messages"),
+    batches(input_file_id="file-none", completion_window="90m"),
+    batches(input_file_id="file-none", completion_window="721h"),
+    batches(input_file_id="file-none", output_expires_after={"anchor": "created_at", "seconds": 60}),
+    batches(input_file_id="file-none", metadata={"a": 1}),
+    Sent("/v1/batches?limit=101", method="GET"),
+    Sent("/v1/batches?after=x", method="GET"),
+    Sent("/v1/batches/batch_none", method="GET"),
+    Sent("/v1/batches/batch_none/cancel"),
+]  # fmt: skip
 TOKENS = [
     Sent("/tokenize", {}),
     Sent("/tokenize", {"prompt": "x", "messages": CHAT}),
@@ -378,6 +473,8 @@ SECTIONS: dict[str, list[Sent]] = {
     "More fields of chat": CHAT_FIELDS,
     "Tools and structured output": BOUND_OUTPUT,
     "Responses": RESPONSES,
+    "Messages": MESSAGES,
+    "Files and batches": FILES,
     "Tokens": TOKENS,
     "Bodies, headers, methods and paths": BODIES,
     "Keys, limits and requests by id": KEYS_AND_IDS,

@@ -1,4 +1,4 @@
-"""docs/bad-input.md has what a gateway answers to almost three hundred bad requests, word for word."""
+"""docs/bad-input.md has what a gateway answers to more than three hundred bad requests, word for word."""
 
 from __future__ import annotations
 
