@@ -183,8 +183,8 @@ class CountBody(Body):
     context_management: dict[str, Any] | None = None
     speed: Literal["standard"] | None = None
 
-    # Known to Anthropic: accepted only where they ask for nothing
-    mcp_servers: list[Any] | None = Field(None, max_length=0)
+    # Known to Anthropic: accepted only where they ask for nothing (openai/bodies.UNSUPPORTED)
+    mcp_servers: Any = None
 
 
 class MessagesBody(CountBody, ScheduledBody):
@@ -200,7 +200,7 @@ class MessagesBody(CountBody, ScheduledBody):
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: Annotated[str, StringConstraints(max_length=64)] | None = None
     diagnostics: dict[str, Any] | None = None
-    container: None = None
+    container: Any = None
     thread: dict[str, Any] | None = None
 
     # Not of Anthropic

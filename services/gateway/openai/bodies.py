@@ -508,6 +508,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "moderation": (),
     "prompt_cache_options": (),
+    "mcp_servers": ([],),
+    "container": (),
 }
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
