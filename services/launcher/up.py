@@ -308,11 +308,8 @@ def greeting(gateway: GatewaySettings, others: Sequence[str] = (), needs_key: bo
     others: further models at the address. needs_key: also where no setting asks for one.
     """
     url = api_url(gateway)
-    request: dict[str, Any] = {"model": gateway.served_model_name, "max_tokens": 64, "temperature": 0}
-    if gateway.model == DEMO_MODEL:
-        endpoint, request["messages"] = "chat/completions", [{"role": "user", "content": DEMO_PROMPT}]
-    else:
-        endpoint, request["prompt"] = "completions", "The capital of France is"  # not every model has a chat template
+    endpoint, fields = first_request(gateway.model)
+    request = {"model": gateway.served_model_name, **fields}
     curl = f"curl {url}/v1/{endpoint} -H 'Content-Type: application/json'"
     if gateway.api_key is None and gateway.api_key_file is not None:
         curl += f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(str(gateway.api_key_file))})"'
@@ -323,8 +320,22 @@ def greeting(gateway: GatewaySettings, others: Sequence[str] = (), needs_key: bo
         lines.append(
             "The demo model is a toy of 4 million parameters that shows the system; MODEL=ORG/NAME serves another"
         )
-    lines.append(f"chat: {url}/   live page: {ops_url(gateway)}/dashboard   state: {own_command()} status")
+    chat = "" if endpoint in ("embeddings", "rerank") else f"chat: {url}/   "
+    lines.append(f"{chat}live page: {ops_url(gateway)}/dashboard   state: {own_command()} status")
     return [*lines, f"{curl} -d {shlex.quote(json.dumps(request))}"]
+
+
+def first_request(model: Path) -> tuple[str, dict[str, Any]]:
+    """Return an endpoint that a model is for, and fields of a request to it."""
+    generated = {"max_tokens": 64, "temperature": 0}
+    if model == DEMO_MODEL:
+        return "chat/completions", generated | {"messages": [{"role": "user", "content": DEMO_PROMPT}]}
+    family = load_config(model).family
+    if not family.is_encoder:  # not every model has a chat template
+        return "completions", generated | {"prompt": "The capital of France is"}
+    if not family.scores:
+        return "embeddings", {"input": "The capital of France is Paris."}
+    return "rerank", {"query": "What is the capital of France?", "documents": ["Paris.", "A river."]}
 
 
 def own_command() -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import BertConfig, LlamaConfig
 
 from services.launcher import up
 from shared.settings import DEMO_MODEL, GatewaySettings
@@ -42,3 +45,23 @@ def test_greeting_names_addresses_and_a_line_to_send(checkout: Path) -> None:
     assert "Authorization" not in lines[3]
     lines = up.greeting(GatewaySettings(model=DEMO_MODEL), needs_key=True)
     assert '-H "Authorization: Bearer $ORCINUS_API_KEY"' in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "endpoint", "field"),
+    [
+        ("LlamaForCausalLM", "completions", "prompt"),
+        ("BertModel", "embeddings", "input"),
+        ("BertForSequenceClassification", "rerank", "documents"),
+    ],
+)
+def test_line_to_send_is_one_that_the_model_is_for(
+    tmp_path: Path, architecture: str, endpoint: str, field: str
+) -> None:
+    config = BertConfig() if "Bert" in architecture else LlamaConfig()
+    config.architectures, config.num_labels = [architecture], 1
+    config.save_pretrained(tmp_path)
+    *_, addresses, line = up.greeting(GatewaySettings(model=tmp_path))
+    assert f"/v1/{endpoint} " in line
+    assert json.loads(shlex.split(line)[-1]).keys() - {"max_tokens", "temperature"} >= {"model", field}
+    assert ("max_tokens" in line) == addresses.startswith("chat: ") == (endpoint == "completions")
