@@ -18,6 +18,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from shared.security import api_keys
+from shared.security.api_keys import KeyRecord
 from tests.support.checkpoints.encoders import EncoderReference, make_encoder
 from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.stack import Stack, running_stack
@@ -243,6 +245,31 @@ def test_wrong_fields_of_pairs_are_refused_by_name(
     _, found, message = refused(cross_encoder[0], f"/v1/{path}", body)
     assert found == param
     assert problem in message
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "x"}),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+        ("/v1/score", {"text_1": "x", "text_2": "y"}),
+    ],
+)
+def test_pooled_request_counts_for_the_limits_of_a_key(
+    judge: tuple[Stack, Reference], path: str, body: dict[str, Any]
+) -> None:
+    stack, _ = judge
+    key_id, text = api_keys.new_key()
+    record = KeyRecord(key_id, api_keys.digest(text).hex(), key_id, key_id, requests_per_minute=1)
+    stack.redis.client.hset(stack.keys.api_keys, key_id, record.encode())
+    stack.redis.client.incr(stack.keys.keys_version)
+    headers = {"X-Api-Key": text}
+    until("the gateway knows the key", lambda: httpx.get(f"{stack.url}/v1/models", headers=headers).is_success)
+    first, second = (
+        httpx.post(stack.url + path, json=body | {"model": stack.name}, headers=headers, timeout=60) for _ in range(2)
+    )
+    assert (first.status_code, second.status_code) == (200, 429), second.text
+    assert int(second.headers["retry-after"]) >= 1
 
 
 # Vectors of a decoder

@@ -12,6 +12,8 @@ import pytest
 from openai.types import Batch
 
 from shared.batch_lines import URLS
+from shared.security import api_keys
+from shared.security.api_keys import KeyRecord
 from tests.integration.conftest import KEY, OTHER, TEXT
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
@@ -249,3 +251,41 @@ def test_responses_are_lines_as_well(client: openai.OpenAI, gateway: GatewayProc
     [row] = rows(client, batch.output_file_id)
     stored = client.responses.retrieve(row["response"]["request_id"])
     assert (stored.output_text, row["response"]["body"]["id"]) == (TEXT, stored.id)
+
+
+@pytest.fixture
+def scarce(gateway: GatewayProcess, redis_server: RedisServer) -> str:
+    """A key that may send one request a minute, and that the gateway knows."""
+    key_id, text = api_keys.new_key()
+    record = KeyRecord(key_id, api_keys.digest(text).hex(), key_id, key_id, requests_per_minute=1)
+    redis_server.client.hset(gateway.keys.api_keys, key_id, record.encode())
+    redis_server.client.incr(gateway.keys.keys_version)
+    until("the gateway knows the key", lambda: gateway.get("/v1/models", key=text).status_code == 200)
+    return text
+
+
+SAID = [{"role": "user", "content": "x"}]
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"}, CHAT: {"messages": SAID}, "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": SAID, "max_tokens": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [*ASKED, "/v1/batches"])
+def test_request_of_each_endpoint_counts_for_the_limits_of_a_key(
+    client: openai.OpenAI, gateway: GatewayProcess, answers: None, scarce: str, path: str
+) -> None:
+    if path in ASKED:
+        assert gateway.post(path, ASKED[path], key=scarce).status_code == 200
+    else:
+        own = client.with_options(api_key=scarce)
+        batch = begin(own, [line(name, gateway.name, max_tokens=3) for name in "ab"])
+        until("a line is counted", lambda: completed(own, batch) == 1)
+    for other, body in ASKED.items():
+        refused = gateway.post(other, body, key=scarce)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1, other
+        assert "1 requests a minute" in refused.json()["error"]["message"]
+    if path not in ASKED:
+        assert completed(own, batch) == 1
+        own.batches.cancel(batch.id)
+        ended(own, batch)
