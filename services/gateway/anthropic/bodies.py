@@ -30,10 +30,9 @@ from services.gateway.openai.bodies import (
     ToolName,
     parse_body,
 )
+from services.gateway.openai.chat import without_billing
 
 CacheControl = dict[str, Any] | None
-BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
-"""The line at the head of a system prompt that Claude Code changes with each request."""
 MIN_BUDGET = 1024
 
 
@@ -338,9 +337,7 @@ def _messages(body: CountBody) -> tuple[list[dict[str, Any]], list[int]]:
     groups: list[list[dict[str, Any]]] = []
     places: list[int] = []
     system = _joined(body.system or "")
-    if billing := BILLING.match(system):
-        system = system[billing.end() :]
-    if system:
+    if without_billing(system):
         groups.append([{"role": "system", "content": system}])
         places.append(-1)
     for index, message in enumerate(body.messages):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -164,9 +165,22 @@ def _continued(body: ChatBody) -> str:
     return str(content) if content.strip() else ""
 
 
-def plain_messages(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:
+BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
+"""The line at the head of a system prompt that Claude Code changes with each request."""
+
+
+def without_billing(system: str) -> str:
+    """Return a system prompt without BILLING, behind which the prefix cache would have nothing."""
+    found = BILLING.match(system)
+    return system if found is None else system[found.end() :]
+
+
+def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages in the form of chat templates. Raise ApiError(400)."""
-    return [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    if plain and plain[0]["role"] == "system":
+        plain[0]["content"] = without_billing(plain[0]["content"])
+    return plain
 
 
 def _plain(name: str, message: ChatMessage) -> dict[str, Any]:

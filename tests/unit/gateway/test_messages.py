@@ -16,6 +16,7 @@ from services.gateway.anthropic.bodies import MessagesBody, chat_body, in_words_
 from services.gateway.delivery.stream import Finish, Row
 from services.gateway.errors import ApiError, invalid
 from services.gateway.openai.bodies import ChatBody, parse_body
+from services.gateway.openai.chat import plain_messages
 from services.gateway.request import THINKING, GenerationSpec, ToolUse
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import token_ids
@@ -104,8 +105,15 @@ def test_last_message_of_the_assistant_is_continued() -> None:
     ],
 )
 def test_billing_line_at_the_head_of_the_system_prompt_is_dropped(system: Any, wanted: str | None) -> None:
-    found = chat(system=system).messages
-    assert (found[0].content if found[0].role == "system" else None) == wanted
+    found = plain_messages(chat(system=system).messages)
+    assert (found[0]["content"] if found[0]["role"] == "system" else None) == wanted
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_billing_line_in_a_chat_does_not_reach_the_prompt(role: str) -> None:
+    turns = [{"role": role, "content": f"{BILLING}\nYou"}, {"role": "user", "content": BILLING}]
+    body = parse_body(orjson.dumps({"model": "m", "messages": turns}), ChatBody)
+    assert [message["content"] for message in plain_messages(body.messages)] == ["You", BILLING]
 
 
 def test_thinking_choice_and_format_become_those_of_chat() -> None:
