@@ -1,0 +1,73 @@
+"""A budget of thinking on a whole stack: the closing mark comes behind so many tokens, whichever worker computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.stack.test_retrieval import write_judge
+from tests.support import sse
+from tests.support.stack import Stack, running_stack
+from tests.unit.gateway.text.test_reasoning import OPENS
+
+BUDGET, LONG = 400, 800
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 1, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A model with random weights, whose template opens the block of thinking and whose marks are tokens."""
+    reference = write_judge(tmp_path_factory.mktemp("thinker"))
+    path = reference.path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": OPENS}))
+    with running_stack(tmp_path_factory.mktemp("stack"), reference.path, dtype="float32") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def asked(stack: Stack) -> dict[str, Any]:
+    """A request whose answer neither ends nor closes its thinking by itself."""
+    ends = stack.post("/tokenize", {"prompt": "</think>"}).json()["tokens"]
+    ends.append(257)  # eos_token_id of `write_judge`
+    return ASKED | {"model": stack.name, "logit_bias": {str(token): -100 for token in ends}}
+
+
+def answered(stack: Stack, **body: Any) -> tuple[str, str, int]:
+    """Return thinking, content and the tokens of the thinking."""
+    answer = stack.post("/v1/chat/completions", body).json()
+    message = answer["choices"][0]["message"]
+    thought = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    return message["reasoning_content"], message["content"] or "", thought
+
+
+@pytest.mark.parametrize("budget", [1, 7])
+def test_thinking_has_at_most_its_budget(stack: Stack, asked: dict[str, Any], budget: int) -> None:
+    free = answered(stack, **asked, max_tokens=20)
+    assert free[1:] == ("", 20)
+    thinking, content, thought = answered(stack, **asked, max_tokens=20, thinking_token_budget=budget)
+    assert thought == budget + 1, "with the closing mark"
+    assert free[0].startswith(thinking.rstrip("\ufffd")) and content
+
+
+def test_another_worker_keeps_the_budget(stack: Stack, asked: dict[str, Any]) -> None:
+    body = asked | {"max_tokens": LONG, "thinking_token_budget": BUDGET}
+    whole = answered(stack, **body)
+    assert whole[2] == BUDGET + 1
+    thinking, content, count = "", "", 0
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{stack.url}/v1/chat/completions", json=body | options, timeout=120) as answer:
+        for count, event in enumerate(sse.objects(answer.iter_lines())):
+            for choice in event["choices"]:
+                thinking += choice["delta"].get("reasoning_content") or ""
+                content += choice["delta"].get("content") or ""
+            if count == 5:
+                assert not content, "it still thinks"
+                stack.kill("worker")
+                stack.start("worker")
+            usage = event.get("usage")
+    assert (thinking, content, usage["completion_tokens_details"]["reasoning_tokens"]) == whole
+    stack.settled_empty()
