@@ -150,6 +150,9 @@ def test_thinking_whole_and_streamed(client: anthropic.Anthropic, server: Any, t
         thought = "".join(event.thinking for event in stream if event.type == "thinking")
         (streamed,) = stream.get_final_message().content
     assert (streamed.type, streamed.thinking, thought) == ("thinking", block.thinking, block.thinking)
+    with client.messages.stream(**arguments, thinking={"type": "adaptive", "display": "omitted"}) as stream:
+        (hidden,) = stream.get_final_message().content
+    assert (hidden.type, hidden.thinking, bool(hidden.signature)) == ("thinking", "", True)
 
 
 class Answer(pydantic.BaseModel):
