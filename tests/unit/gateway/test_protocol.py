@@ -109,7 +109,7 @@ def test_what_a_request_held_is_gone_with_it(without_collector: None) -> None:
 
     async def run() -> None:
         transport = Transport()
-        connection = connected(transport, RequestContext(keeps, Metrics("m")))
+        connection = connected(transport, RequestContext(keeps, Metrics("m"), pages=["/health/live"]))
         for _ in range(2):
             transport.written = b""
             connection.data_received(HEAD)
