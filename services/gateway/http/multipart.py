@@ -12,6 +12,8 @@ MAX_HEAD_BYTES = 4096
 MAX_PARTS = 32
 MAX_BOUNDARY = 70
 """Characters, as RFC 2046 has it."""
+MAX_TYPE_BYTES = 512
+"""Of a Content-Type: the library's time grows with the square of its length."""
 
 
 class Part(NamedTuple):
@@ -23,12 +25,18 @@ class Part(NamedTuple):
 
 def boundary_of(content_type: str) -> bytes:
     """Return the boundary that a Content-Type names. Raise ApiError(400, 415)."""
+    if len(content_type) > MAX_TYPE_BYTES:
+        text = f"content-type may have {MAX_TYPE_BYTES} characters; got {len(content_type)}; send a boundary alone"
+        raise ApiError(415, text, code="unsupported_media_type")
     message = Message()
     message["content-type"] = content_type
     if message.get_content_type() != "multipart/form-data":
         text = f"content-type must be multipart/form-data; got {content_type[:80]!r}"
         raise ApiError(415, text, code="unsupported_media_type")
-    boundary = message.get_boundary() or ""
+    try:
+        boundary = message.get_boundary() or ""
+    except ValueError:  # in the form of RFC 2231, with an encoding that decodes nothing
+        raise _broken(f"the boundary of {content_type[:80]!r} cannot be read; send it as boundary=TEXT") from None
     if not 0 < len(boundary) <= MAX_BOUNDARY or not boundary.isascii():
         raise _broken(f"a boundary of 1 to {MAX_BOUNDARY} ASCII characters is needed; got {boundary[:80]!r}")
     return boundary.encode()
@@ -103,10 +111,13 @@ def _part(head: bytes) -> Part:
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition":
             message["content-disposition"] = value.strip()
-    given = message.get_param("name", header="content-disposition")
+    try:
+        given, filename = message.get_param("name", header="content-disposition"), message.get_filename()
+    except ValueError:  # as of a boundary
+        raise _broken(f"the filename of {head[:80]!r} cannot be read; send it as filename=TEXT in UTF-8") from None
     if not isinstance(given, str) or message.get_content_disposition() != "form-data":
         raise _broken("a part has no name; send Content-Disposition: form-data; name=...")
-    return Part(given, message.get_filename())
+    return Part(given, filename)
 
 
 def _broken(problem: str) -> ApiError:

@@ -62,8 +62,10 @@ def test_body_that_was_cut_is_not_whole() -> None:
         (b"--x-1\r\nContent-Disposition: attachment; name=a\r\n\r\n", "no name"),
         (b"--x-1\r\n" + b"a" * (MAX_HEAD_BYTES + 1), "more than"),
         (body([b""] * (MAX_PARTS + 1)), "more than"),
+        (b"--x-1\r\nContent-Disposition: form-data; name=a; filename*=idna''%ff\r\n\r\n", "filename=TEXT"),
+        (b"--x-1\r\nContent-Disposition: form-data; name=a; filename*=\0''b\r\n\r\n", "filename=TEXT"),
     ],
-    ids=["no line end", "no head", "another disposition", "long head", "many parts"],
+    ids=["no line end", "no head", "another disposition", "long head", "many parts", "no encoding", "NUL"],
 )
 def test_body_that_is_no_form_is_refused(content: bytes, problem: str) -> None:
     with pytest.raises(ApiError, match=problem) as raised:
@@ -75,7 +77,8 @@ def test_body_that_is_no_form_is_refused(content: bytes, problem: str) -> None:
     ("content_type", "status"),
     [
         ("application/json", 415), ("", 415), ("multipart/form-data", 400), ("multipart/mixed; boundary=a", 415),
-        (f"multipart/form-data; boundary={'a' * 71}", 400),
+        (f"multipart/form-data; boundary={'a' * 71}", 400), ("multipart/form-data; boundary*=idna''%ff", 400),
+        ('multipart/form-data; boundary=a; "' + 500 * ";", 415),
     ],
 )  # fmt: skip
 def test_content_type_without_a_boundary_is_refused(content_type: str, status: int) -> None:
