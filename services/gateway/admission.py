@@ -197,8 +197,8 @@ class Bounds:
         """
         share = min(1.0, (held + size - most) / held)
         text = (
-            f"{where}: requests that have not ended and log-probabilities of prompts hold {held} of at most {most} "
-            f"bytes in Redis; {RETRY}, or send smaller schemas and prompts"
+            f"{where}: requests that have not ended, and log-probabilities, vectors and long texts of late, "
+            f"hold {held} of at most {most} bytes in Redis; {RETRY}, or send smaller requests"
         )
         if expires_ms:
             return ApiError(429, text, code=code, headers={"Retry-After": str(math.ceil(expires_ms / 1000))})

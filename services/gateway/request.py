@@ -44,8 +44,8 @@ VECTOR, SCORE = 1, 2
 """What is pooled of a prompt (worker.proto, Enter.pooling)."""
 MAX_CHOICES = 65_536
 """Choices of a stored request: more than any gateway allows (--max-choices)."""
-KEPT_KEY_BYTES = 256
-"""What Redis needs for a key beside its value, about."""
+KEPT_KEY_BYTES = 512
+"""What Redis needs for a record of log-probabilities beside its value, about: its key, and that of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +149,10 @@ class GenerationSpec:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes that log-probabilities of the prompts take in Redis, until minutes after the end."""
-        size = prompt_record_bytes(self.prompt_wanted)
-        return sum(KEPT_KEY_BYTES + size * len(prompt) for prompt in self.prompts) if size else 0
+        """Return the bytes that log-probabilities and vectors may take in Redis, until minutes after the end."""
+        of_prompt, of_token = prompt_record_bytes(self.prompt_wanted), self.record_bytes
+        prompts = sum(KEPT_KEY_BYTES + of_prompt * len(prompt) for prompt in self.prompts) if of_prompt else 0
+        return prompts + (self.choices * (KEPT_KEY_BYTES + of_token * self.max_tokens) if of_token else 0)
 
     @property
     def choices(self) -> int:

@@ -18,6 +18,7 @@
 local queue, ttl, gateway, share = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local PER_KEYS, PER_ARGV = 4, 17
 local KEPT_MS = 300000  -- the lifetime of what is read behind the end of a request
+local LONG_DELIVERY = 8192  -- bytes from which a delivery is counted behind the end, such as one with texts to echo
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local memory_used, memory_most, kept_rows
@@ -119,7 +120,8 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   end
 
   if prompts ~= '' then redis.call('SET', prompt, prompts, 'PX', ttl) end
-  local entry = add_entry(queue, stream, request, tenant, bytes, kept_bytes)
+  local kept = kept_bytes + (#delivery > LONG_DELIVERY and #delivery or 0)
+  local entry = add_entry(queue, stream, request, tenant, bytes, kept)
   redis.call('HSET', req, 'state', 'queued', 'tenant', tenant, 'gateway', gateway, 'class', class,
     'tokens', tokens, 'enqueued_ms', now, 'attempts', 0, 'stream', stream, 'entry', entry, 'delivery', delivery)
   if background ~= '' then

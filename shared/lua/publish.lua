@@ -16,6 +16,7 @@ local prefix, group, live, kept = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local give_up = ARGV[7] == '1'
+local KEY_BYTES = 512  -- about what Redis needs for a record beside its value
 local short = {}
 local at = 7
 local function arg()
@@ -78,6 +79,8 @@ local function ending(record, choice, finish, length)
   return finish, length
 end
 
+local kept_behind = {}  -- requests that ended here with bytes that stay
+
 -- Ends a request. A record that lacks tokens is reported instead, or ends as an error.
 local function finish_request(id, stream, entry, given, prompt, lengths, failure)
   local key = prefix .. 'req:' .. id
@@ -113,7 +116,7 @@ local function finish_request(id, stream, entry, given, prompt, lengths, failure
   local tenant, _, kept_bytes = delete_entry(KEYS[2], stream, group, entry)
   redis.call('DEL', prefix .. 'prompt:' .. id)
   if not unfinished then return end
-  if record[2] and kept_bytes > 0 then count_kept(KEYS[2], tenant, kept_bytes) end
+  if kept_bytes > 0 then kept_behind[#kept_behind + 1] = {id, #counts, tenant, kept_bytes} end
   if not record[2] then leave_queue(KEYS[2], record[3], record[4], record[7]) end
   local bucket = record[5] or ''
   if string.find(bucket, '^orcinus:{[^}]*}:bucket:') and redis.call('EXISTS', bucket) == 1 then
@@ -152,5 +155,18 @@ for _ = 1, tonumber(arg()) do
 end
 for _ = 1, tonumber(arg() or 0) do
   write_records('prompt_logprobs:')
+end
+
+-- A request that ended early has less than what was counted for the longest output.
+for _, row in ipairs(kept_behind) do
+  local id, choices, tenant, bytes = row[1], row[2], row[3], row[4]
+  local have = #(redis.call('HGET', prefix .. 'req:' .. id, 'delivery') or '')
+  for choice = 0, choices - 1 do
+    for _, name in ipairs({'logprobs:', 'prompt_logprobs:'}) do
+      local size = redis.pcall('STRLEN', prefix .. name .. id .. ':' .. choice)
+      if type(size) == 'number' and size > 0 then have = have + size + KEY_BYTES end
+    end
+  end
+  if have > 0 then count_kept(KEYS[2], tenant, math.min(bytes, have)) end
 end
 return short

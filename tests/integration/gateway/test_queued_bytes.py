@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,19 @@ import httpx
 import pytest
 
 from tests.integration.conftest import KEY, OTHER
+from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway_process import GatewayProcess, led_gateway
 from tests.support.stack import RedisServer
-from tests.support.stand_ins.scripted_scheduler import CANCELLED, ERROR, Line, ScriptedScheduler
+from tests.support.stand_ins.scripted_scheduler import CANCELLED, ERROR, LENGTH, Line, ScriptedScheduler
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with vectors of 64 numbers."""
+    directory = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    return directory
 
 
 @pytest.fixture
@@ -21,6 +32,7 @@ def attacked(
 ) -> Iterator[tuple[GatewayProcess, ScriptedScheduler]]:
     """A gateway with the keys of two tenants, over a Redis of 64 MiB."""
     (tmp_path / "keys").write_text(f"{KEY}\n{OTHER}\n")
+    redis_server.client.flushall()
     with led_gateway(tmp_path, model, redis_server, api_key_file=tmp_path / "keys") as (gateway, scheduler):
         gateway.key = KEY
         yield gateway, scheduler
@@ -67,18 +79,65 @@ def test_tenant_that_fills_redis_with_schemas_is_429_alone(
     scheduler.serve(scheduler.claim(), [50])
 
 
-def test_tenant_that_fills_redis_with_prompt_logprobs_is_429_alone(
-    tmp_path: Path, model: Path, redis_server: RedisServer
+LOGPROBS = {"max_tokens": 100, "logprobs": 20}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "record", "most_bytes"),
+    [
+        (
+            "completions",
+            {"prompt": [5] * 100, "max_tokens": 1, "prompt_logprobs": 20},
+            ("prompt_logprobs", 16_800),
+            60_000,
+        ),
+        ("completions", {"prompt": [5], **LOGPROBS}, ("logprobs", 16_400), 60_000),
+        ("embeddings", {"input": [[5]] * 40}, ("logprobs", 256), 120_000),
+        ("completions", {"prompt": ["x" * 300] * 40, "max_tokens": 1, "echo": True}, None, 120_000),
+    ],
+    ids=["prompt logprobs", "logprobs", "vectors", "echo"],
+)
+def test_tenant_that_fills_redis_with_what_stays_is_429_alone(
+    path: str,
+    body: dict[str, Any],
+    record: tuple[str, int] | None,
+    most_bytes: int,
+    tmp_path: Path,
+    model: Path,
+    redis_server: RedisServer,
 ) -> None:
-    """The log-probabilities of a prompt stay for five minutes behind the end of their request."""
+    """Records and texts stay for five minutes behind the end of their request."""
     (tmp_path / "keys").write_text(f"{KEY}\n{OTHER}\n")
-    options = {"api_key_file": tmp_path / "keys", "max_queued_bytes": 60_000}
-    body = {"prompt": [5] * 100, "max_tokens": 1, "prompt_logprobs": 20, "background": True}
+    body = {"background": True} | body
+    options = {"api_key_file": tmp_path / "keys", "max_queued_bytes": most_bytes}
+    redis_server.client.flushall()
     with led_gateway(tmp_path, model, redis_server, **options) as (gateway, scheduler):
         gateway.key = KEY
-        assert gateway.post("/v1/completions", body).status_code == 202
-        scheduler.serve(scheduler.claim(), [50])
-        again = gateway.post("/v1/completions", body)
-        assert (again.status_code, again.json()["error"]["code"]) == (429, "tenant_queue_full")
+        first = gateway.post(f"/v1/{path}", body)
+        assert first.status_code == 202, first.text
+        claimed = scheduler.claim()
+        choices = len(claimed.prompts)
+        if record is not None:
+            for choice in range(choices):
+                scheduler.client.set(f"{gateway.keys.prefix}{record[0]}:{claimed.id}:{choice}", bytes(record[1]))
+        scheduler.publish(started=[claimed.id])
+        scheduler.end(claimed, [[50]] * choices, [LENGTH] * choices)
+        again = gateway.post(f"/v1/{path}", body)
+        assert (again.status_code, again.json()["error"]["code"]) == (429, "tenant_queue_full"), again.text
         assert 240 < int(again.headers["retry-after"]) <= 300, "when these are gone"
-        assert gateway.post("/v1/completions", body, key=OTHER).status_code == 202
+        assert gateway.post(f"/v1/{path}", body, key=OTHER).status_code == 202
+
+
+def test_request_that_ends_early_holds_only_the_records_that_it_got(
+    attacked: tuple[GatewayProcess, ScriptedScheduler],
+) -> None:
+    gateway, scheduler = attacked
+    assert gateway.post("/v1/completions", {"prompt": [5], "background": True, **LOGPROBS}).status_code == 202
+    assert int(scheduler.client.hget(gateway.keys.queue, "bytes")) > 16_400
+    claimed = scheduler.claim()
+    line = Line(claimed.id, 0, [50], finish=LENGTH, logprobs=[bytes(164)])
+    scheduler.publish(
+        line, started=[claimed.id], checkpoints=[(claimed.id, 0, 0, [50])], ended=[(claimed.id, [LENGTH], [1])]
+    )
+    delivery = len(scheduler.client.hget(gateway.keys.req(claimed.id), "delivery"))
+    assert int(scheduler.client.hget(gateway.keys.queue, "bytes")) == 164 + 512 + delivery
