@@ -38,6 +38,7 @@ from shared.models.adapters import (
     WEIGHTS,
     WEIGHTS_BYTES,
     check_dtypes,
+    check_header,
     check_hidden_size,
     check_layers,
     check_modules,
@@ -300,6 +301,7 @@ def _open_below(root: Path, source: Path) -> BufferedReader:
 def _check(folder: Path, max_rank: int, model: Path) -> int:
     """Return the largest rank of an adapter. Raise ModelError for what no worker would load."""
     parse_config((folder / CONFIG).read_bytes())
+    check_header(folder / WEIGHTS)
     try:
         with safe_open(folder / WEIGHTS, framework="np") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118

@@ -26,6 +26,8 @@ STORE = ".store"
 DIGEST_BYTES = 32
 CONFIG_BYTES = 1 << 20
 WEIGHTS_BYTES = 4 << 30
+HEADER_BYTES = 8 << 20
+"""Of the names and shapes in the weights: the library holds Python's lock while it parses them."""
 MAX_MODULES = 1 << 16
 DTYPES = ("F32", "BF16", "F16")
 """Types of tensors, as safetensors calls them."""
@@ -125,6 +127,16 @@ def parse_shapes(shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> dict[s
             )
         modules[module] = Shape(rank, inputs, outputs)
     return modules
+
+
+def check_header(weights: Path) -> None:
+    """Raise ModelError for a file with a header that takes long to parse, and OSError."""
+    with open_regular(weights) as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > HEADER_BYTES:
+        raise ModelError(
+            f"{WEIGHTS}: its header has {length} bytes, at most {HEADER_BYTES} are read; save fewer tensors or metadata"
+        )
 
 
 def check_dtypes(dtypes: Mapping[str, str]) -> None:

@@ -392,6 +392,15 @@ async def test_adapter_that_another_gateway_stores_meanwhile_is_loaded(
     assert adapters.digest("both") == digest == digest_of(folder / STORE / digest.hex())
 
 
+async def test_weights_with_a_long_header_are_refused(adapters: AdapterNames, folder: Path) -> None:
+    """Python's lock is held while such a header is parsed: 94 MB of names held up the gateway for 3.5 s."""
+    weights = write(folder / "wordy") / WEIGHTS
+    save_file(load_file(weights), weights, {"notes": "x" * (8 << 20)})
+    with pytest.raises(ApiError, match=r"its header has \d+ bytes, at most 8388608 are read; save fewer") as refused:
+        await adapters.load("wordy", "wordy", False)
+    assert (refused.value.status, refused.value.param) == (400, "lora_path")
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.int32, np.uint8, np.bool_])
 async def test_tensors_of_a_type_that_no_worker_takes_are_refused(
     adapters: AdapterNames, folder: Path, dtype: type[np.generic]
