@@ -55,6 +55,6 @@ if ARGV[2] == 'adopt' then
 end
 if not record[2] then return 'flagged' end
 local key = ARGV[1] .. 'control:' .. record[2]
-redis.call('XADD', key, 'MAXLEN', '~', 10000, '*', 'c', ARGV[3])
+append(key, 'MAXLEN', '~', 10000, '*', 'c', ARGV[3])
 redis.call('PEXPIRE', key, 86400000)
 return 'sent'

@@ -4,7 +4,11 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED a
 local at = 2
 while at <= #ARGV do
   local words = tonumber(ARGV[at])
-  redis.call(unpack(ARGV, at + 1, at + words))
+  if ARGV[at + 1] == 'XADD' then
+    append(unpack(ARGV, at + 2, at + words))
+  else
+    redis.call(unpack(ARGV, at + 1, at + words))
+  end
   at = at + 1 + words
 end
 return 1

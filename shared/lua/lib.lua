@@ -24,6 +24,14 @@ local function count(key, field, delta)
   return held
 end
 
+-- Appends to a stream that may begin anew. One with an entry of the highest id, which no service writes, takes no other.
+local function append(stream, ...)
+  local added = redis.pcall('XADD', stream, ...)
+  if type(added) ~= 'table' then return added end
+  if string.find(added.err, 'last possible ID', 1, true) then redis.call('DEL', stream) end
+  return redis.call('XADD', stream, ...)
+end
+
 -- Returns the next epoch, as text: above the counter, at least `least`, and at least Redis's clock in hundredths of a
 -- second. By the clock a Redis that lost its last writes, or all, never repeats an epoch that a service has seen. A counter
 -- that no service wrote begins anew: epochs are below 2^40.
@@ -58,7 +66,7 @@ end
 local function count_kept(queue, tenant, bytes)
   local kept = queue .. ':kept'
   count_bytes(queue, tenant, bytes)
-  redis.call('XADD', kept, '*', 'tenant', tenant, 'bytes', bytes)
+  append(kept, '*', 'tenant', tenant, 'bytes', bytes)
 end
 
 local KEPT_ROWS = 256  -- that one call counts back

@@ -34,7 +34,7 @@ end
 
 for _ = 1, tonumber(arg()) do
   local key = prefix .. 'tokens:' .. arg()
-  redis.call('XADD', key, 'MINID', '~', math.max(0, now - tonumber(ARGV[6])), '*', 'b', arg())
+  append(key, 'MINID', '~', math.max(0, now - tonumber(ARGV[6])), '*', 'b', arg())
   redis.call('PEXPIRE', key, kept)
 end
 

@@ -25,6 +25,7 @@ ROLES = {
 }
 OTHER_NAMES = {
     "delete": "del", "scan_iter": "scan", "script_load": "script|load", "xgroup_create": "xgroup|create",
+    "xgroup_setid": "xgroup|setid", "execute_command": "xsetid",
     "xpending_range": "xpending", "incr": "incrby", "execute": "", "pipeline": "multi", "aclose": "", "close": "",
     "parse_response": "",
 }  # fmt: skip

@@ -44,6 +44,7 @@ from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import (
     BLOCK_MS,
+    HIGHEST_ID,
     KEPT_TTL_MS,
     LIVE_TTL_MS,
     Line,
@@ -735,6 +736,9 @@ class Dispatcher:
         attempt = 0
         while True:
             try:
+                if last.startswith(HIGHEST_ID):  # the tokens in the stream are in the records, too
+                    await self._redis.delete(key)
+                    last = b"0-0"
                 reply = await self._line("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, last)
             except (*Unreachable, RedisError) as error:
                 if attempt == 0:

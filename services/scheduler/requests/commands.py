@@ -18,7 +18,7 @@ from protos import queue_pb2
 from services.scheduler.requests.publisher import Publisher
 from shared.dead_letters import DeadLetters
 from shared.lease import Lease
-from shared.redis_client import BLOCK_MS, Unavailable, backoff_s, temporary
+from shared.redis_client import BLOCK_MS, HIGHEST_ID, Unavailable, backoff_s, temporary
 
 log = logging.getLogger("orcinus.scheduler")
 
@@ -83,6 +83,10 @@ class Commands:
                     kept.append((self._publisher.put_count, last))
                     if once:
                         await self._lease.write(["XDEL", self._key, *once])
+                    if reply[0][1][-1][0].startswith(HIGHEST_ID):
+                        last = "0"
+                        kept.clear()
+                        await self._lease.write(["DEL", self._key])
                 done = ""
                 while kept and not self.early and max(kept[0][0], self._early_put) <= self._publisher.written_count:
                     _, done = kept.popleft()

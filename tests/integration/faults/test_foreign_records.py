@@ -52,6 +52,32 @@ def test_undecodable_records_are_set_aside_at_restart(stack: TokenStack) -> None
     assert stack.gateway.metric("orcinus_gateway_unreadable_records_total") > 0
 
 
+HIGHEST = "18446744073709551615-18446744073709551615"
+
+
+def test_entry_with_the_highest_id_ends_no_stream(stack: TokenStack) -> None:
+    """XADD adds nothing behind such an entry."""
+    client, keys = stack.redis.client, stack.keys
+    (gateway,) = [key.decode().rpartition(":")[2] for key in client.keys(f"{keys.prefix}alive:gateway:*")]
+    streams = [
+        keys.requests("normal"), keys.tokens(gateway), keys.control("shard-0"), keys.queue_kept, keys.dead, keys.events,
+    ]  # fmt: skip
+    for stream in streams:
+        client.xadd(stream, {"x": "y"}, id=HIGHEST)
+    until("the queue goes on", lambda: _last(stack, keys.requests("normal")) < HIGHEST)
+    until("commands are read", lambda: not client.exists(keys.control("shard-0")))
+    with ThreadPoolExecutor(4) as pool:
+        for number, response in enumerate(pool.map(lambda number: stack.ask(60.0, [97 + number], 100), range(4))):
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["token_ids"] == answer([97 + number], 100)
+    stack.check_alive()
+
+
+def _last(stack: TokenStack, stream: str) -> str:
+    found: str = stack.redis.client.xinfo_stream(stream)["last-generated-id"].decode()
+    return found
+
+
 def _sources(stack: TokenStack) -> set[str]:
     return {fields[b"key"].decode() for _, fields in stack.redis.client.xrange(stack.keys.dead)}
 
