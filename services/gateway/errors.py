@@ -162,6 +162,8 @@ def too_big(most_bytes: int, got: str) -> ApiError:
 
 
 HANDED_OVER, TAKEN_OVER, SLOW_CLIENT = "handed_over", "taken_over", "slow_client"
+UNAVAILABLE = "model_unavailable"
+"""The code of a 404 for a model of `models.yaml` that has neither worker nor scheduler now."""
 
 
 def handed_over(request_id: str) -> ApiError:

@@ -25,7 +25,7 @@ from services.gateway.cluster import STALE_S, Cluster, PlacerSeen, placed, place
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.delivery.dispatcher import Dispatcher, failed
 from services.gateway.delivery.response_store import ResponseStore
-from services.gateway.errors import RETRY, ApiError, shown, shutting_down, unavailable
+from services.gateway.errors import RETRY, UNAVAILABLE, ApiError, shown, shutting_down, unavailable
 from services.gateway.metrics import Metrics
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
@@ -209,10 +209,9 @@ class ModelTable:
         there = [each for each in self.names() if self.state(each) != "unavailable"]
         listed = ", ".join(each for each in there if caller is None or caller.may_use(each)) or "none now"
         is_here = name in self._named and (caller is None or caller.may_use(self._named[name].name))
-        problem = "has no worker" if is_here else "does not exist"
-        return ApiError(
-            404, f"The model {shown(name)} {problem}; this server has {listed}", param="model", code="model_not_found"
-        )
+        problem, code = ("has no worker", UNAVAILABLE) if is_here else ("does not exist", "model_not_found")
+        text = f"The model {shown(name)} {problem}; this server has {listed}"
+        return ApiError(404, text, param="model", code=code)
 
     def has(self, name: str) -> bool:
         """Return whether a model, open or not, has this name or alias."""

@@ -27,7 +27,7 @@ from services.gateway.batches.journal import Journal, Row, rows, write_outputs
 from services.gateway.batches.lines import InputLines, seed_of
 from services.gateway.batches.records import BatchOrder, BatchState, BatchStore, OpenBatch, Outdated
 from services.gateway.batches.usage import Usage, usage_of
-from services.gateway.errors import ApiError
+from services.gateway.errors import TAKEN_OVER, UNAVAILABLE, ApiError
 from services.gateway.metrics import Metrics
 from shared.batch_lines import RETRIED, LineError, answer_line
 from shared.tasks import end
@@ -43,8 +43,8 @@ FAULT_TRIES = 3
 """Times that a line is computed if Redis loses its request."""
 LOST = frozenset({"record_lost", "request_not_found", "idempotency_key_reused"})
 """Errors behind which the line is computed again, under another name; the last one where another version named it."""
-AGAIN = frozenset({"taken_over"})
-"""Errors behind which the same request can be read."""
+AGAIN = frozenset({TAKEN_OVER, UNAVAILABLE})
+"""Errors behind which the same request can be read, or may be sent once its model is back."""
 FINAL = frozenset({"deadline_unreachable", "slo_unreachable"})
 """Refusals that a line brings on itself."""
 EXPIRED = "the completion window ended before this request ran; send it in another batch, or with a longer window"

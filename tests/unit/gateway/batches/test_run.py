@@ -163,7 +163,13 @@ async def test_wrong_input_fails_before_a_line_is_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "refusal", [error(429, "queue_full"), error(503, "redis_unavailable"), error(409, "taken_over")]
+    "refusal",
+    [
+        error(429, "queue_full"),
+        error(503, "redis_unavailable"),
+        error(409, "taken_over"),
+        error(404, "model_unavailable"),
+    ],
 )
 async def test_refused_line_is_sent_again_under_its_name(tmp_path: Path, refusal: Answer) -> None:
     case = Case(tmp_path, lines_of(2))
