@@ -15,8 +15,10 @@ import secrets
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -25,7 +27,7 @@ from services.gateway.errors import RETRY, ApiError, unavailable
 from services.gateway.published import EVERY_S, Published
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
-from shared.redis_client import connect
+from shared.redis_client import WRONG_TYPE, connect
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
@@ -116,7 +118,8 @@ class Keyring:
         self._configured = [api_keys.digest(key) for key in settings.api_keys()]
         self._rates = Rates(settings.requests_per_minute, settings.tokens_per_minute, settings.concurrent_requests)
         self._redis: Redis = connect(settings, connections=1)
-        self._published = Published("keys", self._redis, KeyRecord.decode, letters)
+        self._letters = letters or DeadLetters()
+        self._published = Published("keys", self._redis, KeyRecord.decode, self._letters)
         self._records: dict[str, KeyRecord] = {}
         self._any = False  # a record is or was there
         self._several = len(self._configured) > 1  # tenants have keys
@@ -226,13 +229,16 @@ class Keyring:
 
     async def _look(self) -> None:
         keys = self._keys
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.get(keys.keys_version)
-        for each in self._models:
-            pipe.get(each.model_keys_version)
-        pipe.get(keys.keys_salt)
+        names = [keys.keys_version, *(each.model_keys_version for each in self._models), keys.keys_salt]
+        pipe: Any = self._redis.pipeline(transaction=False)
+        for name in names:
+            pipe.get(name)
         pipe.time()
-        *version, secret, (seconds, micros) = await pipe.execute()
+        *replies, time_or_error = await pipe.execute(raise_on_error=False)
+        *version, secret = [self._value(name, reply) for name, reply in zip(names, replies, strict=True)]
+        if isinstance(time_or_error, Exception):
+            raise time_or_error
+        seconds, micros = time_or_error
         self._ahead_s = seconds + micros / 1e6 - time.time()
         if not self.read or version != self._version:
             self._records, self._version = await self._all(), version
@@ -240,7 +246,7 @@ class Keyring:
             tenants = {record.tenant for record in self._records.values() if not record.revoked_s}
             self._several = len(tenants) + len(set(self._configured)) > 1
         if secret is None and self.needed:
-            await self._redis.set(keys.keys_salt, secrets.token_bytes(32), nx=True)
+            await self._redis.set(keys.keys_salt, secrets.token_bytes(32), nx=replies[-1] is None)
             secret = await self._redis.get(keys.keys_salt)
         self._secret = secret or b""
         self.read = True
@@ -258,9 +264,21 @@ class Keyring:
             bound |= {name: replace(record, models=each.model) for name, record in old.items()}
         return bound | await self._records_of(self._keys.api_keys)
 
+    def _value(self, key: str, reply: Any) -> Any:
+        """Return what a key holds. One of another type closes the gateway to callers without a key."""
+        self._any |= isinstance(reply, ResponseError) and WRONG_TYPE in str(reply)
+        return self._letters.read(key, reply, lambda value: value)
+
     async def _records_of(self, key: str) -> dict[str, KeyRecord]:
-        found = {}
-        for name, record in (await self._published.read(key)).items():
+        found: dict[str, KeyRecord] = {}
+        try:
+            stored = await self._published.read(key)
+        except ResponseError as error:
+            if WRONG_TYPE not in str(error):
+                raise
+            self._value(key, error)
+            return found
+        for name, record in stored.items():
             if record is None:
                 log.error("record of key %s is unreadable, so the key is refused", name)
             found[name] = record or KeyRecord(name, "", "", "", revoked_s=1)

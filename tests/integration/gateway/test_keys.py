@@ -191,9 +191,11 @@ def test_key_is_revoked_by_its_name_where_one_has_it(orcinus: Made) -> None:
 
 
 @contextlib.asynccontextmanager
-async def read(server: RedisServer, name: str, *others: str, closed: bool = False) -> AsyncIterator[Keyring]:
+async def read(
+    server: RedisServer, name: str, *others: str, closed: bool = False, api_key: str | None = None
+) -> AsyncIterator[Keyring]:
     """Yield the keys of a gateway, which are read. others: models that it serves, too."""
-    settings = GatewaySettings(redis_url=server.url, served_model_name=name, require_key=closed)
+    settings = GatewaySettings(redis_url=server.url, served_model_name=name, require_key=closed, api_key=api_key)
     keyring = Keyring(settings, models=others)
     reading = asyncio.create_task(keyring.run())
     try:
@@ -238,6 +240,22 @@ async def test_model_without_its_last_key_stays_closed_behind_a_restart(empty_re
     assert "requests still need one" in CliRunner().invoke(app, ["keys", "list", *command]).stdout
     async with read(empty_redis, "emptied") as keyring:
         assert keyring.needed
+
+
+@pytest.mark.parametrize("foreign", ["api_keys", "keys_version", "keys_salt"])
+async def test_key_of_another_type_closes_no_gateway_to_the_keys_of_its_settings(
+    empty_redis: RedisServer, foreign: str
+) -> None:
+    name = getattr(Keys("keyed"), foreign)
+    if foreign == "api_keys":
+        empty_redis.client.set(name, "x")
+    else:
+        empty_redis.client.hset(name, "x", "y")
+    async with read(empty_redis, "keyed") as keyring:
+        with pytest.raises(ApiError, match="you didn't provide an API key"):
+            keyring.identify(None)
+    async with read(empty_redis, "keyed", api_key=CONFIGURED) as keyring:
+        assert keyring.identify(f"Bearer {CONFIGURED}").salt
 
 
 @pytest.mark.parametrize("settings", [{}, {"require_key": True}, {"api_key": CONFIGURED}], ids=str)
