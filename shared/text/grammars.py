@@ -207,6 +207,8 @@ def _raise_if_wrong(matcher: LLMatcher) -> None:
 def reason(matcher: LLMatcher) -> str:
     """Return the reason of a matcher's failure, shortened."""
     text = matcher.get_error().replace("<non-verbose/>", "").strip()
+    if text == "NoExtensionBias":
+        return "it allows no text; let each rule and $ref lead to text, not only to itself"
     return text[:400] or "it cannot be used"
 
 

@@ -116,6 +116,14 @@ def test_ambiguous_grammar_runs_out_of_fuel_at_one_token(kept: Grammars, grammar
     assert f"limit {LIMITS['step_max_items']}" in why or f"max is {LIMITS['max_items_in_row']}" in why
 
 
+@pytest.mark.parametrize(
+    "grammar", ["start: a\na: b\nb: a", LLMatcher.grammar_from_json_schema({"$ref": "#"})], ids=["rules", "$ref"]
+)
+def test_grammar_that_leads_only_to_itself_is_refused(kept: Grammars, grammar: str) -> None:
+    with pytest.raises(GrammarError, match=r"allows no text; let each rule"):
+        kept.matcher(grammar)
+
+
 def test_schema_of_2250_properties_is_refused(kept: Grammars) -> None:
     properties = {f"p{at}": {"type": "integer"} for at in range(2250)}
     with pytest.raises(GrammarError, match=f"too big .limit for this grammar: {LIMITS['initial_lexer_fuel']}"):
