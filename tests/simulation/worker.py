@@ -77,10 +77,28 @@ Blocks = dict[int, list[int | None]]
 
 
 @dataclass(slots=True)
+class Tier:
+    """A host tier, which others read, and the epoch of the Run that has it."""
+
+    blocks: Blocks = field(default_factory=dict)
+    run: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A peer of a Run: its number, host tier, and the Run of which the scheduler knows the blocks."""
+
+    number: int
+    tier: Tier
+    run: int
+
+
+@dataclass(slots=True)
 class _Copies:
     """The copies that one step orders: (source, its block, target, its block) each."""
 
     copies: list[tuple[Blocks, int, Blocks, int]]
+    peers: list[_Peer]  # that blocks come from
     out_gpu: bytes
     in_host: bytes
 
@@ -93,7 +111,7 @@ class _Run:
     host: Blocks
     slots: dict[int, _Slot] = field(default_factory=dict)
     kv: Blocks = field(default_factory=dict)
-    peers: dict[int, Blocks] = field(default_factory=dict)  # mapped host tiers of other workers, by number
+    peers: dict[int, _Peer] = field(default_factory=dict)  # with host tiers that are mapped, by number
     copies: deque[_Copies] = field(default_factory=deque)  # not made yet
 
 
@@ -110,12 +128,12 @@ class WorkerProcess:
         eos: int,
         violation: Callable[[str], None],
         role: str = "",
-        tiers: dict[str, Blocks] | None = None,
+        tiers: dict[str, Tier] | None = None,
     ) -> None:
         """tiers: by name the host tiers of all workers of a host that share theirs; None: this one shares nothing."""
         self._loop, self._network, self.process, self.name = loop, network, process, name
         self._letters, self._eos, self._violation = letters, eos, violation
-        self._tiers, self._host = tiers, Blocks()
+        self._tiers, self._host = tiers, Tier()
         self.identity = ""
         self.highest = 0
         self.info: dict[str, Any] = {
@@ -179,8 +197,9 @@ class WorkerProcess:
             pass
 
     async def _steps(self, endpoint: Endpoint, epoch: int, late: float) -> None:
-        self._host.clear()  # no later reader may use it, so what it finds there is nothing
-        run = _Run(late, self._host)
+        self._host.run = epoch
+        self._host.blocks.clear()  # no later reader may use it, so what it finds there is nothing
+        run = _Run(late, self._host.blocks)
         while True:
             step = worker_pb2.Step.FromString(await endpoint.receive())
             if step.epoch != epoch:
@@ -196,7 +215,7 @@ class WorkerProcess:
                 self._violation(f"worker {self.name}: is told to be its own peer")
             tier = self._tiers.get(peer.host_tier) if self._tiers is not None else None
             if tier is not None and self._loop.random.random() >= UNMAPPED:
-                run.peers[peer.number] = tier
+                run.peers[peer.number] = _Peer(peer.number, tier, peer.run)
             elif peer.host_tier:
                 self._loop.note(f"{self.name} cannot map the host tier of peer {peer.number}")
         return [peer.number for peer in step.peers if peer.number in run.peers]
@@ -210,13 +229,13 @@ class WorkerProcess:
         if theirs := sum(peer != OWN_TIER for peer in peers):
             self._loop.note(f"{self.name} copies {theirs} blocks of peers")
         for at, block, peer in zip(in_host, in_gpu, peers, strict=True):
-            tier = run.host if peer == OWN_TIER else run.peers.get(peer)
-            if tier is None:
+            if peer != OWN_TIER and peer not in run.peers:
                 self._violation(f"worker {self.name}: copies from peer {peer}, which it has not acknowledged")
-                tier = Blocks()
-            copies.append((tier, at, run.kv, block))
+                continue
+            copies.append((run.host if peer == OWN_TIER else run.peers[peer].tier.blocks, at, run.kv, block))
         if copies:
-            run.copies.append(_Copies(copies, step.swap_out_gpu, step.swap_in_host))
+            read = [run.peers[peer] for peer in sorted({*peers} - {OWN_TIER}) if peer in run.peers]
+            run.copies.append(_Copies(copies, read, step.swap_out_gpu, step.swap_in_host))
 
     def _copy(self, run: _Run, result: worker_pb2.Result) -> None:
         """Make the copies that were ordered, and acknowledge them."""
@@ -224,6 +243,9 @@ class WorkerProcess:
             done = run.copies.popleft()
             for source, at, target, to in done.copies:
                 target[to] = list(source.get(at, [None] * BLOCK))
+            if stale := [peer.number for peer in done.peers if peer.run and peer.tier.run != peer.run]:
+                self._loop.note(f"{self.name} has copied from peers {stale}, which other Runs have")
+                result.stale_peers += pack(stale)
             result.swap_out_acks += done.out_gpu
             result.swap_in_acks += done.in_host
 

@@ -85,7 +85,7 @@ class World:
         self.shards = draw.choice([1, 1, 2, 2, 3])
         self.roles = draw.choice(ROLES)
         shares = any(self.roles) or draw.random() < 0.3
-        self.tiers: dict[str, worker.Blocks] | None = {} if shares else None
+        self.tiers: dict[str, worker.Tier] | None = {} if shares else None
         self.gateways = draw.choice([1, 2, 2, 3])
         self.standby = draw.random() < 0.7
         self.requests = draw.choice([4, 8, 12])
