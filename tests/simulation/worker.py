@@ -129,13 +129,16 @@ class WorkerProcess:
         violation: Callable[[str], None],
         role: str = "",
         tiers: dict[str, Tier] | None = None,
+        saved: Callable[[WorkerProcess], None] = lambda _: None,
     ) -> None:
-        """tiers: by name the host tiers of all workers of a host that share theirs; None: this one shares nothing."""
+        """tiers: by name the host tiers of all workers of a host that share theirs; None: this one shares nothing.
+        saved: called when it has said that KV is in its host tier."""
         self._loop, self._network, self.process, self.name = loop, network, process, name
         self._letters, self._eos, self._violation = letters, eos, violation
-        self._tiers, self._host = tiers, Tier()
+        self._tiers, self._host, self._saved = tiers, Tier(), saved
         self.identity = ""
         self.highest = 0
+        self.leader = ""  # whose Run it is
         self.info: dict[str, Any] = {
             "id": name, "model": MODEL, "model_hash": "hash", "dtype": "float32", "backend": "reference", "layers": 2,
             "stages": 1, "max_seqs": 4, "gpu_blocks": 28, "host_blocks": 12, "block_size": BLOCK, "max_model_len": 128,
@@ -170,6 +173,12 @@ class WorkerProcess:
                 continue
             await asyncio.sleep(1.0)
 
+    async def take(self) -> None:
+        """Begin a Run here, from the calling process, that is never used."""
+        endpoint = await self._network.connect(self.name)
+        endpoint.send("/Run")
+        endpoint.send(worker_pb2.Step(epoch=self.highest + 1, hello=worker_pb2.Hello()).SerializeToString())
+
     def _accept(self, endpoint: Endpoint) -> None:
         self._loop.create_task(self._serve(endpoint))
 
@@ -185,7 +194,7 @@ class WorkerProcess:
             if not step.HasField("hello") or step.epoch < self.highest:
                 endpoint.send((grpc.StatusCode.FAILED_PRECONDITION, f"epoch {step.epoch} < {self.highest}"))
                 return
-            self.highest = step.epoch
+            self.highest, self.leader = step.epoch, endpoint.peer.owner
             if self._run is not None:
                 self._run.cancel()
             self._run = asyncio.current_task()
@@ -205,7 +214,10 @@ class WorkerProcess:
             if step.epoch != epoch:
                 self._violation(f"worker {self.name}: a step of epoch {step.epoch} in the Run of {epoch}")
             await asyncio.sleep(self.step_s * self._loop.random.uniform(0.2, 1.5))
-            endpoint.send(self._execute(step, run, is_last=not endpoint.inbox).SerializeToString())
+            result = self._execute(step, run, is_last=not endpoint.inbox)
+            endpoint.send(result.SerializeToString())
+            if result.swap_out_acks:
+                self._saved(self)
 
     def _map(self, step: worker_pb2.Step, run: _Run) -> list[int]:
         """Map the host tiers of peers; return the numbers of those that can be read."""
