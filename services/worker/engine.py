@@ -263,10 +263,12 @@ class Engine:
             **self._tier.describe(self.cache, self.ops.name, self.model_hash),
         )
 
-    def reset(self) -> None:
+    def reset(self, epoch: int = 0) -> None:
         """Begin a new Run: no slot is taken, no block holds KV, no copy runs. What stays in the blocks is never read,
-        and the results of steps in flight mean nothing."""
+        and the results of steps in flight mean nothing. epoch: the Run's; 0 begins the same one anew."""
         self._transfers.drain()
+        if epoch:
+            self._tier.begin_run(epoch)
         if self.parallel.size > 1:  # what the ranks say to each other has an order
             self._learn(np.arange(self.slots.max_seqs, dtype=np.int32))
         with self._lock:
@@ -390,8 +392,9 @@ class Engine:
         with self._lock:
             slots, tokens, counts, records = self._in_flight.settle(inflight, sampled)
         copied = inflight.transfers.acknowledge(inflight.id, wait=self.parallel.size > 1 or not more())
+        stale = copied.stale
         if inflight.swaps and self.parallel.size > 1:
-            self._broadcast.confirm_copies(inflight)
+            stale = self._broadcast.confirm_copies(inflight, copied)
         result = worker_pb2.Result(
             epoch=inflight.epoch,
             id=inflight.id,
@@ -403,6 +406,7 @@ class Engine:
             timings=inflight.timings(self.ops, copied.ns),
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
+            stale_peers=pack(stale),
             peer_acks=pack(inflight.peers),
             adapter_acks=pack(inflight.adapters),
             errors=inflight.all_errors(),

@@ -199,7 +199,7 @@ class Pipeline:
         try:
             if self._ranks is not None:
                 self._ranks.forward(hello)
-            engine.reset()
+            engine.reset(run.epoch)
             engine.takes_late = hello.hello.takes_late
             if self._unproved:
                 self._prove(engine, run)

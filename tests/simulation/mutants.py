@@ -21,6 +21,7 @@ from services.gateway.delivery.stream import Offer, RequestStream
 from services.scheduler.core.kv.prefix_index import Hasher
 from services.scheduler.core.kv.transfers import Transfers
 from services.scheduler.core.placement.peers import Peers
+from services.scheduler.core.results import Results
 from services.scheduler.requests.claims import Claims
 from shared import redis_client
 from shared.redis_client import source
@@ -128,6 +129,7 @@ MUTANTS: dict[str, Plant] = {
     ),
     "blocks-of-peer-kept": _code(Transfers, "_complete", "load.tier.give(load.host)", "pass"),
     "load-of-lost-peer-goes-on": _code(Transfers, "abandon", "if not load.orphan]", "if False]"),
+    "tier-of-another-run-read": _code(Results, "apply", "result.stale_peers.tolist()", "[]"),
     "ends-before-its-tokens": _code(Dispatcher, "_take_record", "    for first, row in rows:", _ENDS_FIRST),
 }
 """By name."""

@@ -45,6 +45,7 @@ def test_planted_bug_fails_with_the_command_that_repeats_it() -> None:
         "job-without-wake",
         "read-before-it-is-copied",
         "unmapped-peer-read",
+        "tier-of-another-run-read",
     ],
 )
 def test_planted_bug_is_found_within_few_seeds(bug: str) -> None:

@@ -77,10 +77,28 @@ Blocks = dict[int, list[int | None]]
 
 
 @dataclass(slots=True)
+class Tier:
+    """A host tier, which others read, and the epoch of the Run that has it."""
+
+    blocks: Blocks = field(default_factory=dict)
+    run: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A peer of a Run: its number, host tier, and the Run of which the scheduler knows the blocks."""
+
+    number: int
+    tier: Tier
+    run: int
+
+
+@dataclass(slots=True)
 class _Copies:
     """The copies that one step orders: (source, its block, target, its block) each."""
 
     copies: list[tuple[Blocks, int, Blocks, int]]
+    peers: list[_Peer]  # that blocks come from
     out_gpu: bytes
     in_host: bytes
 
@@ -93,7 +111,7 @@ class _Run:
     host: Blocks
     slots: dict[int, _Slot] = field(default_factory=dict)
     kv: Blocks = field(default_factory=dict)
-    peers: dict[int, Blocks] = field(default_factory=dict)  # mapped host tiers of other workers, by number
+    peers: dict[int, _Peer] = field(default_factory=dict)  # with host tiers that are mapped, by number
     copies: deque[_Copies] = field(default_factory=deque)  # not made yet
 
 
@@ -110,14 +128,17 @@ class WorkerProcess:
         eos: int,
         violation: Callable[[str], None],
         role: str = "",
-        tiers: dict[str, Blocks] | None = None,
+        tiers: dict[str, Tier] | None = None,
+        saved: Callable[[WorkerProcess], None] = lambda _: None,
     ) -> None:
-        """tiers: by name the host tiers of all workers of a host that share theirs; None: this one shares nothing."""
+        """tiers: by name the host tiers of all workers of a host that share theirs; None: this one shares nothing.
+        saved: called when it has said that KV is in its host tier."""
         self._loop, self._network, self.process, self.name = loop, network, process, name
         self._letters, self._eos, self._violation = letters, eos, violation
-        self._tiers, self._host = tiers, Blocks()
+        self._tiers, self._host, self._saved = tiers, Tier(), saved
         self.identity = ""
         self.highest = 0
+        self.leader = ""  # whose Run it is
         self.info: dict[str, Any] = {
             "id": name, "model": MODEL, "model_hash": "hash", "dtype": "float32", "backend": "reference", "layers": 2,
             "stages": 1, "max_seqs": 4, "gpu_blocks": 28, "host_blocks": 12, "block_size": BLOCK, "max_model_len": 128,
@@ -152,6 +173,12 @@ class WorkerProcess:
                 continue
             await asyncio.sleep(1.0)
 
+    async def take(self) -> None:
+        """Begin a Run here, from the calling process, that is never used."""
+        endpoint = await self._network.connect(self.name)
+        endpoint.send("/Run")
+        endpoint.send(worker_pb2.Step(epoch=self.highest + 1, hello=worker_pb2.Hello()).SerializeToString())
+
     def _accept(self, endpoint: Endpoint) -> None:
         self._loop.create_task(self._serve(endpoint))
 
@@ -167,7 +194,7 @@ class WorkerProcess:
             if not step.HasField("hello") or step.epoch < self.highest:
                 endpoint.send((grpc.StatusCode.FAILED_PRECONDITION, f"epoch {step.epoch} < {self.highest}"))
                 return
-            self.highest = step.epoch
+            self.highest, self.leader = step.epoch, endpoint.peer.owner
             if self._run is not None:
                 self._run.cancel()
             self._run = asyncio.current_task()
@@ -179,14 +206,18 @@ class WorkerProcess:
             pass
 
     async def _steps(self, endpoint: Endpoint, epoch: int, late: float) -> None:
-        self._host.clear()  # no later reader may use it, so what it finds there is nothing
-        run = _Run(late, self._host)
+        self._host.run = epoch
+        self._host.blocks.clear()  # no later reader may use it, so what it finds there is nothing
+        run = _Run(late, self._host.blocks)
         while True:
             step = worker_pb2.Step.FromString(await endpoint.receive())
             if step.epoch != epoch:
                 self._violation(f"worker {self.name}: a step of epoch {step.epoch} in the Run of {epoch}")
             await asyncio.sleep(self.step_s * self._loop.random.uniform(0.2, 1.5))
-            endpoint.send(self._execute(step, run, is_last=not endpoint.inbox).SerializeToString())
+            result = self._execute(step, run, is_last=not endpoint.inbox)
+            endpoint.send(result.SerializeToString())
+            if result.swap_out_acks:
+                self._saved(self)
 
     def _map(self, step: worker_pb2.Step, run: _Run) -> list[int]:
         """Map the host tiers of peers; return the numbers of those that can be read."""
@@ -196,7 +227,7 @@ class WorkerProcess:
                 self._violation(f"worker {self.name}: is told to be its own peer")
             tier = self._tiers.get(peer.host_tier) if self._tiers is not None else None
             if tier is not None and self._loop.random.random() >= UNMAPPED:
-                run.peers[peer.number] = tier
+                run.peers[peer.number] = _Peer(peer.number, tier, peer.run)
             elif peer.host_tier:
                 self._loop.note(f"{self.name} cannot map the host tier of peer {peer.number}")
         return [peer.number for peer in step.peers if peer.number in run.peers]
@@ -210,13 +241,13 @@ class WorkerProcess:
         if theirs := sum(peer != OWN_TIER for peer in peers):
             self._loop.note(f"{self.name} copies {theirs} blocks of peers")
         for at, block, peer in zip(in_host, in_gpu, peers, strict=True):
-            tier = run.host if peer == OWN_TIER else run.peers.get(peer)
-            if tier is None:
+            if peer != OWN_TIER and peer not in run.peers:
                 self._violation(f"worker {self.name}: copies from peer {peer}, which it has not acknowledged")
-                tier = Blocks()
-            copies.append((tier, at, run.kv, block))
+                continue
+            copies.append((run.host if peer == OWN_TIER else run.peers[peer].tier.blocks, at, run.kv, block))
         if copies:
-            run.copies.append(_Copies(copies, step.swap_out_gpu, step.swap_in_host))
+            read = [run.peers[peer] for peer in sorted({*peers} - {OWN_TIER}) if peer in run.peers]
+            run.copies.append(_Copies(copies, read, step.swap_out_gpu, step.swap_in_host))
 
     def _copy(self, run: _Run, result: worker_pb2.Result) -> None:
         """Make the copies that were ordered, and acknowledge them."""
@@ -224,6 +255,9 @@ class WorkerProcess:
             done = run.copies.popleft()
             for source, at, target, to in done.copies:
                 target[to] = list(source.get(at, [None] * BLOCK))
+            if stale := [peer.number for peer in done.peers if peer.run and peer.tier.run != peer.run]:
+                self._loop.note(f"{self.name} has copied from peers {stale}, which other Runs have")
+                result.stale_peers += pack(stale)
             result.swap_out_acks += done.out_gpu
             result.swap_in_acks += done.in_host
 

@@ -55,6 +55,8 @@ ROLES = (
 """Roles of the workers of a stack; empty: both."""
 LOST = ("record_lost", "request_not_found", "cancelled", "generation_failed")
 """Errors of requests that Redis has lost, or tokens of."""
+UNHEARD_S = 2.0
+"""How long a scheduler goes on without hearing that another one has its worker."""
 SETTLE_S = 40.0
 """Virtual time from the last fault by which every request must have ended."""
 
@@ -85,7 +87,7 @@ class World:
         self.shards = draw.choice([1, 1, 2, 2, 3])
         self.roles = draw.choice(ROLES)
         shares = any(self.roles) or draw.random() < 0.3
-        self.tiers: dict[str, worker.Blocks] | None = {} if shares else None
+        self.tiers: dict[str, worker.Tier] | None = {} if shares else None
         self.gateways = draw.choice([1, 2, 2, 3])
         self.standby = draw.random() < 0.7
         self.requests = draw.choice([4, 8, 12])
@@ -93,6 +95,8 @@ class World:
         self.span_s = draw.choice([2.0, 4.0, 8.0])
         self.silent_s, self.watch_s = draw.choice(WATCHES)
         self.numbers = 0
+        self.apart = random.Random(seed)  # so that all else of a seed stays what it was
+        self.takes = self.apart.choice([0, 1, 2]) if PREFILL in self.roles else 0
 
     # Processes
 
@@ -140,7 +144,16 @@ class World:
 
         async def main(process: Process) -> None:
             running = worker.WorkerProcess(
-                self.loop, self.network, process, name, letters, eos, self.checker.violation, role, self.tiers
+                self.loop,
+                self.network,
+                process,
+                name,
+                letters,
+                eos,
+                self.checker.violation,
+                role,
+                self.tiers,
+                self.take_over,
             )
             running.step_s = self.draw.choice([0.01, 0.05, 0.1])
             await running.main()
@@ -390,6 +403,16 @@ class World:
             loop.call_later(draw.choice([0.05, 0.2, 0.5, 1.5]), lose_tail, context=empty)
             if back_s or draw.random() < 0.7:
                 self.kill(name)  # the next epochs are given in what is lost
+
+    def take_over(self, taken: worker.WorkerProcess) -> None:
+        """Draw whether another scheduler takes a worker that has saved KV. The one that has it hears of that late."""
+        if not self.takes or self.calm or taken.leader not in self.schedulers or self.apart.random() > 0.3:
+            return
+        self.takes -= 1
+        self.loop.note(f"another scheduler takes {taken.name}")
+        self.network.cut(taken.leader, taken.name)
+        self.loop.call_later(UNHEARD_S, self.network.heal, context=contextvars.Context())
+        Process(self.loop, "another scheduler").spawn(taken.take())
 
     def _end_redis(self) -> None:
         """End Redis; it starts again after a while."""

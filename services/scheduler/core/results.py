@@ -108,6 +108,8 @@ class Results:
         replica.answered(step)
         if replica.speculation.possible:
             replica.speculation.answered(step.planned_ns, result.step_ns, now_ns, step.alone)
+        for number in result.stale_peers.tolist():
+            self._taken_over(replica, number, now_ns, out)
         self._learn(replica, step, result)
         news = step.adapters or result.adapter_acks.size
         if news and replica.adapters.acknowledged(step.adapters, result.adapter_acks, now_ns):
@@ -152,6 +154,14 @@ class Results:
         if result.swap_out_acks.size:
             self._waiting.changes += 1  # peers may read it now
         return out.build(columns)
+
+    def _taken_over(self, replica: Replica, number: int, now_ns: int, out: OutcomeBuilder) -> None:
+        """Let sequences wait again that load KV from a peer with a newer Run: it is computed again."""
+        if replica.peers.taken_over(number) is None:
+            return  # it was lost, and with it the loads
+        for slot in replica.transfers.loading_from(number):
+            self._waiting.requeue(replica.release(slot), now_ns, out)
+        self._router.changed(self._router.placement.alive)
 
     @staticmethod
     def _learn(replica: Replica, step: SentStep, result: StepResult) -> None:

@@ -101,6 +101,7 @@ class Peer:
     number: int
     host_tier: str  # empty if the replica is lost
     host_blocks: int
+    run: int = 0  # Limits.run
 
 
 @dataclass(slots=True)
@@ -170,6 +171,7 @@ class StepResult:
     late: Int32 = field(default_factory=lambda: EMPTY)  # slots that were to sample, and their mask is not there yet
     adapter_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's adapters that are loaded
     peer_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's peers that can be read
+    stale_peers: Int32 = field(default_factory=lambda: EMPTY)  # what was copied from these here may be anything
 
 
 @dataclass(slots=True)
@@ -223,6 +225,7 @@ class Limits:
     block_bytes: int = 0  # of one block, all layers; a first guess of what a swap costs
     stages: int = 1  # steps of disjoint sequences that it runs at the same time: pipeline stages
     role: str = ""  # PREFILL, DECODE; empty: both
+    run: int = 0  # epoch of the Run, which the worker writes into its host tier
     host_tier: str = ""  # "<folder>/<file>", where replicas with the same folder find its host tier; empty: private
     kv_format: str = ""  # of a block's bytes: between equal ones blocks can be copied
     max_drafts: int = 0  # draft tokens that a step may have; 0: none

@@ -104,7 +104,7 @@ class WorkerLink:
             info.block_size,
             info.host_blocks,
         )
-        return limits_from_wire(info, self._speculate)
+        return limits_from_wire(info, self._speculate, self.epoch)
 
     async def send(self, step: worker_pb2.Step) -> None:
         """Send a step. Raises AioRpcError, or ProtocolError when the stream has ended."""

@@ -15,8 +15,8 @@ SAMPLING_FIELDS = [field.name for field in queue_pb2.Sampling.DESCRIPTOR.fields 
 """Fields that both protos have: a new one passes from the request to the worker by its name."""
 
 
-def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto") -> Limits:
-    """Return the size of a worker from its Describe. speculate: SchedulerSettings.speculate."""
+def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto", run: int = 0) -> Limits:
+    """Return the size of a worker from its Describe. speculate: SchedulerSettings.speculate; run: epoch of the Run."""
     drafts = speculate == "suffix" or (speculate == "auto" and info.same_bits)
     return Limits(
         slots=info.max_seqs,
@@ -28,6 +28,7 @@ def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto") -> Li
         block_bytes=info.block_bytes,
         stages=max(info.stages, 1),
         role=info.role,
+        run=run,
         host_tier=info.host_tier,
         kv_format=info.kv_format,
         max_drafts=info.max_drafts if drafts else 0,
@@ -87,7 +88,7 @@ def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
     for adapter in plan.adapters:
         step.adapters.add(number=adapter.number, digest=adapter.digest)
     for peer in plan.peers:
-        step.peers.add(number=peer.number, host_tier=peer.host_tier, host_blocks=peer.host_blocks)
+        step.peers.add(number=peer.number, host_tier=peer.host_tier, host_blocks=peer.host_blocks, run=peer.run)
     if plan.swap_in_peers.size:
         step.swap_in_peers = pack(plan.swap_in_peers)
     if plan.drafts.size:
@@ -133,4 +134,5 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         late=unpack(result.late_slots) if result.late_slots else EMPTY,
         adapter_acks=unpack(result.adapter_acks) if result.adapter_acks else EMPTY,
         peer_acks=unpack(result.peer_acks) if result.peer_acks else EMPTY,
+        stale_peers=unpack(result.stale_peers) if result.stale_peers else EMPTY,
     )

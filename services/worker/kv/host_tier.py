@@ -7,11 +7,12 @@ import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kernels.ops import Cache
 from services.worker.kv.cache import NO_HOST_TIER
-from services.worker.kv.peers import Peers
+from services.worker.kv.peers import Peers, run_place
 from services.worker.kv.share_folder import NoRoomError, ShareFolder
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
@@ -32,6 +33,7 @@ class HostTier:
     def __init__(self, settings: WorkerSettings, parallel: ParallelState) -> None:
         """Raise ConfigurationError for a folder that cannot be used, or that not all ranks see."""
         self._settings, self._parallel, self._folder, name = settings, parallel, None, ""
+        self._run = torch.empty(0, dtype=torch.int64)  # in the file, behind the blocks
         if settings.kv_share_dir is not None:
             self._folder = ShareFolder(settings.kv_share_dir)
             name = f"{self._folder.id}/{secrets.token_hex(16)}"
@@ -56,28 +58,38 @@ class HostTier:
         if self._folder is None or not host_blocks:
             return host_blocks, None
         if self._settings.host_blocks is not None:
-            return host_blocks, self._make(self._folder, host_blocks * block_bytes)
-        blocks = host_blocks
+            size = host_blocks * block_bytes
+            return host_blocks, self._keep(self._make(self._folder, size), size)
+        blocks, memory = host_blocks, None
         while blocks := self._parallel.least([min(blocks, self._fitting(self._folder, block_bytes))])[0]:
-            memory = None
             with suppress(NoRoomError):
                 memory = self._make(self._folder, blocks * block_bytes)
             if self._parallel.least([int(memory is not None)])[0]:
                 break
-            del memory  # which another rank may be short of
+            memory = None  # another rank may be short of it
             blocks //= 2
         if blocks < host_blocks:
             where = f"--kv-share-dir {self._settings.kv_share_dir}"
             log.warning("%s has room for %d blocks of the host tier instead of %d", where, blocks, host_blocks)
         if not blocks and self._settings.worker_role == "prefill":
             raise ConfigurationError(NO_HOST_TIER)
-        return blocks, memory if blocks else None
+        return blocks, self._keep(memory, blocks * block_bytes) if memory is not None else None
 
     def _fitting(self, folder: ShareFolder, block_bytes: int) -> int:
         return int(folder.free_bytes() * FOLDER_SHARE) // self._parallel.ranks_here // block_bytes
 
     def _make(self, folder: ShareFolder, size: int) -> Tensor:
-        return folder.make(f"{self.name.partition('/')[2]}-{self._parallel.rank}", size)
+        return folder.make(f"{self.name.partition('/')[2]}-{self._parallel.rank}", run_place(size)[1])
+
+    def _keep(self, file: Tensor, size: int) -> Tensor:
+        """Return the part of the file that blocks of `size` bytes have."""
+        begin, end = run_place(size)
+        self._run = file[begin:end].view(torch.int64)
+        return file[:size]
+
+    def begin_run(self, epoch: int) -> None:
+        """Tell readers that a Run of this epoch has the tier now. No copy of the Run before may be running."""
+        self._run.fill_(epoch)
 
     def peers(self, cache: Cache, block_bytes: int) -> Peers:
         """Return the peers of a Run that begins. block_bytes: of a block on this rank."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kernels.ops import Cache
@@ -23,16 +24,35 @@ log = logging.getLogger("orcinus.worker")
 OWN_TIER = -1
 """In Step.swap_in_peers: a block of this worker's host tier."""
 
+RUN_BYTES = 8
+
 MAX_NUMBER = (1 << 31) - 1
 """The largest number: columns are int32."""
 
 
+def run_place(size: int) -> tuple[int, int]:
+    """Return where in the file of a host tier, behind blocks of `size` bytes, the epoch of its Run stands: an int64."""
+    begin = -(-size // RUN_BYTES) * RUN_BYTES
+    return begin, begin + RUN_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """The host tier of a worker; of several ranks the part that this rank's counterpart has."""
+    """The host tier of a worker; of several ranks the part that this rank's counterpart has.
+
+    run: the epoch of the Run of which the scheduler knows the blocks; written: [1] int64, the epoch of the Run that
+    has the tier, empty in the file of an older worker.
+    """
 
     memory: Tensor
     host_blocks: int
+    run: int
+    written: Tensor
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether another Run has the tier: what was read before may be anything."""
+        return bool(self.run) and bool((self.written != self.run).any())
 
 
 class Peers:
@@ -79,9 +99,12 @@ class Peers:
         try:
             if self._folder is None or folder != self._folder.id:
                 raise PeerError("it is not in this worker's --kv-share-dir")
-            memory = self._folder.map(f"{name}-{self._parallel.rank}", peer.host_blocks * self._block_bytes)
+            size = peer.host_blocks * self._block_bytes
+            begin, end = run_place(size)
+            file = self._folder.map(f"{name}-{self._parallel.rank}", size, end - size)
         except PeerError as error:
             log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
             return
-        self._tiers[peer.number] = Tier(self._cache.host_tier(memory), peer.host_blocks)
+        memory = self._cache.host_tier(file[:size])
+        self._tiers[peer.number] = Tier(memory, peer.host_blocks, peer.run, file[begin:end].view(torch.int64))
         log.info("the host tier of peer %d is mapped: %d blocks", peer.number, peer.host_blocks)

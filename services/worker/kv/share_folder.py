@@ -107,8 +107,9 @@ class ShareFolder:
             weakref.finalize(memory, undo.pop_all().close)
         return torch.from_numpy(memory)
 
-    def map(self, name: str, size: int) -> Tensor:
-        """Map [size] uint8 of another process's file, read only, until its last holder is gone. Raise PeerError."""
+    def map(self, name: str, size: int, more: int = 0) -> Tensor:
+        """Map [size] uint8 of another process's file, or [size + more] if it has so many, read only, until its last
+        holder is gone. Raise PeerError."""
         if not _TIER.fullmatch(name):
             raise PeerError(f"{name!r} is no name of a host tier")
         if size < 1:
@@ -119,7 +120,9 @@ class ShareFolder:
                 found = os.fstat(file)
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                     raise PeerError(f"{name} is no file of this user")
-                if found.st_size != size:
+                if found.st_size == size + more:
+                    size += more
+                elif found.st_size != size:
                     raise PeerError(f"{name} has {found.st_size} bytes instead of {size}")
                 area = mmap.mmap(file, size, prot=mmap.PROT_READ)
             finally:

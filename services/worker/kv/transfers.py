@@ -17,10 +17,13 @@ from services.worker.kv.peers import OWN_TIER, Peers, Tier
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """int32 columns of a Result, and the ns that the copies took; 0 without any."""
+    """int32 columns of a Result, the peers that blocks came from, which of these are stale (Tier.is_stale), and the ns
+    that the copies took; 0 without any."""
 
     out_gpu: bytes = b""
     in_host: bytes = b""
+    peers: tuple[int, ...] = ()
+    stale: tuple[int, ...] = ()
     ns: int = 0
 
 
@@ -33,7 +36,8 @@ class _Begun:
     out_gpu: bytes
     in_host: bytes
     pending: list[Pending[int]]
-    reads: list[Tier]  # of peers, which stay mapped meanwhile
+    peers: list[int]
+    reads: list[Tier]  # of these peers, which stay mapped meanwhile
 
 
 class KVTransfers:
@@ -51,7 +55,7 @@ class KVTransfers:
         in_peers: the peer of each `in_host` block, OWN_TIER for this worker's tier; empty means OWN_TIER for all.
         """
         pending: list[Pending[int]] = []
-        reads = []
+        peers, reads = [], []
         if out_gpu.size:
             pending.append(self._cache.start_copy_out(out_gpu, out_host))
         if in_host.size and not in_peers.size:
@@ -59,12 +63,13 @@ class KVTransfers:
         for number in np.unique(in_peers).tolist():
             rows, memory = in_peers == number, None
             if number != OWN_TIER:
+                peers.append(number)
                 reads.append(self.peers.tier(number))
                 memory = reads[-1].memory
             pending.append(self._cache.start_copy_in(in_host[rows], in_gpu[rows], memory))
         if pending:
             self._last = pending[-1]
-            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads))
+            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, peers, reads))
 
     def acknowledge(self, step: int, wait: bool) -> Acknowledged:
         """Return the transfers up to `step` that are complete and not acknowledged yet; with `wait`, wait for all."""
@@ -77,10 +82,14 @@ class KVTransfers:
             done.append(self._begun.popleft())
         if not done:
             return NONE
+        ns = max(1, sum(pending.wait() for one in done for pending in one.pending))
         return Acknowledged(
             out_gpu=b"".join(one.out_gpu for one in done),
             in_host=b"".join(one.in_host for one in done),
-            ns=max(1, sum(pending.wait() for one in done for pending in one.pending)),
+            peers=tuple(number for one in done for number in one.peers),
+            # After the copies: a tier that still has its Run had it while they were made.
+            stale=tuple(n for one in done for n, tier in zip(one.peers, one.reads, strict=False) if tier.is_stale),
+            ns=ns,
         )
 
     def release_peers(self) -> None:

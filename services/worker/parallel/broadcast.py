@@ -14,6 +14,7 @@ import torch
 
 from kernels.ops import STATUS_FINE, Likely, Pending, Sampled, Scored
 from services.worker.in_flight import InFlightStep
+from services.worker.kv.transfers import Acknowledged
 from services.worker.parallel.state import COPIES, TOKENS, ParallelState
 from shared.errors import RankError
 
@@ -113,18 +114,23 @@ class TokenBroadcast:
             if rank != self._parallel.rank:
                 self._parallel.send(sent, rank, TOKENS)
 
-    def confirm_copies(self, inflight: InFlightStep) -> None:
-        """Say that this rank's transfers of a step are complete; at the leader, return when those of all ranks are."""
+    def confirm_copies(self, inflight: InFlightStep, copied: Acknowledged) -> tuple[int, ...]:
+        """Say that this rank's transfers of a step are complete, and which peers were stale; at the leader, return
+        when those of all ranks are, with the peers that were stale for one of them."""
         parallel = self._parallel
-        confirmed = torch.tensor([inflight.id], dtype=torch.int64)
+        stale = [int(number in copied.stale) for number in copied.peers]
+        confirmed = torch.tensor([inflight.id, *stale], dtype=torch.int64)
         if not parallel.is_leader:
             parallel.send(confirmed, 0, COPIES)
-            return
+            return copied.stale
+        found = confirmed[1:].bool()
         for rank in range(1, parallel.size):
             received = torch.empty_like(confirmed)
             parallel.arrived(parallel.receive(received, rank, COPIES))
             if int(received[0]) != inflight.id:
                 raise RankError(f"rank {rank} has copied for step {int(received[0])}, not for {inflight.id}")
+            found |= received[1:].bool()
+        return tuple(number for number, is_stale in zip(copied.peers, found.tolist(), strict=True) if is_stale)
 
 
 def _scores(message: np.void, names: tuple[str, ...]) -> Scored:

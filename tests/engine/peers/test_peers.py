@@ -40,8 +40,8 @@ def sharing(model: Path, folder: Path, **settings: Any) -> dict[str, Any]:
     return {"model": model, "host_blocks": HOST_BLOCKS, "kv_share_dir": folder, **settings}
 
 
-def peer_of(info: worker_pb2.WorkerInfo, number: int = 0) -> worker_pb2.Peer:
-    return worker_pb2.Peer(number=number, host_tier=info.host_tier, host_blocks=info.host_blocks)
+def peer_of(info: worker_pb2.WorkerInfo, number: int = 0, run: int = 0) -> worker_pb2.Peer:
+    return worker_pb2.Peer(number=number, host_tier=info.host_tier, host_blocks=info.host_blocks, run=run)
 
 
 def tiers(folder: Path) -> list[str]:
@@ -203,6 +203,44 @@ def test_lost_peer_is_released_after_its_last_read(reference: Reference, folder:
     assert driver.run(5, OUTPUTS) == outputs[:OUTPUTS]
 
 
+def copy_of(host: np.ndarray, number: int = 0) -> dict[str, bytes]:
+    """Columns of a step that copies blocks of a peer."""
+    peers, there = pack([number] * len(host)), pack(np.arange(len(host)))
+    return {"swap_in_host": pack(host), "swap_in_gpu": there, "swap_in_peers": peers}
+
+
+def test_copies_from_a_tier_that_another_run_has_are_stale(reference: Reference, folder: Path) -> None:
+    """The other Run comes before the copy, or between the copy and its end."""
+    owner, reader = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
+    owner.reset(7)
+    driver = Driver(reader)
+    driver.step({}, peers=[peer_of(owner.info(), 3, run=7)])
+    _, host = prefilled(Driver(owner), reference.prompts[0])
+    found = driver.step({}, **copy_of(host, 3))
+    assert unpack(found.swap_in_acks).tolist() == host.tolist() and not found.stale_peers
+    begun = reader.submit(worker_pb2.Step(epoch=1, id=driver.next_id, **copy_of(host, 3)))
+    owner.reset(8)
+    for found in (reader.finish(begun), driver.step({}, **copy_of(host, 3))):
+        assert unpack(found.swap_in_acks).tolist() == host.tolist()
+        assert unpack(found.stale_peers).tolist() == [3]
+
+
+def test_run_of_an_older_worker_or_scheduler_is_not_compared(reference: Reference, folder: Path) -> None:
+    owner, reader = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
+    owner.reset(7)
+    file = folder / f"{owner.info().host_tier.partition('/')[2]}-0"
+    blocks = HOST_BLOCKS * owner.info().block_bytes
+    assert file.stat().st_size == blocks + 8
+    older = "6" * 32
+    (folder / f"{older}-0").write_bytes(file.read_bytes()[:blocks])
+    untold, without = peer_of(owner.info(), 0), peer_of(owner.info(), 1, run=9)
+    without.host_tier = f"{without.host_tier.partition('/')[0]}/{older}"
+    driver = Driver(reader)
+    assert unpack(driver.step({}, peers=[untold, without]).peer_acks).tolist() == [0, 1]
+    for number in (0, 1):
+        assert not driver.step({}, **copy_of(np.array([2], np.int32), number)).stale_peers
+
+
 def test_a_new_run_knows_no_peer_of_the_one_before(reference: Reference, folder: Path) -> None:
     ours, theirs = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
     driver = Driver(theirs)
@@ -242,6 +280,13 @@ def test_each_rank_copies_from_its_counterpart_when_all_can(
         driver = Driver(replica)
         assert unpack(driver.step({}, peers=[ours]).peer_acks).tolist() == [0]
         assert goes_on(driver, prompt, first, host) == outputs[:OUTPUTS]
+        again = worker_pb2.Peer(number=0, host_tier=ours.host_tier, host_blocks=HOST_BLOCKS, run=2)
+        for rank, epoch in ((0, 2), (1, 3)):  # one rank of the owner has begun its next Run
+            with (folder / f"{name}-{rank}").open("r+b") as file:
+                file.seek(-8, os.SEEK_END)
+                file.write(epoch.to_bytes(8, "little"))
+        driver.step({}, peers=[again])
+        assert unpack(driver.step({}, **copy_of(host)).stale_peers).tolist() == [0]
         (folder / f"{name}-1").unlink()
         again = worker_pb2.Peer(number=1, host_tier=ours.host_tier, host_blocks=HOST_BLOCKS)
         assert unpack(driver.step({}, peers=[again]).peer_acks).tolist() == []

@@ -12,7 +12,7 @@ from protos import worker_pb2
 from services.worker.server import OPTIONS
 from shared.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine
-from tests.engine.peers.test_peers import mapped, peer_of, sharing
+from tests.engine.peers.test_peers import mapped, peer_of, sharing, tiers
 from tests.engine.worker.test_ranks import Replica
 from tests.engine.worker.test_server import Client
 from tests.support.checkpoints.models import Reference
@@ -65,6 +65,19 @@ def test_every_rank_releases_what_it_read_when_the_run_ends(
         new.call.cancel()
         until("no rank has it any more", lambda: mapped(folder) == before)
     assert not replica.lost
+
+
+def test_every_rank_writes_the_epoch_of_its_run_behind_its_blocks(folder: Path, replica: Replica) -> None:
+    files = [folder / name for name in tiers(folder)]
+    with grpc.insecure_channel(replica.leader.address, options=OPTIONS) as channel:
+        for epoch in (5, 1 << 39):
+            run = Client(channel, epoch=epoch)
+            run.send(1)
+            next(run.call)
+            written = epoch.to_bytes(8, "little")
+            until("every rank has begun the Run", lambda w=written: all(f.read_bytes()[-8:] == w for f in files))
+            run.call.cancel()
+    assert len(files) == 3
 
 
 def test_unacknowledged_reads_are_released_as_well(reference: Reference, folder: Path) -> None:

@@ -300,8 +300,8 @@ def test_late_hello_of_a_replaced_run_resets_nothing() -> None:
         overlaps, max_in_flight, settings = False, 1, SimpleNamespace(step_timeout_s=0.0)
         grammars = SimpleNamespace(step_came=lambda: None)
 
-        def reset(self) -> None:
-            resets.append(1)
+        def reset(self, epoch: int) -> None:
+            resets.append(epoch)
 
     line, older, newer = pipeline.Pipeline(), pipeline.RunState(5), pipeline.RunState(6)
     older.end()
@@ -309,7 +309,7 @@ def test_late_hello_of_a_replaced_run_resets_nothing() -> None:
         line.put(pipeline.Item(run, worker_pb2.Step(epoch=run.epoch, hello=worker_pb2.Hello(shard="a")), 0))
     line.start(Counted())
     line.stop()
-    assert len(resets) == 1
+    assert resets == [6]
 
 
 def hello(epoch: int) -> bytes:

@@ -162,6 +162,10 @@ class Transfers:
             load.tier = None
         return [load.slot for load in gone if not load.orphan]
 
+    def loading_from(self, peer: int) -> list[int]:
+        """Return the slots that wait for loads from the host tier of a peer."""
+        return [slot for slot, load in self._loading.items() if load.peer == peer]
+
     def let_go(self) -> None:
         """Give back the blocks of peers' tiers of loads without a sequence, because this replica is lost."""
         for load in self._loads:

@@ -51,7 +51,7 @@ class Peers(Generic[R]):
     def __init__(self) -> None:
         self.readable: dict[int, R] = {}
         self._announced: dict[int, R] = {}  # all peers that were announced to the worker, or will be in the next step
-        self._refused: dict[int, R] = {}  # peers with a host tier that the worker could not map
+        self._refused: dict[int, R] = {}  # peers with a host tier that the worker could not map, or another Run has
         self.news: News[R] = {}  # for the next step; None means that the peer is lost
 
     def joined(self, other: R) -> None:
@@ -84,6 +84,13 @@ class Peers(Generic[R]):
                 learned = True
         return learned
 
+    def taken_over(self, number: int) -> R | None:
+        """Read no more from a peer whose worker has a newer Run of another scheduler; return it if it was readable."""
+        other = self.readable.pop(number, None)
+        if other is not None:
+            self._refused[number] = other
+        return other
+
     def may_read(self, other: R) -> bool:
         """Return whether `other` can be read, or is a peer that the worker has not answered for yet."""
         return self._announced.get(other.number) is other and other.number not in self._refused
@@ -99,6 +106,8 @@ class Peers(Generic[R]):
 def to_wire(news: News[R]) -> list[Peer]:
     """Return the news as the step carries them to the worker."""
     return [
-        Peer(number, other.limits.host_tier, other.limits.host_blocks) if other is not None else Peer(number, "", 0)
+        Peer(number, other.limits.host_tier, other.limits.host_blocks, other.limits.run)
+        if other is not None
+        else Peer(number, "", 0)
         for number, other in news.items()
     ]

@@ -25,6 +25,7 @@ STEP_NS = 10 * MS
 HOUR_NS = 3_600_000 * MS
 GARBAGE = -1
 Kv = dict[tuple[int, int], int]  # block, offset -> what stands there
+TAKEN_OVER = (-1, -1)  # is there in a host tier that another Run has
 
 
 def chain(h: int, token: int) -> int:
@@ -85,8 +86,9 @@ class TwinWorker:
         self.unmappable: set[str] = set()  # tiers that cannot be mapped
         self.adapters: dict[int, bytes] = {}  # by number
         self.unloadable: set[bytes] = set()  # adapters that cannot be loaded
-        # last step by which it is done, direction, from, to, replica of the host tier
-        self.copies: deque[tuple[int, str, int, int, Kv]] = deque()
+        # last step by which it is done, direction, from, to, the host tier and its peer
+        self.copies: deque[tuple[int, str, int, int, Kv, int]] = deque()
+        self.taken_over = False  # another scheduler has it and its tier; this one has not heard of that
         self.lag = 0  # steps by which copies may lag, as long as there are steps to come
 
     def run(self) -> StepResult:
@@ -141,10 +143,16 @@ class TwinWorker:
         result = StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
         result.token_counts = np.array(counts, np.int32) if step.drafts.size else None
         result.late = np.array(late, np.int32)
-        result.swap_out_acks, result.swap_in_acks = self._copy(step.id)
+        result.swap_out_acks, result.swap_in_acks, result.stale_peers = self._copy(step.id)
         result.peer_acks, result.adapter_acks = np.array(acks, np.int32), np.array(loaded, np.int32)
         result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
         return result
+
+    def spoil(self) -> None:
+        """Give the tier to another Run: a late reader there gets anything, and sees that."""
+        for place in self.host:
+            self.host[place] = GARBAGE
+        self.host[TAKEN_OVER] = 1
 
     def _map(self, step: StepPlan) -> list[int]:
         for peer in step.peers:
@@ -172,20 +180,23 @@ class TwinWorker:
             assert sources.size == targets.size
             for source, target, peer in zip(sources.tolist(), targets.tolist(), owners, strict=True):
                 tier = self.host if peer < 0 else self.mapped[peer]
-                self.copies.append((step.id + self.lag, direction, source, target, tier))
+                self.copies.append((step.id + self.lag, direction, source, target, tier, peer))
 
-    def _copy(self, step_id: int) -> tuple[np.ndarray, np.ndarray]:
+    def _copy(self, step_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Copies happen as late as they may, so that a block that is used too early shows."""
         acks: dict[str, list[int]] = {"out": [], "in": []}
+        stale = set()
         while self.copies and (self.copies[0][0] <= step_id or not self.queue):
-            _, direction, source, target, tier = self.copies.popleft()
+            _, direction, source, target, tier, peer = self.copies.popleft()
+            if tier.get(TAKEN_OVER):
+                stale.add(peer)
             here, there = (self.kv, tier) if direction == "out" else (tier, self.kv)
             for offset in range(self.limits.block_size):
                 there.pop((target, offset), None)
                 if (source, offset) in here:
                     there[target, offset] = here[source, offset]
             acks[direction].append(source)
-        return np.array(acks["out"], np.int32), np.array(acks["in"], np.int32)
+        return np.array(acks["out"], np.int32), np.array(acks["in"], np.int32), np.array(sorted(stale), np.int32)
 
     def _enter(self, enter: Enter) -> None:
         assert enter.slot not in self.rows and 0 <= enter.slot < self.limits.slots
@@ -263,9 +274,12 @@ class House:
 
     def lose(self, replica: int = 0) -> None:
         self.core.lose(replica, self.now)
-        tier = self.workers.pop(replica).host
-        for place in tier:  # it may live on with another Run: a late reader there gets anything
-            tier[place] = GARBAGE
+        self.workers.pop(replica).spoil()
+
+    def take_over(self, replica: int) -> None:
+        """Give the worker to another scheduler. The core hears nothing more, and of that when it is lost."""
+        self.workers[replica].taken_over = True
+        self.workers[replica].spoil()
 
     def add(self, request: NewRequest) -> None:
         self.requests[request.id] = request
@@ -317,7 +331,7 @@ class House:
 
     def answer(self, replica: int = 0) -> Outcome | None:
         worker = self.workers.get(replica)
-        if worker is None or not worker.queue:
+        if worker is None or not worker.queue or worker.taken_over:
             return None
         outcome = self.core.apply(worker.run(), self.now)
         self.take(outcome)

@@ -67,6 +67,22 @@ def test_decode_replica_waits_until_it_told_its_readable_peers() -> None:
     h.finish()
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_kv_from_a_host_tier_of_another_run_is_computed_again(lag: int) -> None:
+    """The worker of the prefill replica was taken over, which the scheduler learns after the copy."""
+    h = house(P, D, lookahead=0, lag=lag)
+    h.add_many(3, 10, 8)
+    until(h, lambda: handed(h) == 3 and h.core.stats()["swapped"] == 3, h.step_once)
+    h.take_over(0)
+    step = h.plan(1)
+    assert step is not None and step.swap_in_peers.size
+    until(h, lambda: not h.core.replicas[1].peers.readable, h.step_once)
+    assert not h.core.replicas[1].transfers.slots()
+    h.lose(0)
+    h.finish()
+    assert len(h.ended) == 3
+
+
 @pytest.mark.parametrize("by_class", [True, False])
 def test_sequence_to_be_decoded_elsewhere_is_not_before_prompt(by_class: bool) -> None:
     """One decode slot and a prefill replica that stands idle: a prompt that comes now starts at once."""

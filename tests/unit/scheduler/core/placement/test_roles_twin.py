@@ -63,6 +63,12 @@ class RolesTwin(CoreTwin):
             names = {f"{folder}/{number}" for folder in "ab" for number in range(60)}
             self.house.workers[which].unmappable = names - set(self.house.tiers)
 
+    @precondition(lambda self: self.house.workers)
+    @rule(which=st.integers(0, MOST - 1))
+    def take_over(self, which: int) -> None:
+        alive = sorted(self.house.workers)
+        self.house.take_over(alive[which % len(alive)])
+
     @rule(replica=st.just(MOST - 1))
     def plan_the_last(self, replica: int) -> None:
         if replica in self.house.workers:
@@ -71,6 +77,13 @@ class RolesTwin(CoreTwin):
     @rule(replica=st.just(MOST - 1))
     def answer_the_last(self, replica: int) -> None:
         self.house.answer(replica)
+
+    def teardown(self) -> None:
+        if hasattr(self, "house"):
+            for number, worker in list(self.house.workers.items()):
+                if worker.taken_over:
+                    self.house.lose(number)
+        super().teardown()
 
 
 RolesTwin.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
