@@ -49,8 +49,8 @@ Unavailable = (*Unreachable, ResponseError)
 """Redis did not answer, or refused the call; `temporary` tells whether a later call may succeed."""
 
 REFUSALS = ("OOM", "MISCONF", "READONLY", "LOADING", "NOPERM", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN")
-HIGHEST_ID = b"18446744073709551615-"
-"""Beginning of an id of a stream that no service writes: behind it XADD adds nothing."""
+HIGHEST_ID = b"18446744073709551615-18446744073709551615"
+"""Of an entry that no service writes: XADD adds nothing behind it. Readers delete it."""
 WRONG_TYPE = "WRONGTYPE"
 """A key of another type than its writers give it; `remove_foreign` of dead_letters.py deletes it."""
 GONE = ("NOGROUP", "UNBLOCKED")

@@ -24,11 +24,23 @@ local function count(key, field, delta)
   return held
 end
 
--- Appends to a stream that may begin anew. One with an entry of the highest id, which no service writes, takes no other.
+local HIGHEST = '18446744073709551615-18446744073709551615'
+
+-- Lets a stream go on behind its last entry. One that has had the highest id, which no service writes, takes no other.
+-- Returns the id.
+local function set_back(stream)
+  redis.call('XDEL', stream, HIGHEST)
+  local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+  local id = last and last[1] or '0-1'
+  redis.call('XSETID', stream, id)
+  return id
+end
+
+-- Appends to a stream, also behind an entry of the highest id.
 local function append(stream, ...)
   local added = redis.pcall('XADD', stream, ...)
   if type(added) ~= 'table' then return added end
-  if string.find(added.err, 'last possible ID', 1, true) then redis.call('DEL', stream) end
+  if string.find(added.err, 'last possible ID', 1, true) then set_back(stream) end
   return redis.call('XADD', stream, ...)
 end
 

@@ -25,7 +25,6 @@ ROLES = {
 }
 OTHER_NAMES = {
     "delete": "del", "scan_iter": "scan", "script_load": "script|load", "xgroup_create": "xgroup|create",
-    "xgroup_setid": "xgroup|setid", "execute_command": "xsetid",
     "xpending_range": "xpending", "incr": "incrby", "execute": "", "pipeline": "multi", "aclose": "", "close": "",
     "parse_response": "",
 }  # fmt: skip
@@ -64,7 +63,8 @@ def in_script(name: str) -> set[str]:
     own = (ROOT / "shared" / "lua" / f"{name}.lua").read_text()
     shared = (ROOT / "shared" / "lua" / "lib.lua").read_text() if re.search(r"\bcount\(", own) else ""
     counter = {"incr", "set", "time"} if "next_epoch(" in own else set()  # of the library too
-    return counter | {word.lower() for word in re.findall(r"redis\.p?call\('([A-Z]+)'", own + shared)}
+    calls = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '(SETID)')?", own + shared)
+    return counter | {"|".join(filter(None, words)).lower() for words in calls}
 
 
 @pytest.mark.parametrize("role", ROLES)

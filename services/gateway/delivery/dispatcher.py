@@ -734,11 +734,12 @@ class Dispatcher:
         key = self._keys.tokens(self.gateway_id)
         last = b"0-0"  # this id is new, so this is the beginning
         attempt = 0
+        is_blocked = False  # by an entry with the highest id
         while True:
             try:
-                if last.startswith(HIGHEST_ID):  # the tokens in the stream are in the records, too
-                    await self._redis.delete(key)
-                    last = b"0-0"
+                if is_blocked:
+                    await self._redis.xdel(key, HIGHEST_ID)
+                    is_blocked = False
                 reply = await self._line("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, last)
             except (*Unreachable, RedisError) as error:
                 if attempt == 0:
@@ -750,6 +751,9 @@ class Dispatcher:
                 log.info("Redis answers; reading token stream %s from id %s", key, last.decode())
                 attempt = 0
             for entry_id, fields in entries_of(reply):
+                if entry_id == HIGHEST_ID:
+                    is_blocked = True
+                    continue
                 last = entry_id
                 self._metrics.read(entry_id)
                 self._letters.read(key, fields, self._deliver)

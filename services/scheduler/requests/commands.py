@@ -78,15 +78,16 @@ class Commands:
             try:
                 reply: Any = await self._reader.xread({self._key: last}, count=READ_COMMANDS, block=BLOCK_MS)
                 if reply:
-                    last = reply[0][1][-1][0].decode()
-                    once = [id_ for id_, fields in reply[0][1] if self.take(fields.get(b"c", b"")) in ONCE]
-                    kept.append((self._publisher.put_count, last))
+                    rows = [row for row in reply[0][1] if row[0] != HIGHEST_ID]
+                    once = [id_ for id_, fields in rows if self.take(fields.get(b"c", b"")) in ONCE]
+                    if rows:
+                        last = rows[-1][0].decode()
+                        kept.append((self._publisher.put_count, last))
                     if once:
                         await self._lease.write(["XDEL", self._key, *once])
-                    if reply[0][1][-1][0].startswith(HIGHEST_ID):
-                        last = "0"
-                        kept.clear()
-                        await self._lease.write(["DEL", self._key])
+                    if len(rows) < len(reply[0][1]):
+                        behind = last if "-" in last else "0-1"
+                        await self._lease.write(["XDEL", self._key, HIGHEST_ID], ["XSETID", self._key, behind])
                 done = ""
                 while kept and not self.early and max(kept[0][0], self._early_put) <= self._publisher.written_count:
                     _, done = kept.popleft()

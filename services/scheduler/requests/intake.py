@@ -274,24 +274,14 @@ class Intake:
                     await lease.write(["XACK", stream.decode(), GROUP, entry_id])
                     continue
                 wire = self._letters.read(stream.decode(), fields, _request)
-                if entry_id.startswith(HIGHEST_ID):
-                    await self._set_back(lease, stream.decode(), entry_id.decode())
+                if entry_id == HIGHEST_ID:  # the script lets the stream go on behind the entry before
+                    self._letters.add(stream.decode(), entry_id, "an entry with the highest id")
+                    await self._drop(lease, stream.decode(), entry_id.decode())
                 elif wire is None:
                     await self._drop(lease, stream.decode(), entry_id.decode())
                 elif wire.id not in held:
                     entries.append(Entry(stream.decode(), entry_id.decode(), wire))
         return entries
-
-    async def _set_back(self, lease: Lease, stream: str, entry_id: str) -> None:
-        """Drop an entry that no gateway wrote, and let the stream go on behind the clock."""
-        self._letters.add(stream, entry_id.encode(), "an entry with the highest id")
-        await self._drop(lease, stream, entry_id)
-        seconds, micros = await self._redis.time()
-        behind = f"{1000 * seconds + micros // 1000 + 1}-0"
-        pipe: Any = self._redis.pipeline(transaction=False)
-        pipe.execute_command("XSETID", stream, behind)
-        pipe.xgroup_setid(stream, GROUP, behind)
-        await pipe.execute()
 
     async def _claim(self, entries: list[Entry], fresh: bool = False) -> list[Claimed]:
         if not entries:

@@ -55,7 +55,8 @@ def test_undecodable_records_are_set_aside_at_restart(stack: TokenStack) -> None
 HIGHEST = "18446744073709551615-18446744073709551615"
 
 
-def test_entry_with_the_highest_id_ends_no_stream(stack: TokenStack) -> None:
+@pytest.mark.parametrize("first", ["18446744073709551615-1", HIGHEST])
+def test_entry_with_the_highest_id_ends_no_stream(stack: TokenStack, first: str) -> None:
     """XADD adds nothing behind such an entry."""
     client, keys = stack.redis.client, stack.keys
     (gateway,) = [key.decode().rpartition(":")[2] for key in client.keys(f"{keys.prefix}alive:gateway:*")]
@@ -63,14 +64,18 @@ def test_entry_with_the_highest_id_ends_no_stream(stack: TokenStack) -> None:
         keys.requests("normal"), keys.tokens(gateway), keys.control("shard-0"), keys.queue_kept, keys.dead, keys.events,
     ]  # fmt: skip
     for stream in streams:
-        client.xadd(stream, {"x": "y"}, id=HIGHEST)
-    until("the queue goes on", lambda: _last(stack, keys.requests("normal")) < HIGHEST)
-    until("commands are read", lambda: not client.exists(keys.control("shard-0")))
+        for entry in sorted({first, HIGHEST}):
+            client.xadd(stream, {"x": "y"}, id=entry)
+    until("the queue goes on", lambda: _last(stack, keys.requests("normal")) != HIGHEST)
+    until("commands are taken", lambda: _last(stack, keys.control("shard-0")) != HIGHEST)
     with ThreadPoolExecutor(4) as pool:
         for number, response in enumerate(pool.map(lambda number: stack.ask(60.0, [97 + number], 100), range(4))):
             assert response.status_code == 200, response.text
             assert response.json()["choices"][0]["token_ids"] == answer([97 + number], 100)
+    until("tokens go on", lambda: _last(stack, keys.tokens(gateway)) != HIGHEST)
     stack.check_alive()
+    for stream in streams:
+        client.delete(stream)
 
 
 def _last(stack: TokenStack, stream: str) -> str:
