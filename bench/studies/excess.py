@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import heapq
+import itertools
 import json
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +142,12 @@ class Client:
         change = begin + span_s
         running: list[asyncio.Task[None]] = []
         again: list[tuple[float, int, Seen]] = []  # when, a number, what was refused
+        numbers = itertools.count()
 
         async def at(one: Seen) -> None:
             await self.send(one)
             if one.status in (429, 503) and not one.is_retry:
-                heapq.heappush(again, (one.end + one.retry_after_s, len(running), one))
+                heapq.heappush(again, (one.end + one.retry_after_s, next(numbers), one))
 
         later = self.arrivals(change, AFTER * capacity_rps, after_s)
         for one in [*self.arrivals(begin, rps, span_s), *later]:
@@ -154,7 +156,8 @@ class Client:
                 heapq.heappop(again)
             if one.due >= change and again and again[0][0] <= one.due:
                 _, _, old = heapq.heappop(again)
-                one = replace(old, due=one.due, code="", is_retry=True, has_place=old.retry_after_s < HORIZON_S)
+                has_place = old.retry_after_s < HORIZON_S
+                one = Seen(one.due, old.priority, old.key, old.deadline_ms, old.seed, True, has_place)
             running.append(asyncio.create_task(at(one)))
         await asyncio.gather(*running)
         return change
