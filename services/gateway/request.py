@@ -46,6 +46,8 @@ MAX_CHOICES = 65_536
 """Choices of a stored request: more than any gateway allows (--max-choices)."""
 KEPT_KEY_BYTES = 512
 """What Redis needs for a record of log-probabilities beside its value, about: its key, and that of the tokens."""
+FORESEEN_TOKENS = 4096
+"""Of an output without a nearer limit. What there is behind the end of a request is counted then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ class GenerationSpec:
         """Return the bytes that log-probabilities and vectors may take in Redis, until minutes after the end."""
         of_prompt, of_token = prompt_record_bytes(self.prompt_wanted), self.record_bytes
         prompts = sum(KEPT_KEY_BYTES + of_prompt * len(prompt) for prompt in self.prompts) if of_prompt else 0
-        return prompts + (self.choices * (KEPT_KEY_BYTES + of_token * self.max_tokens) if of_token else 0)
+        tokens = min(self.max_tokens, FORESEEN_TOKENS)
+        return prompts + (self.choices * (KEPT_KEY_BYTES + of_token * tokens) if of_token else 0)
 
     @property
     def choices(self) -> int:

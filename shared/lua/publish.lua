@@ -116,7 +116,7 @@ local function finish_request(id, stream, entry, given, prompt, lengths, failure
   local tenant, _, kept_bytes = delete_entry(KEYS[2], stream, group, entry)
   redis.call('DEL', prefix .. 'prompt:' .. id)
   if not unfinished then return end
-  if kept_bytes > 0 then kept_behind[#kept_behind + 1] = {id, #counts, tenant, kept_bytes} end
+  if kept_bytes > 0 then kept_behind[#kept_behind + 1] = {id, #counts, tenant} end
   if not record[2] then leave_queue(KEYS[2], record[3], record[4], record[7]) end
   local bucket = record[5] or ''
   if string.find(bucket, '^orcinus:{[^}]*}:bucket:') and redis.call('EXISTS', bucket) == 1 then
@@ -159,7 +159,7 @@ end
 
 -- A request that ended early has less than what was counted for the longest output.
 for _, row in ipairs(kept_behind) do
-  local id, choices, tenant, bytes = row[1], row[2], row[3], row[4]
+  local id, choices, tenant = row[1], row[2], row[3]
   local have = #(redis.call('HGET', prefix .. 'req:' .. id, 'delivery') or '')
   for choice = 0, choices - 1 do
     for _, name in ipairs({'logprobs:', 'prompt_logprobs:'}) do
@@ -167,6 +167,6 @@ for _, row in ipairs(kept_behind) do
       if type(size) == 'number' and size > 0 then have = have + size + KEY_BYTES end
     end
   end
-  if have > 0 then count_kept(KEYS[2], tenant, math.min(bytes, have)) end
+  if have > 0 then count_kept(KEYS[2], tenant, have) end
 end
 return short
