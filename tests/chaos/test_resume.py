@@ -148,11 +148,13 @@ def test_stream_of_messages_goes_on_whatever_dies(stack: Stack, other: GatewayPr
         for event in sse.events(answer.iter_lines()):
             events.append(event)
             if len(events) == FLOWING:
+                stack.signal("worker", signal.SIGSTOP)  # so that the request runs on while the gateway is away
                 stack.kill("gateway")
     while events[-1].id == events[-2].id:  # it belongs to an event that did not come
         events.pop()
     address = f"{other.url}/v1/requests/{events[0].json['message']['id']}"
     assert httpx.get(address, headers=headers(), timeout=60).json()["status"] != "finished"
+    stack.signal("worker", signal.SIGCONT)
     with httpx.stream("GET", f"{address}/stream", headers=headers(events[-1].id), timeout=120) as answer:
         for count, event in enumerate(sse.events(answer.iter_lines())):
             events.append(event)
