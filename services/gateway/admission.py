@@ -197,8 +197,8 @@ class Bounds:
         """
         share = min(1.0, (held + size - most) / held)
         text = (
-            f"{where}: requests that have not ended, and log-probabilities, vectors and long texts of late, "
-            f"hold {held} of at most {most} bytes in Redis; {RETRY}, or send smaller requests"
+            f"{where}: requests that have not ended, and log-probabilities, vectors and long texts of the last five "
+            f"minutes, hold {held} of at most {most} bytes in Redis; {RETRY}, or send smaller requests"
         )
         if expires_ms:
             return ApiError(429, text, code=code, headers={"Retry-After": str(math.ceil(expires_ms / 1000))})
@@ -366,6 +366,14 @@ def content_of(spec: GenerationSpec, tenant: str) -> int:
     return hash((tenant, spec.priority, spec.adapter, limits, *map(tuple, spec.prompts)))
 
 
+class Connections:
+    """Those of the public port of this process, of all models."""
+
+    def __init__(self) -> None:
+        self.busy: Callable[[], int] = lambda: 0
+        """Returns how many there are, without those between two requests; the server sets it."""
+
+
 class Admission:
     """Bring requests into this gateway: new ones, those of clients that return, and those of gateways that are gone."""
 
@@ -379,6 +387,7 @@ class Admission:
         background: BackgroundTasks,
         metrics: Metrics,
         tracing: Tracing | None,
+        connections: Connections,
     ) -> None:
         """tracing: None where no collector is set."""
         self._settings = settings
@@ -389,6 +398,7 @@ class Admission:
         self._background = background
         self._metrics = metrics
         self._tracing = tracing
+        self._connections = connections
         self._recent = Recent()
         self._places = Places()
         self.draining = False
@@ -568,18 +578,15 @@ class Admission:
         """Raise ApiError(429) when so many clients wait here that more urgent ones would soon find no connection."""
         share = CONNECTIONS_SHARE * CLASS_SHARES[spec.priority] * (1 + PLACES_SHARE if has_place else 1)
         most = max(1, int(share * self._settings.max_connections))
-        held = len(self._dispatcher.streams)
-        if spec.background or held < most:
-            return
-        held -= len(self._background)  # which have no connection; few requests need to know
-        if held < most:
+        excess = self._connections.busy() - most
+        if spec.background or excess <= 0:
             return
         raise ApiError(
             429,
-            f"queue full for class {spec.priority}: {held} of at most {most} requests wait for their answers at this "
-            f"gateway process; {RETRY}",
+            f"queue full for class {spec.priority}: clients hold {most + excess} connections of this gateway process, "
+            f"and this class may have {most} of them; {RETRY}",
             code="queue_full",
-            retry_after_s=self._wait_s((held - most + 1) * spec.prompt_tokens),
+            retry_after_s=self._wait_s(excess * spec.prompt_tokens),
         )
 
     def _refuse_while_draining(self) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from services.gateway.admission import Connections
 from services.gateway.auth import Keyring
 from services.gateway.batches.driver import BatchDriver
 from services.gateway.errors import handed_over
@@ -36,7 +37,8 @@ class Gateway:
         self.letters = DeadLetters(self.id, lambda kind: self.metrics.unreadable.labels(kind).inc())
         entries = settings.models_file().models
         self.keyring = Keyring(settings, self.letters, [entry.name for entry in entries])
-        parts = Parts(self.id, self.keyring, self.metrics, self.tracing, self.letters)
+        self.connections = Connections()
+        parts = Parts(self.id, self.keyring, self.metrics, self.tracing, self.letters, self.connections)
         aliases = next((entry.aliases for entry in entries if entry.name == settings.served_model_name), ())
         self.first = ServedModel(settings, model, parts, aliases)
         self.models = ModelTable(self.first, parts, entries)

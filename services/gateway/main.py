@@ -83,6 +83,7 @@ def run(settings: GatewaySettings, place: Place | None = None) -> int:
 async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, place: Place | None) -> str:
     """Serve until a signal or a drain command. Return the error of a task that died, else an empty text."""
     servers = [server(app, gateway.settings) for app in (public_app(gateway), ops_app(gateway))]
+    gateway.connections.busy = servers[0].busy
     grpc_front = await _grpc_front(gateway)
     stopping = asyncio.Event()
     hurried = asyncio.Event()
@@ -106,7 +107,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     settle()
     leaving: list[asyncio.Task[None]] = []
     serving = [
-        asyncio.create_task(one.serve(sockets=handles(listener)))
+        asyncio.create_task(one.serve(sockets=handles(listener, place.count if place is not None else 1)))
         for one, listener in zip(servers, (public, ops), strict=True)
     ]
     beating = [asyncio.create_task(beat())] if place is not None else []

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
-from services.gateway.admission import Admission, unknown_request
+from services.gateway.admission import Admission, Connections, unknown_request
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import STALE_S, Cluster, PlacerSeen, placed, placement_of
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
@@ -66,6 +66,7 @@ class Parts:
     metrics: Metrics
     tracing: Tracing | None
     letters: DeadLetters
+    connections: Connections
 
 
 class ServedModel:
@@ -90,8 +91,9 @@ class ServedModel:
         self.adapters = AdapterNames(settings, letters)
         self.background = BackgroundTasks()
         self.admission = Admission(
-            settings, text, parts.keyring, self.cluster, self.dispatcher, self.background, metrics, parts.tracing
-        )
+            settings, text, parts.keyring, self.cluster, self.dispatcher, self.background, metrics, parts.tracing,
+            parts.connections,
+        )  # fmt: skip
         self.adopter = OrphanAdopter(settings, gateway_id, self.background, self.admission.adopt, letters)
         self._watching: list[asyncio.Task[None]] = []
 

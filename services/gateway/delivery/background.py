@@ -41,9 +41,6 @@ class BackgroundTasks:
         self.on_end: Callable[[str], Awaitable[None]] | None = None
         """Called with the id of each request that has ended, well or not."""
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
     @property
     def kept(self) -> list[str]:
         """Return the ids of the requests that are read now."""

@@ -26,7 +26,7 @@ class Part(NamedTuple):
 def boundary_of(content_type: str) -> bytes:
     """Return the boundary that a Content-Type names. Raise ApiError(400, 415)."""
     if len(content_type) > MAX_TYPE_BYTES:
-        text = f"content-type may have {MAX_TYPE_BYTES} characters; got {len(content_type)}; send a boundary alone"
+        text = f"content-type: {len(content_type)} characters, at most {MAX_TYPE_BYTES}; send only the boundary"
         raise ApiError(415, text, code="unsupported_media_type")
     message = Message()
     message["content-type"] = content_type

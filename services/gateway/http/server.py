@@ -30,6 +30,14 @@ HANDLES = 32
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers: two servers share the process, and draining comes first."""
 
+    def __init__(self, config: uvicorn.Config, bounds: Bounds) -> None:
+        super().__init__(config)
+        self._bounds = bounds
+
+    def busy(self) -> int:
+        """Return the number of open connections, without those between two requests."""
+        return len(self.server_state.connections) - len(self._bounds.idle)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -39,9 +47,10 @@ def server(app: Any, settings: GatewaySettings) -> Server:
     """Return the server of one port. Raise ConfigurationError for a certificate that cannot be used."""
     if settings.tls_cert is not None and settings.tls_key is not None:
         check_pair(settings.tls_cert, settings.tls_key)
+    bounds = Bounds.of(settings)
     config = uvicorn.Config(
         app,
-        http=functools.partial(Protocol, Bounds.of(settings)),  # type: ignore[arg-type]
+        http=functools.partial(Protocol, bounds),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -55,14 +64,16 @@ def server(app: Any, settings: GatewaySettings) -> Server:
         ssl_keyfile=settings.tls_key,
         ssl_ciphers=CIPHERS,
     )
-    return Server(config)
+    return Server(config, bounds)
 
 
-def handles(listener: socket.socket) -> list[socket.socket]:
+def handles(listener: socket.socket, processes: int) -> list[socket.socket]:
     """Return the socket and copies of it: with one handle a gateway that is busy, so that its rounds are long, accepts
     more slowly than clients come, and the most urgent of them wait in the kernel's queue.
+
+    processes: that share the socket, and with it the handles: none is to take all that come.
     """
-    return [listener, *(listener.dup() for _ in range(HANDLES - 1))]
+    return [listener, *(listener.dup() for _ in range(HANDLES // processes - 1))]
 
 
 def scheme(settings: GatewaySettings) -> str:

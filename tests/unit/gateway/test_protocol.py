@@ -131,7 +131,7 @@ def test_busy_gateway_accepts_many_connections_in_a_round_of_its_loop() -> None:
         loop = asyncio.get_running_loop()
         with listen("127.0.0.1", 0, "test") as listener:
             clients = [socket.create_connection(listener.getsockname()) for _ in range(HANDLES)]
-            servers = [await loop.create_server(Counted, sock=handle) for handle in handles(listener)]
+            servers = [await loop.create_server(Counted, sock=handle) for handle in handles(listener, 1)]
             rounds = []
             while len(made) < HANDLES:
                 await asyncio.sleep(0)
