@@ -157,7 +157,7 @@ for _ = 1, tonumber(arg() or 0) do
   write_records('prompt_logprobs:')
 end
 
--- A request that ended early has less than what was counted for the longest output.
+-- What was counted before the end was foreseen: now there is less, or more.
 for _, row in ipairs(kept_behind) do
   local id, choices, tenant = row[1], row[2], row[3]
   local have = #(redis.call('HGET', prefix .. 'req:' .. id, 'delivery') or '')

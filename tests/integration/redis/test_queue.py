@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from services.gateway.request import KEPT_KEY_BYTES
 from services.scheduler.requests.intake import Clock, Intake
 from shared.keys import GROUP
 from shared.lease import Lease
@@ -140,7 +141,8 @@ async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Redis,
     found = await client.xreadgroup(GROUP, SHARD, {KEYS.requests("normal"): ">"})
     ((_, [(entry, _)]),) = found
     end = ["a", KEYS.requests("normal"), entry, "1", 10, "0", ""]
-    await client.set(KEYS.prompt_logprobs("a", 0), bytes(4000))
+    beside = KEPT_KEY_BYTES + await client.hstrlen(KEYS.req("a"), "delivery")
+    await client.set(KEYS.prompt_logprobs("a", 0), bytes(4000 - beside))
     for _ in range(2):  # a call that is repeated counts once
         await publish(scripts, publication(epoch, [], [], ["a"], end))
         assert await counted(client) == (SIZE + 4000, {b"alice": b"%d" % (SIZE + 4000)}), "r waits, those of a stay"
