@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.launcher import alive, up
-from tests.support.sse import DONE, events
+from tests.support.sse import DONE, parse
 from tests.support.waiting import until
 
 TOKENS = 500
@@ -66,19 +66,21 @@ def streamed(url: str, model: str, prompt: list[int], tokens: int, priority: str
         "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
         "return_token_ids": True, "priority": priority,
     }  # fmt: skip
-    got: list[int] = []
-    pause, last = 0.0, 0.0
+    body_bytes, pause, last = bytearray(), 0.0, 0.0
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S) as answer:
         assert answer.status_code == 200, answer.read()
-        for event in events(answer.iter_lines()):
-            if event.data == DONE:
-                break
-            for choice in event.json["choices"]:
-                now = time.monotonic()
-                pause = max(pause, now - last) if last else 0.0
-                last = now
-                got += choice.get("token_ids") or []
-    return got, pause
+        for chunk in answer.iter_raw():  # parsed behind the end: a reader that lags behind the worker sees no pause
+            now = time.monotonic()
+            pause = max(pause, now - last) if last else 0.0
+            last = now
+            body_bytes += chunk
+    got: list[int] = []
+    for event in parse(bytes(body_bytes)):
+        if event.data == DONE:
+            return got, pause
+        for choice in event.json["choices"]:
+            got += choice.get("token_ids") or []
+    raise AssertionError(f"the answer has no end: {body_bytes[-200:]!r}")
 
 
 @pytest.mark.timeout(600)
@@ -94,7 +96,8 @@ def test_models_take_turns_and_no_token_differs(run: tuple[str, Path], reference
         """Ask one again and again, so that it never is without work, until the other has answered; each client with a
         length of its own, so that not all answers end at a time.
         """
-        prompt, output = references["one"].prompts[at], references["one"].outputs[at][: TOKENS - 60 * at]
+        one = references["one"]
+        prompt, output = one.prompts[at % 4], one.outputs[at % 4][: TOKENS - 30 * at]
         while not served.is_set():
             got, pause = streamed(url, "one", prompt, len(output), "normal")
             assert got == output
@@ -105,10 +108,10 @@ def test_models_take_turns_and_no_token_differs(run: tuple[str, Path], reference
         got, _ = streamed(url, "org/Two", prompt, len(output), "realtime")
         assert got == output
 
-    with ThreadPoolExecutor(8) as clients:
-        busy = [clients.submit(keep_busy, at) for at in range(4)]
+    with ThreadPoolExecutor(12) as clients:
+        busy = [clients.submit(keep_busy, at) for at in range(8)]  # one at least is in the middle of an answer
         try:
-            until("one is busy", lambda: len(pauses) >= 4, WAIT_S)
+            until("one is busy", lambda: len(pauses) >= 8, WAIT_S)
             asking = [clients.submit(ask_the_other, at) for at in range(4)]
             placer = pids(directory)["placer-0"]
             os.kill(placer, signal.SIGKILL)  # with requests that wait for its decision
