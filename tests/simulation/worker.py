@@ -138,7 +138,7 @@ class WorkerProcess:
         self._tiers, self._host, self._saved = tiers, Tier(), saved
         self.identity = ""
         self.highest = 0
-        self.leader = ""  # whose Run it is
+        self.leader = ""  # the scheduler of the current Run
         self.info: dict[str, Any] = {
             "id": name, "model": MODEL, "model_hash": "hash", "dtype": "float32", "backend": "reference", "layers": 2,
             "stages": 1, "max_seqs": 4, "gpu_blocks": 28, "host_blocks": 12, "block_size": BLOCK, "max_model_len": 128,

@@ -20,7 +20,7 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tempe
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A model with random weights, whose template opens the block of thinking and whose marks are tokens."""
+    """A model with random weights. Its template opens the block of thinking, and the marks of thinking are tokens."""
     reference = write_judge(tmp_path_factory.mktemp("thinker"))
     path = reference.path / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": OPENS}))
@@ -30,7 +30,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def asked(stack: Stack) -> dict[str, Any]:
-    """A request whose answer neither ends nor closes its thinking by itself."""
+    """A request. Its answer does not end, and does not close its thinking, by itself."""
     ends = stack.post("/tokenize", {"prompt": "</think>"}).json()["tokens"]
     ends.append(257)  # eos_token_id of `write_judge`
     return ASKED | {"model": stack.name, "logit_bias": {str(token): -100 for token in ends}}

@@ -85,7 +85,7 @@ class Peers(Generic[R]):
         return learned
 
     def taken_over(self, number: int) -> R | None:
-        """Read no more from a peer whose worker has a newer Run of another scheduler; return it if it was readable."""
+        """Read no more from a peer: another scheduler has begun a Run at its worker. Return it if it was readable."""
         other = self.readable.pop(number, None)
         if other is not None:
             self._refused[number] = other
