@@ -140,12 +140,14 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    """Return the methods of all routes over the path; starlette names only those of the first."""
-    found: set[str] = set()
-    for route in request.app.state.routes:
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    return sorted(found)
+    """Return the methods of the path's own routes, or else of all that it fits; starlette names only the first's."""
+    fitting = [
+        route
+        for route in request.app.state.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    ]
+    own = [route for route in fitting if route.path == request.url.path]
+    return sorted({method for route in own or fitting for method in route.methods or ()})
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

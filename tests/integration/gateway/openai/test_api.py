@@ -140,6 +140,8 @@ def test_unknown_paths_methods_and_types_have_the_shape_of_openai(gateway: Gatew
     assert (untyped.status_code, untyped.json()["error"]["code"]) == (415, "unsupported_media_type")
     assert wrong.headers["allow"] == "POST"
     assert gateway.request("OPTIONS", "/v1/requests/x").headers["allow"] == "DELETE, GET"
+    # Beside a route with a placeholder, a path of its own says what it takes.
+    assert gateway.request("OPTIONS", "/v1/responses/input_tokens").headers["allow"] == "POST"
     assert all(set(a.json()["error"]) == {"message", "type", "param", "code"} for a in (missing, wrong, form, resume))
 
 
