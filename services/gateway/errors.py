@@ -202,3 +202,12 @@ def shown(value: object, most: int = 80) -> str:
 def broken_record() -> ApiError:
     """Return the error of a request with a record in Redis that is not whole or cannot be read."""
     return ApiError(500, "request record in Redis: not whole; send the request again", code="record_lost")
+
+
+def other_version(version: int, oldest: int, newest: int) -> ApiError:
+    """Return the 503 for a request that only a gateway of another build can go on with."""
+    return unavailable(
+        f"request record in Redis: version {version}, but this gateway reads {oldest} to {newest}; "
+        "ask a gateway of the build that took the request, or send it again as a new one",
+        "record_version",
+    )

@@ -17,6 +17,7 @@ import orjson
 from google.protobuf.message import Message
 
 from protos import queue_pb2
+from services.gateway.errors import other_version
 from shared.columns import pack, unpack
 from shared.ids import BEGINNINGS
 from shared.keys import CLASSES
@@ -42,6 +43,10 @@ UNDECIDED, THINKING, CHANNELS = "undecided", "thinking", "channels"
 answer has channels. Empty: all that follows is content."""
 VECTOR, SCORE = 1, 2
 """What is pooled of a prompt (worker.proto, Enter.pooling)."""
+OLDEST, VERSION = 0, 1
+"""Versions of `Delivery` that this build reads as the build that wrote them. Raise VERSION with a change after which a
+record and its tokens make other events: a state of thinking or a reader of text, of calls or of marks that works
+otherwise. Raise OLDEST, too, where records of before cannot be read as they were."""
 MAX_CHOICES = 65_536
 """Choices of a stored request: more than any gateway allows (--max-choices)."""
 KEPT_KEY_BYTES = 512
@@ -197,6 +202,7 @@ class GenerationSpec:
         """
         return queue_pb2.Delivery(
             **{name: getattr(self, name) for name in DELIVERY_FIELDS},
+            version=VERSION,
             stop_ids=pack(self.stop_ids),
             prompt_tails=[
                 pack(prompt if self.prompt_wanted else tail(prompt, self.skip_special_tokens))
@@ -210,13 +216,20 @@ class GenerationSpec:
 
     @classmethod
     def from_record(cls, request_id: str, record: Mapping[bytes, bytes]) -> GenerationSpec:
-        """Return the spec of `req:{id}`, to deliver the rest. Raise what DeadLetters.read takes for unreadable."""
+        """Return the spec of `req:{id}`, to deliver the rest.
+
+        Raise ApiError(503) for a record of another version, and what DeadLetters.read takes for unreadable.
+        """
         return cls.from_delivery(request_id, record[b"delivery"], record.get(b"class", b"normal").decode())
 
     @classmethod
     def from_delivery(cls, request_id: str, stored: bytes, priority: str) -> GenerationSpec:
-        """Return the spec to deliver the rest. It cannot be enqueued: prompts and sampling are not stored."""
+        """Return the spec to deliver the rest. It cannot be enqueued: prompts and sampling are not stored. Raise as
+        `from_record`.
+        """
         wire = queue_pb2.Delivery.FromString(stored)
+        if not OLDEST <= wire.version <= VERSION:
+            raise other_version(wire.version, OLDEST, VERSION)
         fields: dict[str, Any] = {name: getattr(wire, name) for name in DELIVERY_FIELDS}
         fields["stop"], fields["markers"] = list(wire.stop), list(wire.markers)
         if not 0 < len(wire.prompt_tails) * wire.n <= MAX_CHOICES or wire.endpoint not in BEGINNINGS:

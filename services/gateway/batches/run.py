@@ -41,8 +41,8 @@ GIVE_UP_S = 3600.0
 """Time behind the end of its window in which the answers of a batch may still become files."""
 FAULT_TRIES = 3
 """Times that a line is computed if Redis loses its request."""
-LOST = frozenset({"record_lost", "request_not_found", "idempotency_key_reused"})
-"""Errors behind which the line is computed again, under another name; the last one where another version named it."""
+LOST = frozenset({"record_lost", "request_not_found", "idempotency_key_reused", "record_version"})
+"""Errors behind which the line is computed again, under another name; the last two where another version named it."""
 AGAIN = frozenset({TAKEN_OVER, UNAVAILABLE})
 """Errors behind which the same request can be read, or may be sent once its model is back."""
 FINAL = frozenset({"deadline_unreachable", "slo_unreachable"})

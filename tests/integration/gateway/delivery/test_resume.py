@@ -10,14 +10,16 @@ import httpx
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from protos.queue_pb2 import Delivery
 from services.gateway.app import public_app
 from services.gateway.auth import ANONYMOUS, Caller
 from services.gateway.errors import ApiError, handed_over
 from services.gateway.gateway import Gateway
 from services.gateway.openai.bodies import CompletionBody, parse_body
 from services.gateway.openai.completions import completion_spec
-from services.gateway.request import GenerationSpec
+from services.gateway.request import VERSION, GenerationSpec
 from shared import ids
+from tests.support import sse
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import Line, ScriptedScheduler
 from tests.support.waiting import wait_until
@@ -165,6 +167,43 @@ async def test_resumed_stream_is_refused_when_its_request_was_forgotten(gateway:
         await begin(gateway, spec, f"{spec.id}:3")
     assert refused.value.code == "request_not_found"
     assert not await gateway.dispatcher.record(spec.id)
+
+
+def told(answer: httpx.Response) -> str:
+    """Return the text of a stream of a chat or of Messages, however its events cut it."""
+    events = [event.json for event in sse.parse(answer.content) if event.data != "[DONE]"]
+    pieces = [event.get("delta", {}).get("text", "") for event in events]
+    pieces += [choice["delta"].get("content", "") for event in events for choice in event.get("choices", ())]
+    return "".join(pieces)
+
+
+async def test_record_of_another_version_is_refused_and_stays_for_other_gateways(
+    gateway: Gateway, scheduler: ScriptedScheduler, redis_server: RedisServer
+) -> None:
+    scheduler.lead()
+    name = gateway.settings.served_model_name
+    body = {"model": name, "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    transport = httpx.ASGITransport(public_app(gateway))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            asking = asyncio.create_task(client.post(path, json={**body, "stream": True}))
+            claimed = await asyncio.to_thread(scheduler.claim)
+            scheduler.serve(claimed, [50, 51, 52])
+            first = await asking
+            record, stream = gateway.settings.keys.req(claimed.id), f"/v1/requests/{claimed.id}/stream"
+            stored = Delivery.FromString(redis_server.client.hget(record, "delivery"))
+            assert stored.version == VERSION
+            stored.version, stored.reasoning = VERSION + 1, "a state of later"
+            redis_server.client.hset(record, "delivery", stored.SerializeToString())
+            refused = [await client.get(asked) for asked in (stream, stream.removesuffix("/stream"))]
+            assert [answer.status_code for answer in refused] == [503, 503]
+            assert all(f"version {VERSION + 1}, but" in answer.text and "0 to 1" in answer.text for answer in refused)
+            assert redis_server.client.hget(record, "delivery") == stored.SerializeToString()
+            stored.version, stored.reasoning = 0, ""  # of a gateway from before there were versions
+            redis_server.client.hset(record, "delivery", stored.SerializeToString())
+            again = await client.get(stream)
+            assert (again.status_code, told(again)) == (200, told(first)) and told(first)
+    assert not gateway.letters.take(), "the record is not broken"
 
 
 async def test_answer_without_stream_is_complete_despite_last_event_id(

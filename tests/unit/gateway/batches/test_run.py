@@ -188,6 +188,13 @@ async def test_line_that_refuses_itself_is_not_sent_again(tmp_path: Path, code: 
     assert len(case.app.bodies) == 1
 
 
+async def test_line_is_computed_again_where_another_version_took_it(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(1))
+    case.app.answer = lambda body, before: GOOD if before else error(503, "record_version")
+    await case.run().run()
+    assert case.app.names == [f"{case.order.id}:0:{fault}" for fault in range(2)]
+
+
 async def test_lost_request_is_computed_again_three_times_at_most(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(2))
     case.app.answer = lambda body, before: (

@@ -17,12 +17,13 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from protos.queue_pb2 import Delivery
 from services.gateway.delivery.stream import ChoiceText, Row
 from services.gateway.errors import ApiError
 from services.gateway.openai.answers import whole
 from services.gateway.openai.bodies import ChatBody, parse_body
 from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
-from services.gateway.request import THINKING, UNDECIDED, GenerationSpec, Limits, ToolUse
+from services.gateway.request import OLDEST, THINKING, UNDECIDED, VERSION, GenerationSpec, Limits, ToolUse
 from services.gateway.text.reasoning import MARKERS, ReasoningReader, markers_of
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
@@ -208,6 +209,22 @@ def test_record_of_thinking_that_cannot_be_read_is_refused(fields: dict[str, Any
     stored = spec(endpoint="chat", **fields).to_delivery(model().text.tail)
     with pytest.raises(ValueError, match=words):
         GenerationSpec.from_delivery("chatcmpl-1", stored, "normal")
+
+
+@pytest.mark.parametrize(("version", "is_read"), [(0, True), (VERSION, True), (VERSION + 1, False)])
+def test_record_is_read_by_its_version_before_its_fields(version: int, is_read: bool) -> None:
+    made = spec(endpoint="chat", reasoning=UNDECIDED)
+    stored = Delivery.FromString(made.to_delivery(model().text.tail))
+    assert stored.version == VERSION
+    stored.version = version
+    if is_read:
+        again = GenerationSpec.from_delivery(made.id, stored.SerializeToString(), "normal")
+        assert again.reasoning == UNDECIDED
+        return
+    stored.reasoning = "a state of later"
+    with pytest.raises(ApiError, match=f"version {version}, but this gateway reads {OLDEST} to {VERSION}") as refused:
+        GenerationSpec.from_delivery(made.id, stored.SerializeToString(), "normal")
+    assert (refused.value.status, refused.value.code) == (503, "record_version")
 
 
 def test_gateway_that_knows_other_marks_reads_those_of_the_request(tmp_path: Path) -> None:
