@@ -25,9 +25,9 @@ from services.gateway.openai.bodies import (
     Tool,
     ToolChoice,
 )
-from services.gateway.request import GenerationSpec, ToolUse
+from services.gateway.request import CHANNELS, GenerationSpec, ToolUse
 from services.gateway.text.grammar import GrammarCheck, choice_grammar, json_grammar, lark_text
-from services.gateway.text.reasoning import budget_grammar
+from services.gateway.text.reasoning import budget_grammar, channel_budget_grammar
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import calls_grammar, has_texts, marks_of, texts_of
 from shared.columns import pack
@@ -114,14 +114,23 @@ async def bind_thinking(spec: GenerationSpec, body: ChatBody, budget: int, model
         raise invalid(field, text)
     if not spec.reasoning or spec.max_tokens <= budget:
         return
-    if model.thinking_marks is None:
+    grammar = thinking_grammar(budget, spec, model)
+    if not grammar:
         raise invalid(field, f"{field}: the marks of this model's thinking are not one token each; leave it out")
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
             raise invalid(name, f"{name} cannot be combined with {field}; leave one of them out")
-    grammar = budget_grammar(budget, spec.reasoning, model.thinking_marks, model.blank_ids)
     await model.grammars.check(field, grammar, tenant)
     spec.grammar_field, spec.sampling.grammar = field, grammar
+
+
+def thinking_grammar(budget: int, spec: GenerationSpec, model: ModelText) -> str:
+    """Return the grammar of an answer with so many tokens of thinking; empty where the marks are no tokens."""
+    if spec.reasoning == CHANNELS:
+        ids = model.channel_ids
+        return "" if ids is None else channel_budget_grammar(budget, ids, may_call=spec.tools is not None)
+    marks = model.thinking_marks
+    return "" if marks is None else budget_grammar(budget, spec.reasoning, marks, model.blank_ids)
 
 
 async def encode_prediction(prediction: Prediction, model: ModelText) -> bytes:

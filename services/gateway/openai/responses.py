@@ -80,6 +80,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 OF_CHAT = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", *ScheduledBody.model_fields,
     "seed", "top_k", "min_p", "repetition_penalty", "ignore_eos", "background",
+    "thinking_token_budget",
 )  # fmt: skip
 """Fields that mean the same in both."""
 
@@ -155,6 +156,7 @@ class ResponsesBody(InputTokensBody, ScheduledBody):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
     ignore_eos: bool | None = None
+    thinking_token_budget: int | None = Field(None, ge=1, lt=1 << 31)
 
     # As in InputTokensBody
     prompt: Any = None

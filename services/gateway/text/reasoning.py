@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.gateway.request import CHANNELS, THINKING, UNDECIDED
@@ -22,13 +23,15 @@ MARKERS = {
 """The opening and the closing one of a family of models: of most, of Magistral, of Seed-OSS."""
 
 CHANNEL, MESSAGE, CALL = "<|channel|>", "<|message|>", "<|call|>"
+START, END = "<|start|>", "<|end|>"
+ANALYSIS = "analysis"
 
 
 def markers_of(template: str, vocabulary: Iterable[str]) -> str:
     """Return how a model marks its thinking, by its chat template or else the names of its added tokens: one of
     MARKERS, `channels` or `none`.
     """
-    if CHANNEL + "analysis" in template:
+    if CHANNEL + ANALYSIS in template:
         return "channels"
     names = frozenset(vocabulary)
     found = [family for family, (_, closing) in MARKERS.items() if closing in template]
@@ -77,6 +80,59 @@ def budget_grammar(budget: int, state: str, marks: tuple[int, int], blanks: Iter
     before = f"<[{spaces}]>* " if spaces else ""
     others = ",".join(filter(None, (str(opening), spaces)))
     return f"start: {before}(<[{opening}]> {thinking} | (<[^{others}]> <[*]>*)?)\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelIds:
+    """Ids of the tokens that heads of messages are made of. lookalikes: others that the name of `analysis` may begin
+    with behind the mark of a channel.
+    """
+
+    channel: int
+    message: int
+    start: int
+    end: int
+    analysis: int
+    assistant: int
+    final: int
+    lookalikes: tuple[int, ...]
+
+
+CHANNEL_WORDS = (CHANNEL, MESSAGE, START, END, ANALYSIS, "assistant", "final")
+"""The texts of these tokens, in their order."""
+
+
+def is_lookalike(text: str) -> bool:
+    """Return whether the name of the channel `analysis` may begin with a text, spelled in another way.
+
+    >>> [is_lookalike(text) for text in (" anal", "\\n", "analysis.", "final", "")]
+    [True, True, True, False, False]
+    """
+    begun = text.lstrip()
+    return text != "" and (ANALYSIS.startswith(begun) or begun.startswith(ANALYSIS))
+
+
+def channel_budget_grammar(budget: int, ids: ChannelIds, may_call: bool) -> str:
+    """Return the grammar of an answer that has at most `budget` tokens in all its messages of `analysis`: behind so
+    many the mark of their end is the only token, then the head of the final message, or of any message that is no
+    `analysis` where the answer may call a tool. Everything else is free but a head of `analysis` in another form.
+    """
+    forced = [ids.end, ids.start]
+    if not may_call:
+        forced += [ids.assistant, ids.channel, ids.final, ids.message]
+    names = ",".join(map(str, (ids.channel, ids.analysis, *ids.lookalikes)))
+    fewer = f"(again* token){{0,{budget - 1}}}" if budget > 1 else ""  # {0,0} is refused
+    return "\n".join((
+        "start: other (head ended | head spent)?",
+        f"ended: {fewer} (again* end other)?",
+        f"spent: (again* token){{{budget}}} {' '.join(f'<[{id_}]>' for id_ in forced)} other",
+        f"token: <[^{ids.end},{ids.start}]>",
+        f"end: <[{ids.end},{ids.start}]>",
+        "again: end other head",
+        f"head: <[{ids.channel}]> <[{ids.analysis}]> <[{ids.message}]>",
+        f"other: (<[^{ids.channel}]> | <[{ids.channel}]> <[^{names}]>)*",
+        "",
+    ))  # fmt: skip
 
 
 class Reader(Protocol):
@@ -153,8 +209,8 @@ class ReasoningReader:
         return (held, "") if self._state == THINKING else ("", held)
 
 
-_ENDS = ("<|end|>", CALL, "<|return|>", "<|start|>")
-_HEADS = (CHANNEL, MESSAGE, "<|start|>", "to=", "assistant")
+_ENDS = (END, CALL, "<|return|>", START)
+_HEADS = (CHANNEL, MESSAGE, START, "to=", "assistant")
 """What the head of a message begins with; the prompt ends behind its role."""
 MOST_HEAD = 256
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]{1,64})")
@@ -227,7 +283,7 @@ class ChannelReader:
             self._kind = "call"
             return f"{CHANNEL}functions.{recipient[1]}{MESSAGE}"
         name = _NAME.search(head)
-        self._kind = "thinking" if name is not None and name[1] == "analysis" else "text"
+        self._kind = "thinking" if name is not None and name[1] == ANALYSIS else "text"
         return ""
 
 

@@ -22,7 +22,7 @@ from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
 from services.gateway.text.pairs import CrossEncoder, Pairs, judge_of
-from services.gateway.text.reasoning import MARKERS, markers_of
+from services.gateway.text.reasoning import CHANNEL_WORDS, MARKERS, ChannelIds, is_lookalike, markers_of
 from services.gateway.text.tools.formats import format_of
 from shared.errors import ModelError
 from shared.models.gguf.reader import is_gguf
@@ -140,10 +140,24 @@ class ModelText:
     @cached_property
     def blank_ids(self) -> tuple[int, ...]:
         """Return the ids of tokens that are white space; none where the tokenizer has no table of bytes."""
-        if not self.text.has_table:
-            return ()
-        pieces = ((id_, self.text.piece(id_)) for id_ in range(self.tokenizer.get_vocab_size()))
-        return tuple(id_ for id_, piece in pieces if piece and not piece.strip())
+        return tuple(id_ for id_, piece in self._pieces() if piece and not piece.strip())
+
+    @cached_property
+    def channel_ids(self) -> ChannelIds | None:
+        """Return the ids of which heads of channels are made; None where the marks and names are not one token each."""
+        words = [self.tokenizer.token_to_id(word) for word in CHANNEL_WORDS]
+        ids = [id_ for id_ in words if id_ is not None]
+        if len(ids) < len(words):
+            return None
+        channel, message, start, end, analysis, assistant, final = ids
+        pieces = ((id_, piece.decode("utf-8", "replace")) for id_, piece in self._pieces())
+        lookalikes = tuple(id_ for id_, piece in pieces if is_lookalike(piece) and id_ not in ids)
+        return ChannelIds(channel, message, start, end, analysis, assistant, final, lookalikes)
+
+    def _pieces(self) -> Iterable[tuple[int, bytes]]:
+        """Yield each id with its bytes; nothing where the tokenizer has no table of bytes."""
+        if self.text.has_table:
+            yield from ((id_, self.text.piece(id_)) for id_ in range(self.tokenizer.get_vocab_size()))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Return the vocabulary's strings of some ids."""

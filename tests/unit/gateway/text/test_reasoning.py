@@ -11,20 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from protos.queue_pb2 import Delivery
+from services.gateway.anthropic.bodies import MessagesBody
+from services.gateway.anthropic.bodies import chat_body as messages_chat
 from services.gateway.delivery.stream import ChoiceText, Row
 from services.gateway.errors import ApiError
 from services.gateway.openai.answers import whole
 from services.gateway.openai.bodies import ChatBody, parse_body
 from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
+from services.gateway.openai.responses import ResponsesBody
+from services.gateway.openai.responses import chat_body as responses_chat
 from services.gateway.request import OLDEST, THINKING, UNDECIDED, VERSION, GenerationSpec, Limits, ToolUse
-from services.gateway.text.reasoning import MARKERS, ReasoningReader, markers_of
+from services.gateway.text.reasoning import MARKERS, ChannelReader, ReasoningReader, markers_of
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
 from services.gateway.text.tools.reader import merged
@@ -537,5 +541,131 @@ def test_channels_are_found_by_the_template_and_kept_with_the_request(tmp_path: 
     assert forced.reasoning == "channels" and "commentary to=functions.f" in forced.sampling.grammar
     bound, _ = request(directory, guided_regex="a")
     assert bound.reasoning == ""
+    with pytest.raises(ApiError, match="not one token each"):
+        request(directory, tools=[TOOL], thinking_token_budget=1)
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The"}]
     assert request(directory, messages=turns, continue_final_message=True)[0].reasoning == ""
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of channels whose marks and names are one token each, as gpt-oss has them."""
+    tokenizer = byte_level()
+    marks = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"]
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    words = ["analysis", "assistant", "final", " anal"]
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return write_model(tmp_path_factory.mktemp("harmony") / "m", tokenizer, chat_template=CHANNELS)
+
+
+HEAD = "<|channel|>analysis<|message|>"
+NEXT = "<|end|><|start|>assistant"
+FORCED = {False: f"{NEXT}<|channel|>final<|message|>", True: "<|end|><|start|>"}
+
+
+def read(asked: GenerationSpec, text: ModelText, tokens: list[int]) -> tuple[str, str]:
+    """Return thinking and content of the tokens of an answer, as another gateway reads them."""
+    stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(text.text.tail), "normal")
+    choice, thinking, content = ChoiceText(stored, text, asked.prompts[0]), "", ""
+    for at, token in enumerate(tokens, 1):
+        content += choice.feed([token], "stop" if at == len(tokens) else None)[0]
+        thinking += choice.reasoning
+    return thinking, content
+
+
+@pytest.mark.parametrize("may_call", [False, True])
+@pytest.mark.parametrize("budget", [1, 7])
+def test_analysis_ends_when_its_budget_is_spent(harmony: Path, budget: int, may_call: bool) -> None:
+    fields: dict[str, Any] = {"tools": [TOOL]} if may_call else {}
+    asked, _ = request(harmony, max_tokens=64, thinking_token_budget=budget, **fields)
+    assert (asked.reasoning, asked.grammar_field) == ("channels", "thinking_token_budget")
+    text = text_of(harmony)
+    head, forced, thought = text.encode(HEAD), text.encode(FORCED[may_call]), [50, 51, 52] * 5
+    said = bound_tokens(harmony, asked.sampling.grammar, [*head, *thought, *thought, *thought])
+    assert said[: len(head) + budget + len(forced)] == [*head, *thought[:budget], *forced]
+    rest = said[len(head) + budget + len(forced) :]
+    assert rest == [*thought, *thought, *thought][budget + len(forced) :], "free again"
+    wanted = text.text.decode(thought[:budget]), "" if may_call else text.text.decode(rest)
+    assert read(asked, text, said) == wanted
+
+
+def test_budget_counts_all_messages_of_analysis(harmony: Path) -> None:
+    asked, _ = request(harmony, max_tokens=64, thinking_token_budget=4, tools=[TOOL])
+    text = text_of(harmony)
+    between = f"{NEXT}<|channel|>commentary<|message|>I look."
+    wanted = text.encode(f"{HEAD}123{between}{NEXT}{HEAD}456")
+    said = bound_tokens(harmony, asked.sampling.grammar, [*wanted, *text.encode("7")])
+    assert said == [*wanted[:-2], *text.encode("<|end|><|start|>7")][: len(said)]
+    later = bound_tokens(harmony, asked.sampling.grammar, [*wanted, 50, *text.encode(f"assistant{HEAD}")])
+    assert later[len(wanted) + 2 :].count(text.encode("analysis")[0]) == 0, "none comes behind a spent budget"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"{HEAD}hm{NEXT}<|channel|>final<|message|>so<|return|>",
+        f'{HEAD}hm{NEXT}<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{"a": 1}}<|call|>',
+        f"{HEAD}h{NEXT} to=functions.f<|channel|>commentary<|message|>{{}}<|call|>",
+        f"{HEAD}h<|start|>assistant{HEAD}m{NEXT}{HEAD}{NEXT}<|channel|>final<|message|>analysis",
+        "<|channel|>final<|message|>an analysis of <|message|> and more and more",
+        "plain text without any channel, an analysis",
+        "",
+    ],
+)
+def test_channels_are_free_while_the_budget_lasts(harmony: Path, said: str) -> None:
+    asked, _ = request(harmony, max_tokens=64, thinking_token_budget=3)
+    text = text_of(harmony)
+    wanted = [*text.encode(said), text.eos_ids[0]]
+    assert bound_tokens(harmony, asked.sampling.grammar, wanted) == wanted
+
+
+WISHES = st.lists(
+    st.sampled_from(["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "analysis", "assistant", "final", " anal",
+                     "a", " ", "\n", "x", HEAD, HEAD, NEXT, NEXT + HEAD]),
+    max_size=24,
+).map("".join)  # fmt: skip
+
+
+@given(WISHES, st.integers(1, 4), st.booleans())
+@example("<|channel|> analysis<|message|>xxx", 1, False)
+@example("<|channel|>analysis <|message|>xxx", 1, True)
+@settings(max_examples=150, deadline=None)
+def test_no_wish_of_a_model_exceeds_the_budget_of_channels(
+    harmony: Path, wished: str, budget: int, may_call: bool
+) -> None:
+    fields: dict[str, Any] = {"tools": [TOOL]} if may_call else {}
+    asked, _ = request(harmony, max_tokens=200, thinking_token_budget=budget, **fields)
+    text, reader, count = text_of(harmony), ChannelReader(), 0
+    for token in bound_tokens(harmony, asked.sampling.grammar, text.encode(wished)):
+        was = reader.has_thought
+        reader.feed(text.text.decode([token], skip_special=False))
+        count += was and reader.has_thought
+    assert count <= budget
+
+
+def test_messages_and_responses_bring_the_budget_of_channels(harmony: Path) -> None:
+    said = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2000}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    message = messages_chat(parse_body(json.dumps(said | {"thinking": thinking}).encode(), MessagesBody))
+    sent = {"model": "m", "input": "Hi", "max_output_tokens": 2000, "thinking_token_budget": 1024}
+    response = responses_chat(parse_body(json.dumps(sent).encode(), ResponsesBody))
+    for body in (message, response):
+        made = asyncio.run(chat_spec(body, text_of(harmony), Limits(4096)))
+        assert made.grammar_field == "thinking_token_budget"
+        assert "{1024}" in made.sampling.grammar
+
+
+def test_stream_of_channels_with_a_budget_goes_on_at_another_gateway(harmony: Path) -> None:
+    asked, _ = request(harmony, max_tokens=64, thinking_token_budget=2, stream=True)
+    asked.id, text = "chatcmpl-1", text_of(harmony)
+    said = bound_tokens(harmony, asked.sampling.grammar, [*text.encode(HEAD), *[50, 51, 52] * 6])
+    sent = [*((Row(0, [token]), at) for at, token in enumerate(said)), (Row(0, [], 1), len(said))]
+    events = streamed(asked, sent, text)
+    deltas = [choice["delta"] for event in events[:-1] for choice in event.json["choices"]]
+    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert thought == text.text.decode([50, 51])
+    assert "".join(delta.get("content") or "" for delta in deltas) == read(asked, text, said)[1] != ""
+    for at, event in enumerate(events[:-1]):
+        stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(text.text.tail), "normal")
+        rest = streamed(stored, sent, text, had=event.id)
+        assert [event.data for event in rest] == [event.data for event in events[at + 1 :]]
