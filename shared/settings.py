@@ -278,11 +278,11 @@ class GatewaySettings(AdapterSettings):
         "auto",
         description="format of the model's tool calls; auto takes it from the chat template",
     )
-    reasoning_parser: Literal["auto", "think", "mistral", "seed", "channels", "none"] = Field(
+    reasoning_parser: Literal["auto", "think", "mistral", "seed", "cohere", "channels", "none"] = Field(
         "auto",
-        description="marks of the model's thinking; think is the tag of that name, mistral and seed are the tags of "
-        "Magistral and Seed OSS, channels are analysis and final, none leaves it in the content; "
-        "auto takes it from the chat template and the tokenizer",
+        description="marks of the model's thinking; think is the tag of that name, mistral, seed and cohere are "
+        "those of Magistral, Seed OSS and Command A Reasoning, channels are analysis and final, none leaves it in the "
+        "content; auto takes it from the chat template and the tokenizer",
     )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",

@@ -38,9 +38,9 @@ class ToolUse:
     texts: tuple[str, ...] = ()
 
 
-UNDECIDED, THINKING, CHANNELS = "undecided", "thinking", "channels"
-"""States of thinking behind a prompt, in `Delivery.reasoning`: the model may begin it, the prompt has begun it, or the
-answer has channels. Empty: all that follows is content."""
+UNDECIDED, THINKING, FRAMED, CHANNELS = "undecided", "thinking", "framed", "channels"
+"""States of thinking behind a prompt, in `Delivery.reasoning`: the model may begin it, the prompt has begun it, it is
+over and the text behind it may have marks around it, or the answer has channels. Empty: all that follows is content."""
 VECTOR, SCORE = 1, 2
 """What is pooled of a prompt (worker.proto, Enter.pooling)."""
 OLDEST, VERSION = 0, 1
@@ -124,7 +124,7 @@ class GenerationSpec:
     tools: ToolUse | None = None
     reasoning: str = ""  # where the prompt left the model (text/reasoning.py); empty: all text is content
     hides_thinking: bool = False  # of /v1/messages: blocks of thinking have no text
-    markers: list[str] = field(default_factory=list)  # the opening and the closing one of thinking; empty: the model's
+    markers: list[str] = field(default_factory=list)  # as MARKERS of text/reasoning.py; empty: the model's
     grammar_field: str = ""  # field of the body that brought the grammar of `sampling`
     prompt_tokens: int = 0  # counted from `prompts` unless given
 
@@ -234,10 +234,10 @@ class GenerationSpec:
         fields["stop"], fields["markers"] = list(wire.stop), list(wire.markers)
         if not 0 < len(wire.prompt_tails) * wire.n <= MAX_CHOICES or wire.endpoint not in BEGINNINGS:
             raise ValueError(f"delivery: {len(wire.prompt_tails)} prompts, n={wire.n}, endpoint {wire.endpoint!r}")
-        if wire.reasoning not in ("", UNDECIDED, THINKING, CHANNELS):
+        if wire.reasoning not in ("", UNDECIDED, THINKING, FRAMED, CHANNELS):
             raise ValueError(f"delivery: reasoning {wire.reasoning!r} is no state of thinking")
-        if len(wire.markers) not in (0, 2) or not all(wire.markers):
-            raise ValueError(f"delivery: markers {list(wire.markers)!r} are not an opening and a closing one")
+        if len(wire.markers) not in (0, 2, 4) or not all(wire.markers):
+            raise ValueError(f"delivery: markers {list(wire.markers)!r} are not one or two pairs of marks")
         return cls(
             **fields,
             id=request_id,

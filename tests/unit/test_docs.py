@@ -17,6 +17,7 @@ from services.cli.app import app as command
 from services.gateway.app import ops_app, public_app
 from services.gateway.gateway import Gateway
 from services.gateway.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.gateway.text.reasoning import MARKERS
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
 from services.launcher.gpu_checks import HIDDEN_BY
@@ -96,10 +97,11 @@ def names_that_exist() -> set[str]:
     return {
         "COMPOSE_PROFILES",  # Compose's own
         "CALL_ID",  # a mark of Mistral's models
+        "START_ACTION", "END_ACTION",  # marks of Cohere's, as those of MARKERS
         *re.findall(r"\$\{([A-Z_]+):", text("compose.yaml") + text("deploy/compose.roles.yaml")),
         *re.findall(r"^ARG ([A-Z_]+)", image, re.M),
         *re.findall(r"\b([A-Z_]+)=", "".join(re.findall(r"^ENV (.*)", image, re.M))),
-        *re.findall(r"\b([A-Z]+_[A-Z]+)\b", " ".join(OPENINGS.values())),
+        *re.findall(r"\b([A-Z]+_[A-Z]+)\b", " ".join([*OPENINGS.values(), *MARKERS["cohere"]])),
         *map(str.upper, RankSettings.model_fields),
         HIDDEN_BY,
         "HF_HOME", "HF_HUB_OFFLINE",  # huggingface_hub's own

@@ -434,8 +434,7 @@ class ChoiceText:
         self._tools = None if spec.tools is None else reader_of(spec.tools, spec.id, index)
         self.calls: list[CallPiece] = []  # of tools, by the last `feed`
         self.parts: list[str | CallPiece] = []  # the same with the text, in their order
-        opening, closing = spec.markers or model.markers
-        self._reader = reasoning.reader_of(spec.reasoning, (opening, closing)) if spec.reasoning else None
+        self._reader = reasoning.reader_of(spec.reasoning, spec.markers or model.markers) if spec.reasoning else None
         self.reasoning = ""  # by the last `feed`
         self.reasoning_tokens = 0  # with those of the marks
         self.count = 0

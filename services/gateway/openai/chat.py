@@ -29,9 +29,9 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.openai.document import body_of, event_stream
 from services.gateway.openai.output import OUTPUT_FIELDS, ToolPlan, bind_output, bind_thinking, binds_output, plan_tools
-from services.gateway.request import CHANNELS, GenerationSpec, Limits
+from services.gateway.request import CHANNELS, FRAMED, GenerationSpec, Limits
 from services.gateway.text.chat_template import RESERVED
-from services.gateway.text.reasoning import MARKERS, state_behind, state_within
+from services.gateway.text.reasoning import MARKERS, SWITCHES, state_behind, state_within
 from services.gateway.text.tokenizer import ModelText
 from shared.text.tokenizer import TokenizerError
 
@@ -80,7 +80,8 @@ async def chat_spec(
         spec.reasoning = _state(body, prompt, model)
         if spec.reasoning:
             spec.markers = list(model.markers)
-            spec.skip_special_tokens &= not model.hides_markers  # thinking is found by them
+            if spec.reasoning != FRAMED:
+                spec.skip_special_tokens &= not model.hides_markers  # thinking is found by them
     if "channels" in (model.reasoning, model.tool_format) and (spec.tools or not spec.sampling.grammar):
         spec.reasoning = "" if _continued(body) else CHANNELS
         spec.skip_special_tokens = False  # channels are found by control tokens
@@ -120,6 +121,8 @@ async def encode_messages(
         text = "continue_final_message needs an assistant's message without tool_calls at the end of messages"
         raise invalid("continue_final_message", f"{text}; got role {messages[-1].role!r}")
     variables = template_variables(body, is_bound)
+    if model.reasoning in SWITCHES and "enable_thinking" in variables:
+        variables = {SWITCHES[model.reasoning]: variables["enable_thinking"], **variables}
     size = sum(len(message["content"]) + len(message.get("reasoning_content", "")) for message in plain)
     check_length(size // model.longest, limits, "messages")
     prompts = not continues and body.add_generation_prompt is not False

@@ -25,7 +25,7 @@ from services.gateway.openai.bodies import (
     Tool,
     ToolChoice,
 )
-from services.gateway.request import CHANNELS, GenerationSpec, ToolUse
+from services.gateway.request import CHANNELS, FRAMED, GenerationSpec, ToolUse
 from services.gateway.text.grammar import GrammarCheck, choice_grammar, json_grammar, lark_text
 from services.gateway.text.reasoning import budget_grammar, channel_budget_grammar
 from services.gateway.text.tokenizer import ModelText
@@ -112,7 +112,7 @@ async def bind_thinking(spec: GenerationSpec, body: ChatBody, budget: int, model
             f"{field} cannot be combined with structured output and forced calls, which leave no thinking; leave it out"
         )
         raise invalid(field, text)
-    if not spec.reasoning or spec.max_tokens <= budget:
+    if spec.reasoning in ("", FRAMED) or spec.max_tokens <= budget:
         return
     grammar = thinking_grammar(budget, spec, model)
     if not grammar:

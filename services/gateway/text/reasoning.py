@@ -4,23 +4,29 @@
 The output is a function of the text so far and of the state in which the prompt left the model, however the text was
 cut into pieces. An answer has one block of thinking, at its beginning: a marker anywhere else is text, so an answer may
 explain the markers. White space beside the markers stays where the model wrote it, except before an opening marker.
+Where a family marks the text behind its thinking as well, these marks are no part of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.gateway.request import CHANNELS, THINKING, UNDECIDED
+from services.gateway.request import CHANNELS, FRAMED, THINKING, UNDECIDED
 
-MARKERS = {
+MARKERS: dict[str, tuple[str, ...]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "seed": ("<seed:think>", "</seed:think>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 }
-"""The opening and the closing one of a family of models: of most, of Magistral, of Seed-OSS."""
+"""The opening and the closing one of a family of models: of most, of Magistral, of Seed-OSS, of Command A Reasoning,
+whose answers also have the text behind them between two.
+"""
+SWITCHES = {"cohere": "reasoning"}
+"""The variable of chat templates that turns thinking on and off, where it is not `enable_thinking`."""
 
 CHANNEL, MESSAGE, CALL = "<|channel|>", "<|message|>", "<|call|>"
 START, END = "<|start|>", "<|end|>"
@@ -34,12 +40,12 @@ def markers_of(template: str, vocabulary: Iterable[str]) -> str:
     if CHANNEL + ANALYSIS in template:
         return "channels"
     names = frozenset(vocabulary)
-    found = [family for family, (_, closing) in MARKERS.items() if closing in template]
+    found = [family for family, markers in MARKERS.items() if markers[1] in template]
     found += [family for family, markers in MARKERS.items() if names.issuperset(markers)]
     return found[0] if found else "none"
 
 
-def state_behind(text: str, markers: tuple[str, str]) -> str:
+def state_behind(text: str, markers: Sequence[str]) -> str:
     """Return the state that the end of a rendered prompt leaves.
 
     Only the very end counts: a marker further up is one of the conversation.
@@ -49,20 +55,25 @@ def state_behind(text: str, markers: tuple[str, str]) -> str:
     >>> state_behind("<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n", MARKERS["think"])
     ''
     """
-    opening, closing = markers
+    opening, *behind = markers[:3]
     end = text.rstrip()
-    if end.endswith(closing):
-        return ""
+    if end.endswith(tuple(behind)):
+        return state_over(markers)
     return THINKING if end.endswith(opening) else UNDECIDED
 
 
-def state_within(content: str, markers: tuple[str, str]) -> str:
+def state_over(markers: Sequence[str]) -> str:
+    """Return the state behind the thinking."""
+    return FRAMED if len(markers) > 2 else ""
+
+
+def state_within(content: str, markers: Sequence[str]) -> str:
     """Return the state behind the beginning of an answer that is to be continued."""
-    opening, closing = markers
+    opening, closing = markers[:2]
     answer = content.lstrip()
     if not answer:
         return UNDECIDED
-    return THINKING if answer.startswith(opening) and closing not in answer else ""
+    return THINKING if answer.startswith(opening) and closing not in answer else state_over(markers)
 
 
 def budget_grammar(budget: int, state: str, marks: tuple[int, int], blanks: Iterable[int]) -> str:
@@ -156,9 +167,12 @@ class Reader(Protocol):
         ...
 
 
-def reader_of(state: str, markers: tuple[str, str]) -> Reader:
+def reader_of(state: str, markers: Sequence[str]) -> Reader:
     """Return the reader of an answer that begins in a state. markers: of the model."""
-    return ChannelReader() if state == CHANNELS else ReasoningReader(state, markers)
+    if state == CHANNELS:
+        return ChannelReader()
+    reader = ReasoningReader("" if state == FRAMED else state, markers)
+    return FrameReader(reader, markers[2], markers[3]) if len(markers) > 2 else reader
 
 
 class ReasoningReader:
@@ -167,9 +181,9 @@ class ReasoningReader:
     is_over: nothing that follows is thinking. has_thought: the choice has a block of thinking.
     """
 
-    def __init__(self, state: str, markers: tuple[str, str]) -> None:
+    def __init__(self, state: str, markers: Sequence[str]) -> None:
         self._state = state
-        self._opening, self._closing = markers
+        self._opening, self._closing = markers[:2]
         self._has_thought = state == THINKING
         self._held = ""  # may be the beginning of a marker, or white space before one
 
@@ -207,6 +221,59 @@ class ReasoningReader:
         """Return the rest, at the end of the choice."""
         held, self._held = self._held, ""
         return (held, "") if self._state == THINKING else ("", held)
+
+
+class FrameReader:
+    """The text of one choice in; its thinking, and the text behind it without the marks around that out.
+
+    The first mark counts at the beginning of this text only, the second one at its end: anywhere else they are text.
+    """
+
+    def __init__(self, thinking: ReasoningReader, opening: str, closing: str) -> None:
+        self._thinking = thinking
+        self._opening, self._closing = opening, closing
+        self._has_begun = False  # the text behind the thinking
+        self._held = ""  # may be a mark or the beginning of one, with the white space beside it
+        self._has_thought = False
+
+    @property
+    def is_over(self) -> bool:
+        return False
+
+    @property
+    def has_thought(self) -> bool:
+        return self._has_thought
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return the thinking and the text that are certain now."""
+        was_over = self._thinking.is_over
+        thinking, text = self._thinking.feed(text)
+        self._has_thought = self._thinking.has_thought and not was_over
+        return thinking, self._read(text)
+
+    def flush(self) -> tuple[str, str]:
+        """Return the rest, at the end of the choice."""
+        thinking, text = self._thinking.flush()
+        text = self._read(text)
+        held, self._held = self._held, ""
+        is_mark = self._has_begun and held.startswith(self._closing)
+        return thinking, text if is_mark else text + held
+
+    def _read(self, text: str) -> str:
+        """Return the text that is certain now, without the marks around it."""
+        text = self._held + text
+        self._held = ""
+        if not self._has_begun:
+            begun = text.lstrip()
+            if len(begun) < len(self._opening) and self._opening.startswith(begun):
+                self._held = text
+                return ""
+            self._has_begun = True
+            text = begun.removeprefix(self._opening) if begun.startswith(self._opening) else text
+        before, mark, behind = text.rpartition(self._closing)
+        size = len(before) if mark and not behind.strip() else len(text) - _overlap(text, self._closing)
+        self._held = text[size:]
+        return text[:size]
 
 
 _ENDS = (END, CALL, "<|return|>", START)

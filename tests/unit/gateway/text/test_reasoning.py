@@ -27,7 +27,7 @@ from services.gateway.openai.bodies import ChatBody, parse_body
 from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
 from services.gateway.openai.responses import ResponsesBody
 from services.gateway.openai.responses import chat_body as responses_chat
-from services.gateway.request import OLDEST, THINKING, UNDECIDED, VERSION, GenerationSpec, Limits, ToolUse
+from services.gateway.request import FRAMED, OLDEST, THINKING, UNDECIDED, VERSION, GenerationSpec, Limits, ToolUse
 from services.gateway.text.reasoning import MARKERS, ChannelReader, ReasoningReader, markers_of
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
@@ -58,7 +58,7 @@ OPENS = (
 LIMITS = Limits(512)
 
 
-def directory_of(path: Path, template: str, special: bool = False, markers: tuple[str, str] = MARKERS["think"]) -> Path:
+def directory_of(path: Path, template: str, special: bool = False, markers: tuple[str, ...] = MARKERS["think"]) -> Path:
     tokenizer = byte_level()
     tokens = [AddedToken(text, special=special, normalized=False) for text in markers]
     (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
@@ -290,24 +290,26 @@ def test_template_that_opens_the_block_leaves_the_model_thinking(tmp_path: Path)
 
 @pytest.mark.parametrize("family", sorted(MARKERS.keys() - {"think"}))
 def test_marks_of_other_families_part_thinking_from_text(tmp_path: Path, family: str) -> None:
-    opening, closing = MARKERS[family]
+    opening, closing, *frame = MARKERS[family]
+    begins, ends = frame or ("", "")
 
     def made(name: str, template: str) -> Path:
         template = template.replace("<think>", opening).replace("</think>", closing)
-        return directory_of(tmp_path / name, template, special=True, markers=(opening, closing))
+        return directory_of(tmp_path / name, template, special=True, markers=MARKERS[family])
 
     model = text_of(made("decides", QWEN))
-    assert model.reasoning == markers_of("", [opening, closing, "<think>"]) == family
+    assert model.reasoning == markers_of("", [*MARKERS[family], "<think>"]) == family
     sent, _ = request(made("decides", QWEN))
     assert (sent.reasoning, sent.skip_special_tokens) == (UNDECIDED, False)
     asked = GenerationSpec.from_delivery(sent.id, sent.to_delivery(model.text.tail), "normal")
-    tokens = model.encode(f"{opening}a <think> b{closing}Yes</think>")
+    tokens = model.encode(f"{opening}a <think> b{closing}{begins}Yes</think>{ends}")
     for pieces in ([tokens], [[token] for token in tokens]):
         choice, told, thought = ChoiceText(asked, model, sent.prompts[0]), "", ""
         for at, piece in enumerate(pieces):
             told += choice.feed(piece, "stop" if at == len(pieces) - 1 else None)[0]
             thought += choice.reasoning
         assert (thought, told) == ("a <think> b", "Yes</think>")
+        assert choice.reasoning_tokens == len(model.encode(f"{opening}a <think> b{closing}"))
     assert request(made("opens", OPENS))[0].reasoning == THINKING
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"{opening}Let me"}]
     assert request(made("decides", QWEN), messages=turns, continue_final_message=True)[0].reasoning == THINKING
@@ -668,4 +670,111 @@ def test_stream_of_channels_with_a_budget_goes_on_at_another_gateway(harmony: Pa
     for at, event in enumerate(events[:-1]):
         stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(text.text.tail), "normal")
         rest = streamed(stored, sent, text, had=event.id)
+        assert [event.data for event in rest] == [event.data for event in events[at + 1 :]]
+
+
+OPENING, CLOSING, BEGINS, ENDS = MARKERS["cohere"]
+COMMAND = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}"
+    "{% if reasoning is not defined or reasoning %}{{ '<|START_THINKING|>' }}"
+    "{% else %}{{ '<|START_THINKING|><|END_THINKING|>' }}{% endif %}{% endif %}"
+)
+"""As Command A Reasoning's: the prompt begins the thinking, or closes it."""
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["control", "plain"])
+def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model whose marks are control tokens, or plain ones."""
+    folder = tmp_path_factory.mktemp("command") / "m"
+    return directory_of(folder, COMMAND, special=request.param, markers=MARKERS["cohere"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "end", "state"),
+    [
+        ({}, OPENING, THINKING),
+        ({"reasoning_effort": "none"}, OPENING + CLOSING, FRAMED),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, OPENING + CLOSING, FRAMED),
+        ({"chat_template_kwargs": {"enable_thinking": False, "reasoning": True}}, OPENING, THINKING),
+        ({"guided_regex": "a"}, OPENING + CLOSING, ""),
+    ],
+)
+def test_switch_of_command_models_closes_the_thinking(
+    command: Path, fields: dict[str, Any], end: str, state: str
+) -> None:
+    made, prompt = request(command, **fields)
+    assert text_of(command).reasoning == "cohere"
+    assert prompt.endswith("assistant" + end)
+    assert (made.reasoning, made.markers) == (state, list(MARKERS["cohere"]) if state else [])
+
+
+@pytest.mark.parametrize(
+    ("content", "state"),
+    [
+        (f"{OPENING}Let me", THINKING),
+        (f"{OPENING}a{CLOSING}", FRAMED),
+        (f"{OPENING}a{CLOSING}{BEGINS}The", FRAMED),
+        (f"{BEGINS}The", FRAMED),
+        ("The ", FRAMED),
+    ],
+)
+def test_continued_message_of_command_models_goes_on(command: Path, content: str, state: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    made, _ = request(command, messages=messages, continue_final_message=True)
+    assert made.reasoning == state
+    text = text_of(command)
+    rest = f" b{CLOSING}{BEGINS} fox{ENDS}" if state == THINKING else f" fox{ENDS}"
+    assert read(made, text, text.encode(rest)) == (" b" if state == THINKING else "", " fox")
+
+
+FRAMES = st.lists(
+    st.sampled_from([OPENING, CLOSING, BEGINS, ENDS, BEGINS, ENDS, "<|START_", "<|END_", "RESPONSE|>", "THINKING|>",
+                     "<|", "\n", " ", "yes", "é🐋"]),
+    max_size=9,
+).map("".join)  # fmt: skip
+
+
+def unframed(text: str, state: str) -> tuple[str, str]:
+    """Return thinking and content of a whole answer of a Command model."""
+    thinking = ""
+    if state == UNDECIDED and (begun := re.match(rf"\s*{re.escape(OPENING)}", text)):
+        text, state = text[begun.end() :], THINKING
+    if state == THINKING:
+        thinking, _, text = text.partition(CLOSING)
+    found = re.fullmatch(rf"(?:\s*{re.escape(BEGINS)})?(.*?)(?:{re.escape(ENDS)}\s*)?", text, re.DOTALL)
+    assert found is not None
+    return thinking, found[1]
+
+
+@given(FRAMES, CUTS, st.sampled_from([UNDECIDED, THINKING, FRAMED]), st.sampled_from([[], ["s"], ["E|>"]]))
+@example(f"{BEGINS}a{ENDS}b{ENDS} {ENDS}\n", [1, 2], UNDECIDED, [])
+@example(f"a{CLOSING} {BEGINS}b{ENDS} ", [5], THINKING, [])
+@settings(max_examples=250, deadline=None)
+def test_framed_answers_are_the_same_however_cut(text: str, cuts: list[int], state: str, stop: list[str]) -> None:
+    made = spec(endpoint="chat", reasoning=state, markers=list(MARKERS["cohere"]), stop=stop, stop_ids=[])
+    asked = GenerationSpec.from_delivery(made.id, made.to_delivery(model().text.tail), "normal")
+    tokens = model().encode(text)
+    singly = fed([*([token] for token in tokens), []], asked)
+    assert fed(rows(tokens, cuts) or [[]], asked) == singly
+    if not stop:
+        assert singly[:2] == unframed(text, state)
+
+
+def test_stream_of_a_command_model_goes_on_at_another_gateway(command: Path) -> None:
+    asked, _ = request(command, max_tokens=64, thinking_token_budget=2, stream=True)
+    asked.id, text = "chatcmpl-1", text_of(command)
+    other = ModelText(command, reasoning_parser="think")
+    wanted = [50, 51, 52, 53, *text.encode(f"{BEGINS}so{ENDS}")]
+    said = bound_tokens(command, asked.sampling.grammar, wanted)
+    assert said == [50, 51, *text.encode(CLOSING), *wanted[3:]]
+    said = [*said[:3], *said[4:]]
+    sent = [*((Row(0, [token]), at) for at, token in enumerate(said)), (Row(0, [], 1), len(said))]
+    events = streamed(asked, sent, text)
+    deltas = [choice["delta"] for event in events[:-1] for choice in event.json["choices"]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == text.text.decode([50, 51])
+    assert "".join(delta.get("content") or "" for delta in deltas) == "so"
+    for at, event in enumerate(events[:-1]):
+        stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(text.text.tail), "normal")
+        rest = streamed(stored, sent, other, had=event.id)
         assert [event.data for event in rest] == [event.data for event in events[at + 1 :]]
