@@ -28,7 +28,7 @@ from services.gateway.openai.chat import MAX_VARIABLE_BYTES, chat_spec
 from services.gateway.openai.responses import ResponsesBody
 from services.gateway.openai.responses import chat_body as responses_chat
 from services.gateway.request import FRAMED, OLDEST, THINKING, UNDECIDED, VERSION, GenerationSpec, Limits, ToolUse
-from services.gateway.text.reasoning import MARKERS, ChannelReader, ReasoningReader, markers_of
+from services.gateway.text.reasoning import MARKERS, ChannelReader, ReasoningReader, markers_of, reader_of
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
 from services.gateway.text.tools.reader import merged
@@ -707,6 +707,12 @@ def test_switch_of_command_models_closes_the_thinking(
     assert text_of(command).reasoning == "cohere"
     assert prompt.endswith("assistant" + end)
     assert (made.reasoning, made.markers) == (state, list(MARKERS["cohere"]) if state else [])
+    assert made.skip_special_tokens is not (state == THINKING and text_of(command).hides_markers)
+
+
+def test_budget_binds_no_command_model_that_does_not_think(command: Path) -> None:
+    assert request(command, thinking_token_budget=1)[0].sampling.grammar
+    assert not request(command, thinking_token_budget=1, reasoning_effort="none")[0].sampling.grammar
 
 
 @pytest.mark.parametrize(
@@ -757,8 +763,13 @@ def test_framed_answers_are_the_same_however_cut(text: str, cuts: list[int], sta
     tokens = model().encode(text)
     singly = fed([*([token] for token in tokens), []], asked)
     assert fed(rows(tokens, cuts) or [[]], asked) == singly
-    if not stop:
-        assert singly[:2] == unframed(text, state)
+    if stop:
+        return
+    assert singly[:2] == unframed(text, state)
+    for pieces in ([text], rows(text, cuts), list(text)):
+        reader = reader_of(state, MARKERS["cohere"])
+        parts = [*map(reader.feed, pieces), reader.flush()]
+        assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == unframed(text, state)
 
 
 def test_stream_of_a_command_model_goes_on_at_another_gateway(command: Path) -> None:
