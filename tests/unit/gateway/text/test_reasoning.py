@@ -549,14 +549,19 @@ def test_channels_are_found_by_the_template_and_kept_with_the_request(tmp_path: 
     assert request(directory, messages=turns, continue_final_message=True)[0].reasoning == ""
 
 
+HARMONY = (
+    ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"],
+    ["analysis", "assistant", "final"],
+)
+"""Marks of gpt-oss, which are control tokens, and words of its heads."""
+
+
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model of channels whose marks and names are one token each, as gpt-oss has them."""
     tokenizer = byte_level()
-    marks = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"]
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    words = ["analysis", "assistant", "final", " anal"]
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    tokenizer.add_special_tokens(HARMONY[0])
+    tokenizer.add_tokens([*HARMONY[1], " anal"])
     return write_model(tmp_path_factory.mktemp("harmony") / "m", tokenizer, chat_template=CHANNELS)
 
 
