@@ -26,6 +26,13 @@ _WORK = re.compile(
 )
 _SIZE = re.compile(r"\(([\d.]+ [kMG]?B)\)")
 _NAME = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z][A-Za-z0-9]*)*")
+_REASONS = (
+    (re.compile(r"No space left on device"), ": the disk is full; free some of it and run the same command again"),
+    (
+        re.compile(r"Failed to establish a new connection|NameResolutionError|name resolution|ConnectTimeoutError"),
+        ": no package index was reached; check the network, or name a mirror in PIP_INDEX_URL",
+    ),
+)
 
 
 class Progress:
@@ -62,9 +69,15 @@ class Progress:
         if self._to_install:
             count = len(self._to_install)
             done = min(max(self._installed() - self._before, 0), count)
-            now = f", now {self._to_install[done].strip()}" if done < count else ""
+            now = f", now {self._to_install[done].strip()}" if done < count else ", compiling their modules"
             return f"installing: {done} of {counted(count, 'package')} written{now}, {seconds:.0f} s"
         return f"installing: {self._doing}, {counted(len(self._names), 'package')} found, {seconds:.0f} s"
+
+    def failure(self, code: int) -> str:
+        """Return a sentence on the failure that the last lines tell of, with the remedy where it is known."""
+        said = "\n".join(self.last)
+        why = next((why for sign, why in _REASONS if sign.search(said)), "; the lines above say why")
+        return f"error: pip ended with {code}{why}"
 
     def _installed(self) -> int:
         try:
@@ -101,7 +114,7 @@ def run(command: list[str], packages: Path, out: TextIO) -> int:
         if terminal:
             out.write("\r\x1b[K")
     if code:
-        out.write("\n".join([*progress.last, f"error: pip ended with {code}; the lines above say why"]) + "\n")
+        out.write("\n".join([*progress.last, progress.failure(code)]) + "\n")
     out.flush()
     return code
 

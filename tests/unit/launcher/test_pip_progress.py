@@ -28,7 +28,7 @@ def test_progress_names_the_package_and_its_size_and_counts(tmp_path: Path) -> N
             ["Installing collected packages: mpmath, sympy, torch"], ["mpmath"],
             "1 of 3 packages written, now sympy, ",
         ),
-        ([], ["sympy", "torch"], "3 of 3 packages written, "),
+        ([], ["sympy", "torch"], "3 of 3 packages written, compiling their modules, "),
     ):  # fmt: skip
         for line in lines:
             progress.read(line)
@@ -36,6 +36,28 @@ def test_progress_names_the_package_and_its_size_and_counts(tmp_path: Path) -> N
             (tmp_path / f"{name}-1.dist-info").mkdir()
         assert progress.text().startswith(f"installing: {said}")
     assert "now" not in progress.text()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (
+            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
+            ": the disk is full; free some",
+        ),
+        (
+            "WARNING: Failed to establish a new connection: [Errno 111] Connection refused",
+            ": no package index was reached; check",
+        ),
+        ("WARNING: NameResolutionError: Failed to resolve 'pypi.org'", ": no package index was reached; check"),
+        ("ERROR: No matching distribution found for torch", "; the lines above say why"),
+    ],
+)
+def test_failure_names_a_full_disk_and_a_missing_network(tmp_path: Path, line: str, why: str) -> None:
+    progress = Progress(tmp_path)
+    for each in (line, "ERROR: ResolutionImpossible"):
+        progress.read(each)
+    assert progress.failure(1).startswith(f"error: pip ended with 1{why}")
 
 
 def test_line_comes_while_pip_is_silent_and_failure_shows_its_end(
