@@ -33,11 +33,12 @@ def pull(
     from services.hub.progress import Bars, size
     from services.launcher.model_check import model_problem
 
-    bars, wanted = Bars(), _parsed(name)
+    bars, wanted, warned = Bars(), _parsed(name), ""
 
     def look(snapshot: Path, _: int) -> None:
-        if not file and (problem := config_problem(snapshot)):
-            bars.note(f"warning: it cannot be served here: {problem}")
+        nonlocal warned
+        if not file and (warned := config_problem(snapshot)):
+            bars.note(f"warning: it cannot be served here: {warned}")
 
     found = fetch(wanted, bars, file, look)
     served = found.path / file if file else found.path
@@ -54,7 +55,10 @@ def pull(
         )  # fmt: skip
         return
     print(f"{wanted}: {size(found.total_bytes)} in {found.path}, {size(found.new_bytes)} of them fetched now")
-    print(f"note: {problem}" if problem else f"serve it with `make run MODEL={serve}` or `orcinus up --model {serve}`")
+    if not problem:
+        print(f"serve it with `make run MODEL={serve}` or `orcinus up --model {serve}`")
+    elif problem != warned:
+        print(f"note: {problem}")
 
 
 def config_problem(snapshot: Path) -> str:
@@ -94,9 +98,12 @@ def list_models(json: Json = False) -> None:
     table = Table("name", "revision", "size", "fetched by", "state", box=None)
     for model, problem in rows:
         revision = f"{', '.join(model.refs) or '-'} ({model.commit[:8]})"
-        state = "in use" if model.in_use else problem or "can be served"
+        state = "in use" if model.in_use else "cannot be served" if problem else "can be served"
         table.add_row(model.repository, revision, size(model.size_bytes), model.origin, state)
     Console(markup=False, highlight=False, soft_wrap=True).print(table)
+    for model, problem in rows:
+        if problem and not model.in_use:
+            print(f"{model.repository}: {problem.replace(f'{model.path}/', '')}")
 
 
 def rm(

@@ -292,8 +292,12 @@ def test_unreachable_hub_is_named(machine: Machine) -> None:
 def test_up_refuses_before_the_weights_are_fetched(machine: Machine) -> None:
     there = files(**{"config.json": b'{"architectures": ["MambaForCausalLM"]}'})
     machine.hub.add("acme/mamba", there)
-    assert "architecture 'MambaForCausalLM' is not supported" in machine.run("up", "--model", "acme/mamba", code=2)
+    problem = "architecture 'MambaForCausalLM' is not supported"
+    assert problem in machine.run("up", "--model", "acme/mamba", code=2)
     assert machine.hub.fetched()["model.safetensors"] == 0
+    assert machine.run("pull", "acme/mamba").count(problem) == 1
+    listed = machine.run("list")
+    assert "cannot be served" in listed and f"acme/mamba: config.json: {problem}" in listed
     assert "neither a directory here nor a model at" in machine.run("up", "--model", "no/such", code=2)
     machine.hub.seen.clear()
     for service in ("gateway", "worker"):
