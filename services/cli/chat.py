@@ -274,7 +274,7 @@ class Chat:
                     self._answer(text)
             except ChatError as error:
                 self.has_failed = True
-                self.terminal.note(f"error: {visible(str(error))}")
+                self.terminal.note(f"error: {_reason(error, self.server)}")
 
     def _message(self) -> str:
         """Return the next message, which may have several lines."""
@@ -393,6 +393,11 @@ def run(settings: ChatSettings, model: str, system: str, sampling: dict[str, Any
     return 1 if chat.has_failed and not terminal.is_interactive else 0
 
 
+def _reason(error: ChatError, server: Server) -> str:
+    """Return the text of an error for the terminal, with the options that give a key where the server wants one."""
+    return api_keys.refused(str(error), server.has_key) if error.status == 401 else visible(str(error))
+
+
 def _first_model(server: Server, terminal: Terminal) -> str:
     """Return the first model of the server; ask for a key where one is needed. Raise ConfigurationError."""
     while True:
@@ -402,8 +407,7 @@ def _first_model(server: Server, terminal: Terminal) -> str:
             if error.status == 401 and (key := terminal.ask_key(visible(str(error)))):
                 server.use_key(key)
                 continue
-            text = api_keys.refused(str(error), server.has_key) if error.status == 401 else visible(str(error))
-            raise ConfigurationError(text) from None
+            raise ConfigurationError(_reason(error, server)) from None
         if not models:
             raise ConfigurationError("the server lists no model; give its name: orcinus chat MODEL")
         return models[0]

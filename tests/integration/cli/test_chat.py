@@ -215,6 +215,9 @@ def test_key_is_asked_for_and_never_shown(server: OpenAI) -> None:
     ) as error:
         chat.run(wrong, "", "", {}, Typed([]))
     assert "sk-wrong" not in str(error.value)
+    server.refusal = 401, "the key is missing; send it as X-Api-Key: KEY"
+    notes = talk(server, "Hi", model="first").notes
+    assert notes[-1] == "error: the key is missing; set ORCINUS_API_KEY, or give --api-key"
 
 
 def test_address_is_that_of_the_stack_that_runs_here(server: OpenAI, tmp_path: Path) -> None:
