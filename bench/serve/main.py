@@ -326,7 +326,7 @@ def main(argv: list[str]) -> int:
         result = {"bench": "serve", **single, **about}
         write_files(options, result, runs)
     except (WrongUse, OSError) as error:
-        print(f"orcinus bench serve: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     for run in runs:
         load = f"{load_report.load_name(run.result)}: " if len(runs) > 1 else ""

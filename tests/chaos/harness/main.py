@@ -88,17 +88,18 @@ def main(argv: list[str]) -> int:
     positive = (options.seconds, options.gap, options.clients, options.faults, options.at_once)
     if min(positive) <= 0 or options.tokens < 30 or options.slots < 4:
         said = "seconds, gap, clients, faults and at-once must be above 0, tokens at least 30, slots 4"
-        print(f"orcinus chaos: {said}", file=sys.stderr)
+        print(f"error: {said}", file=sys.stderr)
         return 2
     running = None if options.own else running_stack(options.run_dir)
     able = KINDS if running is None else OF_PROCESSES
     kinds = options.kinds.split(",") if options.kinds else list(able)
     if unknown := set(kinds) - KINDS.keys():
-        print(f"orcinus chaos: no fault is called {', '.join(sorted(unknown))}", file=sys.stderr)
+        said = f"--kinds: no fault is called {', '.join(sorted(unknown))}; there are {', '.join(able)}"
+        print(f"error: {said}", file=sys.stderr)
         return 2
     if unable := set(kinds) - set(able):
         said = f"{', '.join(sorted(unable))}: a fault of a stack of its own; give --own"
-        print(f"orcinus chaos: {said}", file=sys.stderr)
+        print(f"error: {said}", file=sys.stderr)
         return 2
     if running is not None and not options.yes:
         typer.confirm(f"Kill, stop and drain services of {running.name} at {running.urls[0]}?", abort=True, err=True)
@@ -136,7 +137,7 @@ def _run(
             )
     except* NotReadyError as errors:  # several faults may wait for the same stack
         logs = directory if running is None else running.logs
-        print(f"orcinus chaos: {errors.exceptions[0]}; logs are in {logs}", file=sys.stderr)
+        print(f"error: {errors.exceptions[0]}; logs are in {logs}", file=sys.stderr)
     if result is None:
         return 1
     figures = {"seed": scenario.seed, **result.figures()}
