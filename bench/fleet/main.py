@@ -1,4 +1,4 @@
-"""`orcinus fleet`: up to 1,000 replicas and millions of requests, by the fluid model of `bench/fleet/replica.py`.
+"""`orcinus fleet`: up to 10,000 replicas and millions of requests, by the fluid model of `bench/fleet/replica.py`.
 
 Exit codes: 0 fine; 1 a request did not finish; 2 wrong use.
 """
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     found = Parser(
-        "orcinus fleet", "Simulate up to 1,000 replicas and millions of requests with a fluid model of a replica."
+        "orcinus fleet", "Simulate up to 10,000 replicas and millions of requests with a fluid model of a replica."
     )
     add = found.add_argument
     add("--replicas", type=_counts, default=[16], metavar="N,..", help="1 to 10,000; several: a run each (default 16)")

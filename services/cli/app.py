@@ -257,7 +257,8 @@ def drain(
     name: Annotated[
         str,
         typer.Argument(
-            help="gateway, scheduler or worker for all of them, or an id of one; without it the ids are listed",
+            help="gateway, scheduler or worker for all of them, or an id of one (a scheduler's is its shard); "
+            "without it the ids are listed",
             show_default=False,
         ),
     ] = "",
@@ -411,7 +412,7 @@ def simulate(context: typer.Context) -> None:
 
 @app.command("fleet", context_settings=PASS_ON, add_help_option=False)
 def fleet(context: typer.Context) -> None:
-    """Simulate up to 1,000 replicas and millions of requests: routing, failures, autoscaling, cost."""
+    """Simulate up to 10,000 replicas and millions of requests: routing, failures, autoscaling, cost."""
     raise typer.Exit(run_tool("fleet", context.args))
 
 
