@@ -38,11 +38,12 @@ function typeOf(schema) {
 function limitsOf(schema) {
   const parts = [];
   const shown = (value) => value.toLocaleString("en");
+  const counted = (value, what) => shown(value) + (value === 1 ? what.replace(/ies$/, "y").replace(/s$/, "") : what);
   for (const [low, high, what] of LIMITS) {
     const [least, most] = [schema[low], schema[high]].map((value) => (Math.abs(value) < FAR ? value : undefined));
     if (least !== undefined && most !== undefined) parts.push(`${shown(least)} to ${shown(most)}${what}`);
-    else if (most !== undefined) parts.push(`at most ${shown(most)}${what}`);
-    else if (least !== undefined) parts.push(`at least ${shown(least)}${what}`);
+    else if (most !== undefined) parts.push(`at most ${counted(most, what)}`);
+    else if (least !== undefined) parts.push(`at least ${counted(least, what)}`);
   }
   if (schema.exclusiveMinimum > -FAR) parts.push(`above ${shown(schema.exclusiveMinimum)}`);
   if (schema.exclusiveMaximum < FAR) parts.push(`below ${shown(schema.exclusiveMaximum)}`);
