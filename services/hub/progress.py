@@ -9,6 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column
 
 LINE_S = 4.0  # between two lines where there is no terminal
 
@@ -46,9 +47,10 @@ class Bars:
         self._started, self._first = time.monotonic(), done
         self._next = self._started + LINE_S
         if self._console.is_terminal:
+            amount, speed, left = (Column(no_wrap=True) for _ in range(3))  # the bar alone gets narrower
             self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
-                TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("left"),
+                TextColumn("{task.description}"), BarColumn(None), DownloadColumn(True, table_column=amount),
+                TransferSpeedColumn(speed), TimeRemainingColumn(table_column=left), TextColumn("left"),
                 console=self._console, transient=True,
             )  # fmt: skip
             self._progress.start()
