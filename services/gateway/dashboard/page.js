@@ -157,13 +157,13 @@ function forecast(all) {
   const far = seen.sort((a, b) => b.ttft_error_ms_p50 - a.ttft_error_ms_p50)[0];
   const [predicted, real, error] = ["ttft_predicted_ms_p50", "ttft_ms_p50", "ttft_error_ms_p50"].map((name) => Number(far?.[name]) || 0);
   say("ttft-predicted", far ? milliseconds(predicted) : NONE);
-  say("ttft-error", far ? `error ${milliseconds(error)}, ${percent(error, real)}` : "no request in the last minute");
+  say("ttft-error", far ? `error ${milliseconds(error)}, ${percent(error, real)}` : "none to compare in the last minute");
   by("ttft-error").classList.toggle("bad", isFarOff(error, real));
   say(
     "ttft-check",
     far
       ? `Predicted ${milliseconds(predicted)}, measured ${milliseconds(real)}, error ${milliseconds(error)}: medians of the last minute.`
-      : "Predictions cannot be compared: no request started in the last minute.",
+      : "Predictions cannot be compared: no request of the last minute counts, as the first of a scheduler does not.",
   );
 }
 
