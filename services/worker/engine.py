@@ -253,6 +253,7 @@ class Engine:
             tensor_ranks=self.parallel.tp,
             largest_step_ms=self.speed.largest_ms,
             max_drafts=MAX_DRAFTS,
+            masks_behind_drafts=True,
             # Of more than two ranks the order of a sum depends on the row's place, unless the sums are to be exact.
             same_bits=self.ops.name == "cpu" and (self.parallel.tp <= 2 or self.settings.deterministic),
             numerics=self.numerics,
@@ -424,7 +425,7 @@ class Engine:
         if self.parallel.samples:
             self.grammars.free(unpack(step.free_slots))
             self.grammars.enter(step.enters)
-            self.grammars.order(chunks.slots[chunks.samples], table)
+            self.grammars.order(chunks, table)
             # Ranks have to agree on the rows of a step: with several only the tokens say which are late.
             is_alone = self.takes_late and self.parallel.size == 1
             if is_alone and (late := self.grammars.left_out(chunks, self._in_flight.is_empty)):
@@ -554,11 +555,12 @@ class Engine:
             with self._lock:
                 inflight.late += late
                 table.late.update(late)
+                if late and chunks.drafts is not None:
+                    drafted = chunks.slots[chunks.drafts > 0]
+                    table.drop_drafts(drafted[np.isin(drafted, late)])
                 for slot, why in wrong.items():
                     self._in_flight.fail(inflight, slot, GRAMMAR, why)
-                of_rows = (
-                    {row: masks[slot] for row, slot in enumerate(slots.tolist()) if slot in masks} if masks else {}
-                )
+                of_rows = inflight.masks_of_rows(masks)
                 rows = table.sampling.rows(slots, positions, table.prompt[slots], table.tokens, of_rows)
                 fine = ~np.isin(slots, late) if late else slice(None)
                 table.expect(slots[fine], positions[fine])

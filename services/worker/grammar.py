@@ -2,8 +2,8 @@
 
 A process of low priority compiles grammars and computes masks (shared/text/grammar_process.py), so that neither their
 time nor Python's lock holds up a step. A mask is ordered as soon as the host knows the token before it: when the
-sequence enters, with the outputs that it came with, or when the step that samples begins. Tenants take turns, and the
-sequences of each tenant. No mask is interrupted for another, so a second process serves tenants with costly ones, if
+sequence enters, with the outputs that it came with, or when the step that samples begins, with those behind its drafts.
+Tenants take turns, and the sequences of each tenant. No mask is interrupted for another, so a second process serves tenants with costly ones, if
 other tenants are there. It has a low priority among all processes, the first one within the worker.
 
 A row without its mask by the time of sampling is late: it sits the step out and is planned again, while the others go
@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from services.worker.slots import Chunks, SlotTable
 from shared.columns import unpack
 from shared.errors import OrcinusError
 from shared.processes.jail import JailError
-from shared.text.grammar_process import GrammarProcess
+from shared.text.grammar_process import NO_TOKENS, GrammarProcess
 from shared.text.grammars import NOT_FOLLOWED, NoGrammarsError
 
 MEMORY_BYTES = 2 << 30
@@ -50,13 +50,17 @@ TOGETHER_S = 5.0
 
 @dataclass(slots=True)
 class Question:
-    """What a mask is computed from. took_s: how long that took, without the wait for its turn."""
+    """What masks are computed from: those behind the outputs and each guess.
+
+    took_s: how long each took, without the wait for its turn.
+    """
 
     tenant: int
     key: int
     grammar: str
     outputs: Int32
-    mask: Future[bytes] = field(default_factory=Future)
+    guesses: Int32 = field(default_factory=lambda: NO_TOKENS)
+    masks: Future[list[bytes]] = field(default_factory=Future)
     took_s: float = 0.0
 
 
@@ -83,7 +87,7 @@ class Turns:
                 question = None
                 while questions and question is None:
                     first = questions.popleft()
-                    question = first if first.mask.set_running_or_notify_cancel() else None
+                    question = first if first.masks.set_running_or_notify_cancel() else None
                 if questions:
                     self._waiting[tenant] = questions
                 if question is not None:
@@ -126,14 +130,16 @@ class Lane:
             return
         began = time.monotonic()
         try:
-            mask = self.process.mask(question.key, question.grammar, question.outputs)
+            masks = self.process.masks(question.key, question.grammar, question.outputs, question.guesses)
         except Exception as error:  # for the sequence
-            question.mask.set_exception(error)
+            count = 1
+            question.masks.set_exception(error)
         else:
-            question.took_s = time.monotonic() - began
-            question.mask.set_result(mask)
+            count = len(masks)
+            question.took_s = (time.monotonic() - began) / count
+            question.masks.set_result(masks)
         limit_s = COSTLY_BEGIN_S if self.process.has_begun else COSTLY_MASK_S
-        self._answered(question, self.process.spent_s >= limit_s)
+        self._answered(question, self.process.spent_s >= count * limit_s)
 
 
 @dataclass(slots=True)
@@ -220,13 +226,12 @@ class SlotGrammars:
                 bound = self._bound[enter.slot] = _Bound(grammar, next(self._keys), enter.tenant, self.quick)
                 self._order(bound, unpack(enter.tokens)[enter.prompt_tokens :])
 
-    def order(self, sampling: Int32, table: SlotTable) -> None:
+    def order(self, chunks: Chunks, table: SlotTable) -> None:
         """Begin to compute the masks of slots that will sample, where the host knows all tokens before."""
-        for slot in sampling.tolist() if self._bound else ():
-            if (bound := self._bound.get(slot)) is not None:
-                outputs = table.outputs(slot)
-                if not outputs.size or outputs[-1] >= 0:
-                    self._order(bound, outputs)
+        for slot, guesses in self._sampling(chunks):
+            outputs = table.outputs(slot)
+            if not outputs.size or outputs[-1] >= 0:
+                self._order(self._bound[slot], outputs, guesses)
 
     def left_out(self, chunks: Chunks, is_idle: bool) -> list[int]:
         """Return the slots that were late before and still have no mask: no use in computing them.
@@ -235,50 +240,51 @@ class SlotGrammars:
         wait as well.
         """
         waiting = {
-            slot: bound.question.mask
+            slot: bound.question.masks
             for slot in (chunks.slots[chunks.samples & (chunks.lengths == 1)].tolist() if self._bound else ())
             if (bound := self._bound.get(slot)) is not None and bound.was_late and bound.question is not None
         }
         if is_idle and waiting and len(waiting) == chunks.slots.size:
             self._wait_alone(waiting)
-        late = [slot for slot, mask in waiting.items() if not mask.done()]
+        late = [slot for slot, masks in waiting.items() if not masks.done()]
         self.late += len(late)
         return late
 
     def masks(
         self, inflight: InFlightStep, previous: InFlightStep | None, table: SlotTable, may_be_late: bool
-    ) -> tuple[dict[int, bytes], dict[int, str], list[int]]:
-        """Return by slot the ids that its next token may have, for SamplingTable.set_masks; the errors of slots; and
-        the slots that are late, none unless `may_be_late`.
+    ) -> tuple[dict[int, list[bytes]], dict[int, str], list[int]]:
+        """Return by slot the ids that its next token may have and those behind its drafts, for SamplingTable.rows; the
+        errors of slots; and the slots that are late, none unless `may_be_late`.
+
+        Masks behind the last drafts may be missing: what is drawn there counts for nothing.
 
         previous: the step before this one, which may still be out, and is waited for. A slot with a failed draw there
         has none of the three: it fails with that step.
         """
-        wanted: dict[int, Future[bytes]] = {}
-        for slot in inflight.sampling.tolist() if self._bound else ():
-            if (bound := self._bound.get(slot)) is not None:
-                outputs = _outputs(slot, previous, table)
-                if outputs is not None:
-                    wanted[slot] = self._order(bound, outputs)
+        wanted: dict[int, Future[list[bytes]]] = {}
+        for slot, guesses in self._sampling(inflight.chunks):
+            outputs = _outputs(slot, previous, table)
+            if outputs is not None:
+                wanted[slot] = self._order(self._bound[slot], outputs, guesses)
         late: list[int] = []
         if wanted and may_be_late:
             if len(wanted) == inflight.chunks.slots.size:
                 self._wait_alone(wanted)
-            wait_for([mask for slot, mask in wanted.items() if self._bound[slot].is_quick], BESIDE_OTHERS_S)
-            late = [slot for slot, mask in wanted.items() if not mask.done()]
+            wait_for([masks for slot, masks in wanted.items() if self._bound[slot].is_quick], BESIDE_OTHERS_S)
+            late = [slot for slot, masks in wanted.items() if not masks.done()]
             for slot in late:
                 self._bound[slot].was_late = True
             self.late += len(late)
         elif wanted:
             wait_for(wanted.values(), TOGETHER_S)
-        found: dict[int, bytes] = {}
+        found: dict[int, list[bytes]] = {}
         wrong: dict[int, str] = {}
         for slot in wanted.keys() - set(late):
             if not wanted[slot].done():
                 wrong[slot] = f"its mask was not there within {TOGETHER_S:g} s; send it again, or a simpler grammar"
                 continue
             try:
-                found[slot] = wanted[slot].result()[: self._mask_bytes]
+                found[slot] = [mask[: self._mask_bytes] for mask in wanted[slot].result()]
             except NoGrammarsError as error:
                 wrong[slot] = str(error)
             except OrcinusError as error:
@@ -287,17 +293,29 @@ class SlotGrammars:
                 wrong[slot] = f"the process that computes masks {error}"
         return found, wrong, late
 
-    def _order(self, bound: _Bound, outputs: Int32) -> Future[bytes]:
-        """Return the mask after these outputs, which is computed once."""
-        if (question := bound.question) is None or bound.outputs != len(outputs):
+    def _sampling(self, chunks: Chunks) -> Iterator[tuple[int, Int32]]:
+        """Yield the slots with a grammar that sample in these chunks, each with its drafts."""
+        if not self._bound:
+            return
+        drafts, first = None if chunks.drafts is None else chunks.drafts.tolist(), 0
+        for at, (slot, samples) in enumerate(zip(chunks.slots.tolist(), chunks.samples.tolist(), strict=True)):
+            end = first + (0 if drafts is None else drafts[at])
+            if samples and slot in self._bound:
+                yield slot, chunks.guesses[first:end]
+            first = end
+
+    def _order(self, bound: _Bound, outputs: Int32, guesses: Int32 = NO_TOKENS) -> Future[list[bytes]]:
+        """Return the masks after these outputs and guesses, which are computed once."""
+        question = bound.question
+        if question is None or bound.outputs != len(outputs) or not _begins(question.guesses, guesses):
             if question is not None:
-                bound.is_quick = question.mask.done() and question.took_s <= BESIDE_OTHERS_S
-                question.mask.cancel()
+                bound.is_quick = question.masks.done() and question.took_s <= BESIDE_OTHERS_S
+                question.masks.cancel()
             self._choose_lane(bound)
-            question = Question(bound.tenant, bound.key, bound.grammar, outputs.copy())
+            question = Question(bound.tenant, bound.key, bound.grammar, outputs.copy(), guesses.copy())
             bound.question, bound.outputs, bound.was_late = question, len(outputs), False
             bound.lane.ask(question)
-        return question.mask
+        return question.masks
 
     def _choose_lane(self, bound: _Bound) -> None:
         """Move a sequence of a tenant with costly masks out of the way of other tenants, and back when it has none."""
@@ -320,18 +338,23 @@ class SlotGrammars:
                 self._costly_until[question.tenant] = now + COSTLY_FOR_S
             self._news.notify_all()
 
-    def _wait_alone(self, masks: dict[int, Future[bytes]]) -> None:
+    def _wait_alone(self, masks: dict[int, Future[list[bytes]]]) -> None:
         """Wait for the first of these slots' masks, or until a step with other slots has come."""
         with self._news:
             self._news.wait_for(
-                lambda: any(mask.done() for mask in masks.values()) or self.others_wait(masks.keys()), ALONE_S
+                lambda: any(found.done() for found in masks.values()) or self.others_wait(masks.keys()), ALONE_S
             )
 
     def _drop(self, slot: int) -> None:
         if (bound := self._bound.pop(slot, None)) is not None:
             if bound.question is not None:
-                bound.question.mask.cancel()
+                bound.question.masks.cancel()
             bound.lane.forget(bound.key)
+
+
+def _begins(long: Int32, short: Int32) -> bool:
+    """Return whether tokens begin with others."""
+    return long.size >= short.size and bool((long[: short.size] == short).all())
 
 
 def _outputs(slot: int, previous: InFlightStep | None, table: SlotTable) -> Int32 | None:

@@ -5,6 +5,7 @@ A step in flight knows the generation of its slots at submission: meanwhile they
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,8 @@ from shared.columns import pack, pack_float
 from shared.text.logprobs import pack_prompt_records, pack_record, prompt_record_bytes
 
 NO_ROWS: Int32 = np.zeros(0, np.int32)
+UNMASKED = -2
+"""In place of the token of a row without its mask: the rank that samples tells the others so."""
 NO_TOKENS: Int64 = np.zeros(0, np.int64)
 
 WHY = {
@@ -94,6 +97,7 @@ class InFlightStep:
     learned: bool = False  # whether the slots know the tokens
     counts: Int32 | None = None  # of a step with drafts: by slot that samples, the tokens that count
     counting: Bool | None = None  # [R] of a step with drafts: whether the token counts
+    unmasked: list[int] = field(default_factory=list)  # rows behind drafts of which the masks are missing
     # With several ranks: when the tokens came from the rank that samples, its grammar errors by row, and [R] which rows
     # were late there.
     arrived_ns: int = 0
@@ -105,6 +109,22 @@ class InFlightStep:
         self.pooled = np.flatnonzero(pooling)
         self.kinds = pooling[self.pooled]
         self.vector_size = vector_size if (self.kinds == VECTOR).any() else 1
+
+    def masks_of_rows(self, masks: Mapping[int, list[bytes]]) -> dict[int, bytes]:
+        """Return the masks by row. masks: by slot, behind its outputs and its drafts, as far as there are any."""
+        if not masks:
+            return {}
+        behind = None if self.chunks.drafts is None else self.chunks.behind().tolist()
+        of_rows: dict[int, bytes] = {}
+        for row, slot in enumerate(self.sampling.tolist()):
+            if (found := masks.get(slot)) is None:
+                continue
+            at = 0 if behind is None else behind[row]
+            if at < len(found):
+                of_rows[row] = found[at]
+            else:
+                self.unmasked.append(row)
+        return of_rows
 
     def timings(self, ops: AnyOps, swap_ns: int) -> worker_pb2.Timings:
         """Return the timings of the Result, once the device is done.
@@ -174,6 +194,7 @@ class InFlightSteps:
     def learn(self, inflight: InFlightStep, sampled: Sampled) -> Int32:
         """Write the sampled tokens to the slots and return them; a failed draw fails the sequence."""
         tokens = sampled.tokens.cpu().numpy().astype(np.int32)
+        tokens[inflight.unmasked] = UNMASKED
         if inflight.learned:
             return tokens
         inflight.learned = True
@@ -246,11 +267,15 @@ class InFlightSteps:
 
     def _take_back(self, inflight: InFlightStep, late: Bool) -> None:
         """Expect no token in rows that were late on the rank that samples. Slots may hold other sequences by now."""
-        slots = inflight.sampling[late]
+        chunks, draws = inflight.chunks, inflight.chunks.draws
+        first = np.cumsum(draws) - draws
+        late = late[first]
+        slots = inflight.sampling[first][late]
         inflight.late += slots.tolist()
-        generations = np.repeat(inflight.generations[inflight.chunks.samples], inflight.chunks.draws)[late]
-        same = self._slots.generation[slots] == generations
-        self._slots.sit_out(slots[same], inflight.positions[late][same])
+        same = self._slots.generation[slots] == inflight.generations[chunks.samples][late]
+        slots = slots[same]
+        self._slots.sit_out(slots, inflight.positions[first][late][same])
+        self._slots.drop_drafts(slots[draws[late][same] > 1])
 
     def _record(self, inflight: InFlightStep, tokens: Int32) -> None:
         """Write the tokens to the slots that still hold the sequences of this step."""
@@ -286,6 +311,7 @@ def _that_count(chunks: Chunks, tokens: Int32) -> Bool:
     right[behind] = tokens[behind] == chunks.guesses
     wrong: Int64 = np.cumsum(~right) - ~right  # wrong ones before each row
     counting: Bool = wrong == np.repeat(wrong[starts], draws)
+    counting &= tokens != UNMASKED
     return counting
 
 

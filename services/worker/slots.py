@@ -246,6 +246,11 @@ class SlotTable:
         self.computed[slots] = known - 1
         self.table_blocks[slots] = -(-(known - 1) // self.block_size)
 
+    def drop_drafts(self, slots: Int32) -> None:
+        """Take back the drafts of slots that are late, and the blocks that only they needed."""
+        self.computed[slots] = self.known[slots]
+        self.table_blocks[slots] = -(-self.computed[slots] // self.block_size)
+
     def fail(self, slot: int, code: str, message: str) -> None:
         """Stop computing the sequence; its chunks answer with this error until the slot is freed."""
         self.failed[slot] = (code, message)
@@ -432,7 +437,6 @@ class SlotTable:
         }
         if drafts is not None:
             wrong["has drafts, and not behind its last known token"] = (drafts > 0) & (~samples | (drafts >= lengths))
-            wrong["has drafts, and a grammar binds it"] = (drafts > 0) & self.sampling.has_grammar[slots]
         if np.logical_or.reduce(list(wrong.values())).any():
             self._refuse(slots, starts, lengths, wrong)
         if drafts is not None:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.processes.jail import Jail, JailError, confine, yield_to_others
-from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError, reason
+from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError, allows, reason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -41,14 +41,19 @@ MEMORY_BYTES = 1 << 30
 KEPT_SHARE = 0.5
 MIB = 1 << 20
 MOST_QUESTION_BYTES, MOST_ANSWER_BYTES = 64 << 20, 1 << 20
+LOOK_AHEAD_S = 0.02
+"""Processor time of a question from which on no further guess is followed."""
 CHECK, BEGIN, GO_ON = b"C", b"B", b"G"
-"""Questions: compile a grammar; the mask behind outputs of a grammar, or behind further outputs of a sequence."""
+"""Questions: compile a grammar; the masks behind outputs of a grammar, or behind further outputs of a sequence."""
 TAKEN, REFUSED, ENDED, NO_GRAMMARS, UNKNOWN = b"T", b"R", b"E", b"N", b"U"
 SPENT = struct.Struct("<d")
 """Before each answer: its processor time in seconds."""
-HEAD = struct.Struct("<cQII")
-"""Of a question: kind, key of the sequence, numbers of outputs and of keys to forget; then these, and the grammar."""
-NO_OUTPUTS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+HEAD = struct.Struct("<cQIII")
+"""Of a question: kind, key of the sequence, numbers of outputs, of guesses and of keys to forget; then these, and the
+grammar."""
+COUNT = struct.Struct("<I")
+"""Before the masks of an answer."""
+NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 class GrammarProcess:
@@ -64,9 +69,9 @@ class GrammarProcess:
         self.ended = 0
         """Sequences and grammars that took too much processor time or memory."""
         self.spent_s = 0.0
-        """Processor time of the last mask; of one that ended the process its limit."""
+        """Processor time of the last masks; of those that ended the process its limit."""
         self.has_begun = False
-        """The last mask was the far end's first one of its sequence, which had the grammar to compile."""
+        """The last masks were the far end's first ones of their sequence, which had the grammar to compile."""
         self.on_ended: Callable[[], object] = lambda: None
         self._fed: dict[int, int] = {}  # outputs that the far end has taken, by key
         self._forgotten: list[int] = []
@@ -76,22 +81,28 @@ class GrammarProcess:
         """Compile a grammar. Raise GrammarError, or JailError where it was the machine that failed."""
         _raise(self._ask(CHECK, grammar=grammar))
 
-    def mask(self, key: int, grammar: str, outputs: npt.NDArray[np.int32]) -> bytes:
-        """Return the mask behind the outputs of a sequence, which are those of its last question and further ones.
+    def masks(
+        self, key: int, grammar: str, outputs: npt.NDArray[np.int32], guesses: npt.NDArray[np.int32] = NO_TOKENS
+    ) -> list[bytes]:
+        """Return the masks behind the outputs of a sequence and behind guesses of what comes then.
 
-        Raise as `check`. A process that was started again is given all of the outputs.
+        outputs: those of the sequence's last question and further ones. Raise as `check`. Masks of the last guesses may
+        be missing: behind one that the grammar forbids, and where they would take long. A process that was started
+        again is given all of the outputs.
         """
         self.spent_s, self.has_begun = 0.0, False
         fed = self._fed.get(key)
-        answer = UNKNOWN if fed is None else self._ask(GO_ON, key, outputs[fed:])
+        answer = UNKNOWN if fed is None else self._ask(GO_ON, key, outputs[fed:], guesses)
         if answer == UNKNOWN:
             self.has_begun = True
-            answer = self._ask(BEGIN, key, outputs, grammar)
+            answer = self._ask(BEGIN, key, outputs, guesses, grammar)
         if answer[:1] == ENDED:
             self._count_ended()
         _raise(answer)
         self._fed[key] = len(outputs)
-        return answer[1:]
+        (count,), masks = COUNT.unpack_from(answer, 1), answer[1 + COUNT.size :]
+        size = len(masks) // count
+        return [masks[first : first + size] for first in range(0, len(masks), size)]
 
     def forget(self, key: int) -> None:
         """Let the far end drop a sequence with the next question."""
@@ -102,11 +113,19 @@ class GrammarProcess:
         """End the process."""
         self.jail.close()
 
-    def _ask(self, kind: bytes, key: int = 0, outputs: npt.NDArray[np.int32] = NO_OUTPUTS, grammar: str = "") -> bytes:
+    def _ask(
+        self,
+        kind: bytes,
+        key: int = 0,
+        outputs: npt.NDArray[np.int32] = NO_TOKENS,
+        guesses: npt.NDArray[np.int32] = NO_TOKENS,
+        grammar: str = "",
+    ) -> bytes:
         forgotten, self._forgotten = np.array(self._forgotten, "<u8"), []
-        head = HEAD.pack(kind, key, len(outputs), len(forgotten))
+        head = HEAD.pack(kind, key, len(outputs), len(guesses), len(forgotten))
+        tokens = np.concatenate([outputs, guesses]).astype("<i4")
         try:
-            answer = self.jail.ask(head + outputs.astype("<i4").tobytes() + forgotten.tobytes() + grammar.encode())
+            answer = self.jail.ask(head + tokens.tobytes() + forgotten.tobytes() + grammar.encode())
         except JailError as error:
             if error.signal in (0, signal.SIGKILL):  # no answer in time, no process, or the machine's memory
                 raise
@@ -177,15 +196,18 @@ class _Followed:
         self._ended: dict[int, str] = {}  # sequences of grammars that ended in a question of another one: why
         self._sizes: dict[str, int] = {}  # bytes by grammar, of those with a sequence or in the cache
         self._used, self._trim = _allocator()
+        self._until = 0.0  # processor time of the process from which on no guess is followed
 
     def answer(self, question: bytes) -> bytes:
         """Return the answer without its first letter. Raise KeyError for an unknown sequence, or GrammarError."""
-        kind, key, count, forgotten = HEAD.unpack_from(question)
-        outputs = np.frombuffer(question, "<i4", count, HEAD.size).tolist()
-        for gone in np.frombuffer(question, "<u8", forgotten, HEAD.size + 4 * count).tolist():
+        self._until = time.process_time() + LOOK_AHEAD_S
+        kind, key, count, guessed, forgotten = HEAD.unpack_from(question)
+        tokens = np.frombuffer(question, "<i4", count + guessed, HEAD.size).tolist()
+        end = HEAD.size + 4 * len(tokens)
+        for gone in np.frombuffer(question, "<u8", forgotten, end).tolist():
             self._ended.pop(gone, None)
             self._leave(gone)
-        grammar = question[HEAD.size + 4 * count + 8 * forgotten :].decode()
+        grammar = question[end + 8 * forgotten :].decode()
         if kind == CHECK:
             self._grammars.fresh(grammar)
             return b""
@@ -196,7 +218,8 @@ class _Followed:
             if kind == BEGIN:
                 self._matchers[key] = grammar, self._grammars.matcher(grammar), []
             grammar = self._matchers[key][0]
-            mask = self._advance(key, outputs)
+            masks = [self._advance(key, tokens[:count])]
+            self._look_ahead(key, tokens[count:], masks)
         except BaseException:
             self._leave(key)
             raise
@@ -206,7 +229,7 @@ class _Followed:
         self._keep_within()
         if key not in self._matchers:
             raise GrammarEndedError(self._ended.pop(key))
-        return mask
+        return COUNT.pack(len(masks)) + b"".join(masks)
 
     def _leave(self, key: int) -> None:
         """Drop a sequence."""
@@ -258,6 +281,18 @@ class _Followed:
             raise GrammarError(reason(matcher))
         self._matchers[key] = grammar, matcher, before
         return mask
+
+    def _look_ahead(self, key: int, guesses: list[int], masks: list[bytes]) -> None:
+        """Append the masks behind guesses to the one before them, as far as they are allowed and quickly found."""
+        if not guesses:
+            return
+        matcher = self._matchers[key][1].deep_copy()
+        for guess in guesses[: MOST_ANSWER_BYTES // len(masks[0]) - 2]:
+            if matcher.is_stopped() or not allows(masks[-1], guess) or time.process_time() > self._until:
+                return
+            if not (mask := self._mask(matcher, [guess])):
+                return  # what failed is met again when the guess has come true
+            masks.append(mask)
 
     def _mask(self, matcher: LLMatcher, tokens: list[int]) -> bytes:
         """Return the mask behind further tokens; empty when the matcher has failed.

@@ -192,6 +192,11 @@ def mask_of(matcher: LLMatcher, tokenizer: LLTokenizer) -> bytes:
     return _bit(plain[0], len(mask))
 
 
+def allows(mask: bytes, token: int) -> bool:
+    """Return whether a mask allows an id."""
+    return 0 <= token < 8 * len(mask) and bool(mask[token // 8] >> token % 8 & 1)
+
+
 def _bit(token: int, size: int) -> bytes:
     """Return a mask of `size` bytes that allows one token."""
     mask = bytearray(size)

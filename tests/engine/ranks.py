@@ -29,23 +29,27 @@ TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
 
 
-MASKS = ("hold_masks", "give_masks")
+MASKS = ("hold_masks", "give_masks", "few_masks")
 _given = threading.Event()
 
 
 def take_masks(engine: Engine, said: str) -> None:
-    """Let rows be late, and no mask come until they are given."""
+    """Let rows be late, and no mask come until they are given; or let masks behind all drafts but the first be missing."""
     if said == "give_masks":
         _given.set()
         return
-    _given.clear()
-    engine.takes_late, compute = True, engine.grammars.quick.process.mask
+    compute, most = engine.grammars.quick.process.masks, None
+    if said == "few_masks":
+        most = 2
+    else:
+        _given.clear()
+        engine.takes_late = True
 
-    def held(*question: Any) -> bytes:
-        assert _given.wait(TIMEOUT_S)
-        return compute(*question)
+    def held(*question: Any) -> list[bytes]:
+        assert most or _given.wait(TIMEOUT_S)
+        return compute(*question)[:most]
 
-    pytest.MonkeyPatch().setattr(engine.grammars.quick.process, "mask", held)
+    pytest.MonkeyPatch().setattr(engine.grammars.quick.process, "masks", held)
 
 
 def serve(pipe: Connection) -> None:

@@ -79,6 +79,7 @@ def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **samplin
         n=n,
         gateway="gateway-0",
         payload=wire,
+        has_grammar=bool(wire.sampling.grammar),
         scored=[1] if wire.sampling.prompt_logprobs else None,
     )
 

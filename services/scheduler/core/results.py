@@ -268,8 +268,14 @@ class Results:
 
     def _sit_out(self, replica: Replica, step: SentStep, late: Rows) -> None:
         """Keep late sequences from running until their steps are answered; the step gave none of them a token."""
-        present = replica.table.generation[late] <= step.id
-        replica.table.sit_out(late[present])
+        table = replica.table
+        present = table.generation[late] <= step.id
+        drafted = late[present & (table.drafts[late] > 0)]
+        if drafted.size:
+            replica.rollback(drafted, table.drafts[drafted])
+        if replica.speculation.possible:
+            replica.speculation.sat_out(late[present])
+        table.sit_out(late[present])
         for slot in late[~present].tolist():
             sequence = replica.owner(slot, step.id)
             if sequence is None or (saved := sequence.saved) is None:

@@ -292,6 +292,12 @@ class Speculation:
         self._history.drafted += int(drafts.sum())
         self._history.accepted += int(right.sum())
 
+    def sat_out(self, rows: Rows) -> None:
+        """Draft nothing for rows that were late until a token of theirs has come."""
+        self._judge(rows, np.zeros(rows.size, np.int32), np.ones(rows.size, np.int32))
+        self._size[rows] = self._at[rows] = 0
+        self._next[rows] = self._table.applied[rows] + 1
+
     def _judge(self, rows: Rows, right: Int32 | Rows, tried: Int32 | Rows) -> None:
         """Learn that right[i] of tried[i] guesses for rows[i] were right."""
         share = self._share[rows]
@@ -324,8 +330,9 @@ class Speculation:
         self._index.clear(rows)
         for row in rows.tolist():
             request: NewRequest = table.request[row]
-            self._willing[row], self._predicted[row] = request.speculate, request.prediction.size > 0
-            if request.speculate and request.prediction.size:
+            willing = request.speculate and (not request.has_grammar or self._limits.masks_behind_drafts)
+            self._willing[row], self._predicted[row] = willing, request.prediction.size > 0
+            if willing and request.prediction.size:
                 if self._predictions is None:
                     self._predictions = Predictions(table)
                 self._predictions.set(row, request.prediction)

@@ -65,6 +65,7 @@ class NewRequest:
     adapter: bytes = b""  # digest of its LoRA adapter; empty: the base model. It is part of `salt`
     payload: Any = None  # opaque; comes back in Enter (the service keeps sampling here)
     speculate: bool = True  # whether its next tokens may be guessed
+    has_grammar: bool = False  # whether each token needs a mask
     prediction: Int32 = field(default_factory=lambda: EMPTY)  # what its output probably is
     # Per prompt, how many of its first tokens have recorded log-probabilities: 1 at first, as the very first has none.
     # None: none are wanted. The first choice of each prompt computes them.
@@ -229,6 +230,7 @@ class Limits:
     host_tier: str = ""  # "<folder>/<file>", where replicas with the same folder find its host tier; empty: private
     kv_format: str = ""  # of a block's bytes: between equal ones blocks can be copied
     max_drafts: int = 0  # draft tokens that a step may have; 0: none
+    masks_behind_drafts: bool = False  # whether sequences with a grammar may have drafts
     experts: int = 0  # of a layer with a mixture of experts; 0: there is none
     experts_per_token: int = 0
     max_loras: int = 0  # adapters that it holds at once

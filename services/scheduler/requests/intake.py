@@ -160,7 +160,8 @@ def decode(
         else 0,
         salt=wire.cache_salt + wire.adapter,
         adapter=wire.adapter,
-        speculate=wire.speculate and not wire.sampling.grammar,  # a mask behind a guess would be late
+        speculate=wire.speculate,
+        has_grammar=bool(wire.sampling.grammar),
         prediction=prediction,
         scored=[1] * len(arrays) if sampling.prompt_logprobs else None,
         payload=wire,

@@ -32,6 +32,7 @@ def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto", run: 
         host_tier=info.host_tier,
         kv_format=info.kv_format,
         max_drafts=info.max_drafts if drafts else 0,
+        masks_behind_drafts=info.masks_behind_drafts,
         experts=info.experts,
         experts_per_token=info.experts_per_token,
         max_loras=info.max_loras,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kernels.ops import STATUS_FINE, Likely, Pending, Sampled, Scored
-from services.worker.in_flight import InFlightStep
+from services.worker.in_flight import UNMASKED, InFlightStep
 from services.worker.kv.transfers import Acknowledged
 from services.worker.parallel.state import COPIES, TOKENS, ParallelState
 from shared.errors import RankError
@@ -92,6 +92,7 @@ class TokenBroadcast:
         if inflight.sampled is not None:
             sampled = inflight.sampled.wait()
             record["tokens"], record["status"] = sampled.tokens.cpu().numpy(), sampled.status.cpu().numpy()
+            record["tokens"][inflight.unmasked] = UNMASKED
             if "logprobs" in names and sampled.logprobs is not None:
                 record["logprobs"] = sampled.logprobs.cpu().numpy()
             if "likely_ids" in names and sampled.likely is not None:

@@ -23,6 +23,7 @@ from llguidance import LLMatcher
 
 from protos import worker_pb2
 from services.gateway.text.reasoning import budget_grammar
+from services.scheduler.core import speculation
 from services.scheduler.core.types import Finish, NewRequest
 from services.worker import grammar as grammar_module
 from services.worker.engine import Engine
@@ -138,6 +139,42 @@ def test_tokens_are_the_same_ahead_in_chunks_preempted_and_without_masks(
     assert (crowded.grammars.late > 0) == masks_are_late
 
 
+@pytest.mark.parametrize(
+    ("masks_are_late", "most_masks", "lookahead"), [(False, 99, 0), (True, 99, 1), (False, 2, 1)]
+)
+def test_tokens_are_the_same_behind_drafts(
+    model: Path,
+    alone: in_process.Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    masks_are_late: bool,
+    most_masks: int,
+    lookahead: int,
+) -> None:
+    """Of the predictions every fifth token is wrong, and most of those are forbidden."""
+    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    crowded = make_engine(model, host_blocks=0, **SMALL)
+    compute = crowded.grammars.quick.process.masks
+    monkeypatch.setattr(crowded.grammars.quick.process, "masks", lambda *question: compute(*question)[:most_masks])
+    if masks_are_late:
+        monkeypatch.setattr(grammar_module, "ALONE_S", 0.002)
+        monkeypatch.setattr(grammar_module, "BESIDE_OTHERS_S", 0.0)
+        crowded.takes_late = True
+    predicted = [request for request in requests(COUNT) if request.has_grammar]
+    for request in predicted:
+        output = np.array(alone.tokens[request.id, 0], np.int32)
+        output[4::5] += 1
+        request.prediction = np.concatenate([request.prompts[0], output])
+    try:
+        recorded, core = in_process.run(crowded, predicted, "sarathi", lookahead=lookahead, speculate="suffix")
+    finally:
+        crowded.grammars.close()
+    assert recorded.tokens == {at: alone.tokens[at] for at in recorded.tokens} and len(recorded.tokens) == 30
+    stats = core.stats()
+    assert stats["preemptions"] > 0, "nothing was preempted: the pool is too large"
+    assert (crowded.grammars.late > 0) == masks_are_late
+    assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
+
+
 def test_sequence_goes_on_elsewhere_with_the_tokens_it_has(engine: Engine, alone: in_process.Recorded) -> None:
     moved, known = requests(COUNT), in_process.Recorded()
     for at, request in enumerate(moved):
@@ -230,13 +267,13 @@ def takes_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 def hold_masks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let no mask come until the event is set."""
-    given, compute = threading.Event(), engine.grammars.quick.process.mask
+    given, compute = threading.Event(), engine.grammars.quick.process.masks
 
-    def held(*question: Any) -> bytes:
+    def held(*question: Any) -> list[bytes]:
         assert given.wait(60)
         return compute(*question)
 
-    monkeypatch.setattr(engine.grammars.quick.process, "mask", held)
+    monkeypatch.setattr(engine.grammars.quick.process, "masks", held)
     return given
 
 
@@ -263,16 +300,49 @@ def test_late_row_is_left_out_until_its_mask_is_there(takes_late: Engine, monkey
     assert bytes(driver.outputs[2]).decode() in {choice[0] for choice in CHOICES}
 
 
+def test_late_row_takes_its_drafts_back(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts across the end of a block: without them the row goes on from where it was."""
+    size, tokens = takes_late.info().block_size, []
+    for drafts in (0, 3):
+        driver = Driver(takes_late)
+        takes_late.reset()
+        driver.enter(0, [1, 2, 3])
+        sampling = worker_pb2.Sampling(grammar=LLMatcher.grammar_from_regex("[a-h]{40}"))
+        driver.enter(2, [4] * (2 * size - 3), sampling=sampling, blocks=pack(driver.blocks(2)[:2]))
+        monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
+        driver.run(2, 3)
+        driver.step({0: 64})
+        monkeypatch.setattr(grammar_module, "ALONE_S", 0.0)
+        appended = {"append_slots": pack([2]), "append_blocks": pack(driver.blocks(2)[2:3])}
+        if drafts:
+            given = hold_masks(takes_late, monkeypatch)
+            step = worker_pb2.Step(epoch=1, id=driver.next_id, **appended)
+            step.chunk_slots, step.chunk_starts = pack([0, 2]), pack([driver.computed[0], driver.computed[2]])
+            step.chunk_lengths, step.chunk_drafts = pack([1, 1 + drafts]), pack([0, drafts])
+            step.drafts = pack([97] * drafts)
+            result = takes_late.execute(step)
+            assert unpack(result.slots).tolist() == [0] and unpack(result.late_slots).tolist() == [2]
+            assert unpack(result.token_counts).tolist() == [1]
+            given.set()
+            driver.next_id += 1
+            driver.computed[0] += 1
+        monkeypatch.setattr(grammar_module, "ALONE_S", 60.0)
+        driver.step({2: 1})
+        driver.step({2: 1}, **appended)
+        tokens.append(driver.run(2, 8))
+    assert tokens[0] == tokens[1]
+
+
 def test_no_mask_is_computed_for_a_slot_that_was_freed(takes_late: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    given, compute, driver = threading.Event(), takes_late.grammars.quick.process.mask, Driver(takes_late)
+    given, compute, driver = threading.Event(), takes_late.grammars.quick.process.masks, Driver(takes_late)
 
-    def held(key: int, *question: Any) -> bytes:
+    def held(key: int, *question: Any) -> list[bytes]:
         asked.append(key)
         assert given.wait(60)
         return compute(key, *question)
 
-    monkeypatch.setattr(takes_late.grammars.quick.process, "mask", held)
+    monkeypatch.setattr(takes_late.grammars.quick.process, "masks", held)
     enter_two(driver)
     driver.enter(3, [4, 5], sampling=worker_pb2.Sampling(grammar=KINDS[1][0]))
     driver.step({0: 64, 2: 64, 3: 64})
@@ -423,7 +493,7 @@ def test_mask_is_judged_as_a_first_one_where_the_process_had_to_begin_again(
     def ask() -> None:
         question = Question(1, 1, grammar, np.zeros(0, np.int32))
         lane.ask(question)
-        assert question.mask.result(60)
+        assert question.masks.result(60)
 
     ask()
     ask()

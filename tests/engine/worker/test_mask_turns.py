@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from services.worker.grammar import Question, Turns
-from shared.text.grammar_process import NO_OUTPUTS
+from shared.text.grammar_process import NO_TOKENS
 
 
 def put(turns: Turns, *which: tuple[int, int]) -> list[Question]:
     """Add questions of (tenant, key)."""
     questions = []
     for tenant, key in which:
-        questions.append(Question(tenant, key, "", NO_OUTPUTS))
+        questions.append(Question(tenant, key, "", NO_TOKENS))
         turns.put(questions[-1])
     return questions
 
@@ -45,10 +45,10 @@ def test_tenant_waits_for_one_question_of_each_other_tenant() -> None:
 def test_cancelled_question_takes_no_turn() -> None:
     turns = Turns()
     first, second, _, _ = put(turns, (1, 1), (1, 2), (2, 3), (1, 4))
-    assert first.mask.cancel() and second.mask.cancel()
+    assert first.masks.cancel() and second.masks.cancel()
     assert order(turns) == [4, 3]
     gone = put(turns, (5, 6))[0]
-    assert gone.mask.cancel()
+    assert gone.masks.cancel()
     assert turns.take() is None
 
 
@@ -56,4 +56,4 @@ def test_taken_question_cannot_be_cancelled() -> None:
     turns = Turns()
     put(turns, (1, 1))
     question = turns.take()
-    assert question is not None and not question.mask.cancel()
+    assert question is not None and not question.masks.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from shared.processes import jail
 from shared.text import grammar_process, grammars
 from shared.text.grammar_process import (
     BEGIN,
+    COUNT,
     ENDED,
     GO_ON,
     HEAD,
@@ -60,7 +62,7 @@ def walk(process: GrammarProcess, key: int, outputs: list[int], steps: int) -> l
     """Take the last allowed id of each mask; return the masks."""
     masks = []
     for _ in range(steps):
-        masks.append(allowed(process.mask(key, PATTERN, tokens(*outputs))))
+        masks.append(allowed(process.masks(key, PATTERN, tokens(*outputs))[0]))
         outputs.append(masks[-1][-1])
     return masks
 
@@ -72,6 +74,48 @@ def test_masks_are_those_of_a_matcher_in_process(model: Path, process: GrammarPr
     for mask, token in zip(masks, outputs, strict=True):
         assert mask == allowed(matcher.compute_bitmask())
         matcher.consume_token(token)
+
+
+SCHEMA = LLMatcher.grammar_from_json_schema(
+    {"properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "array", "items": {"type": "integer"}}}}
+)
+
+
+def test_masks_behind_guesses_are_those_of_outputs(model: Path, process: GrammarProcess) -> None:
+    """Whatever was guessed before: 40 sequences of random ids, of which some guesses come true and some do not."""
+    draw = random.Random(20261127)
+    missing = 0
+    for key in range(1, 41):
+        matcher, outputs = Grammars(model, VOCAB).matcher(SCHEMA), tokens()
+        while not matcher.is_stopped() and outputs.size < 60:
+            ahead, guesses = matcher.deep_copy(), []
+            for _ in range(draw.randrange(5)):
+                ids = allowed(ahead.compute_bitmask()) if draw.random() < 0.9 else list(range(VOCAB))
+                guesses.append(draw.choice(ids))
+                if guesses[-1] not in ids or ahead.is_stopped() or not ahead.validate_tokens(guesses[-1:]):
+                    break
+                ahead.consume_token(guesses[-1])
+            masks = process.masks(key, SCHEMA, outputs, tokens(*guesses))
+            missing += len(guesses) + 1 - len(masks)
+            ahead = matcher.deep_copy()
+            for mask, guess in zip(masks, [*guesses, None], strict=False):
+                assert allowed(mask) == allowed(ahead.compute_bitmask())
+                if guess is not None and ahead.validate_tokens([guess]):
+                    ahead.consume_token(guess)
+            token = guesses[0] if len(masks) > 1 and draw.random() < 0.5 else draw.choice(allowed(masks[0]))
+            matcher.consume_token(token)
+            outputs = np.append(outputs, np.int32(token))
+    assert missing > 0, "no guess was forbidden"
+
+
+def test_costly_masks_behind_guesses_are_left_out(followed: _Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    guess = LLMatcher.grammar_from_regex("a{9}")
+    ids = _answer(followed, question(BEGIN, 1, [], (), guess))[1 + COUNT.size :]
+    only = allowed(ids)[0]
+    for limit_s, masks in ((grammar_process.LOOK_AHEAD_S, 4), (0.0, 1)):
+        monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", limit_s)
+        head = HEAD.pack(GO_ON, 1, 0, 3, 0) + tokens(only, only, only).tobytes()
+        assert COUNT.unpack_from(_answer(followed, head), 1) == (masks,)
 
 
 def test_sequences_go_on_after_the_process_was_killed(process: GrammarProcess) -> None:
@@ -91,7 +135,7 @@ def test_grammar_beyond_its_processor_time_ends_one_sequence(model: Path, monkey
     outputs: list[int] = []
     walk(process, 1, outputs, 2)
     with pytest.raises(GrammarEndedError, match="processor time"):
-        process.mask(2, SLOW, tokens())
+        process.masks(2, SLOW, tokens())
     assert process.ended == 1
     assert len(walk(process, 1, outputs, 2)) == 2
     process.close()
@@ -101,14 +145,14 @@ def test_outputs_that_the_grammar_forbids_are_an_error_of_that_sequence(process:
     outputs: list[int] = []
     walk(process, 1, outputs, 2)
     with pytest.raises(GrammarError):
-        process.mask(2, PATTERN, tokens(0, 0, 0))
+        process.masks(2, PATTERN, tokens(0, 0, 0))
     assert len(walk(process, 1, outputs, 2)) == 2
 
 
 def test_model_without_grammars_is_said_for_each_sequence(tmp_path: Path) -> None:
     process = GrammarProcess(tmp_path, VOCAB)
     with pytest.raises(NoGrammarsError, match="not available"):
-        process.mask(1, PATTERN, tokens())
+        process.masks(1, PATTERN, tokens())
     process.close()
 
 
@@ -118,7 +162,7 @@ def followed(model: Path) -> _Followed:
 
 
 def question(kind: bytes, key: int, outputs: list[int], forgotten: tuple[int, ...] = (), grammar: str = "") -> bytes:
-    head = HEAD.pack(kind, key, len(outputs), len(forgotten))
+    head = HEAD.pack(kind, key, len(outputs), 0, len(forgotten))
     return head + tokens(*outputs).tobytes() + np.array(forgotten, "<u8").tobytes() + grammar.encode()
 
 
@@ -133,13 +177,13 @@ def test_sequences_of_one_grammar_share_no_lexer_states(followed: _Followed, mon
     """Copies of a matcher share its lexer: one that finds it full begins with a lexer of its own."""
     monkeypatch.setattr(grammars, "LIMITS", {"max_lexer_states": 90, "verbose_errors": False})  # enough for one
     pattern = LLMatcher.grammar_from_regex("[ab ]*a[ab ]{14}c")
-    random, last = np.random.default_rng(3), {}
+    draw, last = np.random.default_rng(3), {}
     for _ in range(40):
         for key in range(8):
             more = [last[key]] if key in last else []
             answer = _answer(followed, question(GO_ON if more else BEGIN, key, more, (), "" if more else pattern))
             assert answer[:1] == b"T", answer
-            last[key] = int(random.choice(allowed(answer[1:])))
+            last[key] = int(draw.choice(allowed(answer[1 + COUNT.size :])))
 
 
 LARGE = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "integer"} for i in range(400)}})
@@ -196,7 +240,7 @@ def test_grammar_that_only_the_cache_keeps_goes_first(small: _Followed) -> None:
 def test_grammar_that_ended_for_its_memory_is_counted(process: GrammarProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_ask", lambda *_: ENDED + b"it takes 2 MiB")
     with pytest.raises(GrammarEndedError, match="it takes 2 MiB"):
-        process.mask(1, PATTERN, tokens())
+        process.masks(1, PATTERN, tokens())
     assert process.ended == 1
 
 

@@ -258,7 +258,7 @@ def test_every_policy_gives_the_same_tokens(policy: str) -> None:
 
 @pytest.mark.parametrize(("seed", "policy"), enumerate(TESTED))
 def test_guesses_right_or_wrong_change_no_token(seed: int, policy: str) -> None:
-    """Requests with predictions, some tokens wrong, that are preempted, stopped, parked, cancelled and lost."""
+    """Requests with predictions, some tokens wrong, that are late, preempted, stopped, parked, cancelled and lost."""
     rng = random.Random(f"{policy} {seed}")
     limits = Limits(8, rng.randint(30, 60), rng.choice([1, 2, 4]), 64, 64, host_blocks=40, max_drafts=24)
     core = Scheduler(
@@ -286,6 +286,8 @@ def test_guesses_right_or_wrong_change_no_token(seed: int, policy: str) -> None:
         elif event < 0.4:
             house.lose()
             house.join(limits)
+        elif event < 0.7:
+            house.workers[max(house.workers)].late_next = {at for at in range(8) if rng.random() < 0.5}
         core.check()
     for i in range(40):
         core.resume(f"r{i}", house.now)

@@ -126,10 +126,10 @@ class TwinWorker:
                 self.rows[slot].failed = True
                 errors.append((slot, "nan_logits", "the logits are not finite"))
                 continue
-            if self.rows[slot].late and start + length > len(self.rows[slot].tokens):
+            if self.rows[slot].late and not guesses and start + length > len(self.rows[slot].tokens):
                 late.append(slot)  # in a step sent before the scheduler knew
                 continue
-            self.rows[slot].late = samples and i in self.late_next and not guesses  # no grammar, no guesses
+            self.rows[slot].late = samples and i in self.late_next
             drawn = self._chunk(self.rows[slot], start, length, guesses, self.rows[slot].late)
             if self.rows[slot].late:
                 late.append(slot)
@@ -230,6 +230,9 @@ class TwinWorker:
                 )  # of a row that was late, and its last block is shared by now
                 assert place[0] not in self.shared or same, "writes into a block that another one reads"
                 self.kv[place] = row.hashes[p]
+        if late:
+            row.tokens, row.hashes = row.tokens[:first], row.hashes[:first]
+            row.blocks = row.blocks[: -(-first // size)] if guesses else row.blocks
         if start + length < known or late:
             return []
         drawn = [sample(h, row.seed) for h in row.hashes[first - 1 :]]
