@@ -1,10 +1,11 @@
 """The grammars of the sequences in the slots: which ids each next token may have.
 
 A process of low priority compiles grammars and computes masks (shared/text/grammar_process.py), so that neither their
-time nor Python's lock holds up a step. A mask is ordered as soon as the host knows the token before it: when the
+time nor Python's lock holds up a step. Masks are ordered as soon as the host knows the token before them: when the
 sequence enters, with the outputs that it came with, or when the step that samples begins, with those behind its drafts.
-Tenants take turns, and the sequences of each tenant. No mask is interrupted for another, so a second process serves tenants with costly ones, if
-other tenants are there. It has a low priority among all processes, the first one within the worker.
+Tenants take turns, and the sequences of each tenant. No question is interrupted for another, so a second process serves
+tenants with costly ones, if other tenants are there. It has a low priority among all processes, the first one within
+the worker.
 
 A row without its mask by the time of sampling is late: it sits the step out and is planned again, while the others go
 on. Until its mask is there, later steps leave the row out before they compute it.

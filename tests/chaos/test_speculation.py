@@ -21,6 +21,7 @@ PROMPTS = (
     "class A:\n    pass\n\n\nclass B:\n    pass\n\n\nclass C:\n",
 )
 TEMPERATURES = (0.0, 0.7)
+BOUND = {"guided_regex": r"[a-z0-9, ]{4000,}", "ignore_eos": False}
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def streams(stack: Stack, speculate: bool) -> list[Stream]:
-    """One stream for each prompt and temperature."""
+    """One stream for each prompt and temperature, with and without a grammar."""
     body = common(stack, TOKENS)
     bodies: list[dict[str, Any]] = [
-        {**body, "prompt": prompt, "temperature": temperature, "seed": 7, "speculate": speculate}
+        {**body, "prompt": prompt, "temperature": temperature, "seed": 7, "speculate": speculate, **grammar}
         for prompt in PROMPTS
         for temperature in TEMPERATURES
+        for grammar in ({}, BOUND)
     ]
     return [Stream([stack.url], each) for each in bodies]
 

@@ -34,7 +34,7 @@ _given = threading.Event()
 
 
 def take_masks(engine: Engine, said: str) -> None:
-    """Let rows be late, and no mask come until they are given; or let masks behind all drafts but the first be missing."""
+    """Let rows be late, and no mask come until they are given; or let there be masks behind one draft at most."""
     if said == "give_masks":
         _given.set()
         return

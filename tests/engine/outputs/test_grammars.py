@@ -139,9 +139,7 @@ def test_tokens_are_the_same_ahead_in_chunks_preempted_and_without_masks(
     assert (crowded.grammars.late > 0) == masks_are_late
 
 
-@pytest.mark.parametrize(
-    ("masks_are_late", "most_masks", "lookahead"), [(False, 99, 0), (True, 99, 1), (False, 2, 1)]
-)
+@pytest.mark.parametrize(("masks_are_late", "most_masks", "lookahead"), [(False, 99, 0), (True, 99, 1), (False, 2, 1)])
 def test_tokens_are_the_same_behind_drafts(
     model: Path,
     alone: in_process.Recorded,

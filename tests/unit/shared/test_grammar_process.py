@@ -112,7 +112,7 @@ def test_costly_masks_behind_guesses_are_left_out(followed: _Followed, monkeypat
     guess = LLMatcher.grammar_from_regex("a{9}")
     ids = _answer(followed, question(BEGIN, 1, [], (), guess))[1 + COUNT.size :]
     only = allowed(ids)[0]
-    for limit_s, masks in ((grammar_process.LOOK_AHEAD_S, 4), (0.0, 1)):
+    for limit_s, masks in ((60.0, 4), (0.0, 1)):
         monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", limit_s)
         head = HEAD.pack(GO_ON, 1, 0, 3, 0) + tokens(only, only, only).tobytes()
         assert COUNT.unpack_from(_answer(followed, head), 1) == (masks,)
