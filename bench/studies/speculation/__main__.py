@@ -33,7 +33,11 @@ from bench.studies.speculation import texts
 
 SEED = 20261124
 START_S, STOP_S = 120.0, 20.0
-KINDS = ("edits", "json", "quotes", "prose")
+KINDS = ("edits", "json", "schema", "quotes", "prose")
+FORMAT = {"type": "json_schema", "json_schema": {"name": "record", "schema": texts.SCHEMA}}
+OPEN: dict[str, Any] = {"ignore_eos": True}
+BOUND: dict[str, Any] = {"response_format": FORMAT}
+"""Fields of requests without a grammar, and with one."""
 HOOK = Path(__file__).parent / "hook"
 SETS = {1: 3, 8: 10, 32: 34}  # texts of a set, by streams
 
@@ -42,7 +46,7 @@ def pairs(kind: str, options: argparse.Namespace) -> Iterator[texts.Pair]:
     """Return the texts of a kind."""
     if kind == "edits":
         return texts.edits(options.old, options.new)
-    if kind == "json":
+    if kind in ("json", "schema"):
         return texts.records()
     return texts.quotes(ROOT / "docs", SEED) if kind == "quotes" else texts.prose(ROOT / "docs")
 
@@ -107,8 +111,9 @@ class Stack:
 class Load:
     """Sends texts and checks that each answer is its recorded output."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, ids: list[list[int]]) -> None:
-        self._session, self._url, self._ids = session, url, ids
+    def __init__(self, session: aiohttp.ClientSession, url: str, ids: list[list[int]], fields: dict[str, Any]) -> None:
+        """fields: of each request, beside those of its text."""
+        self._session, self._url, self._ids, self._fields = session, url, ids, fields
         self.accepted = self.rejected = 0
 
     async def span(self, chosen: list[tuple[int, int]], streams: int, speculate: bool) -> float:
@@ -124,7 +129,7 @@ class Load:
             output = self._ids[number][prompt:]
             body = {
                 "model": "study", "prompt": self._ids[number][:prompt], "max_tokens": len(output), "seed": number + 1,
-                "temperature": 1.0, "ignore_eos": True, "return_token_ids": True, "speculate": speculate,
+                "temperature": 1.0, "return_token_ids": True, "speculate": speculate, **self._fields,
             }  # fmt: skip
             async with self._session.post(f"{self._url}/v1/completions", json=body) as answer:
                 found = await answer.json()
@@ -147,10 +152,12 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
                 await stack.ready(session)
-                await Load(session, stack.url, ids).span(chosen[options.kinds[-1]][-8:], 4, speculate=False)  # warm
+                await Load(session, stack.url, ids, OPEN).span(
+                    chosen[options.kinds[-1]][-8:], 4, speculate=False
+                )  # warm
                 for streams in options.streams:
                     for kind in options.kinds:
-                        load = Load(session, stack.url, ids)
+                        load = Load(session, stack.url, ids, BOUND if kind == "schema" else OPEN)
                         row = await compare(load, kind, streams, chosen[kind], options.rounds)
                         if row is not None:
                             rows.append(row)

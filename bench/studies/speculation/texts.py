@@ -15,6 +15,20 @@ from importlib import metadata
 from pathlib import Path
 
 Pair = tuple[str, str]  # prompt, output
+TEXT = {"type": ["string", "null"]}
+SCHEMA = {
+    "properties": {
+        "name": TEXT,
+        "version": TEXT,
+        "summary": TEXT,
+        "requires_python": TEXT,
+        "keywords": {"type": "array", "items": {"type": "string"}},
+        "requirements": {"type": "integer"},
+    },
+    "required": ["name", "version", "summary", "requires_python", "keywords", "requirements"],
+    "additionalProperties": False,
+}
+"""Of `records`."""
 LINES = 14  # of an edited passage
 
 
