@@ -1,14 +1,16 @@
-"""Serve `/tokenize` and `/detokenize`: the tokenizer of a model."""
+"""Serve `/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer of a model."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from services.gateway.errors import invalid
 from services.gateway.gateway import Gateway
+from services.gateway.models import ServedModel
 from services.gateway.openai.answers import json_response
 from services.gateway.openai.bodies import DetokenizeBody, TemplateBody, TokenizeBody, read_body, served_model
 from services.gateway.openai.chat import encode_messages
@@ -39,8 +41,7 @@ def router(gateway: Gateway) -> APIRouter:
                 if getattr(body, name) is not None:
                     raise invalid(name, f"{name} is for messages only")
             tokens = await encode_text(body.prompt or "", model.text, limits, body.add_special_tokens is not False)
-        context = limits.max_model_len - model.text.is_encoder  # what is pooled counts as a token
-        answer = {"count": len(tokens), "max_model_len": context, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": _context(model), "tokens": tokens}
         if body.return_token_strs:
             many = len(tokens) > THREAD_TOKENS
             strings = model.text.tokens
@@ -63,4 +64,14 @@ def router(gateway: Gateway) -> APIRouter:
         (text,) = await decode([body.tokens], model.text, bool(body.skip_special_tokens), "tokens")
         return json_response({"prompt": text})
 
+    @routes.get("/tokenizer_info", responses={200: FOUND, **errors(403, 404, 503)})
+    async def tokenizer_info(request: Request, model: Annotated[str | None, Query(max_length=256)] = None) -> Response:
+        """Return the control tokens, the chat template and the context of a model, for clients that tokenize here."""
+        served = await served_model(gateway, model, request.state.caller)
+        return json_response({**served.text.info, "max_model_len": _context(served)})
+
     return routes
+
+
+def _context(model: ServedModel) -> int:
+    return model.cluster.limits.max_model_len - model.text.is_encoder  # what is pooled counts as a token

@@ -73,10 +73,7 @@ class ModelText:
             raise ModelError(f"{path}: vocab_size is {self.vocab_size}, not from 1 to {MOST_ID}; choose another model")
         self.text = TokenText(self.tokenizer)
         self.grammars = GrammarCheck(directory, self.vocab_size)
-        names = {
-            name: text for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (text := _token_text(tokenizer_config.get(name))) is not None
-        }  # fmt: skip
+        names = {name: text for name in SPECIAL_TOKENS if (text := _token_text(tokenizer_config.get(name))) is not None}
         self.eos_ids = end_ids(directory)
         self.defaults = _defaults(directory) if sampling_defaults == "model" else SamplingDefaults()
         self.tool_format = "none" if tool_parser == "auto" else tool_parser
@@ -86,6 +83,8 @@ class ModelText:
         added = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
         self.reasoning = markers_of(source or "", added) if reasoning_parser == "auto" else reasoning_parser
         self.markers = MARKERS.get(self.reasoning, MARKERS["think"])
+        self.info = _info(tokenizer_config, names, source)
+        """What `/tokenizer_info` says of the model's files."""
         self.hides_markers = not set(self.markers).isdisjoint(self.tokens(self.text.special))
         """Whether text without control tokens lacks the markers of thinking."""
         marks = self.tokenizer.token_to_id(self.markers[0]), self.tokenizer.token_to_id(self.markers[1])
@@ -164,6 +163,7 @@ class ModelText:
         return [self.tokenizer.id_to_token(id_) or "" for id_ in ids]
 
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BOUNDS = {
     "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (-1, (1 << 31) - 1), "min_p": (0, 1),
     "repetition_penalty": (1e-9, 2),
@@ -244,6 +244,12 @@ def _read_json(directory: Path, name: str, required: str | None = None) -> dict[
     if not isinstance(value, dict):
         raise ModelError(f"{path} is no JSON object")
     return value
+
+
+def _info(config: dict[str, Any], names: dict[str, str], template: str | None) -> dict[str, str | None]:
+    kind = config.get("tokenizer_class")
+    head = {"tokenizer_class": kind if isinstance(kind, str) else "PreTrainedTokenizerFast", "chat_template": template}
+    return {**head, **{name: names.get(name) for name in SPECIAL_TOKENS}}
 
 
 def _token_text(token: Any) -> str | None:

@@ -40,7 +40,7 @@ from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
 from tests.integration.gateway.conftest import in_process
-from tests.support.checkpoints.tokenizers import byte_level, token_ids, write_model
+from tests.support.checkpoints.tokenizers import CONTEXT, byte_level, token_ids, write_model
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
 from tests.support.waiting import free_port, wait_until
@@ -295,6 +295,25 @@ async def test_each_model_has_its_template_and_tokenizer(client: httpx.AsyncClie
         text = (await client.post("/detokenize", json={"model": name, "tokens": tokens})).json()["prompt"]
         counts[name] = text[-2:]
     assert counts == {FIRST: "xa", SECOND: "xb"}
+
+
+async def test_tokenizer_info_is_that_of_the_model(
+    client: httpx.AsyncClient, keys_of: dict[str, dict[str, str]]
+) -> None:
+    names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": None, "unk_token": None}
+    expected = {**names, "tokenizer_class": "PreTrainedTokenizerFast", "max_model_len": CONTEXT}
+    template = "{{ messages[0].content }}"
+    assert (await client.get("/tokenizer_info")).status_code == 401
+    client.headers.update(keys_of["second"])
+    for path in ("/tokenizer_info", f"/tokenizer_info?model={FIRST}"):
+        answer = await client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "model_not_allowed")
+    for name in (SECOND, "claude:latest"):
+        found = (await client.get("/tokenizer_info", params={"model": name})).json()
+        assert found == {**expected, "chat_template": template + "b"}
+    client.headers.update(keys_of["any"])
+    assert (await client.get("/tokenizer_info")).json() == {**expected, "chat_template": template + "a"}
+    assert (await client.get("/tokenizer_info?model=gpt-5")).status_code == 404
 
 
 async def test_models_are_listed_with_their_states(client: httpx.AsyncClient) -> None:
