@@ -20,7 +20,6 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.anthropic import messages
-from services.gateway.anthropic.bodies import CountBody, MessagesBody
 from services.gateway.auth import OPEN_PATHS, RequireKey
 from services.gateway.dashboard import routes as dashboard
 from services.gateway.errors import ApiError, invalid, shown
@@ -40,26 +39,8 @@ from services.gateway.openai import (
     retrieval,
     tokenization,
 )
-from services.gateway.openai.batches import BatchBody
-from services.gateway.openai.bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingsBody,
-    LoadAdapterBody,
-    RerankBody,
-    ScoreBody,
-    TokenizeBody,
-    UnloadAdapterBody,
-)
-from services.gateway.openai.responses import InputTokensBody, ResponsesBody
 from services.gateway.web import routes as web
 from shared.settings import is_loopback
-
-BODIES = (
-    CompletionBody, ChatBody, ResponsesBody, InputTokensBody, MessagesBody, CountBody, EmbeddingsBody, RerankBody,
-    ScoreBody, BatchBody, TokenizeBody, DetokenizeBody, LoadAdapterBody, UnloadAdapterBody,
-)  # fmt: skip
 
 
 def public_app(gateway: Gateway) -> FastAPI:
@@ -70,7 +51,7 @@ def public_app(gateway: Gateway) -> FastAPI:
     _include(app, requests.router(gateway, {messages.KIND: messages.FORM}))
     _include(app, info.ops_router(gateway, on_public_port=True))
     _include(app, dashboard.router(gateway, on_public_port=True))
-    document.install(app, BODIES, OPEN_PATHS)
+    document.install(app, OPEN_PATHS)
     gateway.batches.app = _lines_app(gateway)
     return app
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +14,8 @@ from services.gateway.openai.bodies import ErrorAnswer
 FOUND = {"description": "what was found", "content": {"application/json": {"schema": {"type": "object"}}}}
 """The 200 of a route that answers a JSON object."""
 _REF = "#/components/schemas/{model}"
+_BODIES: dict[str, type[BaseModel]] = {}
+"""Of all routes, by the names of their schemas."""
 _MEANING = {
     400: "a field is wrong; `param` names it",
     401: "no key, or a wrong one",
@@ -44,6 +46,7 @@ def errors(*statuses: int, model: type[BaseModel] = ErrorAnswer) -> dict[int | s
 
 def body_of(kind: type[BaseModel]) -> dict[str, Any]:
     """Return `openapi_extra` of a route with a body of `kind`."""
+    _BODIES[kind.__name__] = kind
     schema = {"$ref": _REF.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -55,14 +58,14 @@ def event_stream(description: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": description, "content": content}}
 
 
-def install(app: FastAPI, bodies: Sequence[type[BaseModel]], open_paths: Collection[str]) -> None:
+def install(app: FastAPI, open_paths: Collection[str]) -> None:
     """Add the bodies' schemas and the key to the document. open_paths: paths that need no key."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            for kind in bodies:
+            for kind in _BODIES.values():
                 body_schema = kind.model_json_schema(ref_template=_REF)
                 schemas.update(body_schema.pop("$defs", {}))
                 schemas[kind.__name__] = body_schema
