@@ -9,7 +9,7 @@ import socket
 
 BEGINNINGS = {
     "completions": "cmpl-", "chat": "chatcmpl-", "responses": "resp_", "messages": "msg_", "embeddings": "embd-",
-    "rerank": "rerank-", "score": "score-",
+    "embed": "embed-", "rerank": "rerank-", "score": "score-",
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from tests.support.waiting import until
 
 KEY = "sk-orcinus-test"
 QUERY = "the orca sings"
+EMBED = {"texts": ["x"], "input_type": "search_query"}
 HIDDEN = 64
 TEXTS = ["def orca(pod):", "a naïve whale 🐋", "x"]
 DOCUMENTS = ["a pod swims", "deep sea, far deep sea", "the orca sings", "xyz 123!", "whales"]
@@ -251,6 +252,7 @@ def test_wrong_fields_of_pairs_are_refused_by_name(
     ("path", "body"),
     [
         ("/v1/embeddings", {"input": "x"}),
+        ("/v2/embed", EMBED),
         ("/v1/rerank", {"query": "x", "documents": ["y"]}),
         ("/v1/score", {"text_1": "x", "text_2": "y"}),
     ],
@@ -317,6 +319,60 @@ def test_one_text_and_one_list_of_ids_are_one_input(judge: tuple[Stack, Referenc
         np.testing.assert_allclose(vectors(answer), exact(reference, [ids]), atol=1e-5)
     coded = stack.post("/v1/embeddings", {"input": ids, "encoding_format": "base64"}).json()["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(coded), "<f4").tolist() == answer["data"][0]["embedding"]
+
+
+@pytest.mark.parametrize("dimensions", [HIDDEN, 24])
+def test_vectors_in_coheres_form_are_those_of_transformers(judge: tuple[Stack, Reference], dimensions: int) -> None:
+    stack, reference = judge
+    prompts = [stack.post("/tokenize", {"prompt": text}).json()["tokens"] for text in TEXTS]
+    expected, billed = exact(reference, prompts, dimensions), {"input_tokens": sum(map(len, prompts))}
+    body = {"model": stack.name, "texts": TEXTS, "input_type": "search_document", "output_dimension": dimensions}
+    answer = stack.post("/v2/embed", body).json()
+    np.testing.assert_allclose(answer["embeddings"]["float"], expected, atol=1e-5)
+    assert (answer["texts"], answer["meta"]["billed_units"]) == (TEXTS, billed)
+    coded = stack.post("/v2/embed", body | {"embedding_types": ["base64"]}).json()["embeddings"]
+    told = [np.frombuffer(base64.b64decode(each), "<f4").tolist() for each in coded["base64"]]
+    assert (coded.keys(), told) == ({"base64"}, answer["embeddings"]["float"])
+    assert got(stack, f"/v1/requests/{answer['id']}")["result"] == answer, "the record has what was answered"
+
+
+@pytest.mark.parametrize(("side", "kept"), [({}, slice(98)), ({"truncate": "START"}, slice(-98, None))])
+def test_long_text_is_cut_between_the_tokenizers_own_tokens(
+    embedder: tuple[Stack, EncoderReference], side: dict[str, str], kept: slice
+) -> None:
+    stack, reference = embedder
+    tokenizer: Any = AutoTokenizer.from_pretrained(reference.path)
+    text = "the orca sings " * 40 + "a pod swims " * 4000
+    first, *ids, last = tokenizer(text)["input_ids"]
+    body = {"model": stack.name, "texts": ["x", text], "input_type": "search_query", **side}
+    answer = stack.post("/v2/embed", body | {"max_tokens": 100}).json()
+    expected = reference.vectors([tokenizer("x")["input_ids"], [first, *ids[kept], last]])
+    np.testing.assert_allclose(answer["embeddings"]["float"], expected, atol=1e-5)
+    whole = stack.post("/v2/embed", body).json()
+    assert whole["meta"]["billed_units"] == {"input_tokens": 128 + 3}
+    assert stack.post("/v2/embed", body | {"max_tokens": 128}).json()["embeddings"] == whole["embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "problem"),
+    [
+        ({"images": ["data:"]}, "images", "vectors of texts only; send texts"),
+        ({"inputs": []}, "inputs", "vectors of texts only; send texts"),
+        ({"embedding_types": ["int8"]}, "embedding_types", "Input should be 'float' or 'base64'; got 'int8'"),
+        ({"embedding_types": ["float", "base64"]}, "embedding_types", "at most 1 item"),
+        ({"output_dimension": 65}, "output_dimension", "at most 48, as this model has; got 65"),
+        ({"texts": ["x"] * 129}, "texts", "129 items; this server's limit is 128"),
+        ({"texts": ["x", "a " * 130], "truncate": "NONE"}, "texts", "texts[1] has 132 tokens; at most 128 are allowed"),
+        ({"texts": ["a b"], "max_tokens": 2}, "texts", "texts[0] has 4 tokens; at most 2 are allowed; max_tokens must"),
+        ({"truncate": "MIDDLE"}, "truncate", "got 'MIDDLE'"),
+    ],
+)
+def test_wrong_fields_of_coheres_form_are_refused_by_name(
+    embedder: tuple[Stack, EncoderReference], fields: dict[str, Any], param: str, problem: str
+) -> None:
+    _, found, message = refused(embedder[0], "/v2/embed", EMBED | {"model": embedder[0].name} | fields)
+    assert found == param
+    assert problem in message
 
 
 def test_vectors_come_whole_when_scheduler_and_worker_die(judge: tuple[Stack, Reference]) -> None:

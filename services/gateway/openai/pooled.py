@@ -1,4 +1,4 @@
-"""Write answers that are numbers: the vectors of /v1/embeddings, the scores of /v1/rerank and /v1/score."""
+"""Write answers that are numbers: vectors (/v1/embeddings, /v2/embed) and scores (/v1/rerank, /v1/score)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,21 @@ def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
         raise broken_record()
     usage = {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
     head = {"id": spec.id, "object": "list", "created": spec.created, "model": spec.model}
+    if spec.endpoint == "embed":
+        return {
+            "id": spec.id,
+            "response_type": "embeddings_by_type",
+            "embeddings": {"base64" if spec.base64 else "float": [_vector(spec, record) for record in stored]},
+            "texts": spec.prompt_texts,
+            "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": spec.prompt_tokens}},
+        }
     if spec.pooling == VECTOR:
         return {
             **head,
-            "data": [_embedding(spec, index, record) for index, record in enumerate(stored)],
+            "data": [
+                {"object": "embedding", "index": index, "embedding": _vector(spec, record)}
+                for index, record in enumerate(stored)
+            ],
             "usage": usage,
         }
     logits = [float(unpack_float(record)[0]) for record in stored]
@@ -35,13 +46,15 @@ def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
     return {**head, "results": results, "meta": {"tokens": {"input_tokens": spec.prompt_tokens}}, "usage": usage}
 
 
-def _embedding(spec: GenerationSpec, index: int, record: bytes) -> dict[str, Any]:
+def _vector(spec: GenerationSpec, record: bytes) -> str | list[float]:
     numbers = unpack_float(record)
     if spec.dimensions:
         numbers = numbers[: spec.dimensions]
         numbers = (numbers / max(float(np.sqrt((numbers.astype(np.float64) ** 2).sum())), 1e-12)).astype(np.float32)
-    embedding = base64.b64encode(pack_float(numbers)).decode() if spec.base64 else numbers.tolist()
-    return {"object": "embedding", "index": index, "embedding": embedding}
+    if spec.base64:
+        return base64.b64encode(pack_float(numbers)).decode()
+    floats: list[float] = numbers.tolist()
+    return floats
 
 
 def _document(spec: GenerationSpec, index: int) -> dict[str, Any]:

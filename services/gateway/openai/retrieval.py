@@ -1,21 +1,23 @@
-"""Serve what retrieval asks: vectors of texts at `/v1/embeddings`, scores of pairs at `/v1/rerank` and `/v1/score`."""
+"""Serve what retrieval asks: vectors (`/v1/embeddings`, `/v2/embed`), scores of pairs (`/v1/rerank`, `/v1/score`)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from protos import queue_pb2
-from services.gateway.errors import ApiError, invalid, untokenizable
+from services.gateway.errors import ApiError, invalid, shown, untokenizable
 from services.gateway.gateway import Gateway
 from services.gateway.openai.answers import ACCEPTED, GENERATION_ERRORS, serve
 from services.gateway.openai.bodies import (
     EmbeddingsBody,
+    PairTexts,
     PooledBody,
     RerankBody,
     ScoreBody,
@@ -34,6 +36,22 @@ from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.columns import pack
 from shared.text.tokenizer import TokenizerError
+
+
+class EmbedBody(PooledBody):
+    """`POST /v2/embed`, in Cohere's form. input_type and user change nothing."""
+
+    texts: PairTexts
+    input_type: Literal["search_document", "search_query", "classification", "clustering"]
+    embedding_types: list[Literal["float", "base64"]] | None = Field(None, min_length=1, max_length=1)
+    output_dimension: int | None = Field(None, ge=1, lt=1 << 31)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    truncate: Literal["NONE", "START", "END"] | None = None
+
+    # Known to Cohere: refused
+    images: Any = None
+    inputs: Any = None
+
 
 BodyT = TypeVar("BodyT", bound=PooledBody)
 SpecOf = Callable[[BodyT, ModelText, Limits], Awaitable[GenerationSpec]]
@@ -55,6 +73,11 @@ def router(gateway: Gateway) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         """Return the vector of each text."""
         return await answer(request, EmbeddingsBody, embeddings_spec)
+
+    @routes.post("/v2/embed", responses=_RESPONSES, openapi_extra=body_of(EmbedBody))
+    async def embed(request: Request) -> Response:
+        """Return the vector of each text, as Cohere's API does."""
+        return await answer(request, EmbedBody, embed_spec)
 
     @routes.post("/rerank", responses=_RESPONSES, openapi_extra=body_of(RerankBody))
     @routes.post("/v2/rerank", responses=_RESPONSES, openapi_extra=body_of(RerankBody))
@@ -79,16 +102,54 @@ async def embeddings_spec(body: EmbeddingsBody, model: ModelText, limits: Limits
     prompts, _ = await read_prompts(body.input, "input", 1, special, model, limits)
     check_choices(len(prompts), 1, limits, "input")
     room_after(max(map(len, prompts)), limits, "input")
-    size = model.vector_size
-    if not size:
-        text = "config.json of this model has no hidden_size, so it has no vectors; send the request to another model"
-        raise ApiError(400, text, code="no_vectors")
-    if body.dimensions is not None and body.dimensions > size:
-        raise invalid("dimensions", f"dimensions must be at most {size}, as this model has; got {body.dimensions}")
-    spec = _spec(body, "embeddings", prompts, VECTOR, size)
-    spec.dimensions = body.dimensions or 0
+    spec = _vector_spec(body, "embeddings", prompts, model, body.dimensions, "dimensions")
     spec.base64 = body.encoding_format == "base64"
     return spec
+
+
+async def embed_spec(body: EmbedBody, model: ModelText, limits: Limits) -> GenerationSpec:
+    """Return the request that a body describes. Raise ApiError."""
+    for name in ("images", "inputs"):
+        if getattr(body, name) is not None:
+            raise invalid(name, f"{name}: this server makes vectors of texts only; send texts", "unsupported_parameter")
+    check_task(model, "embeddings")
+    check_choices(len(body.texts), 1, limits, "texts")
+    most = min(limits.max_model_len - 1, limits.max_input_tokens or limits.max_model_len)
+    most = min(most, body.max_tokens or most)
+
+    def work() -> list[list[int]]:
+        return [_cut(model, text, f"texts[{index}]", most, body.truncate) for index, text in enumerate(body.texts)]
+
+    if body.truncate == "NONE":
+        for text in body.texts:
+            check_length(len(text) // model.longest, limits, "texts")
+    try:
+        prompts = work() if model.is_quick(2 * sum(map(len, body.texts))) else await asyncio.to_thread(work)
+    except TokenizerError as error:
+        raise untokenizable("texts", error) from error
+    spec = _vector_spec(body, "embed", prompts, model, body.output_dimension, "output_dimension")
+    spec.base64 = body.embedding_types == ["base64"]
+    spec.echo, spec.prompt_texts = True, body.texts
+    return spec
+
+
+def _cut(model: ModelText, text: str, name: str, most: int, side: str | None) -> list[int]:
+    """Return at most `most` tokens of a text, with the tokenizer's own around it. side: that is cut. Raise ApiError."""
+    ids = model.encode(text)
+    if not ids:
+        raise invalid("texts", f"{name} is empty: it has no token; got {shown(text)}")
+    if len(ids) <= most:
+        return ids
+    plain = model.encode(text, add_special_tokens=False)
+    added = len(ids) - len(plain)
+    if side == "NONE" or most <= added:
+        remedy = "send a shorter one, or truncate END" if most > added else f"max_tokens must be above {added}"
+        raise invalid(
+            "texts", f"{name} has {len(ids)} tokens; at most {most} are allowed; {remedy}", "context_length_exceeded"
+        )
+    begin = next((at for at in range(added + 1) if ids[at : at + len(plain)] == plain), 0)
+    kept = plain[added - most :] if side == "START" else plain[: most - added]
+    return ids[:begin] + kept + ids[begin + len(plain) :]
 
 
 async def rerank_spec(body: RerankBody, model: ModelText, limits: Limits) -> GenerationSpec:
@@ -170,6 +231,21 @@ def _score_spec(body: PooledBody, endpoint: str, pairs: Pairs, made: Sequence[Pa
     spec.raw_scores = pairs.raw
     if any(pair.segment for pair in made):
         spec.segments = pack([pair.segment for pair in made])
+    return spec
+
+
+def _vector_spec(
+    body: PooledBody, endpoint: str, prompts: list[list[int]], model: ModelText, dimensions: int | None, field: str
+) -> GenerationSpec:
+    """field: that has the dimensions. Raise ApiError(400)."""
+    size = model.vector_size
+    if not size:
+        text = "config.json of this model has no hidden_size, so it has no vectors; send the request to another model"
+        raise ApiError(400, text, code="no_vectors")
+    if dimensions is not None and dimensions > size:
+        raise invalid(field, f"{field} must be at most {size}, as this model has; got {dimensions}")
+    spec = _spec(body, endpoint, prompts, VECTOR, size)
+    spec.dimensions = dimensions or 0
     return spec
 
 

@@ -254,6 +254,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "x"},
     "/v1/responses/input_tokens": {"input": "x"},
     "/v1/embeddings": {"input": "x"},
+    "/v2/embed": {"texts": ["x"], "input_type": "clustering"},
     "/v1/rerank": {"query": "x", "documents": ["y"]},
     "/v1/score": {"text_1": "x", "text_2": "y"},
     "/rerank": {"query": "x", "documents": ["y"]},
