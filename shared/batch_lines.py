@@ -36,8 +36,8 @@ class Line:
     body: dict[str, Any]
 
 
-def parse_line(text: bytes) -> Line:
-    """Return the request of a line. Raise LineError."""
+def parse_line(text: bytes, endpoint: str = "") -> Line:
+    """Return the request of a line. endpoint: allowed beside those of URLS. Raise LineError."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -49,7 +49,7 @@ def parse_line(text: bytes) -> Line:
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
         problem = f"custom_id is {str(custom_id)[:80]!r}; write a text of 1 to {MAX_ID_CHARS} characters"
         raise LineError("invalid_custom_id", problem, "custom_id")
-    if value["method"] != "POST" or url not in URLS:
+    if value["method"] != "POST" or url not in (*URLS, endpoint):
         method = str(value["method"])[:80]
         raise LineError("invalid_url", f"{method!r} {str(url)[:80]!r}; use POST to one of {', '.join(URLS)}", "url")
     if not isinstance(body, dict) or body.get("stream") or body.get("background"):

@@ -59,7 +59,7 @@ def public_app(gateway: Gateway) -> FastAPI:
 def _lines_app(gateway: Gateway) -> FastAPI:
     """Return the application that answers the lines of batches: handlers alone, behind no server."""
     app = FastAPI(openapi_url=None, exception_handlers=EXCEPTION_HANDLERS)
-    for endpoint in (completions, chat, retrieval, responses):
+    for endpoint in (completions, chat, retrieval, responses, messages):
         app.include_router(endpoint.router(gateway))
     return app
 
@@ -117,6 +117,7 @@ def _upload_bytes(gateway: Gateway) -> int:
 async def _api_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
+    request.state.error_code = error.code  # for the lines of batches
     return Response(error.json(request.url.path), error.status, error.headers, media_type="application/json")
 
 

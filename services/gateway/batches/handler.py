@@ -56,7 +56,7 @@ class Exchange:
     def fail(self) -> None:
         """Answer in place of a handler that broke."""
         error = ApiError(500, "internal error; see the log of the gateway", code="internal_error")
-        self.status, self._headers, self._parts = error.status, Headers(), [error.json()]
+        self.status, self._headers, self._parts = error.status, Headers(), [error.json(self.path)]
 
     @property
     def request_id(self) -> str:
@@ -79,6 +79,8 @@ class Exchange:
         """Return the code of an error; empty for an answer."""
         if self.status < 400:
             return ""
+        if code := self.state.get("error_code"):  # errors of /v1/messages have no code
+            return str(code)
         body = self.body()
         error = body.get("error") if isinstance(body, dict) else None
         return str(error.get("code") or "") if isinstance(error, dict) else ""

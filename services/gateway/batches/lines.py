@@ -28,6 +28,7 @@ class InputLines:
 
     def __init__(self, path: Path) -> None:
         self._file = open_plain(path)
+        self._endpoint = ""
         self._places = array("Q")  # begin and end of each line
         self._prefixes: list[bytes] = []
         self._digests = [array("Q") for _ in LONGER_BYTES]  # of the longer beginnings of each line
@@ -43,6 +44,7 @@ class InputLines:
         """
         problems: list[dict[str, Any]] = []
         known: set[str] = set()
+        self._endpoint = endpoint
         number = 0
         while len(problems) < MAX_PROBLEMS and (text := self._file.readline(most_bytes + 2)):
             number += 1
@@ -67,7 +69,7 @@ class InputLines:
         """Note where a line lies. Raise LineError."""
         if len(text) > most_bytes + 1:
             raise LineError("line_too_long", f"more than {most_bytes} bytes; send a shorter request")
-        line = parse_line(text)
+        line = parse_line(text, endpoint)
         try:  # lines are written anew when they are sent, and less deep than they can be read
             orjson.dumps(line.body)
         except TypeError:
@@ -101,14 +103,14 @@ class InputLines:
     def read(self, number: int) -> Line:
         """Return a line by its number among the requests, from 0. Raise LineError when the file has changed."""
         begin, end = self._places[2 * number : 2 * number + 2]
-        return parse_line(os.pread(self._file.fileno(), end - begin, begin).strip())
+        return parse_line(os.pread(self._file.fileno(), end - begin, begin).strip(), self._endpoint)
 
     def close(self) -> None:
         self._file.close()
 
 
 def _prompt(body: dict[str, Any]) -> bytes:
-    parts = [body[name] for name in ("instructions", "messages", "prompt", "input") if name in body]
+    parts = [body[name] for name in ("instructions", "system", "messages", "prompt", "input") if name in body]
     return b"".join(map(orjson.dumps, parts))
 
 

@@ -9,6 +9,7 @@ may go on writing under its own epoch: no reader looks there, and what was in it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -52,6 +53,7 @@ class BatchOrder:
     expires_at: int
     metadata: dict[str, str] | None = None
     output_kept_s: int | None = None
+    requests: int = 0  # of a batch of messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,18 @@ class BatchStore:
         if found.cancelling_at is None:
             write_whole(folder / "cancel", b"%d" % time.time())
         return self.find(tenant, batch_id)
+
+    def delete(self, tenant: str, batch_id: str) -> None:
+        """Forget a batch that has ended, and delete its files. Raise ApiError(404, 409)."""
+        found = self.find(tenant, batch_id)
+        if found.status not in ENDED:
+            text = f"batch {batch_id}: its status is {found.status}; cancel it first, or wait until it has ended"
+            raise ApiError(409, text, param="batch_id", code="batch_not_ended")
+        for file_id in (found.order.input_file_id, found.state.output_file_id, found.state.error_file_id):
+            if file_id is not None:
+                with contextlib.suppress(ApiError):  # the client has deleted it
+                    self._files.delete(tenant, file_id)
+        shutil.rmtree(self.folder(self._files.owner(tenant), batch_id), ignore_errors=True)
 
     def unfinished(self) -> list[OpenBatch]:
         """Return the batches that have not ended, the oldest first."""

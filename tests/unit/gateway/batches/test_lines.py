@@ -55,6 +55,15 @@ def test_line_is_read_without_the_empty_ones_before_it(checked: Check, monkeypat
     assert (lines.read(0).custom_id, sizes) == ("a", [len(json.dumps(GOOD))])
 
 
+def test_line_may_have_the_endpoint_of_its_batch_alone(tmp_path: Path) -> None:
+    texts = [json.dumps({**GOOD, "custom_id": url, "url": url}) for url in ("/v1/messages", "/v1/rerank", URL)]
+    (path := tmp_path / "in").write_text("\n".join(texts))
+    with contextlib.closing(InputLines(path)) as lines:
+        problems = lines.check("/v1/messages", MOST_BYTES)
+        assert [(each["code"], each["line"]) for each in problems] == [("invalid_url", 2), ("mismatched_url", 3)]
+        assert lines.read(0).url == "/v1/messages"
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [

@@ -42,6 +42,20 @@ def test_deleted_input_stays_for_its_batch(tmp_path: Path) -> None:
     assert (batches.folder(batch.owner, batch.id) / "input").read_bytes() == lines_of(2)
 
 
+def test_batch_that_has_ended_is_deleted_with_its_files(tmp_path: Path) -> None:
+    files, batches = stores(tmp_path)
+    order, batch = ordered(files, batches, lines_of(2))
+    with pytest.raises(ApiError, match="its status is validating; cancel it first"):
+        batches.delete(TENANT, order.id)
+    output, other = (upload(files, b"{}\n").id for _ in range(2))
+    state = batches.take_over(batch, 1)
+    batches.close(batch, state.moved("completed", 1.0, output_file_id=output, error_file_id=new_id("file-")))
+    with pytest.raises(ApiError, match="not found"):
+        batches.delete("tenant-2", order.id)
+    batches.delete(TENANT, order.id)
+    assert (batches.ids(TENANT), [file.id for file in files.of_tenant(TENANT)]) == ([], [other])
+
+
 def test_earlier_epoch_writes_nothing_that_counts(tmp_path: Path) -> None:
     files, batches = stores(tmp_path)
     order, batch = ordered(files, batches, lines_of(9))

@@ -42,6 +42,7 @@ class ScriptedApp:
 
     answer: Callable[[dict[str, Any], int], Answer] = lambda body, before: GOOD
     gate: Callable[[dict[str, Any]], Awaitable[Any]] | None = None
+    code: str = ""  # of errors that have none in their body
     bodies: list[dict[str, Any]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     tenants: set[str] = field(default_factory=set)
@@ -56,6 +57,7 @@ class ScriptedApp:
         self.names.append(request.headers["idempotency-key"])
         self.tenants.add(request.state.tenant)
         request.state.spec = Spec(f"cmpl-{int(body['prompt'])}")
+        request.state.error_code = self.code
         self.active += 1
         self.most = max(self.most, self.active)
         try:
@@ -193,6 +195,14 @@ async def test_line_is_computed_again_where_another_version_took_it(tmp_path: Pa
     case.app.answer = lambda body, before: GOOD if before else error(503, "record_version")
     await case.run().run()
     assert case.app.names == [f"{case.order.id}:0:{fault}" for fault in range(2)]
+
+
+async def test_error_in_the_form_of_messages_is_known_by_its_code(tmp_path: Path) -> None:
+    case = Case(tmp_path, lines_of(1))
+    case.app.code = "deadline_unreachable"
+    case.app.answer = lambda body, before: (429, {"type": "error", "error": {"type": "rate_limit_error"}})
+    await case.run().run()
+    assert (counts(case.now), len(case.app.bodies)) == (("completed", 1, 0, 1), 1)
 
 
 async def test_lost_request_is_computed_again_three_times_at_most(tmp_path: Path) -> None:
