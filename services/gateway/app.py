@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.anthropic import batches as message_batches
 from services.gateway.anthropic import messages
 from services.gateway.auth import OPEN_PATHS, RequireKey
 from services.gateway.dashboard import routes as dashboard
@@ -46,7 +47,10 @@ from shared.settings import is_loopback
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
     app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(Pages, files=web.FILES)])
-    for endpoint in (completions, chat, retrieval, responses, messages, files, batches, tokenization, adapters, info):
+    for endpoint in (
+        completions, chat, retrieval, responses, messages, message_batches, files, batches, tokenization, adapters,
+        info,
+    ):  # fmt: skip
         _include(app, endpoint.router(gateway))
     _include(app, requests.router(gateway, {messages.KIND: messages.FORM}))
     _include(app, info.ops_router(gateway, on_public_port=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,10 @@ def led(
 ) -> Iterator[tuple[GatewayProcess, ScriptedScheduler]]:
     directory = tmp_path_factory.mktemp("claude")
     (directory / "keys").write_text(f"{KEY}\n{OTHER}\n")
-    limits = {"api_key_file": directory / "keys", "max_body_bytes": 20_000, "max_header_bytes": 4096}
+    limits = {
+        "api_key_file": directory / "keys", "max_body_bytes": 20_000, "max_header_bytes": 4096,
+        "files_dir": directory / "files", "batch_requests": 2,
+    }  # fmt: skip
     with led_gateway(directory, model, redis_server, **SETTINGS, **limits) as found:
         found[0].key = KEY
         yield found
@@ -194,7 +198,7 @@ def test_errors_have_the_shape_of_this_api_wherever_they_come_from(claude: Gatew
     refused(post(claude, headers={}), 401, "authentication_error", "X-Api-Key: KEY")
     refused(post(claude, headers={"x-api-key": "wrong"}), 401, "authentication_error", "not valid")
     refused(post(claude, headers={"authorization": "Bearer wrong"}), 401, "authentication_error", "not valid")
-    refused(post(claude, "/batches"), 404, "not_found_error", "/v1/messages/batches")
+    refused(post(claude, "/nothing"), 404, "not_found_error", "/v1/messages/nothing")
     refused(post(claude, model="gpt"), 404, "not_found_error", "'gpt'")
     refused(post(claude, system="x" * 30_000), 413, "request_too_large", "20000")
     refused(post(claude, max_tokens=0), 400, "invalid_request_error", "max_tokens")
@@ -207,3 +211,117 @@ def test_errors_have_the_shape_of_this_api_wherever_they_come_from(claude: Gatew
     assert post(claude, headers={"authorization": f"Bearer {KEY}"}).status_code == 200
     chat = claude.post("/v1/chat/completions", {}, key="")
     assert chat.json()["error"]["code"] == "invalid_api_key"  # other paths keep OpenAI's shape
+
+
+# Batches
+
+BATCHES = "/v1/messages/batches"
+
+
+def asked(name: str, **params: Any) -> dict[str, Any]:
+    return {"custom_id": name, "params": BODY | params}
+
+
+def batched(gateway: GatewayProcess, *requests: dict[str, Any]) -> dict[str, Any]:
+    answer = gateway.request("POST", BATCHES, json={"requests": requests})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def got(gateway: GatewayProcess, batch: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = gateway.get(f"{BATCHES}/{batch['id']}").json()
+    return found
+
+
+def ended(gateway: GatewayProcess, batch: dict[str, Any]) -> dict[str, Any]:
+    until("the batch has ended", lambda: got(gateway, batch)["processing_status"] == "ended", 60)
+    return got(gateway, batch)
+
+
+def results(gateway: GatewayProcess, batch: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    rows = [json.loads(text) for text in gateway.get(batch["results_url"]).text.splitlines()]
+    assert len({row["custom_id"] for row in rows}) == len(rows)
+    return {row["custom_id"]: row["result"] for row in rows}
+
+
+def counts(**counted: int) -> dict[str, int]:
+    return dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0) | counted
+
+
+def test_batch_has_a_result_of_each_request(claude: GatewayProcess) -> None:
+    before = {file["id"] for file in claude.get("/v1/files").json()["data"]}
+    made = batched(claude, asked("a"), asked("b", system="s"), asked("c", model="gpt"), asked("d", max_tokens=0))
+    assert (made["type"], made["request_counts"], made["results_url"]) == ("message_batch", counts(processing=4), None)
+    batch = ended(claude, made)
+    assert batch["request_counts"] == counts(succeeded=2, errored=2)
+    assert batch["created_at"] <= batch["ended_at"] < batch["expires_at"]
+    found = results(claude, batch)
+    for name in "ab":
+        assert (found[name]["type"], bare(found[name]["message"]["content"])) == ("succeeded", CONTENT)
+    for name, kind in (("c", "not_found_error"), ("d", "invalid_request_error")):
+        error = found[name]["error"]
+        assert (found[name]["type"], error["type"], error["error"]["type"]) == ("errored", "error", kind)
+    for method, path in (("GET", ""), ("GET", "/results"), ("POST", "/cancel"), ("DELETE", "")):
+        answer = claude.request(method, f"{BATCHES}/{batch['id']}{path}", key=OTHER)
+        refused(answer, 404, "not_found_error", "not found; GET /v1/messages/batches")
+    assert claude.request("GET", BATCHES, key=OTHER).json()["data"] == []
+    refused(claude.request("POST", f"{BATCHES}/{batch['id']}/cancel"), 409, "invalid_request_error", "completed")
+    deleted = claude.request("DELETE", f"{BATCHES}/{batch['id']}").json()
+    assert deleted == {"id": batch["id"], "type": "message_batch_deleted"}
+    assert claude.get(f"{BATCHES}/{batch['id']}").status_code == 404
+    assert {file["id"] for file in claude.get("/v1/files").json()["data"]} == before
+
+
+def test_cancelled_batch_says_which_requests_have_no_message(led: tuple[GatewayProcess, ScriptedScheduler]) -> None:
+    gateway, scheduler = led
+    made = batched(gateway, *(asked(name) for name in "abc"))
+    first, _ = scheduler.claim(), scheduler.claim()
+    refused(gateway.get(f"{BATCHES}/{made['id']}/results"), 409, "invalid_request_error", "ask again once its")
+    refused(gateway.request("DELETE", f"{BATCHES}/{made['id']}"), 409, "invalid_request_error", "cancel it first")
+    tokens = token_ids(SAID)
+    scheduler.publish(Line(first.id, 0, tokens, finish=STOP), started=[first.id])
+    scheduler.end(first, [tokens], [STOP])
+    scheduler.claim()  # the third request is sent once the first is answered
+    cancelled = gateway.request("POST", f"{BATCHES}/{made['id']}/cancel").json()
+    assert cancelled["cancel_initiated_at"] is not None and cancelled["processing_status"] in ("canceling", "ended")
+    batch = ended(gateway, made)
+    assert batch["request_counts"] == counts(succeeded=1, canceled=2)
+    kinds = sorted(result["type"] for result in results(gateway, batch).values())
+    assert kinds == ["canceled", "canceled", "succeeded"]
+
+
+def test_batches_are_listed_a_page_at_a_time(claude: GatewayProcess) -> None:
+    made = [batched(claude, asked("a"))["id"] for _ in range(3)]
+    for one in made:
+        ended(claude, {"id": one})
+    newest = sorted((batch["id"] for batch in claude.get(f"{BATCHES}?limit=1000").json()["data"]), reverse=True)
+    assert set(made) <= set(newest)
+    pages = {"": newest[:2], f"&after_id={newest[0]}": newest[1:3], f"&before_id={newest[2]}": newest[:2]}
+    for query, expected in pages.items():
+        page = claude.get(f"{BATCHES}?limit=2{query}").json()
+        assert [batch["id"] for batch in page["data"]] == expected
+        assert (page["first_id"], page["last_id"]) == (expected[0], expected[-1])
+    assert not claude.get(f"{BATCHES}?before_id={newest[1]}").json()["has_more"]
+    assert claude.get(f"{BATCHES}?limit=1&before_id={newest[2]}").json()["has_more"]
+    for query in ("after_id=x", f"after_id={made[0]}&before_id={made[1]}", "limit=0"):
+        refused(claude.get(f"{BATCHES}?{query}"), 400, "invalid_request_error", query.partition("=")[0])
+    assert newest[0] in [batch["id"] for batch in claude.get("/v1/batches").json()["data"]]
+
+
+@pytest.mark.parametrize(
+    ("requests", "words"),
+    [
+        ([], "at least 1 item"),
+        ([asked("a b")], "requests[0].custom_id"),
+        ([asked("a"), asked("a")], "requests[1].custom_id 'a' occurs twice"),
+        ([asked("a", stream=True)], "requests[0].params.stream is True; leave it out"),
+        ([asked("a", priority="high")], "requests[0].params.priority is 'high'; leave it out"),
+        ([{"custom_id": "a"}], "params"),
+    ],
+)
+def test_batch_that_cannot_begin_is_refused(claude: GatewayProcess, requests: list[dict[str, Any]], words: str) -> None:
+    files = len(claude.get("/v1/files").json()["data"])
+    answer = claude.request("POST", BATCHES, json={"requests": requests})
+    refused(answer, 400, "invalid_request_error", words)
+    assert len(claude.get("/v1/files").json()["data"]) == files
