@@ -9,6 +9,7 @@ from typing import Any
 import anthropic
 import pydantic
 import pytest
+from conftest import until
 
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}  # newer clients have no argument of that name
 
@@ -181,6 +182,39 @@ def test_tool_runner_goes_on_without_a_thread(client: anthropic.Anthropic, serve
     assert [block.name for block in message.content] == ["add"]
     with pytest.raises(anthropic.BadRequestError, match="holds no conversations; send all messages"):
         client.beta.messages.create(model=server.model, messages=chat, max_tokens=1, thread={"type": "create"})
+
+
+def test_batches(client: anthropic.Anthropic, server: Any, chat: Any, said: str) -> None:
+    batches = client.messages.batches
+
+    def begin(*lengths: int, **params: Any) -> Any:
+        params |= {"model": server.model, "messages": chat, "temperature": 0}
+        asked = [{"custom_id": f"{at}", "params": params | {"max_tokens": size}} for at, size in enumerate(lengths)]
+        return batches.create(requests=asked)
+
+    def ended(batch: Any) -> Any:
+        until("the batch has ended", lambda: batches.retrieve(batch.id).processing_status == "ended")
+        return batches.retrieve(batch.id)
+
+    made = begin(12, 0)
+    assert (made.processing_status, made.request_counts.processing) == ("in_progress", 2)
+    counts = ended(made).request_counts
+    assert (counts.succeeded, counts.errored, counts.processing) == (1, 1, 0)
+    good, bad = (line.result for line in batches.results(made.id))
+    assert (good.type, good.message.content[0].text, good.message.usage.output_tokens) == ("succeeded", said, 12)
+    assert (bad.type, bad.error.error.type) == ("errored", "invalid_request_error")
+    assert "max_tokens" in bad.error.error.message
+    long = begin(*[400] * 70, ignore_eos=True)
+    assert [batch.id for batch in batches.list(limit=1)][:2] == [long.id, made.id]
+    assert batches.cancel(long.id).cancel_initiated_at is not None
+    assert ended(long).request_counts.canceled > 0
+    assert {line.result.type for line in batches.results(long.id)} >= {"canceled"}
+    for batch in (made, long):
+        assert batches.delete(batch.id).type == "message_batch_deleted"
+        with pytest.raises(anthropic.NotFoundError, match="GET /v1/messages/batches"):
+            batches.retrieve(batch.id)
+    with pytest.raises(anthropic.BadRequestError, match="at least 1 item"):
+        batches.create(requests=[])
 
 
 def test_many_at_once(server: Any, chat: Any, said: str) -> None:
