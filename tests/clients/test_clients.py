@@ -80,7 +80,7 @@ def check_python(name: str, stack: Stack, **options: str) -> None:
     stack.settled_empty()
 
 
-@pytest.mark.parametrize("name", sorted(set(PYTHON) - {"cohere"}))
+@pytest.mark.parametrize("name", sorted(PYTHON))
 def test_python_client_works(stack: Stack, limited: str, name: str) -> None:
     descriptor = stack.directory / "kserve.descriptor"
     descriptor.write_bytes(kserve_pb2.DESCRIPTOR.serialized_pb)
@@ -88,7 +88,7 @@ def test_python_client_works(stack: Stack, limited: str, name: str) -> None:
     check_python(name, stack, grpc=grpc, descriptor=str(descriptor), limited=limited)
 
 
-def test_cohere_client_works(tmp_path: Path) -> None:
+def test_cohere_client_reranks(tmp_path: Path) -> None:
     scorer = make_encoder(tmp_path / "scorer", "bert", scores=True)
     with running_stack(tmp_path / "stack", scorer.path, key=KEY, dtype="float32") as running:
         check_python("cohere", running)

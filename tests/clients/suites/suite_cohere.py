@@ -1,7 +1,8 @@
-"""Cohere's client, of both versions of its API, at a model that scores pairs."""
+"""Cohere's client, at a model that scores pairs and at one with vectors."""
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import cohere
@@ -12,6 +13,8 @@ ASKED: dict[str, Any] = {"query": "the orca sings", "documents": ["a pod swims",
 
 @pytest.mark.parametrize("version", [cohere.Client, cohere.ClientV2])
 def test_rerank_and_errors(server: Any, version: Any) -> None:
+    if "rerank" not in server.tasks:
+        pytest.skip("the model scores no pairs")
     plain = server.post("/v1/rerank", ASKED)
     client = version(api_key=server.key, base_url=server.url)
     answer = client.rerank(model=server.model, **ASKED)
@@ -25,3 +28,22 @@ def test_rerank_and_errors(server: Any, version: Any) -> None:
         client.rerank(model=server.model, **ASKED | {"top_n": 0})
     with pytest.raises(cohere.UnauthorizedError, match="the API key is not valid; send it as"):
         version(api_key="wrong", base_url=server.url).rerank(model=server.model, **ASKED)
+
+
+def test_embed_and_errors(server: Any) -> None:
+    if "embeddings" not in server.tasks:
+        pytest.skip("the model has no vectors")
+    texts = ["the orca sings", "a pod swims"]
+    plain = server.post("/v1/embeddings", {"input": texts})
+    client = cohere.ClientV2(api_key=server.key, base_url=server.url)
+    asked: dict[str, Any] = {"model": server.model, "texts": texts, "input_type": "search_document"}
+    answer = client.embed(**asked, embedding_types=["float"])
+    expected = [pytest.approx(one["embedding"], abs=1e-6) for one in plain["data"]]
+    assert (answer.embeddings.float_, answer.texts) == (expected, texts)
+    assert answer.meta.billed_units.input_tokens == plain["usage"]["prompt_tokens"]
+    coded = client.embed(**asked, embedding_types=["base64"], output_dimension=8).embeddings.base64
+    assert [len(base64.b64decode(one)) for one in coded] == [4 * 8] * 2
+    with pytest.raises(cohere.BadRequestError, match="Input should be 'float' or 'base64'; got 'int8'"):
+        client.embed(**asked, embedding_types=["int8"])
+    with pytest.raises(cohere.BadRequestError, match="makes vectors of texts only; send texts"):
+        client.embed(**asked, images=["data:image/png;base64,"])

@@ -6,12 +6,16 @@ import contextlib
 import json
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from services.gateway.batches.files import FileStore, new_id
+from services.gateway.batches.records import BatchStore
+from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, OTHER
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import token_ids
@@ -289,6 +293,23 @@ def test_cancelled_batch_says_which_requests_have_no_message(led: tuple[GatewayP
     assert batch["request_counts"] == counts(succeeded=1, canceled=2)
     kinds = sorted(result["type"] for result in results(gateway, batch).values())
     assert kinds == ["canceled", "canceled", "succeeded"]
+
+
+def test_expired_batch_says_which_requests_did_not_run(led: tuple[GatewayProcess, ScriptedScheduler]) -> None:
+    gateway, scheduler = led
+    made = batched(gateway, asked("a"), asked("b"))
+    scheduler.claim(), scheduler.claim()
+    files_dir = Path(gateway.environment["ORCINUS_FILES_DIR"])
+    batches = BatchStore(FileStore(GatewaySettings(files_dir=files_dir, served_model_name=gateway.name)))
+    (running,) = (batch for batch in batches.unfinished() if batch.id == made["id"])
+    order = batches.order(running)
+    assert order is not None
+    late = batches.create(replace(order, id=new_id("batch_"), expires_at=order.created_at)).order
+    batch = ended(gateway, {"id": late.id})
+    assert batch["request_counts"] == counts(expired=2)
+    assert results(gateway, batch) == {"a": {"type": "expired"}, "b": {"type": "expired"}}
+    gateway.request("POST", f"{BATCHES}/{made['id']}/cancel")
+    ended(gateway, made)
 
 
 def test_batches_are_listed_a_page_at_a_time(claude: GatewayProcess) -> None:
