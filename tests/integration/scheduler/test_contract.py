@@ -7,9 +7,8 @@ import random
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -18,17 +17,12 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from protos import queue_pb2, worker_pb2, worker_pb2_grpc
-from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
-from services.scheduler.quarantine import Quarantine
-from services.scheduler.telemetry import Stats
+from services.scheduler.core.types import Finish, NewRequest
 from services.scheduler.workers.contract import ContractError, check_info, check_same
-from services.scheduler.workers.fleet import Fleet
-from services.scheduler.workers.loop import WorkerContext
-from services.scheduler.workers.registry import Registration
 from shared.columns import pack, unpack
 from shared.settings import SchedulerSettings
 from shared.text.logprobs import record_bytes
+from tests.support.shard import Shard, happens, serving
 
 SLOTS, VOCABULARY, TOKENS, REQUESTS = 4, 512, 12, 10
 SETTINGS = SchedulerSettings(lookahead=1)
@@ -80,82 +74,36 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             yield result
 
 
-class Shard:
-    """A fleet over the core; Redis and the publisher are lists."""
-
-    def __init__(self) -> None:
-        self.core = Scheduler("orcinus", lookahead=SETTINGS.lookahead)
-        self.events: list[tuple[str, str, str]] = []
-        self.ended: dict[str, FinishedRequest] = {}
-        self.quarantine = Quarantine(self.core, lambda name, text: None, lambda name, finish, text: None)
-        reports: Any = SimpleNamespace(last_step=0, answered=0, event=self._event)
-        context = WorkerContext(
-            self.core, self.quarantine, Stats(time.monotonic_ns()), reports, self._put, lambda: False, lambda: None,
-            lambda: self.fleet.wake_idle(),
-        )  # fmt: skip
-        self.registry: Any = SimpleNamespace(ready=[], least_epoch=0)
-        claims: Any = SimpleNamespace(joined=lambda slots: None, lost=lambda: None)
-        self.fleet = Fleet(SETTINGS, self.registry, context, claims)
-
-    def _event(self, kind: str, text: str, **ids: str) -> None:
-        self.events.append((kind, text, ids.get("worker", "")))
-
-    def _put(self, outcome: Outcome | None, step: int) -> None:
-        for one in outcome.ended if outcome is not None else ():
-            self.ended[one.request.id] = one
-
-    def add(self, logprobs: int = 0) -> None:
-        payload = queue_pb2.Request(sampling=queue_pb2.Sampling(logprobs=logprobs))
-        for number in range(REQUESTS):
-            prompt = np.arange(1 + number, 9 + number, dtype=np.int32)
-            self.core.add(NewRequest(f"r{number}", [prompt], TOKENS, gateway="g", payload=payload), 1)
-        self.fleet.wake()
-
-    def assert_refused(self, named: str) -> None:
-        assert [(kind, worker) for kind, _, worker in self.events] == [("worker_refused", "bad")]
-        assert named in self.events[0][1]
-
-    def assert_all_right(self) -> None:
-        assert set(self.ended) == {f"r{number}" for number in range(REQUESTS)}
-        for one in self.ended.values():
-            assert one.finish == [Finish.LENGTH] and one.outputs[0].tolist() == [7] * TOKENS, one.error
-        assert not self.quarantine.has_suspects
+def ask(shard: Shard, logprobs: int = 0) -> None:
+    payload = queue_pb2.Request(sampling=queue_pb2.Sampling(logprobs=logprobs))
+    prompts = [np.arange(1 + number, 9 + number, dtype=np.int32) for number in range(REQUESTS)]
+    shard.add(
+        NewRequest(f"r{number}", [prompt], TOKENS, gateway="g", payload=payload)
+        for number, prompt in enumerate(prompts)
+    )
 
 
-@asynccontextmanager
-async def serving(*workers: ScriptedWorker) -> AsyncIterator[list[Registration]]:
-    servers, records = [], []
-    for worker in workers:
-        server = grpc.aio.server()
-        worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        servers.append(server)
-        records.append(Registration(worker.info.id[:20], address, worker.info.id[:20], epoch=1))
-    try:
-        yield records
-    finally:
-        for server in servers:
-            await server.stop(None)
+def assert_refused(shard: Shard, named: str) -> None:
+    assert [(kind, worker) for kind, _, worker in shard.events] == [("worker_refused", "bad")]
+    assert named in shard.events[0][1]
 
 
-async def happens(what: str, condition: Callable[[], bool]) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.01)
-    assert condition(), what
+def assert_all_right(shard: Shard) -> None:
+    assert set(shard.ended) == {f"r{number}" for number in range(REQUESTS)}
+    for one in shard.ended.values():
+        assert one.finish == [Finish.LENGTH] and one.outputs[0].tolist() == [7] * TOKENS, one.error
+    assert not shard.quarantine.has_suspects
 
 
 async def run_beside_a_good_worker(bad: ScriptedWorker, logprobs: int = 0) -> Shard:
     """Let the bad worker join after the good one; return the shard when all requests have ended."""
-    shard = Shard()
+    shard = Shard(SETTINGS)
     async with serving(ScriptedWorker(described()), bad) as (good, other):
         tasks = [asyncio.create_task(shard.fleet.serve(good))]
         await happens("the good worker is linked", lambda: bool(shard.fleet.loops))
         tasks.append(asyncio.create_task(shard.fleet.serve(other)))
         await happens("the other is linked or refused", lambda: len(shard.fleet.loops) == 2 or tasks[1].done())
-        shard.add(logprobs)
+        ask(shard, logprobs)
         try:
             await happens("the other is dropped", tasks[1].done)
             tasks[1].result()
@@ -166,7 +114,7 @@ async def run_beside_a_good_worker(bad: ScriptedWorker, logprobs: int = 0) -> Sh
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    shard.assert_all_right()
+    assert_all_right(shard)
     return shard
 
 
@@ -212,7 +160,7 @@ def test_description_against_the_contract_is_refused(changes: dict[str, Any], na
 @pytest.mark.parametrize("changes", [{"block_size": 0}, {"block_size": 32}], ids=["out of bounds", "not as the others"])
 async def test_worker_that_describes_itself_wrongly_is_refused(changes: dict[str, Any]) -> None:
     shard = await run_beside_a_good_worker(ScriptedWorker(described(**{"id": "bad", **changes})))
-    shard.assert_refused("block_size: ")
+    assert_refused(shard, "block_size: ")
 
 
 def test_worker_of_unknown_or_allowed_other_numerics_may_join() -> None:
@@ -299,7 +247,7 @@ async def test_wrongly_answering_worker_is_dropped_and_its_requests_go_on(
     bad = ScriptedWorker(described(id="bad"), spoil)
     shard = await run_beside_a_good_worker(bad, logprobs)
     assert bad.spoiled
-    shard.assert_refused(named)
+    assert_refused(shard, named)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -325,7 +273,7 @@ async def test_mutated_answers_end_no_service_and_no_request_wrongly(seed: int) 
                 mutated.errors.add(slot=rng.choice([SLOTS, 9999, (1 << 32) - 1]))
             result.CopyFrom(mutated)
 
-    shard = Shard()
+    shard = Shard(SETTINGS)
     async with serving(ScriptedWorker(described()), ScriptedWorker(described(id="bad"), spoil)) as (good, other):
         tasks = [asyncio.create_task(shard.fleet.serve(good))]
         await happens("the good worker is linked", lambda: bool(shard.fleet.loops))
@@ -335,7 +283,7 @@ async def test_mutated_answers_end_no_service_and_no_request_wrongly(seed: int) 
                 await shard.fleet.serve(other)
 
         tasks.append(asyncio.create_task(again()))
-        shard.add()
+        ask(shard)
         try:
             await happens("all requests have ended", lambda: len(shard.ended) == REQUESTS or tasks[1].done())
             assert not any(task.done() for task in tasks), [task.exception() for task in tasks if task.done()]
@@ -344,12 +292,12 @@ async def test_mutated_answers_end_no_service_and_no_request_wrongly(seed: int) 
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    shard.assert_all_right()
+    assert_all_right(shard)
 
 
 async def test_refused_worker_is_left_alone_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-    shard, waits = Shard(), []
+    shard, waits = Shard(SETTINGS), []
     async with serving(ScriptedWorker(described(id="bad", block_size=0))) as (other,):
         for _ in range(8):
             await shard.fleet.serve(other)
@@ -359,7 +307,7 @@ async def test_refused_worker_is_left_alone_for_longer_each_time(monkeypatch: py
 
 async def test_worker_that_has_seen_more_than_the_counter_raises_it() -> None:
     """FLUSHALL with the clock set back: the counter starts at the clock, below the Runs of the workers."""
-    shard = Shard()
+    shard = Shard(SETTINGS)
     async with serving(ScriptedWorker(described(highest_epoch=5000))) as (worker,):
         await shard.fleet.serve(worker)
         assert shard.registry.least_epoch == 5001 and not shard.events
@@ -370,7 +318,7 @@ async def test_worker_that_has_seen_more_than_the_counter_raises_it() -> None:
 
 
 async def test_epoch_beyond_all_bounds_is_refused_with_an_event() -> None:
-    shard = Shard()
+    shard = Shard(SETTINGS)
     async with serving(ScriptedWorker(described(highest_epoch=1 << 62))) as (worker,):
         await shard.fleet.serve(worker)
     (event,) = shard.events
