@@ -22,14 +22,15 @@ _UNSAFE = re.compile(r"[^a-z0-9._-]+")
 
 
 def model_tag(name: str) -> str:
-    """Return the served model name restricted to [a-z0-9._-], as it stands inside the braces of a key.
+    """Return the served model name restricted to [a-z0-9._-], without dashes and dots at its ends, as it stands inside
+    the braces of a key and in addresses.
 
     >>> model_tag("Demo Model/")
     'demo-model'
     """
-    tag = _UNSAFE.sub("-", name.lower()).strip("-")
+    tag = _UNSAFE.sub("-", name.lower()).strip("-.")
     if not tag:
-        raise ValueError(f"model name {name!r}: has no character of [a-z0-9._-]; set --served-model-name")
+        raise ValueError(f"model name {name!r}: has no character of [a-z0-9_]; set --served-model-name")
     return tag
 
 

@@ -19,9 +19,20 @@ from shared.keys import hash_tag, model_tag
 from shared.models.hub import is_repository, parse_name
 
 MOST_MODELS = 64
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 16
+"""1 KiB for each model: the parser takes some seconds for a MiB."""
+MOST_DEPTH = 8
+"""Mappings and lists in each other; the fields of a model have four."""
 MOST_NAME = 128
-ALIAS = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+ALIAS = r"^[A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9][A-Za-z0-9._:-]*)*$"
+
+_BEGINS = (
+    yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.FlowSequenceStartToken,
+)
+_ENDS = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 
 
 class ModelEntry(BaseModel):
@@ -35,7 +46,7 @@ class ModelEntry(BaseModel):
 
     name: str
     source: str = Field(min_length=1, max_length=4096)
-    aliases: tuple[Annotated[str, Field(pattern=ALIAS)], ...] = Field((), max_length=32)
+    aliases: tuple[Annotated[str, Field(pattern=ALIAS, max_length=MOST_NAME)], ...] = Field((), max_length=32)
     workers: int = Field(1, ge=1, le=64)
     idle_s: float = Field(600.0, ge=60)
     """Time without a request after which a gateway gives back the memory of tokenizer and template."""
@@ -79,9 +90,10 @@ def read_models(path: Path) -> ModelsFile:
         with path.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
         if len(text) > MOST_BYTES:
-            raise ConfigurationError(f"{path}: more than {MOST_BYTES} bytes; a list of models needs fewer")
-        if any(isinstance(token, yaml.AnchorToken | yaml.AliasToken) for token in yaml.scan(text, yaml.BaseLoader)):
-            raise ConfigurationError(f"{path}: anchors and aliases of YAML are not allowed; write each model out")
+            raise ConfigurationError(
+                f"{path}: {path.stat().st_size} bytes, at most {MOST_BYTES} are read; shorten the list of models"
+            )
+        _check_tokens(path, text)
         found = _texts(path, yaml.compose(text, yaml.BaseLoader))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}; check --models") from error
@@ -110,6 +122,21 @@ def _awake(path: Path, value: Any, models: int) -> int:
             f"{path}: awake: {shown} is no number of models; write one from 1 to {MOST_MODELS}, or leave it out"
         )
     return int(value) if int(value) < models else 0
+
+
+def _check_tokens(path: Path, text: bytes) -> None:
+    """Refuse what the parser would follow without bound."""
+    depth = 0
+    for token in yaml.scan(text, yaml.BaseLoader):
+        if isinstance(token, yaml.AnchorToken | yaml.AliasToken):
+            raise ConfigurationError(f"{path}: anchors and aliases of YAML are not allowed; write each model out")
+        depth += isinstance(token, _BEGINS) - isinstance(token, _ENDS)
+        if depth > MOST_DEPTH:
+            line = token.start_mark.line + 1
+            raise ConfigurationError(
+                f"{path}: line {line}: mappings and lists in each other {depth} deep, at most {MOST_DEPTH}; "
+                f"see docs/several-models.md"
+            )
 
 
 def _texts(path: Path, node: yaml.Node | None) -> Any:

@@ -109,7 +109,14 @@ def test_models_take_turns_where_fewer_may_be_awake_than_there_are(tmp_path: Pat
         ("awake: [1]\nmodels: {a: {source: x}}", r"awake: \['1'\] is no number"),
         (f"awake: {'9' * 5000}\nmodels: {{a: {{source: x}}}}", "awake: '999"),
         (f"models: {{{', '.join(f'm{number}: {{source: x}}' for number in range(MOST_MODELS + 1))}}}", "at most 64"),
-        ("#" * (MOST_BYTES + 1), f"more than {MOST_BYTES} bytes"),
+        ("#" * (MOST_BYTES + 9), f"{MOST_BYTES + 9} bytes, at most {MOST_BYTES} are read"),
+        ("[" * MOST_BYTES, "line 1: mappings and lists in each other 9 deep, at most 8"),
+        ("{a: " * 9, "line 1: mappings and lists in each other 9 deep"),
+        ("models:\n" + "".join(f"{' ' * depth}a:\n" for depth in range(1, 9)), "line 9: mappings and lists"),
+        ("models: {.: {source: x}}", "model '.': only"),
+        ("models: {..: {source: x}}", "model '..': only"),
+        ("models: {a.: {source: x}}", "model 'a.': only"),
+        ("models: {a: {source: x, aliases: [a/..]}}", "aliases.0: String should match"),
     ],
 )  # fmt: skip
 def test_file_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:
