@@ -7,6 +7,6 @@ for i = 3, #ARGV, 5 do
   -- What was deleted before, or lost by Redis together with its entry, is not counted any more.
   if existed and whole(ARGV[i + 2], 0) > 0 then leave_queue(KEYS[2], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) end
   -- All entries before it have been read by the group.
-  if ARGV[i + 1] == HIGHEST then redis.call('XGROUP', 'SETID', ARGV[i], ARGV[2], set_back(ARGV[i])) end
+  if ARGV[i + 1] == HIGHEST then set_back(ARGV[i], ARGV[2]) end
 end
 return 1

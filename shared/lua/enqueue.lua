@@ -139,7 +139,7 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   return {'ok', entry, left_requests, left_tokens}
 end
 
-count_expired(queue, now - KEPT_MS)
+count_expired(queue, now - KEPT_MS, now + KEPT_MS)
 local answers = {}
 for i = 0, (#KEYS - 3) / PER_KEYS - 1 do
   local k, a = 3 + i * PER_KEYS, 3 + i * PER_ARGV

@@ -27,13 +27,21 @@ end
 local HIGHEST = '18446744073709551615-18446744073709551615'
 
 -- Lets a stream go on behind its last entry. One that has had the highest id, which no service writes, takes no other.
--- Returns the id.
-local function set_back(stream)
+-- It is written anew: XSETID sets no stream of Valkey 9 below an entry that was deleted. group: of its readers, that have
+-- read all of it; nil for none.
+local function set_back(stream, group)
   redis.call('XDEL', stream, HIGHEST)
-  local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
-  local id = last and last[1] or '0-1'
-  redis.call('XSETID', stream, id)
-  return id
+  local rows = redis.call('XRANGE', stream, '-', '+')
+  local pending = group and redis.call('XPENDING', stream, group, '-', '+', #rows + 1) or {}
+  redis.call('DEL', stream)
+  for _, row in ipairs(rows) do
+    if #row[2] < 1000 then redis.call('XADD', stream, row[1], unpack(row[2])) end  -- no service writes as many fields
+  end
+  if not group then return end
+  redis.call('XGROUP', 'CREATE', stream, group, #rows > 0 and rows[#rows][1] or '0-0', 'MKSTREAM')
+  for _, row in ipairs(pending) do
+    redis.call('XCLAIM', stream, group, row[2], 0, row[1], 'IDLE', row[3], 'RETRYCOUNT', row[4], 'FORCE', 'JUSTID')
+  end
 end
 
 -- Appends to a stream, also behind an entry of the highest id.
@@ -83,14 +91,20 @@ end
 
 local KEPT_ROWS = 256  -- that one call counts back
 
--- Counts back what has been kept since `before`, in ms of Redis's clock, or longer.
-local function count_expired(queue, before)
+-- Counts back what has been kept since `before`, in ms of Redis's clock, or longer, and what is from `after` or later: no
+-- service wrote that, or one did behind such an entry or before the clock was set back.
+local function count_expired(queue, before, after)
   local kept = queue .. ':kept'
-  local upto = string.format('%.0f', math.max(0, before))
-  for _, row in ipairs(redis.call('XRANGE', kept, '-', upto, 'COUNT', KEPT_ROWS)) do
-    count_bytes(queue, row[2][2], -whole(row[2][4], 0))
-    redis.call('XDEL', kept, row[1])
+  local function count_back(first, last)
+    local rows = redis.call('XRANGE', kept, first, last, 'COUNT', KEPT_ROWS)
+    for _, row in ipairs(rows) do
+      count_bytes(queue, row[2][2], -math.max(0, whole(row[2][4], 0)))
+      redis.call('XDEL', kept, row[1])
+    end
+    return #rows
   end
+  count_back('-', string.format('%.0f', math.max(0, before)))
+  if count_back(string.format('%.0f', after), '+') > 0 then set_back(kept) end
 end
 
 -- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what was counted, so

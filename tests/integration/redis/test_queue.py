@@ -155,6 +155,25 @@ async def test_bytes_of_prompt_logprobs_count_until_they_are_gone(client: Redis,
     assert await counted(client) == (2 * SIZE + 4000, {b"alice": b"%d" % (2 * SIZE + 4000)})
 
 
+@pytest.mark.parametrize("ahead_ms", [KEPT_TTL_MS + 60_000, 10**15], ids=["minutes", "ages"])
+async def test_foreign_entry_of_the_future_keeps_no_bytes(client: Redis, scripts: Scripts, ahead_ms: int) -> None:
+    """Redis gives all entries behind it later ids, so these are counted back, too; then its clock counts again."""
+    bounds = {"tokens": 1, "tenant_bytes": 2 * SIZE}
+    now = int((await client.time())[0]) * 1000
+    await client.xadd(KEYS.queue_kept, {"x": "y"}, id=f"{now + ahead_ms}-0")
+    await client.xadd(KEYS.queue_kept, {"tenant": "alice", "bytes": -(1 << 50)}, id=f"{now + ahead_ms}-1")
+    await client.xadd(KEYS.queue_kept, {"tenant": "alice", "bytes": 2 * SIZE})
+    await client.hset(KEYS.queue_bytes, "alice", 2 * SIZE)
+    await client.hset(KEYS.queue, "bytes", 2 * SIZE)
+    assert (await enqueue(scripts, "a", **bounds))[0] == b"ok"
+    assert await counted(client) == (SIZE, {b"alice": b"%d" % SIZE})
+    assert await client.xlen(KEYS.queue_kept) == 0
+    entry = await client.xadd(KEYS.queue_kept, {"tenant": "alice", "bytes": 1})
+    assert int(entry.partition(b"-")[0]) < now + KEPT_TTL_MS
+    assert (await enqueue(scripts, "b", **bounds | {"tenant": "bob"}))[0] == b"ok"
+    assert await client.xlen(KEYS.queue_kept) == 1, "one of the present stays"
+
+
 async def test_refusal_by_kept_bytes_says_when_enough_have_gone(client: Redis, scripts: Scripts) -> None:
     """Alice keeps 3,000 bytes for three minutes and 2,000 for four. Bob holds as many; his request has not ended."""
     bounds = {"tokens": 1, "tenant": "alice", "most_bytes": 1 << 20, "tenant_bytes": SIZE + 4000}
@@ -213,3 +232,19 @@ async def test_bytes_of_a_deleted_stream_are_forgotten(client: Redis, scripts: S
     await client.delete(KEYS.requests("normal"))
     assert (await enqueue(scripts, "b", **bounds))[0] == b"ok"
     assert await counted(client) == (SIZE, {b"alice": b"%d" % SIZE})
+
+
+async def test_stream_with_the_highest_id_goes_on_with_what_is_pending(client: Redis, scripts: Scripts) -> None:
+    epoch, stream, entry = await claimed(client, scripts)
+    highest = "18446744073709551615-18446744073709551615"
+    await client.xadd(stream, {"x": "y"}, id=highest)
+    await client.xreadgroup(GROUP, SHARD, {stream: ">"})
+    assert (await enqueue(scripts, "a", tokens=1))[0] == b"error"
+    await scripts.drop([KEYS.lease(SHARD), KEYS.queue], [epoch, GROUP, stream, highest, 0, "normal", ""])
+    answer = await enqueue(scripts, "a", tokens=1)
+    assert answer[0] == b"ok"
+    assert [name for name, _ in await client.xrange(stream)] == [entry.encode(), answer[1]]
+    (pending,) = await client.xpending_range(stream, GROUP, "-", "+", 9)
+    assert (pending["message_id"], pending["consumer"]) == (entry.encode(), SHARD.encode())
+    ((_, found),) = await client.xreadgroup(GROUP, SHARD, {stream: ">"})
+    assert [name for name, _ in found] == [answer[1]]
