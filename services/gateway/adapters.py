@@ -23,7 +23,7 @@ from typing import Any
 
 import orjson
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import RedisError, ResponseError, WatchError
 from safetensors import SafetensorError, safe_open
 
 from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
@@ -48,7 +48,7 @@ from shared.models.adapters import (
     parse_shapes,
     read_bounded,
 )
-from shared.redis_client import Unreachable, connect
+from shared.redis_client import WRONG_TYPE, Unreachable, connect
 from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
@@ -104,7 +104,8 @@ class AdapterNames:
         self._key = settings.keys.adapters
         self._expired: list[str] = []  # names of Redis that are remembered no longer
         self._redis: Redis = connect(settings, connections=2)
-        self._published = Published("adapters", self._redis, AdapterRecord.decode, letters)
+        self._letters = letters or DeadLetters()
+        self._published = Published("adapters", self._redis, AdapterRecord.decode, self._letters)
 
     def digest(self, name: str) -> bytes | None:
         """Return the digest of the adapter that a name stands for now; None for no adapter."""
@@ -193,9 +194,31 @@ class AdapterNames:
         return self._folder
 
     async def _look(self, redis: Redis | None = None) -> None:
-        read = await self._published.read(self._key, redis)
+        try:
+            read = await self._published.read(self._key, redis)
+        except ResponseError as error:
+            if WRONG_TYPE not in str(error):
+                raise
+            await self._remove_foreign()
+            read = {}
         self._take({name: record for name, record in read.items() if record is not None})
         self.is_read = True
+
+    async def _remove_foreign(self) -> None:
+        """Delete a key of another type than a hash, unless another gateway has done so and writes names to it."""
+        pipe: Any = self._redis.pipeline()
+        async with pipe:
+            await pipe.watch(self._key)
+            with contextlib.suppress(WatchError):
+                try:
+                    await pipe.hlen(self._key)
+                except ResponseError as error:
+                    if WRONG_TYPE not in str(error):
+                        raise
+                    pipe.multi()
+                    pipe.delete(self._key)
+                    await pipe.execute()
+                    self._letters.add(self._key, b"", f"{error}; deleted")
 
     def _take(self, found: dict[str, AdapterRecord]) -> None:
         kept_s = int(time.time()) - FORMER_S

@@ -21,16 +21,19 @@ from safetensors.numpy import load_file, save_file
 
 from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
 from services.gateway.errors import ApiError
+from shared.dead_letters import DeadLetters
 from shared.models.adapters import CONFIG, STORE, WEIGHTS, digest_of
+from shared.redis_client import WRONG_TYPE
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
+from shared.tasks import end
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.launcher import clean_env
 from tests.support.stack import ROOT, RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 HIDDEN = 8
 CONFIGURED = "sk-of-the-settings"
@@ -450,6 +453,30 @@ async def test_two_gateways_load_and_unload_a_name_one_after_the_other(
     loads = adapters.load("twice", "twice1", False), elsewhere.load("twice", "twice2", False)
     assert await outcomes(*loads) == [200, 400]
     assert await outcomes(adapters.unload("twice"), elsewhere.unload("twice")) == [200, 404]
+
+
+async def test_key_of_another_type_is_deleted_and_set_aside(
+    adapters: AdapterNames, folder: Path, settings: GatewaySettings, redis_server: RedisServer
+) -> None:
+    client, key, letters = redis_server.client, settings.keys.adapters, DeadLetters()
+    client.set(key, "of another type")
+    await adapters.load("sql", str(write(folder / "sql").relative_to(folder)), False)
+    assert client.hkeys(key) == [b"sql"]
+    client.delete(key)
+    client.rpush(key, "of another type")
+    other = AdapterNames(settings, letters)
+    looking = asyncio.create_task(other.run())
+    try:
+        await wait_until(lambda: other.is_read)
+        assert not client.exists(key) and not other.records
+        (row,) = letters.take()
+        assert (row["key"], row["text"]) == (
+            key,
+            f"{WRONG_TYPE} Operation against a key holding the wrong kind of value; deleted",
+        )
+    finally:
+        await end(looking)
+        await other.close()
 
 
 @pytest.mark.parametrize("name", ["taken", "long ago"])
