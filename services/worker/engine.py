@@ -393,9 +393,11 @@ class Engine:
         with self._lock:
             slots, tokens, counts, records = self._in_flight.settle(inflight, sampled)
         copied = inflight.transfers.acknowledge(inflight.id, wait=self.parallel.size > 1 or not more())
-        stale = copied.stale
+        are_stale = copied.stale
         if inflight.swaps and self.parallel.size > 1:
-            stale = self._broadcast.confirm_copies(inflight, copied)
+            are_stale = self._broadcast.confirm_copies(inflight, copied)
+        rows = zip(copied.peers, are_stale, copied.replaced, strict=True)
+        stale = [number for number, is_stale, is_replaced in rows if is_stale and not is_replaced]
         result = worker_pb2.Result(
             epoch=inflight.epoch,
             id=inflight.id,

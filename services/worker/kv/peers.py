@@ -94,6 +94,10 @@ class Peers:
         except KeyError:
             raise ProtocolError(f"swap_in_peers: the host tier of peer {number} was not acknowledged") from None
 
+    def has(self, number: int, tier: Tier | None) -> bool:
+        """Return whether the number still means this tier, of this Run."""
+        return tier is not None and self._tiers.get(number) is tier
+
     def _map(self, peer: worker_pb2.Peer) -> None:
         folder, _, name = peer.host_tier.partition("/")
         try:

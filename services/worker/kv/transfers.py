@@ -17,13 +17,14 @@ from services.worker.kv.peers import OWN_TIER, Peers, Tier
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """int32 columns of a Result, the peers that blocks came from, which of these are stale (Tier.is_stale), and the ns
-    that the copies took; 0 without any."""
+    """int32 columns of a Result, the peers that blocks came from, whether each of these is stale (Tier.is_stale),
+    whether its number means another tier or none by now, and the ns that the copies took; 0 without any."""
 
     out_gpu: bytes = b""
     in_host: bytes = b""
     peers: tuple[int, ...] = ()
-    stale: tuple[int, ...] = ()
+    stale: tuple[bool, ...] = ()
+    replaced: tuple[bool, ...] = ()
     ns: int = 0
 
 
@@ -36,8 +37,7 @@ class _Begun:
     out_gpu: bytes
     in_host: bytes
     pending: list[Pending[int]]
-    peers: list[int]
-    reads: list[Tier]  # of these peers, which stay mapped meanwhile
+    reads: dict[int, Tier | None]  # by peer, the tiers that stay mapped meanwhile
 
 
 class KVTransfers:
@@ -55,7 +55,7 @@ class KVTransfers:
         in_peers: the peer of each `in_host` block, OWN_TIER for this worker's tier; empty means OWN_TIER for all.
         """
         pending: list[Pending[int]] = []
-        peers, reads = [], []
+        reads: dict[int, Tier | None] = {}
         if out_gpu.size:
             pending.append(self._cache.start_copy_out(out_gpu, out_host))
         if in_host.size and not in_peers.size:
@@ -63,13 +63,12 @@ class KVTransfers:
         for number in np.unique(in_peers).tolist():
             rows, memory = in_peers == number, None
             if number != OWN_TIER:
-                peers.append(number)
-                reads.append(self.peers.tier(number))
-                memory = reads[-1].memory
+                reads[number] = tier = self.peers.tier(number)
+                memory = tier.memory
             pending.append(self._cache.start_copy_in(in_host[rows], in_gpu[rows], memory))
         if pending:
             self._last = pending[-1]
-            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, peers, reads))
+            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads))
 
     def acknowledge(self, step: int, wait: bool) -> Acknowledged:
         """Return the transfers up to `step` that are complete and not acknowledged yet; with `wait`, wait for all."""
@@ -83,12 +82,14 @@ class KVTransfers:
         if not done:
             return NONE
         ns = max(1, sum(pending.wait() for one in done for pending in one.pending))
+        reads = [read for one in done for read in one.reads.items()]
         return Acknowledged(
             out_gpu=b"".join(one.out_gpu for one in done),
             in_host=b"".join(one.in_host for one in done),
-            peers=tuple(number for one in done for number in one.peers),
+            peers=tuple(number for number, _ in reads),
             # After the copies: a tier that still has its Run had it while they were made.
-            stale=tuple(n for one in done for n, tier in zip(one.peers, one.reads, strict=False) if tier.is_stale),
+            stale=tuple(tier is not None and tier.is_stale for _, tier in reads),
+            replaced=tuple(not self.peers.has(number, tier) for number, tier in reads),
             ns=ns,
         )
 
@@ -97,7 +98,7 @@ class KVTransfers:
         self.peers.forget()
         self.drain()
         for begun in list(self._begun):  # those that no Result will acknowledge
-            begun.reads.clear()
+            begun.reads.update(dict.fromkeys(begun.reads))
 
     def drain(self) -> None:
         """Return when no copy runs any more, acknowledged or not."""

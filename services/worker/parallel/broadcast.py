@@ -115,12 +115,11 @@ class TokenBroadcast:
             if rank != self._parallel.rank:
                 self._parallel.send(sent, rank, TOKENS)
 
-    def confirm_copies(self, inflight: InFlightStep, copied: Acknowledged) -> tuple[int, ...]:
-        """Say that this rank's transfers of a step are complete, and which peers were stale; at the leader, return
-        when those of all ranks are, with the peers that were stale for one of them."""
+    def confirm_copies(self, inflight: InFlightStep, copied: Acknowledged) -> tuple[bool, ...]:
+        """Say that this rank's transfers of a step are complete, and which of their peers were stale; at the leader,
+        return when those of all ranks are, with those that were stale for one of them."""
         parallel = self._parallel
-        stale = [int(number in copied.stale) for number in copied.peers]
-        confirmed = torch.tensor([inflight.id, *stale], dtype=torch.int64)
+        confirmed = torch.tensor([inflight.id, *copied.stale], dtype=torch.int64)
         if not parallel.is_leader:
             parallel.send(confirmed, 0, COPIES)
             return copied.stale
@@ -131,7 +130,7 @@ class TokenBroadcast:
             if int(received[0]) != inflight.id:
                 raise RankError(f"rank {rank} has copied for step {int(received[0])}, not for {inflight.id}")
             found |= received[1:].bool()
-        return tuple(number for number, is_stale in zip(copied.peers, found.tolist(), strict=True) if is_stale)
+        return tuple(found.tolist())
 
 
 def _scores(message: np.void, names: tuple[str, ...]) -> Scored:

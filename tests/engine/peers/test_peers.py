@@ -225,6 +225,29 @@ def test_copies_from_a_tier_that_another_run_has_are_stale(reference: Reference,
         assert unpack(found.stale_peers).tolist() == [3]
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_number_of_a_stale_peer_that_means_another_is_not_told(
+    reference: Reference, folder: Path, is_lost: bool
+) -> None:
+    """The scheduler gives the number to a worker that joined in the place of one that it lost, while a copy ran."""
+    owner, other, reader = (make_engine(**sharing(reference.path, folder)) for _ in range(3))
+    owner.reset(7)
+    other.reset(7)
+    driver, host = Driver(reader), np.array([2], np.int32)
+    driver.step({}, peers=[peer_of(owner.info(), 3, run=7)])
+    begun = reader.submit(worker_pb2.Step(epoch=1, id=driver.next_id, **copy_of(host, 3)))
+    owner.reset(8)
+    changed = worker_pb2.Peer(number=3) if is_lost else peer_of(other.info(), 3, run=7)
+    after = reader.submit(worker_pb2.Step(epoch=1, id=driver.next_id + 1, peers=[changed]))
+    found = reader.finish(begun)
+    assert unpack(found.swap_in_acks).tolist() == host.tolist() and not found.stale_peers
+    assert unpack(reader.finish(after).peer_acks).tolist() == ([] if is_lost else [3])
+    driver.next_id += 2
+    if not is_lost:
+        other.reset(8)
+        assert unpack(driver.step({}, **copy_of(host, 3)).stale_peers).tolist() == [3]
+
+
 def test_run_of_an_older_worker_or_scheduler_is_not_compared(reference: Reference, folder: Path) -> None:
     owner, reader = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
     owner.reset(7)
