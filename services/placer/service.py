@@ -96,13 +96,16 @@ class Placer:
             await within(STOP_S, self._redis.aclose())
 
     async def _acquire(self) -> None:
-        await persist("look for keys of other types", self._repair, log, self._stop.is_set)
         await first_of(self._lease.acquire(self._stop.is_set), self._look_for_another())
 
     async def _look_for_another(self) -> None:
-        """Raise ConfigurationError once a placer for other models is seen to live: it has renewed its lease."""
+        """Raise ConfigurationError once a placer for other models is seen to live: it has renewed its lease.
+
+        Delete keys of other types meanwhile: with them no placer begins.
+        """
         held = None
         while True:
+            await persist("look for keys of other types", self._repair, log)
             lease = await persist("look for another placer", lambda: self._redis.get(self._lease.key), log)
             if lease is not None and lease == held:
                 names = read_placements(await persist("read the placements", self._stored, log)).keys()
@@ -124,7 +127,7 @@ class Placer:
         await remove_foreign(self._redis, DeadLetters(PLACER), types)
 
     async def _place(self) -> None:
-        await persist("read the placements", self._restore, log, self._stop.is_set)
+        await persist("read the placements", self._begin, log, self._stop.is_set)
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), LOOK_S)
@@ -137,6 +140,10 @@ class Placer:
                 log.warning("models not looked at: %s; retrying", error)
                 if WRONG_TYPE in str(error):
                     await persist("look for keys of other types", self._repair, log, self._stop.is_set)
+
+    async def _begin(self) -> None:
+        await self._repair()
+        await self._restore()
 
     async def _restore(self) -> None:
         """Go on with what the placer before wanted; at first the first models of the file are awake."""
@@ -151,8 +158,8 @@ class Placer:
             has_changed = before.awake != is_awake
             since_ms = now_ms if has_changed else min(before.since_ms, now_ms)
             self._placed[name] = replace(before, awake=is_awake, since_ms=since_ms)
-            self._watches[name] = _Watch(has_changed and is_awake)
-        await self._write({name.decode("utf-8", "replace") for name in stored} - self._models.keys())
+            self._watches[name] = _Watch(has_changed and is_awake, now_ms - since_ms)
+        await self._write(stored.keys() - {name.encode() for name in self._models})
         log.info("awake: %s", ", ".join(self._awake()))
 
     def _awake(self) -> list[str]:
@@ -187,22 +194,23 @@ class Placer:
             }
             if parked and not any(work):  # these wait for a client, not for a worker
                 ages = {}
-            demands.append(self._demand(name, now_ms, is_led and workers > 0, ages))
+            demands.append(self._demand(name, is_led and workers > 0, ages))
         return now_ms, demands
 
-    def _demand(self, name: str, now_ms: int, is_ready: bool, ages_ms: dict[str, int]) -> Demand:
+    def _demand(self, name: str, is_ready: bool, ages_ms: dict[str, int]) -> Demand:
         placement, watch = self._placed[name], self._watches[name]
-        since_ms = max(0, now_ms - placement.since_ms)
-        watch.look(placement.awake, is_ready, bool(ages_ms), now_ms)
+        watch.look(placement.awake, is_ready, bool(ages_ms))
         if watch.has_loaded:
-            load_ms = max(1, min(MOST_MS, since_ms, GROWTH * placement.load_ms or MOST_MS))
+            load_ms = max(1, min(MOST_MS, watch.since_ms, GROWTH * placement.load_ms or MOST_MS))
             log.info("%s serves, %.1f s after the decision", name, load_ms / 1000)
             self._placed[name] = placement = replace(placement, load_ms=load_ms)
-        if watch.ready_ms(now_ms) and placement.failed:
+        if watch.ready_ms and placement.failed:
             self._placed[name] = placement = replace(placement, failed=0)
+        # The id of an entry is of the future behind a foreign one, and after Redis's clock was set back.
+        ages_ms = {priority: age if age >= 0 else watch.busy_ms for priority, age in ages_ms.items()}
         if not placement.awake:  # before, it was its turn
-            ages_ms = {priority: min(age, since_ms) for priority, age in ages_ms.items()}
-        times = watch.ready_ms(now_ms), watch.loading_ms(now_ms), watch.idle_ms(now_ms)
+            ages_ms = {priority: min(age, watch.since_ms) for priority, age in ages_ms.items()}
+        times = watch.ready_ms, watch.loading_ms, watch.idle_ms
         return Demand(name, placement.awake, *times, placement.load_ms, placement.failed, ages_ms)
 
     async def _decide(self, now_ms: int, demands: list[Demand]) -> None:
@@ -232,8 +240,8 @@ class Placer:
             self._placed[each.name] = replace(self._placed[each.name], wake_ms=waits)
         await self._write(())
 
-    async def _write(self, gone: Iterable[str]) -> None:
-        """Write all placements, without those that are gone. Raise LeaseLostError, Unavailable."""
+    async def _write(self, gone: Iterable[bytes]) -> None:
+        """Write all placements, and delete the fields that are gone. Raise LeaseLostError, Unavailable."""
         key = PLACER_KEYS.placements
         words = [word for name, placement in self._placed.items() for word in (name, placement.encode())]
         await self._lease.write(["HSET", key, *words], *(["HDEL", key, name] for name in gone))
@@ -241,38 +249,55 @@ class Placer:
 
 
 class _Watch:
-    """Since when one model serves, loads and is idle, by Redis's clock; 0 where it does not."""
+    """For how long one model serves, loads, has work and is idle, ms; 0 where it does not.
 
-    def __init__(self, is_woken: bool = False) -> None:
-        """is_woken: whether this placer has just woken it, and so measures its load."""
+    By the clock of this process: that of Redis may be set.
+    """
+
+    def __init__(self, is_woken: bool = False, since_ms: int = 0) -> None:
+        """is_woken: whether this placer has just woken it, and so measures its load; since_ms: since the decision."""
         self._is_measured = is_woken
         self._is_begun = False  # no worker has served since, such as one of the time before that had not ended yet
-        self._ready_at = self._loading_at = self._idle_at = 0
+        self._now = time.monotonic()
+        self._since = self._now - since_ms / 1000
+        self._ready = self._loading = self._idle = self._busy = 0.0  # monotonic s; 0 where it does not
         self.has_loaded = False
         """Whether the last look was the first at which it served."""
 
-    def look(self, is_awake: bool, is_ready: bool, has_work: bool, now_ms: int) -> None:
+    def look(self, is_awake: bool, is_ready: bool, has_work: bool) -> None:
+        self._now = now = time.monotonic()
         is_ready &= is_awake  # a worker that is about to go does not count
-        self._ready_at = (self._ready_at or now_ms) if is_ready else 0
-        self._loading_at = (self._loading_at or now_ms) if is_awake and not is_ready else 0
-        self._idle_at = 0 if has_work else self._idle_at or now_ms
+        self._ready = (self._ready or now) if is_ready else 0.0
+        self._loading = (self._loading or now) if is_awake and not is_ready else 0.0
+        self._idle = 0.0 if has_work else self._idle or now
+        self._busy = (self._busy or now) if has_work else 0.0
         self._is_begun |= not is_ready
         self.has_loaded = self._is_measured and self._is_begun and is_ready
-        self._is_measured &= not self.has_loaded and self.ready_ms(now_ms) < LEAVE_MS
+        self._is_measured &= not self.has_loaded and self.ready_ms < LEAVE_MS
 
-    def ready_ms(self, now_ms: int) -> int:
-        return _passed_ms(self._ready_at, now_ms)
+    @property
+    def since_ms(self) -> int:
+        return self._passed_ms(self._since)
 
-    def loading_ms(self, now_ms: int) -> int:
-        return _passed_ms(self._loading_at, now_ms)
+    @property
+    def ready_ms(self) -> int:
+        return self._passed_ms(self._ready)
 
-    def idle_ms(self, now_ms: int) -> int:
-        return _passed_ms(self._idle_at, now_ms)
+    @property
+    def loading_ms(self) -> int:
+        return self._passed_ms(self._loading)
 
+    @property
+    def idle_ms(self) -> int:
+        return self._passed_ms(self._idle)
 
-def _passed_ms(since_ms: int, now_ms: int) -> int:
-    """Return the time since a moment, at least 1; 0 where there was none."""
-    return max(1, now_ms - since_ms) if since_ms else 0
+    @property
+    def busy_ms(self) -> int:
+        return self._passed_ms(self._busy)
+
+    def _passed_ms(self, since: float) -> int:
+        """Return the time from a moment to the last look, at least 1; 0 where there was none."""
+        return max(1, int(1000 * (self._now - since))) if since else 0
 
 
 def _counts(reply: Any, count: int) -> list[int]:

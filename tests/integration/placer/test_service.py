@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from services.placer import decide, service
 from services.placer.service import Placer
 from shared.errors import ConfigurationError
 from shared.keys import PLACER, PLACER_KEYS, Keys
 from shared.placement import MOST_MS, Placement, read_placements
+from shared.redis_client import connect
 from shared.settings import PlacerSettings
 from shared.tasks import end
 from tests.support.stack import RedisServer
@@ -63,6 +65,93 @@ def serve(client: Any, name: str, workers: int) -> None:
     keys = Keys(name)
     client.set(keys.lease("shard-0"), "1")
     client.hset(keys.stats("shard-0"), mapping={"workers": workers, "parked": 0, "waiting": 0, "running": 0})
+
+
+FUTURE = 10**15
+"""A time of Redis's clock, ms, in 30,000 years."""
+
+
+@pytest.mark.parametrize("spoil", ["lease", "placements"])
+async def test_key_of_another_type_ends_no_standby(
+    redis_server: RedisServer, client: Any, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    """The key gets its type after the placer has begun to wait, and before it begins to place."""
+    monkeypatch.setattr(service, "LEASE_MS", 500)
+    live(client)
+    looks = hash_reads(client)
+    async with placing(redis_server):
+        await wait_until(lambda: hash_reads(client) > looks)
+        keys = {"lease": PLACER_KEYS.lease(PLACER), "placements": PLACER_KEYS.placements}
+        client.delete(keys[spoil])
+        client.rpush(keys[spoil], "of another type")
+        if spoil != "lease":
+            client.delete(keys["lease"])
+        await wait_until(lambda: client.type(keys["lease"]) == b"string")
+        await wait_until(awake(client, "a"))
+
+
+async def test_model_wakes_for_requests_with_ids_of_the_future(redis_server: RedisServer, client: Any) -> None:
+    """Redis gives such an id to each request that comes behind a foreign entry."""
+    serve(client, "a", 1)
+    client.hset(PLACER_KEYS.placements, "a", Placement(True, 300).encode())
+    client.hset(PLACER_KEYS.placements, "org/B", Placement(False, 300).encode())
+    client.xadd(Keys("a").requests("low"), {"r": "x"})  # always work
+    client.xadd(Keys("org/B").requests("low"), {"r": "x"}, id=f"{FUTURE}-1")
+    async with placing(redis_server):
+        await wait_until(awake(client, "org/B"))
+
+
+async def test_clock_of_redis_that_is_set_back_keeps_no_model_awake(
+    redis_server: RedisServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock goes back by an hour once the placer has seen what waits and what serves."""
+    offset_s = 3600
+
+    def connected(*arguments: Any, **options: Any) -> Redis:
+        made: Redis = connect(*arguments, **options)
+        made.set_response_callback("TIME", lambda reply, **_: (int(reply[0]) + offset_s, int(reply[1])))
+        return made
+
+    monkeypatch.setattr(service, "connect", connected)
+    serve(client, "a", 1)
+    now_ms = int(client.time()[0] + offset_s) * 1000
+    client.hset(PLACER_KEYS.placements, "a", Placement(True, 300, now_ms).encode())
+    client.hset(PLACER_KEYS.placements, "org/B", Placement(False, 300, now_ms).encode())
+    client.xadd(Keys("a").requests("low"), {"r": "x"}, id=f"{now_ms}-1")
+    async with placing(redis_server):
+        await wait_until(lambda: any(each.wake_ms[0] for each in placements(client).values()))
+        client.xadd(Keys("org/B").requests("low"), {"r": "x"}, id=f"{now_ms}-1")
+        offset_s = 0
+        await wait_until(awake(client, "org/B"))
+
+
+async def test_foreign_fields_of_the_placements_are_deleted(redis_server: RedisServer, client: Any) -> None:
+    foreign: list[tuple[bytes, bytes]] = [
+        (b"\xff", b"x"), (b"a", b"\xff"), (b"org/B", b"[" * 5000), (b"c", Placement(True).encode()), (b"", b"NaN"),
+        (b"d", Placement(True, since_ms=FUTURE).encode().replace(b"[0,", b"[1e999,")),
+    ]  # fmt: skip
+    for name, value in foreign:
+        client.hset(PLACER_KEYS.placements, name, value)
+    async with placing(redis_server):
+        await wait_until(lambda: set(client.hkeys(PLACER_KEYS.placements)) == {b"a", b"org/B"})
+        await wait_until(awake(client, "a"))
+
+
+@pytest.mark.parametrize("kind", ["string", "list", "hash", "zset"])
+async def test_foreign_keys_of_models_end_no_placer(redis_server: RedisServer, client: Any, kind: str) -> None:
+    """The last model goes on as if the other one's keys were not there."""
+    keys = Keys("a")
+    found = [keys.lease("shard-0"), keys.stats("shard-0"), keys.queue, *keys.request_streams()]
+    write: dict[str, Callable[[str], Any]] = {
+        "string": lambda key: client.set(key, b"\xff"), "list": lambda key: client.rpush(key, b"\xff"),
+        "hash": lambda key: client.hset(key, mapping={"workers": b"\xff", "requests": "9" * 40, "parked": "NaN"}),
+        "zset": lambda key: client.zadd(key, {b"\xff": float("inf")}),
+    }  # fmt: skip
+    for key in found:
+        write[kind](key)
+    async with placing(redis_server) as task:
+        await wait_until(lambda: bool(placements(client)) and placements(client)["a"].wake_ms[0] > 0)
+        assert not task.done()
 
 
 async def test_first_model_is_awake_until_another_has_a_request(redis_server: RedisServer, client: Any) -> None:
