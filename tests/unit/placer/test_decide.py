@@ -77,6 +77,16 @@ def test_most_urgent_comes_first_and_the_longest_idle_goes() -> None:
     assert choose([BUSY, IDLE, longer, CALLER], 2) == {"busy", "caller"}, "one too many were awake"
 
 
+def test_caller_that_has_waited_its_time_comes_before_a_better_class() -> None:
+    """Else two models with work of class realtime in turn keep a third one asleep, as none serves for long enough."""
+    busy = replace(BUSY, ready_ms=LOAD_MS)
+    better = replace(waits("realtime", LOAD_MS), name="better")
+    due_ms = PATIENCE["low"] * LOAD_MS
+    assert choose([busy, better, waits("low", due_ms + 1)], 1) == {"caller"}
+    assert choose([busy, better, waits("low", due_ms - 1)], 1) == {"better"}
+    assert choose([busy, waits("low", due_ms + 1)], 1) == {"busy"}, "for it alone the turn is not over"
+
+
 def test_wake_time_is_the_rest_of_the_turn_and_the_load() -> None:
     assert wake_ms(BUSY, [BUSY, CALLER], 1) == (0, 0, 0, 0)
     fresh = replace(BUSY, ready_ms=4000)
