@@ -25,7 +25,7 @@ from shared.lease import Lease
 from shared.models.models_file import read_models
 from shared.options import without_password
 from shared.placement import MOST_FAILED, MOST_MS, Placement, read_placements
-from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, connect, persist, temporary
+from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, Value, connect, persist, temporary
 from shared.settings import PlacerSettings
 from shared.tasks import end, first_of, within
 from shared.telemetry import logs
@@ -244,7 +244,8 @@ class Placer:
         """Write all placements, and delete the fields that are gone. Raise LeaseLostError, Unavailable."""
         key = PLACER_KEYS.placements
         words = [word for name, placement in self._placed.items() for word in (name, placement.encode())]
-        await self._lease.write(["HSET", key, *words], *(["HDEL", key, name] for name in gone))
+        deleted: list[list[Value]] = [["HDEL", key, name] for name in gone]
+        await self._lease.write(["HSET", key, *words], *deleted)
         self._written_at = time.monotonic()
 
 
