@@ -8,6 +8,7 @@ is read again and again, so it is noted once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import ResponseError, WatchError
 
 from shared.redis_client import WRONG_TYPE, Value, temporary
 
@@ -124,9 +125,19 @@ async def remove_foreign(redis: Redis, letters: DeadLetters, types: Mapping[str,
         pipe.type(key)
     replies = await pipe.execute() if types else []
     for (key, wanted), reply in zip(types.items(), replies, strict=True):
-        if (found := reply.decode()) not in (wanted, "none"):
-            letters.add(key, b"", f"a key of type {found}, not {wanted}; deleted")
-            await redis.delete(key)
+        if reply.decode() in (wanted, "none"):
+            continue
+        connection: Any = redis.pipeline()
+        async with connection:
+            await connection.watch(key)  # another service may have deleted it since, and written to it
+            found = (await connection.type(key)).decode()
+            if found in (wanted, "none"):
+                continue
+            connection.multi()
+            connection.delete(key)
+            with contextlib.suppress(WatchError):
+                await connection.execute()
+                letters.add(key, b"", f"a key of type {found}, not {wanted}; deleted")
 
 
 def append(key: str, row: Mapping[str, Value], time_ms: int) -> list[Value]:

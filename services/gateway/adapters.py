@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
 from services.gateway.published import Published
-from shared.dead_letters import DeadLetters
+from shared.dead_letters import DeadLetters, remove_foreign
 from shared.errors import ModelError
 from shared.models.adapters import (
     CONFIG,
@@ -199,26 +199,10 @@ class AdapterNames:
         except ResponseError as error:
             if WRONG_TYPE not in str(error):
                 raise
-            await self._remove_foreign()
+            await remove_foreign(self._redis, self._letters, {self._key: "hash"})
             read = {}
         self._take({name: record for name, record in read.items() if record is not None})
         self.is_read = True
-
-    async def _remove_foreign(self) -> None:
-        """Delete a key of another type than a hash, unless another gateway has done so and writes names to it."""
-        pipe: Any = self._redis.pipeline()
-        async with pipe:
-            await pipe.watch(self._key)
-            with contextlib.suppress(WatchError):
-                try:
-                    await pipe.hlen(self._key)
-                except ResponseError as error:
-                    if WRONG_TYPE not in str(error):
-                        raise
-                    pipe.multi()
-                    pipe.delete(self._key)
-                    await pipe.execute()
-                    self._letters.add(self._key, b"", f"{error}; deleted")
 
     def _take(self, found: dict[str, AdapterRecord]) -> None:
         kept_s = int(time.time()) - FORMER_S

@@ -206,6 +206,7 @@ class InFlightSteps:
         if inflight.late:
             wrong &= ~np.isin(inflight.sampling, inflight.late)  # drawn without their masks, and drawn again
         if inflight.chunks.drafts is not None:
+            wrong &= tokens != UNMASKED
             inflight.counting = _that_count(inflight.chunks, np.where(wrong, -1, tokens))
             inflight.counts = np.add.reduceat(
                 inflight.counting, np.cumsum(inflight.chunks.draws) - inflight.chunks.draws, dtype=np.int32

@@ -27,21 +27,16 @@ end
 local HIGHEST = '18446744073709551615-18446744073709551615'
 
 -- Lets a stream go on behind its last entry. One that has had the highest id, which no service writes, takes no other.
--- It is written anew: XSETID sets no stream of Valkey 9 below an entry that was deleted. group: of its readers, that have
--- read all of it; nil for none.
-local function set_back(stream, group)
+-- It is written anew: XSETID sets no stream of Valkey 9 below an entry that was deleted. Its groups are gone; returns the
+-- last id.
+local function set_back(stream)
   redis.call('XDEL', stream, HIGHEST)
   local rows = redis.call('XRANGE', stream, '-', '+')
-  local pending = group and redis.call('XPENDING', stream, group, '-', '+', #rows + 1) or {}
   redis.call('DEL', stream)
   for _, row in ipairs(rows) do
     if #row[2] < 1000 then redis.call('XADD', stream, row[1], unpack(row[2])) end  -- no service writes as many fields
   end
-  if not group then return end
-  redis.call('XGROUP', 'CREATE', stream, group, #rows > 0 and rows[#rows][1] or '0-0', 'MKSTREAM')
-  for _, row in ipairs(pending) do
-    redis.call('XCLAIM', stream, group, row[2], 0, row[1], 'IDLE', row[3], 'RETRYCOUNT', row[4], 'FORCE', 'JUSTID')
-  end
+  return #rows > 0 and rows[#rows][1] or '0-0'
 end
 
 -- Appends to a stream, also behind an entry of the highest id.
@@ -104,7 +99,8 @@ local function count_expired(queue, before, after)
     return #rows
   end
   count_back('-', string.format('%.0f', math.max(0, before)))
-  if count_back(string.format('%.0f', after), '+') > 0 then set_back(kept) end
+  local future = count_back(string.format('%.0f', after), '+')
+  if future > 0 and future < KEPT_ROWS then set_back(kept) end
 end
 
 -- Adds a request to its stream and counts its bytes; returns the id of the entry. The entry carries what was counted, so

@@ -41,7 +41,7 @@ MEMORY_BYTES = 1 << 30
 KEPT_SHARE = 0.5
 MIB = 1 << 20
 MOST_QUESTION_BYTES, MOST_ANSWER_BYTES = 64 << 20, 1 << 20
-LOOK_AHEAD_S = 0.002
+LOOK_AHEAD_S = 0.001
 """Processor time of a question from which on no further guess is followed."""
 CHECK, BEGIN, GO_ON = b"C", b"B", b"G"
 """Questions: compile a grammar; the masks behind outputs of a grammar, or behind further outputs of a sequence."""

@@ -10,7 +10,12 @@ import redis
 from shared.settings import ROOT
 
 ROLES = {
-    "gateway": ["services/gateway/**/*.py", "shared/redis_client.py", "shared/telemetry/stack_view.py"],
+    "gateway": [
+        "services/gateway/**/*.py",
+        "shared/dead_letters.py",
+        "shared/redis_client.py",
+        "shared/telemetry/stack_view.py",
+    ],
     "scheduler": [
         "services/scheduler/**/*.py",
         "shared/dead_letters.py",
@@ -63,7 +68,7 @@ def in_script(name: str) -> set[str]:
     own = (ROOT / "shared" / "lua" / f"{name}.lua").read_text()
     shared = (ROOT / "shared" / "lua" / "lib.lua").read_text() if re.search(r"\bcount\(", own) else ""
     counter = {"incr", "set", "time"} if "next_epoch(" in own else set()  # of the library too
-    calls = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '(SETID)')?", own + shared)
+    calls = re.findall(r"redis\.p?call\('([A-Z]+)'(?:, '(CREATE)')?", own + shared)
     return counter | {"|".join(filter(None, words)).lower() for words in calls}
 
 

@@ -203,7 +203,7 @@ class BatchStore:
             if file_id is not None:
                 with contextlib.suppress(ApiError):  # the client has deleted it
                     self._files.delete(tenant, file_id)
-        shutil.rmtree(self.folder(self._files.owner(tenant), batch_id), ignore_errors=True)
+        _remove(self.folder(self._files.owner(tenant), batch_id))
 
     def unfinished(self) -> list[OpenBatch]:
         """Return the batches that have not ended, the oldest first."""
@@ -290,7 +290,7 @@ class BatchStore:
             if BATCH_ID.fullmatch(name):
                 found = self._read(path)
                 if found is not None and found.status in ENDED and _ended_at(found) + retention_s < time.time():
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove(path)
             elif name.startswith(".new-") and path.is_dir() and time.time() - path.stat().st_mtime > STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -304,7 +304,7 @@ class BatchStore:
         if ended is None:
             text = f"batches: {MAX_BATCHES} have not ended, which is the most; {RETRY}, or cancel some"
             raise ApiError(429, text, code="too_many_batches", retry_after_s=60)
-        shutil.rmtree(folder / ended.order.id, ignore_errors=True)
+        _remove(folder / ended.order.id)
 
     def _marker(self, batch: OpenBatch) -> Path:
         folder = self._files.folder(batch.owner).parent / "open"
@@ -350,3 +350,11 @@ def unknown_batch(batch_id: str) -> ApiError:
     """Return the 404; the same for a batch of another tenant."""
     text = f"batch {batch_id[:80]!r} not found; GET /v1/batches lists those of the key's tenant"
     return ApiError(404, text, param="batch_id", code="batch_not_found")
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of a batch: first its name, so that no half of it is ever a batch."""
+    gone = folder.with_name(f".new-{folder.name}")
+    with contextlib.suppress(OSError):
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)

@@ -83,6 +83,8 @@ EVERY_S = 2.0
 GONE_S = 1.5
 """Time for which a heartbeat must be missing, after it expired: a Redis that was away has no heartbeat at all."""
 ADOPTING_MS = 10_000
+LEFT_S = 60.0
+"""A gateway leaves a request of another build to the other gateways for so long."""
 """Time for one gateway to adopt a request, before another one tries."""
 BATCH = 256
 
@@ -105,6 +107,7 @@ class OrphanAdopter:
         self._adopt = adopt
         self._redis: Any = connect(settings, connections=1)
         self._missing: dict[str, float] = {}
+        self._unreadable: dict[str, float] = {}  # requests of another build, and until when they are left to others
         self._letters = letters or DeadLetters()
 
     async def run(self) -> None:
@@ -158,14 +161,19 @@ class OrphanAdopter:
         if not found:
             await self._redis.srem(self._keys.background, gateway)
             return
-        adopted = 0
+        adopted, now = 0, time.monotonic()
+        self._unreadable = {name: until for name, until in self._unreadable.items() if until > now}
         for request_id in self._letters.read_all(key, found, text):
+            if request_id in self._unreadable:
+                continue
             claim = self._keys.adopting(request_id)
             if not await self._redis.set(claim, self._gateway_id, nx=True, px=ADOPTING_MS):
                 continue
             if await self._tried(request_id, gateway):
                 await self._redis.srem(key, request_id)
                 adopted += 1
+            elif request_id in self._unreadable:
+                await self._redis.delete(claim)
         if adopted:
             log.info("adopted %d background requests of gateway %s, which has died", adopted, gateway)
 
@@ -174,6 +182,8 @@ class OrphanAdopter:
         try:
             await self._adopt(request_id, gateway)
         except ApiError as error:
+            if error.code == "record_version":
+                self._unreadable[request_id] = time.monotonic() + LEFT_S
             if error.status == 503 or error.code == TAKEN_OVER:
                 return False
             log.info("background request %s not adopted: %s", request_id, error.message)

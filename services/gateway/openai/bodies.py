@@ -522,7 +522,7 @@ def parse_json(body: bytes, place: str = "the body", param: str | None = None) -
     brackets = body.count(b"[") + body.count(b"{")
     # Counted before they are made: the garbage collector goes through all of them again and again.
     if brackets > MAX_CONTAINERS and (brackets := _brackets_outside_strings(body)) > MAX_CONTAINERS:
-        text = f"{place} may have {MAX_CONTAINERS} JSON objects and lists; got {brackets}"
+        text = f"{place} may have {MAX_CONTAINERS} JSON objects and lists; got {brackets}: send less at once"
         raise invalid(param, text, "json_too_wide")
     try:
         value = orjson.loads(body)

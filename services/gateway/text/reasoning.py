@@ -223,6 +223,10 @@ class ReasoningReader:
         return (held, "") if self._state == THINKING else ("", held)
 
 
+MOST_SPACE = 1024
+"""White space beside a mark at the begin and the end of a text; beside more the mark is text."""
+
+
 class FrameReader:
     """The text of one choice in; its thinking, and the text behind it without the marks around that out.
 
@@ -265,13 +269,14 @@ class FrameReader:
         self._held = ""
         if not self._has_begun:
             begun = text.lstrip()
-            if len(begun) < len(self._opening) and self._opening.startswith(begun):
+            if len(text) < MOST_SPACE and len(begun) < len(self._opening) and self._opening.startswith(begun):
                 self._held = text
                 return ""
             self._has_begun = True
             text = begun.removeprefix(self._opening) if begun.startswith(self._opening) else text
         before, mark, behind = text.rpartition(self._closing)
-        size = len(before) if mark and not behind.strip() else len(text) - _overlap(text, self._closing)
+        is_last = len(behind) < MOST_SPACE and not behind.strip()
+        size = len(before) if mark and is_last else len(text) - _overlap(text, self._closing)
         self._held = text[size:]
         return text[:size]
 
@@ -281,7 +286,7 @@ _HEADS = (CHANNEL, MESSAGE, START, "to=", "assistant")
 """What the head of a message begins with; the prompt ends behind its role."""
 MOST_HEAD = 256
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]{1,64})")
-_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_NAME = re.compile(r"<\|channel\|>[ \t\r\n]*(\w+)")
 
 
 class ChannelReader:

@@ -293,7 +293,9 @@ class Speculation:
         self._history.accepted += int(right.sum())
 
     def sat_out(self, rows: Rows) -> None:
-        """Draft nothing for rows that were late until a token of theirs has come."""
+        """Draft nothing for rows that were late until a token of theirs has come, and fewer then."""
+        if (new := self._seen[rows] != self._table.generation[rows]).any():
+            self._begin(rows[new])
         self._judge(rows, np.zeros(rows.size, np.int32), np.ones(rows.size, np.int32))
         self._size[rows] = self._at[rows] = 0
         self._next[rows] = self._table.applied[rows] + 1

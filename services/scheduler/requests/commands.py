@@ -85,10 +85,8 @@ class Commands:
                         kept.append((self._publisher.put_count, last))
                     if once:
                         await self._lease.write(["XDEL", self._key, *once])
-                    if len(rows) < len(reply[0][1]):  # nothing could be added behind it, so all have been read
-                        await self._lease.write(["DEL", self._key])
-                        last = "0"
-                        kept.clear()
+                    if len(rows) < len(reply[0][1]):  # an entry without a command sets the stream back
+                        await self._lease.write(["XDEL", self._key, HIGHEST_ID], ["XADD", self._key, "*", "x", ""])
                 done = ""
                 while kept and not self.early and max(kept[0][0], self._early_put) <= self._publisher.written_count:
                     _, done = kept.popleft()

@@ -84,7 +84,7 @@ SCHEMA = LLMatcher.grammar_from_json_schema(
 def test_masks_behind_guesses_are_those_of_outputs(model: Path, process: GrammarProcess) -> None:
     """Whatever was guessed before: 40 sequences of random ids, of which some guesses come true and some do not."""
     draw = random.Random(20261127)
-    missing = 0
+    missing = compared = 0
     for key in range(1, 41):
         matcher, outputs = Grammars(model, VOCAB).matcher(SCHEMA), tokens()
         while not matcher.is_stopped() and outputs.size < 60:
@@ -100,12 +100,15 @@ def test_masks_behind_guesses_are_those_of_outputs(model: Path, process: Grammar
             ahead = matcher.deep_copy()
             for mask, guess in zip(masks, [*guesses, None], strict=False):
                 assert allowed(mask) == allowed(ahead.compute_bitmask())
+                compared += 1
                 if guess is not None and ahead.validate_tokens([guess]):
                     ahead.consume_token(guess)
+            compared -= 1  # the one behind the outputs
             token = guesses[0] if len(masks) > 1 and draw.random() < 0.5 else draw.choice(allowed(masks[0]))
             matcher.consume_token(token)
             outputs = np.append(outputs, np.int32(token))
     assert missing > 0, "no guess was forbidden"
+    assert compared > 100
 
 
 def test_costly_masks_behind_guesses_are_left_out(followed: _Followed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,18 @@ def test_more_rows_get_fewer_guesses_and_a_full_batch_none() -> None:
     assert propose(table, 32, measured(draft_ns=400_000)) == [0] * 32
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_row_that_was_late_gets_no_guess_until_its_token_has_come(is_seen: bool) -> None:
+    table, _ = running(1, LIMITS)
+    speculation, row = Speculation(table, LIMITS, measured(), History()), np.arange(1)
+    assert not is_seen or speculation.propose(row, 1000, 1000, 25) is not None
+    speculation.sat_out(row)
+    assert speculation.propose(row, 1000, 1000, 25) is None
+    table.tokens[0, table.applied[0]] = table.tokens[0, table.applied[0] - 4]  # the row goes on as it repeats
+    table.applied[0] += 1
+    assert speculation.propose(row, 1000, 1000, 25) is not None
+
+
 def test_nothing_is_guessed_before_a_step_was_measured() -> None:
     table, _ = running(1, LIMITS)
     assert propose(table, 1, StepTime()) == [0]
