@@ -224,7 +224,7 @@ class ReasoningReader:
 
 
 MOST_SPACE = 1024
-"""White space beside a mark at the begin and the end of a text; beside more the mark is text."""
+"""White space that may stand beside a mark at the beginning or the end of a text. Beside more, the mark is text."""
 
 
 class FrameReader:
