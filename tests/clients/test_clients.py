@@ -29,7 +29,7 @@ SUITES = Path(__file__).parent / "suites"
 PYTHON = {
     "openai-2": "suite_openai.py", "openai-3": "suite_openai.py", "anthropic": "suite_anthropic.py",
     "litellm": "suite_litellm.py", "langchain": "suite_langchain.py", "triton": "suite_triton.py",
-    "cohere": "suite_cohere.py",
+    "cohere": "suite_cohere.py::test_embed_and_errors",
 }  # fmt: skip
 # They would ask the internet for news of themselves, which these tests may not need.
 QUIET = {
@@ -71,12 +71,12 @@ def check(command: list[str | Path], folder: Path) -> str:
     return done.stdout
 
 
-def check_python(name: str, stack: Stack, **options: str) -> None:
-    """Run a client's suite, with these options beside those of every suite."""
+def check_python(name: str, suite: str, stack: Stack, **options: str) -> None:
+    """Run a suite, or a test of it, in a client's environment, with these options beside those of every suite."""
     options |= {"url": stack.url, "key": KEY, "model": stack.name}
     given = [f"--server-{option}={value}" for option, value in options.items()]
-    suite = [str(SUITES / file) for file in ("pytest.ini", PYTHON[name])]
-    check([install.python_of(name), "-m", "pytest", "-q", "-c", *suite, *given], SUITES)
+    files = [str(SUITES / file) for file in ("pytest.ini", suite)]
+    check([install.python_of(name), "-m", "pytest", "-q", "-c", *files, *given], SUITES)
     stack.settled_empty()
 
 
@@ -85,13 +85,13 @@ def test_python_client_works(stack: Stack, limited: str, name: str) -> None:
     descriptor = stack.directory / "kserve.descriptor"
     descriptor.write_bytes(kserve_pb2.DESCRIPTOR.serialized_pb)
     grpc = f"127.0.0.1:{stack.settings['grpc_port']}"
-    check_python(name, stack, grpc=grpc, descriptor=str(descriptor), limited=limited)
+    check_python(name, PYTHON[name], stack, grpc=grpc, descriptor=str(descriptor), limited=limited)
 
 
 def test_cohere_client_reranks(tmp_path: Path) -> None:
     scorer = make_encoder(tmp_path / "scorer", "bert", scores=True)
     with running_stack(tmp_path / "stack", scorer.path, key=KEY, dtype="float32") as running:
-        check_python("cohere", running)
+        check_python("cohere", "suite_cohere.py::test_rerank_and_errors", running)
 
 
 @pytest.mark.parametrize("suite", ["suite_openai.mjs", "suite_anthropic.mjs"])

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -22,10 +22,16 @@ from services.scheduler.workers.registry import Registration
 from shared.settings import SchedulerSettings
 
 
-class Described(Protocol):
-    """A servicer of worker.proto that says what it is."""
+class Described(worker_pb2_grpc.WorkerServicer):
+    """A worker without an engine, that says what it is."""
 
-    info: worker_pb2.WorkerInfo
+    def __init__(self, info: worker_pb2.WorkerInfo) -> None:
+        self.info = info
+
+    async def Describe(  # noqa: N802 - the name in worker.proto
+        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerInfo:
+        return self.info
 
 
 class Shard:

@@ -22,8 +22,9 @@ MARKERS: dict[str, tuple[str, ...]] = {
     "seed": ("<seed:think>", "</seed:think>"),
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 }
-"""The opening and the closing one of a family of models: of most, of Magistral, of Seed-OSS, of Command A Reasoning,
-whose answers also have the text behind them between two.
+"""The opening and the closing one of a family of models: of most, of Magistral, of Seed-OSS, of Command A Reasoning.
+
+Command A Reasoning has two more, around the text behind the thinking.
 """
 SWITCHES = {"cohere": "reasoning"}
 """The variable of chat templates that turns thinking on and off, where it is not `enable_thinking`."""

@@ -35,11 +35,6 @@ class Server:
     def base(self) -> str:
         return f"{self.url}/v1"
 
-    @property
-    def tasks(self) -> list[str]:
-        """What the model is for."""
-        return [task for card in self._ask("/v1/models")["data"] for task in card["tasks"]]
-
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """What a client-free HTTP call gets: the same request in the plainest form."""
         return self._ask(path, json.dumps({"model": self.model, **body}).encode())

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
-from protos import queue_pb2, worker_pb2, worker_pb2_grpc
+from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import Finish, NewRequest
 from services.scheduler.workers.contract import ContractError, check_info, check_same
 from shared.columns import pack, unpack
 from shared.settings import SchedulerSettings
 from shared.text.logprobs import record_bytes
-from tests.support.shard import Shard, happens, serving
+from tests.support.shard import Described, Shard, happens, serving
 
 SLOTS, VOCABULARY, TOKENS, REQUESTS = 4, 512, 12, 10
 SETTINGS = SchedulerSettings(lookahead=1)
@@ -39,16 +39,12 @@ def described(**changes: Any) -> worker_pb2.WorkerInfo:
     return worker_pb2.WorkerInfo(**(right | changes))
 
 
-class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+class ScriptedWorker(Described):
     """Answers token 7 for every slot; `spoil` changes each answer with a token."""
 
     def __init__(self, info: worker_pb2.WorkerInfo, spoil: Spoil | None = None) -> None:
-        self.info, self.spoil, self.spoiled = info, spoil, 0
-
-    async def Describe(  # noqa: N802 - the name in worker.proto
-        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.WorkerInfo:
-        return self.info
+        super().__init__(info)
+        self.spoil, self.spoiled = spoil, 0
 
     async def Run(  # noqa: N802 - the name in worker.proto
         self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext

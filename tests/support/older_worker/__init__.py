@@ -16,9 +16,10 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from protos import queue_pb2, worker_pb2, worker_pb2_grpc
+from protos import queue_pb2, worker_pb2
 from services.scheduler.core.types import NewRequest
 from shared.settings import SchedulerSettings
+from tests.support.shard import Described
 
 FILE = Path(__file__).parent / "recorded.json"
 SETTINGS = SchedulerSettings(lookahead=0, served_model_name="demo-model")
@@ -84,19 +85,14 @@ class Recording:
         return cls(found["commit"], found["record"], info, steps, results, found["outputs"], found["errors"])
 
 
-class Player(worker_pb2_grpc.WorkerServicer):
+class Player(Described):
     """Answers as recorded. unexpected: the first step that is not, in every field, the recorded one."""
 
     def __init__(self, recording: Recording) -> None:
-        self.info = recording.info
+        super().__init__(recording.info)
         self.played: list[worker_pb2.Step] = []
         self.unexpected = ""
         self._recording = recording
-
-    async def Describe(  # noqa: N802 - the name in worker.proto
-        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.WorkerInfo:
-        return self.info
 
     async def Run(  # noqa: N802 - the name in worker.proto
         self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext

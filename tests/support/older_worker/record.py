@@ -20,22 +20,18 @@ from protos import worker_pb2, worker_pb2_grpc
 from shared.keys import Keys
 from tests.support.launcher import settings_env
 from tests.support.older_worker import POLICY, SETTINGS, WORKER, Recording, requests
-from tests.support.shard import Shard, happens, serving
+from tests.support.shard import Described, Shard, happens, serving
 from tests.support.stack import ROOT, RedisServer
 from tests.support.waiting import until
 
 
-class Recorder(worker_pb2_grpc.WorkerServicer):
+class Recorder(Described):
     """Passes on what the scheduler says to the older worker, and what that answers."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerStub, info: worker_pb2.WorkerInfo) -> None:
-        self.info, self.steps, self.results = info, list[worker_pb2.Step](), list[worker_pb2.Result]()
+        super().__init__(info)
+        self.steps, self.results = list[worker_pb2.Step](), list[worker_pb2.Result]()
         self._stub = stub
-
-    async def Describe(  # noqa: N802 - the name in worker.proto
-        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.WorkerInfo:
-        return self.info
 
     async def Run(  # noqa: N802 - the name in worker.proto
         self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext

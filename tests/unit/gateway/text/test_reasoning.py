@@ -558,7 +558,7 @@ HARMONY = (
 
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of channels whose marks and names are one token each, as gpt-oss has them."""
+    """Return a model of channels. Each mark and name is one token, as in gpt-oss."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(HARMONY[0])
     tokenizer.add_tokens([*HARMONY[1], " anal"])
@@ -690,7 +690,7 @@ COMMAND = (
 
 @pytest.fixture(scope="module", params=[True, False], ids=["control", "plain"])
 def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model whose marks are control tokens, or plain ones."""
+    """Return a model with control tokens as its marks, and one with plain tokens."""
     folder = tmp_path_factory.mktemp("command") / "m"
     return directory_of(folder, COMMAND, special=request.param, markers=MARKERS["cohere"])
 
