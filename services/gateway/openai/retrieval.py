@@ -147,7 +147,12 @@ def _cut(model: ModelText, text: str, name: str, most: int, side: str | None) ->
         raise invalid(
             "texts", f"{name} has {len(ids)} tokens; at most {most} are allowed; {remedy}", "context_length_exceeded"
         )
-    begin = next((at for at in range(added + 1) if ids[at : at + len(plain)] == plain), 0)
+    begin = next((at for at in range(added + 1) if ids[at : at + len(plain)] == plain), None)
+    if begin is None:
+        why = "this model's tokenizer shows no place to cut; send a shorter one"
+        raise invalid(
+            "texts", f"{name} has {len(ids)} tokens; at most {most} are allowed; {why}", "context_length_exceeded"
+        )
     kept = plain[added - most :] if side == "START" else plain[: most - added]
     return ids[:begin] + kept + ids[begin + len(plain) :]
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.errors import ApiError
 from services.gateway.openai.bodies import RerankBody, parse_body
-from services.gateway.openai.retrieval import rerank_spec
+from services.gateway.openai.retrieval import EmbedBody, embed_spec, rerank_spec
 from services.gateway.request import Limits
 from services.gateway.text.pairs import Pair, Pairs
 from services.gateway.text.tokenizer import ModelText
@@ -35,3 +35,17 @@ async def test_no_pair_is_encoded_behind_one_that_is_too_long(tmp_path: Path, mo
     with pytest.raises(ApiError, match=r"documents\[1\] with what it is compared to has 5 tokens; .* at most 4\."):
         await rerank_spec(body, model, Limits(max_model_len=5))
     assert pairs.encoded == 2
+
+
+async def test_text_is_not_cut_where_its_ids_are_not_those_beside_a_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelText(write_model(tmp_path / "m"))
+    monkeypatch.setattr(model, "tasks", ("embeddings",))
+    monkeypatch.setattr(
+        model, "encode", lambda text, add_special_tokens=True: [1, 5, 6, 7, 2] if add_special_tokens else [5, 9, 7]
+    )
+    asked = {"model": "m", "texts": ["abc"], "input_type": "clustering", "max_tokens": 4, "truncate": "END"}
+    body = parse_body(json.dumps(asked).encode(), EmbedBody)
+    with pytest.raises(ApiError, match=r"texts\[0\] has 5 tokens; at most 4 are allowed; .* send a shorter one"):
+        await embed_spec(body, model, Limits(max_model_len=50))
