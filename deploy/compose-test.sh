@@ -35,6 +35,14 @@ compose() { docker compose --project-name "$PROJECT" --project-directory "$ROOT"
 
 show_logs() { compose logs --no-color --tail 80 | sed 's/^\x1b\[2K//' >&2; }
 
+# Asks what a stack promises; the reason of a failure is shown below the logs, too.
+promised() { # what was asked, command ...
+  local what=$1
+  shift
+  (cd "$ROOT" && "$@" 2> >(tee "$WORK/reason" >&2)) || { show_logs; die "$what failed: $(tail -n 3 "$WORK/reason")"; }
+  say "$what passed"
+}
+
 clean_up() {
   local code=$?
   trap - EXIT INT TERM
@@ -176,22 +184,15 @@ if ! compose up -d --wait --wait-timeout 300 >"$WORK/up.log" 2>&1; then
 fi
 say "stack healthy"
 compose ps --format 'table {{.Service}}\t{{.Status}}\t{{.Ports}}'
-python3 "$ROOT/deploy/smoke.py" --project "$PROJECT" --port "$PORT" || {
-  show_logs
-  die "smoke failed"
-}
-say "smoke passed"
+promised smoke python3 deploy/smoke.py --project "$PROJECT" --port "$PORT"
 quietly doctor compose run --rm ops doctor
 say "doctor passed"
 export COMPOSE_PROFILES=grpc
 scaled() { quietly scale compose up -d --wait --wait-timeout 300 --scale worker=3 --scale gateway=2; }
 scaled
 say "three workers, two gateways, gRPC"
-(cd "$ROOT" && python3 -m deploy.smoke_scaled --project "$PROJECT" --port "$PORT" --grpc-port "$GRPC_PORT" --workers 3 --gateways 2) || {
-  show_logs
-  die "smoke of the scaled stack failed"
-}
-say "smoke of the scaled stack passed"
+promised "smoke of the scaled stack" python3 -m deploy.smoke_scaled \
+  --project "$PROJECT" --port "$PORT" --grpc-port "$GRPC_PORT" --workers 3 --gateways 2
 scaled # a gateway that starts again ends at SIGTERM at once, and not with 0
 quietly stop compose stop
 failures=$(compose ps -aq | xargs docker inspect -f '{{.Name}} {{.State.ExitCode}}' | grep -v ' 0$' || true)

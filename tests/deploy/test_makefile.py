@@ -194,8 +194,7 @@ STAGES = {
     "lint-and-build": "lint kernels-build",
     "test": "test test-slow test-deploy",
     "kernels-and-engine": "kernels-check",
-    "stack-and-chaos": "test-stack test-chaos",
-    "sanitizers": "sanitizers",
+    "stack-and-sanitizers": "sanitizers test-stack test-chaos",
     "side-by-side": "clients simulation compose-test schemathesis browser",
 }
 """Those that call make, in order, and the targets of each."""
@@ -205,10 +204,19 @@ TARGETS = tuple(dict.fromkeys(MADE))
 
 @pytest.fixture
 def pipeline(tmp_path: Path) -> Path:
-    """The CI script over a Makefile with targets that only say their name."""
+    """The CI script over a Makefile with targets that only say their name, on a machine that lacks no package."""
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     (tmp_path / "bin").mkdir()
-    for name in ("g++", "curl", "redis-server", "node", "npm"):  # no test installs packages
+    for name in [
+        "g++",
+        "curl",
+        "redis-server",
+        "node",
+        "npm",
+        "chromium",
+        "promtool",
+        "kubectl",
+    ]:  # no test installs packages
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "Makefile").write_text("".join(f"{target}:\n\t@echo did {target}; {{}}\n" for target in TARGETS))
@@ -248,6 +256,19 @@ def test_ci_starts_nothing_beside_a_red_target(pipeline: Path) -> None:
     code, said, did = run_pipeline(pipeline, clients="exit 3", simulation="exit 3")
     assert code == 124 and {"clients", "simulation"} >= set(did[-2:]) and "schemathesis" not in did
     assert "RED: side-by-side" in said.split("== summary")[1]
+
+
+def test_ci_ends_what_runs_at_low_priority_with_a_red_target_beside_it(pipeline: Path) -> None:
+    pid = pipeline / "pid"
+    low = f"trap 'echo ended >> {pid}; exit' TERM; echo $$$$ > {pid}; sleep 100 & wait"
+    code, said, _ = run_pipeline(pipeline, sanitizers=low, test_stack=f"until [ -s {pid} ]; do sleep 0.1; done; exit 3")
+    assert code == 2 and "RED: stack-and-sanitizers" in said.split("== summary")[1]
+    assert pid.read_text().split()[1:] == ["ended"]
+
+
+def test_ci_is_red_for_a_target_at_low_priority(pipeline: Path) -> None:
+    code, said, did = run_pipeline(pipeline, sanitizers="exit 3")
+    assert code == 2 and "RED: stack-and-sanitizers" in said.split("== summary")[1] and "clients" not in did
 
 
 def test_ci_stage_has_no_terminal(pipeline: Path) -> None:
