@@ -132,7 +132,7 @@ class Resuming:
         while not self._done and time.monotonic() < by:
             try:
                 self._read()
-            except (OSError, http.client.HTTPException, BrokenPromiseError) as error:
+            except (OSError, http.client.HTTPException, BrokenPromiseError, ValueError) as error:  # ... of half a line
                 self.error = f"{type(error).__name__}: {error}"
                 time.sleep(0.1)
 

@@ -17,6 +17,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local give_up = ARGV[7] == '1'
 local KEY_BYTES = 512  -- about what Redis needs for a record beside its value
+local FUTURE_ROWS = 10000  -- of a stream of tokens that has ids of the future
 local short = {}
 local at = 7
 local function arg()
@@ -34,7 +35,9 @@ end
 
 for _ = 1, tonumber(arg()) do
   local key = prefix .. 'tokens:' .. arg()
-  append(key, 'MINID', '~', math.max(0, now - tonumber(ARGV[6])), '*', 'b', arg())
+  local added = append(key, 'MINID', '~', math.max(0, now - tonumber(ARGV[6])), '*', 'b', arg())
+  -- Behind an entry of the future, as after the clock was set back, all ids are of the future: none would be trimmed.
+  if tonumber(string.match(added, '^%d+')) > now then redis.call('XTRIM', key, 'MAXLEN', '~', FUTURE_ROWS) end
   redis.call('PEXPIRE', key, kept)
 end
 

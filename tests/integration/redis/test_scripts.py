@@ -434,3 +434,15 @@ async def test_token_streams_are_trimmed_to_half_a_minute(client: Redis, scripts
     await publish(scripts, publication(epoch, ["g", b"new"], [], [], []))
     assert await client.xlen(key) < 200  # whole nodes go
     assert 0 < await client.pttl(key) <= KEPT_TTL_MS
+
+
+async def test_stream_of_tokens_with_an_id_of_the_future_is_bounded(client: Redis, scripts: Scripts) -> None:
+    """A foreign entry, or Redis's clock before it was set back: all later ids are of the future as well."""
+    epoch = await lease(scripts, "acquire")
+    key, now_ms = KEYS.tokens("g"), int((await client.time())[0]) * 1000
+    await client.xadd(key, {"x": "y"}, id=f"{now_ms + 10**9}-0")
+    for _ in range(12):
+        await publish(scripts, publication(epoch, ["g", b"batch"] * 1000, [], [], []))
+    assert 10_000 <= await client.xlen(key) < 10_200
+    (last,) = await client.xrevrange(key, count=1)
+    assert last[1] == {b"b": b"batch"}
