@@ -31,8 +31,6 @@ PATH = "/v1/messages/batches"
 WINDOW_H = 24
 MOST_BATCHES = 1000
 """Of one page of the list."""
-EXPIRED = b'"response":null,"error":{"code":"batch_expired"'
-"""In the output line of a request that has expired; in a text the marks would be escaped."""
 LINES_AT_ONCE = 256
 """Of the results, read by one call of a thread."""
 _RESULTS = {
@@ -72,7 +70,7 @@ def router(gateway: Gateway) -> APIRouter:
             _create, batches, files, body, caller.tenant, caller.bucket, gateway.settings.max_body_bytes
         )
         gateway.batches.wake()
-        return json_response(_body(batch, 0))
+        return json_response(_body(batch))
 
     @routes.get(PATH, responses={200: FOUND, **refusals()})
     async def list_message_batches(
@@ -82,14 +80,12 @@ def router(gateway: Gateway) -> APIRouter:
         before_id: BatchId = None,
     ) -> Response:
         """List the caller's batches of messages, the newest first, a page at a time."""
-        return json_response(
-            await files.in_thread(_page, batches, files, request.state.tenant, limit, after_id, before_id)
-        )
+        return json_response(await files.in_thread(_page, batches, request.state.tenant, limit, after_id, before_id))
 
     @routes.get(PATH + "/{batch_id}", responses={200: FOUND, **refusals()})
     async def message_batch(batch_id: str, request: Request) -> Response:
         """Return a batch of messages."""
-        return json_response(await files.in_thread(_found, batches, files, request.state.tenant, batch_id))
+        return json_response(await files.in_thread(_found, batches, request.state.tenant, batch_id))
 
     @routes.get(PATH + "/{batch_id}/results", responses={200: _RESULTS, **refusals(409)})
     async def message_batch_results(batch_id: str, request: Request) -> Response:
@@ -104,7 +100,7 @@ def router(gateway: Gateway) -> APIRouter:
         def cancel(tenant: str) -> dict[str, Any]:
             _find(batches, tenant, batch_id)
             batches.cancel(tenant, batch_id)
-            return _found(batches, files, tenant, batch_id)
+            return _found(batches, tenant, batch_id)
 
         return json_response(await files.in_thread(cancel, request.state.tenant))
 
@@ -176,13 +172,11 @@ def _find(batches: BatchStore, tenant: str, batch_id: str) -> Batch:
     return found
 
 
-def _found(batches: BatchStore, files: FileStore, tenant: str, batch_id: str) -> dict[str, Any]:
-    return _state(_find(batches, tenant, batch_id), files)
+def _found(batches: BatchStore, tenant: str, batch_id: str) -> dict[str, Any]:
+    return _body(_find(batches, tenant, batch_id))
 
 
-def _page(
-    batches: BatchStore, files: FileStore, tenant: str, limit: int, after_id: str | None, before_id: str | None
-) -> dict[str, Any]:
+def _page(batches: BatchStore, tenant: str, limit: int, after_id: str | None, before_id: str | None) -> dict[str, Any]:
     """Return a page of the list. Raise ApiError(400)."""
     if after_id and before_id:
         raise invalid("before_id", "before_id and after_id exclude each other; send one of them")
@@ -195,7 +189,7 @@ def _page(
         if at is None:
             raise invalid(field, f"{field} {shown(name)} is not in this list; leave it out")
         begin, end = (at + 1, at + 1 + limit) if after_id else (max(0, at - limit), at)
-    chosen = [_state(batch, files) for batch in found[begin:end]]
+    chosen = [_body(batch) for batch in found[begin:end]]
     return {
         "data": chosen,
         "has_more": begin > 0 if before_id else end < len(found),
@@ -204,27 +198,13 @@ def _page(
     }
 
 
-def _state(batch: Batch, files: FileStore) -> dict[str, Any]:
-    return _body(batch, _expired(batch, files) if batch.state.status == "expired" else 0)
-
-
-def _expired(batch: Batch, files: FileStore) -> int:
-    """Return how many lines of the error file have expired: they count as failed there."""
-    with_errors = [batch.state.error_file_id] if batch.state.error_file_id else []
-    count = 0
-    for file in _open(files, batch, with_errors):
-        with file:
-            count += sum(EXPIRED in text for text in file)
-    return count
-
-
-def _body(batch: Batch, expired: int) -> dict[str, Any]:
-    """Return the object of Anthropic's API. expired: of the requests that failed."""
+def _body(batch: Batch) -> dict[str, Any]:
+    """Return the object of Anthropic's API."""
     order, state = batch.order, batch.state
     counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
     has_ended = batch.status in ENDED
     if has_ended:
-        counts |= {"succeeded": state.completed, "errored": state.failed - expired, "expired": expired}
+        counts |= {"succeeded": state.completed, "errored": state.failed - state.expired, "expired": state.expired}
         counts[_REST.get(batch.status, "errored")] += order.requests - state.completed - state.failed
     else:
         counts["processing"] = order.requests

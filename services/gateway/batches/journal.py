@@ -19,6 +19,8 @@ from services.gateway.batches.files import create, flush, flush_folder, open_pla
 from services.gateway.batches.usage import Usage, usage_of
 
 ROW = re.compile(rb"([0-9]{1,9}) ([01]) (\{.*\}\n)", re.DOTALL)
+EXPIRED_MARK = b'"response":null,"error":{"code":"batch_expired"'
+"""In the output line of a request that has expired; in a text the marks would be escaped."""
 
 
 class Row(NamedTuple):
@@ -104,11 +106,11 @@ class Journal:
         self._out.close()
 
 
-def write_outputs(folder: Path, counted: dict[int, Row], parts: tuple[Path, Path]) -> tuple[int, int]:
+def write_outputs(folder: Path, counted: dict[int, Row], parts: tuple[Path, Path]) -> tuple[int, int, int]:
     """Write the lines of good and of failed requests into two files, in the order of the input; return how many each
-    has.
+    has, and how many of the failed ones have expired.
     """
-    counts = [0, 0]
+    counts, expired = [0, 0], 0
     journals = {epoch: open_plain(folder / journal_name(epoch)) for epoch in {row.epoch for row in counted.values()}}
     try:
         with create(parts[0]) as good, create(parts[1]) as bad:
@@ -119,9 +121,10 @@ def write_outputs(folder: Path, counted: dict[int, Row], parts: tuple[Path, Path
                     raise OSError(f"{folder.name}: row of line {number} is cut; {len(text)} of {row.bytes} bytes")
                 (bad if row.is_failed else good).write(text)
                 counts[row.is_failed] += 1
+                expired += row.is_failed and EXPIRED_MARK in text
             flush(good)
             flush(bad)
     finally:
         for journal in journals.values():
             journal.close()
-    return counts[0], counts[1]
+    return counts[0], counts[1], expired

@@ -65,6 +65,7 @@ class BatchState:
     total: int = 0
     completed: int = 0
     failed: int = 0
+    expired: int = 0  # of those that failed; known at the end
     usage: Usage = field(default_factory=Usage)
     times: dict[str, int] = field(default_factory=dict)  # in_progress_at, completed_at, ...
     errors: list[dict[str, Any]] = field(default_factory=list)

@@ -338,11 +338,11 @@ class Run:
         parts = self._folder / f".good-{self._epoch}", self._folder / f".bad-{self._epoch}"
         for part in parts:
             part.unlink(missing_ok=True)
-        counts = write_outputs(self._folder, counted, parts)
+        *counts, expired = write_outputs(self._folder, counted, parts)
         ids = [file_id if count else None for file_id, count in zip(self._state.outputs, counts, strict=True)]
         last = self._state.moved(
-            ending, time.time(), completed=counts[0], failed=counts[1], usage=_total(counted),
-            output_file_id=ids[0], error_file_id=ids[1],
+            ending, time.time(), completed=counts[0], failed=counts[1], expired=expired,
+            usage=_total(counted), output_file_id=ids[0], error_file_id=ids[1],
         )  # fmt: skip
 
         def publish() -> None:

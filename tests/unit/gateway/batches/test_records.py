@@ -79,7 +79,7 @@ def test_earlier_epoch_writes_nothing_that_counts(tmp_path: Path) -> None:
     assert batches.find(TENANT, order.id).state == second
     counted = rows(folder, second.sealed, 7)
     parts = folder / "good", folder / "bad"
-    assert write_outputs(folder, counted, parts) == (3, 1)
+    assert write_outputs(folder, counted, parts) == (3, 1, 0)
     assert parts[0].read_bytes() == b'{"by":5}\n{"by":7}\n{"by":7}\n'
     assert parts[1].read_bytes() == b'{"by":5}\n'
     assert rows(folder, batches.take_over(batch, 8).sealed, 8).keys() == {0, 1, 2, 3}

@@ -283,6 +283,7 @@ async def test_window_that_ends_leaves_error_lines(tmp_path: Path) -> None:
 
     await case.run().run()
     assert counts(case.now) == ("expired", 3, 0, 3) and case.app.bodies == []
+    assert case.now.state.expired == 3
     bad = case.rows(case.now.state.error_file_id)
     assert [(row["custom_id"], row["response"], row["error"]["code"]) for row in bad] == [
         (f"line-{n}", None, "batch_expired") for n in range(3)
