@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from redis.asyncio import Redis
 
@@ -201,16 +201,16 @@ class Placer:
         placement, watch = self._placed[name], self._watches[name]
         watch.look(placement.awake, is_ready, bool(ages_ms))
         if watch.has_loaded:
-            load_ms = max(1, min(MOST_MS, watch.since_ms, GROWTH * placement.load_ms or MOST_MS))
+            load_ms = max(1, min(MOST_MS, watch.ms("decided"), GROWTH * placement.load_ms or MOST_MS))
             log.info("%s serves, %.1f s after the decision", name, load_ms / 1000)
             self._placed[name] = placement = replace(placement, load_ms=load_ms)
-        if watch.ready_ms and placement.failed:
+        if watch.ms("ready") and placement.failed:
             self._placed[name] = placement = replace(placement, failed=0)
         # The id of an entry is of the future behind a foreign one, and after Redis's clock was set back.
-        ages_ms = {priority: age if age >= 0 else watch.busy_ms for priority, age in ages_ms.items()}
+        ages_ms = {priority: age if age >= 0 else watch.ms("busy") for priority, age in ages_ms.items()}
         if not placement.awake:  # before, it was its turn
-            ages_ms = {priority: min(age, watch.since_ms) for priority, age in ages_ms.items()}
-        times = watch.ready_ms, watch.loading_ms, watch.idle_ms
+            ages_ms = {priority: min(age, watch.ms("decided")) for priority, age in ages_ms.items()}
+        times = watch.ms("ready"), watch.ms("loading"), watch.ms("idle")
         return Demand(name, placement.awake, *times, placement.load_ms, placement.failed, ages_ms)
 
     async def _decide(self, now_ms: int, demands: list[Demand]) -> None:
@@ -250,55 +250,34 @@ class Placer:
 
 
 class _Watch:
-    """For how long one model serves, loads, has work and is idle, ms; 0 where it does not.
+    """For how long something is true of one model, in ms: `ms("ready")`.
 
     By the clock of this process: that of Redis may be set.
     """
 
-    def __init__(self, is_woken: bool = False, since_ms: int = 0) -> None:
-        """is_woken: whether this placer has just woken it, and so measures its load; since_ms: since the decision."""
+    def __init__(self, is_woken: bool = False, decided_ms: int = 0) -> None:
+        """is_woken: whether this placer has just woken it, and so measures its load; decided_ms: since the decision."""
         self._is_measured = is_woken
         self._is_begun = False  # no worker has served since, such as one of the time before that had not ended yet
         self._now = time.monotonic()
-        self._since = self._now - since_ms / 1000
-        self._ready = self._loading = self._idle = self._busy = 0.0  # monotonic s; 0 where it does not
+        self._since = {"decided": self._now - decided_ms / 1000}  # fact -> monotonic s
         self.has_loaded = False
         """Whether the last look was the first at which it served."""
 
     def look(self, is_awake: bool, is_ready: bool, has_work: bool) -> None:
         self._now = now = time.monotonic()
         is_ready &= is_awake  # a worker that is about to go does not count
-        self._ready = (self._ready or now) if is_ready else 0.0
-        self._loading = (self._loading or now) if is_awake and not is_ready else 0.0
-        self._idle = 0.0 if has_work else self._idle or now
-        self._busy = (self._busy or now) if has_work else 0.0
+        is_loading = is_awake and not is_ready
+        facts = {"decided": True, "ready": is_ready, "loading": is_loading, "idle": not has_work, "busy": has_work}
+        self._since = {fact: self._since.get(fact, now) for fact, is_true in facts.items() if is_true}
         self._is_begun |= not is_ready
         self.has_loaded = self._is_measured and self._is_begun and is_ready
-        self._is_measured &= not self.has_loaded and self.ready_ms < LEAVE_MS
+        self._is_measured &= not self.has_loaded and self.ms("ready") < LEAVE_MS
 
-    @property
-    def since_ms(self) -> int:
-        return self._passed_ms(self._since)
-
-    @property
-    def ready_ms(self) -> int:
-        return self._passed_ms(self._ready)
-
-    @property
-    def loading_ms(self) -> int:
-        return self._passed_ms(self._loading)
-
-    @property
-    def idle_ms(self) -> int:
-        return self._passed_ms(self._idle)
-
-    @property
-    def busy_ms(self) -> int:
-        return self._passed_ms(self._busy)
-
-    def _passed_ms(self, since: float) -> int:
-        """Return the time from a moment to the last look, at least 1; 0 where there was none."""
-        return max(1, int(1000 * (self._now - since))) if since else 0
+    def ms(self, fact: Literal["decided", "ready", "loading", "idle", "busy"]) -> int:
+        """Return for how long it was true at the last look, at least 1; 0 if it was not."""
+        since = self._since.get(fact)
+        return 0 if since is None else max(1, int(1000 * (self._now - since)))
 
 
 def _counts(reply: Any, count: int) -> list[int]:
