@@ -114,7 +114,7 @@ async def bind_thinking(spec: GenerationSpec, body: ChatBody, budget: int, model
         raise invalid(field, text)
     if spec.reasoning in ("", FRAMED) or spec.max_tokens <= budget:
         return
-    grammar = thinking_grammar(budget, spec, model)
+    grammar = await asyncio.to_thread(thinking_grammar, budget, spec, model)  # its first call reads each token's bytes
     if not grammar:
         raise invalid(field, f"{field}: the marks of this model's thinking are not one token each; leave it out")
     for name in ("ignore_eos", "min_tokens"):
