@@ -189,9 +189,13 @@ class WaitingQueue:
         return lifted, not sequence.swapped, arrived_ns, sequence.number
 
     def pop(self, sequence: Sequence) -> None:
-        """Remove a sequence that is about to enter a slot. If it does not, push() or set_aside() returns it."""
+        """Remove a sequence that is about to enter a slot. If it does not, push() or set_aside() returns it.
+
+        One that was set aside enters where sequences were preempted for it.
+        """
         self.changes += 1
-        self._queue_of(sequence).pop(sequence)
+        if self._aside.pop(sequence.number, None) is None:
+            self._queue_of(sequence).pop(sequence)
         self._count(sequence, -1)
 
     def skip(self, sequence: Sequence) -> None:

@@ -33,7 +33,7 @@ DECODE_STEPS = 64  # decode steps that a cost includes at most: the end of an ou
 TIMED = 8  # timed steps from which a replica's own step-time model is used
 GUARD = 1.3  # cached prefixes count only while the chosen replica has at most GUARD times the mean work of all replicas
 SLACK = 4  # sequences by which its work may exceed that bound
-UNSEEN = StepTime()  # while no step of any replica was timed
+UNSEEN = StepTime()  # of each replica, while none has TIMED steps
 UNSEEN.c0, UNSEEN.c1 = 1e6, 5e4
 LOAD_NS = 100_000_000  # what loading an adapter costs: some 100 MB are read, hashed and packed
 STARTING = 1024  # prefixes remembered that a routed sequence is about to compute; the oldest are forgotten
@@ -318,13 +318,13 @@ class Router:
     def _model(self, replica: Replica) -> StepTime:
         """Return the replica's step-time model.
 
-        Until TIMED of its steps were timed, return that of the replica with the most timed steps: the first steps say
-        little, and a replica that seems slow by them would get no further sequences.
+        Until TIMED of its steps were timed, it counts as fast as the fastest of the others: its first steps say little,
+        and a replica that seems slow would get no further sequences to show that it is not.
         """
-        known = (
-            replica if replica.model.observed >= TIMED else max(self.placement.alive, key=lambda r: r.model.observed)
-        )
-        return known.model if known.model.observed else UNSEEN
+        if replica.model.observed >= TIMED:
+            return replica.model
+        timed = (other.model for other in self.placement.alive if other.model.observed >= TIMED)
+        return min(timed, key=lambda model: model.predict(1), default=UNSEEN)
 
 
 class Price(Constraint[StepBuilder]):

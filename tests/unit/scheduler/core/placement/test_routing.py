@@ -10,7 +10,7 @@ import pytest
 
 from services.scheduler.core.placement import router as routing
 from services.scheduler.core.placement.base import MAX_PASSED
-from services.scheduler.core.placement.router import NEVER, TIMED
+from services.scheduler.core.placement.router import NEVER, TIMED, UNSEEN
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits, NewRequest
 from tests.unit.scheduler.core.twin import House, request
@@ -114,12 +114,40 @@ def test_replica_slow_at_first_gets_its_part() -> None:
         run_to_end(h)
 
 
+def test_new_replica_counts_as_fast_as_the_fastest() -> None:
+    """Held to be as slow as the one that was timed most, it would get nothing and stay unknown."""
+    h = house(3)
+    timed(h, 0, 200, 20e6)
+    timed(h, 1, 40, 1e6)
+    assert spread(h, 6) == [0, 3, 3]
+    run_to_end(h)
+
+
 def test_request_goes_to_a_slower_replica_that_it_slows_less() -> None:
     """A step of a tenth more is nothing against rows that each slow down all others."""
     h = house(2)
     timed(h, 0, 40, 1e6, row_ns=2e5)
     timed(h, 1, 40, 1.1e6, row_ns=2e5)
     assert spread(h, 8) == [4, 4]
+    run_to_end(h)
+
+
+def test_request_set_aside_for_a_prefix_enters_where_others_were_preempted_for_it() -> None:
+    """Replica 0 lets it wait for the prefix that another one computes there; replica 1 has made room for it."""
+    h = house()
+    warmed(h)
+    h.add(with_prefix("first", 7, 50))
+    h.add(with_prefix("second", 7, 51))
+    assert h.plan(0) is not None
+    assert (where(h, "first"), where(h, "second")) == (0, -1)
+    (sequence,) = h.core.records["second"].sequences
+    h.core.replicas[1].beneficiary = sequence
+    assert h.plan(1) is not None
+    assert where(h, "second") == 1
+    h.core.check()
+    h.answer(0)
+    h.plan(0)
+    assert where(h, "second") == 1, "it does not return to the queue"
     run_to_end(h)
 
 
@@ -262,9 +290,10 @@ def test_choice_is_the_best_of_all_assignments_of_one_request(seed: int) -> None
     (sequence,) = h.core.records["asked"].sequences
     since = [h.core.router.since(replica, sequence, h.now) for replica in h.core.replicas]
     times = []
-    known = max(h.core.replicas, key=lambda replica: replica.model.observed)
+    timed_models = [replica.model for replica in h.core.replicas if replica.model.observed >= TIMED]
+    fastest = min(timed_models, key=lambda model: model.predict(1), default=UNSEEN)
     for replica in h.core.replicas:
-        table, model = replica.table, (replica if replica.model.observed >= TIMED else known).model
+        table, model = replica.table, replica.model if replica.model.observed >= TIMED else fastest
         rows = [s for s in range(table.slots) if table.active[s]]
         context = sum(int(table.planned[s]) for s in rows)
         step = model.predict(len(rows), context)
