@@ -32,7 +32,15 @@ SETS: dict[str, tuple[str, ...]] = {
     **{variant.name: variant.flags for variant in _USABLE[1:]},
     **({"amx-twin": (*_TWIN, "-O1")} if _HAS_TWIN else {}),
 }
-_SANITIZERS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# Half the time to compile: accesses are checked by calls, and AddressSanitizer sees those that null and object-size do.
+_SANITIZERS = (
+    "-O1",
+    "-g1",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=null,object-size",
+    "-fno-sanitize-recover=all",
+    "--param=asan-instrumentation-with-call-threshold=0",
+)
 _SANITIZED: dict[str, tuple[str, ...]] = (
     {"sanitized": (*_TWIN, *_SANITIZERS)}
     if _AMX in _USABLE
