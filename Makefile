@@ -94,7 +94,7 @@ test-kernels: install-dev kernels-build ## operations of every backend against f
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/emulator tests/kernels)
 
 test-engine: install-dev kernels-build ## the engine against transformers
-	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/engine)
+	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/engine -m "not slow")
 
 test-chaos: install-dev kernels-build ## services killed, stopped and cut off under load
 	$(PY) -m pytest $(WAITING) $(or $(TESTS),tests/chaos)
@@ -196,13 +196,15 @@ k8s-check: install-dev ## build the Kubernetes overlays and check them, no clust
 kernels-build: install ## compile the CPU kernels for this machine now instead of at the first start
 	$(PY) kernels/cpu/build.py
 
-kernels-check: test-kernels test-engine ## test every kernel and the engine, CUDA on the emulator; compile CUDA kernels and compare their registers (no GPU needed)
+# As test-kernels and test-engine, in one run: each of its processes imports torch and transformers once.
+kernels-check: install-dev kernels-build ## test every kernel and the engine, CUDA on the emulator; compile CUDA kernels and compare their registers (no GPU needed)
+	$(PY) -m pytest $(PARALLEL) tests/emulator tests/kernels tests/engine -m "not slow"
 	$(PY) -m kernels.cuda.check
 
 # The sanitizers' runtime must be loaded first; Python itself never frees all its memory.
 sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels under AddressSanitizer and UBSan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -k "cpu or cuda and (test_rope.py or test_rows.py or test_backend.py or test_blocks.py or test_sampling.py or test_samplers.py)"
+		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -m sanitized
 
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/engine/models/test_demo_model.py

@@ -165,7 +165,7 @@ def compile_cached(compiler: str, flags: Sequence[str], machine: str) -> Path:
     version = _run([compiler, "-dumpfullversion", "-dumpmachine"])
     target = _kept(f"{_digest(_sources(), flags, version, machine)}.so")
     if not target.is_file():
-        with _alone(target.parent / "lock"):
+        with alone(target.parent / "lock"):
             if not target.is_file():
                 begun = time.monotonic()
                 log.info("compiling the CPU kernels for this machine, once; about a minute on two cores")
@@ -203,7 +203,7 @@ def _kept(name: str) -> Path:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def alone(lock: Path) -> Iterator[None]:
     """Let one process at a time in; the end of a process ends its turn."""
     try:
         file = lock.open("w")

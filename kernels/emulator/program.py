@@ -109,11 +109,18 @@ def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    with cpu_build.alone(target.with_suffix(".lock")):
+        if not target.is_file():
+            _compile([compiler, *flags, *(f"-I{folder}" for folder in folders), "-x", "c++", str(source)], target)
+    return target
+
+
+def _compile(command: list[str], target: Path) -> None:
+    """Other processes see the whole library or none."""
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         made = Path(name) / "made.so"
-        places = [f"-I{folder}" for folder in folders]
-        cpu_build._run([compiler, *flags, *places, "-x", "c++", str(source), "-o", str(made)])
+        cpu_build._run([*command, "-o", str(made)])
         made.replace(target)
     for old in sorted(target.parent.glob("*.so"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
         old.unlink(missing_ok=True)
-    return target
+        old.with_suffix(".lock").unlink(missing_ok=True)

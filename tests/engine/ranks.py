@@ -1,7 +1,7 @@
 """Replicas of several ranks for tests: this process is the leader, the others are processes that take its steps.
 
-A process is used by one replica after another: to start one costs seconds. Steps cross a pipe here; behind gRPC they
-come in the same order, and like there one thread submits and another finishes.
+A process is used by one replica after another, and forked from a server that has imported torch once. Steps cross a
+pipe here; behind gRPC they come in the same order, and like there one thread submits and another finishes.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class Processes:
     """As many as the largest replica needs."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
         self._running: list[tuple[Any, Connection]] = []
 
     @contextmanager

@@ -1,6 +1,8 @@
 """The CPU kernels compiled for every instruction set that this machine can run.
 
-`amx-twin` is that for AMX with the twin of the tile instructions (src/tiles.h), so that it runs on CPUs without AMX.
+`native` is the library that this checkout serves with, in the place of the best variant, whose sources it has line by
+line. `amx-twin` is that for AMX with the twin of the tile instructions (src/tiles.h), so that it runs on CPUs without
+AMX. Images carry neither it nor `plain`, so both are compiled with fewer optimizations, sooner.
 `--kernels-variant NAME` keeps to one of them; `sanitized`, which only `make sanitizers` asks for, has AddressSanitizer
 and UBSan in it. They see no access of a tile instruction, so the tiles are the twin's: in `sanitized` itself where the
 CPU has AMX, else in `sanitized-amx-twin`, which then runs the tests of the tiles.
@@ -17,21 +19,31 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu import library as loaded
-from kernels.cpu.build import TILE_FLAGS, VARIANTS, BuildError, compile_cached, native_flags, usable_flags
+from kernels.cpu.build import TILE_FLAGS, VARIANTS, BuildError, compile_cached, find_library, native_flags, usable_flags
 from kernels.cpu.library import Library
 
 _AMX = next(variant for variant in VARIANTS if variant.name == "amx")
 _TWIN = (*(flag for flag in _AMX.flags if "amx" not in flag), "-DTILES_TWIN")
 _HAS_TWIN = _AMX.needs - TILE_FLAGS <= usable_flags()
+_USABLE = [variant for variant in VARIANTS if variant.needs <= usable_flags()]
 SETS: dict[str, tuple[str, ...]] = {
-    "plain": (),
-    **{variant.name: variant.flags for variant in VARIANTS if variant.needs <= usable_flags()},
-    **({"amx-twin": _TWIN} if _HAS_TWIN else {}),
+    "plain": ("-O1",),
+    **({"native": tuple(native_flags())} if _USABLE else {}),
+    **{variant.name: variant.flags for variant in _USABLE[1:]},
+    **({"amx-twin": (*_TWIN, "-O1")} if _HAS_TWIN else {}),
 }
-_SANITIZERS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# Half the time to compile: accesses are checked by calls, and AddressSanitizer sees those that null and object-size do.
+_SANITIZERS = (
+    "-O1",
+    "-g1",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=null,object-size",
+    "-fno-sanitize-recover=all",
+    "--param=asan-instrumentation-with-call-threshold=0",
+)
 _SANITIZED: dict[str, tuple[str, ...]] = (
     {"sanitized": (*_TWIN, *_SANITIZERS)}
-    if _AMX.needs <= usable_flags()
+    if _AMX in _USABLE
     else {
         "sanitized": (*native_flags(), *_SANITIZERS),
         **({"sanitized-amx-twin": (*_TWIN, *_SANITIZERS)} if _HAS_TWIN else {}),
@@ -48,8 +60,17 @@ def keep_to(name: str) -> None:
     _only = name
 
 
+def is_one_named() -> bool:
+    return bool(_only)
+
+
 def names() -> list[str]:
     return [_only] if _only else list(SETS)
+
+
+def widths() -> list[str]:
+    """One for each width of vectors: what computes in float32 alone has the same sources in the others."""
+    return [name for name in names() if name == _only or name in ("plain", "native", "avx2")]
 
 
 def best() -> str:
@@ -60,7 +81,7 @@ def best() -> str:
 def with_tiles() -> list[str]:
     """Those that multiply bfloat16 by tiles, or their twin."""
     found = _SANITIZED if _only == "sanitized" else names()
-    return [name for name in found if "amx" in name or "-DTILES_TWIN" in flags(name)]
+    return [name for name in found if "-DTILES_TWIN" in flags(name) or (name == "native" and _AMX in _USABLE)]
 
 
 def compiler() -> str | None:
@@ -70,6 +91,8 @@ def compiler() -> str | None:
 @cache
 def path(name: str) -> Path:
     """One of SETS, or SANITIZED; compiled when it is first asked for and kept in the cache of libraries."""
+    if name == "native":
+        return find_library()[0]
     found = compiler()
     if found is None:
         raise BuildError("no g++")

@@ -22,12 +22,12 @@ from kernels.cpu.build import BuildError
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import HEAD_DIMS
 from kernels.ops import AnyOps, Attention, Batch, Cache, CacheShape, Int32, Norm
-from tests.kernels.cpu_variants import library, names
+from tests.kernels.cpu_variants import is_one_named, library, names
 
 Float64 = npt.NDArray[np.float64]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Of the largest number expected, or of 1 if that is more."""
-BACKENDS = [name for name in kernel_ops.names() if name != "cuda"]
+BACKENDS = ["cpu"] if is_one_named() else [name for name in kernel_ops.names() if name != "cuda"]
 """Not `cuda`: these tests read results without waiting. bench.gpu.__main__ tests that backend on a GPU."""
 
 

@@ -41,6 +41,8 @@ from tests.kernels.sequences import (
 )
 from tests.kernels.sequences import ops as ops  # the fixture
 
+pytestmark = pytest.mark.sanitized
+
 PLAIN = Attention(heads=4, scale=0.25)
 
 

@@ -6,6 +6,7 @@ The oracle of weights is the `gguf` package's numpy, that of tokens is transform
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,19 @@ from tests.support.checkpoints.gguf import write_model
 from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.compiler import demand_compiler, needs_compiler
 
-TOKENS = 64
+TOKENS = 24
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
 HELD = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
     "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16",
 }  # fmt: skip
 KERNELS = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def origin(models: Callable[..., Reference]) -> Path:
+    """The directory that files are written from."""
+    return models(seed=5, requests=1, output_tokens=1, **SIZES).path
 
 
 def q4_k_m(name: str) -> str:
@@ -68,10 +75,9 @@ def test_blocks_are_the_numbers_that_gguf_reads(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *UNPACK])
-def test_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: Path, kind: str) -> None:
-    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES)
+def test_weights_are_read_to_the_bit_and_give_their_tokens(origin: Path, tmp_path: Path, kind: str) -> None:
     model, meant = tmp_path / "x.gguf", tmp_path / "meant"
-    write_model(tmp_path / "plain", model, lambda _: kind, meant)
+    write_model(origin, model, lambda _: kind, meant)
     config = load_config(model)
     source, method = GgufWeights(config, model), method_of("none", config.stored)
     for name, weight in load_file(meant / "model.safetensors").items():
@@ -143,9 +149,8 @@ def formats(model: Path, **settings: Any) -> list[str]:
 
 
 @needs_compiler
-def test_types_of_a_file_are_held_as_groups_where_kernels_have_them(tmp_path: Path) -> None:
-    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES)
-    write_model(tmp_path / "plain", tmp_path / "x.gguf", q4_k_m)
+def test_types_of_a_file_are_held_as_groups_where_kernels_have_them(origin: Path, tmp_path: Path) -> None:
+    write_model(origin, tmp_path / "x.gguf", q4_k_m)
     layers = ["int4-32-mins+int8-16", "int4-32-mins"]
     assert formats(tmp_path / "x.gguf") == ["int4-32-mins", "int8-16", *layers]
     assert formats(tmp_path / "x.gguf", dtype="bfloat16") == ["plain", "int8-16", *layers]
@@ -196,14 +201,13 @@ def test_scaled_positions_are_those_of_transformers(
     assert found == [case.tokens for case in cases]
 
 
-def test_plain_file_may_be_rounded_and_a_packed_one_may_not(tmp_path: Path) -> None:
+def test_plain_file_may_be_rounded_and_a_packed_one_may_not(origin: Path, tmp_path: Path) -> None:
     demand_compiler()
-    make_llama(tmp_path / "plain", seed=14, requests=1, output_tokens=1, **SIZES)
-    write_model(tmp_path / "plain", tmp_path / "f32.gguf", lambda _: "F32")
+    write_model(origin, tmp_path / "f32.gguf", lambda _: "F32")
     prompts = [[1, 2, 3, 4]]
-    rounded = tokens(tmp_path / "plain", prompts, kernels="cpu", quantize="int8", block_size=16)
+    rounded = tokens(origin, prompts, kernels="cpu", quantize="int8", block_size=16)
     assert tokens(tmp_path / "f32.gguf", prompts, kernels="cpu", quantize="int8", block_size=16) == rounded
-    write_model(tmp_path / "plain", tmp_path / "q8.gguf", lambda _: "Q8_0")
+    write_model(origin, tmp_path / "q8.gguf", lambda _: "Q8_0")
     with pytest.raises(ConfigurationError, match=r"quantized already \(gguf\)"):
         make_engine(tmp_path / "q8.gguf", block_size=16, quantize="int8")
     with pytest.raises(ConfigurationError, match=r"--load-format dummy: .* is a GGUF file"):
@@ -227,18 +231,18 @@ def test_plain_file_may_be_rounded_and_a_packed_one_may_not(tmp_path: Path) -> N
         ({"llama__rope__dimension_count": 16}, "partial_rotary_factor 0.5 is not supported"),
     ],
 )
-def test_what_is_wrong_with_the_settings_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    make_llama(tmp_path / "plain", seed=15, requests=1, output_tokens=1, **SIZES)
-    write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: "Q4_0", **changes)
+def test_what_is_wrong_with_the_settings_is_named(
+    origin: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    write_model(origin, tmp_path / "x.gguf", lambda _: "Q4_0", **changes)
     with pytest.raises(ModelError, match=said):
         make_engine(tmp_path / "x.gguf")
 
 
-def test_fingerprint_is_that_of_the_numbers_and_of_the_settings(tmp_path: Path) -> None:
-    make_llama(tmp_path / "plain", seed=16, requests=1, output_tokens=1, **SIZES)
+def test_fingerprint_is_that_of_the_numbers_and_of_the_settings(origin: Path, tmp_path: Path) -> None:
 
     def digest(kind: str, **metadata: Any) -> str:
-        write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: kind, **metadata)
+        write_model(origin, tmp_path / "x.gguf", lambda _: kind, **metadata)
         return GgufWeights(load_config(tmp_path / "x.gguf"), tmp_path / "x.gguf").fingerprint()
 
     same = {digest("Q4_0"), digest("Q4_0")}

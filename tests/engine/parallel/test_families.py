@@ -22,7 +22,7 @@ from tests.engine.ranks import Processes
 from tests.support.checkpoints.gguf import write_model
 from tests.support.checkpoints.models import Reference, make_llama
 
-TOKENS = 20
+TOKENS = 10
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"kind": "mistral", "sliding_window": 13},
     "qwen2": {"kind": "qwen2"},

@@ -45,7 +45,7 @@ def load(reference: Reference) -> Load:
     return shared_prefixes(reference)
 
 
-@pytest.mark.parametrize(("tp", "pp", "kernels"), [(2, 1, "cpu"), (2, 2, "cpu"), (1, 4, "cpu"), (3, 2, "reference")])
+@pytest.mark.parametrize(("tp", "pp", "kernels"), [(2, 1, "cpu"), (2, 2, "cpu"), (1, 4, "cpu"), (3, 1, "reference")])
 def test_chunking_preempting_and_swapping_give_the_references_tokens(
     processes: Processes, reference: Reference, load: Load, tp: int, pp: int, kernels: str
 ) -> None:

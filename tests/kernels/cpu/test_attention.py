@@ -16,6 +16,8 @@ from kernels.ops import Attention
 from tests.kernels.cpu_variants import library
 from tests.kernels.sequences import Chunk, Sequences, attended, rounded, wide
 
+pytestmark = pytest.mark.sanitized
+
 F32, BF16 = torch.float32, torch.bfloat16
 CONTEXTS = [1, 17, 200, 64, 130, 33, 400, 15, 47]
 in_its_pools = pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from kernels.cpu.backend import CpuOps, CpuPrepared
 from kernels.ops import Batch, CacheShape, Groups, Routing
 from tests.kernels.cpu_variants import library
 
+pytestmark = pytest.mark.sanitized
+
 HIDDEN, INNER, EXPERTS = 96, 64, 9
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 Pack = Callable[[CpuOps, Tensor, torch.dtype], Any]

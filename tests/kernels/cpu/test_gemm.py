@@ -15,6 +15,8 @@ from kernels.cpu.library import Library
 from kernels.ops import Groups
 from tests.kernels import cpu_variants
 
+pytestmark = pytest.mark.sanitized
+
 KINDS = (
     # weights, activations, output
     ("float32", FLOAT32, FLOAT32),

@@ -17,6 +17,8 @@ from kernels.cpu.library import load
 from kernels.ops import Attention, Batch, CacheShape, Norm
 from tests.kernels.cpu_variants import library, path
 
+pytestmark = pytest.mark.sanitized
+
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, BLOCK = 97, 64, 4, 2, 16, 80, 3, 16
 MAX_TOKENS, MAX_SAMPLES = 50, 12
 

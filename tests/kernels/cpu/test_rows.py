@@ -15,10 +15,12 @@ from kernels.ops import ACTIVATIONS, Norm
 from tests.kernels.cpu_variants import library
 from tests.kernels.sequences import FORMULAS, near, normed, random, wide
 
+pytestmark = pytest.mark.sanitized
+
 
 @pytest.fixture
-def ops(variant: str) -> CpuOps:
-    return CpuOps(library(variant), 1)
+def ops(float32_variant: str) -> CpuOps:
+    return CpuOps(library(float32_variant), 1)
 
 
 def test_layer_norm_keeps_its_digits_beside_a_large_mean(ops: CpuOps) -> None:

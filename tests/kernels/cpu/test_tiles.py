@@ -33,10 +33,13 @@ SHAPES = ((1, 1), (31, 7), (33, 64), (70, 65), (64, 95), (40, 2048))
 
 Floats = NDArray[np.float32]
 
-pytestmark = pytest.mark.skipif(
-    cpu_variants.compiler() is None or not cpu_variants.with_tiles(),
-    reason="no g++, or no AVX-512, which the twin computes in",
-)
+pytestmark = [
+    pytest.mark.sanitized,
+    pytest.mark.skipif(
+        cpu_variants.compiler() is None or not cpu_variants.with_tiles(),
+        reason="no g++, or no AVX-512, which the twin computes in",
+    ),
+]
 
 
 @pytest.fixture(params=cpu_variants.with_tiles())

@@ -100,6 +100,7 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_logits_of_decoder_are_the_references_in_float32(family: str, paths: Any) -> None:
     """As near as the reference backend in bfloat16 is: its roundings are as many."""
@@ -133,6 +134,7 @@ def test_tokens_do_not_depend_on_when_the_device_works(seed: int, paths: Any) ->
     assert found[0] == found[1]
 
 
+@pytest.mark.sanitized
 def test_attention_wider_than_the_plan_is_planned_anew(paths: Any) -> None:
     """A direct user of the operations may ask for more than the compiled forward pass does."""
     with torch.inference_mode():
@@ -149,6 +151,7 @@ def test_attention_wider_than_the_plan_is_planned_anew(paths: Any) -> None:
         assert torch.equal(found, world.ops.attention(q, wide, world.ops.prepare(batch, free), free, 0))
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("kind", ["chunks", "decodes"])
 def test_split_attention_is_the_formula(kind: str) -> None:
     world = Sequences(CudaOps(EmulatedDevice(processors=132)), torch.float16, [700, 40, 560], BLOCK, PLAIN)
@@ -203,6 +206,7 @@ def test_what_the_kernels_cannot_do_is_refused_by_name() -> None:
         ops.pack_linear(iter([wide.bfloat16()]), 8, 8, None, "int8")
 
 
+@pytest.mark.sanitized
 def test_step_that_samples_nothing_writes_keys_and_has_no_logits(paths: Any) -> None:
     with torch.inference_mode():
         world = World(paths("llama"), device_of(), True)

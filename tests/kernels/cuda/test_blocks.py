@@ -13,6 +13,7 @@ FROM, TO = (6, 0, 3, 2), (1, 5, 0, 4)
 
 
 @needs_compiler
+@pytest.mark.sanitized
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("size", [8, 136, 8192 + 8])
 def test_blocks_are_gathered_scattered_and_copied(order: int, size: int) -> None:
@@ -36,6 +37,7 @@ def test_blocks_are_gathered_scattered_and_copied(order: int, size: int) -> None
 
 
 @needs_compiler
+@pytest.mark.sanitized
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_block_in_parts_is_gathered_into_one_piece(order: int) -> None:
     pool = numbers(6, 7, 40, dtype=torch.bfloat16)  # [layers and K/V, blocks, slab]

@@ -15,7 +15,7 @@ from tests.kernels.cuda.programs import ORDERS, TYPES, UNTOUCHED, assert_fences,
 from tests.kernels.sequences import near, normed, wide
 from tests.support.compiler import needs_compiler
 
-pytestmark = [needs_compiler, pytest.mark.parametrize("order", ORDERS)]
+pytestmark = [needs_compiler, pytest.mark.sanitized, pytest.mark.parametrize("order", ORDERS)]
 
 POSITIONS = 100
 LAYERS, LAYER = 3, 1

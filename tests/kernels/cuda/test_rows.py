@@ -25,7 +25,7 @@ from tests.kernels.cuda.programs import (
 from tests.kernels.sequences import FORMULAS, near, normed, wide
 from tests.support.compiler import needs_compiler
 
-pytestmark = [needs_compiler, pytest.mark.parametrize("order", ORDERS)]
+pytestmark = [needs_compiler, pytest.mark.sanitized, pytest.mark.parametrize("order", ORDERS)]
 
 dtypes = pytest.mark.parametrize("dtype", TYPES)
 # One vector; less than a warp; whole warps; rows of which a thread has more than one vector, or none.

@@ -22,7 +22,7 @@ from tests.kernels.cuda.programs import FLAGS, ORDERS, assert_fences, device_of_
 from tests.kernels.sampling_cases import Array, mixed, normal, rows, some
 from tests.support.compiler import needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sanitized]
 in_every_order = pytest.mark.parametrize("order", ORDERS)
 
 
