@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import sse
 from tests.support.checkpoints.models import Reference
-from tests.support.stack import START_S, Stack, running_stack
+from tests.support.stack import PLAIN, START_S, Stack, running_stack
 from tests.support.waiting import until
 
 EXIT_S = 5.0 + 25.0
@@ -31,7 +31,7 @@ def whole(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def tokens_of_an_endless_stream(stack: Stack) -> Iterator[Any]:
     body = {"model": stack.name, "prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{stack.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{stack.url}/v1/completions", json=body, timeout=60, verify=PLAIN) as answer:
         assert answer.status_code == 200
         for event in sse.objects(answer.iter_lines()):
             if event.get("choices"):
