@@ -28,7 +28,8 @@ MODEL = {"requests": REQUESTS, "output_tokens": 64, "max_position_embeddings": C
 
 @pytest.fixture(scope="module")
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("stack"), reference.path, dtype="float32") as running:
+    directory = tmp_path_factory.mktemp("stack")
+    with running_stack(directory, reference.path, dtype="float32", stats_ms=100) as running:
         yield running
 
 
@@ -109,7 +110,7 @@ def refusals(stack: Stack) -> int:
 
 
 def test_nearly_full_redis_refuses_work_and_a_full_one_delays(stack: Stack, reference: Reference) -> None:
-    client, tokens = stack.redis.client, 2500
+    client, tokens = stack.redis.client, 1000
     with ThreadPoolExecutor(2) as pool:
         answers = [
             pool.submit(stack.complete, prompt, tokens, ignore_eos=True, speculate=False)
