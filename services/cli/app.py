@@ -26,6 +26,7 @@ from services.cli.options import Command, Group, build, check_policy, settings_c
 from shared.errors import ConfigurationError
 from shared.models.hub import require_local
 from shared.options import Values, effective, env_name
+from shared.processes.heap import importing
 from shared.settings import (
     BatchSettings,
     ChatSettings,
@@ -122,7 +123,8 @@ def gateway(values: Values) -> None:
     place = processes.Place.from_environment()
     if settings.processes > 1 and place is None:
         raise typer.Exit(processes.run(settings))
-    from services.gateway.main import run
+    with importing():
+        from services.gateway.main import run
 
     raise typer.Exit(run(settings, place))
 
@@ -131,7 +133,8 @@ def gateway(values: Values) -> None:
 def scheduler(values: Values) -> None:
     """Run the scheduler."""
     settings = build(SchedulerSettings, values)
-    from services.scheduler.main import run
+    with importing():
+        from services.scheduler.main import run
 
     raise typer.Exit(run(settings))
 
@@ -141,7 +144,8 @@ def worker(values: Values) -> None:
     """Run a worker."""
     settings = build(WorkerSettings, values)
     _use(settings)
-    from services.worker.main import run
+    with importing():
+        from services.worker.main import run
 
     raise typer.Exit(run(settings))
 

@@ -15,7 +15,7 @@ import httpx
 
 from tests.support import sse
 from tests.support.checkpoints.models import Reference
-from tests.support.stack import Stack
+from tests.support.stack import PLAIN, Stack
 from tests.support.waiting import until
 
 READ_S = 120.0
@@ -51,11 +51,12 @@ class Stream:
 
     def _asked(self, url: str) -> contextlib.AbstractContextManager[httpx.Response]:
         """The stream, or the rest of it once its request is known."""
+        options: dict[str, Any] = {"headers": self.headers, "timeout": READ_S, "verify": PLAIN}
         if not self.request:
-            return httpx.stream("POST", f"{url}/v1/completions", json=self.body, headers=self.headers, timeout=READ_S)
+            return httpx.stream("POST", f"{url}/v1/completions", json=self.body, **options)
         self.resumed += 1
-        headers = {**self.headers, "Last-Event-ID": self._last}
-        return httpx.stream("GET", f"{url}/v1/requests/{self.request}/stream", headers=headers, timeout=READ_S)
+        options["headers"] = {**self.headers, "Last-Event-ID": self._last}
+        return httpx.stream("GET", f"{url}/v1/requests/{self.request}/stream", **options)
 
     def _take(self, answer: httpx.Response) -> None:
         if answer.status_code == 503:
@@ -130,17 +131,19 @@ def failed(answers: Sequence[Future[list[int]]]) -> bool:
 
 
 @contextlib.contextmanager
-def clients(stack: Stack, reference: Reference, tokens: int, *others: str) -> Iterator[list[Stream]]:
+def clients(stack: Stack, reference: Reference, tokens: int) -> Iterator[tuple[list[Stream], threading.Event]]:
     """One client a prompt, which asks again and again until the block ends, from when every one has been answered
-    once. Yields their streams, the last ones last. Raises for an answer that is not the reference's."""
+    once. Yield their streams, the last ones last, and an event: while it is cleared they ask nothing new. Raise for an
+    answer that is not the reference's."""
     made: list[Stream] = []
-    stop = threading.Event()
+    stop, may_ask = threading.Event(), threading.Event()
+    may_ask.set()
 
     def ask(number: int) -> None:
         prompt, known = reference.prompts[number], reference.outputs[number]
-        while not stop.is_set():
+        while may_ask.wait(READ_S) and not stop.is_set():
             body = {**common(stack, tokens), "prompt": prompt}
-            made.append(stream := Stream([stack.url, *others], body, stack.headers))
+            made.append(stream := Stream([stack.url], body, stack.headers))
             ids = stream.read()
             if ids[: len(known)] != known[:tokens] or len(ids) != tokens or stream.reason != "length":
                 raise RuntimeError(f"prompt {number}: {len(ids)} tokens, {stream.reason}: {ids[:8]}, not {known[:8]}")
@@ -149,8 +152,9 @@ def clients(stack: Stack, reference: Reference, tokens: int, *others: str) -> It
         working = [pool.submit(ask, number) for number in range(len(reference.prompts))]
         try:
             until("all were answered", lambda: len(made) > 2 * len(working) or failed(working), 120)
-            yield made
+            yield made, may_ask
         finally:
             stop.set()
+            may_ask.set()
         for work in working:
             work.result(READ_S)

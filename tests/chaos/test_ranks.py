@@ -18,7 +18,7 @@ from tests.support.stack import Stack, running_stack
 from tests.support.waiting import free_port, until
 
 REQUESTS = 6
-LONG = 300  # tokens of a stream that a fault shall hit; the reference says what the first 48 are
+LONG = 160  # tokens of a stream that a fault shall hit; the reference says what the first 48 are
 CONTEXT = 1024
 STEP_TIMEOUT_S = 4.0
 GONE_S = 60.0  # a rank that is stopped is missed after STEP_TIMEOUT_S; the rest is a busy machine's
@@ -50,53 +50,61 @@ def ports(process: psutil.Process) -> list[int]:
     return [each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
 
 
-def test_ranks_give_references_tokens_with_chunks_preemption_swap_and_cancels(
-    reference: Reference, tmp_path: Path
-) -> None:
-    short_of_memory = {"kv_blocks": 40, "host_blocks": 80, "policy": "sarathi:relief=newest-swap", "step_tokens": 24}
-    settings = {"dtype": "float32", "tp": 2, "pp": 2, "threads": 1, **short_of_memory}
-    with running_stack(tmp_path, reference.path, **settings) as stack:
-        assert [listening(rank) for rank in ranks_of(stack)] == [{"127.0.0.1"}] * 4
-
-        def disturbed() -> bool:
-            """Run the load once. Five streams of LONG tokens need twice the blocks there are."""
-            with load(stack, reference, LONG) as streams:
-                streams.streams[0].leave.set()
-                streams.check(LONG, but=[0])
-            stack.settled()
-            stats = stack.stats()
-            return min(int(stats[name]) for name in ("preemptions", "swapped_blocks", "cancelled")) > 0
-
-        until("sequences were preempted, swapped and cancelled", disturbed, 120)
-        stack.settled_empty()
-        ranks = ranks_of(stack)
-        assert stack.kill("worker", signal.SIGTERM) == 0
-        assert not any(rank.is_running() for rank in ranks)
-
-
 @pytest.fixture(scope="module")
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {"tp": 2, "pp": 2, "threads": 1, "step_timeout_s": STEP_TIMEOUT_S}
-    with running_stack(tmp_path_factory.mktemp("stack"), reference.path, dtype="float32", **settings) as running:
+    short_of_memory = {"kv_blocks": 24, "host_blocks": 48, "policy": "sarathi:relief=newest-swap", "step_tokens": 24}
+    directory = tmp_path_factory.mktemp("stack")
+    with running_stack(directory, reference.path, dtype="float32", **settings, **short_of_memory) as running:
         yield running
 
 
+def test_ranks_give_references_tokens_with_chunks_preemption_swap_and_cancels(
+    stack: Stack, reference: Reference
+) -> None:
+    assert [listening(rank) for rank in ranks_of(stack)] == [{"127.0.0.1"}] * 4
+
+    def disturbed() -> bool:
+        """Run the load once. Five streams of LONG tokens need twice the blocks there are."""
+        with load(stack, reference, LONG) as streams:
+            streams.streams[0].leave.set()
+            streams.check(LONG, but=[0])
+        stack.settled()
+        stats = stack.stats()
+        return min(int(stats[name]) for name in ("preemptions", "swapped_blocks", "cancelled")) > 0
+
+    until("sequences were preempted, swapped and cancelled", disturbed, 120)
+    stack.settled_empty()
+
+
 @pytest.mark.parametrize(
-    ("rank", "how"),
-    [(0, signal.SIGKILL), (3, signal.SIGKILL), (2, signal.SIGSTOP)],
-    ids=["leader killed", "rank 3 killed", "rank 2 stopped"],
+    ("rank", "how", "then"),
+    [
+        (3, signal.SIGKILL, {"tp": 2, "pp": 1}),
+        (0, signal.SIGKILL, {"tp": 1, "pp": 2}),
+        (1, signal.SIGSTOP, {"tp": 2, "pp": 1}),
+    ],
+    ids=["rank 3 killed", "leader killed", "rank 1 stopped"],
 )
 def test_dead_or_hung_rank_ends_its_replica_without_token_loss(
-    stack: Stack, reference: Reference, rank: int, how: signal.Signals
+    stack: Stack, reference: Reference, rank: int, how: signal.Signals, then: dict[str, int]
 ) -> None:
+    """The replica that follows has fewer ranks: each is a process that has to start."""
     ranks = ranks_of(stack)
     with load(stack, reference, LONG) as streams:
         ranks[rank].send_signal(how)
         until("every rank is gone", lambda: not any(alive(process) for process in ranks), GONE_S)
         assert stack.wait("worker") == (-signal.SIGKILL if rank == 0 else 1)
-        stack.start("worker")
+        stack.start("worker", **then)
         streams.check(LONG)
     stack.settled_empty()
+
+
+def test_ranks_end_with_a_leader_told_to_end(stack: Stack) -> None:
+    ranks = ranks_of(stack)
+    assert len(ranks) == 2
+    assert stack.kill("worker", signal.SIGTERM) == 0
+    assert not any(rank.is_running() for rank in ranks)
 
 
 def test_torchrun_ranks_meet_over_tls_and_end_with_their_leader(

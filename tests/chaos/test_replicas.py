@@ -14,7 +14,7 @@ from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
 STREAMS = 6
-LONG = 1200
+LONG = 600
 SLOTS = 4
 MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 4096, "seed": 20261203}
 
@@ -22,7 +22,8 @@ MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 40
 @pytest.fixture(scope="module")
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, reference.path, dtype="float32", max_seqs=SLOTS, threads=1) as running:
+    settings = {"dtype": "float32", "max_seqs": SLOTS, "threads": 1, "stats_ms": 100}
+    with running_stack(directory, reference.path, **settings) as running:
         running.start("worker", "worker-1", worker_id="worker-1")
         running.wait_workers(2)
         yield running

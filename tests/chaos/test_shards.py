@@ -14,7 +14,7 @@ from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
 STREAMS = 6
-LONG = 1500
+LONG = 600
 SHARDS = ("shard-0", "shard-1")
 SECOND = {"shard": "shard-1", "worker_id": "worker-1"}
 OTHER, OTHERS_WORKER = "scheduler-1", "worker-1"

@@ -23,7 +23,7 @@ MINUTES = 22
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Soak:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(soak(tmp_path_factory.mktemp("soak"), minutes=0.15, clients=8, templates=4))
+        return runner.run(soak(tmp_path_factory.mktemp("soak"), minutes=0.1, clients=8, templates=4))
 
 
 def test_answers_under_mixed_load_are_right_and_the_stack_settles(short: Soak) -> None:

@@ -14,7 +14,7 @@ from tests.chaos.streams import Stream, common
 from tests.support.stack import START_S, Stack, running_stack
 from tests.support.waiting import until
 
-TOKENS = 900
+TOKENS = 450
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n",
     "1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4,",
@@ -27,7 +27,7 @@ BOUND = {"guided_regex": r"[a-z0-9, ]{4000,}", "ignore_eos": False}
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory: Path = tmp_path_factory.mktemp("speculation")
-    with running_stack(directory, DEMO_MODEL, dtype="float32", speculate="auto") as running:
+    with running_stack(directory, DEMO_MODEL, dtype="float32", speculate="auto", stats_ms=100) as running:
         yield running
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.checkpoints.models import make_llama
 from tests.support.launcher import ROOT, alive, clean_env
-from tests.support.stack import RedisServer
+from tests.support.stack import PLAIN, RedisServer
 from tests.support.waiting import free_port, until
 
 READY_S = 200.0
@@ -80,8 +80,8 @@ class MakeRun:
 
     def complete(self, **body: Any) -> httpx.Response:
         body = {"prompt": "abc", "max_tokens": 4, "temperature": 0, **body}
-        model = httpx.get(f"{self.url}/v1/models", timeout=60).json()["data"][0]["id"]
-        return httpx.post(f"{self.url}/v1/completions", json={"model": model, **body}, timeout=60)
+        model = httpx.get(f"{self.url}/v1/models", timeout=60, verify=PLAIN).json()["data"][0]["id"]
+        return httpx.post(f"{self.url}/v1/completions", json={"model": model, **body}, timeout=60, verify=PLAIN)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -166,7 +166,7 @@ def kill(run: MakeRun, *names: str) -> None:
     for name in names:
         if name == "gateway-0":
             for _ in range(8):  # clients wait: the first of them connect while there is no gateway
-                assert httpx.get(f"{run.url}/health/live", timeout=READY_S).status_code == 200
+                assert httpx.get(f"{run.url}/health/live", timeout=READY_S, verify=PLAIN).status_code == 200
         until(f"{name} is back", lambda name=name: run.text().count(f"{name} is ready again") > said[name], READY_S)
         assert f"{name} died (signal SIGKILL)" in run.text()
         assert run.pids()[name] != before[name] and alive(run.pids()[name])
@@ -185,21 +185,20 @@ def test_killed_services_are_restarted_and_requests_work(shared_run: MakeRun, na
     until("completions work again", completes, READY_S)
 
 
-def test_sigterm_to_make_stops_everything_and_data_stays(tmp_path: Path, model: Path) -> None:
-    """The second time with two workers behind one scheduler."""
-    run = MakeRun(tmp_path, model)
+def test_sigterm_to_make_stops_everything_and_data_stays(shared_run: MakeRun) -> None:
+    """The last test of the shared run, which then starts again with two workers behind one scheduler."""
     for workers in (["worker-0"], ["worker-0", "worker-1"]):
-        run.argv.append(f"REPLICAS={len(workers)}")
-        run.start().ready()
-        assert set(run.pids()) == SERVICES | set(workers)
+        if len(workers) > 1:
+            shared_run.argv.append(f"REPLICAS={len(workers)}")
+            shared_run.start().ready()
+        assert set(shared_run.pids()) == SERVICES | set(workers)
         for name in workers:
-            log = run.run_dir / "logs" / f"{name}.log"
+            log = shared_run.run_dir / "logs" / f"{name}.log"
             until(f"{name} is led", lambda log=log: "from shard shard-0 begins" in log.read_text())
-        assert run.complete().status_code == 200
-        assert run.process is not None
-        pids = [run.launcher(), *run.pids().values()]
-        run.stop(signal.SIGTERM)  # to the pid of make, not to its group
-        assert_nothing_is_left(run, pids)
+        assert shared_run.complete().status_code == 200
+        pids = [shared_run.launcher(), *shared_run.pids().values()]
+        shared_run.stop(signal.SIGTERM)  # to the pid of make, not to its group
+        assert_nothing_is_left(shared_run, pids)
 
 
 def test_redis_and_key_of_the_operator_are_used(tmp_path: Path, model: Path) -> None:
@@ -207,7 +206,7 @@ def test_redis_and_key_of_the_operator_are_used(tmp_path: Path, model: Path) -> 
     with RedisServer(tmp_path / "redis") as server:
         with MakeRun(tmp_path, model, ORCINUS_REDIS_URL=server.url, ORCINUS_API_KEY="key-of-a-client") as run:
             assert set(run.pids()) == SERVICES - {"redis"}
-            assert httpx.get(f"{run.url}/v1/models", timeout=60).status_code == 401
+            assert httpx.get(f"{run.url}/v1/models", timeout=60, verify=PLAIN).status_code == 401
             assert "key-of-a-client" not in run.text()
             curl = next(line for line in run.text().splitlines() if line.startswith("curl "))
             answer = subprocess.run(["bash", "-c", curl], env=run.env, capture_output=True, text=True, timeout=60)

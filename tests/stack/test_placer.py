@@ -19,6 +19,7 @@ import pytest
 from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.launcher import alive, up
 from tests.support.sse import DONE, parse
+from tests.support.stack import PLAIN
 from tests.support.waiting import until
 
 TOKENS = 500
@@ -53,7 +54,8 @@ def run(references: dict[str, Reference], tmp_path_factory: pytest.TempPathFacto
 
 
 def states(url: str) -> dict[str, str]:
-    return {card["id"]: card["state"] for card in httpx.get(f"{url}/v1/models", timeout=60).json()["data"]}
+    listed = httpx.get(f"{url}/v1/models", timeout=60, verify=PLAIN).json()["data"]
+    return {card["id"]: card["state"] for card in listed}
 
 
 def pids(directory: Path) -> dict[str, int]:
@@ -67,7 +69,7 @@ def streamed(url: str, model: str, prompt: list[int], tokens: int, priority: str
         "return_token_ids": True, "priority": priority,
     }  # fmt: skip
     body_bytes, pause, last = bytearray(), 0.0, 0.0
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S, verify=PLAIN) as answer:
         assert answer.status_code == 200, answer.read()
         for chunk in answer.iter_raw():  # parsed behind the end: a reader that lags behind the worker sees no pause
             now = time.monotonic()
@@ -87,7 +89,7 @@ def streamed(url: str, model: str, prompt: list[int], tokens: int, priority: str
 def test_models_take_turns_and_no_token_differs(run: tuple[str, Path], references: dict[str, Reference]) -> None:
     url, directory = run
     until("one is awake and the other asleep", lambda: states(url) == {"one": "ready", "org/Two": "asleep"})
-    assert httpx.get(f"{url}/health/ready", timeout=60).status_code == 200
+    assert httpx.get(f"{url}/health/ready", timeout=60, verify=PLAIN).status_code == 200
     assert {"worker-0", "placer-0"} <= pids(directory).keys() and "worker-1" not in pids(directory)
     served = threading.Event()
     pauses = []

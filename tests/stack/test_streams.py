@@ -16,7 +16,7 @@ from tests.support.stack import Stack, running_stack
 
 STREAMS = 200
 ROUNDS = 4
-TOKENS = 32
+TOKENS = 16
 GROWTH = 0.02
 GROWTH_BYTES = 8 << 20
 LAZY_FDS = 3

@@ -18,6 +18,8 @@ T = TypeVar("T")
 PORTS = range(12_000, 32_000)
 """Below those that Linux gives to outgoing connections (32768 and up). One of them may take a port that a service
 leaves for a moment, and a client that dials such a port again and again may reach itself."""
+RARELY_S = 0.1
+"""Between two looks at a condition that is waited for two seconds or longer."""
 _FIRST = os.getpid() * 97 % len(PORTS)  # processes begin in different places
 _candidates = itertools.cycle([*PORTS[_FIRST:], *PORTS[:_FIRST]])
 
@@ -25,17 +27,20 @@ _candidates = itertools.cycle([*PORTS[_FIRST:], *PORTS[:_FIRST]])
 def until(what: str, condition: Callable[[], T], seconds: float = 60.0, every: float = 0.02) -> T:
     """Return the first true value of condition(). Raise TimeoutError naming what was waited for.
 
-    The condition is asked once more after the deadline: the time may have passed while this process stood still.
+    The condition is asked at first `every` so many seconds, and less often the longer it takes: what is waited for may
+    need the processor. It is asked once more after the deadline: the time may have passed while this process stood
+    still.
     """
-    end = time.monotonic() + seconds
+    begun = time.monotonic()
     while True:
-        is_late = time.monotonic() > end
+        waited = time.monotonic() - begun
+        is_late = waited > seconds
         value = condition()
         if value:
             return value
         if is_late:
             raise TimeoutError(f"{what}: not within {seconds} s; last value {value!r}")
-        time.sleep(every)
+        time.sleep(max(every, min(waited / 20, RARELY_S)))
 
 
 async def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.checkpoints.models import Reference
 from tests.support.gateway_process import GatewayProcess
-from tests.support.stack import ROOT
+from tests.support.stack import PLAIN, ROOT
 from tests.support.waiting import free_port, until
 
 IMPATIENT = """
@@ -63,7 +63,7 @@ class Parent:
     def answers(self, child: psutil.Process) -> bool:
         """Over a connection of its own, which may be another's."""
         with contextlib.suppress(httpx.TransportError):
-            gateway = httpx.get(self._stats, timeout=60).json()["gateway"]["id"]
+            gateway = httpx.get(self._stats, timeout=60, verify=PLAIN).json()["gateway"]["id"]
             return int(gateway.split("-")[-2]) == child.pid
         return False
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.processes.heap import settle
+from shared.processes.heap import importing, settle
 
 
 @pytest.fixture
@@ -28,3 +28,11 @@ def test_what_lives_at_start_is_never_walked_again_and_full_collections_are_rare
     assert id(early) not in watched and id(late) in watched
     young, middle, full = gc.get_threshold()
     assert young * middle * full == 1_000_000
+
+
+@pytest.mark.usefixtures("thresholds")
+def test_an_import_has_no_collections_also_one_that_fails() -> None:
+    with pytest.raises(ModuleNotFoundError), importing():
+        assert not gc.isenabled()
+        raise ModuleNotFoundError
+    assert gc.isenabled() and gc.get_freeze_count() > 0
