@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
-from transformers import AutoTokenizer
 
 from protos.queue_pb2 import Delivery
 from services.gateway.anthropic.bodies import MessagesBody
@@ -78,6 +77,8 @@ def special_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(qwen: Path) -> Any:
+    from transformers import AutoTokenizer  # most processes of a run need no transformers
+
     return AutoTokenizer.from_pretrained(qwen)
 
 
