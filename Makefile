@@ -14,8 +14,9 @@ PROTOS := protos/queue_pb2.py protos/worker_pb2.py protos/kserve_pb2.py
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 PARALLEL := -n $(CORES) --maxprocesses 8 --dist loadfile
 WAITING := -n $(shell echo $$(($(CORES) + ($(CORES) + 1) / 2))) --maxprocesses 8 --dist loadfile
-# In this order: files with few long tests first, which else are all that runs at the end.
-QUICK := --no-loadscope-reorder tests/stack tests/integration tests/unit -m "(unit or integration or smoke) and not slow"
+# In this order: files with few long tests first, which else are all that runs at the end. Of tests/stack only the file
+# with the smoke test, as each process imports all files that are named here.
+QUICK := --no-loadscope-reorder tests/stack/test_api.py tests/integration tests/unit -m "(unit or integration or smoke) and not slow"
 
 # A misspelt MODLE=... must not be ignored. (Values from the environment are not checked.)
 KNOWN := MODEL MODELS PORT DEVICE POLICY TP PP REPLICAS PREFILL DECODE ARGS PYTHON TORCH_INDEX TESTS EXAMPLES SECONDS SEEDS

@@ -6,16 +6,18 @@ import asyncio
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
 
 from tests.deploy import test_observability as observability
-from tests.support.checkpoints.models import Reference
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import free_port, until
+
+if TYPE_CHECKING:
+    from tests.support.checkpoints.models import Reference
 
 KEY = "sk-orcinus-test"
 MODEL = {"requests": 4, "output_tokens": 24, "seed": 20261123}

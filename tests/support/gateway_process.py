@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 
 from shared.keys import Keys
+from tests.support.forked import Forked
 from tests.support.launcher import settings_env
-from tests.support.stack import PLAIN, ROOT, RedisServer
+from tests.support.stack import PLAIN, RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import free_port, until
 
@@ -35,14 +36,10 @@ class GatewayProcess:
         }  # fmt: skip
         self.environment = settings_env(**values)
         self._log = directory / f"gateway-{self.port}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
 
     def start(self) -> GatewayProcess:
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.cli", "gateway"],
-                stdout=log, stderr=log, env=self.environment, cwd=ROOT,
-            )  # fmt: skip
+        self.process = Forked("gateway", self.environment, self._log)
         return self
 
     def wait_live(self) -> GatewayProcess:

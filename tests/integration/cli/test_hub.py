@@ -25,7 +25,6 @@ from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
 from shared.settings import CommonSettings, WorkerSettings
 from tests.support.checkpoints.gguf import write_file, write_model
-from tests.support.checkpoints.models import make_llama
 from tests.support.launcher import ROOT, clean_env
 from tests.support.stand_ins.hub import StandInHub
 
@@ -238,6 +237,8 @@ def test_repository_without_safetensors_is_refused_with_its_formats(machine: Mac
 
 
 def test_gguf_file_is_served_by_the_name_of_its_repository_or_its_path(machine: Machine, tmp_path: Path) -> None:
+    from tests.support.checkpoints.models import make_llama  # most processes of a run need no transformers
+
     make_llama(tmp_path / "plain", requests=1, output_tokens=1, hidden_size=256, intermediate_size=256)
     write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda name: "Q6_K" if name == "output.weight" else "Q4_K")
     data = (tmp_path / "x.gguf").read_bytes()
@@ -455,6 +456,8 @@ def test_size_of_mxfp4_is_expected_before_it_is_fetched() -> None:
 
 
 def test_size_of_a_model_with_images_is_that_of_its_text(tmp_path: Path) -> None:
+    from tests.support.checkpoints.models import make_llama  # most processes of a run need no transformers
+
     whole, text = (
         make_llama(tmp_path / kind, requests=1, output_tokens=1, kind=kind).path
         for kind in ("gemma3_and_images", "gemma3")

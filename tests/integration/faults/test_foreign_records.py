@@ -91,7 +91,7 @@ def _sources(stack: TokenStack) -> set[str]:
     return {fields[b"key"].decode() for _, fields in stack.redis.client.xrange(stack.keys.dead)}
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_services_go_on_among_mutated_records(stack: TokenStack, seconds: int) -> None:
     kinds = run(stack, seconds, seed=20_261_123)
     assert len(kinds) > 8, kinds

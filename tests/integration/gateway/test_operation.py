@@ -181,10 +181,9 @@ def test_listening_beyond_loopback_needs_a_key(model: Path) -> None:
 
 
 def refusal(model: Path, **settings: Any) -> str:
-    """Return what a gateway writes to stderr that refuses to start."""
+    """Return what a gateway writes that refuses to start."""
     gateway = GatewayProcess(model.parent, model, "redis://127.0.0.1:1/0")
     gateway.environment.update({f"ORCINUS_{name.upper()}": str(value) for name, value in settings.items()})
-    command = [sys.executable, "-m", "services.cli", "gateway"]
-    ended = subprocess.run(command, env=gateway.environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
-    return ended.stderr
+    assert gateway.start().process is not None
+    assert gateway.process.wait(60) == 2 and "Traceback" not in gateway.log(), gateway.log()
+    return gateway.log()

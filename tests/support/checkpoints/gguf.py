@@ -13,9 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 
 Bytes = NDArray[np.uint8]
 Float = NDArray[np.float32]
@@ -102,6 +100,9 @@ def write_model(
     then holds. metadata: with `__` for a dot, put over what is derived; None leaves a key out. more:
     further tensors of F32.
     """
+    import torch  # most tests need a few values alone
+    from safetensors.torch import load_file, save_file
+
     config = json.loads((plain / "config.json").read_text())
     name = ARCHITECTURES[config["architectures"][0]]
     table = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name), 16)

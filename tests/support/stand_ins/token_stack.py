@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +12,9 @@ import httpx
 
 from shared.keys import Keys
 from tests.support.checkpoints.tokenizers import write_model
+from tests.support.forked import Forked
 from tests.support.gateway_process import GatewayProcess
-from tests.support.stack import PATIENT_MS, PLAIN, ROOT, RedisServer
+from tests.support.stack import PATIENT_MS, PLAIN, RedisServer
 from tests.support.stand_ins.token_worker import TokenWorker, answer
 from tests.support.waiting import until
 
@@ -35,7 +35,7 @@ class TokenStack:
         self.keys: Keys = self.gateway.keys
         self.workers: list[TokenWorker] = []
         self._log = directory / "scheduler.log"
-        self._scheduler: subprocess.Popen[bytes] | None = None
+        self._scheduler: Forked | None = None
 
     def __enter__(self) -> TokenStack:
         self.gateway.start()
@@ -57,11 +57,7 @@ class TokenStack:
         return self.workers[-1]
 
     def start_scheduler(self) -> None:
-        with self._log.open("ab") as log:
-            self._scheduler = subprocess.Popen(
-                [sys.executable, "-m", "services.cli", "scheduler"],
-                stdout=log, stderr=log, env=self.gateway.environment, cwd=ROOT,
-            )  # fmt: skip
+        self._scheduler = Forked("scheduler", self.gateway.environment, self._log)
 
     def kill_scheduler(self, how: int = signal.SIGKILL) -> None:
         if self._scheduler is not None and self._scheduler.poll() is None:

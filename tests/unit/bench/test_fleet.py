@@ -55,7 +55,6 @@ def erlang_c(servers: int, load: float) -> float:
     ("servers", "routing", "load", "wait_s"),
     [
         (1, "one-queue", 0.5, erlang_c(1, 0.5)),
-        pytest.param(3, "one-queue", 0.8, erlang_c(3, 0.8), marks=pytest.mark.slow),
         pytest.param(8, "one-queue", 0.7, erlang_c(8, 0.7), marks=pytest.mark.slow),
         pytest.param(4, "random", 0.7, 0.7 / 0.3, marks=pytest.mark.slow),  # so many queues of their own
     ],
@@ -99,10 +98,9 @@ def test_decodes_take_as_long_as_their_steps_one_by_one() -> None:
     assert max(found.values()) == pytest.approx(max(expected.values()), rel=0.02)
 
 
-@pytest.mark.parametrize("rate", [8.0, 16.0])
-def test_the_fluid_is_near_the_core_below_saturation(rate: float) -> None:
+def test_the_fluid_is_near_the_core_below_saturation() -> None:
     size = Size(256, Roofline("llama-8b", "h100").kv_blocks(16) * 16)
-    figures = compare(Case(1, rate, 200), "llama-8b", "h100", size)["figures"]
+    figures = compare(Case(1, 16.0, 200), "llama-8b", "h100", size)["figures"]
     assert abs(figures["output tok/s"]["error"]) < 0.02
     # The fluid computes a prompt as fast as it can; the core spreads it over steps in which its tokens are nearly free.
     assert 0 <= figures["ms/token p50"]["error"] < 0.25
@@ -153,7 +151,7 @@ def test_stopped_replica_gives_back_its_requests_with_their_outputs() -> None:
 
 
 def test_affinity_finds_more_prefixes_without_overload() -> None:
-    asked = build(Spec(20_000, 8 * 12.0, groups=400, prefix_tokens=2048, skew=0.8))
+    asked = build(Spec(10_000, 8 * 12.0, groups=400, prefix_tokens=2048, skew=0.8))
     size = Size(256, 300_000)
     apart = run(Fleet(8, "two-choices", size, GPU), asked).result
     together = run(Fleet(8, "prefix", size, GPU), asked).result
@@ -207,9 +205,9 @@ def test_the_rule_doubles_at_most_and_goes_down_by_one() -> None:
 
 
 def test_command_prints_one_object_and_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--replicas", "1,3", "--routing", "all", "--requests", "300", "--price", "2", "--json"]) == 0
+    assert command.main(["--replicas", "1,3", "--routing", "all", "--requests", "60", "--price", "2", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    assert [(each["replicas"], each["finished"]) for each in results] == [(n, 300) for n in (1, 3) for _ in ROUTERS]
+    assert [(each["replicas"], each["finished"]) for each in results] == [(n, 60) for n in (1, 3) for _ in ROUTERS]
     assert all(each["cost_per_million_output"] > each["cost_per_million_tokens"] > 0 for each in results)
     for wrong in (["--replicas", "0"], ["--routing", "best"], ["--requests", "0"], ["--swing", "1"], ["--speeds", "x"]):
         assert command.main(wrong) == 2

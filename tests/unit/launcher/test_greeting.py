@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig, LlamaConfig
 
 from services.launcher import up
 from shared.settings import DEMO_MODEL, GatewaySettings
@@ -58,9 +57,12 @@ def test_greeting_names_addresses_and_a_line_to_send(checkout: Path) -> None:
 def test_line_to_send_is_one_that_the_model_is_for(
     tmp_path: Path, architecture: str, endpoint: str, field: str
 ) -> None:
-    config = BertConfig() if "Bert" in architecture else LlamaConfig()
-    config.architectures, config.num_labels = [architecture], 1
-    config.save_pretrained(tmp_path)
+    config = {
+        "architectures": [architecture], "model_type": "bert" if "Bert" in architecture else "llama", "num_labels": 1,
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "max_position_embeddings": 128, "vocab_size": 300, "rms_norm_eps": 1e-5, "layer_norm_eps": 1e-5,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
     *_, addresses, line = up.greeting(GatewaySettings(model=tmp_path))
     assert f"/v1/{endpoint} " in line
     assert json.loads(shlex.split(line)[-1]).keys() - {"max_tokens", "temperature"} >= {"model", field}

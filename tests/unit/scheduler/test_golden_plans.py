@@ -9,8 +9,8 @@ from tests.unit.scheduler.golden_plans import NAMES, QUICK_SEEDS, SEEDS, differe
 
 @pytest.mark.parametrize(("number", "name"), enumerate(NAMES))
 def test_plans_equal_the_recorded_ones(number: int, name: str) -> None:
-    """Two of the quick seeds each, in turn."""
-    jobs = [(name, QUICK_SEEDS[(number + at) % 3]) for at in (0, 1)]
+    """One of the quick seeds each, in turn."""
+    jobs = [(name, QUICK_SEEDS[number % 3])]
     assert not differences(jobs, map(run, jobs))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer
 
 from services.worker.models.stored import HELD_BITS
 from shared.errors import ModelError
@@ -107,6 +106,8 @@ def best_pairs(pieces: dict[str, float], text: str) -> list[str]:
 
 
 def transformers_reads(path: Path) -> Any:
+    from transformers import AutoTokenizer  # most processes of a run need no transformers
+
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 

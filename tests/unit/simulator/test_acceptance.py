@@ -24,8 +24,8 @@ HEADER = "num_prefill_tokens,num_decode_tokens,acceptance\n"
 
 
 def work(acceptance: float | None, requests: int = 12) -> Workload:
-    """Return requests of 40 to 300 output tokens, two a second."""
-    prompt, output = Lengths.parse("20:60"), Lengths.parse("40:300")
+    """Return requests of 40 to 200 output tokens, two a second."""
+    prompt, output = Lengths.parse("20:60"), Lengths.parse("40:200")
     return build(Spec(None, requests, prompt, output, rate_rps=2, max_tokens=400, seed=5, acceptance=acceptance))
 
 

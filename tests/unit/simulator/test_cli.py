@@ -34,12 +34,12 @@ def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 
 
 def test_json_has_agreed_names_and_is_the_same_every_time(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ("--policy", "orca,orcinus", "--requests", "60", "--rate-scale", "4", "--seed", "3")
+    command = ("--policy", "orca,orcinus", "--requests", "20", "--rate-scale", "4", "--seed", "3")
     results = ask(capsys, *command)
     assert [r["policy"] for r in results] == ["orca", "orcinus"]
     for result in results:
         assert set(result) >= CONTRACT
-        assert result["finished"] == result["requests"] == 60
+        assert result["finished"] == result["requests"] == 20
         for name in ("ttft_ms", "tbt_ms", "normalized_latency_ms"):
             assert 0 < result[name]["p50"] <= result[name]["p99"]
     again = ask(capsys, *command)
@@ -48,10 +48,10 @@ def test_json_has_agreed_names_and_is_the_same_every_time(capsys: pytest.Capture
 
 def test_progress_goes_to_stderr_in_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulator_jobs, "LINE_S", 0.0)
-    assert main(["--policy", "orca", "--requests", "130", "--json", "--jobs", "1"]) == 0
+    assert main(["--policy", "orca", "--requests", "40", "--json", "--jobs", "1"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["results"]
-    assert re.search(r"^simulated \d+ of 130 requests, \d+%, \d+ s left$", printed.err, re.MULTILINE), printed.err
+    assert re.search(r"^simulated \d+ of 40 requests, \d+%, \d+ s left$", printed.err, re.MULTILINE), printed.err
 
 
 def test_every_option_and_every_field_stands_in_the_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +66,7 @@ def test_every_option_and_every_field_stands_in_the_page(capsys: pytest.CaptureF
 
 
 def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--policy", "orca,sarathi", "--requests", "30", "--json", "--jobs"]
+    command = ["--policy", "orca,sarathi", "--requests", "8", "--json", "--jobs"]
     lines = []
     for jobs in ("1", "2"):
         assert main([*command, jobs]) == 0
@@ -75,7 +75,7 @@ def test_processes_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tbt_limit_that_no_step_comes_near_delays_no_prompt(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--trace", str(ROOT / "assets/traces/azure_code_2023.csv"), "--rate", "7", "--requests", "200"]
+    command = ["--trace", str(ROOT / "assets/traces/azure_code_2023.csv"), "--rate", "7", "--requests", "80"]
     (free,) = ask(capsys, *command)
     (limited,) = ask(capsys, *command, "--tbt-slo-ms", "100")
     assert limited["worst_gap_ms"]["p99"] < 50

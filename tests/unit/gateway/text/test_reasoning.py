@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
-from transformers import AutoTokenizer
 
 from protos.queue_pb2 import Delivery
 from services.gateway.anthropic.bodies import MessagesBody
@@ -78,6 +77,8 @@ def special_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(qwen: Path) -> Any:
+    from transformers import AutoTokenizer  # most processes of a run need no transformers
+
     return AutoTokenizer.from_pretrained(qwen)
 
 
@@ -139,7 +140,7 @@ def fed(pieces: list[list[int]], request: GenerationSpec) -> tuple[Any, ...]:
     PARTS, CUTS, st.sampled_from([UNDECIDED, THINKING, ""]), st.booleans(), st.sampled_from([[], ["s"], ["k>"]]),
     st.integers(0, 6),
 )  # fmt: skip
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_thinking_content_and_calls_are_the_same_however_cut(
     text: str, cuts: list[int], state: str, tools: bool, stop: list[str], least: int
 ) -> None:
@@ -636,7 +637,7 @@ WISHES = st.lists(
 @given(WISHES, st.integers(1, 4), st.booleans())
 @example("<|channel|> analysis<|message|>xxx", 1, False)
 @example("<|channel|>analysis <|message|>xxx", 1, True)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_wish_of_a_model_exceeds_the_budget_of_channels(
     harmony: Path, wished: str, budget: int, may_call: bool
 ) -> None:
@@ -761,7 +762,7 @@ def unframed(text: str, state: str) -> tuple[str, str]:
 @given(FRAMES, CUTS, st.sampled_from([UNDECIDED, THINKING, FRAMED]), st.sampled_from([[], ["s"], ["E|>"]]))
 @example(f"{BEGINS}a{ENDS}b{ENDS} {ENDS}\n", [1, 2], UNDECIDED, [])
 @example(f"a{CLOSING} {BEGINS}b{ENDS} ", [5], THINKING, [])
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_framed_answers_are_the_same_however_cut(text: str, cuts: list[int], state: str, stop: list[str]) -> None:
     made = spec(endpoint="chat", reasoning=state, markers=list(MARKERS["cohere"]), stop=stop, stop_ids=[])
     asked = GenerationSpec.from_delivery(made.id, made.to_delivery(model().text.tail), "normal")

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from services.gateway.delivery.stream import Row
 from services.gateway.errors import ApiError
@@ -307,6 +306,8 @@ def test_template_renders_tools_and_results_as_transformers_does(model: ModelTex
     body = chat(messages=CONVERSATION, tools=TOOLS)
     shown = plan_tools(body, model).shown
     ids = model.chat.encode(plain_messages(body.messages), True, shown)
+    from transformers import PreTrainedTokenizerFast  # most processes of a run need no transformers
+
     theirs = PreTrainedTokenizerFast(tokenizer_object=model.tokenizer, chat_template=HERMES)
     plain = json.loads(json.dumps(CONVERSATION))
     plain[1]["content"], plain[2]["content"] = "", "sunny"

@@ -226,16 +226,16 @@ class CoreTwin(RuleBasedStateMachine):
             assert stats["running"] == stats["queued_tokens"] == 0
 
 
-CoreTwin.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+CoreTwin.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 TestCoreTwin = CoreTwin.TestCase
 
 
 @pytest.mark.parametrize("policy", TESTED)
 def test_every_policy_gives_the_same_tokens(policy: str) -> None:
-    """32 requests on a pool so small that preemption happens where the policy has it; chunk budgets 1, 7, 64, none."""
+    """32 requests on a pool so small that preemption happens where the policy has it; chunk budget 7 or none."""
     rng = random.Random(7)
     preempted = swapped = 0
-    for budget in (1, 7, 64, 0):
+    for budget in (7, 0):
         core = Scheduler(policy, microbatches=1, lookahead=1, step_tokens=budget)
         house = House(core, Limits(12, 40, 4, 64, 96, host_blocks=60), lag=1)
         for i in range(32):

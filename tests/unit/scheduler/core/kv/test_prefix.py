@@ -197,7 +197,7 @@ class IndexTwin(RuleBasedStateMachine):
         )
 
 
-IndexTwin.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+IndexTwin.TestCase.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
 TestIndexTwin = IndexTwin.TestCase
 
 
