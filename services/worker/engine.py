@@ -416,6 +416,7 @@ class Engine:
             late_slots=inflight.late_slots(),
         )
         inflight.write_prompt_logprobs(result)
+        inflight.write_forced(result)
         if self._step_log is not None:
             self._step_log.write(result, inflight.chunks)
         return result

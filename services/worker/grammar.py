@@ -53,7 +53,7 @@ TOGETHER_S = 5.0
 class Question:
     """What masks are computed from: those behind the outputs and each guess.
 
-    took_s: how long each took, without the wait for its turn.
+    forced: with the masks, as of GrammarProcess. took_s: how long each took, without the wait for its turn.
     """
 
     tenant: int
@@ -62,6 +62,7 @@ class Question:
     outputs: Int32
     guesses: Int32 = field(default_factory=lambda: NO_TOKENS)
     masks: Future[list[bytes]] = field(default_factory=Future)
+    forced: list[list[int]] = field(default_factory=list)
     took_s: float = 0.0
 
 
@@ -137,6 +138,7 @@ class Lane:
             question.masks.set_exception(error)
         else:
             count = len(masks)
+            question.forced = self.process.forced
             question.took_s = (time.monotonic() - began) / count
             question.masks.set_result(masks)
         limit_s = COSTLY_BEGIN_S if self.process.has_begun else COSTLY_MASK_S
@@ -257,7 +259,8 @@ class SlotGrammars:
         """Return by slot the ids that its next token may have and those behind its drafts, for SamplingTable.rows; the
         errors of slots; and the slots that are late, none unless `may_be_late`.
 
-        Masks behind the last drafts may be missing: what is drawn there counts for nothing.
+        Masks behind the last drafts may be missing: what is drawn there counts for nothing. The step gets what the
+        grammars force.
 
         previous: the step before this one, which may still be out, and is waited for. A slot with a failed draw there
         has none of the three: it fails with that step.
@@ -286,6 +289,8 @@ class SlotGrammars:
                 continue
             try:
                 found[slot] = [mask[: self._mask_bytes] for mask in wanted[slot].result()]
+                if (question := self._bound[slot].question) is not None and any(question.forced):
+                    inflight.forced_behind[slot] = question.forced
             except NoGrammarsError as error:
                 wrong[slot] = str(error)
             except OrcinusError as error:

@@ -98,6 +98,9 @@ class InFlightStep:
     counts: Int32 | None = None  # of a step with drafts: by slot that samples, the tokens that count
     counting: Bool | None = None  # [R] of a step with drafts: whether the token counts
     unmasked: list[int] = field(default_factory=list)  # rows behind drafts of which the masks are missing
+    # Tokens that grammars force: behind the outputs and each draft of a slot, on the rank that samples; then by row.
+    forced_behind: dict[int, list[list[int]]] = field(default_factory=dict)
+    forced: dict[int, list[int]] = field(default_factory=dict)
     # With several ranks: when the tokens came from the rank that samples, its grammar errors by row, and [R] which rows
     # were late there.
     arrived_ns: int = 0
@@ -124,6 +127,8 @@ class InFlightStep:
                 of_rows[row] = found[at]
             else:
                 self.unmasked.append(row)
+            if forced := self.forced_behind.get(slot, [])[at : at + 1]:
+                self.forced[row] = forced[0]
         return of_rows
 
     def timings(self, ops: AnyOps, swap_ns: int) -> worker_pb2.Timings:
@@ -157,6 +162,26 @@ class InFlightStep:
         result.prompt_slots, result.prompt_firsts = pack(scoring.slots[kept]), pack(scoring.firsts[kept])
         result.prompt_counts, result.prompt_sizes = pack(scoring.counts[kept]), pack(sizes)
         result.prompt_logprobs = b"".join(records)
+
+    def write_forced(self, result: worker_pb2.Result) -> None:
+        """Write the columns of the Result for forced tokens: those behind the last token that each slot gets."""
+        if self.sampled is None or not self.forced:
+            return
+        tokens, found = self.sampled.wait().tokens.tolist(), {}
+        for row, forced in self.forced.items():
+            slot = int(self.sampling[row])
+            if forced[:1] == tokens[row : row + 1] and self._is_last(row) and slot not in (*self.failed, *self.late):
+                found[slot] = forced[1:]
+        found = {slot: forced for slot, forced in found.items() if forced}
+        result.forced_slots, result.forced_counts = pack(list(found)), pack([len(some) for some in found.values()])
+        result.forced = pack([token for some in found.values() for token in some])
+
+    def _is_last(self, row: int) -> bool:
+        """Return whether the token of a row is the last that counts of its slot."""
+        if self.counting is None:
+            return True
+        has_next = row + 1 < self.sampling.size and self.sampling[row + 1] == self.sampling[row]
+        return bool(self.counting[row]) and not (has_next and self.counting[row + 1])
 
     def late_slots(self) -> bytes:
         """Return the column of the Result."""

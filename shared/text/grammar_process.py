@@ -42,7 +42,7 @@ KEPT_SHARE = 0.5
 MIB = 1 << 20
 MOST_QUESTION_BYTES, MOST_ANSWER_BYTES = 64 << 20, 1 << 20
 LOOK_AHEAD_S = 0.001
-"""Processor time of a question from which on no further guess is followed."""
+"""Processor time of a question, without that of compiling, from which on no further guess is followed."""
 CHECK, BEGIN, GO_ON = b"C", b"B", b"G"
 """Questions: compile a grammar; the masks behind outputs of a grammar, or behind further outputs of a sequence."""
 TAKEN, REFUSED, ENDED, NO_GRAMMARS, UNKNOWN = b"T", b"R", b"E", b"N", b"U"
@@ -52,7 +52,11 @@ HEAD = struct.Struct("<cQIII")
 """Of a question: kind, key of the sequence, numbers of outputs, of guesses and of keys to forget; then these, and the
 grammar."""
 COUNT = struct.Struct("<I")
-"""Before the masks of an answer."""
+"""Of the masks of an answer, before the rest: for each mask the number of forced tokens, these tokens, the masks."""
+MOST_FORCED = 16
+"""Forced tokens behind one place."""
+MOST_ALLOWED = 32
+"""Where a mask allows more tokens, nothing is forced, or too little to look for it."""
 NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
@@ -72,6 +76,11 @@ class GrammarProcess:
         """Processor time of the last masks; of those that ended the process its limit."""
         self.has_begun = False
         """The last masks were the far end's first ones of their sequence, which had the grammar to compile."""
+        self.forced: list[list[int]] = []
+        """At the place of each of the last masks, tokens of the text that the grammar forces there, if any.
+
+        It may allow that text in other tokens, too, so they are only likely to come.
+        """
         self.on_ended: Callable[[], object] = lambda: None
         self._fed: dict[int, int] = {}  # outputs that the far end has taken, by key
         self._forgotten: list[int] = []
@@ -90,7 +99,7 @@ class GrammarProcess:
         be missing: behind one that the grammar forbids, and where they would take long. A process that was started
         again is given all of the outputs.
         """
-        self.spent_s, self.has_begun = 0.0, False
+        self.spent_s, self.has_begun, self.forced = 0.0, False, []
         fed = self._fed.get(key)
         answer = UNKNOWN if fed is None else self._ask(GO_ON, key, outputs[fed:], guesses)
         if answer == UNKNOWN:
@@ -100,9 +109,8 @@ class GrammarProcess:
             self._count_ended()
         _raise(answer)
         self._fed[key] = len(outputs)
-        (count,), masks = COUNT.unpack_from(answer, 1), answer[1 + COUNT.size :]
-        size = len(masks) // count
-        return [masks[first : first + size] for first in range(0, len(masks), size)]
+        masks, self.forced = read_masks(answer[1:])
+        return masks
 
     def forget(self, key: int) -> None:
         """Let the far end drop a sequence with the next question."""
@@ -144,6 +152,18 @@ class GrammarProcess:
         return GrammarEndedError(
             f"it takes more than {QUESTION_S:g} s of processor time or {self._memory_bytes >> 20} MiB"
         )
+
+
+def read_masks(answer: bytes) -> tuple[list[bytes], list[list[int]]]:
+    """Return the masks of an answer and the tokens that are forced at the place of each."""
+    (count,) = COUNT.unpack_from(answer)
+    counts = np.frombuffer(answer, "<i4", count, COUNT.size)
+    first = COUNT.size + counts.nbytes
+    tokens = np.frombuffer(answer, "<i4", counts.sum(), first)
+    first += tokens.nbytes
+    size = (len(answer) - first) // count
+    masks = [answer[at : at + size] for at in range(first, len(answer), size)]
+    return masks, [part.tolist() for part in np.split(tokens, np.cumsum(counts)[:-1])]
 
 
 def _raise(answer: bytes) -> None:
@@ -200,7 +220,6 @@ class _Followed:
 
     def answer(self, question: bytes) -> bytes:
         """Return the answer without its first letter. Raise KeyError for an unknown sequence, or GrammarError."""
-        self._until = time.process_time() + LOOK_AHEAD_S
         kind, key, count, guessed, forgotten = HEAD.unpack_from(question)
         tokens = np.frombuffer(question, "<i4", count + guessed, HEAD.size).tolist()
         end = HEAD.size + 4 * len(tokens)
@@ -217,9 +236,10 @@ class _Followed:
         try:
             if kind == BEGIN:
                 self._matchers[key] = grammar, self._grammars.matcher(grammar), []
+            self._until = time.process_time() + LOOK_AHEAD_S
             grammar = self._matchers[key][0]
             masks = [self._advance(key, tokens[:count])]
-            self._look_ahead(key, tokens[count:], masks)
+            forced = self._look_ahead(key, tokens[count:], masks)
         except BaseException:
             self._leave(key)
             raise
@@ -229,7 +249,8 @@ class _Followed:
         self._keep_within()
         if key not in self._matchers:
             raise GrammarEndedError(self._ended.pop(key))
-        return COUNT.pack(len(masks)) + b"".join(masks)
+        counts, ids = [len(some) for some in forced], [token for some in forced for token in some]
+        return COUNT.pack(len(masks)) + np.array(counts + ids, "<i4").tobytes() + b"".join(masks)
 
     def _leave(self, key: int) -> None:
         """Drop a sequence."""
@@ -282,17 +303,31 @@ class _Followed:
         self._matchers[key] = grammar, matcher, before
         return mask
 
-    def _look_ahead(self, key: int, guesses: list[int], masks: list[bytes]) -> None:
-        """Append the masks behind guesses to the one before them, as far as they are allowed and quickly found."""
-        if not guesses:
-            return
+    def _look_ahead(self, key: int, guesses: list[int], masks: list[bytes]) -> list[list[int]]:
+        """Append the masks behind guesses to the one before them, as far as they are allowed and quickly found.
+
+        Return the tokens that are forced at the place of each mask.
+        """
+        if not guesses and not _has_few(masks[0]):
+            return [[]]
         matcher = self._matchers[key][1].deep_copy()
-        for guess in guesses[: MOST_ANSWER_BYTES // len(masks[0]) - 2]:
+        forced = [self._forced(matcher, masks[0])]
+        for guess in guesses[: MOST_ANSWER_BYTES // (len(masks[0]) + 4 * MOST_FORCED) - 2]:
             if matcher.is_stopped() or not allows(masks[-1], guess) or time.process_time() > self._until:
-                return
+                break
             if not (mask := self._mask(matcher, [guess])):
-                return  # what failed is met again when the guess has come true
+                break  # what failed is met again when the guess has come true
             masks.append(mask)
+            more = forced[-1][1:] if forced[-1][:1] == [guess] else []
+            forced.append(more or self._forced(matcher, mask))
+        return forced
+
+    def _forced(self, matcher: LLMatcher, mask: bytes) -> list[int]:
+        """Return the tokens of the text that a matcher forces at the place of a mask, if there is time to look."""
+        if not _has_few(mask) or matcher.is_stopped() or time.process_time() > self._until:
+            return []
+        matcher.compute_ff_bytes()  # else a grammar with no_forcing, which allows the text in any tokens, has none
+        return matcher.compute_ff_tokens()[:MOST_FORCED]
 
     def _mask(self, matcher: LLMatcher, tokens: list[int]) -> bytes:
         """Return the mask behind further tokens; empty when the matcher has failed.
@@ -303,6 +338,11 @@ class _Followed:
             matcher.consume_tokens(tokens)
         mask = self._grammars.mask(matcher)
         return b"" if matcher.is_error() else mask
+
+
+def _has_few(mask: bytes) -> bool:
+    """Return whether a mask allows so few tokens that they may begin one and the same text."""
+    return int.from_bytes(mask, "little").bit_count() <= MOST_ALLOWED
 
 
 def _answer(followed: _Followed, question: bytes) -> bytes:

@@ -30,6 +30,7 @@ from tests.support.in_process import Recorded
 REQUESTS = 10
 OUTPUT_TOKENS = 40
 WORDS = LLMatcher.grammar_from_regex("([a-m]{2,5} ){20}")
+FORCED = LLMatcher.grammar_from_regex("abcdefghijk[l-z]mnopqrstuv[a-z]")
 SEED = 20261124
 MODEL = {"requests": REQUESTS, "prompt_tokens": (2, 40), "output_tokens": 40, "hidden_size": 32, "seed": SEED}
 
@@ -186,6 +187,11 @@ def test_ranks_agree_on_which_drafts_count(reference: Reference, processes: Proc
     settings = {"kernels": "cpu", "max_seqs": REQUESTS, "kv_blocks": 256, "block_size": 16}
     with processes.replica(tp, pp, reference.path, **settings) as replica:
         core, _ = compare(replica, requests_of(reference, temperature=0.7, seed=SEED, logprobs=3), 0.1)
+        assert drafts_of(core)[1] > 0
+        forced = requests_of(reference, temperature=0.7, seed=SEED, grammar=FORCED)
+        truth, _ = in_process.run(replica, forced, "orcinus", speculate="off")
+        found, core = in_process.run(replica, forced, "orcinus", lookahead=1, speculate="suffix")
+        assert found.tokens == truth.tokens and not found.errors
         assert drafts_of(core)[1] > 0
         replica.take_masks("few_masks")
         bound = requests_of(reference, temperature=0.7, seed=SEED, grammar=WORDS)

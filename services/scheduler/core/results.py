@@ -139,6 +139,8 @@ class Results:
         columns = None
         if rows.size:
             columns = self._tokens(replica, step, rows, samples, tokens, spans, logprobs, now_ns, out)
+        if result.forced is not None:
+            self._force(replica, step, rows, *result.forced)
         for slot, code, message in result.errors:
             self._failed(replica, step, slot, f"{code}: {message}" if code else message, out)
         if result.late.size:
@@ -265,6 +267,14 @@ class Results:
         spans = Spans(np.zeros(step.samples.size, np.int64), np.zeros(step.samples.size, np.int32))
         spans.starts[rows], spans.counts[rows] = np.cumsum(counts) - counts, counts
         return spans
+
+    @staticmethod
+    def _force(replica: Replica, step: SentStep, rows: Rows, slots: Int32, counts: Int32, tokens: Int32) -> None:
+        """Take the tokens that grammars force as guesses, for those of `rows` that go on."""
+        going = np.isin(slots, rows) & (replica.table.generation.take(slots, mode="clip") <= step.id)
+        if replica.speculation.possible and going.any():
+            tokens = tokens[np.repeat(going, counts)]
+            replica.speculation.force(slots[going].astype(np.intp), counts[going], tokens)
 
     def _sit_out(self, replica: Replica, step: SentStep, late: Rows) -> None:
         """Keep late sequences from running until their steps are answered; the step gave none of them a token."""

@@ -1,7 +1,8 @@
 """Guess the next tokens of decoding sequences: where the guesses come from, and how many a step takes.
 
-A guess (draft) is what followed the last tokens where they stood before: in the sequence itself, in the output that the
-client predicted, or in an output of the same tenant. The worker draws behind each draft and keeps those that equal what
+A guess (draft) is the text that the sequence's grammar forces, as the worker tells it, or what followed the last tokens
+where they stood before: in the sequence itself, in the output that the client predicted, or in an output of the same
+tenant. The worker draws behind each draft and keeps those that equal what
 was drawn, so drafts change the time of a token and never the token. Called by the planner, results and ends. Columns
 over rows; a row is searched for again only when what was found is used up or another token was drawn.
 """
@@ -27,6 +28,7 @@ ALONE_NS = 1_000_000.0  # between two steps of which the second is planned behin
 AHEAD_NS = 200_000.0  # between two steps when the second was sent before that
 MAX_DELAY_NS = 20e6  # of both; more is a pause of the machine
 INITIAL_SHARE = 0.7  # share of drafts that is taken to be right before any was tried
+FORCED_SHARE = 0.95  # the same of forced ones: their text may come in other tokens
 DELAY_RATE = 0.05  # weight of a step in what passes beside steps
 SHARE_RATE = 0.25  # weight of a step in a row's share
 MAX_SHARE = 0.98  # no share is taken to be more
@@ -155,6 +157,7 @@ class Speculation:
         self._history = history
         slots = table.slots
         self._share: npt.NDArray[np.float64] = np.full(slots, INITIAL_SHARE)  # of a row's drafts that were right
+        self._forced_share: npt.NDArray[np.float64] = np.full(slots, FORCED_SHARE)  # the same of forced ones
         self._misses: Int32 = np.zeros(slots, np.int32)  # searches without a match, one after another
         self._next: Int32 = np.zeros(slots, np.int32)  # applied tokens from which on a row is searched for again
         self._seen: npt.NDArray[np.int64] = np.full(slots, NEVER)  # generation that these are of
@@ -165,6 +168,8 @@ class Speculation:
         self._follows: Int32 = np.zeros((slots, FOLLOWS), np.int32)  # what probably comes behind the first _upto tokens
         self._at: Int32 = np.zeros(slots, np.int32)  # of these, the first behind the _upto tokens
         self._size: Int32 = np.zeros(slots, np.int32)  # of these
+        self._forced: Int32 = np.zeros(slots, np.int32)  # of these, the first ones that a grammar forces
+        self._has_forced = False  # a row had some
         self._shares: Float32 = np.zeros((slots, FOLLOWS + MAX_ROW_DRAFTS), np.float32)  # as NgramIndex.follow has them
         self._shares[:, FOLLOWS:] = -np.inf
         self._upto: Int32 = np.zeros(slots, np.int32)  # applied tokens
@@ -219,28 +224,30 @@ class Speculation:
         may &= self._willing[rows] & (left > 0)
         if not may.any():
             return None
-        share = self._share[rows]
+        share = self._first_share(rows)
         timid = may & (share < least)
         if timid.any():
-            again = rows[timid & (self._next[rows] <= table.applied[rows])]
-            self._share[again] += RECOVERY_RATE * (INITIAL_SHARE - self._share[again])
+            self._recover(rows[timid & (self._next[rows] <= table.applied[rows])])
+            if self._has_forced:
+                forced = rows[timid & (self._forced[rows] > self._at[rows])]
+                self._size[forced] = self._at[forced] = self._forced[forced] = 0
             may &= ~timid
         if not may.all():
             rows, share, left = rows[may], share[may], left[may]
             if not rows.size:
                 return None
         if not (ready := self._ready(rows, share, least)).all():
-            rows, share, left = rows[ready], share[ready], left[ready]
+            rows, left = rows[ready], left[ready]
             if not rows.size:
                 return None
-        chances = self._chances(rows, share)
+        chances = self._chances(rows)
         counts = np.minimum((chances >= np.log(least)).sum(axis=1, dtype=np.int32), left)
         unanswered = table.unanswered[rows] if waiting else np.zeros_like(counts)
         counts[counts <= unanswered] = 0
         counts = self._within(rows, level(counts, room), blocks_left)
         some = counts > unanswered
         if not some.all():
-            rows, share, counts = rows[some], share[some], counts[some]
+            rows, counts = rows[some], counts[some]
             unanswered, chances = unanswered[some], chances[some]
             if not rows.size:
                 return None
@@ -252,7 +259,7 @@ class Speculation:
         if waiting:
             took += max(self._alone_ns - self._ahead_ns, 0.0)
         if (total + expected) * plain < MIN_GAIN * total * took:
-            self._share[rows] += RECOVERY_RATE * (INITIAL_SHARE - share)
+            self._recover(rows)
             return None
         tokens = self._follows.reshape(-1)[ramp(rows * FOLLOWS + self._at[rows], counts)]
         return Drafts(rows, counts, tokens)
@@ -287,18 +294,64 @@ class Speculation:
 
     def learn(self, rows: Rows, drafts: Int32, right: Int32) -> None:
         """Learn from an answer: right[i] of drafts[i] guesses for rows[i] were right, [k] each."""
-        self._judge(rows, right, np.minimum(right + 1, drafts))
+        self._judge_both(rows, right, np.minimum(right + 1, drafts), self._at[rows])
         self._checked[rows] = self._table.applied[rows]
         self._history.drafted += int(drafts.sum())
         self._history.accepted += int(right.sum())
+
+    def force(self, rows: Rows, counts: Int32, tokens: Int32) -> None:
+        """Take counts[i] tokens, those of one row after another, as what comes behind the applied ones of rows[i].
+
+        What was found for a row goes on behind them where it says the same. It is kept where forced tokens of the row
+        were less often right.
+        """
+        if (new := self._seen[rows] != self._table.generation[rows]).any():
+            self._begin(rows[new])
+        self._advance(rows)
+        self._has_forced = True
+        starts, right = np.cumsum(counts) - counts, self._forced_share[rows]
+        if (worse := right < np.minimum(self._share[rows], INITIAL_SHARE)).any():
+            self._recover(rows[worse])
+            rows, starts, counts = rows[~worse], starts[~worse], counts[~worse]
+        counts = np.minimum(counts, MAX_ROW_DRAFTS)
+        given, which = np.zeros((rows.size, MAX_ROW_DRAFTS), np.int32), _AHEAD[:-1] < counts[:, None]
+        given[which] = tokens[ramp(starts, counts)]
+        at = self._at[rows]
+        found = self._follows.reshape(-1).take((rows * FOLLOWS + at)[:, None] + _AHEAD[:-1], mode="clip")
+        known = (self._size[rows] - at >= counts) & ((found == given) | ~which).all(axis=1)
+        self._forced[rows] = np.where(known, at, 0) + counts
+        if not known.all():
+            rows, given, which = rows[~known], given[~known], which[~known]
+            self._follows[rows, :MAX_ROW_DRAFTS] = given
+            self._shares[rows, :FOLLOWS] = -np.inf
+            self._shares[rows, :MAX_ROW_DRAFTS] = np.where(which, 0.0, -np.inf)
+            self._size[rows], self._at[rows], self._upto[rows] = counts[~known], 0, self._table.applied[rows]
 
     def sat_out(self, rows: Rows) -> None:
         """Draft nothing for rows that were late until a token of theirs has come, and fewer then."""
         if (new := self._seen[rows] != self._table.generation[rows]).any():
             self._begin(rows[new])
         self._judge(rows, np.zeros(rows.size, np.int32), np.ones(rows.size, np.int32))
-        self._size[rows] = self._at[rows] = 0
+        self._size[rows] = self._at[rows] = self._forced[rows] = 0
         self._next[rows] = self._table.applied[rows] + 1
+
+    def _recover(self, rows: Rows) -> None:
+        """Trust rows a little more that could draft and do not."""
+        self._share[rows] += RECOVERY_RATE * (INITIAL_SHARE - self._share[rows])
+        if self._has_forced:
+            self._forced_share[rows] += RECOVERY_RATE * (FORCED_SHARE - self._forced_share[rows])
+
+    def _judge_both(self, rows: Rows, right: Int32 | Rows, tried: Int32 | Rows, at: Int32) -> None:
+        """Learn as _judge, for forced guesses apart. at: of what was to follow, the first guess."""
+        if not self._has_forced or not (some := self._forced[rows] > at).any():
+            self._judge(rows, right, tried)
+            return
+        forced = np.maximum(self._forced[rows] - at, 0)
+        share, first = self._forced_share[rows], np.minimum(tried, forced)
+        share += SHARE_RATE * (np.minimum(right, forced) / np.maximum(first, 1) - share)
+        self._forced_share[rows[some]] = np.minimum(np.maximum(share[some], 0.01), MAX_SHARE)
+        rest = tried > first
+        self._judge(rows[rest], (right - first)[rest], (tried - first)[rest])
 
     def _judge(self, rows: Rows, right: Int32 | Rows, tried: Int32 | Rows) -> None:
         """Learn that right[i] of tried[i] guesses for rows[i] were right."""
@@ -327,7 +380,8 @@ class Speculation:
         """Take other sequences as those of these rows."""
         table = self._table
         self._share[rows], self._misses[rows], self._next[rows] = INITIAL_SHARE, 0, 0
-        self._at[rows] = self._size[rows] = self._checked[rows] = 0
+        self._at[rows] = self._size[rows] = self._forced[rows] = self._checked[rows] = 0
+        self._forced_share[rows] = FORCED_SHARE
         self._seen[rows] = table.generation[rows]
         self._index.clear(rows)
         for row in rows.tolist():
@@ -355,17 +409,24 @@ class Speculation:
         found: npt.NDArray[np.bool_] = ready > 0
         return found
 
-    def _chances(self, rows: Rows, share: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return [k, MAX_ROW_DRAFTS] logarithms of the chance that the first 1, 2, ... tokens found are right.
+    def _first_share(self, rows: Rows) -> npt.NDArray[np.float64]:
+        """Return [k] the share that was right of drafts like the next one of each row."""
+        if not self._has_forced:
+            return self._share[rows]
+        return np.where(self._forced[rows] > self._at[rows], self._forced_share[rows], self._share[rows])
 
-        share: as of _ready.
-        """
+    def _chances(self, rows: Rows) -> npt.NDArray[np.float64]:
+        """Return [k, MAX_ROW_DRAFTS] logarithms of the chance that the first 1, 2, ... tokens found are right."""
         at = self._at[rows]
         starts = rows * self._shares.shape[1] + at
         flat = self._shares.reshape(-1)
         come = np.where(at > 0, flat.take(starts - 1, mode="clip"), 0.0)  # places that agree as far as the row has come
         chances: npt.NDArray[np.float64] = flat[starts[:, None] + _AHEAD[:-1]] - come[:, None]
-        chances += np.log(share)[:, None] * _AHEAD[1:]
+        share = np.log(self._share[rows])[:, None]
+        chances += share * _AHEAD[1:]
+        if self._has_forced:
+            forced = np.maximum(self._forced[rows] - at, 0)[:, None]
+            chances += (np.log(self._forced_share[rows])[:, None] - share) * np.minimum(_AHEAD[1:], forced)
         return chances
 
     def _advance(self, rows: Rows) -> None:
@@ -388,10 +449,10 @@ class Speculation:
         if (unchecked := self._checked[rows] <= upto).any():  # what would have been right counts as what was
             right = np.logical_and.accumulate(same[unchecked], axis=1).sum(axis=1)
             right = np.minimum(right, since[unchecked])
-            self._judge(rows[unchecked], right, right + (right < since[unchecked]))
+            self._judge_both(rows[unchecked], right, right + (right < since[unchecked]), at[unchecked])
         self._at[rows] = at + since
         self._upto[rows] = upto + since
-        self._size[rows[wrong]] = self._at[rows[wrong]] = 0
+        self._size[rows[wrong]] = self._at[rows[wrong]] = self._forced[rows[wrong]] = 0
 
     def _search(self, rows: Rows) -> None:
         """Look for what followed the last applied tokens of rows where they stood before."""
@@ -426,7 +487,7 @@ class Speculation:
                 follows[found.rows], shares[found.rows] = source.follow(found)
         self._follows[rows], self._shares[rows, :FOLLOWS] = follows, shares
         sizes = (shares > -np.inf).sum(axis=1)
-        self._size[rows], self._at[rows], self._upto[rows] = sizes, 0, applied
+        self._size[rows], self._at[rows], self._upto[rows], self._forced[rows] = sizes, 0, applied, 0
         missed = sizes == 0
         self._misses[rows[~missed]] = 0
         if missed.any():

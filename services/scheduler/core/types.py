@@ -170,6 +170,7 @@ class StepResult:
     step_ns: int = 0
     swap_ns: int = 0  # of the copies acknowledged here; 0: not measured
     late: Int32 = field(default_factory=lambda: EMPTY)  # slots that were to sample, and their mask is not there yet
+    forced: tuple[Int32, Int32, Int32] | None = None  # slots with forced text behind their tokens; counts; its tokens
     adapter_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's adapters that are loaded
     peer_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's peers that can be read
     stale_peers: Int32 = field(default_factory=lambda: EMPTY)  # what was copied from these here may be anything

@@ -6,7 +6,7 @@ The fleet, the in-process tests and the benches use these functions, so there is
 from __future__ import annotations
 
 from protos import queue_pb2, worker_pb2
-from services.scheduler.core.types import EMPTY, Enter, Limits, PromptLogprobs, StepPlan, StepResult
+from services.scheduler.core.types import EMPTY, Enter, Int32, Limits, PromptLogprobs, StepPlan, StepResult
 from shared.columns import pack, unpack
 from shared.text.logprobs import split_records
 
@@ -113,6 +113,14 @@ def _prompt_logprobs(result: worker_pb2.Result) -> list[PromptLogprobs]:
     return found
 
 
+def _forced(result: worker_pb2.Result) -> tuple[Int32, Int32, Int32]:
+    """Return slots, counts and tokens of forced texts. Raises ValueError when a column has a wrong length."""
+    slots, counts, tokens = unpack(result.forced_slots), unpack(result.forced_counts), unpack(result.forced)
+    if slots.size != counts.size or (counts < 1).any() or int(counts.sum(dtype="i8")) != tokens.size:
+        raise ValueError(f"forced: columns of {slots.size}, {counts.size} and {tokens.size} numbers")
+    return slots, counts, tokens
+
+
 def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
     """Return the core's form of a Result. Raises ValueError when a column has a wrong length."""
     tokens, logprobs = unpack(result.tokens), None
@@ -130,6 +138,7 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         swap_in_acks=unpack(result.swap_in_acks),
         errors=[(error.slot, error.code[:64], error.message[:1000]) for error in result.errors],
         error=result.error,
+        forced=_forced(result) if result.forced_slots else None,
         step_ns=result.timings.total_ns,
         swap_ns=result.timings.swap_ns,
         late=unpack(result.late_slots) if result.late_slots else EMPTY,

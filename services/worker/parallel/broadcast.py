@@ -17,9 +17,12 @@ from services.worker.in_flight import UNMASKED, InFlightStep
 from services.worker.kv.transfers import Acknowledged
 from services.worker.parallel.state import COPIES, TOKENS, ParallelState
 from shared.errors import RankError
+from shared.text.grammar_process import MOST_FORCED
 
 REASON_BYTES = 256
 """Of the message why a grammar cannot be followed."""
+NONE = -1
+"""Behind the forced tokens of a row."""
 
 
 class ReceivedTokens(Pending[Sampled]):
@@ -55,6 +58,8 @@ class ReceivedTokens(Pending[Sampled]):
             texts = enumerate(message["grammar_errors"].tolist())
             self._inflight.grammar_errors = {row: text.decode(errors="replace") for row, text in texts if text}
             self._inflight.late_rows = message["late"].copy()
+            forced = ((row, ids[: ids.index(NONE)]) for row, ids in enumerate(message["forced"].tolist()))
+            self._inflight.forced = {row: ids for row, ids in forced if ids}
         if "score_logprobs" in names:
             self._inflight.scores = _scores(message, names)
         if "vectors" in names:
@@ -104,6 +109,9 @@ class TokenBroadcast:
                     record["grammar_errors"][row] = error.encode()[:REASON_BYTES]
                     record["status"][row] = STATUS_FINE
                 record["late"] = np.isin(inflight.sampling, inflight.late)
+                record["forced"] = NONE
+                for row, forced in inflight.forced.items():
+                    record["forced"][row, : len(forced)] = forced
         if (scores := inflight.scores) is not None:
             for name in ("logprobs", "ranks", "status", "ids", "best"):
                 if f"score_{name}" in names:
@@ -170,4 +178,5 @@ def _layout(inflight: InFlightStep) -> np.dtype[np.void]:
         fields.append(("vectors", "<f4", (pooled, inflight.vector_size)))
     if inflight.has_grammars:
         fields += [("grammar_errors", f"S{REASON_BYTES}", (rows,)), ("late", "?", (rows,))]
+        fields.append(("forced", "<i4", (rows, MOST_FORCED + 1)))
     return np.dtype(fields)

@@ -185,6 +185,77 @@ def test_tokens_are_the_same_behind_drafts(
         assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]
 
 
+MERGED = [
+    "th",
+    "the",
+    " t",
+    " the",
+    "na",
+    "me",
+    "name",
+    "of",
+    " of",
+    "li",
+    "ke",
+    "like",
+    "ti",
+    "tl",
+    "ea",
+    '":',
+    '": ',
+    ' "',
+]
+"""Tokens of several bytes, each of two that stand before it or are bytes."""
+TEXTS = [
+    'start: "the name of it is like " /[a-d]{1,2}/ ", the title " /[e-h]/ " is not known"',
+    """start: "{" /[\\n ]{0,2}/ "\\"the_name\\": " /[0-9]{1,3}/ ", \\"the_other_title\\": " ("true" | "null") "}" """,
+]
+
+
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with tokens that are several bytes of the texts above."""
+    path = tmp_path_factory.mktemp("grammars") / "merging"
+    make_llama(path, requests=1, output_tokens=1, hidden_size=32, vocab_size=IM_END + 1 + len(MERGED))
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocab, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    for token in (text.replace(" ", "Ġ") for text in MERGED):
+        cut = next(at for at in range(len(token) - 1, 0, -1) if token[:at] in vocab and token[at:] in vocab)
+        merges.append([token[:cut], token[cut:]])
+        vocab[token] = IM_END + len(merges)
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("in_any_tokens", [False, True])
+def test_forced_texts_are_drafts_and_change_no_token(
+    merging: Path, monkeypatch: pytest.MonkeyPatch, in_any_tokens: bool, lookahead: int
+) -> None:
+    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    engine = make_engine(merging, host_blocks=0, **SMALL)
+    before = '%llguidance {"no_forcing": true}\n' if in_any_tokens else ""
+    bound = []
+    for at, prompt in enumerate(random_prompts(COUNT, (2, 40), 11, vocab=256)):
+        grammar = LLMatcher.grammar_from_lark(before + TEXTS[at % 2])
+        request = in_process.request(f"r{at}", prompt, 96, temperature=1.0, seed=at, grammar=grammar)
+        request.stop_ids, request.tenant = np.array([EOS], np.int32), f"tenant {at}"
+        bound.append(request)
+    try:
+        truth, _ = in_process.run(engine, bound, "sarathi", speculate="off")
+        found, core = in_process.run(engine, bound, "sarathi", lookahead=lookahead, speculate="suffix")
+    finally:
+        engine.grammars.close()
+    assert found.tokens == truth.tokens and found.finish == truth.finish
+    assert not truth.errors and set(truth.finish.values()) == {Finish.STOP}
+    stats, tokens = core.stats(), sum(map(len, found.tokens.values()))
+    ways = {len(found.tokens[f"r{at}", 0]) for at in range(0, COUNT, 2)}
+    assert len(ways) > (5 if in_any_tokens else 1)
+    assert stats["preemptions"] > 0, "nothing was preempted: the pool is too large"
+    assert stats["accepted_tokens"] > tokens // 8
+    assert (3 * stats["accepted_tokens"] < 2 * stats["drafted_tokens"]) == in_any_tokens
+
+
 def test_sequence_goes_on_elsewhere_with_the_tokens_it_has(engine: Engine, alone: in_process.Recorded) -> None:
     moved, known = requests(COUNT), in_process.Recorded()
     for at, request in enumerate(moved):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from tokenizers import Tokenizer
 
 from shared.processes import jail
 from shared.text import grammar_process, grammars
@@ -23,13 +24,15 @@ from shared.text.grammar_process import (
     GO_ON,
     HEAD,
     MEMORY_BYTES,
+    MOST_FORCED,
     GrammarProcess,
     _allocator,
     _answer,
     _Followed,
+    read_masks,
 )
 from shared.text.grammars import GrammarEndedError, GrammarError, Grammars, NoGrammarsError
-from tests.support.checkpoints.tokenizers import write_model
+from tests.support.checkpoints.tokenizers import token_ids, write_model
 from tests.support.waiting import until
 
 VOCAB = 400
@@ -79,14 +82,19 @@ def test_masks_are_those_of_a_matcher_in_process(model: Path, process: GrammarPr
 SCHEMA = LLMatcher.grammar_from_json_schema(
     {"properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "array", "items": {"type": "integer"}}}}
 )
+FIXED = "the lazy dog jumps over the quick brown fox and "
+WAYS = 'start: "%s" /[a-c]/ " fox"'
+FREE = '%llguidance {"no_forcing": true}\n'
+"""Allows a text in other tokens, too, than the tokenizer's own."""
 
 
-def test_masks_behind_guesses_are_those_of_outputs(model: Path, process: GrammarProcess) -> None:
+@pytest.mark.parametrize("grammar", [SCHEMA, LLMatcher.grammar_from_lark(FREE + WAYS % FIXED)])
+def test_masks_behind_guesses_are_those_of_outputs(model: Path, process: GrammarProcess, grammar: str) -> None:
     """Whatever was guessed before: 40 sequences of random ids, of which some guesses come true and some do not."""
     draw = random.Random(20261127)
     missing = compared = 0
     for key in range(1, 41):
-        matcher, outputs = Grammars(model, VOCAB).matcher(SCHEMA), tokens()
+        matcher, outputs = Grammars(model, VOCAB).matcher(grammar), tokens()
         while not matcher.is_stopped() and outputs.size < 60:
             ahead, guesses = matcher.deep_copy(), []
             for _ in range(draw.randrange(5)):
@@ -95,7 +103,7 @@ def test_masks_behind_guesses_are_those_of_outputs(model: Path, process: Grammar
                 if guesses[-1] not in ids or ahead.is_stopped() or not ahead.validate_tokens(guesses[-1:]):
                     break
                 ahead.consume_token(guesses[-1])
-            masks = process.masks(key, SCHEMA, outputs, tokens(*guesses))
+            masks = process.masks(key, grammar, outputs, tokens(*guesses))
             missing += len(guesses) + 1 - len(masks)
             ahead = matcher.deep_copy()
             for mask, guess in zip(masks, [*guesses, None], strict=False):
@@ -111,10 +119,46 @@ def test_masks_behind_guesses_are_those_of_outputs(model: Path, process: Grammar
     assert compared > 100
 
 
+@pytest.mark.parametrize("before", ["", FREE])
+def test_forced_tokens_are_of_the_one_text_that_is_left(model: Path, process: GrammarProcess, before: str) -> None:
+    """Behind outputs in random tokens, and behind guesses of which some are forced ones and some are not."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    grammar = LLMatcher.grammar_from_lark(before + WAYS % FIXED)
+    draw, seen = random.Random(20261127), 0
+    for key in range(1, 21):
+        outputs: list[int] = []
+        last: list[int] = []
+        while len(tokenizer.decode(outputs)) < len(FIXED):
+            guesses = draw.choice([[], last[: draw.randrange(9)], [draw.randrange(VOCAB)]])
+            masks = process.masks(key, grammar, tokens(*outputs), tokens(*guesses))
+            forced = process.forced
+            last = forced[0]
+            assert len(forced) == len(masks)
+            for at, some in enumerate(forced):
+                text = tokenizer.decode([*outputs, *guesses[:at], *some])
+                assert FIXED.startswith(text) and len(some) <= MOST_FORCED
+                assert not some or some[0] in allowed(masks[at])
+                seen += len(some) > 1
+            outputs.append(draw.choice(allowed(masks[0])))
+    assert seen > 100
+
+
+def test_nothing_is_forced_where_values_begin_or_time_is_up(
+    process: GrammarProcess, followed: _Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = LLMatcher.grammar_from_lark(WAYS % FIXED)
+    process.masks(1, grammar, tokens(*token_ids(FIXED)))
+    assert process.forced == [[]]
+    _, forced = read_masks(_answer(followed, question(BEGIN, 1, [], (), grammar))[1:])
+    assert len(forced[0]) > 1
+    monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 0.0)
+    assert read_masks(_answer(followed, question(BEGIN, 2, [], (), grammar))[1:])[1] == [[]]
+
+
 def test_costly_masks_behind_guesses_are_left_out(followed: _Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     guess = LLMatcher.grammar_from_regex("a{9}")
-    ids = _answer(followed, question(BEGIN, 1, [], (), guess))[1 + COUNT.size :]
-    only = allowed(ids)[0]
+    (mask,), _ = read_masks(_answer(followed, question(BEGIN, 1, [], (), guess))[1:])
+    only = allowed(mask)[0]
     for limit_s, masks in ((60.0, 4), (0.0, 1)):
         monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", limit_s)
         head = HEAD.pack(GO_ON, 1, 0, 3, 0) + tokens(only, only, only).tobytes()
@@ -186,7 +230,7 @@ def test_sequences_of_one_grammar_share_no_lexer_states(followed: _Followed, mon
             more = [last[key]] if key in last else []
             answer = _answer(followed, question(GO_ON if more else BEGIN, key, more, (), "" if more else pattern))
             assert answer[:1] == b"T", answer
-            last[key] = int(draw.choice(allowed(answer[1 + COUNT.size :])))
+            last[key] = int(draw.choice(allowed(read_masks(answer[1:])[0][0])))
 
 
 LARGE = LLMatcher.grammar_from_json_schema({"properties": {f"p{i}": {"type": "integer"} for i in range(400)}})

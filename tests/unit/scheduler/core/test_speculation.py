@@ -244,3 +244,30 @@ def test_waiting_is_charged_the_gap_before_the_step_and_the_one_behind_it() -> N
     table.request[0].prediction = np.arange(22, 29, dtype=np.int32)  # four guesses, three behind the answer
     assert made.propose(row, 1000, 1000, 25) is not None
     assert not made.worth_waiting(row, 1000, 25)
+
+
+def test_forced_guesses_go_before_those_that_were_found_and_are_judged_apart() -> None:
+    table, _ = running(2, LIMITS)
+    made, rows = Speculation(table, LIMITS, measured(), History()), np.arange(2)
+    assert made.propose(rows, 1000, 1000, 50) is not None  # 2, 3, 4, 1, ... for both
+    made.force(rows, ids(5, 2), ids(7, 8, 9, 10, 11, 2, 3))
+    drafts = made.propose(rows, 1000, 1000, 50)
+    assert drafts is not None and drafts.counts[0] == 5
+    assert drafts.tokens[: 5 + 4].tolist() == [7, 8, 9, 10, 11, 2, 3, 4, 1]  # of the second row it goes on as found
+    for _ in range(12):
+        made.learn(rows, drafts.counts, ids(0, 2))
+    made.propose(rows, 1000, 1000, 50)
+    drafts = made.propose(rows, 1000, 1000, 50)
+    assert drafts is not None and drafts.tokens[:3].tolist() == [2, 3, 4]  # found, and judged as before
+    made.force(rows[:1], ids(2), ids(7, 8))
+    drafts = made.propose(rows, 1000, 1000, 50)
+    assert drafts is not None and drafts.tokens[:3].tolist() == [2, 3, 4]
+
+
+def test_forced_guesses_that_came_true_before_the_step_are_left_out() -> None:
+    table, _ = running(1, LIMITS)
+    made, row = Speculation(table, LIMITS, measured(), History()), np.arange(1)
+    made.force(row, ids(20), np.arange(50, 70, dtype=np.int32))  # more than a row may have
+    table.tokens[0, table.applied[0]], table.applied[0] = 50, table.applied[0] + 1
+    drafts = made.propose(row, 1000, 1000, 25)
+    assert drafts is not None and drafts.tokens.tolist() == list(range(51, 51 + drafts.counts[0]))

@@ -10,6 +10,7 @@ from services.scheduler.core.speculation import Drafts
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.types import Rows, StepPlan, StepResult
 from services.scheduler.workers.wire import result_from_wire
+from shared.columns import pack
 from tests.unit.scheduler.core.twin import House, house, request
 
 ROW: Rows = np.array([0])
@@ -95,3 +96,21 @@ def test_failed_sequence_with_drafts_fails_alone() -> None:
     h.take(h.core.apply(result_from_wire(message), h.now))
     h.core.check()
     assert h.errors == {"a": "nan_logits: x"}
+
+
+@pytest.mark.parametrize(("counts", "tokens"), [([2], [5]), ([0], []), ([1, 1], [5, 5]), ([-1, 3], [5, 5])])
+def test_forced_columns_of_wrong_lengths_are_refused(counts: list[int], tokens: list[int]) -> None:
+    message = worker_pb2.Result(id=1, forced_slots=pack([0]), forced_counts=pack(counts), forced=pack(tokens))
+    with pytest.raises(ValueError, match="forced: columns of 1, "):
+        result_from_wire(message)
+
+
+@pytest.mark.parametrize("slot", [1, -1, 9999])
+def test_forced_tokens_of_a_slot_without_a_token_are_left_out(slot: int) -> None:
+    h = decoding(4)
+    plan = decode_step(h, 2)
+    forced = {"forced_slots": pack([slot, 0]), "forced_counts": pack([1, 1]), "forced": pack([3, 4])}
+    message = worker_pb2.Result(id=plan.id, slots=pack([0]), tokens=pack([5]), token_counts=pack([1]), **forced)
+    h.take(h.core.apply(result_from_wire(message), h.now))
+    h.core.check()
+    assert not h.errors

@@ -256,20 +256,26 @@ def test_every_policy_gives_the_same_tokens(policy: str) -> None:
         assert preempted > 0
 
 
+@pytest.mark.parametrize("forces", [False, True])
 @pytest.mark.parametrize(("seed", "policy"), enumerate(TESTED))
-def test_guesses_right_or_wrong_change_no_token(seed: int, policy: str) -> None:
-    """Requests with predictions, some tokens wrong, that are late, preempted, stopped, parked, cancelled and lost."""
+def test_guesses_right_or_wrong_change_no_token(seed: int, policy: str, forces: bool) -> None:
+    """Requests with predictions, some tokens wrong, that are late, preempted, stopped, parked, cancelled and lost.
+
+    forces: the guesses come from the worker in place of the predictions.
+    """
     rng = random.Random(f"{policy} {seed}")
     limits = Limits(8, rng.randint(30, 60), rng.choice([1, 2, 4]), 64, 64, host_blocks=40, max_drafts=24)
     core = Scheduler(
         policy, microbatches=rng.randint(1, 3), lookahead=rng.randint(0, 2), checkpoint_tokens=5, prefix_cache=True
     )
     house = House(core, limits, lag=rng.randint(0, 2))
+    house.workers[0].forces = forces
     for i in range(40):
         new = request(f"r{i}", rng.randint(3, 12), rng.randint(8, 40), seed=i % 30, stop_ids=(3,), priority=i % 4)
         output = np.array(answer(new, 0, limits.max_model_len)[0], np.int32)
         wrong = np.random.default_rng(i).random(output.size) < rng.choice([0.0, 0.1, 0.3])
-        new.prediction = np.concatenate([new.prompts[0], np.where(wrong, (output + 1) % VOCAB, output)])
+        if not forces:
+            new.prediction = np.concatenate([new.prompts[0], np.where(wrong, (output + 1) % VOCAB, output)])
         house.add(new)
         for _ in range(rng.randint(0, 5)):
             house.step_once()
@@ -286,6 +292,7 @@ def test_guesses_right_or_wrong_change_no_token(seed: int, policy: str) -> None:
         elif event < 0.4:
             house.lose()
             house.join(limits)
+            house.workers[max(house.workers)].forces = forces
         elif event < 0.7:
             house.workers[max(house.workers)].late_next = {at for at in range(8) if rng.random() < 0.5}
         core.check()

@@ -90,6 +90,7 @@ class TwinWorker:
         self.copies: deque[tuple[int, str, int, int, Kv, int]] = deque()
         self.taken_over = False  # another scheduler has it and its tier; this one has not heard of that
         self.lag = 0  # steps by which copies may lag, as long as there are steps to come
+        self.forces = False  # it tells guesses: now and then, and now and then a wrong one
 
     def run(self) -> StepResult:
         """Runs the oldest queued step."""
@@ -143,10 +144,29 @@ class TwinWorker:
         result = StepResult(step.id, step.replica, np.array(slots, np.int32), np.array(tokens, np.int32), errors=errors)
         result.token_counts = np.array(counts, np.int32) if step.drafts.size else None
         result.late = np.array(late, np.int32)
+        result.forced = self._forced(slots) if self.forces else None
         result.swap_out_acks, result.swap_in_acks, result.stale_peers = self._copy(step.id)
         result.peer_acks, result.adapter_acks = np.array(acks, np.int32), np.array(loaded, np.int32)
         result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
         return result
+
+    def _forced(self, slots: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        told, counts, tokens = [], [], []
+        for slot in slots:
+            row = self.rows[slot]
+            h = 0
+            for token in row.tokens:
+                h = chain(h, token)
+            if h % 3 == 0:
+                continue
+            count = 1 + h % 18
+            told.append(slot)
+            counts.append(count)
+            for at in range(count):
+                token = sample(h, row.seed)
+                h = chain(h, token)
+                tokens.append(token if h % 11 or not at else (token + 1) % VOCAB)
+        return (np.array(told), np.array(counts), np.array(tokens)) if told else None
 
     def spoil(self) -> None:
         """Give the tier to another Run: a late reader there gets anything, and sees that."""
