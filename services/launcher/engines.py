@@ -39,6 +39,7 @@ from shared.options import Values, build, env_name, flag, without_password
 from shared.plurals import counted
 from shared.processes.supervisor import Service, ServiceSpec
 from shared.settings import ROOT, EnginesSettings, GatewaySettings, PlacerSettings, WorkerSettings
+from shared.telemetry import logs
 
 STATES_S = 5.0
 """The states of the models are written at least this often: an older file means a supervisor that hangs."""
@@ -165,7 +166,7 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers) -> 
     number = 0
     for at, stack in enumerate(stacks):
         keys, worker, name = stack.gateway.keys, stack.worker, stack.gateway.served_model_name
-        env = child_env(stack.options.values, stack.launcher, stack.gateway, url, None)
+        env = child_env(stack.options.values, stack.launcher, stack.gateway, url, None) | {logs.MODEL: name}
         for place in range(len(stack.launcher.roles())):
             gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
             own = replica_env(worker, number, total, gpu, running) | worker_env(worker, number, total)

@@ -15,6 +15,7 @@ from shared.errors import ConfigurationError
 from shared.keys import model_tag
 from shared.processes.supervisor import Service
 from shared.settings import GatewaySettings, WorkerSettings
+from shared.telemetry import logs
 
 FILE = """
 awake: 1
@@ -53,6 +54,7 @@ def test_each_process_is_its_own_user_of_redis_and_knows_its_model(folder: Path)
         assert spec.after == (("placer-0",) if role == "worker" else ())
     of_models = {name: spec.env["ORCINUS_SERVED_MODEL_NAME"] for name, spec in specs.items() if spec.model}
     assert of_models == {name: spec.model for name, spec in specs.items() if spec.model}
+    assert of_models == {name: spec.env[logs.MODEL] for name, spec in specs.items() if spec.model}
     assert [of_models[f"worker-{number}"] for number in range(3)] == ["small", "small", "large"]
     assert specs["placer-0"].env["ORCINUS_MODELS"] == str(folder / "models.yaml")
 
