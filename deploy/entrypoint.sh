@@ -1,6 +1,6 @@
 #!/bin/sh
-# Entry of every Orcinus container: `gateway`, `scheduler`, `worker`, `engines` (commands of `orcinus`), `healthcheck SERVICE`, and
-# `torchrun ...`, which starts a worker's ranks on one of several machines.
+# Entry of every Orcinus container: `gateway`, `scheduler`, `worker`, `engines` (commands of `orcinus`), `healthcheck
+# SERVICE`, and `torchrun ...`, which starts a worker's ranks on one of several machines.
 # Turns what only a container knows (its secrets' files, its name on the network) into settings.
 set -eu
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from deploy import keys, redis_users
+from deploy import healthcheck, keys, redis_users
 from kernels.cuda import loader
 from tests.support.launcher import ROOT, clean_env
 
@@ -149,6 +149,18 @@ def test_entrypoint_names_passwords_and_address_of_the_engines(tmp_path: Path) -
     files = {path.name: os.readlink(path) for path in Path(found["ORCINUS_REDIS_USERS"]).iterdir()}
     users = ("scheduler", "worker", "placer")
     assert files == {f"{user}.password": f"/secrets/redis-{user}/password" for user in users}
+
+
+def test_engines_are_healthy_while_each_model_serves_or_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCINUS_RUN_DIR", str(tmp_path))
+    assert "No such file" in healthcheck.engines()
+    file = tmp_path / "states.json"
+    file.write_text(json.dumps({"model 'a'": "ready", "model 'b'": "asleep", "placer": "ready"}))
+    assert healthcheck.engines() == ""
+    os.utime(file, (0, 0))
+    assert healthcheck.engines().endswith("the supervisor hangs")
+    file.write_text(json.dumps({"model 'a'": "loading", "model 'b'": "asleep", "placer": "loading"}))
+    assert healthcheck.engines() == "model 'a' is loading, placer is loading"
 
 
 def services() -> dict[str, dict[str, Any]]:

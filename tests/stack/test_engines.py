@@ -20,11 +20,12 @@ import pytest
 
 from deploy import redis_users
 from shared.keys import PLACER, PLACER_KEYS, Keys
+from shared.placement import Placement
 from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.launcher import ROOT, alive, settings_env
 from tests.support.stack import PLAIN, RedisServer
-from tests.support.waiting import free_port, until
+from tests.support.waiting import until
 
 TOKENS = 400
 LONG = {"max_position_embeddings": 1024}
@@ -47,7 +48,7 @@ class Engines:
         self._log = directory / f"{name}.log"
         self._environment = settings_env(
             redis_url=redis.url, redis_users=secrets, models=models, run_dir=self.run_dir, worker_id=self.name,
-            listen=f"127.0.0.1:{free_port()}", device="cpu", dtype="float32", threads=1, speculate="off",
+            device="cpu", dtype="float32", threads=1, speculate="off",
         )  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -78,6 +79,10 @@ class Engines:
     def wait_healthy(self) -> Engines:
         until("the engines are healthy", self.is_healthy, START_S, every=0.5)
         return self
+
+    def wait(self) -> int | None:
+        """Return the exit status of a process that ends by itself."""
+        return self._process and self._process.wait(START_S)
 
     def end(self, how: int) -> int:
         """Return the exit status of the process; all that it started must end with it."""
@@ -216,3 +221,20 @@ def test_two_engines_share_the_models_under_one_placer(
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     for name, reference in references.items():
         answer(gateway, name, reference)
+
+
+@pytest.mark.timeout(600)
+def test_engines_end_beside_a_placer_for_other_models_before_they_load(
+    boxes: tuple[Engines, Engines], redis: RedisServer
+) -> None:
+    lease, placements = PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements
+    redis.client.delete(placements)
+    redis.client.hset(placements, "one", Placement(True).encode())
+    redis.client.hset(placements, "other", Placement(False).encode())
+    redis.client.set(lease, "7:living")
+    try:
+        assert boxes[0].start().wait() == 2
+    finally:
+        redis.client.delete(lease, placements)
+    assert "has a placer for other models, one, other" in boxes[0].log
+    assert "worker-0 of one: starting" not in boxes[0].log
