@@ -25,6 +25,7 @@ from shared.settings import (
     BatchSettings,
     ChatSettings,
     CommonSettings,
+    EnginesSettings,
     GatewaySettings,
     LauncherSettings,
     SchedulerSettings,
@@ -37,6 +38,7 @@ CLASSES: dict[str, type[BaseSettings]] = {
     "scheduler": SchedulerSettings,
     "worker": WorkerSettings,
     "up": LauncherSettings,
+    "engines": EnginesSettings,
     "batch": BatchSettings,
     "chat": ChatSettings,
 }

@@ -173,6 +173,7 @@ quietly build compose --progress plain --profile ops build
 say "images built"
 # Of the GPU's image what needs no GPU and no gigabytes: the file is read, the kernels are compiled.
 quietly gpu-config compose -f "$ROOT/compose.yaml" -f "$ROOT/deploy/compose.gpu.yaml" config
+MODELS=$WORK MODELS_DIR=$WORK quietly models-config compose -f "$ROOT/compose.yaml" -f "$ROOT/deploy/compose.models.yaml" config
 quietly roles-config compose -f "$ROOT/compose.yaml" -f "$ROOT/deploy/compose.roles.yaml" config
 quietly gpu-kernels docker build --progress plain --target cuda-kernels --output type=cacheonly -f "$ROOT/deploy/Dockerfile" "$ROOT"
 say "kernels for GPUs compiled"

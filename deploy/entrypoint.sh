@@ -1,6 +1,6 @@
 #!/bin/sh
-# Entry of every Orcinus container: `gateway`, `scheduler`, `worker` (commands of `orcinus`), `healthcheck SERVICE`, and
-# `torchrun ...`, which starts a worker's ranks on one of several machines.
+# Entry of every Orcinus container: `gateway`, `scheduler`, `worker`, `engines` (commands of `orcinus`), `healthcheck
+# SERVICE`, and `torchrun ...`, which starts a worker's ranks on one of several machines.
 # Turns what only a container knows (its secrets' files, its name on the network) into settings.
 set -eu
 
@@ -26,6 +26,15 @@ case "${1:-}" in
         # The container's name is its address inside the network and differs for each of `--scale worker=N`.
         : "${ORCINUS_WORKER_ID:=worker-$(hostname)}" "${ORCINUS_ADVERTISE:=$(hostname):${ORCINUS_LISTEN##*:}}"
         export ORCINUS_WORKER_ID ORCINUS_ADVERTISE
+        ;;
+    engines)
+        : "${ORCINUS_ADVERTISE:=$(hostname):${ORCINUS_LISTEN##*:}}" "${ORCINUS_REDIS_USERS:=/tmp/redis-users}"
+        export ORCINUS_ADVERTISE ORCINUS_REDIS_USERS
+        # Each of its processes is another user of Redis: their files under the names that deploy/redis_users.py gives.
+        mkdir -p /tmp/redis-users
+        for user in scheduler worker placer; do
+            ln -sf "/secrets/redis-$user/password" "/tmp/redis-users/$user.password"
+        done
         ;;
 esac
 exec orcinus "$@"

@@ -1,7 +1,8 @@
-"""Exit 0 if the service of this container is healthy: `healthcheck.py gateway|scheduler|worker`.
+"""Exit 0 if the service of this container is healthy: `healthcheck.py gateway|scheduler|worker|engines`.
 
 Docker runs it inside each container, with that container's settings: the gateway answers /health/ready, the
-scheduler's heartbeat is in Redis, the worker's gRPC health service says SERVING.
+scheduler's heartbeat is in Redis, the worker's gRPC health service says SERVING, and of the engines' models each that
+is awake has a worker that serves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import ssl
 import sys
 
 TIMEOUT_S = 4.0
+STALE_S = 30.0
+"""The engines write their states every five seconds."""
 
 
 def gateway() -> str:
@@ -66,7 +69,23 @@ def worker() -> str:
     return "" if state == "SERVING" else f"{address}: {state}"
 
 
-CHECKS = {"gateway": gateway, "scheduler": scheduler, "worker": worker}
+def engines() -> str:
+    import json
+    import time
+
+    from shared.settings import LauncherSettings
+
+    file = LauncherSettings().run_dir / "states.json"
+    try:
+        states, age_s = json.loads(file.read_text()), time.time() - file.stat().st_mtime
+    except (OSError, ValueError) as error:
+        return f"{file}: {error}"
+    if age_s > STALE_S:
+        return f"{file}: written {age_s:.0f} s ago; the supervisor hangs"
+    return ", ".join(f"{name} is {state}" for name, state in states.items() if state not in ("ready", "asleep"))
+
+
+CHECKS = {"gateway": gateway, "scheduler": scheduler, "worker": worker, "engines": engines}
 
 
 def main(arguments: list[str]) -> int:

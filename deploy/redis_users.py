@@ -13,9 +13,7 @@ import sys
 from pathlib import Path
 
 RULES = Path(__file__).resolve().parent / "redis" / "users.acl"
-ROLES = ("gateway", "scheduler", "worker", "ops", "viewer")
-OUTSIDE = ("placer",)
-"""Users of services that run in no container."""
+ROLES = ("gateway", "scheduler", "worker", "placer", "ops", "viewer")
 
 
 def write(path: Path, text: str, mode: int) -> None:
@@ -47,9 +45,9 @@ def main(arguments: list[str]) -> int:
         return 2
     directory = Path(arguments[0])
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    make({role: directory / f"{role}.password" for role in (*ROLES, *OUTSIDE)}, directory / "users.acl", 0o600)
+    make({role: directory / f"{role}.password" for role in ROLES}, directory / "users.acl", 0o600)
     print(f"redis-server --aclfile {directory / 'users.acl'}")
-    for role in (*ROLES, *OUTSIDE):
+    for role in ROLES:
         print(f"ORCINUS_REDIS_USERNAME={role} ORCINUS_REDIS_PASSWORD=$(cat {directory / role}.password)")
     return 0
 

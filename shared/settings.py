@@ -570,6 +570,18 @@ class LauncherSettings(BaseSettings):
         return ["prefill"] * self.prefill + ["decode"] * self.decode
 
 
+class EnginesSettings(BaseSettings):
+    """Settings of `orcinus engines` itself, beside those of the launcher."""
+
+    model_config = SettingsConfigDict(env_prefix="ORCINUS_", extra="ignore")
+
+    redis_users: Path | None = Field(
+        None,
+        description="folder with scheduler.password, worker.password and placer.password, as deploy/redis_users.py "
+        "writes them: each process is then the user of Redis of that name; unset means one user for all",
+    )
+
+
 class BatchSettings(BaseSettings):
     """Settings of `orcinus batch`, a client of a running server."""
 

@@ -31,6 +31,7 @@ from shared.settings import (
     BatchSettings,
     ChatSettings,
     CommonSettings,
+    EnginesSettings,
     GatewaySettings,
     LauncherSettings,
     PlacerSettings,
@@ -156,6 +157,15 @@ def placer(values: Values) -> None:
     from services.placer.service import run
 
     raise typer.Exit(run(build(PlacerSettings, values)))
+
+
+@settings_command(app, "engines", PlacerSettings, WorkerSettings, SchedulerSettings, LauncherSettings, EnginesSettings)
+def engines(values: Values) -> None:
+    """Run schedulers, workers and placer of the models of a file, for gateways and a Redis that run elsewhere."""
+    build(SchedulerSettings, values)  # the launcher does not know the policies
+    from services.launcher.engines import engines as run
+
+    raise typer.Exit(run(values, check_policy))
 
 
 @settings_command(app, "config", *EVERYTHING)

@@ -9,7 +9,11 @@ import http.client
 import json
 import select
 import ssl
+from collections.abc import Iterable
 from typing import Any
+
+from shared.keys import PLACER, PLACER_KEYS
+from shared.placement import read_placements
 
 TIMEOUT_S = 1.0
 ANSWER_S = 0.5
@@ -81,6 +85,25 @@ class SchedulerProbe(_TraceProbe):
     def _read(self) -> bytes | None:
         value: bytes | None = self._client.get(self._key)
         return value
+
+
+class LedProbe(SchedulerProbe):
+    """Ready while any scheduler has the shard's lease: the one that was started leads, or stands by."""
+
+    def ready(self) -> bool:
+        return self._trace() is not None
+
+
+class PlacedProbe(LedProbe):
+    """Ready while a placer for these models leads: the one that was started, or another one."""
+
+    def __init__(self, client: Any, models: Iterable[str]) -> None:
+        super().__init__(client, PLACER_KEYS.lease(PLACER))
+        self._models = set(models)
+
+    def _read(self) -> bytes | None:
+        placed = read_placements(self._client.hgetall(PLACER_KEYS.placements)).keys()
+        return super()._read() if placed == self._models else None
 
 
 class GatewayProbe:

@@ -37,6 +37,7 @@ class RunDir:
         self.processes = self.path / "processes.json"
         self.facts = self.path / "stack.json"
         self.settings = self.path / "settings.json"
+        self.states = self.path / "states.json"
         self.lock = self.path / "lock"
         self._lock_fd = -1
 
@@ -50,12 +51,12 @@ class RunDir:
             raise ConfigurationError(
                 f"cannot use the run directory {self.path}: {error}; choose another with --run-dir"
             ) from error
-        for file in (self.processes, self.facts, self.settings):  # of a launcher that was killed
+        for file in (self.processes, self.facts, self.settings, self.states):  # of a launcher that was killed
             file.unlink(missing_ok=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in (self.processes, self.facts, self.settings):
+        for file in (self.processes, self.facts, self.settings, self.states):
             file.unlink(missing_ok=True)
         self.lock.unlink(missing_ok=True)  # while it is held: see _acquire
         os.close(self._lock_fd)
@@ -79,6 +80,10 @@ class RunDir:
     def write_settings(self, settings: Mapping[str, Shown]) -> None:
         """Write the settings of each process of this stack, by its name, without secrets."""
         _write(self.settings, settings)
+
+    def write_states(self, states: Mapping[str, str]) -> None:
+        """Write the state of each model, for the health check of a container."""
+        _write(self.states, states)
 
     def running_settings(self) -> dict[str, Shown] | None:
         """Return the settings of the stack that runs here; None if none does, or an older version started it."""

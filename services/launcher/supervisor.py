@@ -48,14 +48,16 @@ class StackSupervisor(Supervisor):
         stop_with_parent: bool = False,
         guard: bool = False,
         sleeping: SleepingServices | None = None,
+        has_logs: bool = True,
     ) -> None:
         """on_ready: called once, when all services are ready. stop_with_parent: also stop when the parent process of
-        the launcher is gone. sleeping: services that run only while the placer wants it.
+        the launcher is gone. sleeping: services that run only while the placer wants it. has_logs: services write to
+        files of the run directory, and not to the launcher's own output.
         """
         signals = [signal.SIGTERM, signal.SIGINT]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup make run &` outlives its terminal
             signals.append(signal.SIGHUP)
-        services = [Service(spec, run_dir.logs / f"{spec.name}.log") for spec in specs]
+        services = [Service(spec, run_dir.logs / f"{spec.name}.log" if has_logs else None) for spec in specs]
         super().__init__(services, signals, backoff or Backoff(), guard)
         self._run_dir = run_dir
         self._report = report
@@ -185,7 +187,7 @@ class StackSupervisor(Supervisor):
         self.say(f"{service.name} refuses to start:", "error")
         for line in reasons:
             self.say(f"  {line}", "error")
-        self.say(f"  log: {service.log}")
+        self.say(f"  log: {service.log or 'the lines above'}")
         self.end(2)
 
 

@@ -134,26 +134,18 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
 
     check_policy: raises it for a policy that no scheduler knows; it gets the policy and the name of its source.
     """
-    values = _absolute_paths(values)
+    values = absolute_paths(values)
     if stop_with_parent:
         _die_with_parent()
-    options = options_by_model(values)
-    stacks = [ModelStack.of(each) for each in options]
-    most = stacks[0].gateway.models_file().awake
+    stacks, most = read_stacks(values, check_policy)
     for stack in stacks:
         with stack.options.located():
-            if "policy" in stack.options.of_file:
-                check_policy(stack.scheduler.policy, stack.options.named("policy"))
-            _check(stack.launcher, stack.gateway, stack.worker, at_once(stacks, most))
-            if most > 1 and on_gpu(stack.worker):
-                raise ConfigurationError(
-                    f"{stack.gateway.models}: awake: {most} models on GPUs; write 1, or leave it out and give each "
-                    "model GPUs of its own"
-                )
+            stack.gateway.api_keys()
+            check_addresses(at_once(stacks, most), stack.worker)
     for stack in stacks:
         with stack.options.located():
             _fetch_model(stack.launcher, stack.worker)
-    stacks = [ModelStack.of(each) for each in options]  # which find the models now
+    stacks = [ModelStack.of(stack.options) for stack in stacks]  # which find the models now
     check_models(stacks, most)
     for stack in stacks:
         hold(stack.worker.model)
@@ -163,7 +155,7 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
         screen.event(f"the GPU of this machine is not used: {problem}")
     with RunDir(launcher.run_dir) as run_dir, contextlib.ExitStack() as held:
         check_ports(gateway)
-        _compile_kernels(worker)
+        compile_kernels(worker)
         local_redis = None
         access: dict[str, Any]
         if "redis_url" not in gateway.model_fields_set:
@@ -220,6 +212,26 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
             if local_redis is not None:
                 local_redis.remove()
             shutil.rmtree(shared, ignore_errors=True)  # files that a killed worker left in it take memory
+
+
+def read_stacks(values: Values, check_policy: Callable[[str, str], None]) -> tuple[list[ModelStack], int]:
+    """Return the models and how many of them are awake at a time, 0 for all. check_policy: as for `up`.
+
+    Raise ConfigurationError for what the machine does not have.
+    """
+    stacks = [ModelStack.of(each) for each in options_by_model(values)]
+    most = stacks[0].gateway.models_file().awake
+    for stack in stacks:
+        with stack.options.located():
+            if "policy" in stack.options.of_file:
+                check_policy(stack.scheduler.policy, stack.options.named("policy"))
+            check_device(at_once(stacks, most), stack.worker)
+            if most > 1 and on_gpu(stack.worker):
+                raise ConfigurationError(
+                    f"{stack.gateway.models}: awake: {most} models on GPUs; write 1, or leave it out and give each "
+                    "model GPUs of its own"
+                )
+    return stacks, most
 
 
 def check_ports(gateway: GatewaySettings) -> None:
@@ -379,7 +391,7 @@ def _check_model(launcher: LauncherSettings, worker: WorkerSettings, sources: st
         raise ConfigurationError(problem)
 
 
-def _compile_kernels(worker: WorkerSettings) -> None:
+def compile_kernels(worker: WorkerSettings) -> None:
     """Compile the CPU kernels unless that was done before, and show the progress.
 
     Without a compiler the worker takes slower ones.
@@ -423,29 +435,27 @@ def check_models(stacks: Sequence[ModelStack], most: int = 0) -> None:
         raise ConfigurationError(problem)
 
 
-def _check(launcher: LauncherSettings, gateway: GatewaySettings, worker: WorkerSettings, workers: int = 0) -> None:
-    """Raise ConfigurationError. workers: of all models; 0 means those of this one."""
+def check_device(workers: int, worker: WorkerSettings) -> None:
+    """Raise ConfigurationError for what this machine does not have. workers: of all models, at a time."""
     if problem := kv_problem(worker):
         raise ConfigurationError(problem)
     if worker.device == "cuda" and (problem := cuda_problem()):
         raise ConfigurationError(f"DEVICE=cuda: {problem}")
-    gateway.api_keys()
-    check_replicas(workers or len(launcher.roles()), worker)
+    ranks = worker.tp * worker.pp
+    if workers > 1 and on_gpu(worker) and workers * ranks > (gpus := device_count()):
+        raise ConfigurationError(
+            f"{workers} replicas: each needs {counted(ranks, 'GPU')} of its own, this machine shows {gpus}"
+        )
 
 
-def check_replicas(replicas: int, worker: WorkerSettings) -> None:
-    """Raises ConfigurationError for what several workers on one machine cannot share."""
+def check_addresses(replicas: int, worker: WorkerSettings) -> None:
+    """Raise ConfigurationError for an address that several workers on one machine cannot share."""
     if replicas == 1:
         return
     if not worker.listen.endswith(":0"):
         raise ConfigurationError(f"{replicas} replicas: {flag('listen')} {worker.listen} is one port; let each choose")
     if worker.advertise:
         raise ConfigurationError(f"{replicas} replicas: {flag('advertise')} {worker.advertise} is one worker's address")
-    ranks = worker.tp * worker.pp
-    if on_gpu(worker) and replicas * ranks > (gpus := device_count()):
-        raise ConfigurationError(
-            f"{replicas} replicas: each needs {counted(ranks, 'GPU')} of its own, this machine shows {gpus}"
-        )
 
 
 def on_gpu(worker: WorkerSettings) -> bool:
@@ -517,12 +527,12 @@ def process_specs(
     for at, stack in enumerate(stacks):
         keys, worker = stack.gateway.keys, stack.worker
         name = stack.gateway.served_model_name if len(stacks) > 1 else ""
-        env = _child_env(stack.options.values, stack.launcher, stack.gateway, url, password)
+        env = child_env(stack.options.values, stack.launcher, stack.gateway, url, password)
         for place, role in enumerate(stack.launcher.roles()):
             gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
             own = replica_env(worker, number, total, gpu, running) | role_env(role, folder)
             probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
-            argv = _argv("worker")
+            argv = service_argv("worker")
             specs.append(
                 ServiceSpec(
                     f"worker-{number}", argv, {**env, **own}, probe, worker_after, launcher.stop_s, ROOT, model=name
@@ -533,21 +543,26 @@ def process_specs(
             env[env_name("scheduler_metrics_port")] = str(stack.scheduler.scheduler_metrics_port + at)
         lease = SchedulerProbe(client, keys.lease(stack.scheduler.shard))
         specs.append(
-            ServiceSpec(f"scheduler-{at}", _argv("scheduler"), env, lease, after, launcher.stop_s, ROOT, model=name)
+            ServiceSpec(
+                f"scheduler-{at}", service_argv("scheduler"), env, lease, after, launcher.stop_s, ROOT, model=name
+            )
         )
     drain_s = gateway.drain_s if "drain_s" in gateway.model_fields_set else launcher.stop_s / 2
-    env = _child_env(stacks[0].options.values, launcher, gateway, url, password)
+    env = child_env(stacks[0].options.values, launcher, gateway, url, password)
     serves = GatewayProbe(
         gateway.host, gateway.port, gateway.tls_cert is not None, next(iter(gateway.api_keys()), None)
     )
     stop_s = max(launcher.stop_s, drain_s + 5)
     if most:
         lease_probe = SchedulerProbe(client, PLACER_KEYS.lease(PLACER))
-        specs.append(ServiceSpec("placer-0", _argv("placer"), env, lease_probe, after, launcher.stop_s, ROOT))
-    return [*specs, ServiceSpec("gateway-0", _argv("gateway"), env, serves, after, stop_s, ROOT, sockets=sockets)]
+        specs.append(ServiceSpec("placer-0", service_argv("placer"), env, lease_probe, after, launcher.stop_s, ROOT))
+    return [
+        *specs,
+        ServiceSpec("gateway-0", service_argv("gateway"), env, serves, after, stop_s, ROOT, sockets=sockets),
+    ]
 
 
-def _argv(role: str) -> list[str]:
+def service_argv(role: str) -> list[str]:
     return [sys.executable, "-m", "services.cli", role]
 
 
@@ -559,7 +574,7 @@ def _settings_of(spec: ServiceSpec, stacks: Sequence[ModelStack]) -> BaseSetting
     return of[spec.name.rpartition("-")[0]]
 
 
-def _child_env(
+def child_env(
     values: Values, launcher: LauncherSettings, gateway: GatewaySettings, url: str, password: str | None
 ) -> dict[str, str]:
     """Return the options as environment variables: a password or a key never stands on a command line."""
@@ -580,7 +595,7 @@ def _child_env(
     return env
 
 
-def _absolute_paths(values: Values) -> Values:
+def absolute_paths(values: Values) -> Values:
     """Return the values with absolute paths: services run in another directory than the one where they were typed."""
 
     def is_name(name: str, value: str) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import orjson
+
+MODEL = "LOG_MODEL"
+"""The environment variable with the model of a process that shares its output with those of other models."""
 
 
 class _Json(logging.Formatter):
@@ -16,6 +20,8 @@ class _Json(logging.Formatter):
             "logger": record.name,
             "text": record.getMessage(),
         }
+        if model := os.environ.get(MODEL):
+            line["model"] = model
         line |= getattr(record, "fields", {})  # of a line of the request log
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
@@ -28,7 +34,9 @@ def setup(service: str, level: str = "info", as_json: bool = False) -> logging.L
     if as_json:
         handler.setFormatter(_Json())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+        model = os.environ.get(MODEL, "").replace("%", "%%")
+        text = f"%(asctime)s %(levelname)s %(name)s{' of ' if model else ''}{model}: %(message)s"
+        handler.setFormatter(logging.Formatter(text, "%Y-%m-%d %H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

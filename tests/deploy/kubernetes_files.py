@@ -152,7 +152,10 @@ def _allows(overlay: str, pod: Pod, direction: str, other: Pod, port: int, proto
 
 def _rule_allows(rule: Object, peers: list[Object] | None, other: Pod, port: int, protocol: str) -> bool:
     ports = rule.get("ports")
-    if ports is not None and (protocol, port) not in [(each.get("protocol", "TCP"), each["port"]) for each in ports]:
+    if ports is not None and not any(
+        each.get("protocol", "TCP") == protocol and each["port"] <= port <= each.get("endPort", each["port"])
+        for each in ports
+    ):
         return False
     return peers is None or any(_is_peer(peer, other) for peer in peers)
 

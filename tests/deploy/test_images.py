@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -16,12 +17,13 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from deploy import keys, redis_users
+from deploy import healthcheck, keys, redis_users
 from kernels.cuda import loader
 from tests.support.launcher import ROOT, clean_env
 
 OVERLAY = ("-f", "compose.yaml", "-f", "deploy/compose.gpu.yaml")
 ROLES = ("-f", "deploy/compose.roles.yaml")
+MODELS = ("-f", "compose.yaml", "-f", "deploy/compose.models.yaml")
 USERS_OF_OTHERS = {"viewer": "grafana"}
 DATASOURCES = ROOT / "deploy" / "observability" / "grafana" / "datasources" / "datasources.yml"
 
@@ -86,6 +88,79 @@ def test_roles_overlay_adds_a_confined_worker_and_private_memory() -> None:
     user = re.findall(r"^USER (\d+):(\d+)$", (ROOT / "deploy" / "Dockerfile").read_text(), re.MULTILINE)
     assert {f"uid={uid},gid={gid},mode=0700" for uid, gid in user} == {options["driver_opts"]["o"].partition(",")[2]}
     assert options["driver_opts"]["type"] == "tmpfs"
+
+
+@needs_compose
+def test_models_overlay_replaces_worker_and_scheduler_by_confined_engines(tmp_path: Path) -> None:
+    (tmp_path / "several.yaml").touch()
+    (tmp_path / "large").mkdir()
+    env = {"MODELS": str(tmp_path / "several.yaml"), "MODELS_DIR": str(tmp_path / "large"), "POLICY": "sarathi"}
+    without, found = composed("-f", "compose.yaml"), composed(*MODELS, ENGINES_MEMORY="64g", **env)
+    engines, gateway, worker = found["engines"], found["gateway"], without["worker"]
+    assert set(found) == set(without) - {"worker", "scheduler"} | {"engines"}
+    assert {**found, "gateway": None, "engines": None} == {
+        **{name: one for name, one in without.items() if name not in ("worker", "scheduler")},
+        "gateway": None, "engines": None,
+    }  # fmt: skip
+    for kept in (
+        "read_only",
+        "cap_drop",
+        "security_opt",
+        "networks",
+        "init",
+        "build",
+        "tmpfs",
+        "restart",
+        "depends_on",
+    ):
+        assert engines[kept] == worker[kept], kept
+    assert (engines["command"], engines["mem_limit"]) == (["engines"], str(64 << 30)) and engines["pids_limit"]
+    mounts = {each["target"]: (each["source"], each.get("read_only")) for each in engines["volumes"]}
+    users = ("scheduler", "worker", "placer")
+    assert mounts == {
+        "/models.yaml": (env["MODELS"], True), "/models": (env["MODELS_DIR"], True), "/hub": ("hub", True),
+        **{f"/secrets/redis-{user}": (f"redis-{user}", True) for user in users},
+    }  # fmt: skip
+    assert engines["environment"]["ORCINUS_POLICY"] == "sarathi"
+    shared = ("ORCINUS_MODELS", "ORCINUS_MODEL", "ORCINUS_SERVED_MODEL_NAME", "ORCINUS_REDIS_URL")
+    assert [engines["environment"][name] for name in shared] == [gateway["environment"][name] for name in shared]
+    assert gateway["environment"]["ORCINUS_MODELS"] == "/models.yaml"
+    assert [each for each in gateway["volumes"] if each not in without["gateway"]["volumes"]] == [
+        each for each in engines["volumes"] if each["target"].startswith("/models")
+    ]
+    assert set(gateway["depends_on"]) == {"pull", "redis", "engines"}
+    assert gateway["networks"] == without["gateway"]["networks"]
+    assert composed(*MODELS, COMPOSE_PROFILES="ops", **env)["ops"]["environment"]["ORCINUS_MODELS"] == "/models.yaml"
+
+
+def test_entrypoint_names_passwords_and_address_of_the_engines(tmp_path: Path) -> None:
+    """As in a container, whose entrypoint gets what compose gives it; the command prints what it got."""
+    (tmp_path / "orcinus").write_text("#!/bin/sh\nenv\n")
+    (tmp_path / "orcinus").chmod(0o755)
+    script = (ROOT / "deploy" / "entrypoint.sh").read_text().replace("/tmp/", f"{tmp_path}/")
+    (tmp_path / "entrypoint.sh").write_text(script)
+    env = {"PATH": f"{tmp_path}:/bin:/usr/bin", "ORCINUS_LISTEN": "0.0.0.0:50051", "ORCINUS_REDIS_USERNAME": ""}
+    command = ["sh", str(tmp_path / "entrypoint.sh"), "engines"]
+    for _ in range(2):  # a container that starts again finds the links
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert found["ORCINUS_ADVERTISE"] == f"{socket.gethostname()}:50051"
+    assert "ORCINUS_REDIS_USERNAME" not in found and "ORCINUS_WORKER_ID" not in found
+    files = {path.name: os.readlink(path) for path in Path(found["ORCINUS_REDIS_USERS"]).iterdir()}
+    users = ("scheduler", "worker", "placer")
+    assert files == {f"{user}.password": f"/secrets/redis-{user}/password" for user in users}
+
+
+def test_engines_are_healthy_while_each_model_serves_or_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORCINUS_RUN_DIR", str(tmp_path))
+    assert "No such file" in healthcheck.engines()
+    file = tmp_path / "states.json"
+    file.write_text(json.dumps({"model 'a'": "ready", "model 'b'": "asleep", "placer": "ready"}))
+    assert healthcheck.engines() == ""
+    os.utime(file, (0, 0))
+    assert healthcheck.engines().endswith("the supervisor hangs")
+    file.write_text(json.dumps({"model 'a'": "loading", "model 'b'": "asleep", "placer": "loading"}))
+    assert healthcheck.engines() == "model 'a' is loading, placer is loading"
 
 
 def services() -> dict[str, dict[str, Any]]:
@@ -174,6 +249,8 @@ def test_front_forwards_the_port_of_the_gateway() -> None:
 
 def test_each_service_has_only_the_password_of_its_user() -> None:
     for role in redis_users.ROLES:
+        if role == "placer":  # of deploy/compose.models.yaml
+            continue
         one = services()[USERS_OF_OTHERS.get(role, role)]
         mounted = [volume for volume in one["volumes"] if "/secrets/redis" in volume]
         assert mounted == [f"redis-{role}:/secrets/redis:ro"]
@@ -199,7 +276,7 @@ def test_secrets_are_made_once_and_rules_follow_the_version(tmp_path: Path, monk
     assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == made
     passwords = [(tmp_path / f"redis-{role}" / "password").read_text() for role in redis_users.ROLES]
     acl = made[tmp_path / "redis-users" / "users.acl"]
-    assert len(set(passwords)) == 5 and not [one for one in passwords if one in acl]
+    assert len(set(passwords)) == 6 and not [one for one in passwords if one in acl]
     assert [line.split()[1] for line in acl.splitlines()] == ["default", *redis_users.ROLES] and "{gateway}" not in acl
     assert all(path.stat().st_mode & 0o777 in (0o600, 0o640) for path in made)
 

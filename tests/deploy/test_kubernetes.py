@@ -9,6 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,7 +21,17 @@ from services.gateway.auth import OPEN_PATHS
 from services.gateway.metrics import Metrics as GatewayMetrics
 from services.scheduler.metrics import Metrics as SchedulerMetrics
 from services.worker.metrics import Metrics as WorkerMetrics
-from shared.settings import ROOT, CommonSettings, GatewaySettings, SchedulerSettings, WorkerSettings
+from shared.options import fields_of
+from shared.settings import (
+    ROOT,
+    CommonSettings,
+    EnginesSettings,
+    GatewaySettings,
+    LauncherSettings,
+    PlacerSettings,
+    SchedulerSettings,
+    WorkerSettings,
+)
 from tests.deploy import kubernetes_files
 from tests.deploy.kubernetes_files import (
     MONITORING,
@@ -44,7 +55,9 @@ each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 SETTINGS: dict[str, type[CommonSettings]] = {
     "gateway": GatewaySettings, "scheduler": SchedulerSettings, "worker": WorkerSettings, "ops": CommonSettings,
+    "engines": WorkerSettings,
 }  # fmt: skip
+OF_ENGINES = (WorkerSettings, SchedulerSettings, PlacerSettings, LauncherSettings, EnginesSettings)
 OLDEST, NEWEST = "1.29", "1.37"
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 
@@ -105,17 +118,21 @@ def test_images_are_targets_of_the_dockerfile_with_versions(overlay: str) -> Non
 
 
 @each_overlay
-def test_every_variable_is_a_setting_of_its_service(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variable_is_a_setting_of_its_service(
+    overlay: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for pod, container in ours(overlay):
         settings = SETTINGS[pod.name]
         found = environment(overlay, container)
         named = {name.removeprefix("ORCINUS_").lower() for name in found if name.startswith("ORCINUS_")}
-        assert named <= settings.model_fields.keys(), pod.owner
+        known = fields_of(*OF_ENGINES) if pod.name == "engines" else settings.model_fields
+        assert named <= known.keys(), pod.owner
         with monkeypatch.context() as patch:
             for name, value in found.items():
-                patch.setenv(name, value)
+                patch.setenv(name, mounted_file(overlay, pod, value, tmp_path))
             read = settings()
-        assert read.redis_url == "redis://redis:6379/0" and read.redis_username == pod.name
+        assert read.redis_url == "redis://redis:6379/0"
+        assert read.redis_username == ("" if pod.name == "engines" else pod.name)
         assert read.served_model_name == found["ORCINUS_SERVED_MODEL_NAME"]
         if isinstance(read, GatewaySettings):
             assert (read.host, read.port) == ("0.0.0.0", pod.port("http"))
@@ -126,7 +143,36 @@ def test_every_variable_is_a_setting_of_its_service(overlay: str, monkeypatch: p
             assert read.worker_id == "worker-6c9f7-x2v" and read.advertise == "10.0.0.7:50051"
             if pod.probes():  # the rank that leads
                 assert read.listen == f"0.0.0.0:{pod.port('grpc')}"
-                assert read.worker_metrics_port == pod.port("metrics")
+                assert not read.worker_metrics_port or read.worker_metrics_port == pod.port("metrics")
+
+
+def mounted_file(overlay: str, pod: Pod, path: str, directory: Path) -> str:
+    """Return where a file of a ConfigMap lies here that a pod has at a path; another value as it is."""
+    maps = {one["metadata"]["name"]: one["data"] for one in of_kind(overlay, "ConfigMap")}
+    volumes = {one["name"]: one["configMap"]["name"] for one in pod.spec["volumes"] if "configMap" in one}
+    for mount in pod.container["volumeMounts"]:
+        if mount["mountPath"] == path and mount["name"] in volumes:
+            file = directory / mount["subPath"]
+            file.write_text(maps[volumes[mount["name"]]][mount["subPath"]])
+            return str(file)
+    return path
+
+
+def test_engines_and_gateways_read_one_file_beside_the_models() -> None:
+    here = {pod.name: pod for pod in pods("models") if pod.name in ("engines", "gateway")}
+    names = set()
+    for pod in here.values():
+        mounts = {each["mountPath"]: each for each in pod.container["volumeMounts"]}
+        path = environment("models", pod.container)["ORCINUS_MODELS"]
+        assert mounts[path]["readOnly"] is mounts["/models"]["readOnly"] is True
+        names |= {each["configMap"]["name"] for each in pod.spec["volumes"] if "configMap" in each}
+    (name,) = names
+    (found,) = [one for one in of_kind("models", "ConfigMap") if one["metadata"]["name"] == name]
+    file = yaml.safe_load(found["data"]["models.yaml"])
+    assert 1 <= file["awake"] < len(file["models"])
+    assert all(one["source"].startswith("./models/") for one in file["models"].values())
+    first = environment("models", here["gateway"].container)["ORCINUS_SERVED_MODEL_NAME"]
+    assert first == next(iter(file["models"]))
 
 
 @each_overlay
@@ -155,12 +201,15 @@ def test_probes_have_addresses_that_need_no_key(overlay: str) -> None:
 
 @each_overlay
 def test_liveness_of_a_service_depends_on_no_other_service(overlay: str) -> None:
-    for name in ("gateway", "scheduler", "worker", "redis"):
+    engines = ("engines",) if overlay == "models" else ("scheduler", "worker")
+    for name in ("gateway", "redis", *engines):
         probes = [pod.probes() for pod in pods(overlay) if pod.name == name and pod.probes()]
         assert len(probes) == 1, name
         assert "readinessProbe" in probes[0]
         # healthcheck and /health/ready also fail when Redis does.
-        assert "exec" not in probes[0]["livenessProbe"] and "ready" not in str(probes[0]["livenessProbe"])
+        probe = str(probes[0]["livenessProbe"])
+        assert "healthcheck" not in probe and "ready" not in probe
+        assert "exec" not in probe or "find /tmp/run/states.json -mmin" in probe
 
 
 @each_overlay
@@ -187,7 +236,10 @@ def test_each_service_has_its_secrets_as_documented(overlay: str) -> None:
     assert not of_kind(overlay, "Secret")
     for pod in pods(overlay):
         secrets = {each["secret"]["secretName"] for each in pod.spec["volumes"] if "secret" in each}
-        wanted = {"redis": {"redis-users", "redis-ops"}, "gateway": {"redis-gateway", "api-key"}}
+        wanted = {
+            "redis": {"redis-users", "redis-ops"}, "gateway": {"redis-gateway", "api-key"},
+            "engines": {"redis-scheduler", "redis-worker", "redis-placer"},
+        }  # fmt: skip
         assert secrets == wanted.get(pod.name, {f"redis-{pod.name}"}), pod.owner
         for each in pod.spec["volumes"]:
             assert "secret" not in each or each["secret"]["defaultMode"] == 0o440
@@ -213,8 +265,9 @@ def test_network_policies_allow_only_needed_connections(overlay: str) -> None:
         if may_talk(overlay, source, target, port)
     }
     wanted = {(each.name, "gateway", 8000) for each in (OUTSIDE, MONITORING)}
-    wanted |= {(name, "redis", 6379) for name in ("gateway", "scheduler", "worker", "ops")}
-    wanted |= {("scheduler", "worker", 50051)}
+    engines = ("engines",) if overlay == "models" else ("scheduler", "worker")
+    wanted |= {(name, "redis", 6379) for name in ("gateway", "ops", *engines)}
+    wanted |= {(engines[0], engines[-1], 50051)}
     if of_kind(overlay, "PodMonitor"):
         wanted |= {("monitoring", name, port) for name in ("scheduler", "worker") for port in (9101, 9102)}
     if of_kind(overlay, "LeaderWorkerSet"):
@@ -314,8 +367,9 @@ def test_pod_that_loads_the_model_is_confined() -> None:
     assert container["securityContext"] == ops.container["securityContext"]
     for same in ("securityContext", "automountServiceAccountToken", "enableServiceLinks"):
         assert loader["spec"][same] == ops.spec[same]
-    claims = {claim["metadata"]["name"] for claim in of_kind("gpu", "PersistentVolumeClaim")}
-    assert claims == {"model", "files"}
+    for overlay in ("gpu", "models"):
+        claims = {claim["metadata"]["name"] for claim in of_kind(overlay, "PersistentVolumeClaim")}
+        assert claims == {"model", "files"}
     assert loader["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == "model"
 
 

@@ -91,6 +91,9 @@ def test_redis_page_has_each_key_and_script_and_each_setting_has_a_description()
         assert not [name for name, field in fields.items() if docs_tables.meaning(name, field) == "None"]
 
 
+COMPOSED = ("compose.yaml", "deploy/compose.roles.yaml", "deploy/compose.models.yaml")
+
+
 def names_that_exist() -> set[str]:
     """Words in capitals with an underscore that are no settings of ours: compose's variables, a mark of models."""
     image = text("deploy/Dockerfile")
@@ -98,7 +101,7 @@ def names_that_exist() -> set[str]:
         "COMPOSE_PROFILES",  # Compose's own
         "CALL_ID",  # a mark of Mistral's models
         "START_ACTION", "END_ACTION",  # marks of Cohere's, as those of MARKERS
-        *re.findall(r"\$\{([A-Z_]+):", text("compose.yaml") + text("deploy/compose.roles.yaml")),
+        *(name for file in COMPOSED for name in re.findall(r"\$\{([A-Z_]+):", text(file))),
         *re.findall(r"^ARG ([A-Z_]+)", image, re.M),
         *re.findall(r"\b([A-Z_]+)=", "".join(re.findall(r"^ENV (.*)", image, re.M))),
         *re.findall(r"\b([A-Z]+_[A-Z]+)\b", " ".join([*OPENINGS.values(), *MARKERS["cohere"]])),

@@ -11,8 +11,10 @@ import pytest
 import redis
 
 from deploy import certs
-from services.launcher.probes import GatewayProbe, RedisProbe, SchedulerProbe, WorkerProbe
+from services.launcher.probes import GatewayProbe, LedProbe, PlacedProbe, RedisProbe, SchedulerProbe, WorkerProbe
 from services.launcher.redis_server import client, configure
+from shared.keys import PLACER, PLACER_KEYS
+from shared.placement import Placement
 from shared.processes.listeners import listen
 from tests.support import http_server
 from tests.support.waiting import free_port, until
@@ -55,6 +57,27 @@ def test_lease_of_the_former_scheduler_does_not_count(server: redis.Redis) -> No
     assert not probe.ready()
     server.set("lease:shard-0", "8")
     assert probe.ready()
+
+
+def test_standby_is_ready_while_another_scheduler_leads(server: redis.Redis) -> None:
+    probe = LedProbe(server, "lease:shard-0")
+    probe.arm()
+    assert not probe.ready()
+    server.set("lease:shard-0", "7")
+    probe.arm()
+    assert probe.ready()
+
+
+def test_standby_of_a_placer_is_ready_while_one_for_the_same_models_leads(server: redis.Redis) -> None:
+    probe = PlacedProbe(server, ["a", "org/B"])
+    server.set(PLACER_KEYS.lease(PLACER), "7:another")
+    placed = {"a": Placement(True).encode(), "org/B": Placement(False).encode()}
+    server.hset(PLACER_KEYS.placements, mapping={**placed, "c": Placement(False).encode()})
+    assert not probe.ready()
+    server.hdel(PLACER_KEYS.placements, "c")
+    assert probe.ready()
+    server.delete(PLACER_KEYS.lease(PLACER))
+    assert not probe.ready()
 
 
 class Handler(http_server.Handler):

@@ -39,7 +39,7 @@ def test_options_for_cpus_alone_compile_the_kernels_beside_a_gpu(given: dict[str
     worker = WorkerSettings(**given)
     assert not up.on_gpu(worker) and up.unused_gpu(worker) == ""
     assert not model_check._on_gpu(worker)
-    up._compile_kernels(worker)
+    up.compile_kernels(worker)
     assert len(builds) == (worker.kernels in ("auto", "cpu"))
     assert up.replica_env(worker, 1, 2).keys().isdisjoint({"CUDA_VISIBLE_DEVICES"})
     (ranks,) = doctor.check_ranks(WorkerSettings(tp=2, **given))
@@ -51,7 +51,7 @@ def test_options_for_cpus_alone_compile_the_kernels_beside_a_gpu(given: dict[str
 def test_other_settings_expect_the_gpu_and_compile_nothing(given: dict[str, Any], builds: list[str]) -> None:
     worker = WorkerSettings(**given)
     assert up.on_gpu(worker) and model_check._on_gpu(worker)
-    up._compile_kernels(worker)
+    up.compile_kernels(worker)
     assert builds == []
     assert "CUDA_VISIBLE_DEVICES" in up.replica_env(worker, 1, 2)
     (ranks,) = doctor.check_ranks(WorkerSettings(tp=2, **given))

@@ -44,7 +44,8 @@ def test_what_two_workers_cannot_both_have_is_refused(
     monkeypatch.setattr(up, "on_gpu", lambda worker: True)
     monkeypatch.setattr(up, "device_count", lambda: 3)
     with pytest.raises(ConfigurationError, match=said):
-        up.check_replicas(2, WorkerSettings(**settings))
+        up.check_device(2, WorkerSettings(**settings))
+        up.check_addresses(2, WorkerSettings(**settings))
 
 
 def test_workers_do_both_or_are_told_their_roles_and_the_folder_that_they_share(

@@ -37,6 +37,7 @@ from shared.settings import (
     BatchSettings,
     ChatSettings,
     CommonSettings,
+    EnginesSettings,
     GatewaySettings,
     LauncherSettings,
     RankSettings,
@@ -135,6 +136,7 @@ SETTINGS: dict[str, type[BaseSettings]] = {
     "worker": WorkerSettings,
     "rank": RankSettings,
     "up": LauncherSettings,
+    "engines": EnginesSettings,
     "batch": BatchSettings,
     "chat": ChatSettings,
 }

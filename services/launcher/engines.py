@@ -1,0 +1,234 @@
+"""Run `orcinus engines`: the schedulers and workers of the models of a file, and the placer where they take turns.
+
+Redis and gateways run elsewhere. Several of these at one Redis, each with the same file, serve the models together:
+each has workers of every model that is awake, one scheduler of a model leads and one placer decides.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from services.hub.store import hold
+from services.launcher import redis_server
+from services.launcher.probes import LedProbe, PlacedProbe, WorkerProbe
+from services.launcher.rundir import RunDir
+from services.launcher.screen import Screen
+from services.launcher.supervisor import StackSupervisor
+from services.launcher.up import (
+    ModelStack,
+    absolute_paths,
+    at_once,
+    check_models,
+    child_env,
+    compile_kernels,
+    read_stacks,
+    replica_env,
+    service_argv,
+    sleeping_services,
+    unused_gpu,
+)
+from shared.errors import ConfigurationError
+from shared.keys import model_tag
+from shared.options import Values, build, env_name, flag, without_password
+from shared.plurals import counted
+from shared.processes.supervisor import Service, ServiceSpec
+from shared.settings import ROOT, EnginesSettings, GatewaySettings, PlacerSettings, WorkerSettings
+from shared.telemetry import logs
+
+STATES_S = 5.0
+"""The states of the models are written at least this often: an older file means a supervisor that hangs."""
+MOST_PORT = 65535
+
+
+def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
+    """Run until stopped. Return the exit code; raise ConfigurationError before anything was started.
+
+    check_policy: raises it for a policy that no scheduler knows; it gets the policy and the name of its source.
+    """
+    values = absolute_paths({**values, "models": str(build(PlacerSettings, values).models)})
+    stacks, most = read_stacks(values, check_policy)
+    check_models(stacks, most)
+    for stack in stacks:
+        hold(stack.worker.model)
+    first = stacks[0]
+    users = RedisUsers(first.gateway, build(EnginesSettings, values).redis_users)
+    specs = engine_specs(stacks, most, users)
+    screen = Screen()
+    if problem := unused_gpu(first.worker):
+        screen.event(f"the GPU of this machine is not used: {problem}")
+    with RunDir(first.launcher.run_dir) as run_dir:
+        compile_kernels(first.worker)
+
+        def on_ready() -> None:
+            screen.settle()
+            models = f"{counted(len(stacks), 'model')}, {most or 'all'} of them awake"
+            at = without_password(first.gateway.redis_url)
+            screen.event(f"ready in {screen.elapsed_s():.1f} s: {models}, for the gateways at Redis {at}")
+
+        sleeping = sleeping_services(users.client("placer"), specs, most) if most else None
+        report = _Report(screen, run_dir)
+        return StackSupervisor(run_dir, specs, report, on_ready=on_ready, sleeping=sleeping, has_logs=False).run()
+
+
+class RedisUsers:
+    """How the processes log in at Redis: each kind as a user of its own, or all as the one of the settings."""
+
+    def __init__(self, settings: GatewaySettings, folder: Path | None) -> None:
+        """folder: with the passwords of the users; None means one user for all. Raise ConfigurationError."""
+        if folder is not None and urlsplit(settings.redis_url).password is not None:
+            raise ConfigurationError(
+                f"{flag('redis_users')}={folder}: the address of Redis has a user already; take it out of "
+                f"{env_name('redis_url')}, or leave {flag('redis_users')} out"
+            )
+        self._url = settings.redis_url
+        self._options = settings.redis_options()
+        self._folder = folder
+
+    def options(self, user: str) -> dict[str, Any]:
+        """Return name and password, and a CA, as redis-py takes them beside the URL. Raise ConfigurationError."""
+        if self._folder is None:
+            return self._options
+        file = self._folder / f"{user}.password"
+        try:
+            password = file.read_text().strip()
+        except (OSError, ValueError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise ConfigurationError(
+                f"{flag('redis_users')}: {file}: cannot be read: {why}; deploy/redis_users.py writes it"
+            ) from error
+        if not password:
+            raise ConfigurationError(f"{flag('redis_users')}: {file}: empty; deploy/redis_users.py writes it")
+        return {**self._options, "username": user, "password": password}
+
+    def env(self, user: str) -> dict[str, str]:
+        """Return the settings of a process that is this user."""
+        options = self.options(user)
+        return {env_name(f"redis_{name}"): options[name] for name in ("username", "password") if name in options}
+
+    def client(self, user: str) -> Any:
+        return redis_server.client(self._url, **self.options(user))
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """HOST:PORT of the first of several workers; the others have the ports behind it."""
+
+    named: str
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, worker: WorkerSettings, name: str, workers: int) -> Address:
+        """Return that of a setting. Raise ConfigurationError. workers: how many there are."""
+        named, (host, _, port) = f"{flag(name)}={getattr(worker, name)}", getattr(worker, name).rpartition(":")
+        if not host or not port.isdecimal() or int(port[:6]) > MOST_PORT:
+            raise ConfigurationError(f"{named}: not HOST:PORT; write it so")
+        if int(port) and int(port) + workers - 1 > MOST_PORT:
+            raise ConfigurationError(f"{named}: {workers} workers need as many ports from it on; choose a lower one")
+        return cls(named, host, int(port))
+
+    def at(self, number: int) -> str:
+        return f"{self.host}:{self.port + number if self.port else 0}"
+
+
+def worker_env(worker: WorkerSettings, number: int, workers: int) -> dict[str, str]:
+    """Return name and addresses of one of these workers; names differ between machines. Raise ConfigurationError."""
+    name = worker.worker_id
+    if "worker_id" not in worker.model_fields_set:
+        name = f"worker-{model_tag(socket.gethostname())}"
+    listen = Address.of(worker, "listen", workers)
+    env = {env_name("worker_id"): f"{name}.{number}", env_name("listen"): listen.at(number)}
+    if worker.advertise:
+        advertise = Address.of(worker, "advertise", workers)
+        if not (listen.port and advertise.port):
+            raise ConfigurationError(
+                f"{advertise.named}: needs a port that is known, as does {flag('listen')}; "
+                f"write {flag('listen')} 0.0.0.0:50051 and the same port behind the host's name"
+            )
+        env[env_name("advertise")] = advertise.at(number)
+    return env
+
+
+def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers) -> list[ServiceSpec]:
+    """Return workers and a scheduler of each model, and a placer where they take turns. The workers are counted over
+    all models: they share the machine. most: models that are awake at a time; 0 means all.
+    """
+    launcher, url = stacks[0].launcher, stacks[0].gateway.redis_url
+    client = users.client("scheduler")
+    total = sum(len(stack.launcher.roles()) for stack in stacks)
+    specs: list[ServiceSpec] = []
+    number = 0
+    for at, stack in enumerate(stacks):
+        keys, worker, name = stack.gateway.keys, stack.worker, stack.gateway.served_model_name
+        env = child_env(stack.options.values, stack.launcher, stack.gateway, url, None) | {logs.MODEL: name}
+        for place in range(len(stack.launcher.roles())):
+            gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
+            own = replica_env(worker, number, total, gpu, running) | worker_env(worker, number, total)
+            spec = ServiceSpec(
+                f"worker-{number}",
+                service_argv("worker"),
+                {**env, **own, **users.env("worker")},
+                WorkerProbe(client, keys.worker(own[env_name("worker_id")])),
+                ("placer-0",) if most else (),  # another stack's placer ends this one, before it has taken memory
+                launcher.stop_s,
+                ROOT,
+                model=name,
+            )
+            specs.append(spec)
+            number += 1
+        if at and stack.scheduler.scheduler_metrics_port:
+            env[env_name("scheduler_metrics_port")] = str(stack.scheduler.scheduler_metrics_port + at)
+        probe = LedProbe(client, keys.lease(stack.scheduler.shard))
+        env = {**env, **users.env("scheduler")}
+        specs.append(
+            ServiceSpec(f"scheduler-{at}", service_argv("scheduler"), env, probe, (), launcher.stop_s, ROOT, model=name)
+        )
+    if most:
+        env = child_env(stacks[0].options.values, launcher, stacks[0].gateway, url, None) | users.env("placer")
+        placed = PlacedProbe(users.client("placer"), [stack.gateway.served_model_name for stack in stacks])
+        specs.append(ServiceSpec("placer-0", service_argv("placer"), env, placed, (), launcher.stop_s, ROOT))
+    return specs
+
+
+def model_states(services: Sequence[Service]) -> dict[str, str]:
+    """Return the state of each model, and of the placer: ready, asleep or loading. A model is ready with a worker that
+    serves and a scheduler, asleep while the placer wants none of its workers.
+    """
+    states = {}
+    for model in dict.fromkeys(service.spec.model for service in services):
+        own = [service for service in services if service.spec.model == model]
+        workers = {service.state for service in own if service.name.startswith("worker-")}
+        is_led = all(service.state == "ready" for service in own if not service.name.startswith("worker-"))
+        state = "ready" if "ready" in workers or not workers else "asleep" if workers == {"asleep"} else "loading"
+        states[f"model {model!r}" if model else "placer"] = state if is_led else "loading"
+    return states
+
+
+class _Report:
+    """Shows what happens, and writes the states of the models for the health check."""
+
+    def __init__(self, screen: Screen, run_dir: RunDir) -> None:
+        self._screen = screen
+        self._run_dir = run_dir
+        self._states: dict[str, str] = {}
+        self._next = 0.0
+
+    def event(self, text: str, kind: str = "info") -> None:
+        self._screen.event(text, kind)
+
+    def update(self, services: list[Service]) -> None:
+        self._screen.update(services)
+        states, now = model_states(services), time.monotonic()
+        if states == self._states and now < self._next:
+            return
+        self._states, self._next = states, now + STATES_S
+        try:
+            self._run_dir.write_states(states)
+        except OSError as error:
+            self.event(f"cannot write {self._run_dir.states}: {error}", "warning")
