@@ -19,7 +19,7 @@ from tests.chaos.harness.client import Client, Order
 from tests.chaos.harness.history import DONE, History, Outcome, Plan
 
 PLANS: tuple[tuple[Plan, int], ...] = (("stay", 12), ("return", 4), ("leave", 2), ("cancel", 2), ("slow", 1))
-"""With how often each is drawn, of streams."""
+"""With how often each comes among so many streams, in any order: a run on a slow machine has few streams."""
 
 BACKGROUND = 0.25
 """Of the calls without streaming; the others stay."""
@@ -130,6 +130,7 @@ class Load:
         self._rng = random.Random(seed)
         self._seed = seed
         self._stopping = False
+        self._plans: list[Plan] = []
         self.histories: list[History] = []
 
     def stop(self) -> None:
@@ -152,11 +153,17 @@ class Load:
             if not order.history.accepted:
                 await asyncio.sleep(0.2)  # it was refused: the next one need not hurry
 
+    def _dealt(self) -> Plan:
+        """Return the next plan of a stream."""
+        if not self._plans:
+            self._plans = [plan for plan, count in PLANS for _ in range(count)]
+            self._rng.shuffle(self._plans)
+        return self._plans.pop()
+
     def _order(self) -> Order:
         template = self._rng.choice(self._templates)
-        plans, weights = zip(*PLANS, strict=True)
         whole: Plan = "background" if self._rng.random() < BACKGROUND else "stay"
-        plan: Plan = self._rng.choices(plans, weights)[0] if template.stream else whole
+        plan = self._dealt() if template.stream else whole
         template = self._much[0] if plan == "slow" and self._much else template
         # A client that leaves for good has no key: with one its request would go on. One that returns needs it.
         named = plan == "return" or not template.stream or (plan in ("stay", "cancel") and self._rng.random() < 0.5)
