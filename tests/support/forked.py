@@ -24,6 +24,7 @@ class Forked:
     """`orcinus SERVICE` with this environment, used like a subprocess.Popen. Both outputs are appended to `log`."""
 
     def __init__(self, service: str, environment: Mapping[str, str], log: Path) -> None:
+        log.touch()  # it may be read at once
         self.args = ["orcinus", service]
         self._process = CONTEXT.Process(target=_run, args=(service, dict(environment), log), daemon=True)
         self._process.start()

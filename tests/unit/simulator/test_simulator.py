@@ -195,7 +195,7 @@ def test_every_requests_times_are_those_that_the_core_told(
 
     monkeypatch.setattr(Scheduler, "apply", spy)
     rng = np.random.default_rng(11)
-    n = 80
+    n = 48
     output = rng.integers(1, 260, n)
     work = Workload(np.sort(rng.integers(0, 2_000, n)) * MS, rng.integers(1, 120, n), output, np.full(n, 300))
     setup = Setup(

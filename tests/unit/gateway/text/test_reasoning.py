@@ -140,7 +140,7 @@ def fed(pieces: list[list[int]], request: GenerationSpec) -> tuple[Any, ...]:
     PARTS, CUTS, st.sampled_from([UNDECIDED, THINKING, ""]), st.booleans(), st.sampled_from([[], ["s"], ["k>"]]),
     st.integers(0, 6),
 )  # fmt: skip
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_thinking_content_and_calls_are_the_same_however_cut(
     text: str, cuts: list[int], state: str, tools: bool, stop: list[str], least: int
 ) -> None:
