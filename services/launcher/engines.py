@@ -37,6 +37,7 @@ from shared.errors import ConfigurationError
 from shared.keys import model_tag
 from shared.options import Values, build, env_name, flag, without_password
 from shared.plurals import counted
+from shared.processes.begun import BEGUN_FILE
 from shared.processes.supervisor import Service, ServiceSpec
 from shared.settings import ROOT, EnginesSettings, GatewaySettings, PlacerSettings, WorkerSettings
 from shared.telemetry import logs
@@ -58,11 +59,12 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
         hold(stack.worker.model)
     first = stacks[0]
     users = RedisUsers(first.gateway, build(EnginesSettings, values).redis_users)
-    specs = engine_specs(stacks, most, users)
+    run_dir = RunDir(first.launcher.run_dir)
+    specs = engine_specs(stacks, most, users, run_dir)
     screen = Screen()
     if problem := unused_gpu(first.worker):
         screen.event(f"the GPU of this machine is not used: {problem}")
-    with RunDir(first.launcher.run_dir) as run_dir:
+    with run_dir:
         compile_kernels(first.worker)
 
         def on_ready() -> None:
@@ -155,7 +157,7 @@ def worker_env(worker: WorkerSettings, number: int, workers: int) -> dict[str, s
     return env
 
 
-def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers) -> list[ServiceSpec]:
+def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers, run_dir: RunDir) -> list[ServiceSpec]:
     """Return workers and a scheduler of each model, and a placer where they take turns. The workers are counted over
     all models: they share the machine. most: models that are awake at a time; 0 means all.
     """
@@ -184,14 +186,18 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers) -> 
             number += 1
         if at and stack.scheduler.scheduler_metrics_port:
             env[env_name("scheduler_metrics_port")] = str(stack.scheduler.scheduler_metrics_port + at)
-        probe = LedProbe(client, keys.lease(stack.scheduler.shard))
-        env = {**env, **users.env("scheduler")}
+        scheduler = f"scheduler-{at}"
+        begun = run_dir.begun(scheduler)
+        probe = LedProbe(client, keys.lease(stack.scheduler.shard), begun)
+        env = {**env, **users.env("scheduler"), BEGUN_FILE: str(begun)}
         specs.append(
-            ServiceSpec(f"scheduler-{at}", service_argv("scheduler"), env, probe, (), launcher.stop_s, ROOT, model=name)
+            ServiceSpec(scheduler, service_argv("scheduler"), env, probe, (), launcher.stop_s, ROOT, model=name)
         )
     if most:
-        env = child_env(stacks[0].options.values, launcher, stacks[0].gateway, url, None) | users.env("placer")
-        placed = PlacedProbe(users.client("placer"), [stack.gateway.served_model_name for stack in stacks])
+        begun = run_dir.begun("placer-0")
+        env = child_env(stacks[0].options.values, launcher, stacks[0].gateway, url, None)
+        env = {**env, **users.env("placer"), BEGUN_FILE: str(begun)}
+        placed = PlacedProbe(users.client("placer"), [stack.gateway.served_model_name for stack in stacks], begun)
         specs.append(ServiceSpec("placer-0", service_argv("placer"), env, placed, (), launcher.stop_s, ROOT))
     return specs
 

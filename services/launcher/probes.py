@@ -10,6 +10,7 @@ import json
 import select
 import ssl
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from shared.keys import PLACER, PLACER_KEYS
@@ -88,17 +89,25 @@ class SchedulerProbe(_TraceProbe):
 
 
 class LedProbe(SchedulerProbe):
-    """Ready while any scheduler has the shard's lease: the one that was started leads, or stands by."""
+    """Ready once the scheduler that was started has begun, while it or another one has the shard's lease."""
+
+    def __init__(self, client: Any, key: str, begun: Path) -> None:
+        """begun: the file that the process writes (shared/processes/begun.py)."""
+        super().__init__(client, key)
+        self._begun = begun
+
+    def arm(self) -> None:
+        self._begun.unlink(missing_ok=True)
 
     def ready(self) -> bool:
-        return self._trace() is not None
+        return self._begun.exists() and self._trace() is not None
 
 
 class PlacedProbe(LedProbe):
-    """Ready while a placer for these models leads: the one that was started, or another one."""
+    """Ready once the placer that was started has begun, while it or another one for these models leads."""
 
-    def __init__(self, client: Any, models: Iterable[str]) -> None:
-        super().__init__(client, PLACER_KEYS.lease(PLACER))
+    def __init__(self, client: Any, models: Iterable[str], begun: Path) -> None:
+        super().__init__(client, PLACER_KEYS.lease(PLACER), begun)
         self._models = set(models)
 
     def _read(self) -> bytes | None:

@@ -51,16 +51,18 @@ class RunDir:
             raise ConfigurationError(
                 f"cannot use the run directory {self.path}: {error}; choose another with --run-dir"
             ) from error
-        for file in (self.processes, self.facts, self.settings, self.states):  # of a launcher that was killed
-            file.unlink(missing_ok=True)
+        self._remove_files()  # of a launcher that was killed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in (self.processes, self.facts, self.settings, self.states):
-            file.unlink(missing_ok=True)
+        self._remove_files()
         self.lock.unlink(missing_ok=True)  # while it is held: see _acquire
         os.close(self._lock_fd)
         self._lock_fd = -1
+
+    def begun(self, service: str) -> Path:
+        """Return the file by which a service shows that it has begun."""
+        return self.path / f"{service}.begun"
 
     def write_processes(self, pids: dict[str, int]) -> None:
         """Write names and pids."""
@@ -120,6 +122,10 @@ class RunDir:
         finally:
             os.close(fd)
         return None
+
+    def _remove_files(self) -> None:
+        for file in (self.processes, self.facts, self.settings, self.states, *self.path.glob("*.begun")):
+            file.unlink(missing_ok=True)
 
     def _acquire(self) -> int:
         while True:

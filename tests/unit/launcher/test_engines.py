@@ -11,6 +11,7 @@ import pytest
 from services.cli.options import check_policy
 from services.launcher import engines, up
 from services.launcher.engines import RedisUsers, engine_specs, model_states, worker_env
+from services.launcher.rundir import RunDir
 from shared.errors import ConfigurationError
 from shared.keys import model_tag
 from shared.processes.supervisor import Service
@@ -40,7 +41,9 @@ def services(folder: Path, **values: str) -> list[Service]:
     values = {"models": str(folder / "models.yaml"), "redis_url": URL, "device": "cpu", **values}
     stacks = [up.ModelStack.of(each) for each in up.options_by_model(values)]
     users = RedisUsers(stacks[0].gateway, folder)
-    return [Service(spec) for spec in engine_specs(stacks, stacks[0].gateway.models_file().awake, users)]
+    return [
+        Service(spec) for spec in engine_specs(stacks, stacks[0].gateway.models_file().awake, users, RunDir(folder))
+    ]
 
 
 def test_each_process_is_its_own_user_of_redis_and_knows_its_model(folder: Path) -> None:
