@@ -158,6 +158,11 @@ def mounted_file(overlay: str, pod: Pod, path: str, directory: Path) -> str:
     return path
 
 
+def test_engines_end_before_those_with_another_file_start() -> None:
+    (found,) = [one for one in of_kind("models", "Deployment") if one["metadata"]["name"] == "engines"]
+    assert found["spec"]["strategy"] == {"type": "Recreate"}, "a second placer refuses other models than the first's"
+
+
 def test_engines_and_gateways_read_one_file_beside_the_models() -> None:
     here = {pod.name: pod for pod in pods("models") if pod.name in ("engines", "gateway")}
     names = set()
