@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from services.hub.store import hold
 from services.launcher import redis_server
+from services.launcher.placements import SleepingServices
 from services.launcher.probes import LedProbe, PlacedProbe, WorkerProbe
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
@@ -74,7 +75,7 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
             screen.event(f"ready in {screen.elapsed_s():.1f} s: {models}, for the gateways at Redis {at}")
 
         sleeping = sleeping_services(users.client("placer"), specs, most) if most else None
-        report = _Report(screen, run_dir)
+        report = _Report(screen, run_dir, sleeping)
         return StackSupervisor(run_dir, specs, report, on_ready=on_ready, sleeping=sleeping, has_logs=False).run()
 
 
@@ -202,16 +203,17 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers, run
     return specs
 
 
-def model_states(services: Sequence[Service]) -> dict[str, str]:
+def model_states(services: Sequence[Service], is_placed: bool = True) -> dict[str, str]:
     """Return the state of each model, and of the placer: ready, asleep or loading. A model is ready with a worker that
-    serves and a scheduler, asleep while the placer wants none of its workers.
+    serves and a scheduler, asleep while the placer wants none of its workers. is_placed: whether the placer has spoken.
     """
     states = {}
     for model in dict.fromkeys(service.spec.model for service in services):
         own = [service for service in services if service.spec.model == model]
         workers = {service.state for service in own if service.name.startswith("worker-")}
         is_led = all(service.state == "ready" for service in own if not service.name.startswith("worker-"))
-        state = "ready" if "ready" in workers or not workers else "asleep" if workers == {"asleep"} else "loading"
+        is_asleep = is_placed and workers == {"asleep"}
+        state = "ready" if "ready" in workers or not workers else "asleep" if is_asleep else "loading"
         states[f"model {model!r}" if model else "placer"] = state if is_led else "loading"
     return states
 
@@ -219,9 +221,10 @@ def model_states(services: Sequence[Service]) -> dict[str, str]:
 class _Report:
     """Shows what happens, and writes the states of the models for the health check."""
 
-    def __init__(self, screen: Screen, run_dir: RunDir) -> None:
+    def __init__(self, screen: Screen, run_dir: RunDir, sleeping: SleepingServices | None) -> None:
         self._screen = screen
         self._run_dir = run_dir
+        self._sleeping = sleeping
         self._states: dict[str, str] = {}
         self._next = 0.0
 
@@ -230,7 +233,8 @@ class _Report:
 
     def update(self, services: list[Service]) -> None:
         self._screen.update(services)
-        states, now = model_states(services), time.monotonic()
+        is_placed = self._sleeping is None or self._sleeping.is_read
+        states, now = model_states(services, is_placed), time.monotonic()
         if states == self._states and now < self._next:
             return
         self._states, self._next = states, now + STATES_S

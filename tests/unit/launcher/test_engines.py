@@ -109,6 +109,14 @@ def test_one_user_for_all_is_that_of_the_settings() -> None:
     assert RedisUsers(GatewaySettings(redis_url=URL), None).env("worker") == {}
 
 
+def test_no_model_counts_as_asleep_before_the_placer_has_spoken(folder: Path) -> None:
+    found = services(folder)
+    for one in found:
+        one.state = "asleep" if one.name.startswith("worker-") else "ready"
+    states = {"model 'small'": "loading", "model 'large'": "loading", "placer": "ready"}
+    assert model_states(found, is_placed=False) == states
+
+
 def test_model_is_ready_with_one_worker_and_a_scheduler(folder: Path) -> None:
     found = services(folder)
     by_name = {one.name: one for one in found}
