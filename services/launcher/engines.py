@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from services.hub.store import hold
 from services.launcher import redis_server
@@ -84,7 +83,13 @@ class RedisUsers:
 
     def __init__(self, settings: GatewaySettings, folder: Path | None) -> None:
         """folder: with the passwords of the users; None means one user for all. Raise ConfigurationError."""
-        if folder is not None and urlsplit(settings.redis_url).password is not None:
+        import redis
+
+        try:
+            address = redis.connection.parse_url(settings.redis_url)
+        except ValueError as error:
+            raise ConfigurationError(f"{env_name('redis_url')}: {error} Check its part behind the port") from error
+        if folder is not None and address.keys() & {"username", "password"}:
             raise ConfigurationError(
                 f"{flag('redis_users')}={folder}: the address of Redis has a user already; take it out of "
                 f"{env_name('redis_url')}, or leave {flag('redis_users')} out"

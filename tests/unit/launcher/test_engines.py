@@ -98,8 +98,20 @@ def test_passwords_that_cannot_be_read_are_refused_by_file(tmp_path: Path) -> No
     (tmp_path / "worker.password").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigurationError, match=r"worker\.password: cannot be read"):
         users.env("worker")
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:secret@10.0.0.9:6379/0", "redis://me@10.0.0.9", "redis://10.0.0.9/0?username=me&password=x"]
+)
+def test_users_beside_an_address_with_a_user_are_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has a user already"):
-        RedisUsers(GatewaySettings(redis_url="redis://:secret@10.0.0.9:6379/0"), tmp_path)
+        RedisUsers(GatewaySettings(redis_url=url), tmp_path)
+    RedisUsers(GatewaySettings(redis_url=url), None)
+
+
+def test_address_that_redis_cannot_parse_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^ORCINUS_REDIS_URL: Invalid value for 'db' in connection URL\."):
+        RedisUsers(GatewaySettings(redis_url=URL + "?db=first"), None)
 
 
 def test_one_user_for_all_is_that_of_the_settings() -> None:
