@@ -6,6 +6,7 @@ each has workers of every model that is awake, one scheduler of a model leads an
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,10 @@ from shared.telemetry import logs
 STATES_S = 5.0
 """The states of the models are written at least this often: an older file means a supervisor that hangs."""
 MOST_PORT = 65535
+ANOTHER = (
+    f"orcinus engines {flag('run_dir')} .run2, with {flag('worker_id')} and {flag('listen')} of its own where this one "
+    "has them"
+)
 
 
 def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
@@ -59,7 +64,7 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
         hold(stack.worker.model)
     first = stacks[0]
     users = RedisUsers(first.gateway, build(EnginesSettings, values).redis_users)
-    run_dir = RunDir(first.launcher.run_dir)
+    run_dir = RunDir(first.launcher.run_dir, another=ANOTHER)
     specs = engine_specs(stacks, most, users, run_dir)
     screen = Screen()
     if problem := unused_gpu(first.worker):
@@ -145,11 +150,14 @@ class Address:
         return f"{self.host}:{self.port + number if self.port else 0}"
 
 
-def worker_env(worker: WorkerSettings, number: int, workers: int) -> dict[str, str]:
-    """Return name and addresses of one of these workers; names differ between machines. Raise ConfigurationError."""
+def worker_env(worker: WorkerSettings, run_dir: Path, number: int, workers: int) -> dict[str, str]:
+    """Return name and addresses of one of these workers. Raise ConfigurationError.
+
+    Names differ between machines, and between run directories of one machine.
+    """
     name = worker.worker_id
     if "worker_id" not in worker.model_fields_set:
-        name = f"worker-{model_tag(socket.gethostname())}"
+        name = f"worker-{model_tag(socket.gethostname())}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:6]}"
     listen = Address.of(worker, "listen", workers)
     env = {env_name("worker_id"): f"{name}.{number}", env_name("listen"): listen.at(number)}
     if worker.advertise:
@@ -177,7 +185,7 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers, run
         env = child_env(stack.options.values, stack.launcher, stack.gateway, url, None) | {logs.MODEL: name}
         for place in range(len(stack.launcher.roles())):
             gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
-            own = replica_env(worker, number, total, gpu, running) | worker_env(worker, number, total)
+            own = replica_env(worker, number, total, gpu, running) | worker_env(worker, run_dir.path, number, total)
             spec = ServiceSpec(
                 f"worker-{number}",
                 service_argv("worker"),
