@@ -66,7 +66,7 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
     users = RedisUsers(first.gateway, build(EnginesSettings, values).redis_users)
     run_dir = RunDir(first.launcher.run_dir, another=ANOTHER)
     specs = engine_specs(stacks, most, users, run_dir)
-    screen = Screen()
+    screen = Screen(logs.setup("engines", first.gateway.log_level, first.gateway.log_json))
     if problem := unused_gpu(first.worker):
         screen.event(f"the GPU of this machine is not used: {problem}")
     with run_dir:
