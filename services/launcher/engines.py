@@ -17,7 +17,7 @@ from typing import Any
 from services.hub.store import hold
 from services.launcher import redis_server
 from services.launcher.placements import SleepingServices
-from services.launcher.probes import LedProbe, PlacedProbe, WorkerProbe
+from services.launcher.probes import LedProbe, PlacedProbe, SharedClient, WorkerProbe
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
@@ -176,7 +176,7 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers, run
     all models: they share the machine. most: models that are awake at a time; 0 means all.
     """
     launcher, url = stacks[0].launcher, stacks[0].gateway.redis_url
-    client = users.client("scheduler")
+    client = SharedClient(users.client("scheduler"))
     total = sum(len(stack.launcher.roles()) for stack in stacks)
     specs: list[ServiceSpec] = []
     number = 0
@@ -211,7 +211,9 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers, run
         begun = run_dir.begun("placer-0")
         env = child_env(stacks[0].options.values, launcher, stacks[0].gateway, url, None)
         env = {**env, **users.env("placer"), BEGUN_FILE: str(begun)}
-        placed = PlacedProbe(users.client("placer"), [stack.gateway.served_model_name for stack in stacks], begun)
+        placed = PlacedProbe(
+            SharedClient(users.client("placer")), [stack.gateway.served_model_name for stack in stacks], begun
+        )
         specs.append(ServiceSpec("placer-0", service_argv("placer"), env, placed, (), launcher.stop_s, ROOT))
     return specs
 

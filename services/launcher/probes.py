@@ -9,7 +9,8 @@ import http.client
 import json
 import select
 import ssl
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,36 @@ class RedisProbe:
             return bool(self._client.ping())
         except (redis.RedisError, OSError):
             return False
+
+
+class SharedClient:
+    """A client of many probes. After a time-out it refuses at once for TIMEOUT_S: a silent Redis holds up the thread
+    that probes, and signals with it, once and not as often as there are probes.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._silent_until = 0.0
+
+    def get(self, key: str) -> Any:
+        return self._ask(self._client.get, key)
+
+    def hget(self, key: str, field: str) -> Any:
+        return self._ask(self._client.hget, key, field)
+
+    def hgetall(self, key: str) -> Any:
+        return self._ask(self._client.hgetall, key)
+
+    def _ask(self, command: Callable[..., Any], *words: str) -> Any:
+        import redis
+
+        if time.monotonic() < self._silent_until:
+            raise redis.TimeoutError("Redis was silent a moment ago")
+        try:
+            return command(*words)
+        except redis.TimeoutError:
+            self._silent_until = time.monotonic() + TIMEOUT_S
+            raise
 
 
 class _TraceProbe:

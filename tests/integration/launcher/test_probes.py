@@ -13,7 +13,16 @@ import pytest
 import redis
 
 from deploy import certs
-from services.launcher.probes import GatewayProbe, LedProbe, PlacedProbe, RedisProbe, SchedulerProbe, WorkerProbe
+from services.launcher import probes
+from services.launcher.probes import (
+    GatewayProbe,
+    LedProbe,
+    PlacedProbe,
+    RedisProbe,
+    SchedulerProbe,
+    SharedClient,
+    WorkerProbe,
+)
 from services.launcher.redis_server import client, configure
 from shared.keys import PLACER, PLACER_KEYS
 from shared.placement import Placement
@@ -105,6 +114,34 @@ def test_standby_of_a_placer_is_ready_while_one_for_the_same_models_leads(server
     assert probe.ready()
     server.delete(PLACER_KEYS.lease(PLACER))
     assert not probe.ready()
+
+
+class SilentRedis:
+    """A client of a Redis that does not answer in time at first."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.answer: bytes | None = None
+
+    def get(self, _: str) -> bytes | None:
+        if self.answer is None:
+            self.waits += 1
+            raise redis.TimeoutError("Timeout reading from socket")
+        return self.answer
+
+
+def test_probes_of_a_silent_redis_wait_for_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, now = SilentRedis(), [100.0]
+    monkeypatch.setattr(probes.time, "monotonic", lambda: now[0])
+    shared = SharedClient(silent)
+    each = [SchedulerProbe(shared, f"lease:{number}") for number in range(6)]
+    for probe in each:
+        probe.arm()
+        assert not probe.ready()
+    assert silent.waits == 1
+    silent.answer = b"7"
+    now[0] += probes.TIMEOUT_S
+    assert all(probe.ready() for probe in each)
 
 
 class Handler(http_server.Handler):
