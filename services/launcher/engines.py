@@ -90,8 +90,9 @@ class RedisUsers:
         """folder: with the passwords of the users; None means one user for all. Raise ConfigurationError."""
         import redis
 
+        parse: Callable[[str], dict[str, Any]] = redis.connection.parse_url
         try:
-            address = redis.connection.parse_url(settings.redis_url)
+            address = parse(settings.redis_url)
         except ValueError as error:
             raise ConfigurationError(f"{env_name('redis_url')}: {error} Check its part behind the port") from error
         if folder is not None and address.keys() & {"username", "password"}:
