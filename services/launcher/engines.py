@@ -6,17 +6,18 @@ each has workers of every model that is awake, one scheduler of a model leads an
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from services.hub.store import hold
 from services.launcher import redis_server
-from services.launcher.probes import LedProbe, PlacedProbe, WorkerProbe
+from services.launcher.placements import SleepingServices
+from services.launcher.probes import LedProbe, PlacedProbe, SharedClient, WorkerProbe
 from services.launcher.rundir import RunDir
 from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
@@ -37,6 +38,7 @@ from shared.errors import ConfigurationError
 from shared.keys import model_tag
 from shared.options import Values, build, env_name, flag, without_password
 from shared.plurals import counted
+from shared.processes.begun import BEGUN_FILE
 from shared.processes.supervisor import Service, ServiceSpec
 from shared.settings import ROOT, EnginesSettings, GatewaySettings, PlacerSettings, WorkerSettings
 from shared.telemetry import logs
@@ -44,6 +46,10 @@ from shared.telemetry import logs
 STATES_S = 5.0
 """The states of the models are written at least this often: an older file means a supervisor that hangs."""
 MOST_PORT = 65535
+ANOTHER = (
+    f"orcinus engines {flag('run_dir')} .run2, with {flag('worker_id')} and {flag('listen')} of its own where this one "
+    "has them"
+)
 
 
 def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
@@ -58,11 +64,12 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
         hold(stack.worker.model)
     first = stacks[0]
     users = RedisUsers(first.gateway, build(EnginesSettings, values).redis_users)
-    specs = engine_specs(stacks, most, users)
-    screen = Screen()
+    run_dir = RunDir(first.launcher.run_dir, another=ANOTHER)
+    specs = engine_specs(stacks, most, users, run_dir)
+    screen = Screen(logs.setup("engines", first.gateway.log_level, first.gateway.log_json))
     if problem := unused_gpu(first.worker):
         screen.event(f"the GPU of this machine is not used: {problem}")
-    with RunDir(first.launcher.run_dir) as run_dir:
+    with run_dir:
         compile_kernels(first.worker)
 
         def on_ready() -> None:
@@ -72,7 +79,7 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
             screen.event(f"ready in {screen.elapsed_s():.1f} s: {models}, for the gateways at Redis {at}")
 
         sleeping = sleeping_services(users.client("placer"), specs, most) if most else None
-        report = _Report(screen, run_dir)
+        report = _Report(screen, run_dir, sleeping)
         return StackSupervisor(run_dir, specs, report, on_ready=on_ready, sleeping=sleeping, has_logs=False).run()
 
 
@@ -81,7 +88,14 @@ class RedisUsers:
 
     def __init__(self, settings: GatewaySettings, folder: Path | None) -> None:
         """folder: with the passwords of the users; None means one user for all. Raise ConfigurationError."""
-        if folder is not None and urlsplit(settings.redis_url).password is not None:
+        import redis
+
+        parse: Callable[[str], dict[str, Any]] = redis.connection.parse_url
+        try:
+            address = parse(settings.redis_url)
+        except ValueError as error:
+            raise ConfigurationError(f"{env_name('redis_url')}: {error} Check its part behind the port") from error
+        if folder is not None and address.keys() & {"username", "password"}:
             raise ConfigurationError(
                 f"{flag('redis_users')}={folder}: the address of Redis has a user already; take it out of "
                 f"{env_name('redis_url')}, or leave {flag('redis_users')} out"
@@ -137,11 +151,14 @@ class Address:
         return f"{self.host}:{self.port + number if self.port else 0}"
 
 
-def worker_env(worker: WorkerSettings, number: int, workers: int) -> dict[str, str]:
-    """Return name and addresses of one of these workers; names differ between machines. Raise ConfigurationError."""
+def worker_env(worker: WorkerSettings, run_dir: Path, number: int, workers: int) -> dict[str, str]:
+    """Return name and addresses of one of these workers. Raise ConfigurationError.
+
+    Names differ between machines, and between run directories of one machine.
+    """
     name = worker.worker_id
     if "worker_id" not in worker.model_fields_set:
-        name = f"worker-{model_tag(socket.gethostname())}"
+        name = f"worker-{model_tag(socket.gethostname())}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:6]}"
     listen = Address.of(worker, "listen", workers)
     env = {env_name("worker_id"): f"{name}.{number}", env_name("listen"): listen.at(number)}
     if worker.advertise:
@@ -155,12 +172,12 @@ def worker_env(worker: WorkerSettings, number: int, workers: int) -> dict[str, s
     return env
 
 
-def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers) -> list[ServiceSpec]:
+def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers, run_dir: RunDir) -> list[ServiceSpec]:
     """Return workers and a scheduler of each model, and a placer where they take turns. The workers are counted over
     all models: they share the machine. most: models that are awake at a time; 0 means all.
     """
     launcher, url = stacks[0].launcher, stacks[0].gateway.redis_url
-    client = users.client("scheduler")
+    client = SharedClient(users.client("scheduler"))
     total = sum(len(stack.launcher.roles()) for stack in stacks)
     specs: list[ServiceSpec] = []
     number = 0
@@ -169,7 +186,7 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers) -> 
         env = child_env(stack.options.values, stack.launcher, stack.gateway, url, None) | {logs.MODEL: name}
         for place in range(len(stack.launcher.roles())):
             gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
-            own = replica_env(worker, number, total, gpu, running) | worker_env(worker, number, total)
+            own = replica_env(worker, number, total, gpu, running) | worker_env(worker, run_dir.path, number, total)
             spec = ServiceSpec(
                 f"worker-{number}",
                 service_argv("worker"),
@@ -184,28 +201,35 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers) -> 
             number += 1
         if at and stack.scheduler.scheduler_metrics_port:
             env[env_name("scheduler_metrics_port")] = str(stack.scheduler.scheduler_metrics_port + at)
-        probe = LedProbe(client, keys.lease(stack.scheduler.shard))
-        env = {**env, **users.env("scheduler")}
+        scheduler = f"scheduler-{at}"
+        begun = run_dir.begun(scheduler)
+        probe = LedProbe(client, keys.lease(stack.scheduler.shard), begun)
+        env = {**env, **users.env("scheduler"), BEGUN_FILE: str(begun)}
         specs.append(
-            ServiceSpec(f"scheduler-{at}", service_argv("scheduler"), env, probe, (), launcher.stop_s, ROOT, model=name)
+            ServiceSpec(scheduler, service_argv("scheduler"), env, probe, (), launcher.stop_s, ROOT, model=name)
         )
     if most:
-        env = child_env(stacks[0].options.values, launcher, stacks[0].gateway, url, None) | users.env("placer")
-        placed = PlacedProbe(users.client("placer"), [stack.gateway.served_model_name for stack in stacks])
+        begun = run_dir.begun("placer-0")
+        env = child_env(stacks[0].options.values, launcher, stacks[0].gateway, url, None)
+        env = {**env, **users.env("placer"), BEGUN_FILE: str(begun)}
+        placed = PlacedProbe(
+            SharedClient(users.client("placer")), [stack.gateway.served_model_name for stack in stacks], begun
+        )
         specs.append(ServiceSpec("placer-0", service_argv("placer"), env, placed, (), launcher.stop_s, ROOT))
     return specs
 
 
-def model_states(services: Sequence[Service]) -> dict[str, str]:
+def model_states(services: Sequence[Service], is_placed: bool = True) -> dict[str, str]:
     """Return the state of each model, and of the placer: ready, asleep or loading. A model is ready with a worker that
-    serves and a scheduler, asleep while the placer wants none of its workers.
+    serves and a scheduler, asleep while the placer wants none of its workers. is_placed: whether the placer has spoken.
     """
     states = {}
     for model in dict.fromkeys(service.spec.model for service in services):
         own = [service for service in services if service.spec.model == model]
         workers = {service.state for service in own if service.name.startswith("worker-")}
         is_led = all(service.state == "ready" for service in own if not service.name.startswith("worker-"))
-        state = "ready" if "ready" in workers or not workers else "asleep" if workers == {"asleep"} else "loading"
+        is_asleep = is_placed and workers == {"asleep"}
+        state = "ready" if "ready" in workers or not workers else "asleep" if is_asleep else "loading"
         states[f"model {model!r}" if model else "placer"] = state if is_led else "loading"
     return states
 
@@ -213,9 +237,10 @@ def model_states(services: Sequence[Service]) -> dict[str, str]:
 class _Report:
     """Shows what happens, and writes the states of the models for the health check."""
 
-    def __init__(self, screen: Screen, run_dir: RunDir) -> None:
+    def __init__(self, screen: Screen, run_dir: RunDir, sleeping: SleepingServices | None) -> None:
         self._screen = screen
         self._run_dir = run_dir
+        self._sleeping = sleeping
         self._states: dict[str, str] = {}
         self._next = 0.0
 
@@ -224,7 +249,8 @@ class _Report:
 
     def update(self, services: list[Service]) -> None:
         self._screen.update(services)
-        states, now = model_states(services), time.monotonic()
+        is_placed = self._sleeping is None or self._sleeping.is_read
+        states, now = model_states(services, is_placed), time.monotonic()
         if states == self._states and now < self._next:
             return
         self._states, self._next = states, now + STATES_S

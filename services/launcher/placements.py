@@ -8,8 +8,11 @@ from typing import Any
 
 from shared.keys import PLACER_KEYS
 from shared.placement import Placement, read_placements
+from shared.plurals import counted
 
 LOOK_S = 0.2
+MISMATCH_S = 10.0
+"""Longer than a placer needs to replace what one of the time before, with another file, has written."""
 
 
 class SleepingServices:
@@ -21,12 +24,15 @@ class SleepingServices:
         self.asleep = self.names
         self.is_read = False
         """Whether the placer has spoken."""
+        self.problem = ""
+        """Why the placer is not followed; empty while it is."""
         self._client = client
         self._models = dict(models)
         self._most = most
         self._next = 0.0
         self._reader: threading.Thread | None = None
         self._placements: dict[str, Placement] = {}
+        self._mismatch_since: float | None = None
 
     def look(self, now: float) -> None:
         """Take what was read since the last call, and read again beside the caller, at most every LOOK_S.
@@ -41,10 +47,20 @@ class SleepingServices:
             if 0 < len(awake) <= self._most:
                 self.asleep = frozenset(service for service, name in self._models.items() if name not in awake)
                 self.is_read = True
+            self._note_mismatch(len(awake), now)
         if now >= self._next:
             self._next = now + LOOK_S
             self._reader = threading.Thread(target=self._read, name="placements", daemon=True)
             self._reader.start()
+
+    def _note_mismatch(self, awake: int, now: float) -> None:
+        if awake <= self._most:
+            self.problem, self._mismatch_since = "", None
+            return
+        self._mismatch_since = now if self._mismatch_since is None else self._mismatch_since
+        if now - self._mismatch_since >= MISMATCH_S:
+            models = counted(awake, "model")
+            self.problem = f"placer: {models} awake, this file allows {self._most}; give all engines the same file"
 
     def _read(self) -> None:
         """Read the placements; none while Redis does not answer."""

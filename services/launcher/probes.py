@@ -9,7 +9,9 @@ import http.client
 import json
 import select
 import ssl
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from shared.keys import PLACER, PLACER_KEYS
@@ -40,6 +42,36 @@ class RedisProbe:
             return bool(self._client.ping())
         except (redis.RedisError, OSError):
             return False
+
+
+class SharedClient:
+    """A client of many probes. After a time-out it refuses at once for TIMEOUT_S: a silent Redis holds up the thread
+    that probes, and signals with it, once and not as often as there are probes.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._silent_until = 0.0
+
+    def get(self, key: str) -> Any:
+        return self._ask(self._client.get, key)
+
+    def hget(self, key: str, field: str) -> Any:
+        return self._ask(self._client.hget, key, field)
+
+    def hgetall(self, key: str) -> Any:
+        return self._ask(self._client.hgetall, key)
+
+    def _ask(self, command: Callable[..., Any], *words: str) -> Any:
+        import redis
+
+        if time.monotonic() < self._silent_until:
+            raise redis.TimeoutError("Redis was silent a moment ago")
+        try:
+            return command(*words)
+        except redis.TimeoutError:
+            self._silent_until = time.monotonic() + TIMEOUT_S
+            raise
 
 
 class _TraceProbe:
@@ -88,17 +120,25 @@ class SchedulerProbe(_TraceProbe):
 
 
 class LedProbe(SchedulerProbe):
-    """Ready while any scheduler has the shard's lease: the one that was started leads, or stands by."""
+    """Ready once the scheduler that was started has begun, while it or another one has the shard's lease."""
+
+    def __init__(self, client: Any, key: str, begun: Path) -> None:
+        """begun: the file that the process writes (shared/processes/begun.py)."""
+        super().__init__(client, key)
+        self._begun = begun
+
+    def arm(self) -> None:
+        self._begun.unlink(missing_ok=True)
 
     def ready(self) -> bool:
-        return self._trace() is not None
+        return self._begun.exists() and self._trace() is not None
 
 
 class PlacedProbe(LedProbe):
-    """Ready while a placer for these models leads: the one that was started, or another one."""
+    """Ready once the placer that was started has begun, while it or another one for these models leads."""
 
-    def __init__(self, client: Any, models: Iterable[str]) -> None:
-        super().__init__(client, PLACER_KEYS.lease(PLACER))
+    def __init__(self, client: Any, models: Iterable[str], begun: Path) -> None:
+        super().__init__(client, PLACER_KEYS.lease(PLACER), begun)
         self._models = set(models)
 
     def _read(self) -> bytes | None:

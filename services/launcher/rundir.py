@@ -16,6 +16,8 @@ from types import TracebackType
 from shared.errors import ConfigurationError
 from shared.options import Shown
 
+ANOTHER_UP = 'orcinus up --run-dir .run2 --port 8010, or make run PORT=8010 ARGS="--run-dir .run2"'
+
 
 @dataclass(frozen=True, slots=True)
 class StackFacts:
@@ -31,7 +33,8 @@ class StackFacts:
 class RunDir:
     """`with RunDir(path):` takes the directory. Raise ConfigurationError while another launcher has it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, another: str = ANOTHER_UP) -> None:
+        """another: the command that the error of a directory in use gives, for one with its own directory."""
         self.path = path.expanduser().absolute()
         self.logs = self.path / "logs"
         self.processes = self.path / "processes.json"
@@ -39,6 +42,7 @@ class RunDir:
         self.settings = self.path / "settings.json"
         self.states = self.path / "states.json"
         self.lock = self.path / "lock"
+        self._another = another
         self._lock_fd = -1
 
     def __enter__(self) -> RunDir:
@@ -51,16 +55,18 @@ class RunDir:
             raise ConfigurationError(
                 f"cannot use the run directory {self.path}: {error}; choose another with --run-dir"
             ) from error
-        for file in (self.processes, self.facts, self.settings, self.states):  # of a launcher that was killed
-            file.unlink(missing_ok=True)
+        self._remove_files()  # of a launcher that was killed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in (self.processes, self.facts, self.settings, self.states):
-            file.unlink(missing_ok=True)
+        self._remove_files()
         self.lock.unlink(missing_ok=True)  # while it is held: see _acquire
         os.close(self._lock_fd)
         self._lock_fd = -1
+
+    def begun(self, service: str) -> Path:
+        """Return the file by which a service shows that it has begun."""
+        return self.path / f"{service}.begun"
 
     def write_processes(self, pids: dict[str, int]) -> None:
         """Write names and pids."""
@@ -121,6 +127,10 @@ class RunDir:
             os.close(fd)
         return None
 
+    def _remove_files(self) -> None:
+        for file in (self.processes, self.facts, self.settings, self.states, *self.path.glob("*.begun")):
+            file.unlink(missing_ok=True)
+
     def _acquire(self) -> int:
         while True:
             fd = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -131,8 +141,7 @@ class RunDir:
                 os.close(fd)
                 raise ConfigurationError(
                     f"Orcinus runs here already (pid {pid}, {self.path}): stop it with `kill {pid}`, "
-                    "or start another with its own directory and port: orcinus up --run-dir .run2 --port 8010, or "
-                    'make run PORT=8010 ARGS="--run-dir .run2"'
+                    f"or start another with its own directory: {self._another}"
                 ) from None
             # The launcher before may have unlinked the file between this open and this lock.
             if _same_file(fd, self.lock):

@@ -1,8 +1,12 @@
-"""Show what the launcher does: one changing line a service on a terminal, plain lines elsewhere, all on stderr."""
+"""Show what the launcher does: one changing line a service on a terminal, plain lines elsewhere, all on stderr.
+
+Where the services write to the same output, all lines go to a log: changing lines would erase theirs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import time
 
@@ -16,6 +20,7 @@ from rich.text import Text
 
 from shared.processes.supervisor import Service
 
+LEVELS = {"warning": logging.WARNING, "error": logging.ERROR}
 STYLES = {"warning": "yellow", "error": "bold red", "good": "green", "log": "dim", "info": ""}
 LINE_S = 3.0
 """Without a terminal, a service that starts has a line this often: the last one of its log."""
@@ -34,7 +39,9 @@ class _Console(Console):
 class Screen:
     """The report of a supervisor. `settle` ends the changing lines once the stack is ready."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: logging.Logger | None = None) -> None:
+        """log: of a launcher whose services write to its output; None means a screen of its own."""
+        self._log = log
         self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._settled = False
@@ -45,6 +52,9 @@ class Screen:
         self._spinner = Spinner("dots")
 
     def event(self, text: str, kind: str = "info") -> None:
+        if self._log is not None:
+            self._log.log(LEVELS.get(kind, logging.INFO), "%s", text)
+            return
         with contextlib.suppress(OSError):
             self._console.print(escape(text), style=STYLES[kind] or None)
 
@@ -52,7 +62,7 @@ class Screen:
         if self._settled:
             return
         with contextlib.suppress(OSError):
-            if not self._console.is_terminal:
+            if self._log is not None or not self._console.is_terminal:
                 self._lines(services)
                 return
             if self._live is None:
@@ -81,12 +91,12 @@ class Screen:
             if self._seen.get(service.name) != service.state:
                 self._seen[service.name] = service.state
                 self._said_s[service.name] = self._changed_s[service.name] = time.monotonic()
-                self._console.print(escape(f"{_title(service)}: {describe(service)}"))
+                self.event(f"{_title(service)}: {describe(service)}")
             elif service.state == "starting" and time.monotonic() - self._said_s[service.name] >= LINE_S:
                 self._said_s[service.name] = time.monotonic()
                 seconds = self._said_s[service.name] - self._changed_s[service.name]
                 words = f"{_title(service)}: {describe(service)}, {seconds:.0f} s"
-                self._console.print(escape(": ".join(filter(None, (words, _doing(service))))))
+                self.event(": ".join(filter(None, (words, _doing(service)))))
 
     def _table(self, services: list[Service]) -> Table:
         table = Table.grid(padding=(0, 1))

@@ -68,6 +68,7 @@ class StackSupervisor(Supervisor):
         self._announced = False
         self._next_log_check = 0.0
         self._sleeping = sleeping
+        self._is_mismatch_said = False
         self._kill_at: dict[str, float] = {}  # by name, of services that go to sleep
         if sleeping is not None:
             self.tick_s = PLACED_TICK_S
@@ -163,6 +164,9 @@ class StackSupervisor(Supervisor):
         memory is free, start those of models that are to wake.
         """
         sleeping.look(now)
+        if sleeping.problem and not self._is_mismatch_said:
+            self.say(sleeping.problem, "error")
+        self._is_mismatch_said = bool(sleeping.problem)
         placed = [service for service in self.services if service.name in sleeping.names]
         for service in placed:
             if (kill_at := self._kill_at.get(service.name)) is not None:  # also where it is to wake again by now

@@ -25,6 +25,7 @@ from shared.lease import Lease
 from shared.models.models_file import read_models
 from shared.options import without_password
 from shared.placement import MOST_FAILED, MOST_MS, Placement, read_placements
+from shared.processes.begun import has_begun
 from shared.redis_client import WRONG_TYPE, Scripts, Unavailable, Value, connect, persist, temporary
 from shared.settings import PlacerSettings
 from shared.tasks import end, first_of, within
@@ -97,6 +98,7 @@ class Placer:
 
     async def _acquire(self) -> None:
         await first_of(self._lease.acquire(self._stop.is_set), self._look_for_another())
+        has_begun()
 
     async def _look_for_another(self) -> None:
         """Raise ConfigurationError once a placer for other models is seen to live: it has renewed its lease.
@@ -107,6 +109,7 @@ class Placer:
         while True:
             await persist("look for keys of other types", self._repair, log)
             lease = await persist("look for another placer", lambda: self._redis.get(self._lease.key), log)
+            has_begun()
             if lease is not None and lease == held:
                 names = read_placements(await persist("read the placements", self._stored, log)).keys()
                 if names and names != self._models.keys():

@@ -29,6 +29,7 @@ from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import CLASSES, Keys
 from shared.lease import Lease
+from shared.processes.begun import has_begun
 from shared.redis_client import KEPT_TTL_MS, LIVE_TTL_MS, Unavailable, Value
 from shared.tasks import end
 from shared.telemetry.process_usage import ProcessUsage
@@ -85,6 +86,7 @@ class Reports:
         while True:
             try:
                 await self._redis.set(self._alive, self.last_step, px=HEARTBEAT_MS)
+                has_begun()
             except Unavailable as error:
                 log.warning("heartbeat not written: %s; retrying", error)
             await asyncio.sleep(HEARTBEAT_MS / 5000)

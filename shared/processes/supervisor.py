@@ -338,10 +338,11 @@ class Supervisor:
         self.say(f"{service.name} {how}; restart in {delay_s:.1f} s", "warning")
         for line in service.tail() if show_log else ():
             self.say(f"  {service.name} | {line}", "log")
-        if service.log is not None and len(service.deaths) == self._backoff.loop:
+        if len(service.deaths) == self._backoff.loop:
+            see = f"; see {service.log}" if service.log is not None else ""
             self.say(
                 f"{service.name} is in a crash loop: {len(service.deaths)} deaths in {self._backoff.window_s:.0f} s "
-                f"before it was ready; see {service.log}",
+                f"before it was ready{see}",
                 "error",
             )
 

@@ -125,7 +125,7 @@ def test_every_variable_is_a_setting_of_its_service(
         settings = SETTINGS[pod.name]
         found = environment(overlay, container)
         named = {name.removeprefix("ORCINUS_").lower() for name in found if name.startswith("ORCINUS_")}
-        known = fields_of(*OF_ENGINES) if pod.name == "engines" else settings.model_fields
+        known = fields_of(*{"engines": OF_ENGINES, "ops": (GatewaySettings,)}.get(pod.name, (settings,)))
         assert named <= known.keys(), pod.owner
         with monkeypatch.context() as patch:
             for name, value in found.items():
@@ -158,8 +158,14 @@ def mounted_file(overlay: str, pod: Pod, path: str, directory: Path) -> str:
     return path
 
 
-def test_engines_and_gateways_read_one_file_beside_the_models() -> None:
-    here = {pod.name: pod for pod in pods("models") if pod.name in ("engines", "gateway")}
+def test_engines_end_before_those_with_another_file_start() -> None:
+    (found,) = [one for one in of_kind("models", "Deployment") if one["metadata"]["name"] == "engines"]
+    assert found["spec"]["strategy"] == {"type": "Recreate"}, "a second placer refuses other models than the first's"
+
+
+def test_all_that_reads_the_stack_has_one_file_beside_the_models() -> None:
+    here = {pod.name: pod for pod in pods("models") if pod.name != "redis"}
+    assert here.keys() == {"engines", "gateway", "ops"}
     names = set()
     for pod in here.values():
         mounts = {each["mountPath"]: each for each in pod.container["volumeMounts"]}

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from deploy import redis_users
 from shared.keys import PLACER, PLACER_KEYS, Keys
 from shared.placement import Placement
 from tests.support.checkpoints.models import Reference, make_llama
+from tests.support.gateway_clients import Stream
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.launcher import ROOT, alive, settings_env
 from tests.support.stack import PLAIN, RedisServer
@@ -48,7 +48,7 @@ class Engines:
         self._log = directory / f"{name}.log"
         self._environment = settings_env(
             redis_url=redis.url, redis_users=secrets, models=models, run_dir=self.run_dir, worker_id=self.name,
-            device="cpu", dtype="float32", threads=1, speculate="off",
+            device="cpu", dtype="float32", threads=1, speculate="off", log_json=True,
         )  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -60,7 +60,7 @@ class Engines:
 
     @property
     def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def pids(self) -> dict[str, int]:
         try:
@@ -143,22 +143,22 @@ def boxes(
     both = Engines(tmp_path, redis, file, secrets, "a"), Engines(tmp_path, redis, file, secrets, "b")
     try:
         yield both
-    except BaseException:
-        for each in both:
-            print(each.log[-6000:], file=sys.stderr)
-        raise
     finally:
         for each in both:
             each.end(signal.SIGTERM)
+            print(each.log[-6000:], file=sys.stderr)
+
+
+def request(model: str, reference: Reference) -> dict[str, Any]:
+    return {
+        "model": model, "prompt": reference.prompts[0], "max_tokens": len(reference.outputs[0]), "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True, "priority": "realtime",
+    }  # fmt: skip
 
 
 def answer(gateway: GatewayProcess, model: str, reference: Reference) -> None:
     """Ask a model; its answer must be the reference's."""
-    body = {
-        "model": model, "prompt": reference.prompts[0], "max_tokens": len(reference.outputs[0]), "temperature": 0,
-        "ignore_eos": True, "return_token_ids": True, "priority": "realtime",
-    }  # fmt: skip
-    got = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=START_S, verify=PLAIN)
+    got = httpx.post(f"{gateway.url}/v1/completions", json=request(model, reference), timeout=START_S, verify=PLAIN)
     assert got.status_code == 200, got.text
     assert got.json()["choices"][0]["token_ids"] == reference.outputs[0]
 
@@ -184,6 +184,8 @@ def test_engines_serve_models_in_turn_heal_a_worker_and_end_cleanly(
         answer(gateway, name, reference)
     traces = [*LEASES, TWO.worker(f"{engines.name}.1")]
     assert redis.client.exists(*traces) == len(traces)
+    lines = [json.loads(line) for line in engines.log.splitlines() if line.startswith("{")]
+    assert "orcinus.engines" in {line["logger"] for line in lines}
     assert engines.end(signal.SIGTERM) == 0
     assert not redis.client.exists(*traces, ONE.worker(f"{engines.name}.0"))
     assert not [path for path in engines.run_dir.iterdir() if path.is_file()]
@@ -195,13 +197,14 @@ def test_engines_that_are_killed_leave_no_process_and_the_next_ones_go_on(
 ) -> None:
     first, second = boxes
     first.start().wait_healthy()
-    with ThreadPoolExecutor(1) as clients:
-        asked: Future[None] = clients.submit(answer, gateway, "one", references["one"])
-        until("the request runs", lambda: stat(redis, ONE, "running"))
-        assert first.end(signal.SIGKILL) == -signal.SIGKILL
-        assert not asked.done()
-        second.start()
-        asked.result(START_S)
+    stream = Stream(gateway, **request("one", references["one"]))
+    until("it has a token", stream.tokens, START_S)
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    state = redis.client.hget(ONE.req(stream.events[0]["id"]), "state")
+    assert state == b"running", "tokens are missing, which the next ones compute"
+    second.start()
+    until("it has all tokens", lambda: stream.done, START_S)
+    assert stream.tokens() == references["one"].outputs[0]
 
 
 @pytest.mark.timeout(600)

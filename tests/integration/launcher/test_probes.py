@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +13,23 @@ import pytest
 import redis
 
 from deploy import certs
-from services.launcher.probes import GatewayProbe, LedProbe, PlacedProbe, RedisProbe, SchedulerProbe, WorkerProbe
+from services.launcher import probes
+from services.launcher.probes import (
+    GatewayProbe,
+    LedProbe,
+    PlacedProbe,
+    RedisProbe,
+    SchedulerProbe,
+    SharedClient,
+    WorkerProbe,
+)
 from services.launcher.redis_server import client, configure
 from shared.keys import PLACER, PLACER_KEYS
 from shared.placement import Placement
+from shared.processes.begun import BEGUN_FILE
 from shared.processes.listeners import listen
+from shared.processes.supervisor import Service, ServiceSpec
+from shared.settings import ROOT
 from tests.support import http_server
 from tests.support.waiting import free_port, until
 
@@ -59,25 +73,75 @@ def test_lease_of_the_former_scheduler_does_not_count(server: redis.Redis) -> No
     assert probe.ready()
 
 
-def test_standby_is_ready_while_another_scheduler_leads(server: redis.Redis) -> None:
-    probe = LedProbe(server, "lease:shard-0")
-    probe.arm()
-    assert not probe.ready()
+BEGINS = "from shared.processes.begun import has_begun\nhas_begun()\n"
+
+
+def test_standby_is_ready_while_another_scheduler_leads(server: redis.Redis, tmp_path: Path) -> None:
+    begun = tmp_path / "scheduler-0.begun"
+    probe = LedProbe(server, "lease:shard-0", begun)
     server.set("lease:shard-0", "7")
-    probe.arm()
-    assert probe.ready()
+    refusing, serving = (
+        Service(ServiceSpec("scheduler-0", [sys.executable, "-c", source], {BEGUN_FILE: str(begun)}, probe, cwd=ROOT))
+        for source in ("raise SystemExit(2)", BEGINS + "import signal\nsignal.pause()")
+    )
+    for _ in range(2):
+        refusing.start()
+        assert until("the process has refused", refusing.exit_code) == 2
+        assert not probe.ready()
+        serving.start()
+        until("the process stands by", probe.ready)
+        server.delete("lease:shard-0")
+        assert not probe.ready()
+        server.set("lease:shard-0", "8")
+        assert probe.ready()
+        serving.signal_group(signal.SIGKILL)
+        until("the process has ended", serving.exit_code)
 
 
-def test_standby_of_a_placer_is_ready_while_one_for_the_same_models_leads(server: redis.Redis) -> None:
-    probe = PlacedProbe(server, ["a", "org/B"])
+def test_standby_of_a_placer_is_ready_while_one_for_the_same_models_leads(server: redis.Redis, tmp_path: Path) -> None:
+    begun = tmp_path / "placer-0.begun"
+    probe = PlacedProbe(server, ["a", "org/B"], begun)
+    begun.touch()
     server.set(PLACER_KEYS.lease(PLACER), "7:another")
     placed = {"a": Placement(True).encode(), "org/B": Placement(False).encode()}
     server.hset(PLACER_KEYS.placements, mapping={**placed, "c": Placement(False).encode()})
     assert not probe.ready()
     server.hdel(PLACER_KEYS.placements, "c")
     assert probe.ready()
+    probe.arm()
+    assert not probe.ready()
+    begun.touch()
+    assert probe.ready()
     server.delete(PLACER_KEYS.lease(PLACER))
     assert not probe.ready()
+
+
+class SilentRedis:
+    """A client of a Redis that does not answer in time at first."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.answer: bytes | None = None
+
+    def get(self, _: str) -> bytes | None:
+        if self.answer is None:
+            self.waits += 1
+            raise redis.TimeoutError("Timeout reading from socket")
+        return self.answer
+
+
+def test_probes_of_a_silent_redis_wait_for_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, now = SilentRedis(), [100.0]
+    monkeypatch.setattr(probes.time, "monotonic", lambda: now[0])
+    shared = SharedClient(silent)
+    each = [SchedulerProbe(shared, f"lease:{number}") for number in range(6)]
+    for probe in each:
+        probe.arm()
+        assert not probe.ready()
+    assert silent.waits == 1
+    silent.answer = b"7"
+    now[0] += probes.TIMEOUT_S
+    assert all(probe.ready() for probe in each)
 
 
 class Handler(http_server.Handler):

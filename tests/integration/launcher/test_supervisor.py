@@ -117,14 +117,15 @@ def test_service_that_ends_after_it_was_ready_is_restarted(tmp_path: Path) -> No
         assert "alpha has ended (exit code 0)" in stack.wait_text("alpha is ready again")
 
 
-def test_crash_loop_is_named_once_with_its_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_logs", [True, False])
+def test_crash_loop_is_named_once_with_its_log(tmp_path: Path, has_logs: bool) -> None:
     source = "if starts() <= 6:\n    print('cannot go on', flush=True)\n    sys.exit(3)\nserve()\n"
     backoff = {"first_s": 0.01, "factor": 1.5, "cap_s": 0.1, "loop": 4, "window_s": 3600.0}
-    with Stack(tmp_path, {"alpha": source}, backoff=backoff) as stack:
+    with Stack(tmp_path, {"alpha": source}, backoff=backoff, has_logs=has_logs) as stack:
         stack.wait_ready()
         text = stack.text()
         assert text.count("crash loop") == 1
-        assert "4 deaths" in text and str(stack.run_dir / "logs" / "alpha.log") in text
+        assert "4 deaths" in text and (str(stack.run_dir / "logs" / "alpha.log") in text) == has_logs
         assert text.count("alpha died (exit code 3)") == 6
 
 

@@ -67,6 +67,7 @@ def main() -> int:
             stop_with_parent=plan.get("stop_with_parent", False),
             guard=plan.get("guard", False),
             sleeping=sleeping,
+            has_logs=plan.get("has_logs", True),
         ).run()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from services.cli.options import check_policy
 from services.launcher import engines, up
 from services.launcher.engines import RedisUsers, engine_specs, model_states, worker_env
+from services.launcher.rundir import RunDir
 from shared.errors import ConfigurationError
 from shared.keys import model_tag
 from shared.processes.supervisor import Service
@@ -37,10 +39,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def services(folder: Path, **values: str) -> list[Service]:
-    values = {"models": str(folder / "models.yaml"), "redis_url": URL, "device": "cpu", **values}
-    stacks = [up.ModelStack.of(each) for each in up.options_by_model(values)]
-    users = RedisUsers(stacks[0].gateway, folder)
-    return [Service(spec) for spec in engine_specs(stacks, stacks[0].gateway.models_file().awake, users)]
+    given = {"run_dir": str(folder / "run"), "models": str(folder / "models.yaml"), "redis_url": URL, "device": "cpu"}
+    stacks = [up.ModelStack.of(each) for each in up.options_by_model(given | values)]
+    users, run_dir = RedisUsers(stacks[0].gateway, folder), RunDir(stacks[0].launcher.run_dir)
+    most = stacks[0].gateway.models_file().awake
+    return [Service(spec) for spec in engine_specs(stacks, most, users, run_dir)]
 
 
 def test_each_process_is_its_own_user_of_redis_and_knows_its_model(folder: Path) -> None:
@@ -62,12 +65,15 @@ def test_each_process_is_its_own_user_of_redis_and_knows_its_model(folder: Path)
 def test_workers_of_two_machines_have_different_names_and_ports_behind_each_other(folder: Path) -> None:
     host = model_tag(socket.gethostname())
     alone = [one.spec.env for one in services(folder) if one.name.startswith("worker")]
-    assert [env["ORCINUS_WORKER_ID"] for env in alone] == [f"worker-{host}.{number}" for number in range(3)]
+    names = [env["ORCINUS_WORKER_ID"] for env in alone]
+    assert all(re.fullmatch(rf"worker-{host}-[0-9a-f]{{6}}\.{number}", name) for number, name in enumerate(names))
+    beside = services(folder, run_dir=str(folder / "second"))
+    assert not {one.spec.env.get("ORCINUS_WORKER_ID") for one in beside} & set(names)
     assert {env["ORCINUS_LISTEN"] for env in alone} == {"127.0.0.1:0"}
     listed = services(folder, listen="0.0.0.0:50051", advertise="box-1:600", worker_id="w")
     env = listed[3].spec.env
-    names = ("ORCINUS_WORKER_ID", "ORCINUS_LISTEN", "ORCINUS_ADVERTISE")
-    assert [env[name] for name in names] == ["w.2", "0.0.0.0:50053", "box-1:602"]
+    variables = ("ORCINUS_WORKER_ID", "ORCINUS_LISTEN", "ORCINUS_ADVERTISE")
+    assert [env[name] for name in variables] == ["w.2", "0.0.0.0:50053", "box-1:602"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +88,7 @@ def test_workers_of_two_machines_have_different_names_and_ports_behind_each_othe
 )
 def test_addresses_that_workers_cannot_have_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        worker_env(WorkerSettings(**settings), 0, 3)
+        worker_env(WorkerSettings(**settings), Path("/run"), 0, 3)
 
 
 def test_passwords_that_cannot_be_read_are_refused_by_file(tmp_path: Path) -> None:
@@ -95,8 +101,20 @@ def test_passwords_that_cannot_be_read_are_refused_by_file(tmp_path: Path) -> No
     (tmp_path / "worker.password").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigurationError, match=r"worker\.password: cannot be read"):
         users.env("worker")
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:secret@10.0.0.9:6379/0", "redis://me@10.0.0.9", "redis://10.0.0.9/0?username=me&password=x"]
+)
+def test_users_beside_an_address_with_a_user_are_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has a user already"):
-        RedisUsers(GatewaySettings(redis_url="redis://:secret@10.0.0.9:6379/0"), tmp_path)
+        RedisUsers(GatewaySettings(redis_url=url), tmp_path)
+    RedisUsers(GatewaySettings(redis_url=url), None)
+
+
+def test_address_that_redis_cannot_parse_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^ORCINUS_REDIS_URL: Invalid value for 'db' in connection URL\."):
+        RedisUsers(GatewaySettings(redis_url=URL + "?db=first"), None)
 
 
 def test_one_user_for_all_is_that_of_the_settings() -> None:
@@ -104,6 +122,14 @@ def test_one_user_for_all_is_that_of_the_settings() -> None:
     users = RedisUsers(settings, None)
     assert users.env("worker") == {"ORCINUS_REDIS_USERNAME": "me", "ORCINUS_REDIS_PASSWORD": "secret"}
     assert RedisUsers(GatewaySettings(redis_url=URL), None).env("worker") == {}
+
+
+def test_no_model_counts_as_asleep_before_the_placer_has_spoken(folder: Path) -> None:
+    found = services(folder)
+    for one in found:
+        one.state = "asleep" if one.name.startswith("worker-") else "ready"
+    states = {"model 'small'": "loading", "model 'large'": "loading", "placer": "ready"}
+    assert model_states(found, is_placed=False) == states
 
 
 def test_model_is_ready_with_one_worker_and_a_scheduler(folder: Path) -> None:
@@ -128,6 +154,13 @@ def test_model_that_is_not_in_the_container_is_refused_by_file_model_and_field(f
     with pytest.raises(ConfigurationError, match=problem):
         engines.engines({"models": str(file), "run_dir": str(folder / "run")}, check_policy)
     assert not (folder / "run").exists()
+
+
+def test_run_directory_in_use_is_refused_with_the_command_for_another(folder: Path) -> None:
+    with RunDir(folder / "run"), pytest.raises(ConfigurationError) as refused, RunDir(folder / "run", engines.ANOTHER):
+        pass
+    said = "with its own directory: orcinus engines --run-dir .run2, with --worker-id and --listen of its own"
+    assert said in str(refused.value)
 
 
 def test_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from services.cli.options import check_policy
 from services.launcher import up
 from services.launcher.model_check import GIB, Share, shape_problem, share_of, sum_problem
-from services.launcher.placements import SleepingServices
+from services.launcher.placements import MISMATCH_S, SleepingServices
 from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.keys import PLACER_KEYS
@@ -222,6 +222,20 @@ def test_workers_follow_the_placer_and_no_wish_for_too_many() -> None:
     assert seen == [
         (False, []), (True, ["worker-0"]), (True, ["worker-0", "worker-1", "worker-2"]), kept, kept, kept
     ]  # fmt: skip
+
+
+def test_placer_with_more_models_awake_than_the_file_is_named() -> None:
+    redis = Placements()
+    sleeping = SleepingServices(redis, {"worker-0": "a", "worker-1": "b", "worker-2": "c"}, 1)
+    redis.awake = {"a": True, "b": True, "c": False}
+    until("it is read again", lambda: sleeping.look(redis.reads) or redis.reads == 3)
+    assert sleeping.problem == "", "it may be of the time before"
+    until("it is named", lambda: sleeping.look(MISMATCH_S + 3) or sleeping.problem)
+    assert sleeping.problem == "placer: 2 models awake, this file allows 1; give all engines the same file"
+    assert not sleeping.is_read
+    redis.awake = {"a": True}
+    follow(sleeping, redis)
+    assert sleeping.problem == "" and sleeping.asleep == {"worker-1", "worker-2"}
 
 
 def test_launcher_does_not_wait_for_a_silent_redis() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -83,6 +84,22 @@ def test_service_that_loads_has_a_bar_on_a_terminal(
         assert line in text
         assert bar_cells(text) == done
     shown.settle()
+
+
+def test_services_with_the_same_output_are_not_erased_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "120", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    worker = Service(ServiceSpec("worker-0", ["true"], model="one"))
+    worker.state = "ready"
+    with caplog.at_level(logging.INFO):
+        shown = screen.Screen(logging.getLogger("orcinus.engines"))
+        shown.update([worker])
+        shown.event("worker-0 died; restart in 0.2 s", "warning")
+    assert capsys.readouterr().err == ""
+    said = [(logging.INFO, "worker-0 of one: ready"), (logging.WARNING, "worker-0 died; restart in 0.2 s")]
+    assert [(line.levelno, line.message) for line in caplog.records] == said
 
 
 def bar_cells(text: str) -> int:
