@@ -176,7 +176,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
     parser.add_argument("--name", default="forced", help="of the result; empty writes none")
     options = parser.parse_args(argv)
-    facts = provenance(["python", "-m", "bench.studies.forced"], "numpy")
+    arguments = sys.argv[1:] if argv is None else argv
+    facts = provenance(["python", "-m", "bench.studies.forced", *arguments], "numpy")
     process, rows = open_process(), []
     try:
         for kind in ("records", "forms"):

@@ -55,8 +55,6 @@ COUNT = struct.Struct("<I")
 """Of the masks of an answer, before the rest: for each mask the number of forced tokens, these tokens, the masks."""
 MOST_FORCED = 16
 """Forced tokens behind one place."""
-MOST_ALLOWED = 32
-"""Where a mask allows more tokens, nothing is forced, or too little to look for it."""
 NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
@@ -79,7 +77,7 @@ class GrammarProcess:
         self.forced: list[list[int]] = []
         """At the place of each of the last masks, tokens of the text that the grammar forces there, if any.
 
-        It may allow that text in other tokens, too, so they are only likely to come.
+        Only at the last place: before it the guesses are such tokens. All but the first are only likely to come.
         """
         self.on_ended: Callable[[], object] = lambda: None
         self._fed: dict[int, int] = {}  # outputs that the far end has taken, by key
@@ -306,28 +304,23 @@ class _Followed:
     def _look_ahead(self, key: int, guesses: list[int], masks: list[bytes]) -> list[list[int]]:
         """Append the masks behind guesses to the one before them, as far as they are allowed and quickly found.
 
-        Return the tokens that are forced at the place of each mask.
+        Return the tokens that are forced at the place of each mask: at the last one, with the time that is left. Before
+        it, a mask with a forced token allows no other, so the guess was this token.
         """
-        if not guesses and not _has_few(masks[0]):
-            return [[]]
+        forced: list[list[int]] = [[]]
+        if not guesses and not _allows_one(masks[0]):
+            return forced
         matcher = self._matchers[key][1].deep_copy()
-        forced = [self._forced(matcher, masks[0])]
         for guess in guesses[: MOST_ANSWER_BYTES // (len(masks[0]) + 4 * MOST_FORCED) - 2]:
             if matcher.is_stopped() or not allows(masks[-1], guess) or time.process_time() > self._until:
                 break
             if not (mask := self._mask(matcher, [guess])):
-                break  # what failed is met again when the guess has come true
+                return forced  # what failed is met again when the guess has come true
             masks.append(mask)
-            more = forced[-1][1:] if forced[-1][:1] == [guess] else []
-            forced.append(more or self._forced(matcher, mask))
+            forced.append([])
+        if _allows_one(masks[-1]) and not matcher.is_stopped() and time.process_time() <= self._until:
+            forced[-1] = matcher.compute_ff_tokens()[:MOST_FORCED]  # of the text that the mask was computed with
         return forced
-
-    def _forced(self, matcher: LLMatcher, mask: bytes) -> list[int]:
-        """Return the tokens of the text that a matcher forces at the place of a mask, if there is time to look."""
-        if not _has_few(mask) or matcher.is_stopped() or time.process_time() > self._until:
-            return []
-        matcher.compute_ff_bytes()  # else a grammar with no_forcing, which allows the text in any tokens, has none
-        return matcher.compute_ff_tokens()[:MOST_FORCED]
 
     def _mask(self, matcher: LLMatcher, tokens: list[int]) -> bytes:
         """Return the mask behind further tokens; empty when the matcher has failed.
@@ -340,9 +333,9 @@ class _Followed:
         return b"" if matcher.is_error() else mask
 
 
-def _has_few(mask: bytes) -> bool:
-    """Return whether a mask allows so few tokens that they may begin one and the same text."""
-    return int.from_bytes(mask, "little").bit_count() <= MOST_ALLOWED
+def _allows_one(mask: bytes) -> bool:
+    """Return whether a mask allows one token alone, as all do where llguidance forces a text."""
+    return int.from_bytes(mask, "little").bit_count() == 1
 
 
 def _answer(followed: _Followed, question: bytes) -> bytes:

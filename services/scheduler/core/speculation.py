@@ -314,6 +314,9 @@ class Speculation:
             self._recover(rows[worse])
             rows, starts, counts = rows[~worse], starts[~worse], counts[~worse]
         counts = np.minimum(counts, MAX_ROW_DRAFTS)
+        due = (self._size[rows] <= self._at[rows]) & (self._next[rows] <= self._table.applied[rows])
+        if (due := due & self._willing[rows]).any():
+            self._search(rows[due])
         given, which = np.zeros((rows.size, MAX_ROW_DRAFTS), np.int32), _AHEAD[:-1] < counts[:, None]
         given[which] = tokens[ramp(starts, counts)]
         at = self._at[rows]

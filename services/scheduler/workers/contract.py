@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from protos import worker_pb2
-from services.scheduler.core.types import DECODE, PREFILL, StepResult
+from services.scheduler.core.speculation import MAX_ROW_DRAFTS
+from services.scheduler.core.types import DECODE, PREFILL, Int32, StepResult
 from shared.errors import ProtocolError
 from shared.keys import EPOCHS
 from shared.run_socket import is_name
@@ -137,6 +138,8 @@ def check_result(message: worker_pb2.Result, result: StepResult, vocab_size: int
         raise ContractError(f"timings: {wrong_ns} ns is not a time that a step takes; repair the worker's clock")
     if result.errors:
         _check_errors(result, slots)
+    if result.forced is not None:
+        _check_forced(result, *result.forced, vocab_size)
     if slots.asking or result.logprobs is not None:
         _check_logprobs(result, slots)
     for told in result.prompt_logprobs:
@@ -155,6 +158,20 @@ def _check_errors(result: StepResult, slots: Slots) -> None:
             how = "twice" if slot in seen else "and no sequence had it"
             raise ContractError(f"errors: slot {slot} failed in step {result.id} {how}; repair the worker")
         seen.add(slot)
+
+
+def _check_forced(result: StepResult, slots: Int32, counts: Int32, tokens: Int32, vocab_size: int) -> None:
+    if slots.size > result.slots.size or np.unique(slots).size < slots.size:
+        raise ContractError(
+            f"forced_slots: {slots.size} slots, of {result.slots.size} with tokens, or one of them twice; repair the "
+            f"worker"
+        )
+    if not (known := np.isin(slots, result.slots)).all():
+        raise ContractError(f"forced_slots: slot {slots[~known][0]} has no token in this result; repair the worker")
+    if (most := counts.max(initial=0)) > MAX_ROW_DRAFTS:
+        raise ContractError(f"forced_counts: {most} tokens of one slot (limit {MAX_ROW_DRAFTS}); repair the worker")
+    if (wrong := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
+        raise ContractError(f"forced: {wrong[0]} is outside the vocabulary of {vocab_size}; repair the worker")
 
 
 def _check_logprobs(result: StepResult, slots: Slots) -> None:

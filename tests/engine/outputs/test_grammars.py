@@ -228,16 +228,14 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("in_any_tokens", [False, True])
 def test_forced_texts_are_drafts_and_change_no_token(
-    merging: Path, monkeypatch: pytest.MonkeyPatch, in_any_tokens: bool, lookahead: int
+    merging: Path, monkeypatch: pytest.MonkeyPatch, lookahead: int
 ) -> None:
     monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
     engine = make_engine(merging, host_blocks=0, **SMALL)
-    before = '%llguidance {"no_forcing": true}\n' if in_any_tokens else ""
     bound = []
     for at, prompt in enumerate(random_prompts(COUNT, (2, 40), 11, vocab=256)):
-        grammar = LLMatcher.grammar_from_lark(before + TEXTS[at % 2])
+        grammar = LLMatcher.grammar_from_lark(TEXTS[at % 2])
         request = in_process.request(f"r{at}", prompt, 96, temperature=1.0, seed=at, grammar=grammar)
         request.stop_ids, request.tenant = np.array([EOS], np.int32), f"tenant {at}"
         bound.append(request)
@@ -250,10 +248,10 @@ def test_forced_texts_are_drafts_and_change_no_token(
     assert not truth.errors and set(truth.finish.values()) == {Finish.STOP}
     stats, tokens = core.stats(), sum(map(len, found.tokens.values()))
     ways = {len(found.tokens[f"r{at}", 0]) for at in range(0, COUNT, 2)}
-    assert len(ways) > (5 if in_any_tokens else 1)
+    assert len(ways) > 1
     assert stats["preemptions"] > 0, "nothing was preempted: the pool is too large"
     assert stats["accepted_tokens"] > tokens // 8
-    assert (3 * stats["accepted_tokens"] < 2 * stats["drafted_tokens"]) == in_any_tokens
+    assert 3 * stats["accepted_tokens"] >= 2 * stats["drafted_tokens"]
 
 
 def test_sequence_goes_on_elsewhere_with_the_tokens_it_has(engine: Engine, alone: in_process.Recorded) -> None:

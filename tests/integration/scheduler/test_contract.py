@@ -207,6 +207,18 @@ def scored(**columns: list[int]) -> Spoil:
     return spoil
 
 
+def forcing(slots: list[int], counts: list[int], ids: list[int]) -> Spoil:
+    """Name forced tokens. Of a slot, -1 is the first one with a token, -2 none with one."""
+
+    def spoil(result: worker_pb2.Result) -> None:
+        sampled = unpack(result.slots).tolist()
+        other = next(slot for slot in range(SLOTS + 1) if slot not in sampled)
+        result.forced_slots = pack([{-1: sampled[0], -2: other}[slot] for slot in slots])
+        result.forced_counts, result.forced = pack(counts), pack(ids)
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "named", "logprobs"),
     [
@@ -235,6 +247,11 @@ def scored(**columns: list[int]) -> Spoil:
         (scored(counts=[0]), "prompt_logprobs: columns of", 0),
         (scored(slots=[SLOTS - 1]), "prompt_logprobs: 8 bytes for 1 tokens", 0),
         (scored(counts=[1 << 30]), "prompt_logprobs: 8 bytes do not fit", 0),
+        (forcing((SLOTS + 1) * [-1], (SLOTS + 1) * [1], (SLOTS + 1) * [7]), f"forced_slots: {SLOTS + 1} slots", 0),
+        (forcing([-2], [1], [7]), "has no token in this result", 0),
+        (forcing([-1], [17], 17 * [7]), "forced_counts: 17 tokens of one slot (limit 16)", 0),
+        (forcing([-1], [2], [7, -7]), f"forced: -7 is outside the vocabulary of {VOCABULARY}", 0),
+        (forcing([-1], [2], [7, VOCABULARY]), f"forced: {VOCABULARY} is outside", 0),
     ],
 )
 async def test_wrongly_answering_worker_is_dropped_and_its_requests_go_on(

@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +119,10 @@ def test_masks_behind_guesses_are_those_of_outputs(model: Path, process: Grammar
     assert compared > 100
 
 
-@pytest.mark.parametrize("before", ["", FREE])
-def test_forced_tokens_are_of_the_one_text_that_is_left(model: Path, process: GrammarProcess, before: str) -> None:
+def test_forced_tokens_are_of_the_one_text_that_is_left(model: Path, process: GrammarProcess) -> None:
     """Behind outputs in random tokens, and behind guesses of which some are forced ones and some are not."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    grammar = LLMatcher.grammar_from_lark(before + WAYS % FIXED)
+    grammar = LLMatcher.grammar_from_lark(WAYS % FIXED)
     draw, seen = random.Random(20261127), 0
     for key in range(1, 21):
         outputs: list[int] = []
@@ -143,12 +142,46 @@ def test_forced_tokens_are_of_the_one_text_that_is_left(model: Path, process: Gr
     assert seen > 100
 
 
+def test_right_guesses_have_forced_tokens_behind_them(followed: _Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 60.0)
+    grammar = LLMatcher.grammar_from_lark(f'start: "{4 * FIXED}" /[a-z]/')
+    _, forced = read_masks(_answer(followed, question(BEGIN, 1, [], (), grammar))[1:])
+    guesses: list[int] = []
+    for _ in range(4):
+        assert len(forced[-1]) > 1
+        outputs, guesses = [*guesses, forced[-1][0]], forced[-1][1:]
+        masks, forced = read_masks(_answer(followed, question(GO_ON, 1, outputs, guesses=guesses))[1:])
+        assert len(masks) == len(guesses) + 1
+
+
+def test_looking_for_forced_tokens_uses_up_no_lexer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies share it: a sequence that finds it full has its grammar compiled again."""
+    monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 60.0)
+    compiled: list[str] = []
+    fresh = Grammars.fresh
+
+    def counted(self: Grammars, grammar: str) -> LLMatcher:
+        compiled.append(grammar)
+        return fresh(self, grammar)
+
+    monkeypatch.setattr(Grammars, "fresh", counted)
+    followed = _Followed(Grammars(model, VOCAB), MEMORY_BYTES)
+    outputs: list[int] = []
+    grammar = LLMatcher.grammar_from_lark(FREE + "start: /a{6000}/")
+    for kind in [BEGIN] + 19 * [GO_ON]:
+        masks, forced = read_masks(_answer(followed, question(kind, 1, outputs, (), grammar))[1:])
+        assert not any(forced)
+        outputs = [allowed(masks[0])[0]]
+    assert compiled == [grammar]
+
+
 def test_nothing_is_forced_where_values_begin_or_time_is_up(
     process: GrammarProcess, followed: _Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = LLMatcher.grammar_from_lark(WAYS % FIXED)
     process.masks(1, grammar, tokens(*token_ids(FIXED)))
     assert process.forced == [[]]
+    monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 60.0)
     _, forced = read_masks(_answer(followed, question(BEGIN, 1, [], (), grammar))[1:])
     assert len(forced[0]) > 1
     monkeypatch.setattr(grammar_process, "LOOK_AHEAD_S", 0.0)
@@ -208,9 +241,16 @@ def followed(model: Path) -> _Followed:
     return _Followed(Grammars(model, VOCAB), MEMORY_BYTES)
 
 
-def question(kind: bytes, key: int, outputs: list[int], forgotten: tuple[int, ...] = (), grammar: str = "") -> bytes:
-    head = HEAD.pack(kind, key, len(outputs), 0, len(forgotten))
-    return head + tokens(*outputs).tobytes() + np.array(forgotten, "<u8").tobytes() + grammar.encode()
+def question(
+    kind: bytes,
+    key: int,
+    outputs: list[int],
+    forgotten: tuple[int, ...] = (),
+    grammar: str = "",
+    guesses: Sequence[int] = (),
+) -> bytes:
+    head = HEAD.pack(kind, key, len(outputs), len(guesses), len(forgotten))
+    return head + tokens(*outputs, *guesses).tobytes() + np.array(forgotten, "<u8").tobytes() + grammar.encode()
 
 
 def test_forgotten_sequences_are_dropped(followed: _Followed) -> None:

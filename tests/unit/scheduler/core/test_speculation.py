@@ -271,3 +271,11 @@ def test_forced_guesses_that_came_true_before_the_step_are_left_out() -> None:
     table.tokens[0, table.applied[0]], table.applied[0] = 50, table.applied[0] + 1
     drafts = made.propose(row, 1000, 1000, 25)
     assert drafts is not None and drafts.tokens.tolist() == list(range(51, 51 + drafts.counts[0]))
+
+
+def test_forced_guesses_are_followed_by_what_a_search_finds_behind_them() -> None:
+    table, _ = running(1, LIMITS)
+    made, row = Speculation(table, LIMITS, measured(), History()), np.arange(1)
+    made.force(row, ids(2), ids(2, 3))
+    drafts = made.propose(row, 1000, 1000, 25)
+    assert drafts is not None and drafts.tokens[:5].tolist() == [2, 3, 4, 1, 2]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.speculation import Drafts
 from services.scheduler.core.step import StepBuilder
-from services.scheduler.core.types import Rows, StepPlan, StepResult
+from services.scheduler.core.types import Limits, Rows, StepPlan, StepResult
 from services.scheduler.workers.wire import result_from_wire
 from shared.columns import pack
 from tests.unit.scheduler.core.twin import House, house, request
@@ -107,10 +108,18 @@ def test_forced_columns_of_wrong_lengths_are_refused(counts: list[int], tokens: 
 
 @pytest.mark.parametrize("slot", [1, -1, 9999])
 def test_forced_tokens_of_a_slot_without_a_token_are_left_out(slot: int) -> None:
-    h = decoding(4)
+    core = Scheduler("sarathi", lookahead=0)
+    h = House(core, Limits(8, 1000, 4, 400, 2048, max_drafts=24))
+    for name in "ab":
+        h.add(request(name, 7, 40, seed=1))
+    for _ in range(2):
+        h.step()
     plan = decode_step(h, 2)
     forced = {"forced_slots": pack([slot, 0]), "forced_counts": pack([1, 1]), "forced": pack([3, 4])}
     message = worker_pb2.Result(id=plan.id, slots=pack([0]), tokens=pack([5]), token_counts=pack([1]), **forced)
     h.take(h.core.apply(result_from_wire(message), h.now))
     h.core.check()
     assert not h.errors
+    following, _ = h.core.plan(h.now)
+    assert following is not None and following.chunk_slots.tolist() == [0, 1]
+    assert following.chunk_drafts.tolist() == [1, 0] and following.drafts.tolist() == [4]
