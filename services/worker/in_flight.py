@@ -174,7 +174,7 @@ class InFlightStep:
                 found[slot] = forced[1:]
         found = {slot: forced for slot, forced in found.items() if forced}
         result.forced_slots, result.forced_counts = pack(list(found)), pack([len(some) for some in found.values()])
-        result.forced = pack([token for some in found.values() for token in some])
+        result.forced_tokens = pack([token for some in found.values() for token in some])
 
     def _is_last(self, row: int) -> bool:
         """Return whether the token of a row is the last that counts of its slot."""

@@ -171,7 +171,7 @@ def _check_forced(result: StepResult, slots: Int32, counts: Int32, tokens: Int32
     if (most := counts.max(initial=0)) > MAX_ROW_DRAFTS:
         raise ContractError(f"forced_counts: {most} tokens of one slot (limit {MAX_ROW_DRAFTS}); repair the worker")
     if (wrong := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
-        raise ContractError(f"forced: {wrong[0]} is outside the vocabulary of {vocab_size}; repair the worker")
+        raise ContractError(f"forced_tokens: {wrong[0]} is outside the vocabulary of {vocab_size}; repair the worker")
 
 
 def _check_logprobs(result: StepResult, slots: Slots) -> None:

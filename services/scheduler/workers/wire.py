@@ -115,9 +115,9 @@ def _prompt_logprobs(result: worker_pb2.Result) -> list[PromptLogprobs]:
 
 def _forced(result: worker_pb2.Result) -> tuple[Int32, Int32, Int32]:
     """Return slots, counts and tokens of forced texts. Raises ValueError when a column has a wrong length."""
-    slots, counts, tokens = unpack(result.forced_slots), unpack(result.forced_counts), unpack(result.forced)
+    slots, counts, tokens = unpack(result.forced_slots), unpack(result.forced_counts), unpack(result.forced_tokens)
     if slots.size != counts.size or (counts < 1).any() or int(counts.sum(dtype="i8")) != tokens.size:
-        raise ValueError(f"forced: columns of {slots.size}, {counts.size} and {tokens.size} numbers")
+        raise ValueError(f"forced_tokens: columns of {slots.size}, {counts.size} and {tokens.size} numbers")
     return slots, counts, tokens
 
 

@@ -214,7 +214,7 @@ def forcing(slots: list[int], counts: list[int], ids: list[int]) -> Spoil:
         sampled = unpack(result.slots).tolist()
         other = next(slot for slot in range(SLOTS + 1) if slot not in sampled)
         result.forced_slots = pack([{-1: sampled[0], -2: other}[slot] for slot in slots])
-        result.forced_counts, result.forced = pack(counts), pack(ids)
+        result.forced_counts, result.forced_tokens = pack(counts), pack(ids)
 
     return spoil
 
@@ -250,8 +250,8 @@ def forcing(slots: list[int], counts: list[int], ids: list[int]) -> Spoil:
         (forcing((SLOTS + 1) * [-1], (SLOTS + 1) * [1], (SLOTS + 1) * [7]), f"forced_slots: {SLOTS + 1} slots", 0),
         (forcing([-2], [1], [7]), "has no token in this result", 0),
         (forcing([-1], [17], 17 * [7]), "forced_counts: 17 tokens of one slot (limit 16)", 0),
-        (forcing([-1], [2], [7, -7]), f"forced: -7 is outside the vocabulary of {VOCABULARY}", 0),
-        (forcing([-1], [2], [7, VOCABULARY]), f"forced: {VOCABULARY} is outside", 0),
+        (forcing([-1], [2], [7, -7]), f"forced_tokens: -7 is outside the vocabulary of {VOCABULARY}", 0),
+        (forcing([-1], [2], [7, VOCABULARY]), f"forced_tokens: {VOCABULARY} is outside", 0),
     ],
 )
 async def test_wrongly_answering_worker_is_dropped_and_its_requests_go_on(
