@@ -105,7 +105,7 @@ test-clients: clients ## the same as clients
 test-deploy: install-dev ## images, Kubernetes, Prometheus, Makefile, CI
 	$(PY) -m pytest $(PARALLEL) $(or $(TESTS),tests/deploy)
 
-test-all: test-unit test-integration test-deploy kernels-check test-stack test-chaos simulation browser clients schemathesis ## every test there is (an hour)
+test-all: test-unit test-integration test-deploy kernels-check demo-model-check test-stack test-chaos simulation browser clients schemathesis ## every test there is (an hour)
 
 # The seed is that of tests/chaos/test_chaos.py. Without ARGS the result is the one in docs/faults.md.
 test-faults: install-dev ## 200 faults at random under load, every answer checked (a quarter of an hour; ARGS="--faults 50 --seed 1")

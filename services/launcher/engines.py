@@ -221,7 +221,7 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers, run
 
 def model_states(services: Sequence[Service], is_placed: bool = True) -> dict[str, str]:
     """Return the state of each model, and of the placer: ready, asleep or loading. A model is ready with a worker that
-    serves and a scheduler, asleep while the placer wants none of its workers. is_placed: whether the placer has spoken.
+    serves and a scheduler, asleep while the placer wants none of its workers. is_placed: the placer is followed.
     """
     states = {}
     for model in dict.fromkeys(service.spec.model for service in services):
@@ -249,7 +249,7 @@ class _Report:
 
     def update(self, services: list[Service]) -> None:
         self._screen.update(services)
-        is_placed = self._sleeping is None or self._sleeping.is_read
+        is_placed = self._sleeping is None or self._sleeping.is_followed
         states, now = model_states(services, is_placed), time.monotonic()
         if states == self._states and now < self._next:
             return

@@ -34,6 +34,11 @@ class SleepingServices:
         self._placements: dict[str, Placement] = {}
         self._mismatch_since: float | None = None
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether the placer has spoken, and what it says can be done."""
+        return self.is_read and not self.problem
+
     def look(self, now: float) -> None:
         """Take what was read since the last call, and read again beside the caller, at most every LOOK_S.
 

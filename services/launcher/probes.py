@@ -18,6 +18,7 @@ from shared.keys import PLACER, PLACER_KEYS
 from shared.placement import read_placements
 
 TIMEOUT_S = 1.0
+SLOW_S = 0.2  # an error after so long is silence, whatever its type
 ANSWER_S = 0.5
 """Time to wait for an answer at one look."""
 ANSWER_BYTES = 64 << 10
@@ -65,12 +66,14 @@ class SharedClient:
     def _ask(self, command: Callable[..., Any], *words: str) -> Any:
         import redis
 
-        if time.monotonic() < self._silent_until:
+        begun = time.monotonic()
+        if begun < self._silent_until:
             raise redis.TimeoutError("Redis was silent a moment ago")
         try:
             return command(*words)
-        except redis.TimeoutError:
-            self._silent_until = time.monotonic() + TIMEOUT_S
+        except redis.RedisError as error:  # a slow name service is another one
+            if isinstance(error, redis.TimeoutError) or time.monotonic() - begun > SLOW_S:
+                self._silent_until = time.monotonic() + TIMEOUT_S
             raise
 
 

@@ -82,14 +82,14 @@ def test_ranks_give_references_tokens_with_chunks_preemption_swap_and_cancels(
     [
         (3, signal.SIGKILL, {"tp": 2, "pp": 1}),
         (0, signal.SIGKILL, {"tp": 1, "pp": 2}),
-        (1, signal.SIGSTOP, {"tp": 2, "pp": 1}),
+        (1, signal.SIGSTOP, {"tp": 2, "pp": 2}),
     ],
     ids=["rank 3 killed", "leader killed", "rank 1 stopped"],
 )
 def test_dead_or_hung_rank_ends_its_replica_without_token_loss(
     stack: Stack, reference: Reference, rank: int, how: signal.Signals, then: dict[str, int]
 ) -> None:
-    """The replica that follows has fewer ranks: each is a process that has to start."""
+    """The next replicas have fewer ranks, the last one all of them again: each is a process that has to start."""
     ranks = ranks_of(stack)
     with load(stack, reference, LONG) as streams:
         ranks[rank].send_signal(how)
@@ -102,7 +102,7 @@ def test_dead_or_hung_rank_ends_its_replica_without_token_loss(
 
 def test_ranks_end_with_a_leader_told_to_end(stack: Stack) -> None:
     ranks = ranks_of(stack)
-    assert len(ranks) == 2
+    assert len(ranks) == 4
     assert stack.kill("worker", signal.SIGTERM) == 0
     assert not any(rank.is_running() for rank in ranks)
 

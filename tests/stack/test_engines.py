@@ -6,6 +6,7 @@ transformers'.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -199,6 +200,7 @@ def test_engines_that_are_killed_leave_no_process_and_the_next_ones_go_on(
     first.start().wait_healthy()
     stream = Stream(gateway, **request("one", references["one"]))
     until("it has a token", stream.tokens, START_S)
+    os.kill(first.pids()["worker-0"], signal.SIGSTOP)  # so that it does not finish first
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     state = redis.client.hget(ONE.req(stream.events[0]["id"]), "state")
     assert state == b"running", "tokens are missing, which the next ones compute"

@@ -235,7 +235,11 @@ def test_placer_with_more_models_awake_than_the_file_is_named() -> None:
     assert not sleeping.is_read
     redis.awake = {"a": True}
     follow(sleeping, redis)
-    assert sleeping.problem == "" and sleeping.asleep == {"worker-1", "worker-2"}
+    assert sleeping.is_followed and sleeping.problem == "" and sleeping.asleep == {"worker-1", "worker-2"}
+    redis.awake = {"a": True, "b": True}
+    times = itertools.count(100)
+    until("it is named again", lambda: sleeping.look(next(times)) or sleeping.problem)
+    assert not sleeping.is_followed
 
 
 def test_launcher_does_not_wait_for_a_silent_redis() -> None:
