@@ -101,8 +101,8 @@ def test_failed_sequence_with_drafts_fails_alone() -> None:
 
 @pytest.mark.parametrize(("counts", "tokens"), [([2], [5]), ([0], []), ([1, 1], [5, 5]), ([-1, 3], [5, 5])])
 def test_forced_columns_of_wrong_lengths_are_refused(counts: list[int], tokens: list[int]) -> None:
-    message = worker_pb2.Result(id=1, forced_slots=pack([0]), forced_counts=pack(counts), forced=pack(tokens))
-    with pytest.raises(ValueError, match="forced: columns of 1, "):
+    message = worker_pb2.Result(id=1, forced_slots=pack([0]), forced_counts=pack(counts), forced_tokens=pack(tokens))
+    with pytest.raises(ValueError, match="forced_tokens: columns of 1, "):
         result_from_wire(message)
 
 
@@ -115,7 +115,7 @@ def test_forced_tokens_of_a_slot_without_a_token_are_left_out(slot: int) -> None
     for _ in range(2):
         h.step()
     plan = decode_step(h, 2)
-    forced = {"forced_slots": pack([slot, 0]), "forced_counts": pack([1, 1]), "forced": pack([3, 4])}
+    forced = {"forced_slots": pack([slot, 0]), "forced_counts": pack([1, 1]), "forced_tokens": pack([3, 4])}
     message = worker_pb2.Result(id=plan.id, slots=pack([0]), tokens=pack([5]), token_counts=pack([1]), **forced)
     h.take(h.core.apply(result_from_wire(message), h.now))
     h.core.check()
