@@ -41,6 +41,9 @@ def test_nothing_is_lost_on_the_running_stack(run_dir: Path, capsys: pytest.Capt
     now = RunDir(run_dir).pids()
     changed = {name for name in pids if pids[name] != now.get(name)}
     assert changed == {"worker-0", "scheduler-0", "gateway-0"}
+    again = ["--clients", "2", "--tokens", "80", "--seconds", "60", "--faults", "1", "--seed", "8"]
+    again += ["--kinds", FAULTS[0], "--run-dir", str(run_dir), "--yes"]
+    assert main(again) == 0, "no key means a request of the first run"
 
 
 def test_stack_that_wants_a_key_is_not_hurt_without_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

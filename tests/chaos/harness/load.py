@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -96,9 +97,14 @@ def with_stop(template: Template, outcome: Outcome) -> Template | None:
     return Template(f"{template.name} stop", {**template.body, "stop": [stop]}, template.path)
 
 
+def _new_key() -> str:
+    """Return an idempotency key that no earlier run had: on a stack that runs on, that key means an earlier request."""
+    return f"chaos {secrets.token_hex(8)}"
+
+
 async def undisturbed(session: aiohttp.ClientSession, urls: list[str], template: Template) -> Outcome:
     """What the template gives while nothing else runs. Raises RuntimeError when it does not end well."""
-    history = History(-1, template.name, template.choices, template.stream, "stay", key=f"undisturbed {template.name}")
+    history = History(-1, template.name, template.choices, template.stream, "stay", key=_new_key())
     await Client(session, urls, Order(history, template.body, template.path, 0, 0)).run()
     last = history.connections[-1]
     if last.end != DONE or last.usage is None:
@@ -128,7 +134,6 @@ class Load:
         self._templates = [template for template in choice if template.name != MUCH]
         self._much = [template for template in choice if template.name == MUCH]
         self._rng = random.Random(seed)
-        self._seed = seed
         self._stopping = False
         self._plans: list[Plan] = []
         self.histories: list[History] = []
@@ -168,7 +173,7 @@ class Load:
         # A client that leaves for good has no key: with one its request would go on. One that returns needs it.
         named = plan == "return" or not template.stream or (plan in ("stay", "cancel") and self._rng.random() < 0.5)
         number = len(self.histories)
-        key = f"chaos {self._seed} {number}" if named else ""
+        key = _new_key() if named else ""
         history = History(number, template.name, template.choices, template.stream, plan, key)
         body = {**template.body, "background": True} if plan == "background" else template.body
         return Order(history, body, template.path, self._rng.randint(1, 40), self._rng.randrange(1 << 31))
