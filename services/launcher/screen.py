@@ -40,7 +40,7 @@ class Screen:
     """The report of a supervisor. `settle` ends the changing lines once the stack is ready."""
 
     def __init__(self, log: logging.Logger | None = None) -> None:
-        """log: of a launcher whose services write to its output; None means a screen of its own."""
+        """log: takes all lines where the services write to the same output; None means a screen."""
         self._log = log
         self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None

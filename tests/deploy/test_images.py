@@ -134,7 +134,7 @@ def test_models_overlay_replaces_worker_and_scheduler_by_confined_engines(tmp_pa
 
 
 def test_entrypoint_names_passwords_and_address_of_the_engines(tmp_path: Path) -> None:
-    """As in a container, whose entrypoint gets what compose gives it; the command prints what it got."""
+    """Run the entrypoint with the environment that compose gives it; the command prints its own."""
     (tmp_path / "orcinus").write_text("#!/bin/sh\nenv\n")
     (tmp_path / "orcinus").chmod(0o755)
     script = (ROOT / "deploy" / "entrypoint.sh").read_text().replace("/tmp/", f"{tmp_path}/")

@@ -1,8 +1,8 @@
 """The CPU kernels compiled for every instruction set that this machine can run.
 
-`native` is the library that this checkout serves with, in the place of the best variant, whose sources it has line by
-line. `amx-twin` is that for AMX with the twin of the tile instructions (src/tiles.h), so that it runs on CPUs without
-AMX. Images carry neither it nor `plain`, so both are compiled with fewer optimizations, sooner.
+`native` is the library that this checkout serves with. It stands for the best variant: the sources are the same.
+`amx-twin` is that for AMX with the twin of the tile instructions (src/tiles.h), so that it runs on CPUs without AMX.
+Images carry neither it nor `plain`, so both are compiled with fewer optimizations, sooner.
 `--kernels-variant NAME` keeps to one of them; `sanitized`, which only `make sanitizers` asks for, has AddressSanitizer
 and UBSan in it. They see no access of a tile instruction, so the tiles are the twin's: in `sanitized` itself where the
 CPU has AMX, else in `sanitized-amx-twin`, which then runs the tests of the tiles.

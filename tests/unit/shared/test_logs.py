@@ -13,7 +13,7 @@ LOG = "from shared.telemetry import logs; logs.setup('worker', as_json={as_json}
 
 
 def line(as_json: bool, model: str = "") -> str:
-    """Return what a process logs whose supervisor has named a model."""
+    """Return what a process logs after its supervisor has named a model."""
     env = clean_env(**({logs.MODEL: model} if model else {}))
     command = [sys.executable, "-c", LOG.format(as_json=as_json)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stderr
