@@ -51,7 +51,7 @@ UNREADABLE_S = 30.0
 
 State = Literal["ready", "loading", "asleep", "unavailable", "unknown"]
 """ready: a scheduler leads a worker. loading: one of them is missing. asleep: the worker is, and the placer wants that
-for now. unavailable: both are missing. unknown: Redis is silent.
+for now. unavailable: both are missing, and no placer that lives has the model. unknown: Redis is silent.
 """
 SERVING = ("ready", "asleep")
 """States in which new work is served; for a model that is asleep, once it is awake."""
@@ -125,7 +125,7 @@ class ServedModel:
         snapshot = self.cluster.snapshot
         if snapshot is None or self.cluster.is_silent:
             return "unknown"
-        if not (snapshot.leases or snapshot.workers):
+        if not (snapshot.leases or snapshot.workers or snapshot.placement):
             return "unavailable"
         if snapshot.is_served:
             return "ready"
@@ -529,11 +529,10 @@ async def look(
         for gateway in gateways:
             pipe.exists(each.alive("gateway", _text(gateway)))
     answers = iter(await pipe.execute(raise_on_error=False))
-    sleeping, led_by_default, shards, orphans = [], [], [], []
+    placements, led_by_default, shards, orphans = [], [], [], []
     for workers, gateways in zip(replies[::2], replies[1::2], strict=True):
         lives = placer.lives(next(answers), time.monotonic())
-        placement = placement_of(lives, next(answers))
-        sleeping.append(placement is not None and not placement.awake)
+        placements.append(placement_of(lives, next(answers)))
         led_by_default.append(next(answers) == 1)
         records = [next(answers) for _ in workers]
         shards.append({_text(one[1] or b"") for one in records if isinstance(one, list) and one[0] is not None})
@@ -545,9 +544,10 @@ async def look(
             pipe.exists(each.lease(one))
     leases = iter(await pipe.execute(raise_on_error=False))
     found: dict[str, tuple[State, bool]] = {}
-    for name, led, sleeps, taken, has_orphans in zip(names, led_by_default, sleeping, shards, orphans, strict=True):
+    for name, led, placement, taken, has_orphans in zip(names, led_by_default, placements, shards, orphans, strict=True):
         is_ready = any([next(leases) == 1 and one for one in sorted(taken)])
-        missing: State = "asleep" if led and sleeps else "loading" if led or taken else "unavailable"
+        sleeps = placement is not None and not placement.awake
+        missing: State = "asleep" if led and sleeps else "loading" if led or taken or placement else "unavailable"
         found[name] = ("ready" if is_ready else missing, has_orphans)
     return found
 

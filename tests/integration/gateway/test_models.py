@@ -416,6 +416,37 @@ async def test_model_without_a_worker_sleeps_while_a_placer_lives_that_wants_it(
     await wait_until(lambda: gateway.models.state(SECOND) == "ready")
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_model_of_a_placer_is_asked_for_again_while_its_scheduler_starts(
+    client: httpx.AsyncClient,
+    gateway: Gateway,
+    redis_server: RedisServer,
+    schedulers: dict[str, ScriptedScheduler],
+    is_open: bool,
+) -> None:
+    if is_open:
+        await gateway.models.opened(SECOND, None)
+    keys, redis = Keys(SECOND), redis_server.client
+    redis.set(PLACER_KEYS.lease(PLACER), "1", px=60_000)
+    redis.hset(PLACER_KEYS.placements, SECOND, Placement(False).encode())
+    redis.delete(keys.worker("worker-0"))
+    schedulers[SECOND].resign()
+    try:
+        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
+        refused = await complete(client, SECOND)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_scheduler")
+        assert "Retry-After" in refused.headers
+        schedulers[SECOND].lead()
+        redis.delete(keys.worker("worker-0"))
+        await wait_until(lambda: gateway.models.state(SECOND) == "asleep")
+        assert await text_of(client, SECOND) == TEXTS[SECOND]
+    finally:
+        redis.delete(PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements)
+        schedulers[SECOND].lead()
+        redis.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
+    await wait_until(lambda: gateway.models.state(SECOND) == "ready")
+
+
 async def test_state_is_unknown_while_redis_is_silent(
     client: httpx.AsyncClient, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
