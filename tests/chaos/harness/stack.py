@@ -420,6 +420,8 @@ IDLE = {
     "parked": "their gateway went away with them; they end within five minutes, or by DELETE /v1/requests/{id}",
 }
 """What to do about requests that a stack still has."""
+STATS_S = 5.0
+"""By then statistics show that a request has ended, such as the last of a bench: they are written once a second."""
 
 
 class RunningStack(Stack):
@@ -450,14 +452,19 @@ class RunningStack(Stack):
     async def __aenter__(self) -> RunningStack:
         """Wait until it is ready. Raise NotReadyError if it is not, or if it has work: what is left must be ours."""
         await until(f"the stack at {self.urls[0]} is ready", self.ready, START_S)
-        stats = await self.stats()
-        if busy := [name for name in ("running", "waiting", "parked") if int(stats.get(name, 0))]:
-            raise NotReadyError(
-                f"the stack at {self.urls[0]} has requests {busy[0]}: chaos needs it idle; {IDLE[busy[0]]}"
-            )
+        deadline = Deadline(STATS_S)
+        while busy := await self._busy():
+            if deadline.passed():
+                raise NotReadyError(f"{self.urls[0]} has requests {busy}: chaos needs it idle; {IDLE[busy]}")
+            await asyncio.sleep(0.1)
         known: list[bytes] = [key async for key in self.redis.scan_iter(count=1000)]
         self.lasting = frozenset([key.decode() for key in known if await self.redis.ttl(key) == -1])
         return self
+
+    async def _busy(self) -> str:
+        """Return what its requests do; empty without any."""
+        stats = await self.stats()
+        return next((name for name in IDLE if int(stats.get(name, 0))), "")
 
     async def __aexit__(self, *_: object) -> None:
         for process in self.processes.values():
