@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
 from services.gateway.published import Published
+from services.gateway.text.tokenizer import is_encoder
 from shared.dead_letters import DeadLetters, remove_foreign
 from shared.errors import ModelError
 from shared.models.adapters import (
@@ -319,6 +320,8 @@ def _check(folder: Path, max_rank: int, model: Path) -> int:
     modules = parse_shapes(shapes, max_rank)
     check_dtypes(dtypes)
     config = _config(model)
+    if is_encoder(config):
+        raise ModelError("the served model is an encoder, which takes no adapters; name another one in `model`")
     if hidden_size := _size(config, "hidden_size", "n_embd"):
         check_hidden_size(modules, hidden_size)
     if layers := _size(config, "num_hidden_layers", "n_layer"):

@@ -544,7 +544,9 @@ async def look(
             pipe.exists(each.lease(one))
     leases = iter(await pipe.execute(raise_on_error=False))
     found: dict[str, tuple[State, bool]] = {}
-    for name, led, placement, taken, has_orphans in zip(names, led_by_default, placements, shards, orphans, strict=True):
+    for name, led, placement, taken, has_orphans in zip(
+        names, led_by_default, placements, shards, orphans, strict=True
+    ):
         is_ready = any([next(leases) == 1 and one for one in sorted(taken)])
         sleeps = placement is not None and not placement.awake
         missing: State = "asleep" if led and sleeps else "loading" if led or taken or placement else "unavailable"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,6 +52,11 @@ class EncoderEngine(Engine):
         return SCORE if self.config.family.scores else VECTOR
 
     @property
+    def adapter_dir(self) -> Path | None:
+        """Return None: a gateway loads no adapter for an encoder. The setting is that of all models of a stack."""
+        return None
+
+    @property
     def vector_size(self) -> int:
         return 0 if self.config.family.scores else self.config.hidden_size
 
@@ -68,7 +74,6 @@ class EncoderEngine(Engine):
             f"--pp {settings.pp}": settings.pp > 1,
             f"--kv-dtype {settings.kv_dtype}": settings.kv_dtype != "auto",
             f"--worker-role {settings.worker_role}": settings.worker_role != "both",
-            f"--adapter-dir {settings.adapter_dir}": settings.adapter_dir is not None,
         }
         if given := next((option for option, is_given in refused.items() if is_given), ""):
             raise ConfigurationError(

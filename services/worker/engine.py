@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,12 +99,12 @@ class Engine:
         self.model_hash = weights.fingerprint()
         with room_for("the kernels", "use a smaller model"):
             self.ops, self.dtype = choose(settings, shard_of(config, self.parallel).config(config))
-        if settings.adapter_dir is not None and not self.ops.has_adapters:
+        if self.adapter_dir is not None and not self.ops.has_adapters:
             raise ConfigurationError(
-                f"--adapter-dir {settings.adapter_dir}: the {self.ops.name} kernels have no adapters; leave it out, or "
+                f"--adapter-dir {self.adapter_dir}: the {self.ops.name} kernels have no adapters; leave it out, or "
                 "give --kernels cpu or reference"
             )
-        has_adapters = "no" if settings.adapter_dir is None else "an"  # each host may have the folder elsewhere
+        has_adapters = "no" if self.adapter_dir is None else "an"  # each host may have the folder elsewhere
         self.parallel.demand_same(
             f"{self.model_hash} {self.numerics} --block-size {settings.block_size} "
             f"--max-seqs {settings.max_seqs} --max-step-tokens {settings.max_step_tokens} {self.lengths} "
@@ -113,7 +114,7 @@ class Engine:
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
             self._load(weights, method)
         limits = settings.max_loras, settings.max_lora_rank
-        self.adapters = AdapterTable(settings.adapter_dir, self.adapter_rows, config, limits, self.parallel)
+        self.adapters = AdapterTable(self.adapter_dir, self.adapter_rows, config, limits, self.parallel)
         self.grammars = SlotGrammars(settings.model, config.vocab_size)
         self.takes_late = False
         """Whether the scheduler of the Run plans late rows again."""
@@ -191,7 +192,7 @@ class Engine:
         rows = self.adapter_rows
         rows.begin(None)
         self.compiled = self._compiled()
-        if self.settings.adapter_dir is not None:
+        if self.adapter_dir is not None:
             rows.begin(NO_ROWS)
             self._compiled_with_adapters = self._compiled()
             rows.begin(None)
@@ -221,6 +222,11 @@ class Engine:
         dtype = str(self.dtype).removeprefix("torch.")
         kv = "" if self.settings.kv_dtype == "auto" else f" kv {self.settings.kv_dtype}"
         return f"{self.ops.numerics(self.dtype)} {dtype} {self.settings.quantize}{kv}"
+
+    @property
+    def adapter_dir(self) -> Path | None:
+        """Return the folder of the adapters; None where there are none."""
+        return self.settings.adapter_dir
 
     @property
     def vector_size(self) -> int:
@@ -475,7 +481,7 @@ class Engine:
         if numbers.any():
             of_rows = np.repeat(self.adapters.places(numbers), chunks.lengths)
             self.adapter_rows.begin(of_rows, batch.sample_rows)
-        elif self.settings.adapter_dir is not None:
+        elif self.adapter_dir is not None:
             self.adapter_rows.begin(None)
 
     def _local_batch(self, batch: Batch, chunks: Chunks) -> Batch:

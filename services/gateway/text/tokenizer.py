@@ -62,7 +62,7 @@ class ModelText:
         config = {**config, **(config.get("text_config") or {})}
 
         architecture = _architecture(config)
-        self.is_encoder = architecture in VECTOR_ENCODERS + SCORE_ENCODERS
+        self.is_encoder = is_encoder(config)
         self.max_model_len = _context(directory, config)
         if self.is_encoder:  # what is pooled counts as a token
             self.max_model_len += 1 - ENCODER_OFFSETS.get(str(config.get("model_type")), 0)
@@ -208,6 +208,11 @@ SCORE_ENCODERS = (
 """Architectures of encoders: those with vectors, and those with a head that scores pairs."""
 ENCODER_OFFSETS = {"roberta": 2, "xlm-roberta": 2}
 """Rows of the learned positions that no token has, by model type."""
+
+
+def is_encoder(config: dict[str, Any]) -> bool:
+    """Return whether a config.json is that of an encoder."""
+    return _architecture(config) in VECTOR_ENCODERS + SCORE_ENCODERS
 
 
 def _architecture(config: dict[str, Any]) -> str:

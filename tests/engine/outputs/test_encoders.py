@@ -141,6 +141,16 @@ def test_texts_are_as_long_as_a_step(made: Callable[..., EncoderReference]) -> N
     assert (info.max_input_tokens, info.max_output_tokens, info.whole_prompts) == (50, 1, True)
 
 
+def test_folder_of_adapters_is_for_the_other_models_of_a_stack(
+    made: Callable[..., EncoderReference], tmp_path: Path
+) -> None:
+    model = made("bert", "mean")
+    plain, beside = (make_engine(model.path, **(SMALL | more)) for more in ({}, {"adapter_dir": tmp_path}))
+    assert beside.info().max_loras == 0
+    found = [told(engine, requests_of(PROMPTS, VECTOR)).tobytes() for engine in (plain, beside)]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

@@ -237,6 +237,14 @@ async def test_folder_that_becomes_a_link_meanwhile_is_refused(
     assert (refused.value.status, adapters.records) == (400, {})
 
 
+async def test_encoder_takes_no_adapter(adapters: AdapterNames, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own" / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    write(folder / "encoder")
+    with pytest.raises(ApiError, match="the served model is an encoder, which takes no adapters; name another one"):
+        await adapters.load("encoder", "encoder", False)
+    assert not adapters.records
+
+
 async def test_modules_and_shapes_are_compared_with_the_weights(
     adapters: AdapterNames, folder: Path, tmp_path: Path
 ) -> None:
