@@ -7,6 +7,8 @@ rounding to float16 decides.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from services.worker import engine as engine_module
 from services.worker.engine import Engine
 from shared.columns import unpack_float
 from shared.text.logprobs import unpack_prompt_records, unpack_records
-from tests.engine.driver import make_engine
-from tests.kernels.cuda.programs import device_of
+from tests.engine.driver import Driver, make_engine
+from tests.kernels.cuda.programs import FLAGS, device_of
 from tests.support import in_process
 from tests.support.checkpoints.models import EOS, Reference, make_llama, random_prompts
 from tests.support.compiler import needs_compiler
@@ -142,6 +144,62 @@ def test_a_grammar_is_given_the_tokens_that_the_device_keeps(
     for at in (1, 2, 4, 5):
         *text, end = late.tokens[f"r{at}", 0]
         assert end == EOS and re.fullmatch(pattern, bytes(text).decode())
+
+
+class CountedDevice(EmulatedDevice):
+    """Notes what is given to it, and how often memory is taken."""
+
+    def __init__(self) -> None:
+        super().__init__(flags=FLAGS)
+        self.given: list[str] = []
+        self.taken = 0
+        self.recorded: Counter[str] = Counter()
+        """Of the recording with most: one for a step with chunks."""
+
+    def give(self, stream: Any, work: Any) -> None:
+        self.given.append(work.name)
+        super().give(stream, work)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.taken += 1
+        return super().empty(shape, dtype)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.given.clear()
+        replay = super().capture(work)
+        self.recorded = max(self.recorded, Counter(self.given), key=Counter.total)
+
+        def named() -> None:
+            self.given.append("recording")
+            before = len(self.given)
+            replay()
+            del self.given[before:]
+
+        return named
+
+
+def test_step_is_one_recording_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kernels.cuda.backend import CudaOps
+
+    a_pass = {}
+    for layers in (1, 2):
+        make_llama(tmp_path / str(layers), 9, 1, output_tokens=1, **(SHAPE | {"num_hidden_layers": layers}))
+        device = CountedDevice()
+        ops = CudaOps(device)
+        monkeypatch.setattr(engine_module, "choose", lambda *_, ops=ops: (ops, torch.float16))
+        driver = Driver(make_engine(tmp_path / str(layers), kernels="emulator", dtype="auto", **SMALL))
+        driver.enter(0, [5, 6, 7])
+        driver.step({0: 3})
+        driver.enter(1, list(range(10, 30)))
+        device.given.clear()
+        device.taken = 0
+        driver.step({0: 1, 1: 20})
+        assert device.taken == 0
+        assert Counter(device.given) == {"copy": 3, "record": 6, "recording": 1, "sample": 1}
+        a_pass[layers] = device.recorded
+    a_layer = a_pass[2] - a_pass[1]
+    multiplied = a_layer.pop("CudaOps.linear.<locals>.<lambda>")
+    assert (a_layer.total(), multiplied) == (7, 4), a_layer
 
 
 @pytest.mark.parametrize("recording_bytes", [0, 1 << 16], ids=["", "kept by the driver"])
