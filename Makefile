@@ -207,6 +207,9 @@ sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels un
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -m sanitized
 
+kernels-ptx: install-dev ## test what NVRTC makes of the CUDA kernels, its PTX, on the emulator (no GPU needed)
+	KERNELS_PTX=1 $(PY) -m pytest $(PARALLEL) tests/kernels/cuda tests/emulator/test_ptx.py
+
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/engine/models/test_demo_model.py
 

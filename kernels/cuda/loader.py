@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ WITHOUT_CUPY = "CuPy is not installed (make install DEVICE=cuda, or pip install 
 _STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CU_FUNC_ATTRIBUTE_.._SHARED_SIZE_BYTES of the driver's API
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin of the runtime's
 Sizes = tuple[int, int, int]
+Result = TypeVar("Result")
 
 
 class CudaError(Exception):
@@ -213,7 +215,7 @@ def compiled(source: Path, arch: str) -> Cubin:
     try:
         return Cubin(image.read_bytes(), log.read_text())
     except OSError:
-        made = compile_source(source, _headers(), _options(arch))
+        made = compile_source(source, headers(), _options(arch))
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         write_whole(log, made.log.encode())  # first: a process that finds the image finds the log
@@ -225,7 +227,7 @@ def compiled(source: Path, arch: str) -> Cubin:
     return made
 
 
-def _headers() -> list[Path]:
+def headers() -> list[Path]:
     return sorted(SOURCES.rglob("*.cuh"))
 
 
@@ -236,12 +238,32 @@ def _options(arch: str) -> tuple[str, ...]:
 def _digest(source: Path, *more: object) -> str:
     """Return the digest of a source, of all headers and of what else decides the result."""
     digest = hashlib.sha256(repr(more).encode())
-    for path in (source, *_headers()):
+    for path in (source, *headers()):
         digest.update(f"{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:20]
 
 
 def compile_source(source: Path, headers: list[Path], options: tuple[str, ...]) -> Cubin:
+    def cubin_of(nvrtc: Any, program: Any) -> Cubin:
+        image = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes the last byte, a zero, for the end of a text and drops it
+        return Cubin(image, nvrtc.getProgramLog(program).rstrip("\0\n "))
+
+    return _compiled(source, headers, options, cubin_of)
+
+
+def ptx_of(source: Path, arch: str) -> str:
+    """Return what NVRTC makes of a source before it knows the GPU. arch: such as "compute_80". Raise CudaError."""
+
+    def ptx(nvrtc: Any, program: Any) -> str:
+        text: bytes = nvrtc.getPTX(program)
+        return text.decode()
+
+    return _compiled(source, headers(), (OPTIONS[0], f"-arch={arch}"), ptx)
+
+
+def _compiled(
+    source: Path, headers: list[Path], options: tuple[str, ...], result: Callable[[Any, Any], Result]
+) -> Result:
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(
         source.read_text(),
@@ -251,8 +273,7 @@ def compile_source(source: Path, headers: list[Path], options: tuple[str, ...]) 
     )
     try:
         nvrtc.compileProgram(program, options)
-        image = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes the last byte, a zero, for the end of a text and drops it
-        return Cubin(image, nvrtc.getProgramLog(program).rstrip("\0\n "))
+        return result(nvrtc, program)
     except nvrtc.NVRTCError as error:
         raise CudaError(f"{source.name} does not compile ({error}):\n{nvrtc.getProgramLog(program)}") from error
     finally:

@@ -18,6 +18,7 @@ import numpy as np
 
 from kernels.cpu import build as cpu_build
 from kernels.cpu.build import BuildError
+from kernels.emulator.ptx import translated
 
 FORWARD, REVERSE = 0, 1
 """Orders in which threads and blocks run; every other number from 2 on is the seed of a random one."""
@@ -35,6 +36,9 @@ SANITIZERS = (
     "-fno-omit-frame-pointer",
 )
 """Out-of-bounds accesses end the process, so it must be one that was started with libasan in LD_PRELOAD."""
+
+PTX = ("-DPTX", "-w", "-O1", "-ffp-contract=off")
+"""What NVRTC makes of a source in place of the source; see ptx.py."""
 
 KEPT = 32
 """Libraries in the cache; the oldest go."""
@@ -93,10 +97,13 @@ class Program:
 
 @cache
 def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...] = ()) -> Path:
-    """Compile the shared library of a source; headers: in `include` or beside it; flags: of g++, such as SANITIZERS.
+    """Compile the shared library of a source; headers: in `include` or beside it; flags: of g++, such as SANITIZERS, or
+    PTX.
 
     Raise BuildError with what the compiler says; its warnings are errors.
     """
+    if flags == PTX:
+        source = translated(source)
     compiler = shutil.which("g++")
     if compiler is None:
         raise BuildError("no g++ is installed to compile the emulated kernels with (sudo apt-get install g++)")

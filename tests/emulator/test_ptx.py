@@ -1,11 +1,13 @@
-"""Each PTX wrapper's twin, each warp function and atomic, against plain loops and numpy.
+"""Each PTX wrapper and its twin, each warp function and atomic, against plain loops and numpy.
 
 The same source compiles for GPUs in tests/kernels/cuda/test_loader.py.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.cuda import loader
 from kernels.cuda.loader import SOURCES
-from kernels.emulator.program import FORWARD, REVERSE, Program
+from kernels.emulator.program import FORWARD, PTX, REVERSE, EmulatorError, Program
+from kernels.emulator.ptx import PtxError, translated
 
 if shutil.which("g++") is None:
     pytest.skip("no g++", allow_module_level=True)
@@ -24,9 +28,13 @@ ORDERS = (FORWARD, REVERSE, 2)
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@pytest.fixture(scope="module", params=ORDERS)
+@pytest.fixture(scope="module", params=[*((order, ()) for order in ORDERS), *((order, PTX) for order in ORDERS)])
 def program(request: pytest.FixtureRequest) -> Program:
-    return Program(Path(__file__).with_name("ptx.cu"), request.param, include=(SOURCES,))
+    """The source with the twins, and what NVRTC makes of the source with the assembly."""
+    order, flags = request.param
+    if flags == PTX:
+        pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    return Program(Path(__file__).with_name("ptx.cu"), order, include=(SOURCES,), flags=flags)
 
 
 def run(
@@ -152,3 +160,89 @@ def test_atomics_and_counting_barriers_see_every_thread(program: Program) -> Non
     for block in range(3):
         own = x[block * 64 : block * 64 + 64]
         assert found[16 + block] == (own % 2 == 0).sum() * 4 + (own == 3).any() * 2 + 1
+
+
+PLANTED = {
+    "operands of a product": ('"r"(b0), "r"(b1)', '"r"(b1), "r"(b0)'),
+    "rows for columns": ("m8n8.x4.trans.shared", "m8n8.x4.shared"),
+    "words of a matrix": ("x4.shared.b16 {%0, %1, %2, %3}", "x4.shared.b16 {%0, %2, %1, %3}"),
+    "halves of a word": ('"=r"(both) : "f"(high), "f"(low)', '"=r"(both) : "f"(low), "f"(high)'),
+    "another type": ("cvt.rn.bf16.f32", "cvt.rn.f16.f32"),
+    "a late wait": ('"cp.async.wait_group %0;" ::"n"(pending)', '"cp.async.wait_group %0;" ::"n"(pending + 1)'),
+    "zeros that are not written": ("valid ? 16 : 0", "16"),
+    "another power": ("ex2.approx.ftz.f32 %0, %1;", "neg.f32 %0, %1;"),
+}
+"""Of the assembly alone: the twins, and so all other tests, do not see them."""
+
+
+@pytest.fixture(params=PLANTED)
+def planted(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The source beside headers with a bug."""
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    right, wrong = PLANTED[request.param]
+    header = (SOURCES / "ptx.cuh").read_text()
+    assert right in header
+    (tmp_path / "ptx.cuh").write_text(header.replace(right, wrong))
+    for source in (SOURCES / "numbers.cuh", Path(__file__).with_name("ptx.cu")):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(loader, "SOURCES", tmp_path)
+    return tmp_path / "ptx.cu"
+
+
+def test_wrong_assembly_is_seen(planted: Path) -> None:
+    program = Program(planted, include=(SOURCES,), flags=PTX)
+    tests = (
+        lambda: test_mma_multiplies_the_fragments_of_the_instruction_set_manual(program, "bf16", torch.bfloat16),
+        lambda: test_ldmatrix_deals_four_matrices_to_the_lanes(program, False),
+        lambda: test_ldmatrix_deals_four_matrices_to_the_lanes(program, True),
+        lambda: test_copies_ldmatrix_and_mma_make_a_matrix_product(program),
+        lambda: test_float32_is_rounded_to_16_bits_as_torch_rounds(program),
+        lambda: test_every_16_bit_number_is_widened_exactly(program),
+    )
+
+    def fails(test: Callable[[], None]) -> bool:
+        try:
+            test()
+        except AssertionError:
+            return True
+        return False
+
+    assert any(fails(test) for test in tests)
+
+
+@pytest.mark.parametrize(
+    "assembly",
+    [
+        'popc.b32 %0, %1;" : "=r"(p.whole[0]) : "r"(p.whole[1])',
+        'mul.sat.f32 %0, %1, %1;" : "=f"(p.real[0]) : "f"(p.real[1])',
+        'mad.hi.s32 %0, %1, %1, %1;" : "=r"(p.whole[0]) : "r"(p.whole[1])',
+        'cvt.rz.f32.s32 %0, %1;" : "=f"(p.real[0]) : "r"(p.whole[1])',
+        'max.ftz.f32 %0, %1, %1;" : "=f"(p.real[0]) : "f"(p.real[1])',
+        'bar.arrive 1, 32;" ::',
+    ],
+)
+def test_instruction_without_a_rule_is_named(tmp_path: Path, assembly: str) -> None:
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    source = tmp_path / "unknown.cu"
+    source.write_text(
+        '#include "ptx.cuh"\nstruct Params { int* whole; float* real; };\n'
+        f'__device__ void run(const Params& p) {{\n  asm volatile("{assembly});\n}}\n'
+        "KERNEL(unknown, Params, 32, run)\n"
+    )
+    with pytest.raises(PtxError, match=rf"unknown\.ptx:\d+: no rule for '{re.escape(assembly.split()[0])}"):
+        translated(source)
+
+
+def test_addresses_outside_of_shared_memory_and_odd_ones_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    source = tmp_path / "stray.cu"
+    source.write_text(
+        '#include "ptx.cuh"\nstruct Params { int64_t at, out; };\n'
+        "__device__ void read(const Params& p) {\n  SHARED(int, held, 32);\n"
+        "  *reinterpret_cast<int*>(p.out) = held[p.at];\n}\nKERNEL(stray, Params, 32, read)\n"
+    )
+    program, out = Program(source, include=(SOURCES,), flags=PTX), np.zeros(2, np.int32)
+    for at, address, problem in ((32, 0, r"4 bytes at 128 of an array of 128"), (31, 2, "no multiple of 4")):
+        params = np.array([(at, out.ctypes.data + address)], np.dtype([("at", "i8"), ("out", "i8")]))
+        with pytest.raises(EmulatorError, match=rf"stray\.ptx:\d+: .*{problem}"):
+            program.launch("stray", (1, 1, 1), (1, 1, 1), 0, params)

@@ -3,7 +3,8 @@
 Under sanitizers one order is enough: which thread comes first changes what a race leaves, and no address.
 
 Where torch has a GPU the same tests run on it instead: their memory is pinned, which a GPU reads and writes under the
-same address. Under a preloaded libasan (`make sanitizers`) the emulated programs are instrumented.
+same address. Under a preloaded libasan (`make sanitizers`) the emulated programs are instrumented; with KERNELS_PTX=1
+(`make kernels-ptx`) they are what NVRTC makes of the sources.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from kernels.cuda import loader
 from kernels.cuda.calls import BF16, F16, Call
 from kernels.cuda.device import Device
 from kernels.emulator.device import EmulatedDevice
-from kernels.emulator.program import FORWARD, REVERSE, SANITIZERS, Program
+from kernels.emulator.program import FORWARD, PTX, REVERSE, SANITIZERS, Program
 
 GPU = torch.cuda.is_available()
 DEVICE = -1
 """Instead of an order of threads: on the GPU."""
 TYPES = {BF16: torch.bfloat16, F16: torch.float16}
-FLAGS = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
+FLAGS = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else PTX if "KERNELS_PTX" in os.environ else ()
 ORDERS = (DEVICE,) if GPU else (FORWARD,) if FLAGS else (FORWARD, REVERSE, 2)
 FENCE = 64
 UNTOUCHED = -77.0
