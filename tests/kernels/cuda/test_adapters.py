@@ -18,6 +18,7 @@ from tests.kernels.cuda.decoders import SEEDS
 from tests.kernels.cuda.programs import (
     ORDERS,
     TYPES,
+    UNTOUCHED,
     assert_fences,
     device_of,
     fenced,
@@ -85,7 +86,9 @@ def test_kernels_read_and_write_what_their_items_say(order: int, inputs: int, ou
     near(out, expected, 2e-5)
     assert_fences(x, out, down, up, inner_room)
     assert of_ranks.tolist() == np.ravel(ranks).tolist() and of_reads.tolist() == reads
-    assert (inner_room[1] == untouched(1, dtype=torch.float32)).all(), "a row of the base"
+    for row, number in enumerate(of_rows):
+        for at, used in enumerate(ranks[number - 1] if number else (0, 0)):
+            assert (inner_room[row, at, used:] == UNTOUCHED).all(), "ranks that are not there, and rows of the base"
 
 
 def test_items_hold_every_row_once_beside_its_adapter() -> None:

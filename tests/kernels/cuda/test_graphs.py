@@ -132,6 +132,7 @@ def test_passes_with_and_without_adapters_take_turns_in_graphs(order: int | None
         for adapted in (False, True):
             graph.decoder.adapters.begin(np.zeros(0, np.int32) if adapted else None)
             passes[adapted] = graph.ops.compile(graph.run, graph.cache, 64, 8)
+        assert passes[True].logits is passes[False].logits and passes[True].columns is passes[False].columns
         tokens = [[1], [2, 3, 4, 5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]  # the rows of a graph
         chunks = batch_of(tokens, eager.ends, eager.tables, [True, False, True, True])
         seen = []
