@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -201,6 +201,9 @@ class RowsByAdapter:
     def __init__(self) -> None:
         self.set(np.zeros(0, np.int32))
 
+    def reserve(self, rows: int, adapters: int) -> None:
+        """Take memory for passes with at most so many rows and adapters, before any that has adapters."""
+
     def set(self, numbers: Int32) -> None:
         """Take the number of each row's adapter, [N], 0 for none."""
         rows = np.flatnonzero(numbers)
@@ -210,15 +213,54 @@ class RowsByAdapter:
         self.starts = np.append(starts, len(rows)).astype(np.int32)  # [A + 1] those of adapter i: order[starts[i] : ..]
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankShape:
+    """The matrices of an adapter beside a weight, the outputs of which are parts, one under the other.
+
+    Each part has an up matrix and reads one of the down matrices.
+    """
+
+    inputs: int
+    outputs: tuple[int, ...]  # of each part
+    reads: tuple[int, ...]  # of each part: the number of its down matrix, from 0 on
+    dtype: torch.dtype  # of the down matrices and of x; up is in float32
+
+    @property
+    def downs(self) -> int:
+        """Return how many down matrices there are."""
+        return max(self.reads) + 1
+
+
 class LowRankPairs:
     """What adapters add to x @ weight.T of a weight: up(down(x)), by the adapter's number (LoRA, arXiv 2106.09685)."""
 
-    def __init__(self) -> None:
+    def __init__(self, ops: AnyOps, shape: LowRankShape) -> None:
+        self.shape = shape
         self.by_number: dict[int, tuple[Any, Any]] = {}
+        """All down matrices as one, and up, in which each part reads its own ranks; both from pack_linear."""
+        self._ops = ops
 
-    def set(self, number: int, down: Any, up: Any) -> None:
-        """Take down [rank, inputs] in the model's dtype and up [outputs, rank] in float32, both from pack_linear."""
-        self.by_number[number] = (down, up)
+    def reserve(self, adapters: int, rank: int) -> None:
+        """Take memory for the numbers 1 .. adapters, each down matrix with at most so many ranks, before the first."""
+
+    def set(self, number: int, downs: Mapping[int, Tensor], ups: Mapping[int, Tensor]) -> None:
+        """Take the matrices of an adapter, which has none yet, on the CPU.
+
+        downs: [rank, inputs] by number, in the model's dtype; to the parts of one that is missing nothing is added.
+        ups: [outputs, rank] in float32, by the number of the part.
+        """
+        ends = np.cumsum([down.shape[0] for down in downs.values()]).tolist()
+        ranks = {at: slice(end - down.shape[0], end) for (at, down), end in zip(downs.items(), ends, strict=True)}
+        up, first = torch.zeros(sum(self.shape.outputs), ends[-1]), 0
+        for part, (outputs, reads) in enumerate(zip(self.shape.outputs, self.shape.reads, strict=True)):
+            if reads in ranks:
+                up[first : first + outputs, ranks[reads]] = ups[part]
+            first += outputs
+        down = torch.cat(list(downs.values())).contiguous()
+        self.by_number[number] = (
+            self._ops.pack_linear([down], down.shape[0], down.shape[1], None),
+            self._ops.pack_linear([up], up.shape[0], up.shape[1], None),
+        )
 
     def remove(self, number: int) -> None:
         self.by_number.pop(number, None)
@@ -397,8 +439,6 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     given to it meanwhile. Only then may ids be below zero (Batch.tokens)."""
     weight_formats: frozenset[str] = frozenset()
     """Formats of pack_linear beside the model's type; kernels/cpu/src/formats/ says what each is."""
-    has_adapters: bool = False
-    """Whether add_low_rank can be called."""
     group_formats: frozenset[str] = frozenset()
     """Formats of pack_groups (Groups.weight_format): int4-32, int8-128-mins and so on."""
 
@@ -514,16 +554,16 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         """Return what add_low_rank takes."""
         return RowsByAdapter()
 
-    def new_low_rank_pairs(self) -> LowRankPairs:
+    def new_low_rank_pairs(self, shape: LowRankShape) -> LowRankPairs:
         """Return what add_low_rank takes."""
-        return LowRankPairs()
+        return LowRankPairs(self, shape)
 
+    @abstractmethod
     def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
         """Add up(down(x)) of each row's adapter to out, in place: x [N, in], out [N, out]; other rows keep their bits.
 
         The products are in float32 and the sum is rounded once.
         """
-        raise ValueError(f"adapters: the {self.name} backend has no kernels for them")
 
     @abstractmethod
     def select(self, x: Tensor, prepared: PreparedT) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,9 +15,11 @@ from bench.kernels.case import Bench, Case, Maker, recorded
 from bench.kernels.clock import Recorded, Thunk, error_of
 from bench.kernels.kv import some_rows
 from bench.kernels.shapes import BLOCK_SIZE, Plan
-from kernels.ops import Attention, Cache, CacheShape, Norm
+from kernels.ops import Attention, Cache, CacheShape, LowRankShape, Norm
 
 EPS = 1e-5
+ADAPTERS, RANK = 8, 16
+"""Of add_low_rank: the rows of a step have them in turn."""
 Peers = dict[str, Callable[[], Sequence[Thunk]]]
 
 
@@ -29,6 +32,7 @@ def rows(plan: Plan) -> list[Maker]:
         "rope_and_write": rope_and_write,
         "act_and_mul": act_and_mul,
         "select": select,
+        "add_low_rank": add_low_rank,
         "logits": logits,
     }
     cases = [(f"{op} {count}", partial(make, count)) for op, make in kinds.items() for count in plan.rows]
@@ -147,6 +151,65 @@ def rope_and_write(count: int, bench: Bench) -> Case:
 
     peers: Peers = {"torch": lambda: _torch_rope(bench, x, angles, layers)}
     return recorded(bench, "rope_and_write", f"{count} x {model.qkv}", work, (2.0 * x.nbytes, 0.0), error, peers)
+
+
+def add_low_rank(count: int, bench: Bench) -> Case:
+    """Return a case of adapters beside the MLP's first matrix, of both its parts."""
+    ops, size, model = bench.clock.ops, bench.dtype.itemsize, bench.plan.model
+    inputs, width = model.hidden, model.intermediate
+    numbers = 1 + np.arange(count, dtype=np.int32) % ADAPTERS
+    used = min(count, ADAPTERS)
+    weight_bytes = used * 2 * RANK * (inputs * size + width * 4)
+    copies = max(2, min(16, bench.plan.copies(weight_bytes)))
+    x, base = _random(bench, count, inputs), _random(bench, count, 2 * width)
+    downs = [bench.clock.random(2, RANK, inputs, dtype=bench.dtype, seed=at) for at in range(used)]
+    ups = [bench.clock.random(2, width, RANK, dtype=torch.float32, seed=at) for at in range(used)]
+    rows = ops.new_rows_by_adapter()
+    rows.reserve(count, ADAPTERS)
+    rows.set(numbers)
+    pairs = [ops.new_low_rank_pairs(LowRankShape(inputs, (width, width), (0, 1), bench.dtype)) for _ in range(copies)]
+    for one in pairs:
+        one.reserve(ADAPTERS, RANK)
+        for at in range(used):
+            one.set(at + 1, dict(enumerate(downs[at].cpu())), dict(enumerate(ups[at].cpu())))
+
+    def go(x: Tensor, prepared: Any, i: int) -> Tensor:
+        out = ops.blank(prepared, 2 * width, bench.dtype)
+        ops.add_low_rank(x, out, pairs[i], rows)
+        return out
+
+    of_adapters = [torch.arange(at, count, ADAPTERS, device=x.device) for at in range(used)]
+
+    def exact() -> Tensor:
+        wide = base.double()
+        for at, these in enumerate(of_adapters):
+            inner = torch.einsum("ni,pri->npr", x[these].double(), downs[at].double())
+            wide[these] += torch.einsum("npr,por->npo", inner, ups[at].double()).flatten(1)
+        return wide
+
+    def error() -> float:
+        found = bench.clock.compute(base.clone)
+        ops.add_low_rank(x, found, pairs[0], rows)
+        return bench.clock.compute(lambda: error_of(found, exact()))
+
+    def eager(x: Tensor, out: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor]) -> None:
+        for these, down, up in zip(of_adapters, downs, ups, strict=True):
+            inner = (x[these] @ down.flatten(0, 1).t()).view(-1, 2, RANK).transpose(0, 1)
+            out.index_add_(0, these, torch.bmm(inner, up.transpose(1, 2)).transpose(0, 1).flatten(1))
+
+    def calls() -> list[Thunk]:
+        out = bench.clock.compute(base.clone)
+
+        def turn() -> Thunk:
+            return partial(eager, x, out, [down.clone() for down in downs], [up.to(bench.dtype) for up in ups])
+
+        return [bench.clock.compute(turn) for _ in pairs]
+
+    batch, blocks = some_rows(count)
+    work = Recorded(go, batch, _cache(bench, blocks), copies, x)
+    amounts = (weight_bytes + x.nbytes + 2.0 * base.nbytes, 4.0 * count * RANK * (inputs + width))
+    shape = f"{count} of {used}: {2 * width} x {RANK} x {inputs}"
+    return recorded(bench, "add_low_rank", shape, work, amounts, error, {"torch, one by one": calls})
 
 
 def linear(count: int, bench: Bench) -> Case:

@@ -7,7 +7,7 @@ here divides work.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import pointer
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,7 @@ from kernels.ops import (
     Groups,
     Int32,
     LowRankPairs,
+    LowRankShape,
     Norm,
     Ops,
     Prepared,
@@ -122,12 +123,12 @@ class CpuRowsByAdapter(RowsByAdapter):
 class CpuLowRankPairs(LowRankPairs):
     """Its pairs as a struct of addresses; the struct stays where it is, as recorded programs read it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, ops: CpuOps, shape: LowRankShape) -> None:
+        super().__init__(ops, shape)
         self.struct = commands.LowRankPairs()
 
-    def set(self, number: int, down: Packed, up: Packed) -> None:
-        super().set(number, down, up)
+    def set(self, number: int, downs: Mapping[int, Tensor], ups: Mapping[int, Tensor]) -> None:
+        super().set(number, downs, ups)
         self._show()
 
     def remove(self, number: int) -> None:
@@ -167,7 +168,6 @@ class Compiled:
 
 class CpuOps(Ops[CpuPrepared, CpuCache]):
     name = "cpu"
-    has_adapters = True
 
     def __init__(self, library: Library, threads: int) -> None:
         self.device = torch.device("cpu")
@@ -369,8 +369,8 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     def new_rows_by_adapter(self) -> RowsByAdapter:
         return CpuRowsByAdapter()
 
-    def new_low_rank_pairs(self) -> LowRankPairs:
-        return CpuLowRankPairs()
+    def new_low_rank_pairs(self, shape: LowRankShape) -> LowRankPairs:
+        return CpuLowRankPairs(self, shape)
 
     def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
         if not isinstance(pairs, CpuLowRankPairs) or not isinstance(rows, CpuRowsByAdapter):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
+from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter
 from kernels.cuda.attention import PagedAttention
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device, Event, dtype_name, launch, pointer
@@ -28,9 +29,12 @@ from kernels.ops import (
     Batch,
     CacheShape,
     Int32,
+    LowRankPairs,
+    LowRankShape,
     Norm,
     Ops,
     Pending,
+    RowsByAdapter,
     Sampled,
     SamplingRows,
     ranks_of,
@@ -234,6 +238,18 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             self._main.record().wait()
             call(x)
 
+    def new_rows_by_adapter(self) -> RowsByAdapter:
+        return CudaRowsByAdapter(self.gpu, self._staging)
+
+    def new_low_rank_pairs(self, shape: LowRankShape) -> LowRankPairs:
+        return CudaLowRankPairs(self, shape, self.gpu)
+
+    def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
+        if not isinstance(pairs, CudaLowRankPairs) or not isinstance(rows, CudaRowsByAdapter):
+            raise TypeError("add_low_rank: pairs and rows of another backend; take this one's")
+        if x.shape[0]:
+            pairs.add(x, out, rows)
+
     def select(self, x: Tensor, prepared: CudaPrepared) -> Tensor:
         rows, width = prepared.samples, x.shape[1]
         out = self._empty(rows, width, x.dtype)
@@ -322,7 +338,9 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         """Run the forward pass on padding, to see what its attention is, and record it (see Graphs).
 
         Takes the memory of all logits and of all partial results. The batches that `prepare` makes for this cache
-        from now on are planned for this forward pass; what an earlier call returned is not to be called any more.
+        from now on are planned for this forward pass. What an earlier call returned may go on where it is of the same
+        cache, sizes and attention, as passes with and without adapters are: both then read the same columns and write
+        the same logits. Any other is not to be called any more.
         """
         most = min(max_tokens, max_samples)
         before = self._multiplied
@@ -333,19 +351,23 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         planner = self._attention.planner(attention, cache)
         partial_rows = planner.bounds(Room(max_tokens, most, max_tokens)).partial_rows
         self._attention.reserve(partial_rows, attention[0].heads, cache.shape.head_dim)
-        room = self.gpu.empty((most, vocabulary), torch.float32)
+        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples, layer_numbers)
+        earlier = None if self._graphs is None else self._graphs()
+        if earlier is not None and earlier.fits(cache, planner, rooms, (most, vocabulary)):
+            logits, columns = earlier.logits, earlier.columns
+        else:
+            logits = self.gpu.empty((most, vocabulary), torch.float32)
+            numbers = max((self._prepared(NO_ROWS, cache, planner, room).numbers for room in rooms), default=0)
+            columns = self.gpu.empty((numbers + most * PAGES_OF_GRAPHS,), torch.int32)
 
         def run(prepared: CudaPrepared) -> Tensor:
-            self._logits_room = room
+            self._logits_room = logits
             try:
                 return forward(prepared)
             finally:
                 self._logits_room = None
 
-        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples, layer_numbers)
-        numbers = max((self._prepared(NO_ROWS, cache, planner, room).numbers for room in rooms), default=0)
-        columns = self.gpu.empty((numbers + most * PAGES_OF_GRAPHS,), torch.int32)
-        graphs = Graphs(self.gpu, run, rooms, columns, cache, planner)
+        graphs = Graphs(self.gpu, run, rooms, columns, cache, planner, logits)
         graphs.record(lambda room: self._prepared(NO_ROWS, cache, planner, room))
         self._graphs = weakref.ref(graphs)
         return graphs

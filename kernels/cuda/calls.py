@@ -80,6 +80,16 @@ ROPE = _struct(
     ("k_eps", "f4"),
 )
 
+LOW_RANK_THREADS, LOW_RANK_ROWS, LOW_RANK_RANKS = 128, 16, 8  # low_rank.cu: THREADS, ITEM_ROWS, RANKS
+LOW_RANK_ITEM = 2 + LOW_RANK_ROWS
+LOW_RANK = _struct(
+    "x down inner up out items ranks reads",
+    ("inputs", "i4"),
+    ("outputs", "i4"),
+    ("downs", "i4"),
+    ("rank", "i4"),
+)
+
 # Attention. The planner (`planner`) cuts the attention of an iteration into work items. A sequence is read in slabs of
 # SLAB tokens: slab i lies in its page i * SLAB // block_size, and one KV head's slab is SLAB * head_dim numbers in one
 # piece. Sequences with one row go to the decode kernel, all others to the prefill kernel; both read the same arrays and
@@ -234,6 +244,37 @@ def embed(
 def select(rows: int, width: int, x: int, out: int, chosen: int) -> Call:
     """Return out[r] = x[chosen[r]], of 16-bit numbers; where chosen is below zero out stays as it is."""
     return _pieces("select_rows", rows, width, _filled(SELECT, (x, out, chosen, width)))
+
+
+def low_rank(
+    dtype: str,
+    items: int,
+    inputs: int,
+    outputs: int,
+    downs: int,
+    rank: int,
+    x: int,
+    down: int,
+    inner: int,
+    up: int,
+    out: int,
+    item_array: int,
+    ranks: int,
+    reads: int,
+) -> tuple[Call, Call]:
+    """Return the two calls of out[row] += up(down(x[row])) for at most so many items of rows.
+
+    downs: matrices down; rank: of each at most, a multiple of LOW_RANK_RANKS. The arrays are those of low_rank.cu.
+    """
+    demand_vectors(inputs, outputs)
+    params = _filled(LOW_RANK, (x, down, inner, up, out, item_array, ranks, reads, inputs, outputs, downs, rank))
+    vectors = outputs // VECTOR
+    grids = ((_some(items), downs * rank // LOW_RANK_RANKS, 1), (items, -(-vectors // LOW_RANK_THREADS), 1))
+    first, second = (
+        Call(f"low_rank_{name}_{dtype}", grid, (LOW_RANK_THREADS, 1, 1), 0, params)
+        for name, grid in zip(("down", "up"), grids, strict=True)
+    )
+    return first, second
 
 
 def copy_blocks(
@@ -487,6 +528,12 @@ def _pieces(name: str, rows: int, width: int, params: Params) -> Call:
     vectors = _vectors(width)
     threads = _whole_warps(vectors, PIECE_THREADS)
     return Call(name, (_some(rows), -(-vectors // threads), 1), (threads, 1, 1), 0, params)
+
+
+def demand_vectors(*widths: int) -> None:
+    """Raise ValueError for a row that is no whole number of vectors."""
+    for width in widths:
+        _vectors(width)
 
 
 def _vectors(width: int) -> int:

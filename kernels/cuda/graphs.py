@@ -71,14 +71,16 @@ class Graphs:
         columns: Tensor,
         cache: CudaCache,
         planner: Planner,
+        logits: Tensor,
     ) -> None:
         """Record nothing yet.
 
         run: the forward pass, operation by operation; columns: int32 on the device, which all graphs read.
 
-        cache: what run reads and writes; planner: of its attention.
+        cache: what run reads and writes; planner: of its attention; logits: [most samples, vocabulary], its results.
         """
-        self.cache, self.planner, self.columns = cache, planner, columns
+        self.cache, self.planner, self.columns, self.logits = cache, planner, columns, logits
+        self._rooms = rooms
         self._device, self._run = device, run
         self._decode = [room for room in rooms if not room.chunks]
         self._mixed = [room for room in rooms if room.chunks]
@@ -95,6 +97,15 @@ class Graphs:
         chunks = int((batch.query_start[1:] - batch.query_start[:-1] > 1).sum()) if room.chunks else 0
         fits = chunks <= room.chunks and max(samples, sequences - chunks) <= room.decodes
         return room if fits else None
+
+    def fits(self, cache: CudaCache, planner: Planner, rooms: list[Room], logits: tuple[int, int]) -> bool:
+        """Return whether a batch that was prepared for these graphs can run in others with that, and the reverse."""
+        return (
+            self.cache is cache
+            and self.planner.same_plans(planner)
+            and self._rooms == rooms
+            and self.logits.shape == logits
+        )
 
     def record(self, padding: Callable[[Room], CudaPrepared]) -> None:
         """Record all graphs. padding: makes a batch of padded rows that was prepared for the graph of a room."""

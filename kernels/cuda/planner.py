@@ -86,6 +86,10 @@ class Planner:
         self._decode_items = max(1, seats.decode // decode_blocks)
         self._prefill_items = max(1, seats.prefill // kv_heads)
 
+    def same_plans(self, other: Planner) -> bool:
+        """Return whether both make the same plans."""
+        return vars(self) == vars(other)
+
     def plan(self, query_start: Int32, context: Int32) -> Plan:
         """Return the items of S sequences: query_start [S + 1], context [S] (see kernels.ops.Batch)."""
         lengths = query_start[1:] - query_start[:-1]

@@ -49,7 +49,6 @@ class Packed:
 
 class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
     name = "reference"
-    has_adapters = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -99,11 +99,6 @@ class Engine:
         self.model_hash = weights.fingerprint()
         with room_for("the kernels", "use a smaller model"):
             self.ops, self.dtype = choose(settings, shard_of(config, self.parallel).config(config))
-        if self.adapter_dir is not None and not self.ops.has_adapters:
-            raise ConfigurationError(
-                f"--adapter-dir {self.adapter_dir}: the {self.ops.name} kernels have no adapters; leave it out, or "
-                "give --kernels cpu or reference"
-            )
         has_adapters = "no" if self.adapter_dir is None else "an"  # each host may have the folder elsewhere
         self.parallel.demand_same(
             f"{self.model_hash} {self.numerics} --block-size {settings.block_size} "
@@ -114,6 +109,9 @@ class Engine:
         with room_for("the weights", "use a smaller model, or lower --max-input-tokens and --max-output-tokens"):
             self._load(weights, method)
         limits = settings.max_loras, settings.max_lora_rank
+        if self.adapter_dir is not None:
+            with room_for("the adapters", "lower --max-loras or --max-lora-rank"):
+                self.adapter_rows.reserve(*limits, settings.max_step_tokens)
         self.adapters = AdapterTable(self.adapter_dir, self.adapter_rows, config, limits, self.parallel)
         self.grammars = SlotGrammars(settings.model, config.vocab_size)
         self.takes_late = False
@@ -166,7 +164,7 @@ class Engine:
         left, _ = device.free_bytes()
         peak, pool = device.peak_bytes(reset=True), shape.blocks * shape.block_bytes
         left += pool - (peak - device.peak_bytes())
-        del self.compiled  # and what it holds of the device, before the next is made
+        del self.compiled, self._compiled_with_adapters  # and what it holds of the device, before the next is made
         log.info(
             "the largest step takes %.0f MiB of the %.0f that the weights leave", (free - left) / 2**20, free / 2**20
         )
@@ -191,7 +189,7 @@ class Engine:
         """Compile the forward pass, and another one with the products of adapters where there may be any."""
         rows = self.adapter_rows
         rows.begin(None)
-        self.compiled = self._compiled()
+        self.compiled = self._compiled_with_adapters = self._compiled()
         if self.adapter_dir is not None:
             rows.begin(NO_ROWS)
             self._compiled_with_adapters = self._compiled()

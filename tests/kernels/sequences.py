@@ -42,6 +42,8 @@ def _types_of(backends: list[str]) -> pytest.MarkDecorator:
 
 in_its_types = _types_of(BACKENDS)
 """For a test of `ops` and `dtype`."""
+in_types_of_kernels = _types_of([name for name in BACKENDS if name != "reference"])
+"""As in_its_types, without torch's operations, of which the sums of a row depend on the rows beside it."""
 in_every_variant = _types_of([*(f"cpu-{name}" for name in names()), *(name for name in BACKENDS if name != "cpu")])
 """As in_its_types, the cpu backend in every instruction set."""
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,6 +21,8 @@ from kernels.ops import (
     Attention,
     CacheShape,
     Groups,
+    LowRankPairs,
+    LowRankShape,
     Norm,
     Routing,
 )
@@ -32,6 +34,7 @@ from tests.kernels.sequences import (
     close,
     in_every_variant,
     in_its_types,
+    in_types_of_kernels,
     near,
     new_cache,
     normed,
@@ -279,6 +282,106 @@ def test_a_row_without_finite_logits_spoils_no_other_row(ops: AnyOps) -> None:
     found = ops.experts(x, logits, mixture.packed, routing)
     assert [row.isnan().all().item() for row in found] == [False, True, False, True, True, False]
     close(found[[0, 2, 5]], exact[[0, 2, 5]], torch.float32)
+
+
+class Adapters:
+    """Adapters beside a weight of three parts, two of which read the same down matrix, and what they add in float64."""
+
+    ranks: ClassVar = {1: (1, 1), 2: (8, 3), 3: (16, 16), 5: (64, 8), 6: (0, 7)}
+    """Of both down matrices, by number; 0: this adapter leaves the first part as it is. There is no adapter 4."""
+
+    def __init__(self, ops: AnyOps, dtype: torch.dtype, inputs: int, outputs: tuple[int, int, int]) -> None:
+        self.ops, self.dtype, self.outputs = ops, dtype, outputs
+        self.shape = LowRankShape(inputs, outputs, (0, 1, 1), dtype)
+        self.pairs: LowRankPairs = ops.new_low_rank_pairs(self.shape)
+        self.pairs.reserve(6, 64)
+        self.rows = ops.new_rows_by_adapter()
+        self.rows.reserve(200, 6)
+        self.added: dict[int, Float64] = {}  # [outputs, inputs]
+        for number, ranks in self.ranks.items():
+            self.set(number, ranks, number)
+
+    def set(self, number: int, ranks: tuple[int, int], seed: int) -> None:
+        inputs, reads = self.shape.inputs, self.shape.reads
+        downs = {
+            at: random((rank, inputs), 100 * seed + at, self.dtype) / math.sqrt(inputs)
+            for at, rank in enumerate(ranks)
+            if rank
+        }
+        ups = {
+            part: random((outputs, ranks[reads[part]]), 100 * seed + 50 + part, torch.float32)
+            for part, outputs in enumerate(self.outputs)
+            if ranks[reads[part]]
+        }
+        self.pairs.set(number, downs, ups)
+        self.added[number] = np.concatenate(
+            [
+                wide(ups[part]) @ wide(downs[reads[part]]) if part in ups else np.zeros((outputs, inputs))
+                for part, outputs in enumerate(self.outputs)
+            ]
+        )
+
+    def run(self, x: Tensor, out: Tensor, numbers: list[int]) -> Tensor:
+        found = out.clone()
+        self.rows.set(np.array(numbers, np.int32))
+        self.ops.add_low_rank(x, found, self.pairs, self.rows)
+        return found
+
+    def check(self, x: Tensor, out: Tensor, numbers: list[int]) -> None:
+        found, exact = self.run(x, out, numbers), wide(out)
+        for row, number in enumerate(numbers):
+            if number in self.added:
+                exact[row] += self.added[number] @ wide(x[row])
+        close(found, exact, self.dtype)
+        if self.ops.name != "reference":  # which rounds down(x) to 16 bits
+            near(found, exact, 2e-5)
+        plain = [row for row, number in enumerate(numbers) if number not in self.added]
+        assert same_bits(found[plain], out[plain])
+
+
+ADAPTED = ((16, (8, 16, 8)), (136, (40, 24, 8)), (1096, (1048, 8, 32)), (65, (31, 1, 7)))
+"""Inputs of a weight and outputs of its parts."""
+
+
+@in_its_types
+@pytest.mark.parametrize(("inputs", "outputs"), ADAPTED)
+def test_adapters_are_added_to_their_rows_alone(
+    ops: AnyOps, inputs: int, outputs: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    if isinstance(ops, CudaOps) and inputs % 8:
+        with pytest.raises(ValueError, match=f"a row of {inputs} numbers"):
+            Adapters(ops, dtype, inputs, outputs)
+        return
+    adapters, width = Adapters(ops, dtype, inputs, outputs), sum(outputs)
+    generator = np.random.default_rng(5)
+    for rows in (1, 3, 17, 90):
+        x, out = random((rows, inputs), rows, dtype), random((rows, width), rows + 1, dtype)
+        adapters.check(x, out, generator.integers(0, 7, rows).tolist())
+        adapters.check(x, out, [3] * rows)
+        adapters.check(x, out, [0] * rows)
+    adapters.pairs.remove(3)
+    del adapters.added[3]
+    adapters.check(x, out, [3, 2, 0] * 30)
+    adapters.set(3, (2, 40), 8)
+    adapters.check(x, out, [3, 2, 0] * 30)
+
+
+@in_types_of_kernels
+def test_adapted_row_has_the_same_bits_in_any_batch(ops: AnyOps, dtype: torch.dtype) -> None:
+    adapters = Adapters(ops, dtype, 1096, (1048, 8, 32))
+    x, out = random((40, 1096), 1, dtype), random((40, 1088), 2, dtype)
+    numbers = [3, 5, 0, 1, 3, 6, 2, 3] * 5
+    together = adapters.run(x, out, numbers)
+    for row in (0, 1, 5, 39):
+        alone = adapters.run(x[row : row + 1], out[row : row + 1], [numbers[row]])
+        assert same_bits(alone[0], together[row])
+    order = np.random.default_rng(3).permutation(40)
+    assert same_bits(adapters.run(x[order], out[order], [numbers[row] for row in order]), together[order])
+    x[4] = torch.nan
+    spoilt = adapters.run(x, out, numbers)
+    assert spoilt[4].isnan().all()
+    others = [row for row in range(40) if row != 4]
+    assert same_bits(spoilt[others], together[others])
 
 
 @in_its_types

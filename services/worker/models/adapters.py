@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import AnyOps, Int32, RowsByAdapter
+from kernels.ops import AnyOps, Int32, LowRankShape, RowsByAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,13 @@ class AdapterRows:
         """Return the adapters of all rows, or of those that sample."""
         return self._samples if selected else self._tokens
 
+    def reserve(self, adapters: int, rank: int, rows: int) -> None:
+        """Take memory for so many adapters of at most this rank, and for passes of at most so many rows."""
+        for of_rows in (self._tokens, self._samples):
+            of_rows.reserve(rows, adapters)
+        for matrix in self.matrices:
+            matrix.pairs.reserve(adapters, rank)
+
     def load(self, number: int, adapter: Adapter) -> None:
         """Pack the part of an adapter that this rank computes, in place of the one that had the number."""
         for matrix in self.matrices:
@@ -75,8 +81,16 @@ class LinearAdapters:
 
     def __init__(self, rows: AdapterRows, parts: Sequence[Outputs], columns: range) -> None:
         """parts: the outputs, one under the other; columns: the inputs that this rank has."""
-        self.pairs = rows.ops.new_low_rank_pairs()
         self._rows, self._parts, self._columns = rows, tuple(parts), columns
+        self._names = list(dict.fromkeys(part.name for part in parts))  # of the down matrices
+        self.pairs = rows.ops.new_low_rank_pairs(
+            LowRankShape(
+                inputs=len(columns),
+                outputs=tuple(len(part.rows) for part in parts),
+                reads=tuple(self._names.index(part.name) for part in parts),
+                dtype=rows.dtype,
+            )
+        )
         rows.matrices.append(self)
 
     def add(self, x: Tensor, out: Tensor, selected: bool) -> None:
@@ -85,27 +99,17 @@ class LinearAdapters:
             self._rows.ops.add_low_rank(x, out, self.pairs, self._rows.of(selected))
 
     def load(self, number: int, adapter: Adapter) -> None:
-        """Stack the matrices of the parts: one product down, then one up in which each part reads its own rank."""
+        """Take the part of an adapter that this rank computes, in place of what had the number."""
         self.pairs.remove(number)
-        ops, names = (
-            self._rows.ops,
-            [name for name in dict.fromkeys(part.name for part in self._parts) if name in adapter],
-        )
-        if not names:
-            return
-        downs = [adapter[name].down[:, self._columns.start : self._columns.stop] for name in names]
-        ends = np.cumsum([down.shape[0] for down in downs]).tolist()
-        of_rank = {name: slice(end - down.shape[0], end) for name, down, end in zip(names, downs, ends, strict=True)}
-        up = torch.zeros(sum(len(part.rows) for part in self._parts), ends[-1])
-        first = 0
-        for part in self._parts:
-            if part.name in of_rank:
-                rows = part.rows
-                up[first : first + len(rows), of_rank[part.name]] = adapter[part.name].up[rows.start : rows.stop]
-            first += len(part.rows)
-        down = torch.cat(downs).to(self._rows.dtype).contiguous()
-        self.pairs.set(
-            number,
-            ops.pack_linear([down], down.shape[0], down.shape[1], None),
-            ops.pack_linear([up], up.shape[0], up.shape[1], None),
-        )
+        downs = {
+            at: adapter[name].down[:, self._columns.start : self._columns.stop].to(self._rows.dtype).contiguous()
+            for at, name in enumerate(self._names)
+            if name in adapter
+        }
+        if downs:
+            ups = {
+                at: adapter[part.name].up[part.rows.start : part.rows.stop]
+                for at, part in enumerate(self._parts)
+                if part.name in adapter
+            }
+            self.pairs.set(number, downs, ups)

@@ -14,7 +14,7 @@ import torch
 from protos import worker_pb2
 from services.worker.engine import Engine
 from services.worker.parallel.state import ParallelState
-from shared.errors import ConfigurationError, ModelError, ProtocolError
+from shared.errors import ModelError, ProtocolError
 from shared.models.adapters import STORE, WEIGHTS, read_bounded
 from tests.engine.driver import Driver, make_engine
 from tests.support.checkpoints.adapters import Lora, make_lora, merged, store, unmerged
@@ -245,9 +245,3 @@ def test_ranks_compare_their_settings_of_adapters(
         make_engine(reference.path, kernels="cpu", block_size=16, **settings)
     assert texts[0] == texts[1]
     assert len(set(texts)) == 4
-
-
-def test_backend_without_kernels_for_adapters_refuses_the_setting(tmp_path: Path) -> None:
-    make_llama(tmp_path / "wide", requests=1, head_dim=64, seed=SEED)
-    with pytest.raises(ConfigurationError, match=r"--adapter-dir .*: the emulator kernels have no adapters"):
-        make_engine(tmp_path / "wide", kernels="emulator", dtype="bfloat16", adapter_dir=tmp_path, block_size=16)

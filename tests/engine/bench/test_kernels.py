@@ -25,6 +25,7 @@ OPERATIONS = {
     "rope_and_write",
     "act_and_mul",
     "select",
+    "add_low_rank",
     "linear",
     "logits",
     "sample",

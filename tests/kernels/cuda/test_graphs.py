@@ -18,6 +18,8 @@ from kernels.cuda.metadata import Staging, page_columns, plan_columns, row_colum
 from kernels.cuda.planner import Planner, Room, Seats
 from kernels.emulator.device import EmulatedDevice
 from kernels.ops import Batch
+from services.worker.adapters.peft import linear_layers
+from services.worker.models.adapters import Pair
 from tests.kernels.cuda.decoders import BLOCK, SEEDS, World, batch_of, reference_logits, shape_of, tables_of
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import device_of
@@ -105,9 +107,79 @@ def test_chunks_beside_decodes_are_computed_in_a_graph(family: str, paths: Any) 
         assert (found - expected).abs().max() <= 0.02 * expected.abs().max(), "the head's rows are padded"
 
 
+def adapters_of(world: World, numbers: int) -> None:
+    """Load adapters 1 .. numbers of other ranks beside q, v, o, gate and down of both layers."""
+    rows, generator = world.decoder.adapters, torch.Generator().manual_seed(7)
+    rows.reserve(numbers, 20, 64)
+    for number in range(1, numbers + 1):
+        adapter = {}
+        for name, (outputs, inputs) in linear_layers(world.decoder.config).items():
+            if not name.endswith(("k_proj", "up_proj")):
+                rank = 3 * number
+                down, up = (torch.randn(shape, generator=generator) for shape in ((rank, inputs), (outputs, rank)))
+                adapter[name] = Pair(down / inputs**0.5, up / rank**0.5)
+        rows.load(number, adapter)
+
+
+@pytest.mark.parametrize("order", SEEDS[:2])
+def test_passes_with_and_without_adapters_take_turns_in_graphs(order: int | None, paths: Any) -> None:
+    """What was recorded without a row of an adapter computes to the bit what operations compute for some."""
+    with torch.inference_mode():
+        eager, graph = (World(paths("llama"), device_of(order), False, 4) for _ in range(2))
+        passes: dict[bool, Any] = {}
+        for world in (eager, graph):
+            adapters_of(world, 2)
+        for adapted in (False, True):
+            graph.decoder.adapters.begin(np.zeros(0, np.int32) if adapted else None)
+            passes[adapted] = graph.ops.compile(graph.run, graph.cache, 64, 8)
+        assert passes[True].logits is passes[False].logits and passes[True].columns is passes[False].columns
+        tokens = [[1], [2, 3, 4, 5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]  # the rows of a graph
+        chunks = batch_of(tokens, eager.ends, eager.tables, [True, False, True, True])
+        seen = []
+        for batch, of_sequences in (
+            (graph.decodes(4), [1, 0, 2, 1]),
+            (graph.decodes(4), []),
+            (graph.decodes(4), [2, 2, 2, 2]),
+            (chunks, [0, 2, 0, 1]),
+            (graph.decodes(4), [0, 0, 0, 1]),
+            (chunks, []),
+        ):
+            lengths = batch.query_start[1:] - batch.query_start[:-1]
+            of_rows = np.repeat(np.array(of_sequences, np.int32), lengths) if of_sequences else None
+            for world in (eager, graph):
+                world.decoder.adapters.begin(of_rows, batch.sample_rows)
+            prepared = graph.ops.prepare(batch, graph.cache)
+            assert prepared.graph is not None
+            found = passes[of_rows is not None](prepared)
+            graph.ops.mark().wait()
+            found, expected = found.clone().cpu(), eager.logits(batch)
+            seen.append(found)
+            assert torch.equal(eager.pool(), graph.pool())
+            assert (found - expected).abs().max() <= 0.02 * expected.abs().max(), "the head's rows are padded"
+            if batch is not chunks:
+                assert torch.equal(found, expected)
+        differs = (seen[0] != seen[1]).any(-1)
+        assert differs.tolist() == [True, False, True, True], "rows of the base keep their bits"
+
+
+def test_steps_without_adapters_launch_nothing_for_them(paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.inference_mode():
+        world, launched = World(paths("llama"), device_of(), False, 4), []
+        adapters_of(world, 1)
+        main = world.ops.gpu.main
+        launch = main.launch
+        monkeypatch.setattr(main, "launch", lambda call, *touched: (launched.append(call.name), launch(call, *touched)))
+        batch = world.decodes(4)
+        for of_rows, expected in ((np.array([0, 1, 0, 0], np.int32), 16), (None, 0)):
+            launched.clear()
+            world.decoder.adapters.begin(of_rows, batch.sample_rows)
+            world.logits(batch)
+            assert sum(name.startswith("low_rank") for name in launched) == expected
+
+
 def test_more_chunks_than_a_graph_has_room_for_are_computed_without() -> None:
     nothing: Any = None
-    graphs = Graphs(nothing, nothing, rooms_up_to(512, 300, 1), *[nothing] * 3)
+    graphs = Graphs(nothing, nothing, rooms_up_to(512, 300, 1), *[nothing] * 4)
     for chunks, room in ((CHUNKS, Room(128, 128, CHUNKS)), (CHUNKS + 1, None)):
         batch = batch_of([[1, 2]] * chunks, [0] * chunks, tables_of(chunks, chunks))
         assert graphs.room_for(batch) == room

@@ -28,6 +28,7 @@ STRUCTS = {
     "select_rows": calls.SELECT,
     "copy_blocks": calls.COPY,
     "rope_and_write": calls.ROPE,
+    **{f"low_rank_{name}": calls.LOW_RANK for name in ("down", "up")},
     "attention_decode": calls.ATTENTION,
     "attention_prefill": calls.ATTENTION,
     "attention_merge": calls.MERGE,
