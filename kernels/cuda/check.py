@@ -1,7 +1,7 @@
 """`python -m kernels.cuda.check`: compiles every source for every architecture and compares with registers.json.
 
-No warning, no spill, no kernel with more registers or shared memory than recorded; `--write` records what is there.
-Run by `make kernels-check`; needs no GPU.
+No warning, nothing in local memory, no kernel with more registers or shared memory than recorded; `--write` records
+what is there. Run by `make kernels-check`; needs no GPU.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def compare(found: Table, recorded: Table) -> list[str]:
             f"{name}, {arch}: recorded, but there is no such kernel" for name in sorted(before.keys() - now.keys())
         ]
         for name in sorted(now.keys() & before.keys()):
-            if now[name]["spill_bytes"]:
-                complaints.append(f"{name}, {arch}: spills {now[name]['spill_bytes']} bytes")
+            if now[name]["local_bytes"]:
+                complaints.append(
+                    f"{name}, {arch}: has {now[name]['local_bytes']} bytes in local memory, or spills them"
+                )
             for figure in ("registers", "shared_bytes"):
                 if now[name][figure] > before[name][figure]:
                     complaints.append(f"{name}, {arch}: {figure} {now[name][figure]}, recorded {before[name][figure]}")

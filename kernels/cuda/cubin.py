@@ -77,6 +77,10 @@ def _text(image: bytes, at: int) -> str:
 def as_json(table: dict[str, Usage]) -> dict[str, dict[str, Any]]:
     """Return the rows of registers.json."""
     return {
-        name: {"registers": row.registers, "shared_bytes": row.shared_bytes, "spill_bytes": row.spill_bytes}
+        name: {
+            "registers": row.registers,
+            "shared_bytes": row.shared_bytes,
+            "local_bytes": row.stack_bytes + row.spill_bytes,
+        }
         for name, row in sorted(table.items())
     }

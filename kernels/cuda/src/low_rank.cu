@@ -50,10 +50,12 @@ __device__ __forceinline__ void some_rows(const Item& item, int first, int64_t (
 // In `sums[0]` of lane i the sum of every lane's sums[i].
 __device__ __forceinline__ void sum_of_warp(float (&sums)[32]) {
 #pragma unroll
-  for (int half = 16; half; half /= 2) {
+  for (int step = 0; step < 5; step++) {
+    const int half = 16 >> step;
     const bool upper = threadIdx.x & half;
 #pragma unroll
-    for (int i = 0; i < half; i++) {
+    for (int i = 0; i < 16; i++) {  // a number of steps that the compiler sees: else `sums` lies in local memory
+      if (i >= half) continue;
       const float kept = upper ? sums[i + half] : sums[i], sent = upper ? sums[i] : sums[i + half];
       sums[i] = kept + __shfl_xor_sync(0xffffffffu, sent, half);
     }
