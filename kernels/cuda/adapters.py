@@ -1,7 +1,7 @@
 """What adapters add to rows: their matrices in device memory, and the rows of an iteration in items of one adapter.
 
-All memory is taken by `reserve`, so that a recording finds everything where it was: a new iteration overwrites the
-items, a new adapter the matrices of its number. Both go to `main`, behind the kernels of earlier iterations.
+`reserve` takes their memory, so that a recording finds them where they were: a new iteration overwrites the items, a
+new adapter the matrices of its number. Both go to `main`, behind the kernels of earlier iterations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
-from kernels.cuda.device import Device, dtype_name, launch
+from kernels.cuda.device import Device, dtype_name, launch, put
 from kernels.cuda.metadata import ALIGNMENT, Column, Staging
 from kernels.ops import AnyOps, Int32, LowRankPairs, LowRankShape, RowsByAdapter
 
@@ -87,7 +87,7 @@ class CudaLowRankPairs(LowRankPairs):
         down = self._gpu.empty((adapters, shape.downs, rank, shape.inputs), shape.dtype)
         up = self._gpu.empty((adapters, rank, width), torch.float32)
         ranks, of_outputs = (
-            self._put(torch.from_numpy(values))
+            put(self._gpu, torch.from_numpy(values))
             for values in (np.zeros((adapters, shape.downs), np.int32), np.ascontiguousarray(reads))
         )
         self.adapters, self.rank, self._memory = adapters, rank, (down, up, ranks, of_outputs)
@@ -105,21 +105,21 @@ class CudaLowRankPairs(LowRankPairs):
             of_number[at] = _padded(part.shape[0])
             rows = torch.zeros(int(of_number[at]), self.shape.inputs, dtype=part.dtype)
             rows[: part.shape[0]] = part
-            self._put(rows, down[number - 1, at, : len(rows)])
+            put(self._gpu, rows, down[number - 1, at, : len(rows)])
         joined, first = torch.zeros(_padded(widest), sum(self.shape.outputs)), 0
         for at, outputs in enumerate(self.shape.outputs):
             if at in ups:
                 joined[: ups[at].shape[1], first : first + outputs] = ups[at].t()
             first += outputs
-        self._put(joined, up[number - 1, : len(joined)])
-        self._put(torch.from_numpy(of_number), ranks[number - 1])
+        put(self._gpu, joined, up[number - 1, : len(joined)])
+        put(self._gpu, torch.from_numpy(of_number), ranks[number - 1])
         self.by_number[number] = (down[number - 1], up[number - 1])
 
     def remove(self, number: int) -> None:
         if number in self.by_number:
             super().remove(number)
             ranks = self.memory[2]
-            self._put(torch.zeros(self.shape.downs, dtype=torch.int32), ranks[number - 1])
+            put(self._gpu, torch.zeros(self.shape.downs, dtype=torch.int32), ranks[number - 1])
 
     def add(self, x: Tensor, out: Tensor, rows: CudaRowsByAdapter) -> None:
         """Give both kernels to the device, with room for any adapters of these rows: what is recorded may run with
@@ -146,13 +146,6 @@ class CudaLowRankPairs(LowRankPairs):
             reads.data_ptr(),
         ):
             launch(self._gpu.main, call, x, down, inner, up, out, rows.items, ranks, reads)
-
-    def _put(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy source to the device; complete when this returns."""
-        to = self._gpu.empty(tuple(source.shape), source.dtype) if target is None else target
-        self._gpu.main.run(lambda: to.copy_(source))
-        self._gpu.main.record().wait()
-        return to
 
 
 def _padded(rank: int) -> int:

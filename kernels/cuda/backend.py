@@ -19,7 +19,7 @@ from kernels.cuda import calls
 from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter
 from kernels.cuda.attention import PagedAttention
 from kernels.cuda.cache import CudaCache
-from kernels.cuda.device import Device, Event, dtype_name, launch, pointer
+from kernels.cuda.device import Device, Event, dtype_name, launch, pointer, put
 from kernels.cuda.graphs import Graphs, rooms_up_to
 from kernels.cuda.metadata import CudaPrepared, Staging, Work, page_columns, plan_columns, row_columns
 from kernels.cuda.planner import Planner, Room
@@ -121,7 +121,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         weight = self._joined(parts, outputs, inputs)
         if bias is None:
             return Packed(weight, weight.t(), None, None)
-        return Packed(weight, weight.t(), self._put(bias), self._put(bias.to(weight.dtype)))
+        return Packed(weight, weight.t(), put(self.gpu, bias), put(self.gpu, bias.to(weight.dtype)))
 
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Packed:
         return self.pack_linear(parts, tokens, hidden, None)
@@ -133,18 +133,11 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             if whole is None:
                 dtype_name(part.dtype)
                 whole = self.gpu.empty((rows, width), part.dtype)
-            self._put(part, whole[first : first + part.shape[0]])
+            put(self.gpu, part, whole[first : first + part.shape[0]])
             first += part.shape[0]
         if whole is None or first != rows:
             raise ValueError(f"the parts of a matrix of {rows} rows have {first}")
         return whole
-
-    def _put(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy source to the device; complete when this returns."""
-        to = self.gpu.empty(tuple(source.shape), source.dtype) if target is None else target
-        self._main.run(lambda: to.copy_(source))
-        self._main.record().wait()
-        return to
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         out, bias = self._empty(x.shape[0], packed.weight.shape[0], x.dtype), packed.rounded_bias
@@ -316,7 +309,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return self._sampler(logits).sample(logits, rows)
 
     def ranks(self, logits: Tensor, tokens: Int32) -> Int32:
-        of_tokens = self._put(torch.from_numpy(tokens.astype(np.int64)))
+        of_tokens = put(self.gpu, torch.from_numpy(tokens.astype(np.int64)))
         found = self.gpu.empty((len(tokens),), torch.int32)
         self._main.run(lambda: found.copy_(ranks_of(logits, of_tokens)))
         self._main.record().wait()

@@ -123,3 +123,11 @@ def pointer(tensor: Tensor | None) -> int:
 def launch(stream: Stream, call: Call, *touched: Tensor | None) -> None:
     """Give a kernel to the stream; touched: all tensors behind its addresses."""
     stream.launch(call, *(tensor for tensor in touched if tensor is not None))
+
+
+def put(device: Device, source: Tensor, target: Tensor | None = None) -> Tensor:
+    """Copy source to the device, to `target` or to new memory; complete when this returns."""
+    to = device.empty(tuple(source.shape), source.dtype) if target is None else target
+    device.main.run(lambda: to.copy_(source))
+    device.main.record().wait()
+    return to

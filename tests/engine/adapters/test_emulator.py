@@ -20,8 +20,9 @@ from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker import engine as engine_module
 from services.worker.engine import Engine
+from shared.columns import pack
 from shared.errors import ConfigurationError
-from tests.engine.driver import Driver, make_engine
+from tests.engine.driver import Ahead, Driver, make_engine
 from tests.engine.ranks import Processes
 from tests.kernels.cuda.programs import device_of
 from tests.support import in_process
@@ -150,6 +151,26 @@ def test_rows_of_the_base_keep_their_bits_beside_adapters(house: House, monkeypa
     plain, mixed = run([0, 0, 0]), run([1, 0, 1])
     assert torch.equal(mixed[1], plain[1])
     assert torch.equal(mixed[0], mixed[2]) and not torch.equal(mixed[0], plain[0])
+
+
+def test_decodes_with_adapters_wait_for_no_device(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps are given to a device that does nothing before it is waited for."""
+    engine = house.emulated(monkeypatch, 3, kv_blocks=18)
+    ahead, prompts = Ahead(engine), [prompt[:4] for prompt in house.prompts[:2]]
+    named = [worker_pb2.Adapter(number=1, digest=house.loras[0].digest)]
+    enters = [
+        worker_pb2.Enter(slot=slot, tokens=pack(prompt), prompt_tokens=4, blocks=pack([slot]), adapter=slot)
+        for slot, prompt in enumerate(prompts)
+    ]
+    ahead.finish(ahead.submit({0: (0, 4), 1: (0, 4)}, adapters=named, enters=enters))
+    device = engine.ops.gpu
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "do_until", lambda event: pytest.fail("the host waits for the device"))
+        steps = [ahead.submit({0: (at, 1), 1: (at, 1)}) for at in (4, 5)]
+        assert engine.adapter_rows.computes
+    for step in steps:
+        ahead.finish(step)
+    assert [len(ahead.outputs[slot]) for slot in range(2)] == [3, 3]
 
 
 def test_adapters_without_room_on_the_device_are_refused_at_start(

@@ -97,8 +97,8 @@ def test_items_hold_every_row_once_beside_its_adapter() -> None:
         of_rows = generator.integers(0, adapters + 1, rows).tolist()
         items = items_of(rows_by_adapter(of_rows))
         assert items[0, 0] == len(items) - 1 <= most_items(rows, adapters)
-        told = [(int(row), int(number)) for number, count, *members in items[1:] for row in members[:count]]
-        assert sorted(told) == [(row, number) for row, number in enumerate(of_rows) if number]
+        pairs = [(int(row), int(number)) for number, count, *members in items[1:] for row in members[:count]]
+        assert sorted(pairs) == [(row, number) for row, number in enumerate(of_rows) if number]
         assert (items[1:, 1] >= 1).all() and (items[1:, 2:] < max(rows, 1)).all()
     assert most_items(64, 8) == 11 and most_items(4, 8) == 4 and most_items(2048, 8) == 135
 
