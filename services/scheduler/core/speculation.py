@@ -14,8 +14,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
-from services.scheduler.core.ngrams import FOLLOWS, GAP, MAX_MATCH, MIN_MATCH, Float32, NgramIndex, Places
+from services.scheduler.core.ngrams import (
+    FOLLOWS,
+    GAP,
+    MARGIN,
+    MAX_MATCH,
+    MIN_MATCH,
+    Float32,
+    NgramIndex,
+    Places,
+    leading,
+    room_for_texts,
+)
 from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.table import NEVER, SlotTable, ramp
 from services.scheduler.core.types import NO_ROWS, Int32, Limits, NewRequest, Rows
@@ -56,7 +68,7 @@ class History:
 
     def __init__(self) -> None:
         self.drafted = self.accepted = 0
-        self._tokens: Int32 = np.zeros(MAX_TENANTS * TENANT_TOKENS, np.int32)
+        self._tokens = room_for_texts(MAX_TENANTS, TENANT_TOKENS)
         self._sizes: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)
         self._indexed: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)  # of these tokens, those in the index
         self._index = NgramIndex(self._tokens, MAX_TENANTS, TENANT_TOKENS)
@@ -91,7 +103,7 @@ class History:
                 self._forget(text)
             self._texts[request.tenant] = text
         self._texts.move_to_end(request.tenant)
-        half, first, size = TENANT_TOKENS // 2, text * TENANT_TOKENS, int(self._sizes[text])
+        half, first, size = TENANT_TOKENS // 2, MARGIN + text * TENANT_TOKENS, int(self._sizes[text])
         output = output[: half - 1]
         if size + output.size >= TENANT_TOKENS:
             kept = self._tokens[first + half : first + size].copy()
@@ -124,14 +136,14 @@ class Predictions:
 
     def __init__(self, table: SlotTable) -> None:
         self._width = table.width
-        self._tokens: Int32 = np.zeros(table.slots * table.width, np.int32)
+        self._tokens = room_for_texts(table.slots, table.width)
         self._sizes: npt.NDArray[np.int64] = np.zeros(table.slots, np.int64)
         self._index = NgramIndex(self._tokens, table.slots, table.width)
 
     def set(self, row: int, prediction: Int32) -> None:
         """Make this the prediction of a row, as far as an output can be long."""
         prediction = prediction[: self._width - 1]
-        first, size = row * self._width, prediction.size
+        first, size = MARGIN + row * self._width, prediction.size
         self._tokens[first : first + size], self._tokens[first + size] = prediction, GAP
         rows = np.array([row])
         self._index.clear(rows)
@@ -165,13 +177,18 @@ class Speculation:
         self._predicted: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self._index = NgramIndex(table.tokens_flat, slots, table.width)
         self._predictions: Predictions | None = None
-        self._follows: Int32 = np.zeros((slots, FOLLOWS), np.int32)  # what probably comes behind the first _upto tokens
+        # What probably comes behind the first _upto tokens; the row's last columns are never set.
+        self._follows: Int32 = np.zeros((slots, FOLLOWS + MAX_ROW_DRAFTS + 1), np.int32)
         self._at: Int32 = np.zeros(slots, np.int32)  # of these, the first behind the _upto tokens
         self._size: Int32 = np.zeros(slots, np.int32)  # of these
         self._forced: Int32 = np.zeros(slots, np.int32)  # of these, the first ones that a grammar forces
         self._has_forced = False  # a row had some
-        self._shares: Float32 = np.zeros((slots, FOLLOWS + MAX_ROW_DRAFTS), np.float32)  # as NgramIndex.follow has them
-        self._shares[:, FOLLOWS:] = -np.inf
+        # As NgramIndex.follow has them, behind the 0.0 of no token.
+        self._shares: Float32 = np.zeros((slots, 1 + FOLLOWS + MAX_ROW_DRAFTS), np.float32)
+        self._shares[:, 1 + FOLLOWS :] = -np.inf
+        # [row, i] those from the i-th on.
+        self._follows_from: Int32 = sliding_window_view(self._follows, MAX_ROW_DRAFTS + 1, axis=1)
+        self._shares_from: Float32 = sliding_window_view(self._shares, 1 + MAX_ROW_DRAFTS, axis=1)
         self._upto: Int32 = np.zeros(slots, np.int32)  # applied tokens
         self._checked: Int32 = np.zeros(slots, np.int32)  # applied tokens up to the last ones that a step had as drafts
         self._alone_ns = ALONE_NS
@@ -251,7 +268,8 @@ class Speculation:
             unanswered, chances = unanswered[some], chances[some]
             if not rows.size:
                 return None
-        gains = (_AHEAD[:-1] < counts[:, None]) & (_AHEAD[:-1] >= unanswered[:, None])
+        which = _AHEAD[:-1] < counts[:, None]
+        gains = which & (_AHEAD[:-1] >= unanswered[:, None]) if waiting else which
         expected = float(np.exp(chances[gains]).sum())
         drafted, answered = int(counts.sum()), int(unanswered.sum())
         plain = step_ns + min(self._ahead_ns, self._alone_ns)
@@ -261,8 +279,7 @@ class Speculation:
         if (total + expected) * plain < MIN_GAIN * total * took:
             self._recover(rows)
             return None
-        tokens = self._follows.reshape(-1)[ramp(rows * FOLLOWS + self._at[rows], counts)]
-        return Drafts(rows, counts, tokens)
+        return Drafts(rows, counts, self._follows_from[rows, self._at[rows], :-1][which])
 
     def worth_waiting(self, rows: Rows, tokens_left: int, context: int) -> bool:
         """Return whether `rows`, some with a step unanswered, should have drafts behind its answer and no step now.
@@ -320,14 +337,14 @@ class Speculation:
         given, which = np.zeros((rows.size, MAX_ROW_DRAFTS), np.int32), _AHEAD[:-1] < counts[:, None]
         given[which] = tokens[ramp(starts, counts)]
         at = self._at[rows]
-        found = self._follows.reshape(-1).take((rows * FOLLOWS + at)[:, None] + _AHEAD[:-1], mode="clip")
+        found = self._follows_from[rows, at, :-1]
         known = (self._size[rows] - at >= counts) & ((found == given) | ~which).all(axis=1)
         self._forced[rows] = np.where(known, at, 0) + counts
         if not known.all():
             rows, given, which = rows[~known], given[~known], which[~known]
             self._follows[rows, :MAX_ROW_DRAFTS] = given
-            self._shares[rows, :FOLLOWS] = -np.inf
-            self._shares[rows, :MAX_ROW_DRAFTS] = np.where(which, 0.0, -np.inf)
+            self._shares[rows, 1 : 1 + FOLLOWS] = -np.inf
+            self._shares[rows, 1 : 1 + MAX_ROW_DRAFTS] = np.where(which, 0.0, -np.inf)
             self._size[rows], self._at[rows], self._upto[rows] = counts[~known], 0, self._table.applied[rows]
 
     def sat_out(self, rows: Rows) -> None:
@@ -418,13 +435,11 @@ class Speculation:
             return self._share[rows]
         return np.where(self._forced[rows] > self._at[rows], self._forced_share[rows], self._share[rows])
 
-    def _chances(self, rows: Rows) -> npt.NDArray[np.float64]:
+    def _chances(self, rows: Rows) -> Float32:
         """Return [k, MAX_ROW_DRAFTS] logarithms of the chance that the first 1, 2, ... tokens found are right."""
         at = self._at[rows]
-        starts = rows * self._shares.shape[1] + at
-        flat = self._shares.reshape(-1)
-        come = np.where(at > 0, flat.take(starts - 1, mode="clip"), 0.0)  # places that agree as far as the row has come
-        chances: npt.NDArray[np.float64] = flat[starts[:, None] + _AHEAD[:-1]] - come[:, None]
+        shares = self._shares_from[rows, at]
+        chances = shares[:, 1:] - shares[:, :1]  # of the places that agree as far as the row has come
         share = np.log(self._share[rows])[:, None]
         chances += share * _AHEAD[1:]
         if self._has_forced:
@@ -443,13 +458,15 @@ class Speculation:
             rows, since = rows[moved], since[moved]
         upto, at = self._upto[rows], self._at[rows]
         wrong = since > np.minimum(self._size[rows] - at, MAX_ROW_DRAFTS + 1)
-        span = _AHEAD[: min(int(since.max()), MAX_ROW_DRAFTS + 1)]
+        checked = self._checked[rows]
+        right = np.maximum(checked - 1 - upto, 0)  # drafts of the last step: they need no look
+        rest = since - right
+        span = _AHEAD[: min(int(rest.max()), MAX_ROW_DRAFTS + 1)]
         # Of rows that moved less, and at the end of a context, tokens behind the last are read and left out.
-        came = table.tokens_flat.take((table.base[rows] + upto)[:, None] + span, mode="clip")
-        guessed = self._follows.reshape(-1).take((rows * FOLLOWS + at)[:, None] + span, mode="clip")
-        same = (came == guessed) | (span >= since[:, None])
+        came = table.tokens_flat[(table.base[rows] + upto + right)[:, None] + span]
+        same = (came == self._follows_from[rows, at + right, : span.size]) | (span >= rest[:, None])
         wrong |= ~same.all(axis=1)
-        if (unchecked := self._checked[rows] <= upto).any():  # what would have been right counts as what was
+        if (unchecked := checked <= upto).any():  # what would have been right counts as what was
             right = np.logical_and.accumulate(same[unchecked], axis=1).sum(axis=1)
             right = np.minimum(right, since[unchecked])
             self._judge_both(rows[unchecked], right, right + (right < since[unchecked]), at[unchecked])
@@ -462,9 +479,7 @@ class Speculation:
         table = self._table
         applied = table.applied[rows].astype(np.int64)
         self._index.extend(rows, applied - 1)
-        back = applied[:, None] - _BACK
-        tails = table.tokens_flat.take(table.base[rows][:, None] + back, mode="clip")
-        tails[back < 0] = GAP
+        tails = self._index.tails(rows, applied)
         own = self._index.find(rows, tails)
         lengths = np.zeros(rows.size, np.intp)
         lengths[own.rows] = own.longest
@@ -480,16 +495,14 @@ class Speculation:
             found = self._history.find(texts, tails[which])
             found.rows = which[found.rows]
             others.append((self._history, found.where(found.longest > lengths[found.rows])))
-        follows, shares = np.zeros((rows.size, FOLLOWS), np.int32), np.full((rows.size, FOLLOWS), -np.inf, np.float32)
         if others:
             own = own.where(~np.isin(own.rows, np.concatenate([found.rows for _, found in others])))
+        sizes = np.zeros(rows.size, np.int32)
         if own.rows.size:
-            follows[own.rows], shares[own.rows] = self._index.follow(own, applied[own.rows], repeats=True)
+            self._take(rows, own, sizes, *self._index.follow(own, applied[own.rows], repeats=True))
         for source, found in others:  # the history last, as its matches are the longest
             if found.rows.size:
-                follows[found.rows], shares[found.rows] = source.follow(found)
-        self._follows[rows], self._shares[rows, :FOLLOWS] = follows, shares
-        sizes = (shares > -np.inf).sum(axis=1)
+                self._take(rows, found, sizes, *source.follow(found))
         self._size[rows], self._at[rows], self._upto[rows], self._forced[rows] = sizes, 0, applied, 0
         missed = sizes == 0
         self._misses[rows[~missed]] = 0
@@ -497,6 +510,12 @@ class Speculation:
             rows, applied = rows[missed], applied[missed]
             self._misses[rows] = misses = np.minimum(self._misses[rows] + 1, 8)
             self._next[rows] = applied + np.minimum(1 << (misses - 1), MAX_PAUSE)
+
+    def _take(self, rows: Rows, found: Places, sizes: Int32, follows: Int32, shares: Float32) -> None:
+        """Note what was found for some of `rows`, and its size in `sizes`."""
+        at = rows[found.rows]
+        self._follows[at, :FOLLOWS], self._shares[at, 1 : 1 + FOLLOWS] = follows, shares
+        sizes[found.rows] = leading(shares > -np.inf)
 
     def _of_tenants(self, rows: Rows, which: Rows) -> tuple[Rows, Rows]:
         """Return those of `which`, places in `rows`, with outputs of their tenants, and the texts of these."""
@@ -513,13 +532,13 @@ class Speculation:
     def _within(self, rows: Rows, counts: Int32, blocks_left: int) -> Int32:
         """Return as many of the drafts of each row as its blocks and `blocks_left` more allow."""
         table, size = self._table, self._limits.block_size
-        beyond = table.planned[rows] + counts - table.capacity[rows]
-        if not (beyond > 0).any():
-            return counts
-        more = np.maximum(-(-beyond // size), 0)
-        left = np.minimum(np.maximum(blocks_left - (np.cumsum(more) - more), 0), more)
-        allowed: Int32 = np.minimum(counts, table.capacity[rows] + left * size - table.planned[rows])
-        return allowed
+        room = table.capacity[rows] - table.planned[rows]
+        beyond = (counts > room).nonzero()[0]
+        if beyond.size:
+            more = -(-(counts[beyond] - room[beyond]) // size)
+            left = np.minimum(np.maximum(blocks_left - (more.cumsum() - more), 0), more)
+            counts[beyond] = np.minimum(counts[beyond], room[beyond] + left * size)
+        return counts
 
 
 def level(counts: Int32, room: int) -> Int32:

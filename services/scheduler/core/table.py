@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.scheduler.core.ngrams import MARGIN, room_for_texts
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.types import MAX_STOP_IDS, Finish, Int32, Limits, NewRequest, Rows
 
@@ -135,9 +136,9 @@ class SlotTable:
         self.stop_ids: Int32 = np.full((MAX_STOP_IDS, slots), UNSET, np.int32)  # a row per id: contiguous over slots
         self.blocks: Int32 = np.zeros((slots, -(-limits.max_model_len // limits.block_size)), np.int32)
         self.blocks_flat = self.blocks.reshape(-1)
-        self.tokens: Int32 = np.zeros((slots, self.width), np.int32)
-        self.tokens_flat = self.tokens.reshape(-1)
-        self.base: Int64 = np.arange(slots, dtype=np.int64) * self.width
+        self.tokens_flat = room_for_texts(slots, self.width)
+        self.tokens: Int32 = self.tokens_flat[MARGIN:-MARGIN].reshape(slots, self.width)
+        self.base: Int64 = MARGIN + np.arange(slots, dtype=np.int64) * self.width
         self.sequence: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.request: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.limited = 0  # rows with a TBT limit
