@@ -234,33 +234,37 @@ class Speculation:
         room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context))
         if least >= 1.0 or room < 1:
             return None
-        total, left = rows.size, table.limit[rows] - table.known[rows]
-        if (self._seen[rows] != table.generation[rows]).any():
-            self._begin(rows[self._seen[rows] != table.generation[rows]])
-        may = (self._size[rows] > self._at[rows]) | (self._next[rows] <= table.applied[rows])
-        may &= self._willing[rows] & (left > 0)
-        if not may.any():
-            return None
+        total, every = rows.size, table.rows(rows)
+        left = table.limit[every] - table.known[every]
+        if np.count_nonzero(new := self._seen[every] != table.generation[every]):
+            self._begin(rows[new])
+        due = self._next[every] <= table.applied[every]
+        may = (self._size[every] > self._at[every]) | due
+        may &= self._willing[every]
+        may &= left > 0
         share = self._first_share(rows)
         timid = may & (share < least)
-        if timid.any():
-            self._recover(rows[timid & (self._next[rows] <= table.applied[rows])])
+        if np.count_nonzero(timid):
+            self._recover(rows[timid & due])
             if self._has_forced:
-                forced = rows[timid & (self._forced[rows] > self._at[rows])]
+                forced = rows[timid & (self._forced[every] > self._at[every])]
                 self._size[forced] = self._at[forced] = self._forced[forced] = 0
             may &= ~timid
-        if not may.all():
-            rows, share, left = rows[may], share[may], left[may]
-            if not rows.size:
-                return None
-        if not (ready := self._ready(rows, share, least)).all():
-            rows, left = rows[ready], left[ready]
-            if not rows.size:
-                return None
+        which = may.nonzero()[0]
+        if not which.size:
+            return None
+        if which.size < total:
+            rows, share, left = rows[which], share[which], left[which]
+        which = self._ready(rows, share, least).nonzero()[0]
+        if not which.size:
+            return None
+        if which.size < rows.size:
+            rows, left = rows[which], left[which]
         chances = self._chances(rows)
         counts = np.minimum((chances >= np.log(least)).sum(axis=1, dtype=np.int32), left)
         unanswered = table.unanswered[rows] if waiting else np.zeros_like(counts)
-        counts[counts <= unanswered] = 0
+        if waiting:
+            counts[counts <= unanswered] = 0
         counts = self._within(rows, level(counts, room), blocks_left)
         some = counts > unanswered
         if not some.all():
@@ -268,8 +272,8 @@ class Speculation:
             unanswered, chances = unanswered[some], chances[some]
             if not rows.size:
                 return None
-        which = _AHEAD[:-1] < counts[:, None]
-        gains = which & (_AHEAD[:-1] >= unanswered[:, None]) if waiting else which
+        drafts = _AHEAD[:-1] < counts[:, None]
+        gains = drafts & (_AHEAD[:-1] >= unanswered[:, None]) if waiting else drafts
         expected = float(np.exp(chances[gains]).sum())
         drafted, answered = int(counts.sum()), int(unanswered.sum())
         plain = step_ns + min(self._ahead_ns, self._alone_ns)
@@ -279,7 +283,7 @@ class Speculation:
         if (total + expected) * plain < MIN_GAIN * total * took:
             self._recover(rows)
             return None
-        return Drafts(rows, counts, self._follows_from[rows, self._at[rows], :-1][which])
+        return Drafts(rows, counts, self._follows_from[rows, self._at[rows], :-1][drafts])
 
     def worth_waiting(self, rows: Rows, tokens_left: int, context: int) -> bool:
         """Return whether `rows`, some with a step unanswered, should have drafts behind its answer and no step now.
@@ -419,11 +423,14 @@ class Speculation:
         share: [k] of the drafts of each row that were right. least: the chance from which a draft is worth it.
         """
         self._advance(rows)
-        ready, size = self._size[rows] - self._at[rows], self._size[rows]
+        size = self._size[rows]
+        ready = size - self._at[rows]
+        short = ready == 0
         # Where what was kept of a text ends, there may be more of it.
-        short = (ready == 0) | ((size == FOLLOWS) & (ready < MAX_ROW_DRAFTS) & (share**ready > least))
+        ending = ((size == FOLLOWS) & (ready < MAX_ROW_DRAFTS)).nonzero()[0]
+        short[ending] |= share[ending] ** ready[ending] > least
         short &= self._next[rows] <= self._table.applied[rows]
-        if short.any():
+        if np.count_nonzero(short):
             self._search(rows[short])
             return self._size[rows] > self._at[rows]
         found: npt.NDArray[np.bool_] = ready > 0
@@ -451,10 +458,10 @@ class Speculation:
         """Compare the tokens that came since with what was to follow: it goes on behind them, or it was wrong."""
         table = self._table
         since = table.applied[rows] - self._upto[rows]
-        moved = (since > 0) & (self._size[rows] > 0)
-        if not moved.any():
+        moved = ((since > 0) & (self._size[rows] > 0)).nonzero()[0]
+        if not moved.size:
             return
-        if not moved.all():
+        if moved.size < rows.size:
             rows, since = rows[moved], since[moved]
         upto, at = self._upto[rows], self._at[rows]
         wrong = since > np.minimum(self._size[rows] - at, MAX_ROW_DRAFTS + 1)
