@@ -139,13 +139,13 @@ class NgramIndex:
         longest = lengths.max(axis=0)
         return Places(rows, texts, ends, lengths, longest).where(longest >= MIN_MATCH)
 
-    def follow(self, found: Places, sizes: Int64, repeats: bool) -> tuple[Int32, Float32]:
+    def follow(self, found: Places, sizes: Int64, repeats: bool) -> tuple[Int32, Float32, Rows]:
         """Return what followed the places of [k] rows in texts of `sizes` tokens.
 
         Where places differ, those count at which at least half as many tokens match as at the best one. Returns
-        [k, FOLLOWS] tokens of the place with the most frequent first one, of equally frequent ones the latest, and the
-        logarithm of the share of places that agree up to and with each of them; -inf behind the end. repeats: what
-        reaches the end of a text goes on from its own beginning, as the text may repeat itself.
+        [k, FOLLOWS] tokens of the place with the most frequent first one, of equally frequent ones the latest, the
+        logarithm of the share of places that agree up to and with each of them, -inf behind the end, and [k] how many
+        there are. repeats: what reaches the end of a text goes on from its own beginning, as it may repeat itself.
         """
         votes = found.lengths >= np.maximum((found.longest + 1) // 2, MIN_MATCH)
         starts = self._base[found.texts] + found.ends
@@ -165,9 +165,11 @@ class NgramIndex:
         counts = (lengths[:, :, None] > _AHEAD).view(np.int8).sum(axis=0, dtype=np.int8)
         voters = votes.view(np.int8).sum(axis=0, dtype=np.int8)
         shares = SHARES.take(counts + (MAX_PLACES + 1) * voters[:, None])
-        if not repeats:
-            shares[leading(follows != GAP)[:, None] <= _AHEAD] = -np.inf
-        return follows, shares
+        if repeats:
+            return follows, shares, np.full(best.size, FOLLOWS)
+        ends = leading(follows != GAP)
+        shares[ends[:, None] <= _AHEAD] = -np.inf
+        return follows, shares, ends
 
     def _keys(self, texts: Rows, first: Int32, second: Int32, third: Int32) -> Rows:
         """Return the places of runs of tokens in the index."""

@@ -25,7 +25,6 @@ from services.scheduler.core.ngrams import (
     Float32,
     NgramIndex,
     Places,
-    leading,
     room_for_texts,
 )
 from services.scheduler.core.policy.step_time import StepTime
@@ -47,6 +46,7 @@ MAX_SHARE = 0.98  # no share is taken to be more
 RECOVERY_RATE = 0.01  # a row that could draft and does not: its share moves back to INITIAL_SHARE by so much a step
 MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search
 
+_ROWS: npt.NDArray[np.float64] = np.arange(1.0, MAX_ROW_DRAFTS + 1)
 _AHEAD: npt.NDArray[np.int64] = np.arange(MAX_ROW_DRAFTS + 1)
 _BACK: npt.NDArray[np.int64] = np.arange(1, MAX_MATCH + 1)
 
@@ -122,7 +122,7 @@ class History:
                 self._indexed[text] = self._sizes[text]
         return self._index.find(texts, tails)
 
-    def follow(self, found: Places) -> tuple[Int32, Float32]:
+    def follow(self, found: Places) -> tuple[Int32, Float32, Rows]:
         """Return what followed there; see NgramIndex.follow."""
         return self._index.follow(found, self._sizes[found.texts], repeats=False)
 
@@ -154,7 +154,7 @@ class Predictions:
         """Return where tails[i] stand in the prediction of rows[i]; see NgramIndex.find."""
         return self._index.find(rows, tails)
 
-    def follow(self, found: Places) -> tuple[Int32, Float32]:
+    def follow(self, found: Places) -> tuple[Int32, Float32, Rows]:
         """Return what followed there; see NgramIndex.follow."""
         return self._index.follow(found, self._sizes[found.texts], repeats=False)
 
@@ -262,7 +262,7 @@ class Speculation:
             rows, left = rows[which], left[which]
         chances = self._chances(rows)
         counts = np.minimum((chances >= np.log(least)).sum(axis=1, dtype=np.int32), left)
-        unanswered = table.unanswered[rows] if waiting else np.zeros_like(counts)
+        unanswered = table.unanswered[rows] if waiting else np.zeros(rows.size, np.int32)
         if waiting:
             counts[counts <= unanswered] = 0
         counts = self._within(rows, level(counts, room), blocks_left)
@@ -274,10 +274,10 @@ class Speculation:
                 return None
         drafts = _AHEAD[:-1] < counts[:, None]
         gains = drafts & (_AHEAD[:-1] >= unanswered[:, None]) if waiting else drafts
-        expected = float(np.exp(chances[gains]).sum())
-        drafted, answered = int(counts.sum()), int(unanswered.sum())
+        likely = np.exp(chances[gains])
+        expected = float(likely.sum())
         plain = step_ns + min(self._ahead_ns, self._alone_ns)
-        took = step_ns + draft_ns * (drafted - answered) + self._alone_ns  # the answer brings tokens without a row
+        took = step_ns + draft_ns * likely.size + self._alone_ns  # the answer brings tokens without a row
         if waiting:
             took += max(self._alone_ns - self._ahead_ns, 0.0)
         if (total + expected) * plain < MIN_GAIN * total * took:
@@ -448,7 +448,7 @@ class Speculation:
         shares = self._shares_from[rows, at]
         chances = shares[:, 1:] - shares[:, :1]  # of the places that agree as far as the row has come
         share = np.log(self._share[rows])[:, None]
-        chances += share * _AHEAD[1:]
+        chances += share * _ROWS
         if self._has_forced:
             forced = np.maximum(self._forced[rows] - at, 0)[:, None]
             chances += (np.log(self._forced_share[rows])[:, None] - share) * np.minimum(_AHEAD[1:], forced)
@@ -511,18 +511,15 @@ class Speculation:
             if found.rows.size:
                 self._take(rows, found, sizes, *source.follow(found))
         self._size[rows], self._at[rows], self._upto[rows], self._forced[rows] = sizes, 0, applied, 0
-        missed = sizes == 0
-        self._misses[rows[~missed]] = 0
-        if missed.any():
-            rows, applied = rows[missed], applied[missed]
-            self._misses[rows] = misses = np.minimum(self._misses[rows] + 1, 8)
-            self._next[rows] = applied + np.minimum(1 << (misses - 1), MAX_PAUSE)
+        self._misses[rows] = misses = (np.minimum(self._misses[rows], 7) + 1) * (sizes == 0)
+        missed = misses.nonzero()[0]
+        self._next[rows[missed]] = applied[missed] + np.minimum(1 << (misses[missed] - 1), MAX_PAUSE)
 
-    def _take(self, rows: Rows, found: Places, sizes: Int32, follows: Int32, shares: Float32) -> None:
-        """Note what was found for some of `rows`, and its size in `sizes`."""
+    def _take(self, rows: Rows, found: Places, size: Int32, follows: Int32, shares: Float32, count: Rows) -> None:
+        """Note what was found for some of `rows`, and how much in `size`."""
         at = rows[found.rows]
         self._follows[at, :FOLLOWS], self._shares[at, 1 : 1 + FOLLOWS] = follows, shares
-        sizes[found.rows] = leading(shares > -np.inf)
+        size[found.rows] = count
 
     def _of_tenants(self, rows: Rows, which: Rows) -> tuple[Rows, Rows]:
         """Return those of `which`, places in `rows`, with outputs of their tenants, and the texts of these."""

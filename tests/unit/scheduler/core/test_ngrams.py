@@ -60,7 +60,8 @@ def test_places_of_texts_that_grow_are_those_of_brute_force(seed: int) -> None:
         index.extend(rows, sizes - 1)
         assert np.array_equal(index.tails(rows, sizes), tails(asked))
         found = index.find(rows, tails(asked))
-        follows, shares = index.follow(found, sizes[found.rows], repeats=True)
+        follows, shares, counts = index.follow(found, sizes[found.rows], repeats=True)
+        assert (counts == FOLLOWS).all()
         by_row = {row: number for number, row in enumerate(found.rows.tolist())}
         for row, text in enumerate(asked):
             places = places_by_hand(text, text)
@@ -99,8 +100,9 @@ def follow(index: NgramIndex, sizes: np.ndarray[tuple[int], np.dtype[np.int64]],
     """What followed, as far as any place agrees."""
     found = index.find(np.array([0]), tails([list(tail)]))
     assert found.rows.size == 1
-    follows, shares = index.follow(found, sizes, repeats=False)
-    return follows[0][shares[0] > -np.inf].tolist()  # type: ignore[no-any-return]
+    follows, shares, counts = index.follow(found, sizes, repeats=False)
+    assert (shares[0] > -np.inf).sum() == counts[0]
+    return follows[0, : counts[0]].tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
