@@ -357,11 +357,10 @@ class Results:
     @staticmethod
     def _cached(replica: Replica, at: RowIndex, first: Int32) -> dict[int, int]:
         """Return, by row of the Outcome, the prompt tokens that the prefix cache had, of rows with a first token."""
-        if replica.prefix_cache is None or (starts := first[at]).all():
+        if replica.prefix_cache is None or not (rows := (first[at] == 0).nonzero()[0]).size:
             return {}
-        rows, table = np.arange(first.size)[at], replica.table
-        found = [(row, table.sequence[rows[row]].cached) for row in np.flatnonzero(starts == 0).tolist()]
-        return {row: cached for row, cached in found if cached > 0}
+        sequences = replica.table.sequence[at][rows].tolist()
+        return {row: s.cached for row, s in zip(rows.tolist(), sequences, strict=True) if s.cached > 0}
 
     def _checkpoints(self, replica: Replica, going: Bool, now_ns: int, out: OutcomeBuilder) -> None:
         """Checkpoint the rows of `going`, [n] of the first n rows, that have enough tokens since their last one."""
