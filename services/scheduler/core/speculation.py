@@ -378,9 +378,9 @@ class Speculation:
         self._judge(rows[rest], (right - first)[rest], (tried - first)[rest])
 
     def _judge(self, rows: Rows, right: Int32 | Rows, tried: Int32 | Rows) -> None:
-        """Learn that right[i] of tried[i] guesses for rows[i] were right."""
+        """Learn that right[i] of tried[i] guesses, at least one, for rows[i] were right."""
         share = self._share[rows]
-        share += SHARE_RATE * (right / np.maximum(tried, 1) - share)
+        share += SHARE_RATE * (right / tried - share)
         self._share[rows] = np.minimum(np.maximum(share, 0.01), MAX_SHARE)
 
     @staticmethod
@@ -538,8 +538,8 @@ class Speculation:
         table, size = self._table, self._limits.block_size
         room = table.capacity[rows] - table.planned[rows]
         beyond = (counts > room).nonzero()[0]
-        if beyond.size:
-            more = -(-(counts[beyond] - room[beyond]) // size)
+        more = -(-(counts[beyond] - room[beyond]) // size)
+        if int(more.sum()) > blocks_left:
             left = np.minimum(np.maximum(blocks_left - (more.cumsum() - more), 0), more)
             counts[beyond] = np.minimum(counts[beyond], room[beyond] + left * size)
         return counts
