@@ -70,7 +70,7 @@ class Found:
     def of(cls, candidates: list[Candidate]) -> Found:
         """Return the cached GPU blocks of `candidates`, at least one."""
         sizes: Int64 = np.array([candidate.hit.gpu.size for candidate in candidates], np.int64)
-        ends: Int64 = np.cumsum(sizes)
+        ends: Int64 = sizes.cumsum()
         blocks = np.concatenate([candidate.hit.gpu for candidate in candidates]) if ends[-1] else EMPTY
         return cls(blocks, sizes, ends)
 
@@ -335,7 +335,7 @@ class Admission:
         if not reserved.size and self._preempter.could_preempt_for(replica, candidates[0].sequence):
             reserved = np.array([replica.blocks_for(int(entrants.known[0]))], np.int64)  # preempts later
         costs = reserved - entrants.shared[: reserved.size]
-        count = int(np.searchsorted(np.cumsum(costs), replica.available, side="right"))
+        count = int(costs.cumsum().searchsorted(replica.available, side="right"))
         if not count:
             cost = int(costs[0]) if costs.size else replica.blocks_for(candidates[0].sequence.known)
             self._refuse(replica, candidates[0].sequence, cost)

@@ -184,8 +184,9 @@ class Replica:
         if rows.size:
             needed, held, reserved = -(-table.planned[rows] // size), table.held[rows], table.reserved[rows]
             self.pool.give(table.shorten(rows, needed))
-            again = np.maximum(reserved - needed, 0) - np.maximum(reserved - held, 0)
-            self.reserved += int(again.sum())
+            if (reserved > needed).any():
+                again = np.maximum(reserved - needed, 0) - np.maximum(reserved - held, 0)
+                self.reserved += int(again.sum())
 
     def reserve(self, slots: Rows, blocks: Int64) -> None:
         """Reserve so many blocks in all for each of these rows, [n] both, which take them as they grow.

@@ -43,6 +43,7 @@ class Spans:
 
     starts: npt.NDArray[np.int64]
     counts: Int32  # 0: no token
+    rows: int  # with tokens
 
     def of(self, row: int) -> range:
         """Return the places of one row's tokens."""
@@ -99,7 +100,7 @@ class Results:
             samples = np.zeros(samples.size, np.bool_)
             samples[rows] = True
         spans = self._spans(step, rows, result) if step.drafts is not None else None
-        if result.tokens.size != (rows.size if spans is None else int(spans.counts[rows].sum())):
+        if result.tokens.size != (rows.size if spans is None else int(spans.counts.sum())):
             raise ValueError(f"the result of step {step.id} has {result.tokens.size} tokens for {rows.size} slots")
         if spans is None and result.token_counts is not None:
             raise ValueError(f"the result of step {step.id} has token counts, but the step has no drafts")
@@ -262,10 +263,10 @@ class Results:
         if drafts is None or counts is None or counts.size != rows.size:
             found = 0 if counts is None else counts.size
             raise ValueError(f"the result of step {step.id} has {found} token counts for {rows.size} slots")
-        if (counts < 1).any() or (counts > 1 + drafts[rows]).any():
+        if rows.size and (counts.min() < 1 or (counts - drafts[rows]).max() > 1):
             raise ValueError(f"the result of step {step.id} has more tokens for a slot than its drafts, or none")
-        spans = Spans(np.zeros(step.samples.size, np.int64), np.zeros(step.samples.size, np.int32))
-        spans.starts[rows], spans.counts[rows] = np.cumsum(counts) - counts, counts
+        spans = Spans(np.zeros(step.samples.size, np.int64), np.zeros(step.samples.size, np.int32), rows.size)
+        spans.starts[rows], spans.counts[rows] = counts.cumsum() - counts, counts
         return spans
 
     @staticmethod
@@ -315,10 +316,12 @@ class Results:
         else:
             before = table.applied[:size].copy()
             given = spans.counts[rows]
-            counts, stopped = table.append_spans(rows, tokens[spans.flat(rows, given)], given, size)
-            drafted = rows[step.drafts[rows] > 0]
-            replica.speculation.learn(drafted, step.drafts[drafted], spans.counts[drafted] - 1)
-            replica.rollback(drafted, 1 + step.drafts[drafted] - spans.counts[drafted])
+            present = tokens if rows.size == spans.rows else tokens[spans.flat(rows, given)]
+            counts, stopped = table.append_spans(rows, present, given, size)
+            drafted = step.drafts[rows].nonzero()[0]
+            drafts, right, drafted = step.drafts[rows[drafted]], given[drafted] - 1, rows[drafted]
+            replica.speculation.learn(drafted, drafts, right)
+            replica.rollback(drafted, drafts - right)
         first = before - table.prompt[:size]
         waits = now_ns - table.last_token_ns[:size]
         np.copyto(table.last_token_ns[:size], now_ns, where=samples)
@@ -334,7 +337,8 @@ class Results:
         at, which = delivery.rows, delivery.rows
         if counts is not None and spans is not None:
             counts = counts[at]
-            which = spans.flat(at, counts)
+            in_order = isinstance(at, slice) and rows.size == spans.rows and stopped is None
+            which = slice(tokens.size) if in_order else spans.flat(at, counts)
         finish = none_finish(rows.size)
         if ended:
             kinds = np.where(done, np.uint8(Finish.LENGTH), np.uint8(0))
@@ -347,17 +351,16 @@ class Results:
                 self._endings.completed(sequence)
                 self._endings.end(sequence, Finish(int(kinds[row])), "", out)
         records = logprobs[which] if logprobs is not None else None
-        drafts = step.drafts[at] if counts is not None and step.drafts is not None else None
-        return Columns(delivery, first[at], tokens[which], counts, drafts, cached, finish, waits[at], records)
+        guesses = step.drafts[at] if counts is not None and step.drafts is not None else None
+        return Columns(delivery, first[at], tokens[which], counts, guesses, cached, finish, waits[at], records)
 
     @staticmethod
     def _cached(replica: Replica, at: RowIndex, first: Int32) -> dict[int, int]:
         """Return, by row of the Outcome, the prompt tokens that the prefix cache had, of rows with a first token."""
-        if replica.prefix_cache is None or (starts := first[at]).all():
+        if replica.prefix_cache is None or not (rows := (first[at] == 0).nonzero()[0]).size:
             return {}
-        rows, table = np.arange(first.size)[at], replica.table
-        found = [(row, table.sequence[rows[row]].cached) for row in np.flatnonzero(starts == 0).tolist()]
-        return {row: cached for row, cached in found if cached > 0}
+        sequences = replica.table.sequence[at][rows].tolist()
+        return {row: s.cached for row, s in zip(rows.tolist(), sequences, strict=True) if s.cached > 0}
 
     def _checkpoints(self, replica: Replica, going: Bool, now_ns: int, out: OutcomeBuilder) -> None:
         """Checkpoint the rows of `going`, [n] of the first n rows, that have enough tokens since their last one."""
@@ -376,11 +379,12 @@ class Results:
         if (sizes == sizes[0]).all():  # in steady decode all have as many: one gather
             tokens = list(table.tokens_flat[(table.base[which] + start)[:, None] + np.arange(sizes[0])])
         else:
-            spans = zip(which.tolist(), start.tolist(), stop.tolist(), strict=True)
-            tokens = [table.tokens[slot, a:b].copy() for slot, a, b in spans]
+            first = table.base[which] + start
+            spans = zip(first.tolist(), (first + sizes).tolist(), strict=True)
+            tokens = [table.tokens_flat[a:b].copy() for a, b in spans]
         ids = [request.id for request in table.request[which].tolist()]
-        first = (start - table.prompt[which]).tolist()
-        out.checkpoints.extend(zip(ids, table.choice[which].tolist(), first, tokens, strict=True))
+        indices = (start - table.prompt[which]).tolist()
+        out.checkpoints.extend(zip(ids, table.choice[which].tolist(), indices, tokens, strict=True))
 
     @staticmethod
     def checkpoint(replica: Replica, slot: int, out: OutcomeBuilder) -> None:

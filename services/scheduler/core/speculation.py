@@ -14,8 +14,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
-from services.scheduler.core.ngrams import FOLLOWS, GAP, MAX_MATCH, MIN_MATCH, Float32, NgramIndex, Places
+from services.scheduler.core.ngrams import (
+    FOLLOWS,
+    GAP,
+    MARGIN,
+    MAX_MATCH,
+    MIN_MATCH,
+    Float32,
+    NgramIndex,
+    Places,
+    room_for_texts,
+)
 from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.table import NEVER, SlotTable, ramp
 from services.scheduler.core.types import NO_ROWS, Int32, Limits, NewRequest, Rows
@@ -35,6 +46,7 @@ MAX_SHARE = 0.98  # no share is taken to be more
 RECOVERY_RATE = 0.01  # a row that could draft and does not: its share moves back to INITIAL_SHARE by so much a step
 MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search
 
+_ROWS: npt.NDArray[np.float64] = np.arange(1.0, MAX_ROW_DRAFTS + 1)
 _AHEAD: npt.NDArray[np.int64] = np.arange(MAX_ROW_DRAFTS + 1)
 _BACK: npt.NDArray[np.int64] = np.arange(1, MAX_MATCH + 1)
 
@@ -56,7 +68,7 @@ class History:
 
     def __init__(self) -> None:
         self.drafted = self.accepted = 0
-        self._tokens: Int32 = np.zeros(MAX_TENANTS * TENANT_TOKENS, np.int32)
+        self._tokens = room_for_texts(MAX_TENANTS, TENANT_TOKENS)
         self._sizes: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)
         self._indexed: npt.NDArray[np.int64] = np.zeros(MAX_TENANTS, np.int64)  # of these tokens, those in the index
         self._index = NgramIndex(self._tokens, MAX_TENANTS, TENANT_TOKENS)
@@ -91,7 +103,7 @@ class History:
                 self._forget(text)
             self._texts[request.tenant] = text
         self._texts.move_to_end(request.tenant)
-        half, first, size = TENANT_TOKENS // 2, text * TENANT_TOKENS, int(self._sizes[text])
+        half, first, size = TENANT_TOKENS // 2, MARGIN + text * TENANT_TOKENS, int(self._sizes[text])
         output = output[: half - 1]
         if size + output.size >= TENANT_TOKENS:
             kept = self._tokens[first + half : first + size].copy()
@@ -110,7 +122,7 @@ class History:
                 self._indexed[text] = self._sizes[text]
         return self._index.find(texts, tails)
 
-    def follow(self, found: Places) -> tuple[Int32, Float32]:
+    def follow(self, found: Places) -> tuple[Int32, Float32, Rows]:
         """Return what followed there; see NgramIndex.follow."""
         return self._index.follow(found, self._sizes[found.texts], repeats=False)
 
@@ -124,14 +136,14 @@ class Predictions:
 
     def __init__(self, table: SlotTable) -> None:
         self._width = table.width
-        self._tokens: Int32 = np.zeros(table.slots * table.width, np.int32)
+        self._tokens = room_for_texts(table.slots, table.width)
         self._sizes: npt.NDArray[np.int64] = np.zeros(table.slots, np.int64)
         self._index = NgramIndex(self._tokens, table.slots, table.width)
 
     def set(self, row: int, prediction: Int32) -> None:
         """Make this the prediction of a row, as far as an output can be long."""
         prediction = prediction[: self._width - 1]
-        first, size = row * self._width, prediction.size
+        first, size = MARGIN + row * self._width, prediction.size
         self._tokens[first : first + size], self._tokens[first + size] = prediction, GAP
         rows = np.array([row])
         self._index.clear(rows)
@@ -142,7 +154,7 @@ class Predictions:
         """Return where tails[i] stand in the prediction of rows[i]; see NgramIndex.find."""
         return self._index.find(rows, tails)
 
-    def follow(self, found: Places) -> tuple[Int32, Float32]:
+    def follow(self, found: Places) -> tuple[Int32, Float32, Rows]:
         """Return what followed there; see NgramIndex.follow."""
         return self._index.follow(found, self._sizes[found.texts], repeats=False)
 
@@ -165,13 +177,18 @@ class Speculation:
         self._predicted: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self._index = NgramIndex(table.tokens_flat, slots, table.width)
         self._predictions: Predictions | None = None
-        self._follows: Int32 = np.zeros((slots, FOLLOWS), np.int32)  # what probably comes behind the first _upto tokens
+        # What probably comes behind the first _upto tokens; the row's last columns are never set.
+        self._follows: Int32 = np.zeros((slots, FOLLOWS + MAX_ROW_DRAFTS + 1), np.int32)
         self._at: Int32 = np.zeros(slots, np.int32)  # of these, the first behind the _upto tokens
         self._size: Int32 = np.zeros(slots, np.int32)  # of these
         self._forced: Int32 = np.zeros(slots, np.int32)  # of these, the first ones that a grammar forces
         self._has_forced = False  # a row had some
-        self._shares: Float32 = np.zeros((slots, FOLLOWS + MAX_ROW_DRAFTS), np.float32)  # as NgramIndex.follow has them
-        self._shares[:, FOLLOWS:] = -np.inf
+        # As NgramIndex.follow has them, behind the 0.0 of no token.
+        self._shares: Float32 = np.zeros((slots, 1 + FOLLOWS + MAX_ROW_DRAFTS), np.float32)
+        self._shares[:, 1 + FOLLOWS :] = -np.inf
+        # [row, i] those from the i-th on.
+        self._follows_from: Int32 = sliding_window_view(self._follows, MAX_ROW_DRAFTS + 1, axis=1)
+        self._shares_from: Float32 = sliding_window_view(self._shares, 1 + MAX_ROW_DRAFTS, axis=1)
         self._upto: Int32 = np.zeros(slots, np.int32)  # applied tokens
         self._checked: Int32 = np.zeros(slots, np.int32)  # applied tokens up to the last ones that a step had as drafts
         self._alone_ns = ALONE_NS
@@ -217,33 +234,37 @@ class Speculation:
         room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context))
         if least >= 1.0 or room < 1:
             return None
-        total, left = rows.size, table.limit[rows] - table.known[rows]
-        if (self._seen[rows] != table.generation[rows]).any():
-            self._begin(rows[self._seen[rows] != table.generation[rows]])
-        may = (self._size[rows] > self._at[rows]) | (self._next[rows] <= table.applied[rows])
-        may &= self._willing[rows] & (left > 0)
-        if not may.any():
-            return None
+        total, every = rows.size, table.rows(rows)
+        left = table.limit[every] - table.known[every]
+        if np.count_nonzero(new := self._seen[every] != table.generation[every]):
+            self._begin(rows[new])
+        due = self._next[every] <= table.applied[every]
+        may = (self._size[every] > self._at[every]) | due
+        may &= self._willing[every]
+        may &= left > 0
         share = self._first_share(rows)
         timid = may & (share < least)
-        if timid.any():
-            self._recover(rows[timid & (self._next[rows] <= table.applied[rows])])
+        if np.count_nonzero(timid):
+            self._recover(rows[timid & due])
             if self._has_forced:
-                forced = rows[timid & (self._forced[rows] > self._at[rows])]
+                forced = rows[timid & (self._forced[every] > self._at[every])]
                 self._size[forced] = self._at[forced] = self._forced[forced] = 0
             may &= ~timid
-        if not may.all():
-            rows, share, left = rows[may], share[may], left[may]
-            if not rows.size:
-                return None
-        if not (ready := self._ready(rows, share, least)).all():
-            rows, left = rows[ready], left[ready]
-            if not rows.size:
-                return None
+        which = may.nonzero()[0]
+        if not which.size:
+            return None
+        if which.size < total:
+            rows, share, left = rows[which], share[which], left[which]
+        which = self._ready(rows, share, least).nonzero()[0]
+        if not which.size:
+            return None
+        if which.size < rows.size:
+            rows, left = rows[which], left[which]
         chances = self._chances(rows)
         counts = np.minimum((chances >= np.log(least)).sum(axis=1, dtype=np.int32), left)
-        unanswered = table.unanswered[rows] if waiting else np.zeros_like(counts)
-        counts[counts <= unanswered] = 0
+        unanswered = table.unanswered[rows] if waiting else np.zeros(rows.size, np.int32)
+        if waiting:
+            counts[counts <= unanswered] = 0
         counts = self._within(rows, level(counts, room), blocks_left)
         some = counts > unanswered
         if not some.all():
@@ -251,18 +272,18 @@ class Speculation:
             unanswered, chances = unanswered[some], chances[some]
             if not rows.size:
                 return None
-        gains = (_AHEAD[:-1] < counts[:, None]) & (_AHEAD[:-1] >= unanswered[:, None])
-        expected = float(np.exp(chances[gains]).sum())
-        drafted, answered = int(counts.sum()), int(unanswered.sum())
+        drafts = _AHEAD[:-1] < counts[:, None]
+        gains = drafts & (_AHEAD[:-1] >= unanswered[:, None]) if waiting else drafts
+        likely = np.exp(chances[gains])
+        expected = float(likely.sum())
         plain = step_ns + min(self._ahead_ns, self._alone_ns)
-        took = step_ns + draft_ns * (drafted - answered) + self._alone_ns  # the answer brings tokens without a row
+        took = step_ns + draft_ns * likely.size + self._alone_ns  # the answer brings tokens without a row
         if waiting:
             took += max(self._alone_ns - self._ahead_ns, 0.0)
         if (total + expected) * plain < MIN_GAIN * total * took:
             self._recover(rows)
             return None
-        tokens = self._follows.reshape(-1)[ramp(rows * FOLLOWS + self._at[rows], counts)]
-        return Drafts(rows, counts, tokens)
+        return Drafts(rows, counts, self._follows_from[rows, self._at[rows], :-1][drafts])
 
     def worth_waiting(self, rows: Rows, tokens_left: int, context: int) -> bool:
         """Return whether `rows`, some with a step unanswered, should have drafts behind its answer and no step now.
@@ -320,14 +341,14 @@ class Speculation:
         given, which = np.zeros((rows.size, MAX_ROW_DRAFTS), np.int32), _AHEAD[:-1] < counts[:, None]
         given[which] = tokens[ramp(starts, counts)]
         at = self._at[rows]
-        found = self._follows.reshape(-1).take((rows * FOLLOWS + at)[:, None] + _AHEAD[:-1], mode="clip")
+        found = self._follows_from[rows, at, :-1]
         known = (self._size[rows] - at >= counts) & ((found == given) | ~which).all(axis=1)
         self._forced[rows] = np.where(known, at, 0) + counts
         if not known.all():
             rows, given, which = rows[~known], given[~known], which[~known]
             self._follows[rows, :MAX_ROW_DRAFTS] = given
-            self._shares[rows, :FOLLOWS] = -np.inf
-            self._shares[rows, :MAX_ROW_DRAFTS] = np.where(which, 0.0, -np.inf)
+            self._shares[rows, 1 : 1 + FOLLOWS] = -np.inf
+            self._shares[rows, 1 : 1 + MAX_ROW_DRAFTS] = np.where(which, 0.0, -np.inf)
             self._size[rows], self._at[rows], self._upto[rows] = counts[~known], 0, self._table.applied[rows]
 
     def sat_out(self, rows: Rows) -> None:
@@ -357,9 +378,9 @@ class Speculation:
         self._judge(rows[rest], (right - first)[rest], (tried - first)[rest])
 
     def _judge(self, rows: Rows, right: Int32 | Rows, tried: Int32 | Rows) -> None:
-        """Learn that right[i] of tried[i] guesses for rows[i] were right."""
+        """Learn that right[i] of tried[i] guesses, at least one, for rows[i] were right."""
         share = self._share[rows]
-        share += SHARE_RATE * (right / np.maximum(tried, 1) - share)
+        share += SHARE_RATE * (right / tried - share)
         self._share[rows] = np.minimum(np.maximum(share, 0.01), MAX_SHARE)
 
     @staticmethod
@@ -402,11 +423,14 @@ class Speculation:
         share: [k] of the drafts of each row that were right. least: the chance from which a draft is worth it.
         """
         self._advance(rows)
-        ready, size = self._size[rows] - self._at[rows], self._size[rows]
+        size = self._size[rows]
+        ready = size - self._at[rows]
+        short = ready == 0
         # Where what was kept of a text ends, there may be more of it.
-        short = (ready == 0) | ((size == FOLLOWS) & (ready < MAX_ROW_DRAFTS) & (share**ready > least))
+        ending = ((size == FOLLOWS) & (ready < MAX_ROW_DRAFTS)).nonzero()[0]
+        short[ending] |= share[ending] ** ready[ending] > least
         short &= self._next[rows] <= self._table.applied[rows]
-        if short.any():
+        if np.count_nonzero(short):
             self._search(rows[short])
             return self._size[rows] > self._at[rows]
         found: npt.NDArray[np.bool_] = ready > 0
@@ -418,15 +442,13 @@ class Speculation:
             return self._share[rows]
         return np.where(self._forced[rows] > self._at[rows], self._forced_share[rows], self._share[rows])
 
-    def _chances(self, rows: Rows) -> npt.NDArray[np.float64]:
+    def _chances(self, rows: Rows) -> Float32:
         """Return [k, MAX_ROW_DRAFTS] logarithms of the chance that the first 1, 2, ... tokens found are right."""
         at = self._at[rows]
-        starts = rows * self._shares.shape[1] + at
-        flat = self._shares.reshape(-1)
-        come = np.where(at > 0, flat.take(starts - 1, mode="clip"), 0.0)  # places that agree as far as the row has come
-        chances: npt.NDArray[np.float64] = flat[starts[:, None] + _AHEAD[:-1]] - come[:, None]
+        shares = self._shares_from[rows, at]
+        chances = shares[:, 1:] - shares[:, :1]  # of the places that agree as far as the row has come
         share = np.log(self._share[rows])[:, None]
-        chances += share * _AHEAD[1:]
+        chances += share * _ROWS
         if self._has_forced:
             forced = np.maximum(self._forced[rows] - at, 0)[:, None]
             chances += (np.log(self._forced_share[rows])[:, None] - share) * np.minimum(_AHEAD[1:], forced)
@@ -436,20 +458,22 @@ class Speculation:
         """Compare the tokens that came since with what was to follow: it goes on behind them, or it was wrong."""
         table = self._table
         since = table.applied[rows] - self._upto[rows]
-        moved = (since > 0) & (self._size[rows] > 0)
-        if not moved.any():
+        moved = ((since > 0) & (self._size[rows] > 0)).nonzero()[0]
+        if not moved.size:
             return
-        if not moved.all():
+        if moved.size < rows.size:
             rows, since = rows[moved], since[moved]
         upto, at = self._upto[rows], self._at[rows]
         wrong = since > np.minimum(self._size[rows] - at, MAX_ROW_DRAFTS + 1)
-        span = _AHEAD[: min(int(since.max()), MAX_ROW_DRAFTS + 1)]
+        checked = self._checked[rows]
+        right = np.maximum(checked - 1 - upto, 0)  # drafts of the last step: they need no look
+        rest = since - right
+        span = _AHEAD[: min(int(rest.max()), MAX_ROW_DRAFTS + 1)]
         # Of rows that moved less, and at the end of a context, tokens behind the last are read and left out.
-        came = table.tokens_flat.take((table.base[rows] + upto)[:, None] + span, mode="clip")
-        guessed = self._follows.reshape(-1).take((rows * FOLLOWS + at)[:, None] + span, mode="clip")
-        same = (came == guessed) | (span >= since[:, None])
+        came = table.tokens_flat[(table.base[rows] + upto + right)[:, None] + span]
+        same = (came == self._follows_from[rows, at + right, : span.size]) | (span >= rest[:, None])
         wrong |= ~same.all(axis=1)
-        if (unchecked := self._checked[rows] <= upto).any():  # what would have been right counts as what was
+        if (unchecked := checked <= upto).any():  # what would have been right counts as what was
             right = np.logical_and.accumulate(same[unchecked], axis=1).sum(axis=1)
             right = np.minimum(right, since[unchecked])
             self._judge_both(rows[unchecked], right, right + (right < since[unchecked]), at[unchecked])
@@ -462,9 +486,7 @@ class Speculation:
         table = self._table
         applied = table.applied[rows].astype(np.int64)
         self._index.extend(rows, applied - 1)
-        back = applied[:, None] - _BACK
-        tails = table.tokens_flat.take(table.base[rows][:, None] + back, mode="clip")
-        tails[back < 0] = GAP
+        tails = self._index.tails(rows, applied)
         own = self._index.find(rows, tails)
         lengths = np.zeros(rows.size, np.intp)
         lengths[own.rows] = own.longest
@@ -480,23 +502,24 @@ class Speculation:
             found = self._history.find(texts, tails[which])
             found.rows = which[found.rows]
             others.append((self._history, found.where(found.longest > lengths[found.rows])))
-        follows, shares = np.zeros((rows.size, FOLLOWS), np.int32), np.full((rows.size, FOLLOWS), -np.inf, np.float32)
         if others:
             own = own.where(~np.isin(own.rows, np.concatenate([found.rows for _, found in others])))
+        sizes = np.zeros(rows.size, np.int32)
         if own.rows.size:
-            follows[own.rows], shares[own.rows] = self._index.follow(own, applied[own.rows], repeats=True)
+            self._take(rows, own, sizes, *self._index.follow(own, applied[own.rows], repeats=True))
         for source, found in others:  # the history last, as its matches are the longest
             if found.rows.size:
-                follows[found.rows], shares[found.rows] = source.follow(found)
-        self._follows[rows], self._shares[rows, :FOLLOWS] = follows, shares
-        sizes = (shares > -np.inf).sum(axis=1)
+                self._take(rows, found, sizes, *source.follow(found))
         self._size[rows], self._at[rows], self._upto[rows], self._forced[rows] = sizes, 0, applied, 0
-        missed = sizes == 0
-        self._misses[rows[~missed]] = 0
-        if missed.any():
-            rows, applied = rows[missed], applied[missed]
-            self._misses[rows] = misses = np.minimum(self._misses[rows] + 1, 8)
-            self._next[rows] = applied + np.minimum(1 << (misses - 1), MAX_PAUSE)
+        self._misses[rows] = misses = (np.minimum(self._misses[rows], 7) + 1) * (sizes == 0)
+        missed = misses.nonzero()[0]
+        self._next[rows[missed]] = applied[missed] + np.minimum(1 << (misses[missed] - 1), MAX_PAUSE)
+
+    def _take(self, rows: Rows, found: Places, size: Int32, follows: Int32, shares: Float32, count: Rows) -> None:
+        """Note what was found for some of `rows`, and how much in `size`."""
+        at = rows[found.rows]
+        self._follows[at, :FOLLOWS], self._shares[at, 1 : 1 + FOLLOWS] = follows, shares
+        size[found.rows] = count
 
     def _of_tenants(self, rows: Rows, which: Rows) -> tuple[Rows, Rows]:
         """Return those of `which`, places in `rows`, with outputs of their tenants, and the texts of these."""
@@ -513,13 +536,13 @@ class Speculation:
     def _within(self, rows: Rows, counts: Int32, blocks_left: int) -> Int32:
         """Return as many of the drafts of each row as its blocks and `blocks_left` more allow."""
         table, size = self._table, self._limits.block_size
-        beyond = table.planned[rows] + counts - table.capacity[rows]
-        if not (beyond > 0).any():
-            return counts
-        more = np.maximum(-(-beyond // size), 0)
-        left = np.minimum(np.maximum(blocks_left - (np.cumsum(more) - more), 0), more)
-        allowed: Int32 = np.minimum(counts, table.capacity[rows] + left * size - table.planned[rows])
-        return allowed
+        room = table.capacity[rows] - table.planned[rows]
+        beyond = (counts > room).nonzero()[0]
+        more = -(-(counts[beyond] - room[beyond]) // size)
+        if int(more.sum()) > blocks_left:
+            left = np.minimum(np.maximum(blocks_left - (more.cumsum() - more), 0), more)
+            counts[beyond] = np.minimum(counts[beyond], room[beyond] + left * size)
+        return counts
 
 
 def level(counts: Int32, room: int) -> Int32:

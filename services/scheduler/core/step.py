@@ -118,18 +118,21 @@ class StepBuilder:
         """
         table, pool, size = self.replica.table, self.replica.pool, self.replica.limits.block_size
         rows, counts = drafts.rows, drafts.counts
-        starts, held = table.planned[rows], table.held[rows]
-        more = np.maximum(-(-(starts + counts) // size) - held, 0)
-        if total := int(more.sum()):
-            reserved = np.minimum(np.maximum(table.reserved[rows] - held, 0), more)
-            blocks = pool.take(total)
-            table.fill(rows, more, blocks)
-            self._append(np.repeat(rows, more), blocks, int(reserved.sum()))
+        starts = table.planned[rows]
+        short = (starts + counts > table.capacity[rows]).nonzero()[0]
+        if short.size:
+            ends, growing = starts[short] + counts[short], rows[short]
+            held = table.held[growing]
+            more = -(-ends // size) - held
+            reserved = np.minimum(np.maximum(table.reserved[growing] - held, 0), more)
+            blocks = pool.take(int(more.sum()))
+            table.fill(growing, more, blocks)
+            self._append(growing.repeat(more), blocks, int(reserved.sum()))
         table.speculate(rows, counts)
         self.n[rows] += counts
         self._drafts = drafts
         self._prefill_context += float((counts * (starts + (counts + 1) / 2)).sum())
-        self.tokens_left -= int(counts.sum())
+        self.tokens_left -= drafts.tokens.size
 
     def chunks(self, batch: Batching, rest: Int64, before: Int64) -> Int64:
         """Return the lengths of the next chunks of prompts in this order, as Batching.chunks.

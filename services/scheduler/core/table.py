@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from services.scheduler.core.ngrams import MARGIN, room_for_texts
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.types import MAX_STOP_IDS, Finish, Int32, Limits, NewRequest, Rows
 
@@ -58,9 +59,8 @@ _INT64 = (
 
 def ramp(starts: Int64 | Int32, counts: Int32) -> Int64:
     """Return starts[i], starts[i] + 1, ... of counts[i] numbers each, for all i in order."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if ends.size else 0
-    numbers: Int64 = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+    numbers: Int64 = (starts - counts.cumsum() + counts).repeat(counts)
+    numbers += np.arange(numbers.size)
     return numbers
 
 
@@ -135,9 +135,9 @@ class SlotTable:
         self.stop_ids: Int32 = np.full((MAX_STOP_IDS, slots), UNSET, np.int32)  # a row per id: contiguous over slots
         self.blocks: Int32 = np.zeros((slots, -(-limits.max_model_len // limits.block_size)), np.int32)
         self.blocks_flat = self.blocks.reshape(-1)
-        self.tokens: Int32 = np.zeros((slots, self.width), np.int32)
-        self.tokens_flat = self.tokens.reshape(-1)
-        self.base: Int64 = np.arange(slots, dtype=np.int64) * self.width
+        self.tokens_flat = room_for_texts(slots, self.width)
+        self.tokens: Int32 = self.tokens_flat[MARGIN:-MARGIN].reshape(slots, self.width)
+        self.base: Int64 = MARGIN + np.arange(slots, dtype=np.int64) * self.width
         self.sequence: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.request: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.limited = 0  # rows with a TBT limit
@@ -202,7 +202,8 @@ class SlotTable:
 
     def speculate(self, rows: Rows, drafts: Int32) -> None:
         """Plan drafts[i] guesses behind the token of a decoding row in this step, [k] both."""
-        self._advancing[:2, rows] += drafts
+        self.planned[rows] += drafts
+        self.known[rows] += drafts
         self.drafts[rows] = drafts
 
     def rollback(self, rows: Rows, tokens: Int32) -> None:
@@ -210,12 +211,12 @@ class SlotTable:
 
         Their blocks stay in the row. Raise ValueError where the rows have no such placeholders.
         """
-        if (self.known[rows] - tokens < self.applied[rows]).any():
+        known = self.known[rows] - tokens
+        if (known < self.applied[rows]).any():
             raise ValueError("rollback: a row has no such placeholders; take back at most what no result will fill")
         self.planned[rows] -= tokens
-        self.known[rows] -= tokens
+        self.known[rows] = known
         self.drafts[rows] = 0
-        self.set_phase(rows)
 
     def sit_out(self, rows: Rows) -> None:
         """Note that one placeholder of each row was not sampled: the row runs no more until plan_again()."""
@@ -228,6 +229,7 @@ class SlotTable:
         """Let the late rows with no step unanswered run again, from the last token that is known."""
         rows = ((self.late[: self.high] > 0) & (self.unanswered[: self.high] == 0)).nonzero()[0]
         self.rollback(rows, self.late[rows])
+        self.set_phase(rows)
         self.late[rows] = 0
         self.late_rows -= rows.size
         self.limit[rows] = [sequence.longest(limits) for sequence in self.sequence[rows].tolist()]
@@ -375,13 +377,17 @@ class SlotTable:
         tokens: those of one row after another. Return [size] tokens appended to each of the first rows, and whether the
         last of them is such an id; None if none is.
         """
-        place = ramp(self.applied[rows], counts)
-        at = np.repeat(rows, counts)
-        self.tokens_flat[self.base[at] + place] = tokens
+        applied = self.applied[rows]
+        self.tokens_flat[ramp(self.base[rows] + applied, counts)] = tokens
         kept, ends = counts, None
         if self.stop_width:
-            hit = (self.stop_ids[: self.stop_width, at] == tokens).any(axis=0) & (place >= self.floor[at] - 1)
-            if hit.any():
+            at = rows.repeat(counts)
+            hit: Bool = self.stop_ids[0, at] == tokens
+            for ids in self.stop_ids[1 : self.stop_width]:
+                hit |= ids[at] == tokens
+            if np.count_nonzero(hit):
+                hit &= ramp(applied, counts) >= self.floor[at] - 1
+            if np.count_nonzero(hit):
                 starts = np.cumsum(counts) - counts
                 until = np.where(hit, ramp(np.ones_like(counts), counts), np.iinfo(np.int32).max)
                 first = np.minimum.reduceat(until, starts)
@@ -390,7 +396,7 @@ class SlotTable:
                 ends[rows[first <= counts]] = True
         column = np.zeros(size, np.int32)
         column[rows] = kept
-        self.applied[rows] += kept
+        self.applied[rows] = applied + kept
         return column, ends
 
     def stopped(self, tokens: Int32, sampled: Bool) -> Bool | None:

@@ -94,8 +94,8 @@ class Chunked(Batching):
             wanted = np.minimum(rest, np.maximum(longest, size))
         if size > 1:
             wanted = np.where(rest < size, rest, wanted // size * size)
-        used = np.cumsum(wanted)
-        count = int(np.searchsorted(used, left, side="right"))
+        used = wanted.cumsum()
+        count = int(used.searchsorted(left, side="right"))
         if count == rest.size:
             return wanted
         over = left - (int(used[count - 1]) if count else 0)

@@ -328,7 +328,7 @@ def known_blocks(replica: ReplicaView, tokens: Int64) -> Int64:
 def available(replica: ReplicaView, candidates: Candidates) -> tuple[Int64, int]:
     """Return [n] blocks of the known tokens, and how many of the first candidates fit in the blocks available now."""
     blocks = known_blocks(replica, candidates.known)
-    return blocks, int(np.count_nonzero(np.cumsum(blocks - candidates.shared) <= replica.available))
+    return blocks, int(np.count_nonzero((blocks - candidates.shared).cumsum() <= replica.available))
 
 
 def first_of_none(replica: ReplicaView, count: int) -> int:

@@ -7,7 +7,16 @@ import random
 import numpy as np
 import pytest
 
-from services.scheduler.core.ngrams import FOLLOWS, GAP, MAX_MATCH, MAX_PLACES, MIN_MATCH, NgramIndex
+from services.scheduler.core.ngrams import (
+    FOLLOWS,
+    GAP,
+    MARGIN,
+    MAX_MATCH,
+    MAX_PLACES,
+    MIN_MATCH,
+    NgramIndex,
+    room_for_texts,
+)
 from services.scheduler.core.types import Int32
 
 SEED = 20261125
@@ -39,18 +48,20 @@ def places_by_hand(text: list[int], tail: list[int]) -> dict[int, int]:
 def test_places_of_texts_that_grow_are_those_of_brute_force(seed: int) -> None:
     rng = random.Random(SEED + seed)
     count, kinds = 5, rng.choice([2, 3, 30])
-    tokens = np.zeros(count * WIDTH, np.int32)
+    tokens = room_for_texts(count, WIDTH)
     index, texts = NgramIndex(tokens, count, WIDTH), [[rng.randrange(kinds)] for _ in range(count)]
     while max(map(len, texts)) < WIDTH - 40:
         for row, text in enumerate(texts):
             text += [rng.randrange(kinds) for _ in range(rng.choice([0, 1, 2, 5, 38]))]
-            tokens[row * WIDTH : row * WIDTH + len(text)] = text
+            tokens[MARGIN + row * WIDTH : MARGIN + row * WIDTH + len(text)] = text
         rows = np.array(sorted(rng.sample(range(count), rng.randrange(1, count + 1))))
         asked = [texts[row] for row in rows.tolist()]
         sizes = np.array([len(text) for text in asked])
         index.extend(rows, sizes - 1)
+        assert np.array_equal(index.tails(rows, sizes), tails(asked))
         found = index.find(rows, tails(asked))
-        follows, shares = index.follow(found, sizes[found.rows], repeats=True)
+        follows, shares, counts = index.follow(found, sizes[found.rows], repeats=True)
+        assert (counts == FOLLOWS).all()
         by_row = {row: number for number, row in enumerate(found.rows.tolist())}
         for row, text in enumerate(asked):
             places = places_by_hand(text, text)
@@ -60,8 +71,8 @@ def test_places_of_texts_that_grow_are_those_of_brute_force(seed: int) -> None:
                 continue
             number = by_row[row]
             known = {
-                at: length
-                for at, length in zip(found.places[number].tolist(), found.lengths[number].tolist(), strict=True)
+                end - 1: length
+                for end, length in zip(found.ends[:, number].tolist(), found.lengths[:, number].tolist(), strict=True)
                 if length >= MIN_MATCH
             }
             assert known.items() <= places.items()
@@ -78,8 +89,8 @@ def test_places_of_texts_that_grow_are_those_of_brute_force(seed: int) -> None:
 
 def one_text(*tokens: int) -> tuple[NgramIndex, np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """An index of one text and its size."""
-    text = np.zeros(WIDTH, np.int32)
-    text[: len(tokens)] = tokens
+    text = room_for_texts(1, WIDTH)
+    text[MARGIN : MARGIN + len(tokens)] = tokens
     index, sizes = NgramIndex(text, 1, WIDTH), np.array([len(tokens)])
     index.extend(np.array([0]), sizes - 1)
     return index, sizes
@@ -89,8 +100,9 @@ def follow(index: NgramIndex, sizes: np.ndarray[tuple[int], np.dtype[np.int64]],
     """What followed, as far as any place agrees."""
     found = index.find(np.array([0]), tails([list(tail)]))
     assert found.rows.size == 1
-    follows, shares = index.follow(found, sizes, repeats=False)
-    return follows[0][shares[0] > -np.inf].tolist()  # type: ignore[no-any-return]
+    follows, shares, counts = index.follow(found, sizes, repeats=False)
+    assert (shares[0] > -np.inf).sum() == counts[0]
+    return follows[0, : counts[0]].tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +125,7 @@ def test_only_the_latest_places_are_kept() -> None:
     text = [token for last in range(20, 40) for token in (1, 2, 3, last, GAP)]
     index, _ = one_text(*text)
     found = index.find(np.array([0]), tails([[1, 2, 3]]))
-    assert found.places[0].tolist() == [5 * number + 2 for number in range(19, 19 - MAX_PLACES, -1)]
+    assert found.ends[:, 0].tolist() == [5 * number + 3 for number in range(19, 19 - MAX_PLACES, -1)]
 
 
 def test_cleared_text_is_not_found() -> None:

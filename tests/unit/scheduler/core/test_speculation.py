@@ -35,8 +35,9 @@ def found_in(history: History, tenant: str, *tail: int) -> list[int] | None:
     places = history.find(np.array([text]), tail_of(*tail))
     if not places.rows.size:
         return None
-    follows, shares = history.follow(places)
-    return [int(token) for token, share in zip(follows[0], shares[0], strict=True) if share > -np.inf]
+    follows, _, counts = history.follow(places)
+    found: list[int] = follows[0, : counts[0]].tolist()
+    return found
 
 
 def test_history_is_bounded_in_tenants_and_tokens() -> None:
