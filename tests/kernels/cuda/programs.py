@@ -1,6 +1,7 @@
 """The CUDA sources as tests launch them: emulated, in several orders of threads, on numbers with a fence around.
 
-Under sanitizers one order is enough: which thread comes first changes what a race leaves, and no address.
+Under sanitizers one order is enough: which thread comes first changes what a race leaves, and no address. With
+EMULATOR_RACES in the environment (`make kernels-races`) the order of all accesses to memory is checked.
 
 Where torch has a GPU the same tests run on it instead: their memory is pinned, which a GPU reads and writes under the
 same address. Under a preloaded libasan (`make sanitizers`) the emulated programs are instrumented.
@@ -20,14 +21,15 @@ from kernels.cuda import loader
 from kernels.cuda.calls import BF16, F16, Call
 from kernels.cuda.device import Device
 from kernels.emulator.device import EmulatedDevice
-from kernels.emulator.program import FORWARD, REVERSE, SANITIZERS, Program
+from kernels.emulator.program import FORWARD, RACES, REVERSE, SANITIZERS, Program
 
 GPU = torch.cuda.is_available()
 DEVICE = -1
 """Instead of an order of threads: on the GPU."""
 TYPES = {BF16: torch.bfloat16, F16: torch.float16}
-FLAGS = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else ()
-ORDERS = (DEVICE,) if GPU else (FORWARD,) if FLAGS else (FORWARD, REVERSE, 2)
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
+FLAGS = SANITIZERS if SANITIZED else RACES if "EMULATOR_RACES" in os.environ else ()
+ORDERS = (DEVICE,) if GPU else (FORWARD,) if SANITIZED else (FORWARD, REVERSE, 2)
 FENCE = 64
 UNTOUCHED = -77.0
 
