@@ -207,6 +207,11 @@ sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels un
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -m sanitized
 
+# All kernels in all cases of their tests. test_races.py alone, but for the planted bugs, is a part of kernels-check.
+kernels-races: install-dev ## look for races in the emulated CUDA kernels and in copies with planted bugs (four minutes of one core)
+	EMULATOR_RACES=1 $(PY) -m pytest $(PARALLEL) tests/emulator/test_races.py tests/kernels/test_samplers.py \
+		$(addprefix tests/kernels/cuda/test_,attention_decode.py attention_prefill.py blocks.py races.py rope.py rows.py sampling.py) -k "not cpu"
+
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/engine/models/test_demo_model.py
 
@@ -261,4 +266,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults simulation simulation-mutants soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults simulation simulation-mutants soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check sanitizers kernels-races demo-model-check clean
