@@ -208,7 +208,12 @@ sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels un
 		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -m sanitized
 
 kernels-ptx: install-dev ## test what NVRTC makes of the CUDA kernels, its PTX, on the emulator (no GPU needed)
-	KERNELS_PTX=1 $(PY) -m pytest $(PARALLEL) tests/kernels/cuda tests/emulator/test_ptx.py
+	EMULATOR_PTX=1 $(PY) -m pytest $(PARALLEL) tests/kernels/cuda tests/emulator/test_ptx.py
+
+# All kernels in all cases of their tests. test_races.py alone, but for the planted bugs, is a part of kernels-check.
+kernels-races: install-dev ## look for races in the emulated CUDA kernels and in copies with planted bugs (four minutes of one core)
+	EMULATOR_RACES=1 $(PY) -m pytest $(PARALLEL) tests/emulator/test_races.py tests/kernels/test_samplers.py \
+		$(addprefix tests/kernels/cuda/test_,adapters.py attention_decode.py attention_prefill.py blocks.py races.py rope.py rows.py sampling.py) -k "not cpu"
 
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/engine/models/test_demo_model.py
@@ -264,4 +269,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults simulation simulation-mutants soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check kernels-ptx sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults simulation simulation-mutants soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check kernels-ptx kernels-races sanitizers demo-model-check clean

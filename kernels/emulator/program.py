@@ -7,6 +7,7 @@ The launch is that of kernels.cuda.loader, so that the code above works with eit
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import tempfile
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
@@ -40,7 +41,16 @@ SANITIZERS = (
 PTX = ("-DPTX", "-w", "-O1", "-ffp-contract=off")
 """What NVRTC makes of a source in place of the source; see ptx.py."""
 
-KEPT = 32
+RACES = (
+    "-g1",
+    "-O1",  # no loop becomes a memset, which would write without a word to the checker
+    "-fsanitize=thread",
+    *("-nodefaultlibs", "-Wl,--no-as-needed", "-lstdc++", "-lm", "-lgcc_s", "-lc"),  # all but ThreadSanitizer's runtime
+)
+"""Check the order of all accesses to memory: a race is an EmulatorError. CHECKER takes the place of that runtime."""
+CHECKER = Path(__file__).with_name("races.cpp")
+
+KEPT = 64
 """Libraries in the cache; the oldest go."""
 
 ERROR_BYTES = 2048
@@ -59,7 +69,8 @@ class Program:
     ) -> None:
         """Compile unless that was done before; see `compiled`. Raise BuildError."""
         self.source, self.order = source, order
-        self._library = ctypes.CDLL(str(compiled(source, include, flags)))
+        self._path = compiled(source, include, flags)
+        self._library = ctypes.CDLL(str(self._path))
 
     def params_bytes(self, name: str) -> int:
         """Return the size of a kernel's Params. Raise KeyError when the source has no such kernel."""
@@ -92,7 +103,14 @@ class Program:
         error = ctypes.create_string_buffer(ERROR_BYTES)
         order = self.order if order is None else order
         if function(params.ctypes.data, (c_uint * 6)(*grid, *block), shared, order, error, ERROR_BYTES):
-            raise EmulatorError(f"{name}, order {order}, {error.value.decode(errors='replace')}")
+            text = re.sub(r"@(0x[0-9a-f]+)", self._line_of, error.value.decode(errors="replace"))
+            raise EmulatorError(f"{name}, order {order}, {text}")
+
+    def _line_of(self, code: re.Match[str]) -> str:
+        """Return the source line of an address: of the function that was inlined there, unless it is the emulator's."""
+        found = cpu_build._run(["addr2line", "-i", "-e", str(self._path), code[1]]).splitlines()
+        lines = [line for line in found if not line.startswith(str(INCLUDE))]
+        return Path((lines or found)[0].partition(" (discriminator")[0]).name
 
 
 @cache
@@ -109,7 +127,7 @@ def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...
         raise BuildError("no g++ is installed to compile the emulated kernels with (sudo apt-get install g++)")
     folders = (INCLUDE, *include, source.parent)
     headers = sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".h", ".cuh"))
-    flags = (*FLAGS, *flags)
+    flags = (*FLAGS, *flags, *((str(compiled(CHECKER)),) if "-fsanitize=thread" in flags else ()))
     version = cpu_build._run([compiler, "-dumpfullversion", "-dumpmachine"])
     digest = cpu_build._digest([source, *headers], flags, version)
     target = cpu_build.CACHE / "emulator" / f"{source.stem}-{digest}.so"

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "fibers.h"
+#include "races.h"
 
 struct uint3 {
   unsigned x, y, z;
@@ -104,6 +105,16 @@ Block block;
 Thread* current = nullptr;
 std::mutex one_launch;
 
+// What kernels read of it all. The race checker, to which each read would be one of the kernel's, does not see these.
+#define UNSEEN __attribute__((no_sanitize("thread"))) inline
+UNSEEN uint3 thread_index() { return current->index; }
+UNSEEN uint3 block_index() { return block.index; }
+UNSEEN dim3 block_size() { return block.size; }
+UNSEEN dim3 grid_size() { return block.grid; }
+UNSEEN unsigned char* dynamic_memory() { return block.dynamic.at; }
+UNSEEN int lane() { return current->lane; }
+UNSEEN int warp_start() { return current->warp * WARP; }
+
 // Notes what is wrong; the scheduler then ends the launch. The first text stays.
 __attribute__((format(printf, 1, 2))) void note(const char* format, ...) {
   if (block.failed) return;
@@ -133,6 +144,7 @@ void wait(State state, const char* what, Where where, unsigned mask) {
 
 // Waits until all threads of the block are here. Returns for how many of them `predicate` was true.
 int meet(const char* what, Where where, bool predicate) {
+  const Quiet quiet;
   Barrier& barrier = block.barrier;
   if (barrier.waiting == 0) {
     barrier.what = what;
@@ -147,6 +159,7 @@ int meet(const char* what, Where where, bool predicate) {
   if (++barrier.waiting == block.threads) {
     barrier.waiting = 0;
     barrier.found = barrier.true_ones;
+    races_meet();
     for (int i = 0; i < block.threads; i++)
       if (block.thread[i]->state == State::at_barrier) block.thread[i]->state = State::ready;
   } else {
@@ -161,6 +174,7 @@ template <typename Out, typename In, typename Finish>
 Out together(unsigned mask, const char* what, Where where, const In& in, Finish finish) {
   static_assert(sizeof(In) <= SLOT && sizeof(Out) <= SLOT, "larger than a lane's slot");
   static_assert(std::is_trivially_copyable<In>::value && std::is_trivially_copyable<Out>::value, "copied as bytes");
+  const Quiet quiet;
   if (!(mask >> current->lane & 1)) {
     note("lane %d calls %s at %s:%d with the mask %08x, which it is not in", current->lane, what, where.name(),
          where.line, mask);
@@ -208,7 +222,10 @@ Out together(unsigned mask, const char* what, Where where, const In& in, Finish 
   return out;
 }
 
-void poison(const Memory& memory) { memset(memory.at, 0xff, memory.bytes); }  // NaN in every float type
+void poison(const Memory& memory) {
+  races_shared(memory.at, memory.bytes);
+  memset(memory.at, 0xff, memory.bytes);  // NaN in every float type
+}
 
 Memory allocate(const void* key, size_t bytes) {
   void* at = nullptr;
@@ -223,6 +240,7 @@ Memory allocate(const void* key, size_t bytes) {
 
 // The declared array of that key, the same for all threads of a block.
 void* declared(const void* key, size_t bytes) {
+  const Quiet quiet;
   for (const Memory& memory : block.declared)
     if (memory.key == key) return memory.at;
   block.declared.push_back(allocate(key, bytes));
@@ -254,6 +272,8 @@ void start_copy(const Copy& copy) {
 }
 
 void land_all_but(size_t groups) {
+  const Quiet quiet;
+  races_wait(groups);
   while (current->groups.size() > groups) {
     for (const Copy& copy : current->groups.front()) land(copy);
     current->groups.pop_front();
@@ -287,12 +307,18 @@ void note_deadlock() {
 }
 
 void thread_body() {
-  block.body(block.params);
+  const auto body = block.body;
+  const void* params = block.params;
+  races_quiet(-1);
+  body(params);
+  races_quiet(1);
   current->state = State::ended;
   current->fiber.leave();
 }
 
 void run_block(std::vector<int>& order) {
+  const uint3 at = block.index;
+  races_block((at.z * block.grid.y + at.y) * block.grid.x + at.x, block.threads);
   block.barrier = {};
   poison(block.dynamic);
   for (const Memory& memory : block.declared) poison(memory);
@@ -313,8 +339,13 @@ void run_block(std::vector<int>& order) {
       Thread& one = *block.thread[i];
       if (one.state == State::ready) {
         current = &one;
+        races_turn(i, one.fiber.stack(), STACK_BYTES);
         one.fiber.enter();
         moved = true;
+        char race[512];
+        *race = 0;
+        races_rest(race, sizeof race);
+        if (*race) note("%s", race);
         if (block.failed) return;
       }
       running |= one.state != State::ended;
@@ -335,8 +366,8 @@ bool bad_launch(dim3 grid, dim3 size, size_t shared, unsigned max_threads) {
 }
 
 // Runs every block of a grid. dims: grid x y z, block x y z. Returns 0, or 1 with the reason in `error`.
-int launch(void (*body)(const void*), const void* params, const unsigned* dims, size_t shared, unsigned max_threads,
-           int order, char* error, size_t error_room) {
+int launch(void (*body)(const void*), const void* params, size_t params_bytes, const unsigned* dims, size_t shared,
+           unsigned max_threads, int order, char* error, size_t error_room) {
   std::lock_guard<std::mutex> alone(one_launch);
   block.index = {};
   block.failed = false;
@@ -350,6 +381,7 @@ int launch(void (*body)(const void*), const void* params, const unsigned* dims, 
   block.random.seed(order);
   block.body = body;
   block.params = params;
+  races_launch(params, params_bytes);
   block.dynamic = allocate(nullptr, shared);
   while (int(block.thread.size()) < block.threads) block.thread.push_back(std::make_unique<Thread>());
   block.warp.resize((block.threads + WARP - 1) / WARP);

@@ -18,10 +18,10 @@
 #define __constant__ static
 #define __shared__ declare_it_with_SHARED
 
-#define threadIdx (emulator::current->index)
-#define blockIdx (emulator::block.index)
-#define blockDim (emulator::block.size)
-#define gridDim (emulator::block.grid)
+#define threadIdx (emulator::thread_index())
+#define blockIdx (emulator::block_index())
+#define blockDim (emulator::block_size())
+#define gridDim (emulator::grid_size())
 #define warpSize 32
 
 #define EMULATOR_VECTORS(name, T, align2, align4)                             \
@@ -43,7 +43,7 @@ EMULATOR_VECTORS(uint, unsigned, 8, 16)
   T(&name)[count] = *reinterpret_cast<T(*)[count]>(emulator::declared(&name##_key, sizeof(T) * (count)))
 
 // The dynamic shared memory of the block, as T* name.
-#define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(emulator::block.dynamic.at)
+#define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(emulator::dynamic_memory())
 
 // A kernel that a host launches by name: calls `body` with one Params by value, with `threads` threads a block at most.
 #define KERNEL(name, Params, threads, ...)                                                                      \
@@ -51,7 +51,7 @@ EMULATOR_VECTORS(uint, unsigned, 8, 16)
   extern "C" __attribute__((visibility("default"))) int name##_launch(                                          \
       const void* params, const unsigned* dims, size_t shared, int order, char* error, size_t error_room) {     \
     const auto body = [](const void* given) { (__VA_ARGS__)(*static_cast<const Params*>(given)); };             \
-    return emulator::launch(body, params, dims, shared, threads, order, error, error_room);                     \
+    return emulator::launch(body, params, sizeof(Params), dims, shared, threads, order, error, error_room);     \
   }
 
 // The same, to which registers are no matter here.

@@ -49,7 +49,7 @@ emulator_switch:
 namespace emulator {
 namespace {
 
-#ifdef __SANITIZE_ADDRESS__
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr size_t STACK_BYTES = 512 << 10;  // instrumented frames are large
 #else
 constexpr size_t STACK_BYTES = 128 << 10;  // untouched pages cost nothing
@@ -70,6 +70,8 @@ class Fiber {
   }
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
+
+  const char* stack() const { return stack_; }
 
   // The next enter() calls `entry`, whatever was on this stack before. `entry` must not return; it ends with leave().
   void start(void (*entry)()) {

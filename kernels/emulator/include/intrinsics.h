@@ -21,7 +21,9 @@ inline int __syncthreads_and(int predicate, EMULATOR_HERE) {
   return emulator::meet("__syncthreads_and", {file, line}, predicate) == emulator::block.threads;
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMULATOR_HERE) {
-  emulator::together<char>(mask, "__syncwarp", {file, line}, char(0), [](const char*, char*) {});
+  const int first = emulator::warp_start();
+  emulator::together<char>(mask, "__syncwarp", {file, line}, char(0),
+                           [=](const char*, char*) { races_warp(first, mask); });
 }
 
 template <typename T>
@@ -41,25 +43,25 @@ inline T emulator_shuffle(unsigned mask, const char* what, emulator::Where where
 }
 template <typename T>
 inline T __shfl_sync(unsigned mask, T value, int from, int width = 32, EMULATOR_HERE) {
-  const int lane = emulator::current->lane;
+  const int lane = emulator::lane();
   return emulator_shuffle(mask, "__shfl_sync", {file, line}, value, (lane & ~(width - 1)) | (from & (width - 1)));
 }
 template <typename T>
 inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, EMULATOR_HERE) {
-  const int lane = emulator::current->lane, other = lane ^ bits;
+  const int lane = emulator::lane(), other = lane ^ bits;
   // Unlike up and down, xor may read a lane of an earlier segment, but no later one.
   const bool later = (other & ~(width - 1)) > (lane & ~(width - 1));
   return emulator_shuffle(mask, "__shfl_xor_sync", {file, line}, value, later ? lane : other);
 }
 template <typename T>
 inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_HERE) {
-  const int lane = emulator::current->lane, other = lane - int(delta);
+  const int lane = emulator::lane(), other = lane - int(delta);
   const bool outside = other < (lane & ~(width - 1));
   return emulator_shuffle(mask, "__shfl_up_sync", {file, line}, value, outside ? lane : other);
 }
 template <typename T>
 inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_HERE) {
-  const int lane = emulator::current->lane, other = lane + int(delta);
+  const int lane = emulator::lane(), other = lane + int(delta);
   const bool outside = other > (lane | (width - 1));
   return emulator_shuffle(mask, "__shfl_down_sync", {file, line}, value, outside ? lane : other);
 }
@@ -85,6 +87,8 @@ inline int __all_sync(unsigned mask, int predicate, EMULATOR_HERE) {
 // Threads change only where they wait, so that plain reads and writes are atomic.
 template <typename T, typename Next>
 inline T emulator_replace(T* at, Next next) {
+  races_atomic(at, sizeof(T));
+  const Quiet quiet;
   const T old = *at;
   *at = next(old);
   return old;
@@ -120,8 +124,8 @@ inline T atomicCAS(T* at, std::common_type_t<T> expected, std::common_type_t<T> 
 inline unsigned atomicInc(unsigned* at, unsigned last) {
   return emulator_replace(at, [=](unsigned old) { return old >= last ? 0u : old + 1; });
 }
-inline void __threadfence() {}
-inline void __threadfence_block() {}
+inline void __threadfence() { races_fence(); }
+inline void __threadfence_block() {}  // orders nothing for the race checker
 
 // Exact where the GPU's fast variants are off by a few units in the last place.
 inline float __expf(float x) { return expf(x); }

@@ -16,11 +16,15 @@ inline void emulator_aligned(const void* address, const char* what, emulator::Wh
 }
 
 inline void cp_async_16(void* shared, const void* global, bool valid, EMULATOR_HERE) {
+  const Quiet quiet;
   emulator_aligned(shared, "cp_async_16", {file, line}, true);
   emulator_aligned(global, "cp_async_16", {file, line}, false);
+  races_copy(shared, valid ? global : nullptr, 16, file, line);
   emulator::start_copy({shared, global, 16, valid});
 }
 inline void cp_async_commit() {
+  const Quiet quiet;
+  races_commit();
   emulator::current->groups.push_back(std::move(emulator::current->open));
   emulator::current->open.clear();
 }
@@ -50,16 +54,20 @@ struct EmulatorFour {
 };
 
 inline void emulator_ldmatrix(unsigned (&r)[4], const void* row, bool trans, const char* what, emulator::Where where) {
+  const Quiet quiet;
+  const int first = emulator::warp_start();
   emulator_aligned(row, what, where, true);
   const EmulatorFour got = emulator::together<EmulatorFour>(
-      0xffffffffu, what, where, row, [trans](const void* const* rows, EmulatorFour* made) {
+      0xffffffffu, what, where, row, [=](const void* const* rows, EmulatorFour* made) {
         for (int lane = 0; lane < 32; lane++)
           for (int matrix = 0; matrix < 4; matrix++)
             for (int k = 0; k < 2; k++) {
               const int major = lane / 4, minor = lane % 4 * 2 + k;
               const int i = trans ? minor : major, j = trans ? major : minor;
+              const unsigned short* at = static_cast<const unsigned short*>(rows[matrix * 8 + i]) + j;
+              races_read(first + lane, at, 2, where.file, where.line);
               unsigned short element;
-              memcpy(&element, static_cast<const unsigned short*>(rows[matrix * 8 + i]) + j, 2);
+              memcpy(&element, at, 2);
               unsigned& word = made[lane].word[matrix];
               word = k ? (word & 0xffffu) | unsigned(element) << 16 : element;
             }

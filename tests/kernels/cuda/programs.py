@@ -1,9 +1,10 @@
 """The CUDA sources as tests launch them: emulated, in several orders of threads, on numbers with a fence around.
 
-Under sanitizers one order is enough: which thread comes first changes what a race leaves, and no address.
+Under sanitizers one order is enough: which thread comes first changes what a race leaves, and no address. With
+EMULATOR_RACES in the environment (`make kernels-races`) the order of all accesses to memory is checked.
 
 Where torch has a GPU the same tests run on it instead: their memory is pinned, which a GPU reads and writes under the
-same address. Under a preloaded libasan (`make sanitizers`) the emulated programs are instrumented; with KERNELS_PTX=1
+same address. Under a preloaded libasan (`make sanitizers`) the emulated programs are instrumented; with EMULATOR_PTX
 (`make kernels-ptx`) they are what NVRTC makes of the sources.
 """
 
@@ -21,14 +22,16 @@ from kernels.cuda import loader
 from kernels.cuda.calls import BF16, F16, Call
 from kernels.cuda.device import Device
 from kernels.emulator.device import EmulatedDevice
-from kernels.emulator.program import FORWARD, PTX, REVERSE, SANITIZERS, Program
+from kernels.emulator.program import FORWARD, PTX, RACES, REVERSE, SANITIZERS, Program
 
 GPU = torch.cuda.is_available()
 DEVICE = -1
 """Instead of an order of threads: on the GPU."""
 TYPES = {BF16: torch.bfloat16, F16: torch.float16}
-FLAGS = SANITIZERS if "libasan" in os.environ.get("LD_PRELOAD", "") else PTX if "KERNELS_PTX" in os.environ else ()
-ORDERS = (DEVICE,) if GPU else (FORWARD,) if FLAGS else (FORWARD, REVERSE, 2)
+SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
+HOW = {"EMULATOR_RACES": RACES, "EMULATOR_PTX": PTX}
+FLAGS = SANITIZERS if SANITIZED else next((flags for name, flags in HOW.items() if name in os.environ), ())
+ORDERS = (DEVICE,) if GPU else (FORWARD,) if SANITIZED else (FORWARD, REVERSE, 2)
 FENCE = 64
 UNTOUCHED = -77.0
 

@@ -1,0 +1,218 @@
+"""Every CUDA kernel is free of races in several orders of threads, and bugs planted in copies of them are found.
+
+Kernels run as their own tests run them; see races.cpp of the emulator for what is a race.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import kernels.emulator.device
+from kernels.cuda import loader
+from kernels.emulator.program import FORWARD, RACES, REVERSE, EmulatorError, Program
+from tests.kernels.cuda import (
+    programs,
+    test_adapters,
+    test_attention_decode,
+    test_attention_prefill,
+    test_blocks,
+    test_rope,
+    test_rows,
+    test_sampling,
+)
+from tests.kernels.sampling_cases import mixed, normal
+from tests.support.compiler import needs_compiler
+
+KERNELS = [name for source in loader.sources() for name in re.findall(r"KERNEL\((\w+),", source.read_text())]
+ORDERS = (FORWARD, REVERSE, 2)
+pytestmark = needs_compiler
+
+
+def sample(order: int) -> None:
+    """The list of candidates has room for all ids of the first vocabulary, and not for those of the second."""
+    for vocab in (500, 5003):
+        test_sampling.draw(order, normal(6, vocab, 1), mixed(2, 6, vocab))
+
+
+def attend(order: int, case: test_attention_decode.Case, dtype: str) -> None:
+    step = test_attention_decode.Step(case, dtype)
+    step.decode([step.whole(sequence) for sequence in range(len(case.lengths))], order)
+    step.check()
+
+
+def run(kernel: str, order: int) -> None:
+    """Launch a kernel in blocks of all its threads."""
+    named = re.fullmatch(r"(\w+?)(?:_(bf16|f16)(?:_d(\d+))?)?", kernel)
+    assert named is not None
+    dtype, head_dim = named[2], int(named[3] or 0)
+    decode, prefill, rows = test_attention_decode, test_attention_prefill, test_rows
+    runs: dict[str, Callable[[], None]] = {
+        "activate": lambda: rows.test_activations_are_those_of_float64(order, 2312, dtype, "silu"),
+        "add": lambda: rows.test_add_is_in_place_and_rounds_once(order, 2312, dtype),
+        "attention_decode": lambda: attend(order, decode.Case(head_dim, 1, 4, (33, 300, 15)), dtype),
+        "attention_merge": lambda: decode.test_the_merge_weighs_any_number_of_parts(order, dtype),
+        "attention_prefill": lambda: prefill.check(
+            prefill.Case(((0, 33), (150, 9)), group=3, head_dim=head_dim), dtype, order
+        ),
+        "copy_blocks": lambda: test_blocks.test_blocks_are_gathered_scattered_and_copied(order, 8192 + 8),
+        "embed": lambda: rows.test_embed_scales_adds_places_and_reads_last_tokens(order, 2312, dtype, True),
+        "gated": lambda: rows.test_gated_multiplies_the_activated_half_with_the_other(order, 2312, dtype, "silu"),
+        "layer_norm": lambda: rows.test_norms_are_those_of_float64(order, 8200, dtype, True),
+        "low_rank_down": lambda: test_adapters.test_kernels_read_and_write_what_their_items_say(order, 1544, 40, dtype),
+        "low_rank_up": lambda: test_adapters.test_kernels_read_and_write_what_their_items_say(order, 64, 1544, dtype),
+        "rms_norm": lambda: rows.test_norms_are_those_of_float64(order, 8200, dtype, False),
+        "rope_and_write": lambda: test_rope.test_q_is_returned_and_kv_lies_in_its_slots(
+            order, "all of it, blocks of 32", dtype
+        ),
+        "sample": lambda: sample(order),
+        "select_rows": lambda: rows.test_select_takes_the_rows_that_sample_and_leaves_padding_alone(order, 2312),
+    }
+    runs[named[1]]()
+
+
+def launch_from(monkeypatch: pytest.MonkeyPatch, program_of: Callable[[str], Program]) -> list[str]:
+    """Take programs from there. Return the names of the kernels that are launched, as they are."""
+    launched: list[str] = []
+
+    def noted(kernel: str, flags: tuple[str, ...] = ()) -> Program:
+        launched.append(kernel)
+        return program_of(kernel)
+
+    monkeypatch.setattr(programs, "program_of", noted)
+    monkeypatch.setattr(kernels.emulator.device, "program_of", noted)
+    return launched
+
+
+@cache
+def checked(source: Path) -> Program:
+    return Program(source, include=(loader.SOURCES,), flags=RACES)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_has_no_race(kernel: str, order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = launch_from(monkeypatch, lambda name: checked(programs.source_of(name)))
+    run(kernel, order)
+    assert kernel in launched
+
+
+class Plant(NamedTuple):
+    """A bug: in `file`, `right` becomes `wrong`, and `kernel` races."""
+
+    file: str
+    right: str
+    wrong: str
+    kernel: str
+
+
+DECODE, PREFILL = "attention_decode_bf16_d64", "attention_prefill_f16_d96"
+PLANTS = {
+    "adapters, sums of warps are added without a barrier": Plant(
+        "low_rank.cu", "partial[threadIdx.x] = sums[0];\n    __syncthreads();", "partial[threadIdx.x] = sums[0];",
+        "low_rank_down_bf16",
+    ),
+    "decode, a unit is read without __syncwarp": Plant(
+        "attention/attention_decode.cuh", "UNITS<D> - 2>();\n    __syncwarp();", "UNITS<D> - 2>();", DECODE
+    ),
+    "decode, the wait is for one group too few": Plant(
+        "attention/attention_decode.cuh", "cp_async_wait<UNITS<D> - 2>", "cp_async_wait<UNITS<D> - 1>", DECODE
+    ),
+    "decode, the wait comes after __syncwarp": Plant(
+        "attention/attention_decode.cuh",
+        "cp_async_wait<UNITS<D> - 2>();\n    __syncwarp();",
+        "__syncwarp();\n    cp_async_wait<UNITS<D> - 2>();",
+        DECODE,
+    ),
+    "decode, a copy of keys closes no group": Plant(
+        "attention/attention_decode.cuh", "keys + offset);\n    cp_async_commit();", "keys + offset);", DECODE
+    ),
+    "decode, the unit that comes next is filled anew": Plant(
+        "attention/attention_decode.cuh", "spare = first + slot *", "spare = first + (slot + 1) % UNITS<D> *", DECODE
+    ),
+    "decode, the query heads are not waited for": Plant(
+        "attention/attention_decode.cu", "cp_async_wait<UNITS<D> - 1>", "cp_async_wait<UNITS<D>>", DECODE
+    ),
+    "decode, results take the place of slabs too early": Plant(
+        "attention/attention_decode.cu", "__syncthreads();  // all have read", "// all have read", DECODE
+    ),
+    "decode, results are merged without a barrier": Plant(
+        "attention/attention_decode.cu", "warp, lane);\n  __syncthreads();\n  merge", "warp, lane);\n  merge", DECODE
+    ),
+    "decode, cleared values are read without __syncwarp": Plant(
+        "attention/attention_decode.cu", "  }\n  __syncwarp();\n", "  }\n", DECODE
+    ),
+    "merge, the next piece comes without a barrier": Plant(
+        "attention/attention_merge.cu", "    }\n    __syncthreads();\n  }", "    }\n  }", "attention_merge_f16"
+    ),
+    "prefill, the wait is for one group too few": Plant(
+        "attention/attention_prefill.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>", PREFILL
+    ),
+    "prefill, pieces are read without a barrier": Plant(
+        "attention/attention_prefill.cu", "STAGES - 2>();\n    __syncthreads();", "STAGES - 2>();", PREFILL
+    ),
+    "prefill, the piece that is read is filled anew": Plant(
+        "attention/attention_prefill.cu", "now = 0, next = STAGES - 1", "now = 0, next = 0", PREFILL
+    ),
+    "norms, a sum without a barrier": Plant(
+        "norms.cu", "= x;\n  __syncthreads();", "= x;", "rms_norm_bf16"
+    ),
+    "norms, both sums in one place": Plant(
+        "norms.cu", "SHARED(float, squares, 32);", "float(&squares)[32] = sums;", "layer_norm_bf16"
+    ),
+    "rope, a partner is read without __syncwarp": Plant(
+        "rope.cu", "  __syncwarp();\n", "", "rope_and_write_f16"
+    ),
+    "add, pieces of two blocks overlap": Plant(
+        "activations.cu",
+        "AddParams& p) {\n  const int vectors = p.width / VECTOR, i = blockIdx.y * blockDim.x",
+        "AddParams& p) {\n  const int vectors = p.width / VECTOR, i = blockIdx.y * (blockDim.x - 1)",
+        "add_bf16",
+    ),
+    "sampler, a sum's place is free too early": Plant(
+        "sampler/sampler_block.cuh", "__syncthreads();  // of_warp is free again", "", "sample"
+    ),
+    "sampler, histograms are added up without atomics": Plant(
+        "sampler/sampler_block.cuh", "{ atomicAdd(sum, weight); }", "{ *sum += weight; }", "sample"
+    ),
+    "sampler, a digit is looked for without a barrier": Plant(
+        "sampler/sampler_block.cuh", "    });\n    __syncthreads();", "    });", "sample"
+    ),
+    "sampler, counts are read before all are added": Plant(
+        "sampler/sampler_edits.cuh", "known_token(p, i)], 1);\n  __syncthreads();", "known_token(p, i)], 1);", "sample"
+    ),
+}  # fmt: skip
+
+
+def planted(plant: Plant, folder: Path) -> Program:
+    """Compile a copy of the kernel's source with the bug, and without the source's other kernels."""
+    copied = Path(shutil.copytree(loader.SOURCES, folder / "src"))
+    changed = copied / plant.file
+    changed.write_text(changed.read_text().replace(plant.right, plant.wrong))
+    source = copied / programs.source_of(plant.kernel).relative_to(loader.SOURCES)
+    others = rf"^\w*KERNEL\((?!{plant.kernel},).*\n"
+    source.write_text(re.sub(others, "", source.read_text(), flags=re.MULTILINE))
+    return Program(source, include=(copied,), flags=RACES)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_plant_has_one_place(name: str) -> None:
+    plant = PLANTS[name]
+    assert (loader.SOURCES / plant.file).read_text().count(plant.right) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_race_is_found_in_every_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant = PLANTS[name]
+    program = planted(plant, tmp_path)
+    launch_from(monkeypatch, lambda _: program)
+    for order in ORDERS:
+        with pytest.raises(EmulatorError, match=f"{plant.kernel}, order {order}, .*: a race in "):
+            run(plant.kernel, order)
