@@ -133,5 +133,5 @@ inline float add_to_zero(float a, float b) {
   extern "C" __attribute__((visibility("default"))) const unsigned name##_params = bytes;                   \
   extern "C" __attribute__((visibility("default"))) int name##_launch(                                      \
       const void* params, const unsigned* dims, size_t shared, int order, char* error, size_t error_room) { \
-    return emulator::launch(name##_ptx, params, dims, shared, threads, order, error, error_room);           \
+    return emulator::launch(name##_ptx, params, bytes, dims, shared, threads, order, error, error_room);    \
   }
