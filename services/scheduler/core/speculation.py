@@ -46,9 +46,8 @@ MAX_SHARE = 0.98  # no share is taken to be more
 RECOVERY_RATE = 0.01  # a row that could draft and does not: its share moves back to INITIAL_SHARE by so much a step
 MAX_PAUSE = 16  # tokens that a row without a match gets at most before the next search
 
-_ROWS: npt.NDArray[np.float64] = np.arange(1.0, MAX_ROW_DRAFTS + 1)
+_DRAFTS: npt.NDArray[np.float64] = np.arange(1.0, MAX_ROW_DRAFTS + 1)  # of a row
 _AHEAD: npt.NDArray[np.int64] = np.arange(MAX_ROW_DRAFTS + 1)
-_BACK: npt.NDArray[np.int64] = np.arange(1, MAX_MATCH + 1)
 
 
 @dataclass(slots=True)
@@ -448,7 +447,7 @@ class Speculation:
         shares = self._shares_from[rows, at]
         chances = shares[:, 1:] - shares[:, :1]  # of the places that agree as far as the row has come
         share = np.log(self._share[rows])[:, None]
-        chances += share * _ROWS
+        chances += share * _DRAFTS
         if self._has_forced:
             forced = np.maximum(self._forced[rows] - at, 0)[:, None]
             chances += (np.log(self._forced_share[rows])[:, None] - share) * np.minimum(_AHEAD[1:], forced)
