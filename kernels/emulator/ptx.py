@@ -17,6 +17,8 @@ from kernels.cuda import loader
 
 ARCHITECTURE = "compute_80"
 """The oldest one that is served: later ones read the same PTX."""
+KEPT = 32
+"""Translations in the cache; the oldest go."""
 SHARED_BITS = 24
 """An address in shared memory: the number of the array from here on, the offset below."""
 
@@ -65,6 +67,8 @@ def translated(source: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         text = _Module(loader.ptx_of(source, ARCHITECTURE), f"{source.stem}.ptx").cpp()
         loader.write_whole(target, text.encode())
+        for old in sorted(target.parent.glob("*-ptx-*.cpp"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
     return target
 
 
