@@ -23,8 +23,8 @@ from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Sequence, State
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.step import StepBuilder
-from services.scheduler.core.table import Int64
-from services.scheduler.core.types import EMPTY, Enter, Int32, Priority
+from services.scheduler.core.table import Bool, Int64
+from services.scheduler.core.types import EMPTY, Enter, Int32, Priority, Rows
 from services.scheduler.core.waiting import Scan
 
 LOOK_PAST = 16  # sequences of each queue that one scan skips, at most
@@ -121,16 +121,22 @@ class Admission:
             blocks = table.blocks[slot, : table.held[slot]].copy()
             step.enters.append(_enter(replica, slot, blocks, int(table.planned[slot])))
 
-    def urgent_class(self, step: StepBuilder) -> int:
-        """Return the class of the next sequence if it is of class <= high and may take slots; else the lowest class.
+    def head(self, step: StepBuilder) -> Sequence | None:
+        """Return the waiting sequence that may enter next, or None."""
+        if self._state.closed or not len(self._state.waiting):
+            return None
+        return step.replica.beneficiary or self._head(step.replica, step.now_ns)
 
-        Its prompt goes before running prompts of lower classes.
+    def passed(self, step: StepBuilder, rows: Rows, sequence: Sequence) -> Bool:
+        """Return which of the running prompts `rows` [n] a waiting sequence goes before.
+
+        One of class <= high that may take slots goes before lower classes; else the order decides.
         """
-        state, replica = self._state, step.replica
-        if not (state.waiting.urgent and state.policy.relief.takes) or state.closed:
-            return Priority.LOW
-        head = replica.beneficiary or self._head(replica, step.now_ns)
-        return head.priority if head is not None and head.priority <= Priority.HIGH else Priority.LOW
+        state, table = self._state, step.replica.table
+        passed = state.policy.order.passed(table, rows, sequence, step.now_ns)
+        if state.policy.relief.takes and sequence.priority <= Priority.HIGH:
+            passed |= table.priority[rows] > sequence.priority
+        return passed
 
     def _head(self, replica: Replica, now_ns: int) -> Sequence | None:
         """Return the head of the queue; with roles the first head, of the replica's queues, that may enter."""
@@ -220,6 +226,12 @@ class Admission:
         batch.size = 1 if refused_before else room  # after a refusal, try only the head: it is usually refused again
         return True
 
+    def still_room(self, batch: Batch) -> bool:
+        """Return whether more sequences may be offered after running prompts took chunks in between."""
+        if batch.room > 0:
+            batch.room = batch.size = min(batch.room, max(batch.step.seqs_left, 0))
+        return batch.room != 0 and batch.step.tokens_left > 0
+
     def enter(self, batch: Batch, out: OutcomeBuilder) -> bool:
         """Enter as many sequences of the batch as memory and budget allow; return whether more may be offered."""
         taken, step, replica = batch.taken, batch.step, batch.step.replica
@@ -256,7 +268,11 @@ class Admission:
             step.budgeted = True
             replica, placement = step.replica, self._router.placement
             waiting = self._that_fit(replica) // max(len(placement.alive), 1)
-            budget = replica.tokens.budget(replica, step.decodes, step.now_ns, self._state.step_tokens, depth, waiting)
+            count = len(self._state.waiting)
+            tokens = self._state.waiting.tokens * waiting // count if count else 0
+            budget = replica.tokens.budget(
+                replica, step.decodes, step.now_ns, self._state.step_tokens, depth, waiting, tokens
+            )
             step.tokens_left = min(step.tokens_left, budget - step.decodes.size - step.prefill_tokens)
 
     def _that_fit(self, replica: Replica) -> int:

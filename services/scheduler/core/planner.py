@@ -20,7 +20,7 @@ from services.scheduler.core.replica import Replica
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import DECODING, PREFILLING, Bool
-from services.scheduler.core.types import PREFILL, Priority, StepPlan
+from services.scheduler.core.types import NO_ROWS, PREFILL, Rows, StepPlan
 
 LOOK_PAST_LACKING = 64  # sequences without their adapter that one scan skips beside the others
 
@@ -40,8 +40,8 @@ class Planner:
 
         1. Preempt first, so that freed slots and blocks are available below.
         2. Decodes next: a running sequence that sits out a step adds to its time between tokens.
-        3. Chunks of running prompts before new sequences, as their blocks are reserved; an urgent sequence that waits
-           goes before chunks of lower classes.
+        3. Chunks of running prompts before new sequences, as their blocks are reserved; a sequence that waits goes
+           before those that it passes: an urgent one before lower classes, and where the order says so.
         4. New sequences take what is left of the token budget.
         """
         for microbatch in self._open(replica):
@@ -74,11 +74,12 @@ class Planner:
         if isinstance(state.policy.batch, Pooled):
             self._pool(step, state.policy.batch, now_ns, out)
             return step
-        urgent = self._admission.urgent_class(step)
-        self._chunks(step, now_ns, Priority.REALTIME, urgent)
-        self._admit(step, out)
-        if urgent < Priority.LOW:
-            self._chunks(step, now_ns, urgent + 1, Priority.LOW)
+        rows, passed = self._prompts(step), NO_ROWS
+        if rows.size and (head := self._admission.head(step)) is not None:
+            behind = self._admission.passed(step, rows, head)
+            rows, passed = rows[~behind], rows[behind]
+        self._chunks(step, rows)
+        self._admit(step, passed, out)
         return step
 
     def _decodes(self, step: StepBuilder, now_ns: int, out: OutcomeBuilder) -> None:
@@ -126,48 +127,56 @@ class Planner:
         table = step.replica.table
         self._admission.budget(step)
         left = step.tokens_left
-        rows = np.flatnonzero(self._wants(step) & self._prefilling(step))
+        rows = self._prompts(step)
         if rows.size:
             rows = self._state.policy.order.sort(table, rows, now_ns)
             rest = (table.known[rows] - table.planned[rows]).astype(np.int64)
             step.tokens_left -= int(batch.chunks(rest, rest, left, True).sum())
-        self._admit(step, out)
+        self._admit(step, NO_ROWS, out)
         step.tokens_left = left
         step.has_prompts |= bool(step.enters)
-        self._chunks(step, now_ns, Priority.REALTIME, Priority.LOW)
+        self._chunks(step, self._prompts(step))
 
-    def _chunks(self, step: StepBuilder, now_ns: int, first: int, last: int) -> None:
-        """Schedule further chunks of the prompts of classes first..last that run already."""
-        if not step.has_prompts or step.seqs_left <= 0 or step.tokens_left <= 0:
+    def _prompts(self, step: StepBuilder) -> Rows:
+        """Return the rows that have a part of a prompt to compute."""
+        if not step.has_prompts:
+            return NO_ROWS
+        return np.flatnonzero(self._wants(step) & self._prefilling(step))
+
+    def _chunks(self, step: StepBuilder, rows: Rows) -> None:
+        """Schedule further chunks of prompts that run already."""
+        if not rows.size or step.seqs_left <= 0 or step.tokens_left <= 0:
             return
-        policy, table, high = self._state.policy, step.replica.table, step.replica.table.high
-        more = self._wants(step) & self._prefilling(step)
-        more &= step.n[:high] == 0  # a sequence that entered in this step has its chunk
-        if first > Priority.REALTIME or last < Priority.LOW:
-            more &= (table.priority[:high] >= first) & (table.priority[:high] <= last)
-        rows = np.flatnonzero(more)
-        if not rows.size:
-            return
+        policy, table = self._state.policy, step.replica.table
         self._admission.budget(step)
         if step.tokens_left <= 0:
             return
-        rows = policy.order.sort(table, rows, now_ns)[: step.seqs_left]
+        rows = policy.order.sort(table, rows, step.now_ns)[: step.seqs_left]
         before = table.planned[rows].astype(np.int64)
         rest = table.known[rows] - before
         lengths = step.chunks(policy.batch, rest, before)
         if lengths.size:
             step.schedule(rows[: lengths.size], lengths)
 
-    def _admit(self, step: StepBuilder, out: OutcomeBuilder) -> None:
-        """Offer waiting sequences to the step until a constraint stops, admission refuses or none is left."""
+    def _admit(self, step: StepBuilder, passed: Rows, out: OutcomeBuilder) -> None:
+        """Offer waiting sequences to the step until a constraint stops, admission refuses or none is left.
+
+        passed: running prompts that the first of them goes before. Their chunks come before the first sequence that
+        does not.
+        """
         admission, router, replica = self._admission, self._router, step.replica
         batch = admission.open(step)
         if batch is None:
+            self._chunks(step, passed)
             return
         with batch.scan as scan:
             more = True
             while more:
+                passed_no_more = False
                 for sequence in [batch.beneficiary] if batch.beneficiary is not None else scan:
+                    if passed.size and not admission.passed(step, passed, sequence).all():
+                        passed_no_more = True
+                        break
                     lacking = len(step.lacking)
                     verdict = check(step, sequence)
                     if lacking < len(step.lacking) <= LOOK_PAST_LACKING:
@@ -181,7 +190,13 @@ class Planner:
                         break
                 else:
                     admission.none_left(batch)
+                offered = bool(batch.taken)
                 more = admission.enter(batch, out)
+                if passed_no_more:
+                    self._chunks(step, passed)
+                    passed = NO_ROWS
+                    more = (more or not offered) and admission.still_room(batch)
+        self._chunks(step, passed)
         for digest in step.lacking:  # now that those that entered have their rows
             replica.adapters.seek(digest)
 
@@ -191,6 +206,7 @@ class Planner:
         plan = step.commit()
         state.counters.iteration += 1
         replica.memory.stepped(replica, step.preempted)
+        replica.tokens.stepped(replica, plan.decode_tokens, plan.decode_tokens + plan.prefill_tokens, len(plan.enters))
         if state.policy.order.counts:
             rows, tokens = step.scheduled
             state.policy.order.served(replica.table.tenant[rows], replica.table.priority[rows], tokens)

@@ -113,8 +113,9 @@ class TokenBudget(Budget):
         return at_most(replica, step_tokens)
 
     def budget(
-        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
-    ) -> int:
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0,
+        waiting_tokens: int = 0,
+    ) -> int:  # fmt: skip
         most, count = at_most(replica, step_tokens), decodes.size
         mean_ns = self.mean_ns(replica)
         if mean_ns <= 0:

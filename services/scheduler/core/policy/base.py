@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import numpy as np
+
 from services.scheduler.core.policy.step_time import StepTime, TokenTime
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.table import Int64, SlotTable
+from services.scheduler.core.table import Bool, Int64, SlotTable
 from services.scheduler.core.types import Int32, Limits, NewRequest, Rows
 
 
@@ -88,6 +90,13 @@ class Order(ABC):
     @abstractmethod
     def sort(self, table: SlotTable, rows: Rows, now_ns: int) -> Rows:
         """Return running `rows` [n] in this order."""
+
+    def passed(self, table: SlotTable, rows: Rows, head: Sequence, now_ns: int) -> Bool:
+        """Return which of the running prompts `rows` [n] the waiting `head` goes before; none by default.
+
+        The blocks of a running prompt are held already, so an order needs a reason to let it wait.
+        """
+        return np.zeros(rows.size, np.bool_)
 
     def in_time_ns(self, request: NewRequest, tokens: int, now_ns: int) -> int:
         """Return how many ns after its arrival a new request passes all that waits before it; 0 if it never does.
@@ -173,17 +182,22 @@ class Budget(ABC):
 
     @abstractmethod
     def budget(
-        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
-    ) -> int:
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0,
+        waiting_tokens: int = 0,
+    ) -> int:  # fmt: skip
         """Return the tokens of a step that decodes the rows `decodes` and has prompts to add; at most max_tokens().
 
         A step may have no tokens for prompts, but not for ever. depth: most cached tokens before the first chunk of an
-        entering prompt. waiting: sequences in the queue that would find room.
+        entering prompt. waiting: sequences in the queue that would find room; waiting_tokens: of their prompts.
         """
 
     def for_replica(self) -> Self:
         """Return this part for a further replica."""
         return self
+
+    def stepped(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:
+        """Note that a step of so many tokens was planned: `decodes` of them decode, `entered` sequences enter."""
+        return
 
 
 class Batching(ABC):

@@ -10,6 +10,8 @@ from services.scheduler.core.types import PREFILL, Rows
 
 TBT_NS = 100_000_000  # TBT target of a request that gives no limit
 TTFT_WEIGHT = 0.25  # of 0.1, 0.25 and 0.5 the best on the cells of the grid that tuning may see
+FLAT = 0.06  # delays that differ by less than this share count as equal, and fewer steps are taken
+MEMORY = 8192  # steps over which ModelBudget averages
 ALIGN = 64  # tokens; prompt parts of EmaBudget are multiples of it, and the least that a starved prompt gets
 
 
@@ -20,8 +22,9 @@ class Unlimited(Budget):
         return at_most(replica, step_tokens)
 
     def budget(
-        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
-    ) -> int:
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0,
+        waiting_tokens: int = 0,
+    ) -> int:  # fmt: skip
         return at_most(replica, step_tokens)
 
 
@@ -35,8 +38,9 @@ class Fixed(Budget):
         return at_most(replica, step_tokens or self._tokens)
 
     def budget(
-        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
-    ) -> int:
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0,
+        waiting_tokens: int = 0,
+    ) -> int:  # fmt: skip
         return at_most(replica, step_tokens or self._tokens)
 
 
@@ -56,8 +60,9 @@ class EmaBudget(Budget):
         return at_most(replica, step_tokens)
 
     def budget(
-        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
-    ) -> int:
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0,
+        waiting_tokens: int = 0,
+    ) -> int:  # fmt: skip
         most, count = at_most(replica, step_tokens), decodes.size
         if not count:
             return most
@@ -87,6 +92,10 @@ class ModelBudget(Budget):
     end-to-end time times the time to first token to the power w (TTFT_WEIGHT). That multiplies W by
     1 + w * (W + D) / W, as the two times are as W + D to W, and the share s becomes (s + w) / (1 + w).
 
+    Where fewer than one prompt is present on average, a decode takes most steps without prompts anyway, and is delayed
+    by what a step takes longer with them. Then the present prompts take the number of steps that delays all requests
+    least (_fewer_steps), and of numbers that delay them by 6 % more at most (FLAT) the smallest.
+
     TBT limits bound the step: those that requests declare, and `tbt_ns` (N ms; 0 means none) for decodes without one. A
     bound is met with the 0.99 quantile of the model's error, and with 5 % to spare. Only declared limits can leave
     prompts fewer than 64 tokens. The budget is 512 tokens until the model has seen 16 steps. A step without decodes
@@ -98,15 +107,19 @@ class ModelBudget(Budget):
 
     def __init__(self, tbt_ns: int = 0, spare: float = 0.05) -> None:
         self._tbt_ns, self._spare = tbt_ns, spare
+        self._presence = Presence()
         self._starved = Starved()
 
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
         return at_most(replica, step_tokens)
 
     def budget(
-        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0
-    ) -> int:
+        self, replica: ReplicaView, decodes: Rows, now_ns: int, step_tokens: int, depth: int = 0, waiting: int = 0,
+        waiting_tokens: int = 0,
+    ) -> int:  # fmt: skip
         most, count, table = at_most(replica, step_tokens), decodes.size, replica.table
+        prompts = waiting + int(np.count_nonzero(table.phase[: table.high] == PREFILLING))
+        self._presence.prompts = prompts
         if not count and replica.limits.role != PREFILL:
             return most
         if replica.model.observed < 16:
@@ -120,17 +133,54 @@ class ModelBudget(Budget):
             by_mean = replica.token_time.budget(self._kept(replica, target_ns), most, 0, ALIGN)
             return min(max(min(self._fits(replica, target_ns, 0, 0, depth), by_mean), ALIGN), most)
         context = int(table.planned[table.rows(decodes)].sum())
-        prompts = waiting + int(np.count_nonzero(table.phase[: table.high] == PREFILLING))
         share = (prompts / (prompts + count) + TTFT_WEIGHT) / (1.0 + TTFT_WEIGHT)
         tokens = max(replica.model.balanced(share, count, context, depth), ALIGN)
+        rest = waiting_tokens + left_of_prompts(replica)
+        if rest > tokens:
+            tokens = self._fewer_steps(replica, rest, tokens, prompts, count, context)
         if self._tbt_ns:
             tokens = min(tokens, max(self._fits(replica, self._tbt_ns, count, context, depth), ALIGN))
         if strict_ns := tightest(replica, decodes):
             tokens = min(tokens, self._fits(replica, strict_ns, count, context, depth))
         return min(count + self._starved.feed(tokens), most)
 
+    def stepped(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:
+        self._presence.add(replica.model.predict(tokens), decodes, entered)
+
     def for_replica(self) -> ModelBudget:
         return ModelBudget(self._tbt_ns, self._spare)
+
+    def _fewer_steps(
+        self, replica: ReplicaView, rest: int, tokens: int, prompts: int, decodes: int, context: int
+    ) -> int:
+        """Return the tokens of a step when `rest` prompt tokens of `prompts` requests take the best number of steps.
+
+        docs/policies.md#how-orcinus-sizes-a-step has the formula. Tried are rest / tokens steps, half as many, a
+        quarter, down to one. A step takes at most twice the tokens of
+        the largest one that was timed: beyond that the model only guesses.
+        """
+        model = replica.model
+        rest_ns = rest / tokens * model.predict(decodes + tokens, context)
+        weight, per_ns = self._presence.weights(rest_ns, prompts, decodes)
+        if self._presence.crowded:
+            return tokens
+        without_ns = model.predict(decodes, context)
+
+        def delay(steps: int, chunk: int) -> float:
+            ns = model.predict(decodes + chunk, context, chunk * rest / 2)
+            waits = (prompts + 1) / 2 + per_ns * ns / 2  # present, and that come during a step
+            return steps * (weight * waits * ns + decodes * (ns - without_ns))
+
+        least, steps = delay(-(-rest // tokens), tokens), rest // tokens
+        while steps:
+            chunk = -(-rest // steps)
+            if decodes + chunk > 2 * model.largest_seen:
+                break
+            delayed = delay(steps, chunk)
+            if delayed <= (1.0 + FLAT) * least:
+                tokens = chunk
+            least, steps = min(least, delayed), steps // 2
+        return tokens
 
     def _kept(self, replica: ReplicaView, limit_ns: int) -> float:
         """Return the predicted time (ns) of a step that takes at most `limit_ns` in 99 of 100 cases."""
@@ -142,6 +192,39 @@ class ModelBudget(Budget):
         decodes: how many. context: sum of their context lengths. depth: tokens before the prompt's chunk.
         """
         return replica.model.largest(self._kept(replica, limit_ns), decodes, context, depth)
+
+
+class Presence:
+    """How many requests are present on average over the latest MEMORY steps: prompts, and decodes."""
+
+    def __init__(self) -> None:
+        self.prompts = 0  # that wait or are computed in the step that is planned
+        self._ns = self._prompts_ns = self._decodes_ns = self._entered = 0.0
+
+    def add(self, step_ns: float, decodes: int, entered: int) -> None:
+        """Count a step: its predicted time, its decodes, and the requests that enter."""
+        keep = 1.0 - 1.0 / MEMORY
+        self._ns = keep * self._ns + step_ns
+        self._prompts_ns = keep * self._prompts_ns + self.prompts * step_ns
+        self._decodes_ns = keep * self._decodes_ns + decodes * step_ns
+        self._entered = keep * self._entered + entered
+        self.prompts = 0
+
+    @property
+    def crowded(self) -> bool:
+        """Whether on average a prompt or more waits or is computed: prompts are in nearly all steps."""
+        return self._prompts_ns >= self._ns
+
+    def weights(self, rest_ns: float, prompts: int, decodes: int) -> tuple[float, float]:
+        """Return what a ns of a prompt's delay counts where one of a decode's counts 1, and the requests that come in
+        a ns.
+
+        rest_ns: time that the present prompts take. By Little's law the mean end-to-end time is to the time to first
+        token as all requests are to the prompts, the present ones included.
+        """
+        prompts_ns = self._prompts_ns + rest_ns * (prompts + 1) / 2
+        ratio = 1.0 + (self._decodes_ns + rest_ns * decodes) / prompts_ns
+        return 1.0 + TTFT_WEIGHT * ratio, self._entered / self._ns if self._ns else 0.0
 
 
 class Starved:
@@ -185,3 +268,9 @@ def deepest(replica: ReplicaView) -> int:
     table, high = replica.table, replica.table.high
     prefills = table.phase[:high] == PREFILLING
     return int(table.planned[:high][prefills].max()) if np.count_nonzero(prefills) else 0
+
+
+def left_of_prompts(replica: ReplicaView) -> int:
+    """Return the tokens that running prompts have to compute yet."""
+    table, high = replica.table, replica.table.high
+    return int((table.known[:high] - table.planned[:high])[table.phase[:high] == PREFILLING].sum())

@@ -21,7 +21,7 @@ from services.scheduler.core.policy.queues import (
     by_arrival,
 )
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.core.table import Int64, SlotTable
+from services.scheduler.core.table import Bool, Int64, SlotTable
 from services.scheduler.core.types import CLASS_COUNT, Int32, NewRequest, Priority, Rows
 
 AGE_NS = 10_000_000_000  # each such time of waiting lifts a sequence by one class
@@ -105,6 +105,14 @@ class ClassThenSlack(Order):
         key = _due(table, rows, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
         late = (start_by < now_ns) & (table.applied[rows] <= table.prompt[rows])
         return rows[np.lexsort((table.number[rows], np.where(late, table.arrived[rows], key), late, lifted))]
+
+    def passed(self, table: SlotTable, rows: Rows, head: Sequence, now_ns: int) -> Bool:
+        """A short prompt in time passes the rest of a long one of its class, by the key that orders both."""
+        if self._start_by(head) < now_ns:
+            return np.zeros(rows.size, np.bool_)
+        key = _due(table, rows, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
+        passed: Bool = (table.priority[rows] == head.priority) & (key > self._key(head))
+        return passed
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:
         for priority, share in enumerate(self._shares):

@@ -61,7 +61,8 @@ class StepTime:
       coefficients are multiplied by that ratio, and old information counts a tenth.
     - The coefficients in use are the closest ones (in the metric of the information) that are not negative.
 
-    Predictions lag by up to 31 observations; `fold` takes in the pending ones.
+    Predictions lag by up to 31 observations, but a step larger than all before is taken in at once; `fold` takes in the
+    pending ones.
     """
 
     __slots__ = (
@@ -84,6 +85,7 @@ class StepTime:
         "c4",
         "error",
         "knees",
+        "largest_seen",
         "observed",
     )
 
@@ -95,6 +97,7 @@ class StepTime:
         self._sliver = _SLIVER * np.eye(len(self._scale))
         features = len(self._scale)
         self.observed = 0
+        self.largest_seen = 0  # tokens of the largest step
         self.error = 0.0  # 0.99 quantile of measured / predicted - 1 over the last 128 steps with prompts, 0 to 1
         self.c0 = self.c1 = self.c2 = self.c3 = self.c4 = 0.0
         self._pending: list[tuple[int, int, float, int]] = []
@@ -113,7 +116,9 @@ class StepTime:
             return
         self._pending.append((tokens, decode_context, prefill_context, step_ns))
         self.observed += 1
-        if len(self._pending) >= FOLD or self.observed in (1, 2, 4, 8, _FIRST):
+        larger = tokens > self.largest_seen  # what such a step takes was only guessed until now
+        self.largest_seen = max(self.largest_seen, tokens)
+        if larger or len(self._pending) >= FOLD or self.observed in (1, 2, 4, 8, _FIRST):
             self.fold()
 
     def predict(self, tokens: int, decode_context: int = 0, prefill_context: float = 0) -> float:

@@ -181,3 +181,23 @@ def test_no_over_run_token_costs_a_sequence_its_memory() -> None:
     h.answer()  # now both have nothing in flight
     assert h.plan_named() == {"a": (8, 1)} and h.core.stats()["preemptions"] == 1
     h.finish()
+
+
+# -- orcinus: one order for running and waiting prompts
+
+
+def test_a_short_prompt_passes_the_rest_of_a_long_one() -> None:
+    h = House(Scheduler("orcinus", lookahead=0, step_tokens=16), Limits(8, 600, 4, 800, 16))
+    h.add_all(("long", 640, 2))
+    assert h.step() == {"long": (0, 16)}
+    h.add_all(("short", 4, 2), seed=1)
+    h.add_all(("equal", 640, 2), seed=2)
+    assert h.step() == {"short": (0, 4), "long": (16, 12)}, "one that is no shorter waits behind it"
+
+
+def test_a_running_prompt_goes_first_without_an_order_that_says_else() -> None:
+    h = House(Scheduler("sarathi", lookahead=0, step_tokens=16), Limits(8, 600, 4, 800, 16))
+    h.add_all(("long", 640, 2))
+    h.step()
+    h.add_all(("short", 4, 2), seed=1)
+    assert h.step() == {"long": (16, 16)}

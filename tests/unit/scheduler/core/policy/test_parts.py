@@ -135,6 +135,48 @@ def test_prompts_get_share_of_step_that_they_have_of_requests() -> None:
     assert part.budget(replica, replica.slots[:10], 0, 0, waiting=0) == 10 + 64, "prompts are not kept out"
 
 
+def past_a_knee(waits: int, beside: int = 0) -> ModelBudget:
+    """A budget that has planned 1000 steps of 10 decodes, in `beside` of which one prompt waited.
+
+    10 ms a step and 0.03 ms a token past 256: 10 decodes and 246 prompt tokens are free.
+    """
+    replica, part = beside_ten_decodes(), ModelBudget()
+    for step in range(1000):
+        if step < beside:
+            part.budget(replica, replica.slots, 0, 0, waiting=waits)
+        part.stepped(replica, 10, 10, 0)
+    return part
+
+
+def beside_ten_decodes(timed: int = 2048) -> Rows:
+    """Ten decodes, and a model that has timed steps of at most `timed` tokens."""
+    replica = decoding(10)
+    known_model(replica, 10 * MS, 0, 0, 0)
+    replica.model.knees, replica.model.largest_seen = [(256, 0.03 * MS)], timed
+    return replica
+
+
+@pytest.mark.parametrize(
+    ("rest", "planned"),
+    [(100, 256), (240, 256), (300, 10 + 300), (600, 10 + 600), (1200, 10 + 1200)],
+)
+def test_what_is_left_of_rare_prompts_takes_fewer_steps(rest: int, planned: int) -> None:
+    """A step less brings the prompt to its first token 10 ms sooner, and that weighs much where prompts are rare."""
+    replica = beside_ten_decodes()
+    assert past_a_knee(0).budget(replica, replica.slots, 0, 0, waiting=1, waiting_tokens=rest) == planned
+
+
+def test_prompts_are_cut_at_the_knee_where_they_are_in_every_step() -> None:
+    replica = beside_ten_decodes()
+    part = past_a_knee(1, beside=1000)
+    assert part.budget(replica, replica.slots, 0, 0, waiting=1, waiting_tokens=1200) == 256
+
+
+def test_larger_step_than_all_timed_ones_at_most_doubles_them() -> None:
+    replica = beside_ten_decodes(timed=256)
+    assert past_a_knee(0).budget(replica, replica.slots, 0, 0, waiting=1, waiting_tokens=1200) == 10 + 300
+
+
 def test_the_error_of_the_model_is_kept_as_a_margin() -> None:
     replica = decoding(1, tbt_slo_ns=100 * MS)
     known_model(replica, 0, MS, 0, 0)

@@ -379,3 +379,12 @@ def test_budget_of_prompts_takes_all_experts_for_read() -> None:
     model.c0, model.c1, model.c4 = 1e6, 1e4, 2e4
     tokens = model.balanced(0.5, 2, 0)
     assert tokens == pytest.approx(100 + 2 + 256, abs=2)
+
+
+def test_a_step_larger_than_all_before_is_taken_in_at_once() -> None:
+    model = StepTime()
+    for _ in range(64):
+        model.observe(100, 0, 0, 10_000_000)
+    guess = model.predict(1000)
+    model.observe(1000, 0, 0, 30_000_000)
+    assert model.predict(1000) > 1.3 * guess
