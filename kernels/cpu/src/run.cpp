@@ -148,6 +148,7 @@ struct Team::Shared {
   std::mutex mutex;
   Scratch scratch;
 };
+
 char* Team::shared(int64_t bytes) {
   std::lock_guard<std::mutex> guard(shared_->mutex);
   Scratch& s = shared_->scratch;
