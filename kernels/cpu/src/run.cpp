@@ -1,8 +1,10 @@
 // The runner: threads go through a whole program, command after command.
+#include <omp.h>
 #include <time.h>
 
 #include <chrono>
 #include <climits>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -14,6 +16,7 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -68,22 +71,46 @@ class EventCount {
   static constexpr std::chrono::microseconds SPIN{20};
   static constexpr int SPINS_A_LOOK = 16;
 
-  void sleep([[maybe_unused]] uint32_t count) {
 #if defined(__linux__)
+  void sleep(uint32_t count) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&count_), FUTEX_WAIT_PRIVATE, count, nullptr, nullptr, 0);
-#else
-    relax();
-#endif
   }
   void wake() {
-#if defined(__linux__)
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&count_), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-#endif
   }
+#else
+  void sleep(uint32_t count) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return count_.load(std::memory_order_seq_cst) != count; });
+  }
+  void wake() {
+    { std::lock_guard<std::mutex> guard(mutex_); }  // no thread is between its look and its sleep
+    changed_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+#endif
 
   alignas(64) std::atomic<uint32_t> count_{0};
   alignas(64) std::atomic<int> sleepers_{0};
 };
+
+// Where OMP_PROC_BIND or GOMP_CPU_AFFINITY is set, the runtime binds the process's first thread to one place when it is
+// loaded. A thread inherits that, so each further one goes to a place of its own, as the runtime's threads do.
+void bind_to_place([[maybe_unused]] int thread) {
+#if defined(__linux__)
+  const int places = omp_get_num_places();
+  if (places == 0 || omp_get_proc_bind() == omp_proc_bind_false) return;
+  const int place = thread % places;
+  std::vector<int> cores(omp_get_place_num_procs(place));
+  omp_get_place_proc_ids(place, cores.data());
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores) CPU_SET(core, &set);
+  sched_setaffinity(0, sizeof set, &set);  // where the system refuses, the thread stays where it is
+#endif
+}
 
 struct alignas(64) Counter {
   std::atomic<int64_t> value{0};
@@ -193,7 +220,10 @@ class Runner : public std::enable_shared_from_this<Runner> {
 
   bool start_thread() {
     try {
-      std::thread([self = shared_from_this(), thread = started_ + 1] { self->work(thread); }).detach();
+      std::thread([self = shared_from_this(), thread = started_ + 1] {
+        bind_to_place(thread);
+        self->work(thread);
+      }).detach();
       return true;
     } catch (const std::system_error&) {
       return false;  // the program runs with those that are here
