@@ -182,8 +182,8 @@ class Program:
             if exchange is not None:
                 exchange.run(step)
         self._choice.took(step.tokens_count, threads, took)
-        # What runs at once afterwards, the sampler above all, keeps to this number: a team that grows and shrinks in
-        # each step makes and ends threads.
+        # What runs at once afterwards, the sampler above all, keeps to this number: a thread that this step left out
+        # stays asleep, and its core is left to the rest.
         self._recording.immediate.threads = threads
         return self._result[: step.samples_count]
 

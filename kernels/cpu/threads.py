@@ -1,9 +1,10 @@
 """With how many threads a step runs: all, or all but one, whichever was faster of late for steps of its size.
 
-On a machine that also runs the gateway, the scheduler and Redis, a step with a thread on every core is interrupted all
-the time, and at each barrier the other threads wait for the one that lost its core. Where memory bounds a step, as it
-bounds small ones, a thread less costs little and leaves a core to the rest (measured with two cores, one request at a
-time over the whole stack: 266 tokens a second with one thread, 203 with two). Results do not depend on it (src/ops.h).
+On a machine that also runs the gateway, the scheduler and Redis, a step with a thread on every core is interrupted
+all the time, and the other threads wait for the one that lost its core in the middle of a piece. Where memory bounds
+a step, as it bounds small ones, a thread less costs little and leaves a core to the rest (measured with two cores,
+one request at a time over the whole stack: 266 tokens a second with one thread, 203 with two). Results do not depend
+on it (src/ops.h).
 """
 
 from __future__ import annotations

@@ -500,9 +500,8 @@ constexpr auto FORMATS = table_of(WeightFormats{});
 
 // By this thread, beside others that do something else.
 void multiply_alone(const LinearArgs& args, int64_t rows, const Places& places) {
-  Team alone(0, 1, nullptr);
   std::atomic<int64_t> counter{0};
-  alone.use(&counter);
+  Team alone(1, nullptr, &counter);
   Progress progress{alone.next()};
   FORMATS[args.weight_format].multiply(args, rows, places, progress, alone);
 }

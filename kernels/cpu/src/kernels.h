@@ -1,4 +1,5 @@
-// The operations as functions. Every thread of the team calls them with the same arguments; `rows` is resolved.
+// The operations as functions. One or several threads of the team call them with the same arguments, and return when no
+// piece is left to take. `rows` is resolved.
 #pragma once
 #include "ops.h"
 #include "team.h"

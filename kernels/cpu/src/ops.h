@@ -1,8 +1,8 @@
 // What crosses from Python into this library: one array of Commands and one Step, by address.
 //
-// `orcinus_run` executes the commands in order with one team of threads; between two commands all threads meet, so a
-// command may read what an earlier one wrote. Python mirrors every struct (kernels/cpu/commands.py) and compares sizes
-// when it loads the library. Meaning, shapes and formulas of the operations: kernels/ops.py.
+// `orcinus_run` executes the commands in order with one team of threads; a command begins when the one before has ended
+// on all of them, so it may read what an earlier one wrote. Python mirrors every struct (kernels/cpu/commands.py) and
+// compares sizes when it loads the library. Meaning, shapes and formulas of the operations: kernels/ops.py.
 //
 // Results do not depend on how work is divided among threads, nor on what else is in the batch: each output number is
 // computed by one thread in an order that is fixed by its row alone.

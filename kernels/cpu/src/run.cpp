@@ -1,16 +1,22 @@
-// The runner: one parallel region for a whole program, a barrier between two commands.
+// The runner: threads go through a whole program, command after command.
 #include <omp.h>
+#include <time.h>
 
 #include <chrono>
+#include <climits>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -35,29 +41,28 @@ void relax() {
 #endif
 }
 
-// Threads meet here. Those that come early spin for a while (a command takes microseconds), then sleep: on a machine
-// with more work than cores the one that is missing may need this very core.
-class Barrier {
+// Counts events that threads wait for. They spin for a while (a command takes microseconds), then sleep: on a machine
+// with more work than cores the thread that is missing may need this very core.
+class EventCount {
  public:
-  explicit Barrier(int threads) : threads_(threads) {}
+  uint32_t count() const { return count_.load(std::memory_order_seq_cst); }
 
-  void wait() {
-    uint32_t round = round_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_seq_cst);
-      if (sleepers_.load(std::memory_order_seq_cst) > 0) wake();
-      return;
-    }
+  void notify() {
+    count_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) wake();
+  }
+
+  // Returns when there was an event after `count`.
+  void wait(uint32_t count) {
     const auto until = std::chrono::steady_clock::now() + SPIN;
     do {
       for (int i = 0; i < SPINS_A_LOOK; i++) {
-        if (round_.load(std::memory_order_acquire) != round) return;
+        if (count_.load(std::memory_order_acquire) != count) return;
         relax();
       }
     } while (std::chrono::steady_clock::now() < until);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    while (round_.load(std::memory_order_seq_cst) == round) sleep(round);
+    while (count_.load(std::memory_order_seq_cst) == count) sleep(count);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
@@ -66,24 +71,46 @@ class Barrier {
   static constexpr std::chrono::microseconds SPIN{20};
   static constexpr int SPINS_A_LOOK = 16;
 
-  void sleep(uint32_t round) {
 #if defined(__linux__)
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&round_), FUTEX_WAIT_PRIVATE, round, nullptr, nullptr, 0);
-#else
-    relax();
-#endif
+  void sleep(uint32_t count) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&count_), FUTEX_WAIT_PRIVATE, count, nullptr, nullptr, 0);
   }
   void wake() {
-#if defined(__linux__)
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&round_), FUTEX_WAKE_PRIVATE, threads_, nullptr, nullptr, 0);
-#endif
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&count_), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+  }
+#else
+  void sleep(uint32_t count) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return count_.load(std::memory_order_seq_cst) != count; });
+  }
+  void wake() {
+    { std::lock_guard<std::mutex> guard(mutex_); }  // no thread is between its look and its sleep
+    changed_.notify_all();
   }
 
-  const int threads_;
-  std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> round_{0};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+#endif
+
+  alignas(64) std::atomic<uint32_t> count_{0};
   alignas(64) std::atomic<int> sleepers_{0};
 };
+
+// Where OMP_PROC_BIND or GOMP_CPU_AFFINITY is set, the runtime binds the process's first thread to one place when it is
+// loaded. A thread inherits that, so each further one goes to a place of its own, as the runtime's threads do.
+void bind_to_place([[maybe_unused]] int thread) {
+#if defined(__linux__)
+  const int places = omp_get_num_places();
+  if (places == 0 || omp_get_proc_bind() == omp_proc_bind_false) return;
+  const int place = thread % places;
+  std::vector<int> cores(omp_get_place_num_procs(place));
+  omp_get_place_proc_ids(place, cores.data());
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores) CPU_SET(core, &set);
+  sched_setaffinity(0, sizeof set, &set);  // where the system refuses, the thread stays where it is
+#endif
+}
 
 struct alignas(64) Counter {
   std::atomic<int64_t> value{0};
@@ -116,6 +143,21 @@ void execute(const Command& c, const Step& step, Team& team) {
   }
 }
 
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+struct Program {
+  const Command* commands;
+  int64_t count;
+  const Step* step;
+  int threads;
+  int64_t* ended_ns;  // of each command, if given
+  std::vector<Counter> pieces;
+};
+
 }  // namespace
 
 char* Team::scratch(int64_t bytes) {
@@ -133,8 +175,6 @@ struct Team::Shared {
   std::mutex mutex;
   Scratch scratch;
 };
-// Of the thread that calls orcinus_run.
-static thread_local Team::Shared shared_of_caller;
 
 char* Team::shared(int64_t bytes) {
   std::lock_guard<std::mutex> guard(shared_->mutex);
@@ -150,9 +190,106 @@ char* Team::shared(int64_t bytes) {
   return s.memory;
 }
 
+// Runs the programs of one thread, with further threads of its own.
+//
+// A thread takes part in the command that is open when it comes by. The last thread that leaves a command closes it and
+// opens the next one; threads leave when no piece is left, so all pieces are done then. No thread waits for others to
+// arrive: one that sleeps, or that lost its core between two pieces, delays nothing.
+class Runner : public std::enable_shared_from_this<Runner> {
+ public:
+  // Returns when the last command is closed.
+  void run(Program& program) {
+    while (started_ + 1 < program.threads && start_thread()) started_++;
+    program_ = &program;
+    first_ = end_.load(std::memory_order_relaxed);
+    threads_.store(program.threads, std::memory_order_relaxed);
+    end_.store(first_ + program.count, std::memory_order_release);
+    if (program.threads > 1) begun_.notify();
+    take_part(0);
+  }
+
+  // Ends the threads, some time later.
+  void stop() {
+    stopped_.store(true, std::memory_order_relaxed);
+    begun_.notify();
+  }
+
+ private:
+  static constexpr int THREAD_BITS = 16;
+  static constexpr uint64_t THREADS = (1 << THREAD_BITS) - 1;
+
+  bool start_thread() {
+    try {
+      std::thread([self = shared_from_this(), thread = started_ + 1] {
+        bind_to_place(thread);
+        self->work(thread);
+      }).detach();
+      return true;
+    } catch (const std::system_error&) {
+      return false;  // the program runs with those that are here
+    }
+  }
+
+  void work(int thread) {
+    for (;;) {
+      const uint32_t begun = begun_.count();
+      if (stopped_.load(std::memory_order_relaxed)) return;
+      take_part(thread);
+      begun_.wait(begun);
+    }
+  }
+
+  // Returns when no program runs that is for so many threads.
+  void take_part(int thread) {
+    for (int64_t last = -1;;) {
+      const uint32_t closed = closed_.count();
+      uint64_t open = open_.load(std::memory_order_acquire);
+      const int64_t number = open >> THREAD_BITS;
+      if (number >= end_.load(std::memory_order_acquire) || thread >= threads_.load(std::memory_order_relaxed)) return;
+      if (number == last) {
+        closed_.wait(closed);
+        continue;
+      }
+      // A program and its memory stay while a thread is in one of its commands.
+      if (!open_.compare_exchange_strong(open, open + 1, std::memory_order_acq_rel)) continue;
+      Program& program = *program_;
+      const int64_t i = number - first_;
+      Team team(program.threads, &shared_, &program.pieces[i].value);
+      execute(program.commands[i], *program.step, team);
+      if (program.ended_ns) __atomic_store_n(&program.ended_ns[i], now_ns(), __ATOMIC_RELAXED);
+      leave();
+      last = number;
+    }
+  }
+
+  void leave() {
+    uint64_t open = open_.load(std::memory_order_relaxed), next;
+    do {
+      next = (open & THREADS) == 1 ? ((open >> THREAD_BITS) + 1) << THREAD_BITS : open - 1;
+    } while (!open_.compare_exchange_weak(open, next, std::memory_order_acq_rel, std::memory_order_relaxed));
+    if (next >> THREAD_BITS != open >> THREAD_BITS) closed_.notify();
+  }
+
+  // The number of the open command, which goes on from program to program, and how many threads are in it.
+  alignas(64) std::atomic<uint64_t> open_{0};
+  alignas(64) std::atomic<int64_t> end_{0};  // behind the last command of the program
+  std::atomic<int> threads_{0};
+  std::atomic<bool> stopped_{false};
+  Program* program_ = nullptr;
+  int64_t first_ = 0;
+  int started_ = 0;
+  EventCount begun_, closed_;  // programs, commands
+  Team::Shared shared_;
+};
+
+static thread_local struct Caller {
+  std::shared_ptr<Runner> runner = std::make_shared<Runner>();
+  ~Caller() { runner->stop(); }
+} caller;
+
 extern "C" {
 
-// `nanoseconds`, if given, gets the time of each command as thread 0 saw it, its barrier included.
+// `nanoseconds`, if given, gets the time of each command, from the end of the one before on.
 void orcinus_run(const Command* commands, int64_t count, const Step* step, int32_t threads, int64_t* nanoseconds);
 int64_t orcinus_size(int32_t op);
 int32_t orcinus_lanes();
@@ -161,36 +298,16 @@ const char* orcinus_numerics(int32_t dtype);
 
 }
 
-#include <time.h>
-
-static int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
-
 #include "tiles.h"
 
 void orcinus_run(const Command* commands, int64_t count, const Step* step, int32_t threads, int64_t* nanoseconds) {
-  std::vector<Counter> counters(count);
-  std::unique_ptr<Barrier> barrier;
-  Team::Shared* shared = &shared_of_caller;
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp single
-    barrier = std::make_unique<Barrier>(omp_get_num_threads());
-    Team team(omp_get_thread_num(), omp_get_num_threads(), shared);
-    int64_t begun = nanoseconds && team.thread() == 0 ? now_ns() : 0;
-    for (int64_t i = 0; i < count; i++) {
-      team.use(&counters[i].value);
-      execute(commands[i], *step, team);
-      if (i + 1 < count) barrier->wait();
-      if (begun) {
-        int64_t ended = now_ns();
-        nanoseconds[i] = ended - begun;
-        begun = ended;
-      }
-    }
+  Program program{commands, count, step, threads, nanoseconds, std::vector<Counter>(count)};
+  int64_t begun = nanoseconds ? now_ns() : 0;
+  caller.runner->run(program);
+  for (int64_t i = 0; nanoseconds && i < count; i++) {
+    const int64_t ended = nanoseconds[i];
+    nanoseconds[i] = ended - begun;
+    begun = ended;
   }
 }
 

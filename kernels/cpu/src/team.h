@@ -1,7 +1,8 @@
 // The threads that run a program together, as one of them sees them.
 //
-// Work inside a command is taken piece by piece from a shared counter: on a machine that others use too, a thread that
-// lost its core is not waited for longer than one piece. The order never changes a result (ops.h).
+// Work inside a command is taken piece by piece from a shared counter, by the threads that are there: on a machine that
+// others use too, a thread that lost its core is not waited for longer than one piece, and not at all if it has none.
+// The order never changes a result (ops.h).
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -11,17 +12,15 @@ class Team {
   // Memory that all threads see.
   struct Shared;
 
-  Team(int thread, int threads, Shared* shared) : thread_(thread), threads_(threads), shared_(shared) {}
+  Team(int threads, Shared* shared, std::atomic<int64_t>* counter)
+      : threads_(threads), shared_(shared), counter_(counter) {}
 
-  int thread() const { return thread_; }
+  // At most so many take part.
   int threads() const { return threads_; }
 
   // The next piece of the current command that no thread has; ends at `pieces`.
   //   for (int64_t i; (i = team.next()) < pieces;) ...
   int64_t next() { return counter_->fetch_add(1, std::memory_order_relaxed); }
-
-  // Set by the runner before each command.
-  void use(std::atomic<int64_t>* counter) { counter_ = counter; }
 
   // Scratch memory of this thread, at least `bytes`, aligned to 64, kept from call to call. Contents are whatever was
   // left there. One buffer: a second call may invalidate the first.
@@ -34,7 +33,7 @@ class Team {
   char* shared(int64_t bytes);
 
  private:
-  int thread_, threads_;
+  int threads_;
   Shared* shared_;
-  std::atomic<int64_t>* counter_ = nullptr;
+  std::atomic<int64_t>* counter_;
 };

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +27,21 @@ pytestmark = pytest.mark.sanitized
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, BLOCK = 97, 64, 4, 2, 16, 80, 3, 16
 MAX_TOKENS, MAX_SAMPLES = 50, 12
+FORK, CHILD_S = multiprocessing.get_context("fork"), 60
+CORES_OF_THREADS = """
+import json, os, sys, time, torch
+from kernels.cpu.library import Library
+from kernels.cpu.backend import CpuOps
+from kernels.ops import Norm
+cores = set(json.loads(sys.argv[2]))
+ops, norm, used = CpuOps(Library(sys.argv[1], "given"), len(cores)), Norm(torch.ones(64), None, 1e-5), set()
+until = time.monotonic() + 20
+while used != cores and time.monotonic() < until:
+    ops.norm(torch.ones((3, 64)), norm)
+    used = set().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))
+print(json.dumps(sorted(used)))
+"""
+"""Prints the cores of all threads of a process that the OpenMP runtime binds; they bind themselves as they start."""
 
 
 class Model:
@@ -138,6 +159,45 @@ def test_a_recorded_pass_equals_its_operations_one_by_one(variant: str, dtype: t
         assert torch.equal(found, expected)
         for block in np.unique(batch.write_blocks):
             assert torch.equal(cache.read_block(int(block)), other.read_block(int(block)))
+
+
+def test_callers_at_once_with_changing_threads_get_the_same_numbers(variant: str) -> None:
+    one = CpuOps(library(variant), 1)
+    model = Model(one, torch.bfloat16)
+    x = torch.randn((5, HIDDEN), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+    def pair(ops: CpuOps) -> Tensor:
+        return ops.logits(ops.norm(x, model.norm), model.head)
+
+    def call(first: int) -> int:
+        return sum(torch.equal(pair(CpuOps(library(variant), 1 + (first + i) % 5)), expected) for i in range(200))
+
+    expected = pair(one)
+    with ThreadPoolExecutor(2) as callers:
+        assert list(callers.map(call, range(2))) == [200, 200]
+
+
+def test_a_pass_ends_where_its_other_threads_never_come(variant: str) -> None:
+    """As in a child: of the process's threads it has the one that forked."""
+    ops = CpuOps(library(variant), 3)
+    _, cache, compiled = recorded(ops)
+    prepared = ops.prepare(random_batch(np.random.default_rng(20261127), [17, 3]), cache)
+    expected = compiled(prepared).clone()
+    results = FORK.SimpleQueue()
+    child = FORK.Process(target=lambda: results.put(torch.equal(compiled(prepared), expected)), daemon=True)
+    child.start()
+    child.join(CHILD_S)
+    child.kill()
+    assert child.exitcode == 0
+    assert results.get()
+
+
+def test_threads_use_all_cores_where_openmp_binds_the_first(best_variant: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    binding = {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
+    program = [sys.executable, "-c", CORES_OF_THREADS, str(path(best_variant)), json.dumps(cores)]
+    done = subprocess.run(program, env=os.environ | binding, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == cores
 
 
 def test_exchanges_see_the_rows_of_each_step_between_operations(variant: str) -> None:

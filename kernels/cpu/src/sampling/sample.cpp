@@ -153,7 +153,8 @@ void sample_row(const SampleArgs& a, int64_t row, Bench& bench) {
   }
 }
 
-// Rows that are plain argmaxima. Few rows are cut into ranges of columns, so that all threads have work.
+// Rows that are plain argmaxima. Few rows are cut into ranges of columns, so that all threads have work; the thread
+// that ends the last piece joins them.
 void sample_greedily(const SampleArgs& a, int64_t rows, Team& team) {
   constexpr int64_t COLUMNS = 16384;
   const int64_t vocab = a.vocab, cuts = rows < 2 * team.threads() ? std::max<int64_t>(1, vocab / COLUMNS) : 1;
@@ -162,33 +163,31 @@ void sample_greedily(const SampleArgs& a, int64_t rows, Team& team) {
     a.status[row] = peak.finite ? FINE : NOT_FINITE;
   };
   const auto first_of = [&](int64_t cut) { return vocab * cut / cuts; };
-  int64_t i;
-  while ((i = team.next()) < rows * cuts) {
+  auto& done = *reinterpret_cast<std::atomic<int64_t>*>(team.shared(Team::SHARED_ZEROS));
+  for (int64_t i; (i = team.next()) < rows * cuts;) {
     const int64_t row = i / cuts, first = first_of(i % cuts), count = first_of(i % cuts + 1) - first;
     float* logits = a.logits + row * vocab + first;
     Peak peak = find_peak(logits, count);
     if (cuts == 1) {
       finish(row, peak);
-    } else {
-      peak.where += first;
-      memcpy(logits, &peak, sizeof peak);  // the numbers that were here are not needed any more
+      continue;
     }
-    std::atomic_thread_fence(std::memory_order_release);
-  }
-  // Each thread counts on once when no piece is left, so the last to do so knows that all pieces are done.
-  if (cuts == 1 || i != rows * cuts + team.threads() - 1) return;
-  std::atomic_thread_fence(std::memory_order_acquire);
-  for (int64_t row = 0; row < rows; row++) {
-    Peak best;
-    for (int64_t cut = 0; cut < cuts; cut++) {
-      Peak peak;
-      memcpy(static_cast<void*>(&peak), a.logits + row * vocab + first_of(cut), sizeof peak);
-      peak.finite &= best.finite;
-      const bool higher = peak.most > best.most;
-      best.finite = peak.finite;
-      if (higher) best = peak;
+    peak.where += first;
+    memcpy(logits, &peak, sizeof peak);  // the numbers that were here are not needed any more
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < rows * cuts) continue;
+    done.store(0, std::memory_order_relaxed);
+    for (int64_t each = 0; each < rows; each++) {
+      Peak best;
+      for (int64_t cut = 0; cut < cuts; cut++) {
+        Peak part;
+        memcpy(static_cast<void*>(&part), a.logits + each * vocab + first_of(cut), sizeof part);
+        part.finite &= best.finite;
+        const bool higher = part.most > best.most;
+        best.finite = part.finite;
+        if (higher) best = part;
+      }
+      finish(each, best);
     }
-    finish(row, best);
   }
 }
 
