@@ -208,6 +208,18 @@ def test_no_prompt_passes_one_that_ageing_lifted() -> None:
     assert h.step() == {"long": (28, 16)}
 
 
+def test_a_prompt_with_a_cached_prefix_takes_as_few_steps_as_one_without() -> None:
+    """The budget is made again when the depth is known; the prompt has left the queue by then."""
+    h = House(Scheduler("orcinus", lookahead=0), Limits(8, 600, 4, 800, 800))
+    h.add_all(("first", 65, 1, 1), ("large", 300, 1, 2))
+    h.step()
+    h.add_all(("a", 4, 200), ("b", 4, 200))
+    for _ in range(100):
+        h.step()
+    h.add_all(("hit", 264, 2), seed=1)
+    assert h.step()["hit"] == (64, 200)
+
+
 def test_a_running_prompt_goes_first_without_an_order_that_says_else() -> None:
     h = House(Scheduler("sarathi", lookahead=0, step_tokens=16), Limits(8, 600, 4, 800, 16))
     h.add_all(("long", 640, 2))
