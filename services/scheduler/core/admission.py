@@ -262,16 +262,18 @@ class Admission:
     def budget(self, step: StepBuilder, depth: int = 0) -> None:
         """Limit the tokens of the step to the policy's budget for prompts beside the decodes.
 
-        Done once a step, and again for prompts that enter with `depth` cached tokens.
+        Done once a step, and again for prompts that enter with `depth` cached tokens: they have left the queue by then,
+        and still count as waiting.
         """
         if depth or not step.budgeted:
-            step.budgeted = True
-            replica, placement = step.replica, self._router.placement
-            waiting = self._that_fit(replica) // max(len(placement.alive), 1)
-            count = len(self._state.waiting)
-            tokens = self._state.waiting.tokens * waiting // count if count else 0
+            replica = step.replica
+            if not step.budgeted:
+                step.budgeted = True
+                count = len(self._state.waiting)
+                step.waiting = self._that_fit(replica) // max(len(self._router.placement.alive), 1)
+                step.waiting_tokens = self._state.waiting.tokens * step.waiting // count if count else 0
             budget = replica.tokens.budget(
-                replica, step.decodes, step.now_ns, self._state.step_tokens, depth, waiting, tokens
+                replica, step.decodes, step.now_ns, self._state.step_tokens, depth, step.waiting, step.waiting_tokens
             )
             step.tokens_left = min(step.tokens_left, budget - step.decodes.size - step.prefill_tokens)
 

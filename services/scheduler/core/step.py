@@ -58,6 +58,8 @@ class StepBuilder:
         self.has_prompts = False  # some running rows have more than one token to go
         self.lacks_blocks = False  # a decoding row had no block, and sequences that wait go behind it
         self.budgeted = False  # `tokens_left` is what the policy leaves for prompts
+        self.waiting = 0  # sequences that the budget takes to wait for this replica
+        self.waiting_tokens = 0  # of their prompts
         self.aside = 0  # sequences set aside for a prefix that another one computes
         self.admitted: list[Sequence] = []  # by constraints and admission; memory may refuse some yet
         self.lacking: list[bytes] = []  # adapters of sequences that may enter once the worker has them

@@ -156,8 +156,8 @@ class ModelBudget(Budget):
         """Return the tokens of a step when `rest` prompt tokens of `prompts` requests take the best number of steps.
 
         docs/policies.md#how-orcinus-sizes-a-step has the formula. Tried are rest / tokens steps, half as many, a
-        quarter, down to one. A step takes at most twice the tokens of
-        the largest one that was timed: beyond that the model only guesses.
+        quarter, down to one. A step takes at most twice the tokens of the largest one that was timed: beyond that the
+        model only guesses.
         """
         model = replica.model
         rest_ns = rest / tokens * model.predict(decodes + tokens, context)
@@ -222,7 +222,7 @@ class Presence:
         rest_ns: time that the present prompts take. By Little's law the mean end-to-end time is to the time to first
         token as all requests are to the prompts, the present ones included.
         """
-        prompts_ns = self._prompts_ns + rest_ns * (prompts + 1) / 2
+        prompts_ns = max(self._prompts_ns + rest_ns * (prompts + 1) / 2, 1.0)  # a poor fit may say that steps are free
         ratio = 1.0 + (self._decodes_ns + rest_ns * decodes) / prompts_ns
         return 1.0 + TTFT_WEIGHT * ratio, self._entered / self._ns if self._ns else 0.0
 

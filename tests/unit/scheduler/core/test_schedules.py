@@ -195,6 +195,31 @@ def test_a_short_prompt_passes_the_rest_of_a_long_one() -> None:
     assert h.step() == {"short": (0, 4), "long": (16, 12)}, "one that is no shorter waits behind it"
 
 
+def test_no_prompt_passes_one_that_ageing_lifted() -> None:
+    """The key of the long one is 60 s late by its limit, so without ageing short ones could pass it for a minute."""
+    h = House(Scheduler("orcinus", lookahead=0, step_tokens=16), Limits(8, 600, 4, 800, 16))
+    h.add_all(("long", 640, 2), ttft_slo_ns=60_000 * MS)
+    h.step()
+    h.now += 9_000 * MS
+    h.add_all(("early", 4, 1), seed=1)
+    assert h.step() == {"early": (0, 4), "long": (16, 12)}
+    h.now += 1_000 * MS
+    h.add_all(("later", 4, 1), seed=2)
+    assert h.step() == {"long": (28, 16)}
+
+
+def test_a_prompt_with_a_cached_prefix_takes_as_few_steps_as_one_without() -> None:
+    """The budget is made again when the depth is known; the prompt has left the queue by then."""
+    h = House(Scheduler("orcinus", lookahead=0), Limits(8, 600, 4, 800, 800))
+    h.add_all(("first", 65, 1, 1), ("large", 300, 1, 2))
+    h.step()
+    h.add_all(("a", 4, 200), ("b", 4, 200))
+    for _ in range(100):
+        h.step()
+    h.add_all(("hit", 264, 2), seed=1)
+    assert h.step()["hit"] == (64, 200)
+
+
 def test_a_running_prompt_goes_first_without_an_order_that_says_else() -> None:
     h = House(Scheduler("sarathi", lookahead=0, step_tokens=16), Limits(8, 600, 4, 800, 16))
     h.add_all(("long", 640, 2))

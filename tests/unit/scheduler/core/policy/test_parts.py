@@ -172,6 +172,14 @@ def test_prompts_are_cut_at_the_knee_where_they_are_in_every_step() -> None:
     assert part.budget(replica, replica.slots, 0, 0, waiting=1, waiting_tokens=1200) == 256
 
 
+def test_a_model_that_holds_steps_for_free_still_gives_a_budget() -> None:
+    """A fit of nothing but prefill attention: it says that decodes and short prompts take no time."""
+    replica, part = beside_ten_decodes(), ModelBudget()
+    known_model(replica, 0, 0, 0, 1.0)
+    replica.model.knees = []
+    assert 10 < part.budget(replica, replica.slots, 0, 0, depth=1000, waiting=1, waiting_tokens=1200) <= 10 + 1200
+
+
 def test_larger_step_than_all_timed_ones_at_most_doubles_them() -> None:
     replica = beside_ten_decodes(timed=256)
     assert past_a_knee(0).budget(replica, replica.slots, 0, 0, waiting=1, waiting_tokens=1200) == 10 + 300
