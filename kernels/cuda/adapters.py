@@ -36,12 +36,12 @@ def items_of(rows: RowsByAdapter) -> Int32:
 
 
 def most_items(rows: int, adapters: int) -> int:
-    """Return the most items that so many rows of so many adapters are."""
+    """Return how many items `rows` rows with up to `adapters` adapters make at most."""
     return min(rows, (rows + adapters * (calls.LOW_RANK_ROWS - 1)) // calls.LOW_RANK_ROWS)
 
 
 class CudaRowsByAdapter(RowsByAdapter):
-    """Its rows as items in device memory."""
+    """The rows of an iteration as items in device memory."""
 
     def __init__(self, gpu: Device, staging: Staging) -> None:
         self._gpu, self._staging = gpu, staging

@@ -1,4 +1,5 @@
-// Small kernels for the race checker: those whose names end with _right are in order, the others lack one thing.
+// Small kernels for the race checker. In those with names that end with _right all accesses are in order. Each of the
+// others lacks one thing.
 #include "cuda_emulator.h"
 #include "ptx_twins.h"
 

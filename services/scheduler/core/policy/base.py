@@ -196,7 +196,7 @@ class Budget(ABC):
         return self
 
     def stepped(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:
-        """Note that a step of so many tokens was planned: `decodes` of them decode, `entered` sequences enter."""
+        """Note a planned step. tokens: in all; decodes: sequences that decode; entered: sequences that enter."""
         return
 
 

@@ -102,7 +102,8 @@ def follow(index: NgramIndex, sizes: np.ndarray[tuple[int], np.dtype[np.int64]],
     assert found.rows.size == 1
     follows, shares, counts = index.follow(found, sizes, repeats=False)
     assert (shares[0] > -np.inf).sum() == counts[0]
-    return follows[0, : counts[0]].tolist()  # type: ignore[no-any-return]
+    behind: list[int] = follows[0, : counts[0]].tolist()
+    return behind
 
 
 @pytest.mark.parametrize(
