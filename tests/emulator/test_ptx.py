@@ -1,6 +1,6 @@
 """Each PTX wrapper and its twin, each warp function and atomic, against plain loops and numpy.
 
-The same source compiles for GPUs in tests/kernels/cuda/test_loader.py.
+The same source compiles for GPUs in tests/kernels/cuda/loading/test_loader.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 from kernels.cuda import calls, check, cubin, loader
 from kernels.cuda.loader import ARCHITECTURES, CudaError, Program, compiled, sources
 
-PTX = Path(__file__).parents[2] / "emulator" / "ptx.cu"
+PTX = Path(__file__).parents[3] / "emulator" / "ptx.cu"
 STRUCTS = {
     **{f"{name}_norm": calls.NORM for name in ("rms", "layer")},
     **{name: calls.ACTIVATION for name in ("gated", "activate")},
