@@ -15,6 +15,7 @@ import pytest
 from tests.support.checkpoints.adapters import Lora, make_lora, unmerged
 from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama
 from tests.support.stack import Stack, running_stack
+from tests.support.waiting import until
 
 SEED = 20261127
 NEW = 24
@@ -97,6 +98,7 @@ def test_stream_keeps_its_adapter_behind_a_new_version_and_a_dead_scheduler(hous
             assert state["status"] != "finished", "the scheduler died too late"
             house.stack.start("scheduler")
     assert found == expected
+    until("the gateway has seen the scheduler that was restarted", house.stack.ready)
     assert house.tokens("a", prompt) == house.expected("a", prompt)
 
 

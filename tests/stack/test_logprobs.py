@@ -275,6 +275,7 @@ def test_log_probabilities_stay_the_same_when_scheduler_and_worker_die_halfway(
         stack.start("worker")
         stack.start("scheduler")
         disturbed = answer.result()
+    until("the gateway has seen the scheduler that was restarted", stack.ready)
     for told, expected, prompt in zip(disturbed["choices"], undisturbed["choices"], prompts, strict=True):
         check_listed(told["prompt_logprobs"], reference, prompt, 4)
         assert told["logprobs"]["tokens"] == expected["logprobs"]["tokens"]

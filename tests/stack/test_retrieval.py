@@ -400,6 +400,7 @@ def test_vectors_come_whole_when_scheduler_and_worker_die(judge: tuple[Stack, Re
         stack.start("worker")
         stack.start("scheduler")
         told = answer.result()
+    until("the gateway has seen the scheduler that was restarted", stack.ready)
     np.testing.assert_allclose(vectors(told), exact(reference, prompts), atol=1e-5)
     assert post()["data"] == told["data"], "the record has what was answered"
     found = httpx.get(f"{stack.url}/v1/requests/{told['id']}", headers=stack.headers, timeout=60).json()
