@@ -252,13 +252,16 @@ def compile_source(source: Path, headers: list[Path], options: tuple[str, ...]) 
 
 
 def ptx_of(source: Path, arch: str) -> str:
-    """Return what NVRTC makes of a source before it knows the GPU. arch: such as "compute_80". Raise CudaError."""
+    """Return what NVRTC makes of a source before it knows the GPU, with the source's lines.
+
+    arch: such as "compute_80". Raise CudaError.
+    """
 
     def ptx(nvrtc: Any, program: Any) -> str:
         text: bytes = nvrtc.getPTX(program)
         return text.decode()
 
-    return _compiled(source, headers(), (OPTIONS[0], f"-arch={arch}"), ptx)
+    return _compiled(source, headers(), (*OPTIONS[:2], f"-arch={arch}"), ptx)
 
 
 def _compiled(

@@ -10,10 +10,10 @@ import ctypes
 import re
 import shutil
 import tempfile
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,9 @@ SANITIZERS = (
 PTX = ("-DPTX", "-w", "-O1", "-ffp-contract=off")
 """What NVRTC makes of a source in place of the source; see ptx.py."""
 
+BANKS = (*PTX, "-DBANKS")
+"""Count wavefronts of shared memory and sectors of global memory as well; see include/banks.h."""
+
 RACES = (
     "-g1",
     "-O1",  # no loop becomes a memset, which would write without a word to the checker
@@ -55,6 +58,27 @@ KEPT = 64
 
 ERROR_BYTES = 2048
 Sizes = tuple[int, int, int]
+
+
+class Banks(NamedTuple):
+    """What an instruction took in a launch.
+
+    space: where it reads or writes, at: line of the source, requests: of warps, taken: wavefronts or sectors, least:
+    how many it could be.
+    """
+
+    at: str
+    space: str
+    requests: int
+    taken: int
+    least: int
+
+
+class _Banks(ctypes.Structure):
+    _fields_ = (("at", c_char_p), *((name, c_uint64) for name in ("space", "requests", "taken", "least")))
+
+
+SPACES = ("shared", "shared atomics", "global", "global atomics")
 
 
 class EmulatorError(Exception):
@@ -106,6 +130,16 @@ class Program:
             text = re.sub(r"@(0x[0-9a-f]+)", self._line_of, error.value.decode(errors="replace"))
             raise EmulatorError(f"{name}, order {order}, {text}")
 
+    def banks(self) -> list[Banks]:
+        """Return what the instructions of the last launch took, in the order of the code; of a program with BANKS."""
+        function = self._library.banks_found
+        function.restype = c_size_t
+        function.argtypes = (POINTER(_Banks), c_size_t)
+        count = function(None, 0)
+        made = (_Banks * count)()
+        function(made, count)
+        return [Banks(one.at.decode(), SPACES[one.space], one.requests, one.taken, one.least) for one in made]
+
     def _line_of(self, code: re.Match[str]) -> str:
         """Return the source line of an address: of the function that was inlined there, unless it is the emulator's."""
         found = cpu_build._run(["addr2line", "-i", "-e", str(self._path), code[1]]).splitlines()
@@ -120,7 +154,7 @@ def compiled(source: Path, include: tuple[Path, ...] = (), flags: tuple[str, ...
 
     Raise BuildError with what the compiler says; its warnings are errors.
     """
-    if flags == PTX:
+    if "-DPTX" in flags:
         source = translated(source)
     compiler = shutil.which("g++")
     if compiler is None:

@@ -40,6 +40,9 @@ ATOMICS = {
     "add": "atomicAdd", "max": "atomicMax", "min": "atomicMin", "or": "atomicOr", "and": "atomicAnd",
     "inc": "atomicInc", "exch": "atomicExch", "cas": "atomicCAS",
 }  # fmt: skip
+WRAPPERS = ("numbers.cuh", "ptx.cuh")
+"""An instruction of theirs is named by the line that calls them."""
+_LOCATION = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name [^,]+, inlined_at (\d+) (\d+) (\d+))?")
 _ROUNDED: tuple[list[str], ...] = ([], ["rn"])
 MODIFIERS: dict[str, dict[str, tuple[list[str], ...]]] = {
     "f": {name: _ROUNDED for name in ("add", "sub", "mul", "fma")} | {"div": (["rn"], ["approx"])},
@@ -82,6 +85,8 @@ class _Module:
         for line in self._lines:
             if found := re.match(r"(\.extern )?\.shared \.align \d+ \.\w(\d+) ([\w$]+)(?:\[(\d*)\])?;", line):
                 self._arrays[found[3]] = 0 if found[1] else int(found[2]) // 8 * int(found[4] or 1)
+        self._files = dict(re.findall(r'^\s*\.file\s+(\d+) ".*?([^/"]+)"', ptx, re.MULTILINE))
+        self._callers: dict[tuple[str, ...], tuple[str, ...]] = {}
         own = [name for name, size in self._arrays.items() if size]
         self._places = dict.fromkeys(self._arrays, 0) | {name: at + 1 for at, name in enumerate(own)}
 
@@ -116,10 +121,13 @@ class _Module:
             + "};",
             "  const Shared shared = {arrays, sizes};",
         ]
-        depth = 1
+        depth, where = 1, ""
         while depth:
             at += 1
             line = self._lines[at]
+            if found := _LOCATION.match(line):
+                where = self._source_line(found)
+                continue
             body.append(f'#line {at + 1} "{self._name}"')
             if line in ("{", "}"):
                 depth += 1 if line == "{" else -1
@@ -127,12 +135,21 @@ class _Module:
                 continue
             for part in filter(None, map(str.strip, line.split(";"))):
                 try:
-                    body.append(self._statement(part, name))
+                    body.append(self._statement(part, name, where))
                 except (PtxError, KeyError, ValueError, IndexError) as error:
                     raise PtxError(f"{self._name}:{at + 1}: no rule for {part!r} ({error})") from error
         return at, "\n".join([*body, f"PTX_KERNEL({name}, {params}, {threads})\n"])
 
-    def _statement(self, text: str, kernel: str) -> str:
+    def _source_line(self, location: re.Match[str]) -> str:
+        """Return the line of the source behind a `.loc`."""
+        place = location.group(1, 2, 3)
+        if location[4]:
+            self._callers[place] = location.group(4, 5, 6)
+        while self._files[place[0]] in WRAPPERS and place in self._callers:
+            place = self._callers[place]
+        return f"{self._files[place[0]]}:{place[1]}"
+
+    def _statement(self, text: str, kernel: str, where: str) -> str:
         if text.startswith("$") and text.endswith(":"):
             return f"{_label(text[:-1])}:;"
         if found := re.match(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>", text):
@@ -147,15 +164,15 @@ class _Module:
             guard, text = f"if ({found[1]}{found[2]}) ", found[3]
         operation, _, rest = text.partition(" ") if " " in text else text.partition("\t")
         operands = [each.strip() for each in re.split(r",(?![^{]*})", rest.strip())] if rest.strip() else []
-        return f"{guard}{{ {_Instruction(operation.strip(), operands, kernel, self._places).cpp()} }}"
+        return f"{guard}{{ {_Instruction(operation.strip(), operands, kernel, self._places, where).cpp()} }}"
 
 
 class _Instruction:
-    """One instruction without its guard. places: of arrays in shared memory."""
+    """One instruction without its guard. places: of arrays in shared memory; where: line of the source."""
 
-    def __init__(self, operation: str, operands: list[str], kernel: str, places: dict[str, int]) -> None:
+    def __init__(self, operation: str, operands: list[str], kernel: str, places: dict[str, int], where: str) -> None:
         self._operation, self._given = operation, operands
-        self._kernel, self._places = kernel, places
+        self._kernel, self._places, self._where = kernel, places, where
         self._parts = operation.split(".")
         self._type = next((part for part in reversed(self._parts) if part in TYPES), "u32")
 
@@ -172,7 +189,7 @@ class _Instruction:
             return self._barrier()
         if name == "ldmatrix":
             words = self._given[0].strip("{}").split(",")
-            rows = f"shared.at({self._sum(self._given[1], 'u32')}, 16, 16)"
+            rows = self._touched("SHARED_MEMORY", f"shared.at({self._sum(self._given[1], 'u32')}, 16, 16)", "16")
             got = "".join(f"{word.strip()[1:]} = got[{at}]; " for at, word in enumerate(words))
             return f"unsigned got[4]; emulator_ldmatrix(got, {rows}, {_bool('trans' in self._parts)}, HERE); {got}"
         if name == "vote":
@@ -266,13 +283,21 @@ class _Instruction:
         written = "".join(f"at[{number}] = {value}; " for number, value in enumerate(values))
         return f"{TYPES[self._type]}* at = {self._address(0, len(sources))}; {written}"
 
-    def _address(self, at: int, count: int) -> str:
+    def _address(self, at: int, count: int, how: str = "MEMORY") -> str:
         kind, bytes_ = TYPES[self._type], f"{count} * sizeof({TYPES[self._type]})"
         if "shared" in self._parts:
-            return f"({kind}*)shared.at({self._sum(self._given[at], 'u32')}, {bytes_}, {bytes_})"
-        if not {"global", "param"} & set(self._parts):
+            place = f"shared.at({self._sum(self._given[at], 'u32')}, {bytes_}, {bytes_})"
+            return f"({kind}*){self._touched(f'SHARED_{how}', place, bytes_)}"
+        place = f"(void*)aligned({self._sum(self._given[at], 'u64')}, {bytes_})"
+        if "global" in self._parts:
+            return f"({kind}*){self._touched(f'GLOBAL_{how}', place, bytes_)}"
+        if "param" not in self._parts:
             raise PtxError("only global and shared memory and parameters")
-        return f"({kind}*)aligned({self._sum(self._given[at], 'u64')}, {bytes_})"
+        return f"({kind}*){place}"
+
+    def _touched(self, space: str, address: str, bytes_: str) -> str:
+        """Return an address that an instruction reads or writes, for the counts of banks.h."""
+        return f'touched({space}, {address}, {bytes_}, "{self._where}")'
 
     def _sum(self, address: str, kind: str) -> str:
         base, _, offset = address.strip("[]").partition("+")
@@ -319,7 +344,7 @@ class _Instruction:
     def _atomic(self) -> str:
         function = ATOMICS[self._parts[2]]
         values = ", ".join(self._value(at) for at in range(2, len(self._given)))
-        return self._set(f"{function}({self._address(1, 1)}, {values})", self._type)
+        return self._set(f"{function}({self._address(1, 1, 'ATOMICS')}, {values})", self._type)
 
     def _copy(self) -> str:
         if self._operation == "cp.async.commit_group":
@@ -328,8 +353,10 @@ class _Instruction:
             return f"emulator::land_all_but({self._given[0]});"
         if self._parts[2] != "cg" or self._given[2] != "16":
             raise PtxError(self._operation)
-        to, from_ = f"shared.at({self._sum(self._given[0], 'u32')}, 16, 16)", self._sum(self._given[1], "u64")
-        return f"cp_async_16({to}, (const void*){from_}, {self._value(3, 'u32')} != 0);"
+        to = self._touched("SHARED_MEMORY", f"shared.at({self._sum(self._given[0], 'u32')}, 16, 16)", "16")
+        from_ = f"(void*){self._sum(self._given[1], 'u64')}"
+        read = self._touched("GLOBAL_MEMORY", from_, "16")  # without a byte to copy nothing is read
+        return f"const bool valid = {self._value(3, 'u32')} != 0; cp_async_16({to}, valid ? {read} : {from_}, valid);"
 
     def _multiply(self) -> str:
         d, a, b, c = ([each.strip()[1:] for each in given.strip("{}").split(",")] for given in self._given)

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "banks.h"
 #include "fibers.h"
 #include "races.h"
 
@@ -142,6 +143,10 @@ void wait(State state, const char* what, Where where, unsigned mask) {
   current->fiber.leave();
 }
 
+void all_met() {
+  for (size_t warp = 0; warp < block.warp.size(); warp++) banks_met(warp);
+}
+
 // Waits until all threads of the block are here. Returns for how many of them `predicate` was true.
 int meet(const char* what, Where where, bool predicate) {
   const Quiet quiet;
@@ -160,6 +165,7 @@ int meet(const char* what, Where where, bool predicate) {
     barrier.waiting = 0;
     barrier.found = barrier.true_ones;
     races_meet();
+    all_met();
     for (int i = 0; i < block.threads; i++)
       if (block.thread[i]->state == State::at_barrier) block.thread[i]->state = State::ready;
   } else {
@@ -200,6 +206,7 @@ Out together(unsigned mask, const char* what, Where where, const In& in, Finish 
   memcpy(mine.in[current->lane], &in, sizeof in);
   mine.arrived |= 1u << current->lane;
   if (mine.arrived == mask) {
+    if (mask == ~0u) banks_met(current->warp);
     In given[WARP];
     Out made[WARP];
     memset(static_cast<void*>(given), 0xff, sizeof given);
@@ -352,6 +359,7 @@ void run_block(std::vector<int>& order) {
     }
     if (running && !moved) note_deadlock();
   }
+  all_met();
 }
 
 bool bad_launch(dim3 grid, dim3 size, size_t shared, unsigned max_threads) {
@@ -385,6 +393,7 @@ int launch(void (*body)(const void*), const void* params, size_t params_bytes, c
   block.dynamic = allocate(nullptr, shared);
   while (int(block.thread.size()) < block.threads) block.thread.push_back(std::make_unique<Thread>());
   block.warp.resize((block.threads + WARP - 1) / WARP);
+  banks_launch(block.warp.size());
   std::vector<int> turns(block.threads);
   for (int i = 0; i < block.threads; i++) {
     Thread& one = *block.thread[i];

@@ -40,6 +40,12 @@ struct Shared {
   }
 };
 
+// What an instruction reads or writes; where: line of the source.
+inline void* touched(Space space, void* at, size_t bytes, const char* where, int line = __builtin_LINE()) {
+  banks_access(space, at, bytes, where, line, emulator::current->warp, emulator::lane());
+  return at;
+}
+
 // The lane that a shuffle reads, and whether it is one of the segment; else the lane reads its own value.
 struct From {
   int lane;
