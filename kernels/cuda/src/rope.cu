@@ -84,9 +84,11 @@ __device__ __forceinline__ void rope_and_write(const RopeParams& p) {
 #pragma unroll
     for (int other = 16; other; other /= 2) square += __shfl_xor_sync(0xffffffffu, square, other);
     const float scale = rsqrtf(square / p.head_dim + (is_q ? p.q_eps : p.k_eps));
-    for (int i = lane * PIECE; i < p.head_dim; i += 32 * PIECE)
-#pragma unroll
-      for (int k = 0; k < PIECE; k++) x[i + k] *= scale * weight[i + k];
+    for (int piece = lane; piece < pieces; piece += 32) {
+      float4& v = reinterpret_cast<float4*>(x)[piece];
+      const float4 w = reinterpret_cast<const float4*>(weight)[piece];
+      v = make_float4(v.x * (scale * w.x), v.y * (scale * w.y), v.z * (scale * w.z), v.w * (scale * w.w));
+    }
   }
   __syncwarp();
   const int half = is_v || !p.angles ? 0 : p.rotary / 2;

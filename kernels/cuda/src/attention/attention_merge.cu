@@ -55,17 +55,26 @@ __device__ __forceinline__ Parts read_parts(const MergeParams& p, int first, int
 
 template <typename T>
 __device__ __forceinline__ void attention_merge(const MergeParams& p) {
-  SHARED(Parts, of_warps, THREADS);
+  SHARED(float4, sums, THREADS);  // beside each other, lanes would meet in the same banks
+  SHARED(float2, weights, THREADS);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = p.rows[blockIdx.x];
   if (row < 0) return;
   const int width = p.heads * p.head_dim, first = p.starts[blockIdx.x], end = p.starts[blockIdx.x + 1];
   for (int piece = blockIdx.y; piece * PIECE < width; piece += gridDim.y) {
     const int column = piece * PIECE + lane * NUMBERS;
-    if (column < width) of_warps[threadIdx.x] = read_parts(p, first + warp, end, column);
+    if (column < width) {
+      const Parts mine = read_parts(p, first + warp, end, column);
+      sums[threadIdx.x] = mine.sum;
+      weights[threadIdx.x] = make_float2(mine.lse, mine.total);
+    }
     __syncthreads();
     if (warp == 0 && column < width) {
-      Parts all = of_warps[lane];
-      for (int other = 1; other < WARPS; other++) all.add(of_warps[other * 32 + lane]);
+      const auto of_warp = [&](int i) -> Parts {
+        const float2 weight = weights[i * 32 + lane];
+        return {sums[i * 32 + lane], weight.x, weight.y};
+      };
+      Parts all = of_warp(0);
+      for (int other = 1; other < WARPS; other++) all.add(of_warp(other));
       const float4 x = all.sum;
       const float scale = 1.0f / all.total;
       static_cast<uint2*>(p.out)[(static_cast<int64_t>(row) * width + column) / NUMBERS] =

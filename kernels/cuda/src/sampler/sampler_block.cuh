@@ -87,8 +87,16 @@ __device__ __forceinline__ Reached<Sum> find_digit(const Sum* sums, int digits, 
   // Each thread has some neighbouring digits, the first one the highest.
   const int each = (digits + blockDim.x - 1) / blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int end = digits - static_cast<int>(threadIdx.x) * each, first = end > each ? end - each : 0;
+  // It adds them in a ring, and lanes with a first digit in one bank begin at different ones. (Unrolled, the loop takes
+  // more registers than there are on sm_90.)
+  constexpr int APART = 128 / sizeof(Sum);
+  const int count = end - first;
   Sum mine = 0;
-  for (int i = first; i < end; i++) mine += sums[i];
+#pragma unroll 1
+  for (int i = 0, at = lane % APART * each / APART; i < count; i++, at++) {
+    if (at >= count) at = 0;
+    mine += sums[first + at];
+  }
   Sum upwards = mine;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
