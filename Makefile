@@ -215,6 +215,10 @@ kernels-races: install-dev ## look for races in the emulated CUDA kernels and in
 	EMULATOR_RACES=1 $(PY) -m pytest $(PARALLEL) tests/emulator/test_races.py tests/kernels/test_samplers.py \
 		$(addprefix tests/kernels/cuda/test_,adapters.py attention_decode.py attention_prefill.py blocks.py races.py rope.py rows.py sampling.py) -k "not cpu"
 
+# Those that tests/kernels/cuda/test_banks.py names are a part of kernels-check.
+kernels-banks: install-dev ## count bank conflicts and sectors of all CUDA kernels on the emulator, beside goals (a minute of one core; ARGS="KERNEL" for lines)
+	$(PY) -m tests.kernels.cuda.banks $(ARGS)
+
 demo-model-check: install-dev ## check the committed demo model's figure, and that its training script still learns
 	$(PY) -m pytest tests/engine/models/test_demo_model.py
 
@@ -269,4 +273,4 @@ endif
 endif
 endif
 
-.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults simulation simulation-mutants soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check kernels-ptx kernels-races sanitizers demo-model-check clean
+.PHONY: help run redis-at-hand gpu-at-hand install install-test install-dev test test-unit test-integration test-slow test-stack test-kernels test-engine test-chaos test-clients test-deploy test-all test-faults simulation simulation-mutants soak schemathesis fuzz explore browser clients bench-clients lint site format protos bench policies policies-quick certs peers peers-quick doctor up down compose-test k8s-check kernels-build kernels-check kernels-ptx kernels-races kernels-banks sanitizers demo-model-check clean

@@ -35,9 +35,26 @@ ORDERS = (FORWARD, REVERSE, 2)
 pytestmark = needs_compiler
 
 
-def sample(order: int) -> None:
-    """The list of candidates has room for all ids of the first vocabulary, and not for those of the second."""
-    for vocab in (500, 5003):
+class Sizes(NamedTuple):
+    """What the kernels are run with: numbers of a row, of a row that is normed, of a block, of rows with adapters."""
+
+    width: int
+    hidden: int
+    block: int
+    long: int
+    short: int
+    vocabularies: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...]
+    group: int
+
+
+ODD = Sizes(2312, 8200, 8192 + 8, 1544, 40, (500, 5003), ((0, 33), (150, 9)), 3)
+"""Threads without work, and parts that are not full. A list of candidates has room for all ids of the first vocabulary,
+and not for those of the second."""
+
+
+def sample(order: int, sizes: Sizes) -> None:
+    for vocab in sizes.vocabularies:
         test_sampling.draw(order, normal(6, vocab, 1), mixed(2, 6, vocab))
 
 
@@ -47,32 +64,38 @@ def attend(order: int, case: test_attention_decode.Case, dtype: str) -> None:
     step.check()
 
 
-def run(kernel: str, order: int) -> None:
+def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
     """Launch a kernel in blocks of all its threads."""
     named = re.fullmatch(r"(\w+?)(?:_(bf16|f16)(?:_d(\d+))?)?", kernel)
     assert named is not None
     dtype, head_dim = named[2], int(named[3] or 0)
     decode, prefill, rows = test_attention_decode, test_attention_prefill, test_rows
     runs: dict[str, Callable[[], None]] = {
-        "activate": lambda: rows.test_activations_are_those_of_float64(order, 2312, dtype, "silu"),
-        "add": lambda: rows.test_add_is_in_place_and_rounds_once(order, 2312, dtype),
+        "activate": lambda: rows.test_activations_are_those_of_float64(order, sizes.width, dtype, "silu"),
+        "add": lambda: rows.test_add_is_in_place_and_rounds_once(order, sizes.width, dtype),
         "attention_decode": lambda: attend(order, decode.Case(head_dim, 1, 4, (33, 300, 15)), dtype),
         "attention_merge": lambda: decode.test_the_merge_weighs_any_number_of_parts(order, dtype),
         "attention_prefill": lambda: prefill.check(
-            prefill.Case(((0, 33), (150, 9)), group=3, head_dim=head_dim), dtype, order
+            prefill.Case(sizes.chunks, sizes.group, head_dim=head_dim), dtype, order
         ),
-        "copy_blocks": lambda: test_blocks.test_blocks_are_gathered_scattered_and_copied(order, 8192 + 8),
-        "embed": lambda: rows.test_embed_scales_adds_places_and_reads_last_tokens(order, 2312, dtype, True),
-        "gated": lambda: rows.test_gated_multiplies_the_activated_half_with_the_other(order, 2312, dtype, "silu"),
-        "layer_norm": lambda: rows.test_norms_are_those_of_float64(order, 8200, dtype, True),
-        "low_rank_down": lambda: test_adapters.test_kernels_read_and_write_what_their_items_say(order, 1544, 40, dtype),
-        "low_rank_up": lambda: test_adapters.test_kernels_read_and_write_what_their_items_say(order, 64, 1544, dtype),
-        "rms_norm": lambda: rows.test_norms_are_those_of_float64(order, 8200, dtype, False),
+        "copy_blocks": lambda: test_blocks.test_blocks_are_gathered_scattered_and_copied(order, sizes.block),
+        "embed": lambda: rows.test_embed_scales_adds_places_and_reads_last_tokens(order, sizes.width, dtype, True),
+        "gated": lambda: rows.test_gated_multiplies_the_activated_half_with_the_other(
+            order, sizes.width, dtype, "silu"
+        ),
+        "layer_norm": lambda: rows.test_norms_are_those_of_float64(order, sizes.hidden, dtype, True),
+        "low_rank_down": lambda: test_adapters.test_kernels_read_and_write_what_their_items_say(
+            order, sizes.long, sizes.short, dtype
+        ),
+        "low_rank_up": lambda: test_adapters.test_kernels_read_and_write_what_their_items_say(
+            order, sizes.short, sizes.long, dtype
+        ),
+        "rms_norm": lambda: rows.test_norms_are_those_of_float64(order, sizes.hidden, dtype, False),
         "rope_and_write": lambda: test_rope.test_q_is_returned_and_kv_lies_in_its_slots(
             order, "all of it, blocks of 32", dtype
         ),
-        "sample": lambda: sample(order),
-        "select_rows": lambda: rows.test_select_takes_the_rows_that_sample_and_leaves_padding_alone(order, 2312),
+        "sample": lambda: sample(order, sizes),
+        "select_rows": lambda: rows.test_select_takes_the_rows_that_sample_and_leaves_padding_alone(order, sizes.width),
     }
     runs[named[1]]()
 
@@ -190,15 +213,20 @@ PLANTS = {
 }  # fmt: skip
 
 
-def planted(plant: Plant, folder: Path) -> Program:
-    """Compile a copy of the kernel's source with the bug, and without the source's other kernels."""
-    copied = Path(shutil.copytree(loader.SOURCES, folder / "src"))
-    changed = copied / plant.file
-    changed.write_text(changed.read_text().replace(plant.right, plant.wrong))
-    source = copied / programs.source_of(plant.kernel).relative_to(loader.SOURCES)
-    others = rf"^\w*KERNEL\((?!{plant.kernel},).*\n"
+def alone(kernel: str, folder: Path) -> Path:
+    """Copy all sources to a folder, and return the kernel's own there, without its other kernels."""
+    source = folder / programs.source_of(kernel).relative_to(loader.SOURCES)
+    shutil.copytree(loader.SOURCES, folder)
+    others = rf"^\w*KERNEL\((?!{kernel},).*\n"
     source.write_text(re.sub(others, "", source.read_text(), flags=re.MULTILINE))
-    return Program(source, include=(copied,), flags=RACES)
+    return source
+
+
+def planted(plant: Plant, folder: Path) -> Path:
+    """Return the kernel's source with the bug; see `alone`."""
+    source, changed = alone(plant.kernel, folder), folder / plant.file
+    changed.write_text(changed.read_text().replace(plant.right, plant.wrong))
+    return source
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -211,7 +239,8 @@ def test_plant_has_one_place(name: str) -> None:
 @pytest.mark.parametrize("name", PLANTS)
 def test_planted_race_is_found_in_every_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant = PLANTS[name]
-    program = planted(plant, tmp_path)
+    copied = tmp_path / "src"
+    program = Program(planted(plant, copied), include=(copied,), flags=RACES)
     launch_from(monkeypatch, lambda _: program)
     for order in ORDERS:
         with pytest.raises(EmulatorError, match=f"{plant.kernel}, order {order}, .*: a race in "):

@@ -1,0 +1,76 @@
+"""No kernel asks more of banks and sectors than its goal allows, and one with a bug that costs some is over it.
+
+`python -m tests.kernels.cuda.banks` counts all kernels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kernels.cuda import loader
+from tests.kernels.cuda.banks import COUNTED, Counting, by_line, by_space, count, over_goal, recorded
+from tests.kernels.cuda.test_races import Plant, alone, planted
+from tests.support.compiler import needs_compiler
+
+pytestmark = needs_compiler
+
+SOME = (
+    "add_bf16",
+    "attention_decode_bf16_d128",
+    "attention_merge_bf16",
+    "attention_prefill_bf16_d128",
+    "rms_norm_bf16",
+    "rope_and_write_bf16",
+)
+PLANTS = {
+    "decode, results begin in one bank": Plant(
+        "attention/attention_decode.cu", "PADDED = D + 8;", "PADDED = D;", "attention_decode_bf16_d128"
+    ),
+    "prefill, chunks change no places": Plant(
+        "attention/attention.cuh", "D % 32 == 0 ? 4", "D % 32 == 0 ? 1", "attention_prefill_bf16_d96"
+    ),
+    "add, lanes have columns": Plant(
+        "activations.cu",
+        "AddParams& p) {\n  const int vectors = p.width / VECTOR, i = blockIdx.y * blockDim.x + threadIdx.x;",
+        "AddParams& p) {\n  const int vectors = p.width / VECTOR;\n"
+        "  const int i = blockIdx.y * blockDim.x + threadIdx.x % 32 * (blockDim.x / 32) + threadIdx.x / 32;",
+        "add_bf16",
+    ),
+}  # fmt: skip
+
+
+def compiled(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """Compile a source beside its copied headers."""
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    monkeypatch.setattr(loader, "SOURCES", folder)
+    return Counting(source, include=(folder,))
+
+
+@pytest.mark.parametrize("kernel", SOME)
+def test_kernel_is_within_its_goals(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "src"
+    program = compiled(alone(kernel, folder), folder, monkeypatch)
+    counts = by_space(count(kernel, lambda _: program))
+    assert "global" in counts and not over_goal(kernel, counts)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_conflict_is_over_the_goal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, folder = PLANTS[name], tmp_path / "src"
+    assert (loader.SOURCES / plant.file).read_text().count(plant.right) == 1
+    program = compiled(planted(plant, folder), folder, monkeypatch)
+    banks = count(plant.kernel, lambda _: program)
+    space = "global" if plant.kernel == "add_bf16" else "shared"
+    assert [text.partition(":")[0] for text in over_goal(plant.kernel, by_space(banks))] == [f"{plant.kernel}, {space}"]
+    assert by_line(banks)[0][1] == space
+
+
+def test_every_counted_kernel_has_goals() -> None:
+    assert list(recorded()) == COUNTED
+    assert all(
+        row["goal"] >= 1 and row["taken"] <= row["goal"] * row["least"]
+        for kernel in recorded().values()
+        for row in kernel.values()
+    )
