@@ -184,6 +184,7 @@ def streaming(stack: Stack) -> Iterator[Stack]:
     stream.close()
     until("the stack is ready again", stack.ready, START_S)
     stack.settled()
+    until("the gateway has seen the scheduler that was restarted", stack.ready)
 
 
 def told_to_end(stack: Stack) -> int:
