@@ -17,6 +17,7 @@ import pytest
 import uvloop
 
 from shared.settings import DEMO_MODEL
+from shared.tasks import end
 from tests.chaos.harness.checker import Violation, check_epochs, check_exits, check_tokens
 from tests.chaos.harness.client import session
 from tests.chaos.harness.history import DONE, History, Outcome, Rest
@@ -139,7 +140,7 @@ class Run:
                 load.stop()
                 await loading
             finally:
-                loading.cancel()
+                await end(loading)
 
     def wrong(self) -> list[Violation]:
         """Return what no loss explains: an answer that says a token twice, holds another or ends short as if whole."""

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import aiohttp
 
+from shared.tasks import end
 from tests.chaos.harness.checker import (
     VIOLATIONS,
     Violation,
@@ -174,13 +175,16 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def _beside(what: Beside | None, stack: Any) -> AsyncIterator[None]:
-    task = None if what is None else asyncio.create_task(what(stack))
-    yield
-    if task is not None:
+    if what is None:
+        yield
+        return
+    task = asyncio.create_task(what(stack))
+    try:
+        yield
         if task.done():
             await task  # it ended too early: it says why
-        task.cancel()
-        await asyncio.wait([task])
+    finally:
+        await end(task)
 
 
 class _Run:
@@ -243,7 +247,7 @@ class _Run:
             load.stop()
             await loading
         finally:
-            loading.cancel()
+            await end(loading)
 
     def _ended(self, history: History) -> None:
         """Follows a request's record until it says what the client was told."""
