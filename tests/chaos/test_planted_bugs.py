@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import uvloop
 
 from shared.settings import DEMO_MODEL
@@ -12,6 +13,8 @@ from tests.chaos.harness.checker import Violation
 from tests.chaos.harness.planted import programs
 from tests.chaos.harness.run import Scenario, chaos
 
+# By a thread: what a signal raises may end in any task of the loop, and the test would hang on.
+pytestmark = pytest.mark.timeout(300, method="thread")
 SEED = 20261121
 STOPS_FOR_LONG = 8
 """A seed with which scheduler_stop lasts longer than a lease."""
