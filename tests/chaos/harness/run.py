@@ -74,6 +74,7 @@ class Scenario:
     slots: int = SLOTS
     templates: int | None = None  # only so many
     record_s: float = RECORD_S
+    settle_s: float = SETTLE_S
     programs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by role, in place of the services
     has_second: bool = False  # a further model
     adapters: Path | None = None  # folder with adapters, which are loaded under their names
@@ -227,7 +228,7 @@ class _Run:
             for template in [each for each in self._templates if each.name in OF_FURTHER]:
                 body = {**template.body, "model": model}
                 await self._learn(replace(template, name=f"{model} {template.name}", body=body))
-        self._before = await settled(self._stack, SETTLE_S)
+        self._before = await settled(self._stack, self._scenario.settle_s)
         self._say(f"{len(self._templates)} templates undisturbed in {time.monotonic() - begun:.1f} s")
 
     async def _learn(self, template: Template) -> None:
@@ -321,7 +322,7 @@ class _Run:
 
     async def result(self) -> Result:
         """The stack at rest, once clients hold no connection any more, and everything judged."""
-        after = await settled(self._stack, SETTLE_S)
+        after = await settled(self._stack, self._scenario.settle_s)
         before = self._before or after
         violations = [*self._violations, *check_names(self._histories), *check_rest(before, after)]
         for witness, seen in (await epochs(self._stack)).items():
