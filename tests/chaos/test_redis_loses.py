@@ -17,6 +17,7 @@ import pytest
 import uvloop
 
 from shared.settings import DEMO_MODEL
+from shared.tasks import end
 from tests.chaos.harness.checker import Violation, check_epochs, check_exits, check_tokens
 from tests.chaos.harness.client import session
 from tests.chaos.harness.history import DONE, History, Outcome, Rest
@@ -139,7 +140,7 @@ class Run:
                 load.stop()
                 await loading
             finally:
-                loading.cancel()
+                await end(loading)
 
     def wrong(self) -> list[Violation]:
         """Return what no loss explains: an answer that says a token twice, holds another or ends short as if whole."""
@@ -150,7 +151,8 @@ class Run:
         ]
 
 
-@pytest.mark.timeout(600)
+# By a thread: what a signal raises may end in any task of the loop, and the test would hang on.
+@pytest.mark.timeout(600, method="thread")
 def test_data_lost_by_redis_is_an_error_never_other_text(tmp_path: Path) -> None:
     async def whole() -> tuple[Run, Rest, list[Violation]]:
         async with ChaosStack(tmp_path / "stack", DEMO_MODEL, **SETTINGS, max_seqs=16, kv_blocks=400) as stack:

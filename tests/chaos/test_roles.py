@@ -65,8 +65,8 @@ def registered(stack: Stack, name: str) -> int:
 
 def steps(stack: Stack, name: str) -> list[dict[str, int]]:
     """Those that the scheduler sent."""
-    lines = (stack.directory / f"{name}.jsonl").read_text().splitlines()
-    return [step for step in map(json.loads, lines) if step["epoch"]]
+    lines = (stack.directory / f"{name}.jsonl").read_text().splitlines(keepends=True)
+    return [step for step in map(json.loads, (line for line in lines if line.endswith("\n"))) if step["epoch"]]
 
 
 def tiers(stack: Stack) -> int:

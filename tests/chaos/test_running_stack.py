@@ -43,8 +43,10 @@ def test_nothing_is_lost_on_the_running_stack(run_dir: Path, capsys: pytest.Capt
     assert changed == {"worker-0", "scheduler-0", "gateway-0"}
     stack = running_stack(run_dir)
     assert stack is not None
+    url = stack.urls[0]
+    until("the gateway is ready", lambda: httpx.get(f"{url}/health/ready", timeout=60).is_success)
     body = {"model": "demo-model", "prompt": "x", "max_tokens": 500, "n": 4, "ignore_eos": True, "speculate": False}
-    httpx.post(f"{stack.urls[0]}/v1/completions", json=body, timeout=120).raise_for_status()  # is still counted then
+    httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()  # is still counted then
     again = ["--clients", "2", "--tokens", "80", "--seconds", "60", "--faults", "1", "--seed", "8"]
     again += ["--kinds", FAULTS[0], "--run-dir", str(run_dir), "--yes"]
     assert main(again) == 0, "no key means a request of the first run"

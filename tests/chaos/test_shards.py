@@ -14,6 +14,8 @@ from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
 STREAMS = 6
+SLOTS = 4
+"""Of a worker: beside another shard one claims a quarter more requests, so never all streams."""
 LONG = 600
 SHARDS = ("shard-0", "shard-1")
 SECOND = {"shard": "shard-1", "worker_id": "worker-1"}
@@ -24,7 +26,7 @@ MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 40
 @pytest.fixture(scope="module")
 def whole(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, reference.path, dtype="float32", max_seqs=8, threads=1) as running:
+    with running_stack(directory, reference.path, dtype="float32", max_seqs=SLOTS, threads=1) as running:
         for service, name in (("worker", OTHERS_WORKER), ("scheduler", OTHER)):
             running.start(service, name, **SECOND)
         yield running

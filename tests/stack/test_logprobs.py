@@ -245,7 +245,8 @@ def test_one_token_has_no_log_probability(stack: Stack) -> None:
 def test_log_probabilities_stay_the_same_when_scheduler_and_worker_die_halfway(
     stack: Stack, reference: Reference
 ) -> None:
-    prompts = [(prompt * 40)[:240] for prompt in reference.prompts]
+    # So many that they last for hundreds of steps: the services have to die before the last one.
+    prompts = [(prompt * 40)[begin : begin + 240] for prompt in reference.prompts for begin in range(4)]
     body = {"prompt": prompts, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "prompt_logprobs": 4,
             "logprobs": 1, "echo": True, "model": stack.name}  # fmt: skip
     undisturbed = stack.post("/v1/completions", body).json()

@@ -99,6 +99,7 @@ def test_switch_to_each_preset_under_load_loses_nothing(stack: Stack, load: Load
     assert stack.kill("scheduler", signal.SIGKILL) == -signal.SIGKILL
     stack.start("scheduler")
     until("the restart restores the policy", lambda: len(policy_events(stack)) > len(events))
+    until("the gateway has seen the scheduler that was restarted", stack.ready)
     assert policy_events(stack)[-1]["policy"] == list(PRESETS)[-1] != stack.settings["policy"]
 
 
@@ -136,11 +137,11 @@ def test_restart_with_a_policy_of_parts_continues_requests(stack: Stack, load: L
         stack.start("scheduler")
         check(answers, load)
         until("the stats have the policy", lambda: stack.stats()["policy"] == PARTS)
+    until("the gateway has seen the scheduler that was restarted", stack.ready)
 
 
 def test_worker_that_dies_with_swapped_kv_loses_no_token(stack: Stack, load: Load) -> None:
     assert switch("ft-aimd", common(stack), LauncherSettings(), 60, print).changed
-    until("the gateway has seen the scheduler that was restarted", stack.ready)
     with ThreadPoolExecutor(len(load.prompts)) as clients:
         answers = serve(stack, load, clients)
         until("some are swapped out", lambda: int(stack.stats()["swapped"]) > 0 or all_done(answers))

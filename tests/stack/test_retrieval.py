@@ -266,7 +266,8 @@ def test_pooled_request_counts_for_the_limits_of_a_key(
     stack.redis.client.hset(stack.keys.api_keys, key_id, record.encode())
     stack.redis.client.incr(stack.keys.keys_version)
     headers = {"X-Api-Key": text}
-    until("the gateway knows the key", lambda: httpx.get(f"{stack.url}/v1/models", headers=headers).is_success)
+    url = f"{stack.url}/v1/models"
+    until("the gateway knows the key", lambda: httpx.get(url, headers=headers, timeout=60).is_success)
     first, second = (
         httpx.post(stack.url + path, json=body | {"model": stack.name}, headers=headers, timeout=60) for _ in range(2)
     )

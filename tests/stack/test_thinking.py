@@ -91,7 +91,8 @@ def test_analysis_has_at_most_its_budget(tmp_path: Path) -> None:
         thinking, content, thought = answered(stack, **body)
         assert (thinking, thought) == ("<|channel|>" * 5, 5 + 3), "with the three tokens of the head"
         assert content.startswith("<|channel|>"), "behind the head of the final message"
-        with httpx.stream("POST", f"{stack.url}/v1/chat/completions", json=body | {"stream": True}) as answer:
+        url, body = f"{stack.url}/v1/chat/completions", body | {"stream": True}
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
             deltas = [event["choices"][0]["delta"] for event in sse.objects(answer.iter_lines())]
         assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == thinking
         assert "".join(delta.get("content") or "" for delta in deltas) == content

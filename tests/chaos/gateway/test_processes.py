@@ -33,8 +33,9 @@ LONG = 600
 ASKED = 40
 """Connections that one of two processes gets none of once in 10^11 runs."""
 COMPLETED = 'orcinus_gateway_requests_total{code="200",endpoint="/v1/completions",process="%d"}'
-
 CALLED = 'orcinus_gateway_requests_total{code="ok",endpoint="grpc/ModelReady",process="%d"}'
+ACTIVE = 'orcinus_gateway_active_requests{process="%d"}'
+"""Every process has it from its start."""
 MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 4096, "seed": 20261122}
 
 
@@ -59,11 +60,14 @@ def processes(stack: Stack) -> dict[int, str]:
 
 
 def both(stack: Stack) -> dict[int, str]:
-    def found() -> dict[int, str]:
-        there = processes(stack)
-        return there if len(there) == 2 else {}
+    """Return them once both take requests: one that has just started refuses them until it has heard from Redis."""
 
-    return until("both processes answer", found, 60)
+    def found() -> dict[int, str]:
+        there = ops(stack, "/stats").json()["processes"]
+        ready = {each["process"]: each["id"] for each in there if each["not_ready"] is None}
+        return ready if len(ready) == 2 else {}
+
+    return until("both processes are ready", found, 60)
 
 
 def pid(gateway: str) -> int:
@@ -71,8 +75,14 @@ def pid(gateway: str) -> int:
 
 
 def counted(stack: Stack, name: str) -> list[float]:
-    """A counter of each process, whichever of them tells."""
-    lines = dict(line.rsplit(" ", 1) for line in ops(stack, "/metrics").text.splitlines() if not line.startswith("#"))
+    """Return a counter of each process, whichever of them tells. It leaves the other out if that is slow to answer."""
+
+    def told() -> dict[str, str]:
+        text = ops(stack, "/metrics").text
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return lines if all(ACTIVE % number in lines for number in (0, 1)) else {}
+
+    lines = until("both processes tell", told)
     return [float(lines.get(name % number, 0)) for number in (0, 1)]
 
 
@@ -126,9 +136,10 @@ def test_killed_process_ends_no_other_stream_and_its_own_resume(stack: Stack, re
 
 
 def test_restarted_process_counts_anew_beside_the_other(stack: Stack) -> None:
-    before = both(stack)
+    before, counts = both(stack), counted(stack, COMPLETED)
     for _ in range(ASKED):
         stack.complete("x", 1)
+    until("all are counted", lambda: sum(counted(stack, COMPLETED)) - sum(counts) == ASKED)
     kept = counted(stack, COMPLETED)[1]
     assert kept > 0
     os.kill(pid(before[0]), signal.SIGKILL)

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import aiohttp
 
+from shared.tasks import end
 from tests.chaos.harness.checker import (
     VIOLATIONS,
     Violation,
@@ -73,6 +74,7 @@ class Scenario:
     slots: int = SLOTS
     templates: int | None = None  # only so many
     record_s: float = RECORD_S
+    settle_s: float = SETTLE_S
     programs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by role, in place of the services
     has_second: bool = False  # a further model
     adapters: Path | None = None  # folder with adapters, which are loaded under their names
@@ -174,13 +176,16 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def _beside(what: Beside | None, stack: Any) -> AsyncIterator[None]:
-    task = None if what is None else asyncio.create_task(what(stack))
-    yield
-    if task is not None:
+    if what is None:
+        yield
+        return
+    task = asyncio.create_task(what(stack))
+    try:
+        yield
         if task.done():
             await task  # it ended too early: it says why
-        task.cancel()
-        await asyncio.wait([task])
+    finally:
+        await end(task)
 
 
 class _Run:
@@ -223,7 +228,7 @@ class _Run:
             for template in [each for each in self._templates if each.name in OF_FURTHER]:
                 body = {**template.body, "model": model}
                 await self._learn(replace(template, name=f"{model} {template.name}", body=body))
-        self._before = await settled(self._stack, SETTLE_S)
+        self._before = await settled(self._stack, self._scenario.settle_s)
         self._say(f"{len(self._templates)} templates undisturbed in {time.monotonic() - begun:.1f} s")
 
     async def _learn(self, template: Template) -> None:
@@ -243,7 +248,7 @@ class _Run:
             load.stop()
             await loading
         finally:
-            loading.cancel()
+            await end(loading)
 
     def _ended(self, history: History) -> None:
         """Follows a request's record until it says what the client was told."""
@@ -317,7 +322,7 @@ class _Run:
 
     async def result(self) -> Result:
         """The stack at rest, once clients hold no connection any more, and everything judged."""
-        after = await settled(self._stack, SETTLE_S)
+        after = await settled(self._stack, self._scenario.settle_s)
         before = self._before or after
         violations = [*self._violations, *check_names(self._histories), *check_rest(before, after)]
         for witness, seen in (await epochs(self._stack)).items():
