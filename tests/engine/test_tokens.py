@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,37 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import Batch
 from protos import worker_pb2
 from shared.columns import pack
 from shared.text.logprobs import TokenLogprobs
 from tests.engine.driver import Driver, make_engine
+from tests.kernels.sequences import batch_of
 from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "grouped": {},
-    "as-many-kv-heads": {"num_key_value_heads": 4},
-    "one-kv-head": {"num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
-    "llama-biases": {"attention_bias": True, "mlp_bias": True},
-    "wide-heads": {"head_dim": 24},
-    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
-    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}},
-    "llama3": {"rope_parameters": LLAMA3},
-    "yarn": {"rope_parameters": YARN},
-    "sharded": {"shards": 4},
-    "bfloat16-on-disk": {"dtype": "bfloat16"},
-    "float16-on-disk": {"dtype": "float16"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -54,35 +30,11 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= 1e-4 * max(1.0, float(expected.abs().max())), error
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_and_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
-    reference = make_llama(tmp_path / "tiny", seed=7, requests=3, output_tokens=16, **VARIANTS[variant])
-    if variant == "sharded":
-        assert len(list(reference.path.glob("model-*.safetensors"))) > 1
-    engine = make_engine(reference.path)
-    driver = Driver(engine)
-    for slot, prompt in enumerate(reference.prompts):
-        driver.enter(slot, prompt)
-    for _ in range(16):
-        driver.step(dict.fromkeys(range(3), 4096))
-    assert [driver.outputs[slot] for slot in range(3)] == reference.outputs
-    close(all_logits(engine, reference.prompts[0]), reference.logits(reference.prompts[0]))
-
-
 def all_logits(engine: Any, tokens: list[int]) -> torch.Tensor:
     """Logits of every position in one pass over blocks 0, 1, 2, ..."""
     count, size = len(tokens), engine.info().block_size
-    positions = np.arange(count, dtype=np.int32)
-    batch = Batch(
-        tokens=np.array(tokens, np.int32),
-        positions=positions,
-        query_start=np.array([0, count], np.int32),
-        context=np.array([count], np.int32),
-        tables=np.arange(-(-count // size), dtype=np.int32)[None],
-        write_blocks=positions // size,
-        write_offsets=positions % size,
-        sample_rows=positions,
-    )
+    batch = batch_of([tokens], [0], np.arange(-(-count // size), dtype=np.int32)[None], block_size=size)
+    batch = replace(batch, sample_rows=np.arange(count, dtype=np.int32))
     with torch.inference_mode():
         prepared = engine.ops.prepare(batch, engine.cache)
         return engine.decoder.forward(prepared, engine.cache).clone()
