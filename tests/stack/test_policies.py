@@ -16,21 +16,13 @@ from services.cli.policy import switch
 from services.scheduler.core.policy.presets import PRESETS
 from shared.settings import CommonSettings, LauncherSettings
 from tests.support.checkpoints.models import Reference
-from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
+from tests.support.shared_prefixes import POLICY_MODEL, Load
+from tests.support.shared_prefixes import load as load  # the fixture
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
+MODEL = POLICY_MODEL
 PARTS = "vllm:order=fair,memory=peak,tokens=fixed-32,batch=chunked-8,relief=least-lost-swap"
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return policy_model(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def load(reference: Reference) -> Load:
-    return shared_prefixes(reference)
 
 
 @pytest.fixture(scope="module")

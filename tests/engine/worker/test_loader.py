@@ -124,9 +124,7 @@ def test_dummy_weights_serve_any_config_the_same_every_time(family: str, tmp_pat
     assert logits.isfinite().all() and 0.01 < logits.std() < 100
     assert torch.equal(logits, all_logits(second, [1, 2, 3, 200]))
     assert first.model_hash.startswith("dummy-") and first.model_hash == second.model_hash != real
-    driver = Driver(first)
-    driver.enter(0, [1, 2, 3])
-    assert len(driver.run(0, 8)) == 8
+    assert len(Driver(first, [[1, 2, 3]]).run(0, 8)) == 8
 
 
 def test_dummy_weights_differ_between_tensors_and_pieces() -> None:
@@ -249,9 +247,7 @@ def test_shards_and_half_precision_of_fused_matrices_are_read_right(family: str,
         tmp_path / "tiny", seed=9, requests=1, output_tokens=8, shards=3, dtype="float16", **FAMILIES[family]
     )
     assert len(list(reference.path.glob("model-*.safetensors"))) > 1
-    driver = Driver(make_engine(reference.path))
-    driver.enter(0, reference.prompts[0])
-    assert driver.run(0, 8) == reference.outputs[0]
+    assert Driver(make_engine(reference.path), reference.prompts).run(0, 8) == reference.outputs[0]
 
 
 def test_progress_counts_every_byte_of_pieces_and_whole_tensors(tmp_path: Path) -> None:
