@@ -23,7 +23,7 @@ from services.worker import main
 from services.worker.kv.cache import room_for
 from services.worker.models import checkpoint
 from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
-from services.worker.models.config import DecoderConfig, load_config
+from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.matrices import shapes
 from services.worker.quantization import METHODS
@@ -136,10 +136,6 @@ def test_dummy_weights_differ_between_tensors_and_pieces() -> None:
     assert float(pieces[0].std()) == pytest.approx(4096**-0.5, rel=0.01)
 
 
-def _lies_transposed(config: DecoderConfig, name: str) -> bool:
-    return config.family.transposed and f"{config.family.names.layers}." in name
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_matrices_of_every_family_are_checked_before_loading(name: str, tmp_path: Path) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[name]).path
@@ -148,7 +144,8 @@ def test_matrices_of_every_family_are_checked_before_loading(name: str, tmp_path
     tensors = load_file(path / "model.safetensors")
     checked = {key for key, value in tensors.items() if value.ndim > 1 and not key.endswith("bias")}
     checked = {key for key in checked if not key.startswith(config.family.unread)}
-    named = {key: shape[::-1] if _lies_transposed(config, key) else shape for key, shape in shapes(config)}
+    turned = f"{config.family.names.layers}." if config.family.transposed else "no such matrix"
+    named = {key: shape[::-1] if turned in key else shape for key, shape in shapes(config)}
     assert named == {key: tuple(tensors[key].shape) for key in checked}
     for key in checked:
         save_file({**tensors, key: torch.zeros(3, 5)}, path / "model.safetensors")
