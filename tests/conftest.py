@@ -37,6 +37,17 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return make_llama(tmp_path_factory.mktemp("model") / "tiny", **request.module.MODEL)
 
 
+@pytest.fixture(scope="module")
+def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Yield a running stack with the settings of the module's STACK: of its MODEL, else of the demo model."""
+    from shared.settings import DEMO_MODEL
+    from tests.support.stack import running_stack
+
+    model = request.getfixturevalue("reference").path if hasattr(request.module, "MODEL") else DEMO_MODEL
+    with running_stack(tmp_path_factory.mktemp("stack"), model, **request.module.STACK) as running:
+        yield running
+
+
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """Capture the project's own lines only: a library's thread of an earlier test may still log."""

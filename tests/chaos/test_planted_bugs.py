@@ -9,7 +9,6 @@ import pytest
 import uvloop
 
 from shared.settings import DEMO_MODEL
-from tests.chaos.harness.checker import Violation
 from tests.chaos.harness.planted import programs
 from tests.chaos.harness.run import Scenario, chaos
 
@@ -30,11 +29,7 @@ def violations(directory: Path, *bugs: str, seed: int = SEED, kinds: tuple[str, 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(chaos(directory, scenario, print))
     print(*result.violations, sep="\n")
-    return {(found.kind, _place(found)) for found in result.violations}
-
-
-def _place(found: Violation) -> str:
-    return found.where.split()[0]
+    return {(found.kind, found.where.split()[0]) for found in result.violations}
 
 
 def test_lost_ack_leaked_block_and_doubled_token_are_found(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ The worker is the real one but for an engine that fails every step that reads a 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from protos import worker_pb2
@@ -67,50 +66,16 @@ def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Ite
         stack.__exit__(None, None, None)
 
 
-class Clients:
-    """Requests under way, good and bad."""
-
-    def __init__(self, stack: Stack, reference: Reference, pool: ThreadPoolExecutor) -> None:
-        self._stack = stack
-        self._pool = pool
-        self._known = [
-            (prompt, output)
-            for prompt, output in zip(reference.prompts, reference.outputs, strict=True)
-            if prompt[0] != POISON
-        ]
-        self._good: list[tuple[list[int], Future[list[int]]]] = []
-        self._bad: list[Future[httpx.Response]] = []
-        self._buried = stack.redis.client.xlen(stack.keys.dead)
-
-    def good(self) -> None:
-        for prompt, output in self._known:
-            answer = self._pool.submit(self._stack.complete, prompt, len(output), ignore_eos=True)
-            self._good.append((output, answer))
-
-    def bad(self) -> None:
-        body = {"prompt": [POISON, EOS, len(self._bad)], "max_tokens": 8}
-        self._bad.append(self._pool.submit(self._stack.post, "/v1/completions", body))
-
-    def check(self) -> None:
-        """Waits for all: only the bad were given up."""
-        answers = [answer.result(120) for _, answer in self._good]
-        assert answers == [output for output, _ in self._good]
-        for error in [answer.result(120) for answer in self._bad]:
+def test_only_the_poison_is_given_up(stack: Stack, reference: Reference) -> None:
+    known = [case for case in zip(reference.prompts, reference.outputs, strict=True) if case[0][0] != POISON]
+    bodies = [{"prompt": [POISON, EOS, number], "max_tokens": 8} for number in range(2)]
+    with ThreadPoolExecutor(2 * REQUESTS) as pool:
+        bad = [pool.submit(stack.post, "/v1/completions", body) for body in bodies]
+        good = [pool.submit(stack.complete, prompt, len(output), ignore_eos=True) for prompt, output in known]
+        assert [answer.result(120) for answer in good] == [output for _, output in known]
+        for error in [answer.result(120) for answer in bad]:
             assert error.status_code == 500
             assert "one suspect" in error.json()["error"]["message"]
-        assert self._stack.redis.client.xlen(self._stack.keys.dead) == self._buried + len(self._bad)
-        self._stack.settled()
-        assert self._stack.stats()["parked"] == "0"
-
-
-@pytest.fixture
-def clients(stack: Stack, reference: Reference) -> Iterator[Clients]:
-    with ThreadPoolExecutor(2 * REQUESTS) as pool:
-        yield Clients(stack, reference, pool)
-
-
-def test_only_the_poison_is_given_up(clients: Clients) -> None:
-    for _ in range(2):
-        clients.bad()
-    clients.good()
-    clients.check()
+    assert stack.redis.client.xlen(stack.keys.dead) == len(bad)
+    stack.settled()
+    assert stack.stats()["parked"] == "0"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,7 @@ import pytest
 from deploy import certs
 from tests.chaos.streams import load
 from tests.support.checkpoints.models import Reference
-from tests.support.stack import Stack, running_stack
+from tests.support.stack import Stack
 from tests.support.waiting import free_port, until
 
 REQUESTS = 6
@@ -23,6 +22,10 @@ CONTEXT = 1024
 STEP_TIMEOUT_S = 4.0
 GONE_S = 60.0  # a rank that is stopped is missed after STEP_TIMEOUT_S; the rest is a busy machine's
 MODEL = {"requests": REQUESTS, "output_tokens": 48, "max_position_embeddings": CONTEXT, "seed": 20261123}
+STACK = {
+    "dtype": "float32", "tp": 2, "pp": 2, "threads": 1, "step_timeout_s": STEP_TIMEOUT_S,
+    "kv_blocks": 24, "host_blocks": 48, "policy": "sarathi:relief=newest-swap", "step_tokens": 24,  # short of memory
+}  # fmt: skip
 
 
 def ranks_of(stack: Stack) -> list[psutil.Process]:
@@ -48,15 +51,6 @@ def listening(process: psutil.Process) -> set[str]:
 def ports(process: psutil.Process) -> list[int]:
     """On which it listens."""
     return [each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
-
-
-@pytest.fixture(scope="module")
-def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    settings = {"tp": 2, "pp": 2, "threads": 1, "step_timeout_s": STEP_TIMEOUT_S}
-    short_of_memory = {"kv_blocks": 24, "host_blocks": 48, "policy": "sarathi:relief=newest-swap", "step_tokens": 24}
-    directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, reference.path, dtype="float32", **settings, **short_of_memory) as running:
-        yield running
 
 
 def test_ranks_give_references_tokens_with_chunks_preemption_swap_and_cancels(

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from shared.settings import DEMO_MODEL
 from tests.chaos.streams import Stream, common
-from tests.support.stack import START_S, Stack, running_stack
+from tests.support.stack import START_S, Stack
 from tests.support.waiting import until
 
 TOKENS = 450
@@ -22,13 +17,7 @@ PROMPTS = (
 )
 TEMPERATURES = (0.0, 0.7)
 BOUND = {"guided_regex": r"[a-z0-9, ]{4000,}", "ignore_eos": False}
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    directory: Path = tmp_path_factory.mktemp("speculation")
-    with running_stack(directory, DEMO_MODEL, dtype="float32", speculate="auto", stats_ms=100) as running:
-        yield running
+STACK = {"dtype": "float32", "speculate": "auto", "stats_ms": 100}
 
 
 def streams(stack: Stack, speculate: bool) -> list[Stream]:

@@ -23,7 +23,7 @@ from tests.chaos.streams import load
 from tests.support import sse
 from tests.support.checkpoints.models import Reference
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.stack import PLAIN, START_S, Stack, running_stack
+from tests.support.stack import PLAIN, START_S, Stack
 from tests.support.waiting import until
 
 REQUESTS = 4
@@ -32,13 +32,7 @@ CONTEXT = 4096
 EXIT_S = 5.0 + 25.0
 """What docs/operations.md promises, and what a busy machine may add. One that lost the order to end never does."""
 MODEL = {"requests": REQUESTS, "output_tokens": 64, "max_position_embeddings": CONTEXT, "seed": 20261122}
-
-
-@pytest.fixture(scope="module")
-def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, reference.path, dtype="float32", stats_ms=100) as running:
-        yield running
+STACK = {"dtype": "float32", "stats_ms": 100}
 
 
 def endless(stack: Stack) -> dict[str, object]:

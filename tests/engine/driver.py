@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from protos import worker_pb2
+from services.scheduler.core.types import NewRequest
 from services.worker.encoder_engine import load_engine
 from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
@@ -16,6 +18,7 @@ from shared.columns import pack, unpack
 from shared.settings import WorkerSettings
 from shared.text.logprobs import TokenLogprobs, split_records, unpack_records
 from tests.support import in_process
+from tests.support.checkpoints.models import Reference
 
 
 def make_engine(model: Path, host_blocks: int = 0, parallel: ParallelState | None = None, **settings: Any) -> Engine:
@@ -25,18 +28,41 @@ def make_engine(model: Path, host_blocks: int = 0, parallel: ParallelState | Non
     return load_engine(wanted, parallel=parallel)
 
 
+def requests_of(prompts: list[list[int]], count: int, **sampling: Any) -> list[NewRequest]:
+    """Return r0, r1, ...: a request of `count` tokens for each prompt."""
+    return [in_process.request(f"r{at}", prompt, count, **sampling) for at, prompt in enumerate(prompts)]
+
+
+def tokens_of(recorded: in_process.Recorded) -> list[list[int]]:
+    """Return the tokens of r0, r1, ..., none of which failed."""
+    assert not recorded.errors
+    return [recorded.tokens[f"r{at}", 0] for at in range(len(recorded.tokens))]
+
+
 def generated(engine: Any, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:
     """Return the greedy tokens of prompts that the scheduler's core sends to the engine."""
-    requests = [in_process.request(f"r{at}", prompt, count) for at, prompt in enumerate(prompts)]
-    recorded, _ = in_process.run(engine, requests, "orcinus", **options)
-    assert not recorded.errors
-    return [recorded.tokens[request.id, 0] for request in requests]
+    return tokens_of(in_process.run(engine, requests_of(prompts, count), "orcinus", **options)[0])
+
+
+def assert_tokens(
+    reference: Reference,
+    model: Path,
+    *kernels: str,
+    count: int = 3,
+    lengths: tuple[int, int] = (4, 40),
+    **settings: Any,
+) -> None:
+    """Demand of each of these kernels, on `model`, the 24 tokens that transformers gives on the reference's weights."""
+    cases = reference.cases(count, lengths, 24, seed=3)
+    for name in kernels:
+        engine = make_engine(model, kernels=name, block_size=16, **settings)
+        assert generated(engine, [case.prompt for case in cases], 24) == [case.tokens for case in cases], name
 
 
 class Driver:
-    """Slots with their own ranges of blocks; keeps the sampled tokens of each."""
+    """Slots with their own ranges of blocks; keeps the sampled tokens of each. prompts: of slots 0, 1, ..."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any, prompts: Sequence[list[int]] = ()) -> None:
         self.engine = engine
         info = engine.info()
         self.size = info.block_size
@@ -49,6 +75,8 @@ class Driver:
         self._pooled: set[int] = set()  # slots with a vector or a score in place of log-probabilities
         self._enters: list[worker_pb2.Enter] = []
         self._free: list[int] = []
+        for slot, prompt in enumerate(prompts):
+            self.enter(slot, prompt)
 
     def blocks(self, slot: int) -> np.ndarray:
         """The slot's own blocks in a scrambled order."""

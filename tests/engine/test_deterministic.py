@@ -22,9 +22,10 @@ from tests.support.checkpoints.models import Reference, make_llama
 
 OUTPUTS = 20
 SEED = 20261120
+SIZES = {"block_size": 16, "max_seqs": 6, "max_step_tokens": 512}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2_moe"])
+@pytest.fixture(scope="module", params=["llama", "qwen2_moe", "gpt_oss"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     path = tmp_path_factory.mktemp("deterministic") / request.param
     return make_llama(path, seed=11, requests=5, prompt_tokens=(3, 150), hidden_size=96, kind=request.param)
@@ -41,8 +42,8 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[str]:
 class Recorder(Driver):
     """Keeps the logits of every sampled token, by slot."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, prompts: list[list[int]]) -> None:
+        super().__init__(engine, prompts)
         self.logits: dict[int, list[torch.Tensor]] = {}
         compiled = engine.compiled
         self._last = torch.zeros(0)
@@ -62,22 +63,12 @@ class Recorder(Driver):
 
 
 def engine_of(model: Reference, dtype: str, threads: int) -> Engine:
-    return make_engine(
-        model.path,
-        block_size=16,
-        kernels="cpu",
-        deterministic=True,
-        dtype=dtype,
-        threads=threads,
-        max_seqs=6,
-        max_step_tokens=512,
-    )
+    return make_engine(model.path, kernels="cpu", deterministic=True, dtype=dtype, threads=threads, **SIZES)
 
 
 def alone(model: Reference, dtype: str, prompt: list[int]) -> tuple[list[int], list[torch.Tensor], list[torch.Tensor]]:
     """Tokens, logits and KV blocks of one request that runs by itself, its prompt in one chunk, on one thread."""
-    driver = Recorder(engine_of(model, dtype, threads=1))
-    driver.enter(0, prompt)
+    driver = Recorder(engine_of(model, dtype, threads=1), [prompt])
     tokens = list(driver.run(0, OUTPUTS))
     used = driver.blocks(0)[: -(-(len(prompt) + OUTPUTS - 1) // 16)]
     return tokens, driver.logits[0], [driver.engine.read_block(int(block)) for block in used]
@@ -86,9 +77,7 @@ def alone(model: Reference, dtype: str, prompt: list[int]) -> tuple[list[int], l
 def in_company(model: Reference, dtype: str, threads: int) -> Recorder:
     """Run all requests together in chunks and batches of any size; one is preempted."""
     rng = np.random.default_rng(SEED + threads)
-    driver = Recorder(engine_of(model, dtype, threads))
-    for slot, prompt in enumerate(model.prompts):
-        driver.enter(slot, prompt)
+    driver = Recorder(engine_of(model, dtype, threads), model.prompts)
     recomputed = 2
     while any(len(driver.outputs[slot]) < OUTPUTS for slot in range(len(model.prompts))):
         running = [slot for slot in range(len(model.prompts)) if len(driver.outputs[slot]) < OUTPUTS]

@@ -55,17 +55,10 @@ def greedy(reference: Reference, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def outputs(engine: Engine, prompts: list[list[int]], chunk: int) -> list[list[int]]:
-    driver = Driver(engine)
-    for slot, prompt in enumerate(prompts):
-        driver.enter(slot, prompt)
-    return driver.run_all(OUTPUTS, chunk)
-
-
 @pytest.mark.usefixtures("rounded_cache")
 def test_int8_tokens_and_logits_are_those_of_rounded_cache(reference: Reference) -> None:
     engine = int8_engine(reference)
-    found = outputs(engine, reference.prompts, chunk=4096)
+    found = Driver(engine, reference.prompts).run_all(OUTPUTS)
     assert found == [greedy(reference, prompt) for prompt in reference.prompts]
     tokens = reference.prompts[0] + found[0]
     engine.reset()
@@ -82,8 +75,8 @@ def test_logits_of_plain_cache_are_further_than_the_error_allowed(reference: Ref
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_tokens_are_the_same_in_chunks_and_with_one_thread(reference: Reference, dtype: str) -> None:
-    whole = outputs(int8_engine(reference, dtype=dtype), reference.prompts, chunk=4096)
-    assert outputs(int8_engine(reference, dtype=dtype, threads=1), reference.prompts, chunk=7) == whole
+    whole = Driver(int8_engine(reference, dtype=dtype), reference.prompts).run_all(OUTPUTS)
+    assert Driver(int8_engine(reference, dtype=dtype, threads=1), reference.prompts).run_all(OUTPUTS, 7) == whole
 
 
 @pytest.mark.parametrize(("dtype", "times"), [("float32", 4), ("bfloat16", 2)])
@@ -101,10 +94,9 @@ def test_int8_blocks_take_a_part_of_the_bytes(reference: Reference, dtype: str, 
 def test_int8_blocks_swapped_out_and_back_give_the_same_tokens(reference: Reference, dtype: str) -> None:
     """Another sequence overwrites the blocks meanwhile, and the KV comes back to others."""
     engine, prompt = int8_engine(reference, dtype=dtype, host_blocks=32), max(reference.prompts, key=len)
-    [expected] = outputs(engine, [prompt], chunk=4096)
+    expected = Driver(engine, [prompt]).run(0, OUTPUTS)
     engine.reset()
-    driver = Driver(engine)
-    driver.enter(0, prompt)
+    driver = Driver(engine, [prompt])
     before = list(driver.run(0, 20))
     computed = driver.computed[0]
     count = -(-computed // 16)

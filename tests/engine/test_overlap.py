@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ from tests.engine.driver import Ahead, entering, make_engine
 from tests.engine.late_engine import make_late_engine
 from tests.support import in_process
 from tests.support.checkpoints.models import VOCAB, Reference
-from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
+from tests.support.shared_prefixes import POLICY_MODEL, Load, shared_prefixes
 
 SMALL = {"kv_blocks": 26, "max_seqs": 16, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}
 """A pool in which policies have to preempt."""
@@ -26,8 +26,8 @@ MODEL = {"seed": 3, "requests": 4, "prompt_tokens": (12, 40)}
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return policy_model(tmp_path_factory)
+def shared(models: Callable[..., Reference]) -> Reference:
+    return models(**POLICY_MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -15,23 +15,15 @@ from services.worker.engine import Engine
 from tests.engine.driver import make_engine
 from tests.support import in_process
 from tests.support.checkpoints.models import Reference
-from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
+from tests.support.shared_prefixes import POLICY_MODEL, Load
+from tests.support.shared_prefixes import load as load  # the fixture
 
+MODEL = POLICY_MODEL
 SMALL = {"max_seqs": 16, "kv_blocks": 26, "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512}
 """The longest request needs 16 blocks."""
 # Occurs with certainty in this load, whatever else does. The others reserve, or estimate without an error.
 RECOMPUTES = {"sarathi", "vllm", "fastgen", "trt-max-utilization", "lmdeploy"}
 SWAPS = {"vllm", "ft-aimd"}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return policy_model(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def load(reference: Reference) -> Load:
-    return shared_prefixes(reference)
 
 
 @pytest.fixture(scope="module")

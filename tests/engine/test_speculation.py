@@ -21,7 +21,7 @@ from services.scheduler.workers.wire import limits_from_wire, result_from_wire, 
 from services.worker.engine import Engine
 from shared.columns import pack, unpack
 from shared.errors import ProtocolError
-from tests.engine.driver import Driver, make_engine
+from tests.engine.driver import Driver, make_engine, requests_of, tokens_of
 from tests.engine.ranks import Processes
 from tests.support import in_process
 from tests.support.checkpoints.models import Reference
@@ -49,13 +49,6 @@ def engine_of(reference: Reference, pool_tokens: int = 4096, **settings: Any) ->
 @pytest.fixture(scope="module")
 def runner(reference: Reference) -> Engine:
     return engine_of(reference)
-
-
-def requests_of(reference: Reference, **sampling: Any) -> list[NewRequest]:
-    return [
-        in_process.request(f"r{index}", prompt, OUTPUT_TOKENS, **sampling)
-        for index, prompt in enumerate(reference.prompts)
-    ]
 
 
 def predicted(requests: list[NewRequest], truth: Recorded, wrong: float) -> list[NewRequest]:
@@ -91,14 +84,14 @@ def drafts_of(core: Scheduler) -> tuple[int, int]:
 def test_tokens_equal_those_without_drafts(
     reference: Reference, runner: Engine, temperature: float, wrong: float
 ) -> None:
-    requests = requests_of(reference, temperature=temperature, seed=SEED)
+    requests = requests_of(reference.prompts, OUTPUT_TOKENS, temperature=temperature, seed=SEED)
     core, truth = compare(runner, requests, wrong)
     drafted, accepted = drafts_of(core)
     assert drafted > 0 and accepted > 0
     if wrong:
         assert accepted < drafted
     if temperature == 0.0:
-        assert [truth.tokens[f"r{i}", 0] for i in range(REQUESTS)] == reference.outputs
+        assert tokens_of(truth) == reference.outputs
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -112,13 +105,13 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 def test_penalties_filters_and_logprobs_see_the_drafts_before_them(
     reference: Reference, runner: Engine, name: str
 ) -> None:
-    requests = requests_of(reference, temperature=0.9, seed=SEED, **SAMPLINGS[name])
+    requests = requests_of(reference.prompts, OUTPUT_TOKENS, temperature=0.9, seed=SEED, **SAMPLINGS[name])
     core, _ = compare(runner, requests, 0.1)
     assert drafts_of(core)[1] > 0
 
 
 def test_stop_ids_and_least_tokens_end_outputs_where_they_did(reference: Reference, runner: Engine) -> None:
-    requests = requests_of(reference, temperature=0.9, seed=SEED)
+    requests = requests_of(reference.prompts, OUTPUT_TOKENS, temperature=0.9, seed=SEED)
     for at, request in enumerate(requests):
         request.stop_ids, request.min_tokens = np.arange(at, 256, 16, np.int32)[:16], 5 * (at % 3)
         request.payload.stop_token_ids, request.payload.min_tokens = pack(request.stop_ids), request.min_tokens
@@ -137,7 +130,7 @@ def test_preempted_and_overlapped_sequences_keep_their_tokens(
     reference: Reference, policy: str, microbatches: int, lookahead: int
 ) -> None:
     small = engine_of(reference, pool_tokens=256)
-    requests = requests_of(reference, temperature=0.7, seed=SEED)
+    requests = requests_of(reference.prompts, OUTPUT_TOKENS, temperature=0.7, seed=SEED)
     core, _ = compare(small, requests, 0.1, policy=policy, microbatches=microbatches, lookahead=lookahead)
     assert drafts_of(core)[1] > 0
     if policy != "orcinus":
@@ -150,7 +143,7 @@ def test_bfloat16_and_reference_kernels_take_drafts(reference: Reference, kernel
     dtype = {"cpu": "bfloat16", "reference": "float32"}[kernels]
     runner = engine_of(reference, kernels=kernels, dtype=dtype)
     assert runner.info().same_bits == (kernels == "cpu")
-    core, _ = compare(runner, requests_of(reference), 0.1)
+    core, _ = compare(runner, requests_of(reference.prompts, OUTPUT_TOKENS), 0.1)
     assert drafts_of(core)[1] > 0
 
 
@@ -174,7 +167,7 @@ def test_drafts_come_from_the_outputs_of_the_same_tenant_alone(reference: Refere
 
 
 def test_request_that_wants_no_drafts_has_none(reference: Reference, runner: Engine) -> None:
-    requests = requests_of(reference)
+    requests = requests_of(reference.prompts, OUTPUT_TOKENS)
     truth, _ = in_process.run(runner, requests, "orcinus", speculate="off")
     without = [dataclasses.replace(r, speculate=False) for r in predicted(requests, truth, 0.0)]
     found, core = in_process.run(runner, without, "orcinus", lookahead=1)
@@ -186,9 +179,11 @@ def test_request_that_wants_no_drafts_has_none(reference: Reference, runner: Eng
 def test_ranks_agree_on_which_drafts_count(reference: Reference, processes: Processes, tp: int, pp: int) -> None:
     settings = {"kernels": "cpu", "max_seqs": REQUESTS, "kv_blocks": 256, "block_size": 16}
     with processes.replica(tp, pp, reference.path, **settings) as replica:
-        core, _ = compare(replica, requests_of(reference, temperature=0.7, seed=SEED, logprobs=3), 0.1)
+        core, _ = compare(
+            replica, requests_of(reference.prompts, OUTPUT_TOKENS, temperature=0.7, seed=SEED, logprobs=3), 0.1
+        )
         assert drafts_of(core)[1] > 0
-        forced = requests_of(reference, temperature=0.7, seed=SEED, grammar=FORCED)
+        forced = requests_of(reference.prompts, OUTPUT_TOKENS, temperature=0.7, seed=SEED, grammar=FORCED)
         for request in forced:  # nothing is found in the outputs of others
             request.tenant = request.id
         truth, _ = in_process.run(replica, forced, "orcinus", speculate="off")
@@ -196,7 +191,7 @@ def test_ranks_agree_on_which_drafts_count(reference: Reference, processes: Proc
         assert found.tokens == truth.tokens and not found.errors
         assert drafts_of(core)[1] > 0
         replica.take_masks("few_masks")
-        bound = requests_of(reference, temperature=0.7, seed=SEED, grammar=WORDS)
+        bound = requests_of(reference.prompts, OUTPUT_TOKENS, temperature=0.7, seed=SEED, grammar=WORDS)
         core, _ = compare(replica, bound, 0.1)
     assert drafts_of(core)[1] > 0
 
@@ -243,10 +238,9 @@ def test_worker_refuses_steps_with_wrong_drafts(
     reference: Reference, runner: Engine, fields: dict[str, bytes], why: str
 ) -> None:
     runner.reset()
-    driver = Driver(runner)
-    driver.enter(0, reference.prompts[0], blocks=pack(range(4)))
-    driver.step({0: len(reference.prompts[0])})
-    start = len(reference.prompts[0])
-    step = {"chunk_slots": pack([0]), "chunk_starts": pack([start]), "chunk_lengths": pack([2])} | fields
+    driver, prompt = Driver(runner), reference.prompts[0]
+    driver.enter(0, prompt, blocks=pack(range(4)))
+    driver.step({0: len(prompt)})
+    step = {"chunk_slots": pack([0]), "chunk_starts": pack([len(prompt)]), "chunk_lengths": pack([2])} | fields
     with pytest.raises(ProtocolError, match=re.escape(why)):
         driver.engine.execute(worker_pb2.Step(epoch=1, id=99, **step))

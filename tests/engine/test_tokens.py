@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,42 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import Batch
 from protos import worker_pb2
 from shared.columns import pack
 from shared.text.logprobs import TokenLogprobs
 from tests.engine.driver import Driver, make_engine
+from tests.kernels.sequences import batch_of
 from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "grouped": {},
-    "as-many-kv-heads": {"num_key_value_heads": 4},
-    "one-kv-head": {"num_key_value_heads": 1},
-    "tied": {"tie_word_embeddings": True},
-    "llama-biases": {"attention_bias": True, "mlp_bias": True},
-    "wide-heads": {"head_dim": 24},
-    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
-    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}},
-    "llama3": {"rope_parameters": LLAMA3},
-    "yarn": {"rope_parameters": YARN},
-    "sharded": {"shards": 4},
-    "bfloat16-on-disk": {"dtype": "bfloat16"},
-    "float16-on-disk": {"dtype": "float16"},
-}
-
-
-@pytest.fixture(scope="module")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("grouped") / "tiny", seed=3, requests=6)
+MODEL = {"seed": 3, "requests": 6}
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -54,96 +27,72 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= 1e-4 * max(1.0, float(expected.abs().max())), error
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_and_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
-    reference = make_llama(tmp_path / "tiny", seed=7, requests=3, output_tokens=16, **VARIANTS[variant])
-    if variant == "sharded":
-        assert len(list(reference.path.glob("model-*.safetensors"))) > 1
-    engine = make_engine(reference.path)
-    driver = Driver(engine)
-    for slot, prompt in enumerate(reference.prompts):
-        driver.enter(slot, prompt)
-    for _ in range(16):
-        driver.step(dict.fromkeys(range(3), 4096))
-    assert [driver.outputs[slot] for slot in range(3)] == reference.outputs
-    close(all_logits(engine, reference.prompts[0]), reference.logits(reference.prompts[0]))
-
-
 def all_logits(engine: Any, tokens: list[int]) -> torch.Tensor:
     """Logits of every position in one pass over blocks 0, 1, 2, ..."""
     count, size = len(tokens), engine.info().block_size
-    positions = np.arange(count, dtype=np.int32)
-    batch = Batch(
-        tokens=np.array(tokens, np.int32),
-        positions=positions,
-        query_start=np.array([0, count], np.int32),
-        context=np.array([count], np.int32),
-        tables=np.arange(-(-count // size), dtype=np.int32)[None],
-        write_blocks=positions // size,
-        write_offsets=positions % size,
-        sample_rows=positions,
-    )
+    batch = batch_of([tokens], [0], np.arange(-(-count // size), dtype=np.int32)[None], block_size=size)
+    batch = replace(batch, sample_rows=np.arange(count, dtype=np.int32))
     with torch.inference_mode():
         prepared = engine.ops.prepare(batch, engine.cache)
         return engine.decoder.forward(prepared, engine.cache).clone()
 
 
-def test_bfloat16_stays_near_the_reference(grouped: Reference) -> None:
-    engine = make_engine(grouped.path, dtype="bfloat16")
-    expected = grouped.logits(grouped.prompts[0])
-    error = (all_logits(engine, grouped.prompts[0]) - expected).abs().max()
+def test_bfloat16_stays_near_the_reference(reference: Reference) -> None:
+    engine = make_engine(reference.path, dtype="bfloat16")
+    expected = reference.logits(reference.prompts[0])
+    error = (all_logits(engine, reference.prompts[0]) - expected).abs().max()
     assert MIN_GAP < error < 0.1 * expected.abs().max()
     assert engine.info().dtype == "bfloat16"
 
 
-def test_the_checkpoints_type_is_the_default_and_float16_is_widened(tmp_path: Path, grouped: Reference) -> None:
+def test_the_checkpoints_type_is_the_default_and_float16_is_widened(tmp_path: Path, reference: Reference) -> None:
     for dtype, expected in (("bfloat16", "bfloat16"), ("float16", "float32")):
         path = make_llama(tmp_path / dtype, requests=1, output_tokens=1, dtype=dtype).path
         assert make_engine(path, dtype="auto").info().dtype == expected
-    assert make_engine(grouped.path, dtype="auto").info().dtype == "float32"
+    assert make_engine(reference.path, dtype="auto").info().dtype == "float32"
 
 
-def test_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(grouped: Reference) -> None:
+def test_seeded_draw_does_not_depend_on_batch_chunks_or_preemption(reference: Reference) -> None:
     sampling = worker_pb2.Sampling(
         temperature=0.9, top_p=0.95, top_k=40, min_p=0.001, seed=77, repetition_penalty=1.2, presence_penalty=0.5,
         frequency_penalty=0.3, bias_ids=pack([70, 71]), bias_values=np.array([3.5, -50], np.float32).tobytes(),
     )  # fmt: skip
-    engine = make_engine(grouped.path)
+    engine = make_engine(reference.path)
     alone = Driver(engine)
-    alone.enter(0, grouped.prompts[0], sampling=sampling)
+    alone.enter(0, reference.prompts[0], sampling=sampling)
     expected = list(alone.run(0, 20))
-    assert expected != grouped.outputs[0][:20]
+    assert expected != reference.outputs[0][:20]
     engine.reset()
     busy = Driver(engine)
-    busy.enter(4, grouped.prompts[0], sampling=sampling)
-    busy.enter(2, grouped.prompts[1], sampling=worker_pb2.Sampling(temperature=1.5, top_p=1, seed=5))
-    busy.enter(7, grouped.prompts[2])
+    busy.enter(4, reference.prompts[0], sampling=sampling)
+    busy.enter(2, reference.prompts[1], sampling=worker_pb2.Sampling(temperature=1.5, top_p=1, seed=5))
+    busy.enter(7, reference.prompts[2])
     while len(busy.outputs[4]) < 8:
         busy.step({7: 3, 4: 5, 2: 64})
     before = list(busy.outputs[4])
     busy.free(4)
-    busy.enter(1, grouped.prompts[0] + before, prompt=len(grouped.prompts[0]), sampling=sampling)
+    busy.enter(1, reference.prompts[0] + before, prompt=len(reference.prompts[0]), sampling=sampling)
     while len(busy.outputs[1]) < 20:
         busy.step({1: 11, 2: 64})
     assert busy.outputs[1] == expected
     engine.reset()
     other = Driver(engine)
     sampling.seed = 78
-    other.enter(0, grouped.prompts[0], sampling=sampling)
+    other.enter(0, reference.prompts[0], sampling=sampling)
     assert other.run(0, 20) != expected
 
 
-def test_log_probabilities_are_equal_after_chunks_company_and_preemption(grouped: Reference) -> None:
+def test_log_probabilities_are_equal_after_chunks_company_and_preemption(reference: Reference) -> None:
     """Temperature, penalties and bias change the choice and not the model's distribution."""
     sampling = worker_pb2.Sampling(
         temperature=1.3, top_p=0.9, seed=9, repetition_penalty=1.2, logprobs=21,
         bias_ids=pack([7]), bias_values=np.float32(4).tobytes(),
     )  # fmt: skip
-    prompt = grouped.prompts[0]
-    driver = Driver(make_engine(grouped.path))
+    prompt = reference.prompts[0]
+    driver = Driver(make_engine(reference.path))
     driver.enter(4, prompt, sampling=sampling)
     driver.enter(2, prompt, sampling=worker_pb2.Sampling(logprobs=1))
-    driver.enter(7, grouped.prompts[2])
+    driver.enter(7, reference.prompts[2])
     while len(driver.outputs[4]) < 6:
         driver.step({7: 3, 4: 5, 2: 64})
     before, first = list(driver.outputs[4]), list(driver.logprobs[4])
@@ -152,10 +101,10 @@ def test_log_probabilities_are_equal_after_chunks_company_and_preemption(grouped
     while len(driver.outputs[1]) < 10:
         driver.step({1: 11, 7: 64})
     tokens, found = driver.outputs[1], first + driver.logprobs[1]
-    exact = grouped.logits(prompt + tokens).double().log_softmax(-1)[len(prompt) - 1 :]
+    exact = reference.logits(prompt + tokens).double().log_softmax(-1)[len(prompt) - 1 :]
     assert len(found) == len(tokens)
     assert driver.logprobs[7] == []
-    greedy = grouped.logits(prompt + driver.outputs[2]).double().log_softmax(-1)[len(prompt) - 1 :]
+    greedy = reference.logits(prompt + driver.outputs[2]).double().log_softmax(-1)[len(prompt) - 1 :]
     for i, (token, one) in enumerate(zip(driver.outputs[2], driver.logprobs[2], strict=True)):
         assert one == TokenLogprobs(pytest.approx(float(greedy[i, token]), abs=1e-3), [])
     for i, token in enumerate(tokens):

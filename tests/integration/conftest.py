@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
+from shared.keys import Keys
+from shared.security import api_keys
+from shared.security.api_keys import KeyRecord
 from tests.support.checkpoints.tokenizers import shared_byte_level, token_ids, write_model
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
@@ -16,6 +20,15 @@ from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answer
 KEY = "sk-test-0123456789"
 OTHER = "sk-other-9876543210"
 TEXT = "The quick brown fox 🐋 jumps over the lazy dog"
+
+
+def add_key(server: RedisServer, keys: Keys, tenant: str = "alice", **fields: Any) -> str:
+    """Write a key as `orcinus keys add` does; return its text."""
+    key_id, text = api_keys.new_key()
+    record = KeyRecord(key_id, api_keys.digest(text).hex(), "test", tenant, **fields)
+    server.client.hset(keys.api_keys, key_id, record.encode())
+    server.client.incr(keys.keys_version)
+    return text
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -125,20 +127,31 @@ def widths_of(ops: AnyOps, dtype: torch.dtype, widths: tuple[int, ...]) -> list[
     return [width for width in widths if width not in refused]
 
 
-def chunk(tokens: list[int], block_size: int, sample_rows: list[int], first: int = 0) -> Batch:
-    """One sequence's tokens from position `first` on, its blocks 0, 1, 2, ..."""
-    positions = np.arange(first, first + len(tokens), dtype=np.int32)
-    end = first + len(tokens)
+def batch_of(
+    tokens: list[list[int]], starts: list[int], tables: Int32, samples: list[bool] | None = None, block_size: int = 16
+) -> Batch:
+    """Rows tokens[s] of sequence s from position starts[s] on; all sequences sample unless `samples` says otherwise."""
+    lengths = np.array([len(row) for row in tokens])
+    query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    owner = np.repeat(np.arange(len(tokens)), lengths)
+    positions = np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in zip(starts, lengths, strict=True)])
+    chosen = np.ones(len(tokens), np.bool_) if samples is None else np.array(samples)
     return Batch(
-        tokens=np.array(tokens, np.int32),
+        tokens=np.array(list(chain.from_iterable(tokens)), np.int32),
         positions=positions,
-        query_start=np.array([0, len(tokens)], np.int32),
-        context=np.array([end], np.int32),
-        tables=np.arange(-(-end // block_size), dtype=np.int32)[None],
-        write_blocks=positions // block_size,
+        query_start=query_start,
+        context=(np.array(starts) + lengths).astype(np.int32),
+        tables=tables,
+        write_blocks=tables[owner, positions // block_size],
         write_offsets=positions % block_size,
-        sample_rows=np.array(sample_rows, np.int32),
+        sample_rows=query_start[1:][chosen] - 1,
     )
+
+
+def chunk(tokens: list[int], sample_rows: list[int], first: int = 0) -> Batch:
+    """One sequence's tokens from position `first` on, its blocks 0, 1, 2, ..."""
+    tables = np.arange(-(-(first + len(tokens)) // 16), dtype=np.int32)[None]
+    return replace(batch_of([tokens], [first], tables), sample_rows=np.array(sample_rows, np.int32))
 
 
 Chunk = tuple[int, int, int]
@@ -247,20 +260,8 @@ class Sequences:
             assert (np.abs(wide(found) - exact) <= limit).all()
 
     def _prepare(self, tables: Int32, chunks: list[Chunk]) -> Any:
-        lengths = [b - a for _, a, b in chunks]
-        positions = np.concatenate([np.arange(a, b, dtype=np.int32) for _, a, b in chunks])
-        query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        batch = Batch(
-            tokens=np.zeros(len(positions), np.int32),
-            positions=positions,
-            query_start=query_start,
-            context=np.array([b for _, _, b in chunks], np.int32),
-            tables=tables,
-            write_blocks=tables[np.repeat(np.arange(len(chunks)), lengths), positions // self.block_size],
-            write_offsets=positions % self.block_size,
-            sample_rows=query_start[1:] - 1,
-        )
-        return self.ops.prepare(batch, self.cache)
+        tokens, starts = [[0] * (b - a) for _, a, b in chunks], [a for _, a, _ in chunks]
+        return self.ops.prepare(batch_of(tokens, starts, tables, block_size=self.block_size), self.cache)
 
     def _write(self, prepared: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         qkv = torch.cat([queries.flatten(1), keys.flatten(1), values.flatten(1)], dim=1)

@@ -138,7 +138,7 @@ def test_embeddings_are_looked_up_scaled_and_placed(ops: AnyOps, hidden: int, dt
     for width in widths_of(ops, dtype, (hidden,)):
         weight, places = random((24, width), 1, dtype), random((9, width), 2, dtype)
         tokens = [3, 0, 3, 23]
-        prepared = ops.prepare(chunk(tokens, 16, [3], first=5), new_cache(ops, CacheShape(1, 0, 1, 1, 16, 64, dtype)))
+        prepared = ops.prepare(chunk(tokens, [3], first=5), new_cache(ops, CacheShape(1, 0, 1, 1, 16, 64, dtype)))
         for table in (
             ops.pack_embedding(iter([weight[:10], weight[10:]]), 24, width),
             tied := ops.pack_tied(iter([weight[:10], weight[10:]]), 24, width, None),
@@ -155,7 +155,7 @@ def test_embeddings_are_looked_up_scaled_and_placed(ops: AnyOps, hidden: int, dt
 def test_select_takes_the_rows_that_sample_in_their_order(ops: AnyOps, dtype: torch.dtype) -> None:
     cache, x = new_cache(ops, CacheShape(1, 0, 1, 1, 16, 64, dtype)), random((6, 24), 1, dtype)
     for rows in ([5], [0, 2, 3], [0, 1, 2, 3, 4, 5], []):
-        assert torch.equal(ops.select(x, ops.prepare(chunk([1] * 6, 16, rows), cache)), x[rows])
+        assert torch.equal(ops.select(x, ops.prepare(chunk([1] * 6, rows), cache)), x[rows])
 
 
 @in_every_variant
@@ -403,7 +403,7 @@ def test_q_and_k_are_normed_turned_and_written(
     )
     positions = np.array([29, 30, 31, 32, 33])
     batch = replace(
-        chunk([0] * 5, 16, [4], first=29),
+        chunk([0] * 5, [4], first=29),
         tables=np.array([[2, 3, 1]], np.int32),
         write_blocks=np.array([3, 3, 3, 1, 1], np.int32),
         write_offsets=(positions % 16).astype(np.int32),

@@ -52,24 +52,24 @@ class Both:
         self.numbers = [lowest if number in alike else number for number in self.numbers] + [lowest]
         self.entries.append((real, fake))
 
+    def run(self, side: int, *words: Any) -> Any:
+        """Run a command at the real one (0) or the simulated one (1); return the reply as it came, also an error."""
+        encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+        if side == 1:
+            self.fake.run_words(encoded)
+            return self.replies.pop()
+        connection = self.real.connection_pool.get_connection()
+        try:
+            connection.send_command(*encoded)
+            return connection.read_response()
+        except redis_client.ResponseError as error:
+            return error
+        finally:
+            self.real.connection_pool.release(connection)
+
     def call(self, *words: Any) -> tuple[Any, Any]:
         """Run a command at both: a pair (at the real one, at the simulated one) stands for a word that differs."""
-        found = []
-        for side in range(2):
-            chosen = [word[side] if isinstance(word, tuple) else word for word in words]
-            encoded = [word if isinstance(word, bytes) else str(word).encode() for word in chosen]
-            if side == 0:
-                connection = self.real.connection_pool.get_connection()
-                try:
-                    connection.send_command(*encoded)
-                    found.append(connection.read_response())
-                except redis_client.ResponseError as error:
-                    found.append(error)
-                finally:
-                    self.real.connection_pool.release(connection)
-            else:
-                self.fake.run_words(encoded)
-                found.append(self.replies.pop())
+        found = [self.run(at, *(word[at] if isinstance(word, tuple) else word for word in words)) for at in range(2)]
         real, fake = self.named(found[0], 0), self.named(found[1], 1)
         assert real == fake, f"{words[:3]}: the real server answers {real}, the simulated one {fake}"
         return found[0], found[1]
@@ -102,42 +102,26 @@ class Both:
             return "a time"
         return reply
 
-    def keyspace(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what each holds, as named."""
-        return self._dump(0), self._dump(1)
-
-    def _dump(self, side: int) -> dict[str, Any]:
-        def run(*words: Any) -> Any:
-            encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
-            if side == 0:
-                return self.real.execute_command(*words)
-            self.fake.run_words(encoded)
-            return self.replies.pop()
-
+    def keyspace(self, side: int) -> dict[str, Any]:
+        """Return what one of them holds, as named."""
         held: dict[str, Any] = {}
-        for key in sorted(run("KEYS", "*")):
-            kind = run("TYPE", key)
+        for key in sorted(self.run(side, "KEYS", "*")):
+            kind = self.run(side, "TYPE", key)
             kind = kind if isinstance(kind, bytes) else kind.encode()
             if kind == b"hash":
-                reply = run("HGETALL", key)
-                flat = reply if isinstance(reply, list) else [item for pair in reply.items() for item in pair]
+                flat = self.run(side, "HGETALL", key)
                 value: Any = sorted((flat[i], self.named(flat[i + 1], side)) for i in range(0, len(flat), 2))
             elif kind == b"string":
-                value = self.named(run("GET", key), side)
+                value = self.named(self.run(side, "GET", key), side)
             elif kind == b"set":
-                value = sorted(run("SMEMBERS", key))
+                value = sorted(self.run(side, "SMEMBERS", key))
             elif kind == b"stream":
-                rows = run("XRANGE", key, "-", "+")
-                value = [self.named([row[0], _flat(row[1])], side) for row in rows]
+                value = self.named(self.run(side, "XRANGE", key, "-", "+"), side)
             else:
-                value = run("ZRANGE", key, 0, -1)
-            ttl = run("PTTL", key)
+                value = self.run(side, "ZRANGE", key, 0, -1)
+            ttl = self.run(side, "PTTL", key)
             held[key.decode()] = (kind, value, -1 if ttl < 0 else round(ttl / 20_000))
         return held
-
-
-def _flat(fields: Any) -> list[Any]:
-    return fields if isinstance(fields, list) else [item for pair in fields.items() for item in pair]
 
 
 def play(both: Both, seed: int, calls: int) -> None:
@@ -233,8 +217,7 @@ def play(both: Both, seed: int, calls: int) -> None:
             both.script("give_worker", [lease, KEYS.worker("w")], epoch, shard, draw.choice([epoch, 3]))
         elif kind == "lapse" and draw.random() < 0.3:
             both.call("DEL", draw.choice([lease, KEYS.req(name), KEYS.bucket("a"), KEYS.queue]))
-        real_keys, fake_keys = both.keyspace()
-        assert real_keys == fake_keys, f"after {kind} of {name}"
+        assert both.keyspace(0) == both.keyspace(1), f"after {kind} of {name}"
         for stream in KEYS.request_streams():
             both.call("XPENDING", stream, GROUP)
 

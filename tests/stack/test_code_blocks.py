@@ -7,28 +7,22 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shared.settings import DEMO_MODEL, ROOT
+from shared.settings import ROOT
 from tests.support.docs import code_blocks
 from tests.support.docs.code_blocks import LEFT_OUT, SHORT, TAGS, Block
-from tests.support.stack import Stack, running_stack
+from tests.support.stack import Stack
 
 BLOCKS = list(code_blocks.blocks())
 LONGEST_S = 120
+STACK: dict[str, str] = {}
 BATCH = {
     "custom_id": "a", "method": "POST", "url": "/v1/completions",
     "body": {"model": "demo-model", "prompt": "def", "max_tokens": 4},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("blocks"), DEMO_MODEL) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

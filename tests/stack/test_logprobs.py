@@ -18,7 +18,7 @@ import torch
 
 from tests.support import sse
 from tests.support.checkpoints.models import Reference
-from tests.support.stack import Stack, running_stack
+from tests.support.stack import Stack
 from tests.support.waiting import until
 
 KEY = "sk-orcinus-test"
@@ -29,13 +29,7 @@ DRAWN: dict[str, Any] = {
 }  # fmt: skip
 OWN = {"top_k": 60, "min_p": 0.001, "repetition_penalty": 1.15}
 MODEL = {"output_tokens": 12, "seed": 20261127}
-
-
-@pytest.fixture(scope="module")
-def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, reference.path, key=KEY, dtype="float32", drain_s=0.5, step_tokens=16) as running:
-        yield running
+STACK = {"key": KEY, "dtype": "float32", "drain_s": 0.5, "step_tokens": 16}
 
 
 @pytest.fixture

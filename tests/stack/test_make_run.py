@@ -132,17 +132,12 @@ def test_printed_curl_line_works(shared_run: MakeRun) -> None:
 
 def test_documented_redis_cli_line_reads_the_stack(shared_run: MakeRun, tmp_path: Path) -> None:
     (tmp_path / ".run").symlink_to(shared_run.run_dir)
-    line = documented_line("redis-cli -s ")
+    page = (ROOT / "docs" / "redis.md").read_text()
+    (line,) = [line.strip() for line in page.splitlines() if "redis-cli -s " in line]
     asked = subprocess.run(
         ["bash", "-c", f"{line} --raw keys '*:lease:*'"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert asked.stdout.strip().endswith(":lease:shard-0"), asked.stderr
-
-
-def documented_line(part: str) -> str:
-    """Return the one line of docs/redis.md with this part."""
-    (line,) = [line.strip() for line in (ROOT / "docs" / "redis.md").read_text().splitlines() if part in line]
-    return line
 
 
 def test_password_is_on_no_command_line_and_in_no_log_or_record(shared_run: MakeRun) -> None:

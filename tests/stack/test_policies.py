@@ -6,43 +6,25 @@ No request may be lost by a switch and every token must be the reference's.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import pytest
 
 from services.cli.policy import switch
 from services.scheduler.core.policy.presets import PRESETS
 from shared.settings import CommonSettings, LauncherSettings
-from tests.support.checkpoints.models import Reference
-from tests.support.shared_prefixes import Load, policy_model, shared_prefixes
-from tests.support.stack import Stack, running_stack
+from tests.support.shared_prefixes import POLICY_MODEL, Load
+from tests.support.shared_prefixes import load as load  # the fixture
+from tests.support.stack import Stack
 from tests.support.waiting import until
 
+MODEL = POLICY_MODEL
+STACK: dict[str, Any] = {
+    "dtype": "float32", "block_size": 4, "max_seqs": 16, "kv_blocks": 26, "host_blocks": 32,
+    "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512, "policy": "static",
+    "max_wait_s": 600,  # how long requests wait depends on the machine
+    "prefix_cache": "on", "stats_ms": 100,
+}  # fmt: skip
 PARTS = "vllm:order=fair,memory=peak,tokens=fixed-32,batch=chunked-8,relief=least-lost-swap"
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return policy_model(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def load(reference: Reference) -> Load:
-    return shared_prefixes(reference)
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Iterator[Stack]:
-    settings: dict[str, Any] = {
-        "dtype": "float32", "block_size": 4, "max_seqs": 16, "kv_blocks": 26, "host_blocks": 32,
-        "max_input_tokens": 48, "max_output_tokens": 16, "max_step_tokens": 512, "policy": "static",
-        "max_wait_s": 600,  # how long requests wait depends on the machine
-        "prefix_cache": "on", "stats_ms": 100,
-    }  # fmt: skip
-    with running_stack(tmp_path_factory.mktemp("stack"), reference.path, **settings) as running:
-        yield running
 
 
 def records(stack: Stack) -> set[bytes]:

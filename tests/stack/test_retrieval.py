@@ -221,29 +221,51 @@ def test_what_an_embedder_cannot_do_is_refused(embedder: tuple[Stack, Any], path
     assert "this model is for embeddings" in message and "use /v1/embeddings" in message
 
 
-def test_a_reranker_has_no_vectors(cross_encoder: tuple[Stack, Any]) -> None:
-    _, _, message = refused(cross_encoder[0], "/v1/embeddings", {"input": "x"})
-    assert message.startswith("model: this model is for rerank, score, not for embeddings; use /v1/rerank, /v1/score")
+FEW = "129 items; this server's limit is 128"
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "problem"),
+    ("model", "path", "body", "param", "problem"),
     [
-        ("rerank", {"query": "x", "documents": ["y"] * 129}, "documents", "129 items; this server's limit is 128"),
-        ("rerank", {"query": "x", "documents": [""]}, "documents", "at least 1 character"),
-        ("rerank", {"query": "", "documents": ["y"]}, "query", "at least 1 character"),
-        ("rerank", {"query": "x", "documents": ["y"], "instruction": "z"}, "instruction", "is an encoder"),
-        ("rerank", {"query": "x", "documents": ["y", "a " * 130]}, "documents", "documents[1] with what it"),
-        ("rerank", {"query": "x", "documents": ["y"], "stream": True}, "stream", "Unrecognized"),
-        ("rerank", {"query": "x", "documents": ["y"], "background": 1}, "background", "valid boolean"),
-        ("score", {"text_1": ["x", "x"], "text_2": "y"}, "text_1", "text_1 has 2 items and text_2 1"),
-        ("score", {"text_1": "x", "text_2": ["y"] * 129}, "text_2", "129 items; this server's limit is 128"),
+        ("cross_encoder", "/v1/rerank", {"query": "x", "documents": ["y"]} | fields, param, problem)
+        for fields, param, problem in (
+            ({"documents": ["y"] * 129}, "documents", FEW),
+            ({"documents": [""]}, "documents", "at least 1 character"),
+            ({"query": ""}, "query", "at least 1 character"),
+            ({"instruction": "z"}, "instruction", "is an encoder"),
+            ({"documents": ["y", "a " * 130]}, "documents", "documents[1] with what it"),
+            ({"stream": True}, "stream", "Unrecognized"),
+            ({"background": 1}, "background", "valid boolean"),
+        )
+    ]
+    + [
+        ("cross_encoder", "/v1/score", {"text_1": ["x", "x"], "text_2": "y"}, "text_1", "2 items and text_2 1"),
+        ("cross_encoder", "/v1/score", {"text_1": "x", "text_2": ["y"] * 129}, "text_2", FEW),
+        (
+            "cross_encoder", "/v1/embeddings", {"input": "x"}, "model",
+            "model: this model is for rerank, score, not for embeddings; use /v1/rerank, /v1/score",
+        ),
+        ("judge", "/v1/embeddings", {"input": "x", "dimensions": 65}, "dimensions", "dimensions must be at most 64"),
+    ]
+    + [
+        ("embedder", "/v2/embed", EMBED | fields, param, problem)
+        for fields, param, problem in (
+            ({"images": ["data:"]}, "images", "vectors of texts only; send texts"),
+            ({"inputs": []}, "inputs", "vectors of texts only; send texts"),
+            ({"embedding_types": ["int8"]}, "embedding_types", "Input should be 'float' or 'base64'; got 'int8'"),
+            ({"embedding_types": ["float", "base64"]}, "embedding_types", "at most 1 item"),
+            ({"output_dimension": 65}, "output_dimension", "at most 48, as this model has; got 65"),
+            ({"texts": ["x"] * 129}, "texts", FEW),
+            ({"texts": ["x", "a " * 130], "truncate": "NONE"}, "texts", "texts[1] has 132 tokens; at most 128 are"),
+            ({"texts": ["a b"], "max_tokens": 2}, "texts", "texts[0] has 4 tokens; at most 2 are allowed; max_tokens"),
+            ({"truncate": "MIDDLE"}, "truncate", "got 'MIDDLE'"),
+        )
     ],
-)
-def test_wrong_fields_of_pairs_are_refused_by_name(
-    cross_encoder: tuple[Stack, Any], path: str, body: dict[str, Any], param: str, problem: str
+)  # fmt: skip
+def test_wrong_fields_are_refused_by_name(
+    request: pytest.FixtureRequest, model: str, path: str, body: dict[str, Any], param: str, problem: str
 ) -> None:
-    _, found, message = refused(cross_encoder[0], f"/v1/{path}", body)
+    _, found, message = refused(request.getfixturevalue(model)[0], path, body)
     assert found == param
     assert problem in message
 
@@ -354,28 +376,6 @@ def test_long_text_is_cut_between_the_tokenizers_own_tokens(
     assert stack.post("/v2/embed", body | {"max_tokens": 128}).json()["embeddings"] == whole["embeddings"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "problem"),
-    [
-        ({"images": ["data:"]}, "images", "vectors of texts only; send texts"),
-        ({"inputs": []}, "inputs", "vectors of texts only; send texts"),
-        ({"embedding_types": ["int8"]}, "embedding_types", "Input should be 'float' or 'base64'; got 'int8'"),
-        ({"embedding_types": ["float", "base64"]}, "embedding_types", "at most 1 item"),
-        ({"output_dimension": 65}, "output_dimension", "at most 48, as this model has; got 65"),
-        ({"texts": ["x"] * 129}, "texts", "129 items; this server's limit is 128"),
-        ({"texts": ["x", "a " * 130], "truncate": "NONE"}, "texts", "texts[1] has 132 tokens; at most 128 are allowed"),
-        ({"texts": ["a b"], "max_tokens": 2}, "texts", "texts[0] has 4 tokens; at most 2 are allowed; max_tokens must"),
-        ({"truncate": "MIDDLE"}, "truncate", "got 'MIDDLE'"),
-    ],
-)
-def test_wrong_fields_of_coheres_form_are_refused_by_name(
-    embedder: tuple[Stack, EncoderReference], fields: dict[str, Any], param: str, problem: str
-) -> None:
-    _, found, message = refused(embedder[0], "/v2/embed", EMBED | {"model": embedder[0].name} | fields)
-    assert found == param
-    assert problem in message
-
-
 def test_vectors_come_whole_when_scheduler_and_worker_die(judge: tuple[Stack, Reference]) -> None:
     stack, reference = judge
     prompts = random_prompts(60, (150, 240), 3, reference.vocab)
@@ -422,8 +422,3 @@ def test_vectors_are_made_in_the_background(judge: tuple[Stack, Reference]) -> N
 
     until("it has ended", lambda: state()["status"] == "finished", 60)
     np.testing.assert_allclose(vectors(state()["result"]), exact(reference, [[5, 6, 7]]), atol=1e-5)
-
-
-def test_more_dimensions_than_the_model_has_are_refused(judge: tuple[Stack, Any]) -> None:
-    _, param, message = refused(judge[0], "/v1/embeddings", {"input": "x", "dimensions": HIDDEN + 1})
-    assert (param, "dimensions must be at most 64" in message) == ("dimensions", True)

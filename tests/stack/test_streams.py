@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
 import psutil
-import pytest
 
-from shared.settings import DEMO_MODEL
 from tests.support import sse
-from tests.support.stack import Stack, running_stack
+from tests.support.stack import Stack
 
 STREAMS = 200
 ROUNDS = 4
 TOKENS = 16
+STACK = {"dtype": "float32"}
+"""Batches differ between the rounds, and only this type promises the same tokens in whatever batch."""
 GROWTH = 0.02
 GROWTH_BYTES = 8 << 20
 LAZY_FDS = 3
 """Connections of a pool of four that are opened only when as many calls of Redis meet; a leak opens more each round."""
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    # Batches differ between the rounds, and only float32 promises the same tokens in whatever batch.
-    with running_stack(tmp_path_factory.mktemp("streams"), DEMO_MODEL, dtype="float32") as running:
-        yield running
 
 
 async def stream(session: aiohttp.ClientSession, stack: Stack, index: int) -> list[int]:

@@ -13,15 +13,12 @@ import pytest
 
 from services.scheduler.core.types import NewRequest
 from tests.support import in_process
-from tests.support.checkpoints.models import MIN_GAP, VOCAB, Reference, make_llama, random_prompts
+from tests.support.checkpoints.models import MIN_GAP, VOCAB, Reference, random_prompts
 
 REQUESTS = 24
 OUTPUT_TOKENS = 14
-
-
-def policy_model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The model that the policies' tests run, and what transformers makes of it."""
-    return make_llama(tmp_path_factory.mktemp("policies") / "tiny", requests=1, output_tokens=1, hidden_size=32, seed=7)
+POLICY_MODEL = {"requests": 1, "output_tokens": 1, "hidden_size": 32, "seed": 7}
+"""MODEL of the policies' tests."""
 
 
 @dataclass(frozen=True)
@@ -80,3 +77,8 @@ def shared_prefixes(reference: Reference) -> Load:
     outputs, gaps = reference.run(prompts, OUTPUT_TOKENS)
     assert min(gaps) > MIN_GAP
     return Load([prompts[i] for i in order], [outputs[i] for i in order])
+
+
+@pytest.fixture(scope="module")
+def load(reference: Reference) -> Load:
+    return shared_prefixes(reference)

@@ -19,21 +19,15 @@ from openai.types import Batch
 from services.gateway.batches.lines import seed_of
 from tests.support.checkpoints.models import Reference
 from tests.support.gateway_process import GatewayProcess, running_gateway
-from tests.support.stack import Stack, running_stack
+from tests.support.stack import Stack
 from tests.support.waiting import until
 
 LINES = int(os.environ.get("LINES", "1000"))
 DRAWN = 7  # each so many-th line is sampled
 LONGEST = 24
 MODEL = {"requests": 8, "output_tokens": LONGEST, "max_position_embeddings": 512, "seed": 20261211}
+STACK = {"dtype": "float32", "max_seqs": 32}
 URL = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    directory = tmp_path_factory.mktemp("stack")
-    with running_stack(directory, reference.path, dtype="float32", max_seqs=32) as running:
-        yield running
 
 
 @pytest.fixture

@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cuda.backend import CudaOps
 from kernels.emulator.device import EmulatedDevice
 from kernels.ops import Batch, Cache
 from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
-from services.worker import engine as engine_module
 from services.worker.engine import Engine
 from shared.columns import pack
 from shared.errors import ConfigurationError
-from tests.engine.driver import Ahead, Driver, make_engine
+from tests.engine.driver import Ahead, Driver, tokens_of
+from tests.engine.emulated import GAP, SHAPE, SMALL, emulated, engine_on
 from tests.engine.ranks import Processes
-from tests.kernels.cuda.programs import device_of
 from tests.support import in_process
 from tests.support.checkpoints.adapters import Lora, make_lora, store, unmerged
 from tests.support.checkpoints.models import Reference, make_llama, random_prompts
@@ -32,10 +30,6 @@ from tests.support.compiler import needs_compiler
 
 pytestmark = needs_compiler
 
-GAP = 0.25
-"""Of the two best logits, which reach 30: a hundred times what float16 is off."""
-SHAPE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
-SMALL = {"max_seqs": 6, "max_step_tokens": 48, "max_input_tokens": 44, "max_output_tokens": 12, "block_size": 16}
 OUTPUTS = 8
 EACH = 4
 """Requests of each model."""
@@ -59,14 +53,8 @@ class House:
 
     def emulated(self, monkeypatch: pytest.MonkeyPatch, order: int | None, **settings: Any) -> Engine:
         """An engine on a device that puts its work off in this order."""
-        ops = CudaOps(device_of(order))
-        monkeypatch.setattr(engine_module, "choose", lambda *_: (ops, torch.float16))
-        wanted = SMALL | {"adapter_dir": self.folder, "max_loras": 2, "max_lora_rank": 12} | settings
-        return make_engine(self.path, kernels=ops.name, dtype="auto", **wanted)
-
-    def check(self, recorded: in_process.Recorded) -> None:
-        assert not recorded.errors
-        assert [recorded.tokens[f"r{index}", 0] for index in range(len(self.prompts))] == self.expected
+        wanted = {"adapter_dir": self.folder, "max_loras": 2, "max_lora_rank": 12} | settings
+        return emulated(monkeypatch, self.path, order, **wanted)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +107,7 @@ def test_requests_of_three_models_get_the_tokens_of_each(
 
     monkeypatch.setattr(engine.ops, "prepare", watched)
     recorded, _ = in_process.run(engine, house.requests(), "orcinus", lookahead=1, step_tokens=16, prefix_cache=True)
-    house.check(recorded)
+    assert tokens_of(recorded) == house.expected
     assert {(True, True), (True, False)} <= recorded_steps, "steps with adapters, with chunks and without, have graphs"
 
 
@@ -129,7 +117,7 @@ def test_adapters_of_one_place_take_turns_behind_steps_in_flight(
 ) -> None:
     engine = house.emulated(monkeypatch, order, kv_blocks=18, max_loras=1)
     recorded, _ = in_process.run(engine, house.requests(), "orcinus", lookahead=1, step_tokens=24)
-    house.check(recorded)
+    assert tokens_of(recorded) == house.expected
 
 
 def test_rows_of_the_base_keep_their_bits_beside_adapters(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +164,9 @@ def test_decodes_with_adapters_wait_for_no_device(house: House, monkeypatch: pyt
 def test_adapters_without_room_on_the_device_are_refused_at_start(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ops = CudaOps(EmulatedDevice(memory_bytes=7 << 20))
-    monkeypatch.setattr(engine_module, "choose", lambda *_: (ops, torch.float16))
-    wanted = SMALL | {"adapter_dir": house.folder, "max_loras": 1024, "max_lora_rank": 64}
+    device, wanted = EmulatedDevice(memory_bytes=7 << 20), {"max_loras": 1024, "max_lora_rank": 64}
     with pytest.raises(ConfigurationError, match=r"no memory for the adapters .*; lower --max-loras"):
-        make_engine(house.path, kernels="emulator", dtype="auto", **wanted)
+        engine_on(monkeypatch, device, house.path, adapter_dir=house.folder, **wanted)
 
 
 def test_pool_is_what_adapters_and_both_passes_leave_of_the_device(
@@ -188,11 +174,10 @@ def test_pool_is_what_adapters_and_both_passes_leave_of_the_device(
 ) -> None:
     wanted = {"max_seqs": 48, "max_input_tokens": 0, "max_output_tokens": 0}
     blocks, free = [], []
+    settings: dict[str, Any]
     for settings in ({"adapter_dir": None}, {"adapter_dir": house.folder}):
         device = EmulatedDevice(memory_bytes=12 << 20, recording_bytes=1 << 14)
-        ops = CudaOps(device)
-        monkeypatch.setattr(engine_module, "choose", lambda *_, ops=ops: (ops, torch.float16))
-        engine = make_engine(house.path, kernels="emulator", dtype="auto", **(SMALL | wanted | settings))
+        engine = engine_on(monkeypatch, device, house.path, **wanted, **settings)
         engine.warm_up()
         blocks.append(engine.info().gpu_blocks)
         free.append(device.free_bytes()[0])
@@ -203,4 +188,4 @@ def test_ranks_have_their_parts_of_each_adapter(house: House, processes: Process
     settings = {"kernels": "emulator", "dtype": "auto", "adapter_dir": house.folder, "max_loras": 2, "kv_blocks": 30}
     with processes.replica(2, 1, house.path, **SMALL, **settings) as replica:
         recorded, _ = in_process.run(replica, house.requests(), "orcinus", step_tokens=24)
-    house.check(recorded)
+    assert tokens_of(recorded) == house.expected

@@ -12,16 +12,18 @@ import pytest
 from services.scheduler.core import speculation
 from services.scheduler.core.types import Finish, NewRequest
 from services.worker.engine import Engine
-from shared.settings import WorkerSettings
-from tests.engine.adapters.test_products import MIN_GAP
+from tests.engine.driver import make_engine, tokens_of
 from tests.engine.ranks import Processes
 from tests.support import in_process
 from tests.support.checkpoints.adapters import Lora, make_lora, store, unmerged
-from tests.support.checkpoints.models import Reference, make_llama
+from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama
 
 SEED = 20261127
 NEW = 24
 REQUESTS = 12
+SIZES = {
+    "max_seqs": REQUESTS, "block_size": 16, "max_input_tokens": 64, "max_output_tokens": 64, "max_step_tokens": 512,
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -40,19 +42,8 @@ class House:
         return made
 
     def engine(self, pool_tokens: int = 4096, **settings: Any) -> Engine:
-        return Engine(
-            WorkerSettings(
-                model=self.reference.path,
-                device="cpu",
-                max_seqs=REQUESTS,
-                kv_blocks=pool_tokens // 16,
-                max_input_tokens=64,
-                max_output_tokens=64,
-                max_step_tokens=512,
-                threads=1,
-                **({"dtype": "float32", "kernels": "cpu", "host_blocks": 64, "adapter_dir": self.folder} | settings),
-            )
-        )
+        given = {"kernels": "cpu", "host_blocks": 64, "adapter_dir": self.folder, "kv_blocks": pool_tokens // 16}
+        return make_engine(self.reference.path, **(given | SIZES | settings))
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +66,6 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
         expected.append(tokens)
     assert len({tuple(tokens) for tokens in expected}) == 8, "the adapters change too little"
     return House(reference, folder, loras, expected)
-
-
-def tokens_of(recorded: in_process.Recorded) -> list[list[int]]:
-    assert not recorded.errors
-    return [recorded.tokens[f"r{index}", 0] for index in range(REQUESTS)]
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])

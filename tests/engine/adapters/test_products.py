@@ -22,6 +22,7 @@ from tests.support.checkpoints.models import MIN_GAP, Reference, make_llama
 
 SEED = 20261126
 NEW = 16
+MODEL = {"requests": 4, "output_tokens": NEW, "seed": SEED}
 FAMILIES = ["llama", "qwen2", "gpt2", "neox", "phi3", "opt", "mixtral", "qwen2_moe", "gemma2"]
 ATTENTION = {"mixtral": ("q_proj", "o_proj"), "qwen2_moe": ("q_proj", "o_proj", "shared_expert.up_proj")}
 
@@ -71,11 +72,6 @@ def test_mixed_batch_has_the_tokens_of_each_adapter(kind: str, kernels: str, tmp
     expected = [tokens_of(reference, lora, prompt) for lora, prompt in zip(loras, reference.prompts, strict=True)]
     assert list(driver.outputs.values()) == expected
     assert sum(a != b for a, b in zip(expected, reference.outputs, strict=True)) >= 2, "the adapters change too little"
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_llama(tmp_path_factory.mktemp("adapters") / "tiny", requests=4, output_tokens=NEW, seed=SEED)
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "int4"}])

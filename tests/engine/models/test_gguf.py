@@ -15,7 +15,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize
 from safetensors.torch import load_file
-from torch import Tensor
 
 from kernels.cpu.library import load
 from kernels.ops import Groups
@@ -25,14 +24,13 @@ from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix
 from shared.errors import ConfigurationError, ModelError
 from shared.models.gguf.reader import BLOCK_TYPES
-from tests.engine.driver import make_engine
+from tests.engine.driver import assert_tokens, generated, make_engine
+from tests.engine.models.test_quantized_checkpoints import plain
 from tests.engine.test_tokens import all_logits, close
-from tests.support import in_process
 from tests.support.checkpoints.gguf import write_model
-from tests.support.checkpoints.models import Reference, make_llama
+from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.compiler import demand_compiler, needs_compiler
 
-TOKENS = 24
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
 HELD = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
@@ -50,17 +48,6 @@ def origin(models: Callable[..., Reference]) -> Path:
 def q4_k_m(name: str) -> str:
     """The types of a file of the kind Q4_K_M."""
     return "Q6_K" if name in ("blk.0.attn_v.weight", "blk.0.ffn_down.weight", "output.weight") else "Q4_K"
-
-
-def tokens(model: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
-    engine = make_engine(model, **settings)
-    made = [in_process.request(f"r{at}", prompt, TOKENS) for at, prompt in enumerate(prompts)]
-    recorded = in_process.run(engine, made, "orcinus")[0]
-    return [recorded.tokens[f"r{at}", 0] for at in range(len(prompts))]
-
-
-def plain(pieces: list[Tensor | Groups]) -> Tensor:
-    return torch.cat([piece.plain() if isinstance(piece, Groups) else piece for piece in pieces])
 
 
 @pytest.mark.parametrize("kind", UNPACK)
@@ -97,10 +84,7 @@ def test_weights_are_read_to_the_bit_and_give_their_tokens(origin: Path, tmp_pat
             found = weight[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(plain(pieces), found), name
     assert not source.unread()
-    cases = Reference(meant).cases(3, (4, 40), TOKENS, seed=3)
-    for name in KERNELS:
-        answers = tokens(model, [case.prompt for case in cases], kernels=name, block_size=16)
-        assert answers == [case.tokens for case in cases], name
+    assert_tokens(Reference(meant), model, *KERNELS)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -124,14 +108,9 @@ def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, name: str
     make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, **SIZES, **FAMILIES[name])
     model, meant = tmp_path / "x.gguf", tmp_path / "meant"
     write_model(tmp_path / "plain", model, q4_k_m, meant)
-    reference = Reference(meant)
-    cases = reference.cases(2, (4, 40), TOKENS, seed=3)
-    prompts = [case.prompt for case in cases]
-    whole = prompts[0] + cases[0].tokens
-    engine = make_engine(model, kernels="reference", block_size=16)
-    close(all_logits(engine, whole), reference.logits(whole))
-    for kernels in KERNELS:
-        assert tokens(model, prompts, kernels=kernels, block_size=16) == [case.tokens for case in cases], kernels
+    reference, prompt = Reference(meant), random_prompts(1, (40, 40), 3)[0]
+    close(all_logits(make_engine(model, kernels="reference", block_size=16), prompt), reference.logits(prompt))
+    assert_tokens(reference, model, *KERNELS, count=2)
 
 
 def formats(model: Path, **settings: Any) -> list[str]:
@@ -172,10 +151,10 @@ def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path: Path) -> None:
     factors = 500000.0 ** -(torch.arange(0, 32, 2) / 32) / inverse
     assert factors.max() == pytest.approx(8)
     write_model(tmp_path / "plain", model, lambda _: "Q8_0", meant, more={"rope_freqs.weight": factors.numpy()})
-    cases = Reference(meant).cases(2, (60, 90), TOKENS, seed=3)
-    assert tokens(model, [case.prompt for case in cases], kernels="reference") == [case.tokens for case in cases]
+    assert_tokens(Reference(meant), model, "reference", count=2, lengths=(60, 90))
     write_model(tmp_path / "plain", tmp_path / "without.gguf", lambda _: "Q8_0")
-    assert tokens(tmp_path / "without.gguf", [cases[0].prompt], kernels="reference") != [cases[0].tokens]
+    with pytest.raises(AssertionError):
+        assert_tokens(Reference(meant), tmp_path / "without.gguf", "reference", count=2, lengths=(60, 90))
 
 
 @pytest.mark.parametrize(
@@ -196,17 +175,17 @@ def test_scaled_positions_are_those_of_transformers(
     make_llama(tmp_path / "plain", seed=13, kind="qwen2", requests=1, output_tokens=1, rope_parameters=given)
     metadata = {f"qwen2__rope__scaling__{key}": value for key, value in scaling.items()}
     write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: "F32", **metadata)
-    cases = Reference(tmp_path / "plain").cases(2, (60, 90), TOKENS, seed=3)
-    found = tokens(tmp_path / "x.gguf", [case.prompt for case in cases], kernels="reference")
-    assert found == [case.tokens for case in cases]
+    assert_tokens(Reference(tmp_path / "plain"), tmp_path / "x.gguf", "reference", count=2, lengths=(60, 90))
 
 
 def test_plain_file_may_be_rounded_and_a_packed_one_may_not(origin: Path, tmp_path: Path) -> None:
     demand_compiler()
     write_model(origin, tmp_path / "f32.gguf", lambda _: "F32")
-    prompts = [[1, 2, 3, 4]]
-    rounded = tokens(origin, prompts, kernels="cpu", quantize="int8", block_size=16)
-    assert tokens(tmp_path / "f32.gguf", prompts, kernels="cpu", quantize="int8", block_size=16) == rounded
+    int8 = {"kernels": "cpu", "quantize": "int8", "block_size": 16}
+    rounded, same = (
+        generated(make_engine(path, **int8), [[1, 2, 3, 4]], 24) for path in (origin, tmp_path / "f32.gguf")
+    )
+    assert rounded == same
     write_model(origin, tmp_path / "q8.gguf", lambda _: "Q8_0")
     with pytest.raises(ConfigurationError, match=r"quantized already \(gguf\)"):
         make_engine(tmp_path / "q8.gguf", block_size=16, quantize="int8")

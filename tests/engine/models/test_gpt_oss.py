@@ -23,6 +23,7 @@ from services.worker.quantization.base import Matrix, Stack
 from services.worker.quantization.mxfp4 import powers
 from shared.errors import ConfigurationError, ModelError
 from tests.engine.driver import Driver, generated, make_engine
+from tests.engine.models.test_quantized_checkpoints import plain
 from tests.engine.ranks import Processes
 from tests.engine.test_tokens import all_logits, close
 from tests.support.checkpoints.models import Reference, make_llama
@@ -64,7 +65,7 @@ def test_mxfp4_weights_are_those_that_transformers_unpacks(reference: Reference)
                 matrix = Matrix(name, outputs, inputs, rows, columns, stack=Stack(4, 6, interleaved))
                 pieces = list(method.read(source, matrix, torch.float32))
                 assert {piece.weight_format if isinstance(piece, Groups) else "" for piece in pieces} == {held}
-                found = torch.cat([piece.plain() if isinstance(piece, Groups) else piece for piece in pieces])
+                found = plain(pieces)
                 wanted = exact[4, columns.start : columns.stop, rows.start : rows.stop].t()
                 assert torch.equal(found, torch.cat((wanted[0::2], wanted[1::2])) if interleaved else wanted)
 
@@ -87,26 +88,6 @@ def test_mxfp4_gives_the_tokens_and_logits_of_its_weights(reference: Reference, 
     close(all_logits(engine, tokens), reference.logits(tokens))
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_bfloat16_logprobs_ignore_batches_chunks_and_threads(reference: Reference, kv_dtype: str) -> None:
-    demand_compiler()
-    prompts = [prompt * 3 for prompt in reference.prompts]
-    found = []
-    for chunk, threads, together in ((4096, 2, True), (7, 1, True), (13, 2, False)):
-        settings = {"dtype": "bfloat16", "kv_dtype": kv_dtype, "deterministic": True, "threads": threads}
-        engine = make_engine(reference.path, kernels="cpu", block_size=16, **settings)
-        logits = []
-        for batch in [range(3)] if together else [[one] for one in range(3)]:
-            driver = Driver(engine)
-            for slot in batch:
-                driver.enter(slot, prompts[slot])
-            logits += driver.run_all(24, chunk)
-            engine.reset()
-        found.append((logits, all_logits(engine, prompts[1])))
-    for outputs, logits in found[1:]:
-        assert outputs == found[0][0] and torch.equal(logits, found[0][1])
-
-
 @pytest.mark.parametrize(("tp", "pp", "kernels"), [(4, 1, "cpu"), (1, 2, "reference")])
 def test_ranks_give_the_tokens_of_the_whole_model(
     processes: Processes, reference: Reference, tp: int, pp: int, kernels: str
@@ -114,10 +95,8 @@ def test_ranks_give_the_tokens_of_the_whole_model(
     """Of 64 inner numbers, ranks of four have 16, so that the halves of a block of 32 are two ranks'."""
     demand_compiler(kernels)
     with processes.replica(tp, pp, reference.path, kernels=kernels, block_size=16) as replica:
-        driver = Driver(replica)
-        for slot, prompt in enumerate(reference.prompts):
-            driver.enter(slot, prompt)
-        assert driver.run_all(20, 13) == [one[:20] for one in reference.outputs]
+        found = Driver(replica, reference.prompts).run_all(20, 13)
+        assert found == [one[:20] for one in reference.outputs]
 
 
 def test_bfloat16_checkpoint_is_that_of_its_weights_and_may_be_rounded(tmp_path: Path) -> None:

@@ -83,11 +83,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "neox-one-after-the-other": {"kind": "neox", "use_parallel_residual": False},
 }
 
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as-many-kv-heads": {"num_key_value_heads": 4},
+    "one-kv-head": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "wide-heads": {"head_dim": 24},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}},
+    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
+    "bfloat16-on-disk": {"dtype": "bfloat16"},
+}
+"""Of the first family."""
 
-@pytest.fixture(scope="module", params=FAMILIES)
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *VARIANTS])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     path = tmp_path_factory.mktemp(request.param) / "tiny"
-    return make_llama(path, seed=5, requests=3, output_tokens=TOKENS, **FAMILIES[request.param])
+    return make_llama(path, seed=5, requests=3, output_tokens=TOKENS, **(FAMILIES | VARIANTS)[request.param])
 
 
 def test_int8_weights_of_layers_stay_near_whatever_way_matrices_lie(tmp_path: Path) -> None:
@@ -108,10 +127,7 @@ def test_tokens_and_logits_of_a_family_are_those_of_transformers(
     demand_compiler(kernels)
     # Deterministic: the kernels of this tree, not those that happen to be faster here.
     engine = make_engine(reference.path, kernels=kernels, block_size=block_size, deterministic=kernels == "cpu")
-    driver = Driver(engine)
-    slot_of = {request: request for request in range(3)}
-    for request, prompt in enumerate(reference.prompts):
-        driver.enter(request, prompt)
+    driver, slot_of = Driver(engine, reference.prompts), {request: request for request in range(3)}
     rng, preempted, free = np.random.default_rng(1), 0, [3, 4]
     while any(len(driver.outputs[slot]) < TOKENS for slot in slot_of.values()):
         driver.step({s: int(rng.integers(1, 24)) for s in slot_of.values() if len(driver.outputs[s]) < TOKENS})

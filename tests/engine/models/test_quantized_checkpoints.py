@@ -24,13 +24,11 @@ from services.worker.quantization.base import Matrix
 from services.worker.quantization.int4 import rounded as int4_rounded
 from services.worker.quantization.stored import unpacked
 from shared.errors import ConfigurationError, ModelError
-from tests.engine.driver import make_engine
-from tests.support import in_process
+from tests.engine.driver import assert_tokens
 from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.checkpoints.quantized import Format, add_config, words, write_quantized
 from tests.support.compiler import demand_compiler
 
-TOKENS = 24
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 EXPERTS = {"kind": "qwen2_moe", "moe_intermediate_size": 64, "shared_expert_intermediate_size": 192}
 CASES = (
@@ -63,13 +61,6 @@ def plain(pieces: list[Tensor | Groups]) -> Tensor:
     return torch.cat([piece.plain() if isinstance(piece, Groups) else piece for piece in pieces])
 
 
-def tokens(model: Path, prompts: list[list[int]], **settings: object) -> list[list[int]]:
-    engine = make_engine(model, **settings)
-    made = [in_process.request(f"r{at}", prompt, TOKENS) for at, prompt in enumerate(prompts)]
-    recorded = in_process.run(engine, made, "orcinus")[0]
-    return [recorded.tokens[f"r{at}", 0] for at in range(len(prompts))]
-
-
 @pytest.mark.parametrize(("kind", "held"), CASES, ids=NAMES)
 def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: Path, kind: Format, held: str) -> None:
     model = tmp_path / "quantized"
@@ -87,11 +78,8 @@ def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: P
         ):
             part = read(model, name, weight, rows, columns)
             assert torch.equal(plain(part), weight[rows.start : rows.stop, columns.start : columns.stop]), name
-    cases = Reference(tmp_path / "plain").cases(3, (4, 40), TOKENS, seed=3)
-    prompts = [case.prompt for case in cases]
     kernels = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
-    for name in kernels:
-        assert tokens(model, prompts, kernels=name, block_size=16) == [case.tokens for case in cases], name
+    assert_tokens(Reference(tmp_path / "plain"), model, *kernels)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +92,7 @@ def test_experts_of_a_quantized_checkpoint_give_the_tokens_of_their_weights(tmp_
     make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES, **EXPERTS)
     meant = write_quantized(tmp_path / "plain", tmp_path / "quantized", kind)
     assert sum(".experts." in name for name in meant) == 2 * 6 * 3
-    cases = Reference(tmp_path / "plain").cases(3, (4, 40), TOKENS, seed=3)
-    found = tokens(tmp_path / "quantized", [case.prompt for case in cases], kernels="cpu", block_size=16)
-    assert found == [case.tokens for case in cases]
+    assert_tokens(Reference(tmp_path / "plain"), tmp_path / "quantized", "cpu")
 
 
 def test_experts_that_are_rounded_at_load_give_the_tokens_of_their_weights(tmp_path: Path) -> None:
@@ -120,10 +106,7 @@ def test_experts_that_are_rounded_at_load_give_the_tokens_of_their_weights(tmp_p
             scales = np.abs(blocks).max(-1, keepdims=True) / np.float32(7)
             stored[name] = torch.from_numpy((np.rint(blocks / scales) * scales).reshape(weight.shape))
     save_file(stored, tmp_path / "meant" / "model.safetensors", {"format": "pt"})
-    cases = Reference(tmp_path / "meant").cases(3, (4, 40), TOKENS, seed=3)
-    prompts = [case.prompt for case in cases]
-    found = tokens(tmp_path / "given", prompts, kernels="cpu", block_size=16, quantize="int4")
-    assert found == [case.tokens for case in cases]
+    assert_tokens(Reference(tmp_path / "meant"), tmp_path / "given", "cpu", quantize="int4")
 
 
 @pytest.mark.parametrize(
@@ -168,9 +151,7 @@ def test_matrices_in_several_formats_are_stacked_and_plain_ones_stay(tmp_path: P
         name: tensor for name, tensor in load_file(model / "model.safetensors").items() if not name.startswith(kept)
     }
     save_file({**written, f"{kept}.weight": meant[f"{kept}.weight"]}, model / "model.safetensors", {"format": "pt"})
-    cases = Reference(tmp_path / "plain").cases(2, (4, 40), TOKENS, seed=3)
-    found = tokens(model, [case.prompt for case in cases], kernels="cpu", block_size=16)
-    assert found == [case.tokens for case in cases]
+    assert_tokens(Reference(tmp_path / "plain"), model, "cpu", count=2)
 
 
 def test_int4_of_a_plain_checkpoint_gives_the_tokens_of_rounded_weights(tmp_path: Path) -> None:
@@ -185,9 +166,7 @@ def test_int4_of_a_plain_checkpoint_gives_the_tokens_of_rounded_weights(tmp_path
                 made = (np.clip(np.rint(exact / scale), -7, 7) * scale).reshape(weight.shape)
                 assert np.array_equal(int4_rounded(weight).plain().numpy(), made)
                 weight.copy_(torch.from_numpy(made))
-    cases = reference.cases(3, (4, 40), TOKENS, seed=3)
-    found = tokens(tmp_path / "plain", [case.prompt for case in cases], kernels="cpu", quantize="int4", block_size=16)
-    assert found == [case.tokens for case in cases]
+    assert_tokens(reference, tmp_path / "plain", "cpu", quantize="int4")
 
 
 @pytest.mark.parametrize("block", [(0, 0), (1, 0), (64, 48)])
@@ -228,8 +207,7 @@ def test_fp8_weights_are_unpacked_by_their_scales(tmp_path: Path, block: tuple[i
         rows, columns = range(3, weight.shape[0]), range(5, weight.shape[1])
         assert torch.equal(plain(read(model, name, weight, rows, columns)), weight[3:, 5:]), name
     save_file({**stored, **meant}, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
-    case = Reference(tmp_path / "plain").cases(1, (4, 40), TOKENS, seed=3)[0]
-    assert tokens(model, [case.prompt], kernels="reference") == [case.tokens]
+    assert_tokens(Reference(tmp_path / "plain"), model, "reference", count=1)
 
 
 def test_a_zero_point_of_sixteen_is_one_more_than_fits_in_gptq(tmp_path: Path) -> None:

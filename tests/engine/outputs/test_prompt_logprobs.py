@@ -20,7 +20,7 @@ from services.scheduler.core.types import NewRequest
 from services.worker import engine as engine_module
 from services.worker.engine import Engine
 from shared.text.logprobs import MOST, TokenLogprobs, unpack_prompt_records
-from tests.engine.driver import Driver, make_engine
+from tests.engine.driver import Driver, make_engine, requests_of
 from tests.engine.ranks import Processes
 from tests.support import in_process
 from tests.support.checkpoints.models import VOCAB, Reference, one_thread
@@ -42,11 +42,8 @@ def expected(reference: Reference) -> list[torch.Tensor]:
     return [each.double().log_softmax(-1).float() for each in logits]
 
 
-def requests_of(reference: Reference, **sampling: Any) -> list[NewRequest]:
-    return [
-        in_process.request(f"r{index}", prompt, OUTPUTS, prompt_logprobs=LIKELY + 1, **sampling)
-        for index, prompt in enumerate(reference.prompts)
-    ]
+def scoring(reference: Reference, **sampling: Any) -> list[NewRequest]:
+    return requests_of(reference.prompts, OUTPUTS, prompt_logprobs=LIKELY + 1, **sampling)
 
 
 def compare(reference: Reference, expected: list[torch.Tensor], recorded: Recorded) -> None:
@@ -76,12 +73,12 @@ def test_every_chunk_size_gives_transformers_log_likelihoods(
 ) -> None:
     engine, found = small(reference.path, backend), []
     for chunk in CHUNKS:
-        recorded, _ = in_process.run(engine, requests_of(reference), "orcinus", step_tokens=chunk, prefix_cache=True)
+        recorded, _ = in_process.run(engine, scoring(reference), "orcinus", step_tokens=chunk, prefix_cache=True)
         compare(reference, expected, recorded)
         found.append(recorded)
     if backend == "cpu":
         assert all(one.prompt_logprobs == found[0].prompt_logprobs for one in found)
-    plain = [in_process.request(f"r{index}", prompt, OUTPUTS) for index, prompt in enumerate(reference.prompts)]
+    plain = requests_of(reference.prompts, OUTPUTS)
     recorded, core = in_process.run(engine, plain, "orcinus", prefix_cache=True)
     assert core.stats()["prefix_hit_tokens"] > 0
     if backend == "cpu":
@@ -92,7 +89,7 @@ def test_preempted_prompts_tell_each_token_once(
     reference: Reference, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, halfway = small(reference.path, "cpu", kv_blocks=10, host_blocks=8, max_output_tokens=32), []
-    undisturbed, _ = in_process.run(engine, requests_of(reference), "orcinus", step_tokens=64)
+    undisturbed, _ = in_process.run(engine, scoring(reference), "orcinus", step_tokens=64)
     submit = engine.submit
 
     def watched(step: worker_pb2.Step) -> Any:
@@ -101,7 +98,7 @@ def test_preempted_prompts_tell_each_token_once(
 
     monkeypatch.setattr(engine, "submit", watched)
     for relief, lookahead in itertools.product(("newest", "newest-swap"), (0, 1)):
-        requests = [dataclasses.replace(request, max_tokens=28) for request in requests_of(reference)]
+        requests = [dataclasses.replace(request, max_tokens=28) for request in scoring(reference)]
         for index, request in enumerate(requests):
             request.priority = 0 if index % 2 else 3  # the urgent come late, and take the room of the others
         policy = f"orcinus:memory=watermark,tokens=fixed-9,relief={relief}"  # sizes that no clock changes
@@ -118,7 +115,7 @@ def test_a_request_goes_on_behind_the_tokens_that_were_recorded(
     reference: Reference, expected: list[torch.Tensor]
 ) -> None:
     engine = small(reference.path, "cpu")
-    requests = requests_of(reference)
+    requests = scoring(reference)
     for request, prompt in zip(requests, reference.prompts, strict=True):
         request.scored = [max(1, len(prompt) // 2)]
     known = Recorded(scored={(request.id, 0): request.scored[0] for request in requests if request.scored})
@@ -131,10 +128,7 @@ def test_a_request_goes_on_behind_the_tokens_that_were_recorded(
 
 def test_other_choices_read_what_the_first_has_computed(reference: Reference, expected: list[torch.Tensor]) -> None:
     engine = small(reference.path, "cpu")
-    requests = [
-        in_process.request(f"r{index}", prompt, OUTPUTS, n=3, prompt_logprobs=LIKELY + 1)
-        for index, prompt in enumerate(reference.prompts)
-    ]
+    requests = scoring(reference, n=3)
     recorded, core = in_process.run(engine, requests, "orcinus", prefix_cache=True)
     compare(reference, expected, recorded)
     assert core.stats()["prefix_hit_tokens"] > 0
@@ -149,7 +143,7 @@ def test_few_rows_are_scored_at_once(
     engine, rows = small(reference.path, "cpu"), []
     score = engine.ops.score
     monkeypatch.setattr(engine.ops, "score", lambda logits, *rest: rows.append(len(logits)) or score(logits, *rest))
-    recorded, _ = in_process.run(engine, requests_of(reference), "orcinus")
+    recorded, _ = in_process.run(engine, scoring(reference), "orcinus")
     compare(reference, expected, recorded)
     assert max(rows) == 3
 
@@ -160,7 +154,7 @@ def test_several_ranks_give_transformers_log_likelihoods(
 ) -> None:
     settings = {"kernels": "cpu", "block_size": 16, "kv_blocks": 64, **SMALL}
     with processes.replica(tp, pp, reference.path, **settings) as replica:
-        recorded, _ = in_process.run(replica, requests_of(reference), "orcinus", lookahead=1, step_tokens=24)
+        recorded, _ = in_process.run(replica, scoring(reference), "orcinus", lookahead=1, step_tokens=24)
     compare(reference, expected, recorded)
 
 
@@ -192,7 +186,7 @@ def test_logits_that_are_not_finite_fail_the_prompt_alone(
         return found
 
     monkeypatch.setattr(engine.decoder, "logits", not_finite)
-    requests = requests_of(reference)[:2]
+    requests = scoring(reference)[:2]
     recorded, _ = in_process.run(engine, requests, "orcinus", step_tokens=5)
     assert recorded.errors == ["nan_logits: the model gave logits that are not finite"]
     assert sorted(len(recorded.tokens.get((f"r{index}", 0), [])) for index in range(2)) == [0, OUTPUTS]

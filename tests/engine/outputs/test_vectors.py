@@ -16,7 +16,7 @@ from protos import worker_pb2
 from services.scheduler.core.types import NewRequest
 from services.worker.engine import Engine
 from shared.columns import pack, unpack_float
-from tests.engine.driver import Driver, make_engine
+from tests.engine.driver import Driver, make_engine, requests_of
 from tests.engine.ranks import Processes
 from tests.support import in_process
 from tests.support.checkpoints.models import Reference, one_thread
@@ -38,7 +38,7 @@ def expected(reference: Reference) -> np.ndarray:
     return torch.nn.functional.normalize(torch.stack(rows), dim=-1).numpy()
 
 
-def requests_of(reference: Reference, every: int = 1) -> list[NewRequest]:
+def pooling(reference: Reference, every: int = 1) -> list[NewRequest]:
     """Each `every`-th is pooled, the others generate."""
     made = []
     for index, prompt in enumerate(reference.prompts):
@@ -62,7 +62,7 @@ def small(model: Path, kernels: str, **settings: Any) -> Engine:
 def test_every_chunk_size_gives_transformers_vectors(reference: Reference, expected: np.ndarray, backend: str) -> None:
     engine, found = small(reference.path, backend), []
     for chunk in (1, 7, 64, 0):
-        recorded, core = in_process.run(engine, requests_of(reference), "orcinus", step_tokens=chunk, prefix_cache=True)
+        recorded, core = in_process.run(engine, pooling(reference), "orcinus", step_tokens=chunk, prefix_cache=True)
         told = vectors(recorded, len(reference.prompts))
         np.testing.assert_allclose(told, expected, atol=TOLERANCE)
         found.append(told.tobytes())
@@ -73,9 +73,9 @@ def test_every_chunk_size_gives_transformers_vectors(reference: Reference, expec
 
 def test_pooled_sequences_share_steps_with_others(reference: Reference, expected: np.ndarray) -> None:
     engine = small(reference.path, "cpu")
-    plain = [in_process.request(f"r{index}", prompt, 6, logprobs=2) for index, prompt in enumerate(reference.prompts)]
+    plain = requests_of(reference.prompts, 6, logprobs=2)
     alone, _ = in_process.run(engine, plain, "orcinus")
-    recorded, _ = in_process.run(engine, requests_of(reference, 2), "orcinus", lookahead=1, step_tokens=24)
+    recorded, _ = in_process.run(engine, pooling(reference, 2), "orcinus", lookahead=1, step_tokens=24)
     np.testing.assert_allclose(vectors(recorded, len(reference.prompts), 2), expected[::2], atol=TOLERANCE)
     for index in range(1, len(reference.prompts), 2):
         assert recorded.tokens[f"r{index}", 0] == alone.tokens[f"r{index}", 0]
@@ -118,22 +118,13 @@ def test_scores_are_transformers_logits_beside_vectors_and_tokens(
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_several_ranks_give_transformers_scores(
+def test_several_ranks_give_transformers_scores_and_vectors(
     processes: Processes, reference: Reference, expected: np.ndarray, tp: int, pp: int
 ) -> None:
     made, scores = scored(reference)
     with processes.replica(tp, pp, reference.path, kernels="cpu", **SMALL) as replica:
         recorded, _ = in_process.run(replica, made, "orcinus", lookahead=1, step_tokens=24)
     check_scores(recorded, reference, scores, expected)
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_several_ranks_give_transformers_vectors(
-    processes: Processes, reference: Reference, expected: np.ndarray, tp: int, pp: int
-) -> None:
-    with processes.replica(tp, pp, reference.path, kernels="cpu", **SMALL) as replica:
-        recorded, _ = in_process.run(replica, requests_of(reference), "orcinus", lookahead=1, step_tokens=24)
-    np.testing.assert_allclose(vectors(recorded, len(reference.prompts)), expected, atol=TOLERANCE)
 
 
 def test_another_pooling_fails_the_sequence_alone(reference: Reference) -> None:
@@ -158,7 +149,7 @@ def test_rows_that_are_not_finite_have_no_vector(reference: Reference, monkeypat
         return rows
 
     monkeypatch.setattr(engine.decoder, "last_rows", not_finite)
-    recorded, _ = in_process.run(engine, requests_of(reference)[:1], "orcinus")
+    recorded, _ = in_process.run(engine, pooling(reference)[:1], "orcinus")
     assert recorded.errors == ["nan_logits: the model gave logits that are not finite"]
     assert not recorded.logprobs.get(("r0", 0))
 

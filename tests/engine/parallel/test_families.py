@@ -46,12 +46,7 @@ def run(processes: Processes, reference: Reference, tp: int, pp: int, kernels: s
     """Three sequences in chunks of 13 tokens."""
     settings = {"kernels": kernels, "block_size": 16, "deterministic": kernels == "cpu"}
     with processes.replica(tp, pp, reference.path, **settings) as replica:
-        driver = Driver(replica)
-        for slot, prompt in enumerate(reference.prompts):
-            driver.enter(slot, prompt)
-        while any(len(driver.outputs[slot]) < TOKENS for slot in range(3)):
-            driver.step({slot: 13 for slot in range(3) if len(driver.outputs[slot]) < TOKENS})
-        assert [driver.outputs[slot] for slot in range(3)] == reference.outputs
+        assert Driver(replica, reference.prompts).run_all(TOKENS, 13) == reference.outputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)

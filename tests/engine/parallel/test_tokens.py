@@ -22,7 +22,8 @@ from tests.engine.ranks import Processes, Replica
 from tests.support import in_process
 from tests.support.checkpoints.models import VOCAB, Reference, random_prompts
 from tests.support.compiler import demand_compiler
-from tests.support.shared_prefixes import Load, shared_prefixes
+from tests.support.shared_prefixes import Load
+from tests.support.shared_prefixes import load as load  # the fixture
 
 SHAPE = {
     "hidden_size": 96,
@@ -38,11 +39,6 @@ KERNELS: dict[str, dict[str, Any]] = {
     "reference": {**SMALL, "kernels": "reference", "host_blocks": 32},
     "cpu": {**SMALL, "kernels": "cpu", "host_blocks": 16, "block_size": 16, "kv_blocks": 10, "deterministic": True},
 }
-
-
-@pytest.fixture(scope="module")
-def load(reference: Reference) -> Load:
-    return shared_prefixes(reference)
 
 
 @pytest.mark.parametrize(("tp", "pp", "kernels"), [(2, 1, "cpu"), (2, 2, "cpu"), (1, 4, "cpu"), (3, 1, "reference")])

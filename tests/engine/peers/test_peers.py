@@ -17,18 +17,16 @@ from services.worker.kv.share_folder import ID
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from tests.engine.driver import Driver, make_engine
+from tests.engine.emulated import SMALL, float16_model
 from tests.engine.late_engine import make_late_engine
 from tests.engine.ranks import Processes
-from tests.support.checkpoints.models import Reference, make_llama, random_prompts
+from tests.support.checkpoints.models import Reference, random_prompts
 from tests.support.compiler import needs_compiler
 
 MODEL = {"seed": 11, "requests": 3}
 
 OUTPUTS = 12
 HOST_BLOCKS = 40
-EMULATED = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
-GAP = 0.25
-"""Of the two best logits in float16, which reach 30: a hundred times what it is off."""
 
 
 @pytest.fixture
@@ -77,10 +75,8 @@ def test_another_worker_goes_on_with_the_references_tokens(
     given = sharing(reference.path, folder, kernels=kernels, block_size=block_size)
     ours, theirs = Driver(make_engine(**given)), Driver(make_engine(**given))
     infos = [driver.engine.info() for driver in (ours, theirs)]
-    assert {path.stat().st_mode & 0o777 for path in (folder, *(folder / name for name in tiers(folder)))} == {
-        0o700,
-        0o600,
-    }
+    modes = {path.stat().st_mode & 0o777 for path in (folder, *(folder / name for name in tiers(folder)))}
+    assert modes == {0o700, 0o600}
     assert infos[0].kv_format == infos[1].kv_format and infos[0].host_tier != infos[1].host_tier
     assert infos[0].host_tier.partition("/")[0] == infos[1].host_tier.partition("/")[0]
     assert unpack(theirs.step({}, peers=[peer_of(infos[0], 7)]).peer_acks).tolist() == [7]
@@ -93,16 +89,13 @@ def test_another_worker_goes_on_with_the_references_tokens(
 
 @needs_compiler
 def test_emulated_gpus_copy_out_of_memory_that_they_registered(tmp_path: Path, folder: Path) -> None:
-    reference = make_llama(tmp_path / "tiny", seed=9, requests=1, output_tokens=1, **EMULATED)
-    prompts = random_prompts(30, (20, 40), 3)
-    outputs, gaps = reference.run(prompts, OUTPUTS)
-    at = next(at for at, gap in enumerate(gaps) if gap > GAP)
-    small = {"kernels": "emulator", "dtype": "auto", "max_seqs": 6, "max_step_tokens": 48, "block_size": 16}
-    given = sharing(reference.path, folder, **small, max_input_tokens=44, max_output_tokens=16)
+    reference = float16_model(tmp_path / "tiny", random_prompts(30, (20, 40), 3), OUTPUTS)
+    prompt, outputs = reference.prompts[0], reference.outputs[0]
+    given = sharing(reference.path, folder, kernels="emulator", dtype="auto", **SMALL | {"max_output_tokens": 16})
     ours, theirs = Driver(make_engine(**given)), Driver(make_engine(**given))
     assert unpack(theirs.step({}, peers=[peer_of(ours.engine.info())]).peer_acks).tolist() == [0]
-    first, host = prefilled(ours, prompts[at])
-    assert goes_on(theirs, prompts[at], first, host) == outputs[at]
+    first, host = prefilled(ours, prompt)
+    assert goes_on(theirs, prompt, first, host) == outputs
 
 
 def test_own_blocks_and_those_of_two_peers_share_a_step(reference: Reference, folder: Path) -> None:
@@ -182,15 +175,8 @@ def test_lost_peer_is_released_after_its_last_read(reference: Reference, folder:
     driver.step({}, peers=[peer_of(ours.info())])
     (folder / f"{ours.info().host_tier.partition('/')[2]}-0").unlink()
     there = driver.blocks(5)[: len(host)]
-    begun = late.submit(
-        worker_pb2.Step(
-            epoch=1,
-            id=driver.next_id,
-            swap_in_host=pack(host),
-            swap_in_gpu=pack(there),
-            swap_in_peers=pack([0] * len(host)),
-        )
-    )
+    columns = {"swap_in_host": pack(host), "swap_in_gpu": pack(there), "swap_in_peers": pack([0] * len(host))}
+    begun = late.submit(worker_pb2.Step(epoch=1, id=driver.next_id, **columns))
     before = mapped(folder)
     gone = late.submit(worker_pb2.Step(epoch=1, id=driver.next_id + 1, peers=[worker_pb2.Peer(number=0)]))
     assert mapped(folder) == before

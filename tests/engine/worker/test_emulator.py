@@ -18,45 +18,29 @@ import torch
 from llguidance import LLMatcher
 
 from kernels.emulator.device import EmulatedDevice
-from services.worker import engine as engine_module
-from services.worker.engine import Engine
 from shared.columns import unpack_float
 from shared.text.logprobs import unpack_prompt_records, unpack_records
-from tests.engine.driver import Driver, make_engine
-from tests.kernels.cuda.programs import FLAGS, device_of
+from tests.engine.driver import Driver, tokens_of
+from tests.engine.emulated import SHAPE, SMALL, emulated, engine_on, float16_model
+from tests.engine.ranks import Processes
+from tests.kernels.cuda.programs import FLAGS
 from tests.support import in_process
 from tests.support.checkpoints.models import EOS, Reference, make_llama, random_prompts
 from tests.support.compiler import needs_compiler
 
 pytestmark = needs_compiler
 
-GAP = 0.25
-"""Of the two best logits, which reach 30: a hundred times what float16 is off."""
-SHAPE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
-SMALL = {"max_seqs": 6, "max_step_tokens": 48, "max_input_tokens": 44, "max_output_tokens": 12, "block_size": 16}
 OUTPUTS = 10
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """With prompts that share a prefix, and prompts that do not."""
-    found = make_llama(tmp_path_factory.mktemp("emulator") / "tiny", seed=9, requests=1, output_tokens=1, **SHAPE)
     shared = random_prompts(1, (33, 33), 2)[0]
     prompts = random_prompts(30, (3, 40), 3) + [shared + end for end in random_prompts(10, (1, 9), 4)]
-    outputs, gaps = found.run(prompts, OUTPUTS)
-    kept = [at for at, gap in enumerate(gaps) if gap > GAP]
-    assert len(kept) >= 12
-    found.prompts, found.outputs = [prompts[at] for at in kept], [outputs[at] for at in kept]
+    found = float16_model(tmp_path_factory.mktemp("emulator") / "tiny", prompts, OUTPUTS)
+    assert len(found.prompts) >= 12
     return found
-
-
-def emulated(monkeypatch: pytest.MonkeyPatch, model: Path, order: int | None, **settings: Any) -> Engine:
-    """An engine on a device that puts its work off in this order."""
-    from kernels.cuda.backend import CudaOps
-
-    ops = CudaOps(device_of(order))
-    monkeypatch.setattr(engine_module, "choose", lambda *_: (ops, torch.float16))
-    return make_engine(model, kernels=ops.name, dtype="auto", **(SMALL | settings))
 
 
 @pytest.mark.parametrize("order", [1, 3])
@@ -70,8 +54,7 @@ def test_overlapped_preemption_swap_and_sharing_give_transformers_tokens(
     ]
     policy = "orcinus:memory=watermark,relief=newest-swap"
     recorded, core = in_process.run(engine, requests, policy, lookahead=1, prefix_cache=True)
-    assert not recorded.errors
-    assert [recorded.tokens[f"r{i}", 0] for i in range(len(requests))] == reference.outputs
+    assert tokens_of(recorded) == reference.outputs
     for i in range(1, len(requests), 2):
         told = unpack_records(recorded.logprobs[f"r{i}", 0], 3)
         assert [one.best[0][0] for one in told] == reference.outputs[i]
@@ -91,8 +74,7 @@ def test_prompts_are_scored_beside_decodes_that_overlap(
         for i, prompt in enumerate(reference.prompts)
     ]
     recorded, _ = in_process.run(engine, requests, "orcinus", lookahead=1, step_tokens=16, prefix_cache=True)
-    assert not recorded.errors
-    assert [recorded.tokens[f"r{i}", 0] for i in range(len(requests))] == reference.outputs
+    assert tokens_of(recorded) == reference.outputs
     for i in range(1, len(requests), 2):
         prompt = reference.prompts[i]
         expected = reference.logits(prompt).log_softmax(-1)[:-1]
@@ -146,6 +128,16 @@ def test_a_grammar_is_given_the_tokens_that_the_device_keeps(
         assert end == EOS and re.fullmatch(pattern, bytes(text).decode())
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_ranks_of_emulated_gpus_give_transformers_tokens(
+    processes: Processes, reference: Reference, tp: int, pp: int
+) -> None:
+    """Each device's work is put off, and done when the ranks meet."""
+    with processes.replica(tp, pp, reference.path, kernels="emulator", dtype="auto", **SMALL) as replica:
+        found = Driver(replica, reference.prompts[:3]).run_all(4, 15)
+    assert found == [output[:4] for output in reference.outputs[:3]]
+
+
 class CountedDevice(EmulatedDevice):
     """Notes what is given to it, and how often memory is taken."""
 
@@ -179,16 +171,11 @@ class CountedDevice(EmulatedDevice):
 
 
 def test_step_is_one_recording_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kernels.cuda.backend import CudaOps
-
     a_pass = {}
     for layers in (1, 2):
         make_llama(tmp_path / str(layers), 9, 1, output_tokens=1, **(SHAPE | {"num_hidden_layers": layers}))
         device = CountedDevice()
-        ops = CudaOps(device)
-        monkeypatch.setattr(engine_module, "choose", lambda *_, ops=ops: (ops, torch.float16))
-        driver = Driver(make_engine(tmp_path / str(layers), kernels="emulator", dtype="auto", **SMALL))
-        driver.enter(0, [5, 6, 7])
+        driver = Driver(engine_on(monkeypatch, device, tmp_path / str(layers)), [[5, 6, 7]])
         driver.step({0: 3})
         driver.enter(1, list(range(10, 30)))
         device.given.clear()
@@ -206,14 +193,10 @@ def test_step_is_one_recording_and_takes_no_memory(monkeypatch: pytest.MonkeyPat
 def test_pool_is_what_weights_and_largest_step_leave_of_device(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, recording_bytes: int
 ) -> None:
-    from kernels.cuda.backend import CudaOps
-
     wanted = {"max_seqs": 48, "max_input_tokens": 0, "max_output_tokens": 0}
     plenty = emulated(monkeypatch, reference.path, None, **wanted).info()
     device = EmulatedDevice(memory_bytes=7 << 20, recording_bytes=recording_bytes)
-    ops = CudaOps(device)
-    monkeypatch.setattr(engine_module, "choose", lambda *_: (ops, torch.float16))
-    engine = make_engine(reference.path, kernels="emulator", dtype="auto", **(SMALL | wanted))
+    engine = engine_on(monkeypatch, device, reference.path, **wanted)
     info = engine.info()
     assert 16 <= info.gpu_blocks < plenty.gpu_blocks == 48 * 16
     free, total = device.free_bytes()

@@ -15,6 +15,7 @@ import torch
 from kernels.cpu.build import BuildError
 from kernels.cuda import gpu
 from kernels.cuda.loader import CudaError
+from kernels.reference.backend import ReferenceOps
 from services.worker import backend
 from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, room_for
 from services.worker.models.config import DecoderConfig, Mixture, load_config
@@ -111,14 +112,38 @@ def test_what_only_a_cpu_can_do_stays_on_the_cpu(given: dict[str, Any], monkeypa
         ({"device": "cuda", "block_size": 48}, "--block-size 48: on a GPU it is 16, 32"),
         ({"device": "cuda", "block_size": 8}, "--block-size 8"),
         ({"device": "cpu", "dtype": "float16"}, "--dtype float16 needs a GPU"),
+        ({"device": "cuda", "kv_dtype": "int8"}, "--kv-dtype int8 is for CPUs alone and .* for a GPU"),
+        ({"kernels": "cuda", "kv_dtype": "int8"}, "--kv-dtype int8 is for CPUs alone and .* for a GPU"),
+        ({"kernels": "reference", "quantize": "int8"}, "--quantize int8 needs the cpu kernels; give --kernels auto or"),
+        ({"kernels": "reference", "kv_dtype": "int8"}, "--kv-dtype int8 needs the cpu kernels; give --kernels auto or"),
     ],
 )
 def test_options_that_exclude_each_other_are_named(
-    given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on("usable", monkeypatch)
     with pytest.raises(ConfigurationError, match=words):
         chosen(config_of(), **given)
+    assert not caplog.text, "nothing is chosen in its place"
+
+
+@pytest.mark.parametrize(
+    "given", [{"deterministic": True}, {"quantize": "int8"}, {"kv_dtype": "int8"}, {"kernels": "cpu"}]
+)
+def test_block_size_the_cpu_kernels_cannot_use_is_named(
+    given: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    named = r"--(deterministic|quantize int8|kv-dtype int8|kernels cpu).*--block-size 8"
+    with pytest.raises(ConfigurationError, match=named):
+        chosen(config_of(torch.float32), block_size=8, **given)
+    assert "reference" not in caplog.text
+
+
+@pytest.mark.parametrize("most", [1, 33, 1000, 3000])
+def test_sizes_that_are_warmed_up_are_no_larger_than_step(most: int) -> None:
+    sizes = ReferenceOps(torch.device("cpu")).batch_sizes(torch.bfloat16, most)
+    assert sizes[-1] == most
+    assert sizes == sorted(set(sizes))
 
 
 @pytest.mark.parametrize(

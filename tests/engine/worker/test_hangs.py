@@ -27,9 +27,10 @@ from services.worker import watchdog
 from services.worker.pipeline import QUEUED_STEPS
 from services.worker.server import WorkerServer
 from services.worker.watchdog import StepWatchdog
-from shared.columns import pack, unpack
+from shared.columns import unpack
 from tests.engine.driver import make_engine
 from tests.engine.worker.processes import WorkerProcess
+from tests.engine.worker.test_server import first_step
 from tests.support.checkpoints.models import Reference
 from tests.support.stack import RedisServer
 from tests.support.waiting import free_port, until
@@ -76,9 +77,7 @@ sys.exit(main.run(WorkerSettings()))
 
 
 def entering(prompt: list[int], id: int = 1) -> worker_pb2.Step:
-    enter = worker_pb2.Enter(slot=0, tokens=pack(prompt), prompt_tokens=len(prompt), blocks=pack(list(range(8))))
-    chunk = {"chunk_slots": pack([0]), "chunk_starts": pack([0]), "chunk_lengths": pack([len(prompt)])}
-    return worker_pb2.Step(epoch=1, id=id, enters=[enter], **chunk)
+    return worker_pb2.Step(epoch=1, id=id, **first_step(prompt, 4))
 
 
 def begin(channel: grpc.Channel, *steps: worker_pb2.Step) -> Any:

@@ -23,7 +23,7 @@ from services.worker import main
 from services.worker.kv.cache import room_for
 from services.worker.models import checkpoint
 from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
-from services.worker.models.config import DecoderConfig, load_config
+from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.matrices import shapes
 from services.worker.quantization import METHODS
@@ -124,9 +124,7 @@ def test_dummy_weights_serve_any_config_the_same_every_time(family: str, tmp_pat
     assert logits.isfinite().all() and 0.01 < logits.std() < 100
     assert torch.equal(logits, all_logits(second, [1, 2, 3, 200]))
     assert first.model_hash.startswith("dummy-") and first.model_hash == second.model_hash != real
-    driver = Driver(first)
-    driver.enter(0, [1, 2, 3])
-    assert len(driver.run(0, 8)) == 8
+    assert len(Driver(first, [[1, 2, 3]]).run(0, 8)) == 8
 
 
 def test_dummy_weights_differ_between_tensors_and_pieces() -> None:
@@ -138,10 +136,6 @@ def test_dummy_weights_differ_between_tensors_and_pieces() -> None:
     assert float(pieces[0].std()) == pytest.approx(4096**-0.5, rel=0.01)
 
 
-def _lies_transposed(config: DecoderConfig, name: str) -> bool:
-    return config.family.transposed and f"{config.family.names.layers}." in name
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_matrices_of_every_family_are_checked_before_loading(name: str, tmp_path: Path) -> None:
     path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, **FAMILIES[name]).path
@@ -150,7 +144,8 @@ def test_matrices_of_every_family_are_checked_before_loading(name: str, tmp_path
     tensors = load_file(path / "model.safetensors")
     checked = {key for key, value in tensors.items() if value.ndim > 1 and not key.endswith("bias")}
     checked = {key for key in checked if not key.startswith(config.family.unread)}
-    named = {key: shape[::-1] if _lies_transposed(config, key) else shape for key, shape in shapes(config)}
+    turned = f"{config.family.names.layers}." if config.family.transposed else "no such matrix"
+    named = {key: shape[::-1] if turned in key else shape for key, shape in shapes(config)}
     assert named == {key: tuple(tensors[key].shape) for key in checked}
     for key in checked:
         save_file({**tensors, key: torch.zeros(3, 5)}, path / "model.safetensors")
@@ -249,9 +244,7 @@ def test_shards_and_half_precision_of_fused_matrices_are_read_right(family: str,
         tmp_path / "tiny", seed=9, requests=1, output_tokens=8, shards=3, dtype="float16", **FAMILIES[family]
     )
     assert len(list(reference.path.glob("model-*.safetensors"))) > 1
-    driver = Driver(make_engine(reference.path))
-    driver.enter(0, reference.prompts[0])
-    assert driver.run(0, 8) == reference.outputs[0]
+    assert Driver(make_engine(reference.path), reference.prompts).run(0, 8) == reference.outputs[0]
 
 
 def test_progress_counts_every_byte_of_pieces_and_whole_tensors(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,10 +16,12 @@ from services.worker import pipeline
 from services.worker.engine import STEPS_IN_FLIGHT, Engine
 from services.worker.in_flight import InFlightStep, InFlightSteps
 from services.worker.pipeline import Item, RunState
-from services.worker.server import OPTIONS, WorkerServer
+from services.worker.server import WorkerServer
 from shared.columns import pack, unpack
 from tests.engine.late_engine import make_late_engine
-from tests.engine.worker.test_server import DEADLINE_S, Client, chunk, first_step
+from tests.engine.worker.test_server import DEADLINE_S, Client, begun, chunk, first_step
+from tests.engine.worker.test_server import rpc as rpc  # the fixtures
+from tests.engine.worker.test_server import server as server
 from tests.support.checkpoints.models import Reference
 from tests.support.waiting import until
 
@@ -29,20 +31,6 @@ MODEL = {"seed": 9, "requests": 2}
 @pytest.fixture(scope="module")
 def engine(reference: Reference) -> Engine:
     return make_late_engine(reference.path, host_blocks=8)
-
-
-@pytest.fixture
-def server(engine: Engine) -> Iterator[WorkerServer]:
-    server = WorkerServer("127.0.0.1:0")
-    server.serve(engine)
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def channel(server: WorkerServer) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(server.address, options=OPTIONS) as channel:
-        yield channel
 
 
 class Held:
@@ -80,17 +68,21 @@ class Held:
         return result
 
 
+@pytest.fixture
+def held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(engine, monkeypatch)
+
+
 def decodes(run: Client, prompt: list[int], count: int, first: int = 2) -> None:
     for k in range(count):
         run.send(first + k, **chunk(len(prompt) + first - 2 + k, 1))
 
 
 def test_step_is_submitted_while_one_before_runs_and_never_third(
-    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    rpc: grpc.Channel, held: Held, reference: Reference
 ) -> None:
-    held = Held(engine, monkeypatch)
     prompt, output = reference.prompts[0], reference.outputs[0]
-    run = Client(channel, epoch=1)
+    run = Client(rpc, epoch=1)
     run.send(1, **first_step(prompt, 24))
     decodes(run, prompt, 23)
     run.close()
@@ -103,12 +95,12 @@ def test_step_is_submitted_while_one_before_runs_and_never_third(
 
 
 def test_failure_with_steps_out_answers_that_and_later_steps(
-    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    rpc: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, output = reference.prompts[0], reference.outputs[0]
     with monkeypatch.context() as patch:
         held = Held(engine, patch, failing=2)
-        run = Client(channel, epoch=1)
+        run = Client(rpc, epoch=1)
         run.send(1, **first_step(prompt, 24))
         decodes(run, prompt, 3)
         until("two are out", lambda: len(held.submitted) == 2)
@@ -117,17 +109,11 @@ def test_failure_with_steps_out_answers_that_and_later_steps(
     assert unpack(results[0].tokens).tolist() == output[:1]
     assert results[1].error == "MemoryError: no memory left for the tokens"
     assert all("begin a new Run" in result.error and not result.tokens for result in results[2:])
-    again = Client(channel, epoch=1)
-    again.send(1, **first_step(prompt, 24))
-    assert unpack(next(again.call).tokens).tolist() == output[:1]
-    again.call.cancel()
+    begun(rpc, 1, reference).call.cancel()
 
 
-def test_refused_step_leaves_earlier_answers_alone(
-    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = Held(engine, monkeypatch)
-    run = Client(channel, epoch=1)
+def test_refused_step_leaves_earlier_answers_alone(rpc: grpc.Channel, held: Held, reference: Reference) -> None:
+    run = Client(rpc, epoch=1)
     run.send(1, **first_step(reference.prompts[0], 24))
     run.send(2, free_slots=pack([3]))
     run.send(3)
@@ -140,15 +126,12 @@ def test_refused_step_leaves_earlier_answers_alone(
     run.call.cancel()
 
 
-def test_new_run_begins_while_steps_of_the_old_are_out(
-    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = Held(engine, monkeypatch)
-    old = Client(channel, epoch=1)
+def test_new_run_begins_while_steps_of_the_old_are_out(rpc: grpc.Channel, held: Held, reference: Reference) -> None:
+    old = Client(rpc, epoch=1)
     old.send(1, **first_step(reference.prompts[0], 24))
     decodes(old, reference.prompts[0], 10)
     until("two are out", lambda: len(held.submitted) == 2)
-    new = Client(channel, epoch=2)
+    new = Client(rpc, epoch=2)
     prompt, output = reference.prompts[1], reference.outputs[1]
     new.send(1, **first_step(prompt, 24))
     decodes(new, prompt, 23)
@@ -160,12 +143,11 @@ def test_new_run_begins_while_steps_of_the_old_are_out(
 
 
 def test_remains_of_an_older_run_acknowledge_no_copies(
-    channel: grpc.Channel, server: WorkerServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    rpc: grpc.Channel, server: WorkerServer, engine: Engine, held: Held
 ) -> None:
-    held = Held(engine, monkeypatch)
     older = RunState(epoch=0)
     older.end()
-    run = Client(channel, epoch=1)
+    run = Client(rpc, epoch=1)
     run.send(1, swap_out_gpu=pack([3]), swap_out_host=pack([0]))
     until("it is out", lambda: held.in_flight)
     engine.cache.copies[0].patience = 5
@@ -176,8 +158,8 @@ def test_remains_of_an_older_run_acknowledge_no_copies(
     run.call.cancel()
 
 
-def test_copies_of_steps_sent_ahead_are_acknowledged_in_order(channel: grpc.Channel) -> None:
-    run = Client(channel, epoch=1)
+def test_copies_of_steps_sent_ahead_are_acknowledged_in_order(rpc: grpc.Channel) -> None:
+    run = Client(rpc, epoch=1)
     for step in range(1, 13):
         run.send(step, swap_out_gpu=pack([step]), swap_out_host=pack([step % 8]))
     acks = [unpack(next(run.call).swap_out_acks).tolist() for _ in range(12)]
@@ -187,7 +169,7 @@ def test_copies_of_steps_sent_ahead_are_acknowledged_in_order(channel: grpc.Chan
 
 
 def test_a_lost_device_ends_the_process(
-    channel: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    rpc: grpc.Channel, engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process it would stay lost, whatever comes."""
     said: list[str] = []
@@ -196,7 +178,7 @@ def test_a_lost_device_ends_the_process(
     def lost(*_: Any) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    run = Client(channel, epoch=1)
+    run = Client(rpc, epoch=1)
     with monkeypatch.context() as patch:
         patch.setattr(InFlightSteps, "settle", lost)
         run.send(1, **first_step(reference.prompts[0], 24))

@@ -204,9 +204,8 @@ def test_warming_up_copies_as_much_as_the_longest_sequence_has(
 
 
 def test_the_step_log_has_a_line_a_step(reference: Reference, tmp_path: Path) -> None:
-    driver = Driver(make_engine(reference.path, step_log=tmp_path / "steps.jsonl"))
-    driver.enter(0, reference.prompts[0])
-    driver.run(0, 3)
+    engine = make_engine(reference.path, step_log=tmp_path / "steps.jsonl")
+    Driver(engine, reference.prompts[:1]).run(0, 3)
     lines = (tmp_path / "steps.jsonl").read_text().splitlines()
     prompt = len(reference.prompts[0])
     assert len(lines) == 3 and f'"tokens":{prompt}' in lines[0]

@@ -76,6 +76,14 @@ def chunk(start: int, length: int) -> dict[str, bytes]:
     return {"chunk_slots": pack([0]), "chunk_starts": pack([start]), "chunk_lengths": pack([length])}
 
 
+def begun(channel: Channel, epoch: int, reference: Reference, index: int = 0) -> Client:
+    """Return a Run that has answered its first step with the first token of the reference."""
+    run = Client(channel, epoch)
+    run.send(1, **first_step(reference.prompts[index], 24))
+    assert unpack(next(run.call).tokens).tolist() == reference.outputs[index][:1]
+    return run
+
+
 @pytest.fixture(scope="module")
 def engine(reference: Reference) -> Engine:
     return make_engine(reference.path)
@@ -125,13 +133,9 @@ def test_steps_sent_ahead_are_answered_in_order_with_references_tokens(
 
 
 def test_a_newer_run_ends_the_older_and_starts_from_nothing(channel: Channel, reference: Reference) -> None:
-    old = Client(channel, epoch=1)
-    old.send(1, **first_step(reference.prompts[0], 24))
-    assert next(old.call).id == 1
+    old = begun(channel, 1, reference)
     for epoch in (1, 2):  # an equal epoch is a scheduler that dialled again
-        new = Client(channel, epoch=epoch)
-        new.send(1, **first_step(reference.prompts[1], 24))  # the same slot: it is free again
-        assert unpack(next(new.call).tokens).tolist() == reference.outputs[1][:1]
+        new = begun(channel, epoch, reference, 1)  # the same slot: it is free again
         assert old.ended_with() == grpc.StatusCode.ABORTED
         old.send(2, **chunk(len(reference.prompts[0]), 1))  # goes nowhere
         new.send(2, **chunk(len(reference.prompts[1]), 1))
@@ -141,9 +145,7 @@ def test_a_newer_run_ends_the_older_and_starts_from_nothing(channel: Channel, re
 
 
 def test_smaller_epoch_is_refused_and_leaves_the_current_run_alone(channel: Channel, reference: Reference) -> None:
-    run = Client(channel, epoch=5)
-    run.send(1, **first_step(reference.prompts[0], 24))
-    next(run.call)
+    run = begun(channel, 5, reference)
     assert Client(channel, epoch=4).ended_with() == grpc.StatusCode.FAILED_PRECONDITION
     run.send(2, **chunk(len(reference.prompts[0]), 1))
     assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][1:2]
@@ -171,18 +173,13 @@ def test_a_run_that_does_not_begin_with_hello_is_refused(channel: Channel) -> No
 def test_broken_step_breaks_the_run_until_a_new_hello(
     channel: Channel, reference: Reference, step: dict[str, Any], words: str
 ) -> None:
-    run = Client(channel, epoch=7)
-    run.send(1, **first_step(reference.prompts[0], 24))
-    assert not next(run.call).error
+    run = begun(channel, 7, reference)
     run.send(**step)
     answer = next(run.call)
     assert words in answer.error and answer.id == step["id"] and not answer.tokens
     run.send(2, **chunk(len(reference.prompts[0]), 1))
     assert "begin a new Run" in next(run.call).error
-    again = Client(channel, epoch=7)
-    again.send(1, **first_step(reference.prompts[0], 24))
-    assert unpack(next(again.call).tokens).tolist() == reference.outputs[0][:1]
-    again.call.cancel()
+    begun(channel, 7, reference).call.cancel()
 
 
 def test_engine_failing_at_everything_ends_the_worker(
@@ -208,9 +205,7 @@ def test_engine_failing_at_everything_ends_the_worker(
 def test_draining_worker_answers_its_steps_and_says_so_to_latecomers(
     server: WorkerServer, channel: Channel, reference: Reference
 ) -> None:
-    run = Client(channel, epoch=1)
-    run.send(1, **first_step(reference.prompts[0], 24))
-    assert unpack(next(run.call).tokens).tolist() == reference.outputs[0][:1]
+    run = begun(channel, 1, reference)
     draining = threading.Thread(target=server.drain)
     draining.start()
     told = next(run.call)
@@ -228,9 +223,7 @@ def test_draining_worker_answers_its_steps_and_says_so_to_latecomers(
 def test_describe_and_health_answer_while_run_lasts_and_tell_limits(
     rpc: grpc.Channel, channel: Channel, engine: Engine, reference: Reference
 ) -> None:
-    run = Client(channel, epoch=1)
-    run.send(1, **first_step(reference.prompts[0], 24))
-    next(run.call)
+    run = begun(channel, 1, reference)
     info = described(rpc)
     assert info.highest_epoch == 1 and is_name(info.run_socket)
     for name in ("highest_epoch", "run_socket"):
@@ -280,9 +273,7 @@ def test_stopping_ends_the_run_and_the_engine_thread(engine: Engine, reference: 
     server = WorkerServer("127.0.0.1:0", run_socket=is_local)
     server.serve(engine)
     with grpc.insecure_channel(server.address) as rpc:
-        run = Client(described(rpc).run_socket or rpc, epoch=1)
-        run.send(1, **first_step(reference.prompts[0], 24))
-        next(run.call)
+        run = begun(described(rpc).run_socket or rpc, 1, reference)
         server.stop()
         with pytest.raises((StopIteration, grpc.RpcError)):
             next(run.call)

@@ -40,8 +40,12 @@ def enter(slot: int = 2, tokens: Any = PROMPT, prompt: int = 10, **fields: Any) 
     return {"enters": [made]}
 
 
+def columns(slots: list[int], starts: list[int], lengths: list[int]) -> dict[str, bytes]:
+    return {"chunk_slots": pack(slots), "chunk_starts": pack(starts), "chunk_lengths": pack(lengths)}
+
+
 def chunk(slot: int, start: int, length: int) -> dict[str, bytes]:
-    return {"chunk_slots": pack([slot]), "chunk_starts": pack([start]), "chunk_lengths": pack([length])}
+    return columns([slot], [start], [length])
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -71,16 +75,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (chunk(1, 11, 1), "gap behind the computed tokens"),
     (chunk(1, 10, 2), "passes the known tokens"),
     ({**chunk(1, 10, 1), "chunk_lengths": pack([1, 1])}, "columns of 1 and 2"),
-    (
-        {"chunk_slots": pack([1, 1]), "chunk_starts": pack([0, 10]), "chunk_lengths": pack([10, 1])},
-        "two chunks in one step",
-    ),
+    (columns([1, 1], [0, 10], [10, 1]), "two chunks in one step"),
     ({**enter(blocks=pack([9])), **chunk(2, 0, 10)}, "passes the blocks of the slot"),
     ({**enter(tokens=[1] * 64, prompt=3, blocks=pack(list(range(16)))), **chunk(2, 0, 64)}, "past the context"),
-    (
-        {**enter(tokens=[1] * 61, prompt=3, blocks=pack(range(16))), **chunk(2, 0, 61)},
-        "61 tokens, this worker takes at",
-    ),
+    ({**enter(tokens=[1] * 61, prompt=3, blocks=pack(range(16))), **chunk(2, 0, 61)}, "61 tokens, this worker takes"),
     ({"swap_out_gpu": pack([128]), "swap_out_host": pack([0])}, "swap_out_gpu: 128 is outside"),
     ({"swap_out_gpu": pack([0]), "swap_out_host": pack([4])}, "swap_out_host: 4 is outside"),
     ({"swap_out_gpu": pack([0, 1]), "swap_out_host": pack([0])}, "columns of 2 and 1"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import json
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from bench.serve import html as load_html
 from bench.serve import main as load
@@ -22,113 +20,88 @@ from bench.serve import stats
 from bench.serve.client import SseLines
 from services.launcher.rundir import RunDir, StackFacts
 from shared.settings import ROOT
+from tests.support import http_server
 
 
-class ScriptedServer:
-    """An OpenAI-shaped server in a thread. `script` decides what each completion does."""
+class Handler(http_server.Handler):
+    server: ScriptedServer
 
-    def __init__(self) -> None:
-        self.script = "stream"
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.most_at_once = 0
-        self._at_once = 0
-        self._hold = 0
-        self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._stop: asyncio.Event | None = None
-        self._release: asyncio.Event | None = None
-        self.url = ""
-        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
-        self._thread.start()
-        if not self._ready.wait(60):
-            raise RuntimeError("the scripted server did not start")
+    def answer(self) -> None:
+        key = self.headers["Authorization"]
+        if self.command == "POST":
+            self.complete(self.json(), key)
+        elif self.server.script == "locked" and key != "Bearer secret":
+            text = f"the API key is {'revoked' if key else 'missing'}; send it as Authorization: Bearer KEY"
+            self.reply(401, {"error": {"message": text}})
+        else:
+            self.reply(200, {"object": "list", "data": [{"id": "scripted"}]})
 
-    def hold_until(self, requests: int) -> None:
-        """Answer no request before so many are there at once."""
-        self._hold = requests
-
-    async def _serve(self) -> None:
-        self._stop, self._release = asyncio.Event(), asyncio.Event()
-        app = web.Application()
-        app.add_routes([web.get("/v1/models", self._models), web.post("/v1/completions", self._completions)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._ready.set()
-        await self._stop.wait()
-        await runner.cleanup()
-
-    def close(self) -> None:
-        assert self._stop is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(60)
-        self._loop.close()
-
-    async def _models(self, request: web.Request) -> web.Response:
-        if self.script == "locked" and request.headers.get("Authorization") != "Bearer secret":
-            problem = "revoked" if "Authorization" in request.headers else "missing"
-            text = f"the API key is {problem}; send it as Authorization: Bearer KEY"
-            return web.json_response({"error": {"message": text}}, status=401)
-        return web.json_response({"object": "list", "data": [{"id": "scripted"}]})
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        self.keys.append(request.headers.get("Authorization"))
-        self._at_once += 1
-        self.most_at_once = max(self.most_at_once, self._at_once)
+    def complete(self, body: dict[str, Any], key: str | None) -> None:
+        server = self.server
+        with server.lock:
+            server.bodies.append(body)
+            server.keys.append(key)
+            refused = server.script == "some_429" and len(server.bodies) % 2 == 0
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+            if server.at_once >= server.hold:
+                server.release.set()
         try:
-            if self._hold:
-                assert self._release is not None
-                if self._at_once >= self._hold:
-                    self._release.set()
-                await asyncio.wait_for(self._release.wait(), 60)
-            return await self._answer(request, body)
+            assert server.release.wait(60)
+            if refused:
+                self.reply(429, {"error": {"message": "busy"}}, Retry_After="1")
+            else:
+                self.stream(server.script, body)
         finally:
-            self._at_once -= 1
+            with server.lock:
+                server.at_once -= 1
 
-    async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        script = self.script
-        if script == "some_429" and len(self.bodies) % 2 == 0:
-            script = "429"
-        if script == "429":
-            return web.json_response({"error": {"message": "busy"}}, status=429, headers={"Retry-After": "1"})
-        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await reply.prepare(request)
+    def stream(self, script: str, body: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        if script == "cut":
+            self.send_header("Content-Length", "1000000")
+        self.end_headers()
         total, sent = body["max_tokens"], 0
         with_ids = body.get("return_token_ids", False)
         while sent < total:
             size = min(2 if with_ids else 1, total - sent)
-            shown = "" if script == "no_text" else "ab" * size
-            choice: dict[str, Any] = {"index": 0, "text": shown, "finish_reason": None}
+            choice: dict[str, Any] = {"index": 0, "text": "ab" * size, "finish_reason": None}
             if with_ids:
                 choice["token_ids"] = list(range(sent, sent + size))
             sent += size
-            await reply.write(b": keepalive\n\ndata: " + json.dumps({"choices": [choice]}).encode() + b"\r\n\r\n")
-            if script == "cut" and sent >= 2:
-                assert request.transport is not None
-                request.transport.close()
-                return reply
-            if script == "quiet_end" and sent >= 2:
-                return reply
+            self.wfile.write(b": keepalive\n\ndata: " + json.dumps({"choices": [choice]}).encode() + b"\r\n\r\n")
+            if script in ("cut", "quiet_end") and sent >= 2:
+                return
             if script == "error_event" and sent >= 2:
-                await reply.write(b'data: {"error": {"message": "worker lost", "code": "worker"}}\n\ndata: [DONE]\n\n')
-                return reply
+                self.wfile.write(b'data: {"error": {"message": "worker lost", "code": "worker"}}\n\ndata: [DONE]\n\n')
+                return
         last = {"index": 0, "text": "", "finish_reason": "cancelled" if script == "cancelled" else "length"}
         usage = {"prompt_tokens": 7, "completion_tokens": total + (3 if script == "merged" else 0)}
         tail = f"data: {json.dumps({'choices': [last]})}\n\ndata: {json.dumps({'choices': [], 'usage': usage})}\n\n"
-        await reply.write(tail.encode() + b"data: [DONE]\n\n")
-        return reply
+        self.wfile.write(tail.encode() + b"data: [DONE]\n\n")
+
+
+class ScriptedServer(http_server.HttpServer):
+    """A server with OpenAI's API. `script` decides what each completion does; none is answered before `hold` of them
+    are there at once.
+    """
+
+    handler = Handler
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script, self.hold = "stream", 1
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.at_once = self.most_at_once = 0
+        self.lock, self.release = threading.Lock(), threading.Event()
 
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    scripted = ScriptedServer()
-    yield scripted
-    scripted.close()
+    with ScriptedServer() as scripted:
+        yield scripted
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +143,7 @@ def test_open_loop_counts_every_token_without_the_warm_up(server: ScriptedServer
 
 
 def test_closed_loop_keeps_its_concurrency_and_its_seed_decides_the_prompts(server: ScriptedServer, run: Run) -> None:
-    server.hold_until(4)
+    server.hold = 4
     prompts = []
     for seed in ("1", "1", "2"):
         server.bodies.clear()

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
+from services.gateway.app import public_app
 from services.gateway.gateway import Gateway
 from services.gateway.text.tokenizer import ModelText
 from shared.settings import GatewaySettings
@@ -24,6 +26,11 @@ from tests.support.waiting import wait_until
 def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=gateway.url + "/v1", api_key=KEY, max_retries=0) as made:
         yield made
+
+
+def asgi(gateway: Gateway) -> httpx.AsyncClient:
+    """Return a client of a gateway in this process."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(public_app(gateway)), base_url="http://gateway", timeout=60)
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.app import app
-from services.gateway.app import public_app
 from services.gateway.auth import Keyring
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
@@ -25,6 +24,7 @@ from shared.keys import Keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
 from shared.tasks import end
+from tests.integration.gateway.conftest import asgi
 from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess
 from tests.support.stack import RedisServer
@@ -266,8 +266,7 @@ async def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_o
     running = Gateway(GatewaySettings(model=model, redis_url=f"redis://127.0.0.1:{free_port()}/0", **settings), text)
     running.start()
     headers = {"Authorization": "Bearer sk-orc-0123456789ab-of-redis"} if settings else {}
-    transport = httpx.ASGITransport(public_app(running))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+    async with asgi(running) as client:
         asked = [client.get(path, headers=headers) for path in ("/v1/models", "/stats")]
         asked.append(client.post("/tokenize", json={"prompt": "x"}, headers=headers))
         for answer in await asyncio.gather(*asked):  # each is held for a second, as the keys may come

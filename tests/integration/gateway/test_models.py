@@ -5,10 +5,11 @@ go.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from services.gateway import models
 from services.gateway.adapters import AdapterRecord
-from services.gateway.app import public_app
 from services.gateway.auth import ANONYMOUS, Caller
 from services.gateway.delivery.background import OrphanAdopter
 from services.gateway.errors import ApiError
@@ -39,7 +39,8 @@ from shared.placement import Placement
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from shared.settings import GatewaySettings
-from tests.integration.gateway.conftest import in_process
+from tests.integration.conftest import add_key
+from tests.integration.gateway.conftest import asgi, in_process
 from tests.support.checkpoints.tokenizers import CONTEXT, byte_level, token_ids, write_model
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler, answering
@@ -53,14 +54,20 @@ models:
   third: {source: c}
 """
 TEXTS = {FIRST: "and so on", SECOND: "what else"}
+READY = {"ready": "1", "shard": "shard-0"}
 
 
 def lead(redis_server: RedisServer, name: str) -> ScriptedScheduler:
     """A scheduler and a worker of a model, as the real ones register."""
     scheduler = ScriptedScheduler(redis_server.client, Keys(name)).lead()
     redis_server.client.zadd(scheduler.keys.workers, {"worker-0": 1})
-    redis_server.client.hset(scheduler.keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
+    redis_server.client.hset(scheduler.keys.worker("worker-0"), mapping=READY)
     return scheduler
+
+
+def leave(redis_server: RedisServer, name: str) -> None:
+    keys = Keys(name)
+    redis_server.client.delete(keys.workers, keys.worker("worker-0"), keys.lease("shard-0"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,8 +105,7 @@ async def gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
 
 @pytest.fixture
 async def client(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=public_app(gateway))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30) as client:
+    async with asgi(gateway) as client:
         yield client
 
 
@@ -234,8 +240,8 @@ async def test_adapter_of_a_model_that_the_key_is_not_for_is_unknown(
         assert (await complete(client, "sql")).status_code == 404
         assert THIRD not in gateway.models.open
     finally:
-        third = Keys(THIRD)
-        redis_server.client.delete(key, third.workers, third.worker("worker-0"), third.lease("shard-0"))
+        redis_server.client.delete(key)
+        leave(redis_server, THIRD)
 
 
 async def test_first_requests_of_a_model_open_it_once(client: httpx.AsyncClient, gateway: Gateway) -> None:
@@ -361,90 +367,82 @@ async def test_ready_names_no_models_without_a_key_that_is_for_them(
     assert await ready(client, **keys_of["second"]) == (200, {SECOND: "ready"})
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-async def test_model_is_loading_once_the_record_of_its_worker_has_run_out(
-    gateway: Gateway, redis_server: RedisServer, is_open: bool
-) -> None:
-    if is_open:
-        await gateway.models.opened(SECOND, None)
-    keys = Keys(SECOND)
-    redis_server.client.delete(keys.worker("worker-0"))
+def place(redis_server: RedisServer, name: str, is_awake: bool, lives: bool = True) -> None:
+    """Leave in Redis that a placer, which lives or does not, wants the model awake or asleep."""
+    wanted = Placement(is_awake, wake_ms=(1000, 2000, 30_000, 40_000))
+    if lives:
+        redis_server.client.set(PLACER_KEYS.lease(PLACER), "1", px=60_000)
+    redis_server.client.hset(PLACER_KEYS.placements, name, wanted.encode())
+
+
+@contextlib.asynccontextmanager
+async def without_worker(gateway: Gateway, redis_server: RedisServer, name: str = SECOND) -> AsyncIterator[None]:
+    """Take the model's worker away within the block; end what is placed behind it."""
+    record = Keys(name).worker("worker-0")
+    redis_server.client.delete(record)
     try:
-        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
+        yield
     finally:
-        redis_server.client.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
-    await wait_until(lambda: gateway.models.state(SECOND) == "ready")
+        redis_server.client.delete(PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements)
+        redis_server.client.hset(record, mapping=READY)
+    await wait_until(lambda: gateway.models.state(name) == "ready")
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-async def test_model_without_a_worker_sleeps_while_a_placer_lives_that_wants_it(
-    client: httpx.AsyncClient,
-    gateway: Gateway,
-    redis_server: RedisServer,
-    monkeypatch: pytest.MonkeyPatch,
-    is_open: bool,
-) -> None:
-    if is_open:
+@pytest.fixture(params=[True, False], ids=["open", "closed"])
+async def second(request: pytest.FixtureRequest, gateway: Gateway) -> Callable[[str], Awaitable[object]]:
+    """Wait for a state of the second model, which is open or is not."""
+    if request.param:
         await gateway.models.opened(SECOND, None)
-    keys, redis = Keys(SECOND), redis_server.client
+    return lambda state: wait_until(lambda: gateway.models.state(SECOND) == state)
 
-    def place(is_awake: bool) -> None:
-        redis.hset(PLACER_KEYS.placements, SECOND, Placement(is_awake, wake_ms=(1000, 2000, 30_000, 40_000)).encode())
 
-    redis.set(PLACER_KEYS.lease(PLACER), "1", px=60_000)
-    place(True)
-    redis.delete(keys.worker("worker-0"))
-    try:
-        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
-        place(False)
-        await wait_until(lambda: gateway.models.state(SECOND) == "asleep")
+async def test_model_is_loading_once_the_record_of_its_worker_has_run_out(
+    gateway: Gateway, redis_server: RedisServer, second: Callable[[str], Awaitable[object]]
+) -> None:
+    async with without_worker(gateway, redis_server):
+        await second("loading")
+
+
+async def test_model_without_a_worker_sleeps_while_a_placer_lives_that_wants_it(
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch,
+    second: Callable[[str], Awaitable[object]],
+) -> None:  # fmt: skip
+    async with without_worker(gateway, redis_server):
+        place(redis_server, SECOND, True)
+        await second("loading")
+        place(redis_server, SECOND, False)
+        await second("asleep")
         assert (await ready(client))[1] == {FIRST: "ready", SECOND: "asleep", THIRD: "unavailable"}
         assert await text_of(client, SECOND) == TEXTS[SECOND], "it is admitted; the scheduler is here at once"
         refused = await complete(client, SECOND, deadline_ms=10_000)
         assert refused.status_code == 429 and "does not wake it" in refused.json()["error"]["message"]
         assert "Retry-After" not in refused.headers
-        redis.delete(PLACER_KEYS.lease(PLACER))
-        place(True)
-        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
-        place(False)
-        await wait_until(lambda: gateway.models.state(SECOND) == "asleep")  # a placer is about to be there again
+        redis_server.client.delete(PLACER_KEYS.lease(PLACER))
+        place(redis_server, SECOND, True, lives=False)
+        await second("loading")
+        place(redis_server, SECOND, False, lives=False)
+        await second("asleep")  # a placer is about to be there again
         monkeypatch.setattr("services.gateway.cluster.PLACER_S", 0.0)
-        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
-    finally:
-        redis.delete(PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements)
-        redis.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
-    await wait_until(lambda: gateway.models.state(SECOND) == "ready")
+        await second("loading")
 
 
-@pytest.mark.parametrize("is_open", [True, False])
 async def test_model_of_a_placer_is_asked_for_again_while_its_scheduler_starts(
-    client: httpx.AsyncClient,
-    gateway: Gateway,
-    redis_server: RedisServer,
-    schedulers: dict[str, ScriptedScheduler],
-    is_open: bool,
-) -> None:
-    if is_open:
-        await gateway.models.opened(SECOND, None)
-    keys, redis = Keys(SECOND), redis_server.client
-    redis.set(PLACER_KEYS.lease(PLACER), "1", px=60_000)
-    redis.hset(PLACER_KEYS.placements, SECOND, Placement(False).encode())
-    redis.delete(keys.worker("worker-0"))
-    schedulers[SECOND].resign()
-    try:
-        await wait_until(lambda: gateway.models.state(SECOND) == "loading")
-        refused = await complete(client, SECOND)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_scheduler")
-        assert "Retry-After" in refused.headers
-        schedulers[SECOND].lead()
-        redis.delete(keys.worker("worker-0"))
-        await wait_until(lambda: gateway.models.state(SECOND) == "asleep")
+    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer, schedulers: dict[str, ScriptedScheduler],
+    second: Callable[[str], Awaitable[object]],
+) -> None:  # fmt: skip
+    async with without_worker(gateway, redis_server):
+        place(redis_server, SECOND, False)
+        schedulers[SECOND].resign()
+        try:
+            await second("loading")
+            refused = await complete(client, SECOND)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_scheduler")
+            assert "Retry-After" in refused.headers
+        finally:
+            schedulers[SECOND].lead()
+        redis_server.client.delete(Keys(SECOND).worker("worker-0"))
+        await second("asleep")
         assert await text_of(client, SECOND) == TEXTS[SECOND]
-    finally:
-        redis.delete(PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements)
-        schedulers[SECOND].lead()
-        redis.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
-    await wait_until(lambda: gateway.models.state(SECOND) == "ready")
 
 
 async def test_state_is_unknown_while_redis_is_silent(
@@ -510,53 +508,44 @@ async def test_lines_of_a_batch_name_their_models(client: httpx.AsyncClient) -> 
     assert texts == TEXTS
 
 
-async def test_grpc_front_resolves_names_as_http_does(gateway: Gateway) -> None:
-    port = free_port()
-    gateway.settings.grpc_port = port
+@contextlib.asynccontextmanager
+async def over_grpc(gateway: Gateway) -> AsyncIterator[GRPCInferenceServiceStub]:
+    gateway.settings.grpc_port = free_port()
     front = GrpcFront(gateway)
     await front.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = GRPCInferenceServiceStub(channel)
-            names = (FIRST, SECOND, "claude:latest", THIRD, "gpt-5")
-            ready = [(await stub.ModelReady(kserve.ModelReadyRequest(name=name))).ready for name in names]
-            assert ready == [True, True, True, False, False]
-            metadata = await stub.ModelMetadata(kserve.ModelMetadataRequest(name="claude:latest"))
-            assert metadata.name == SECOND
-            asked = kserve.ModelInferRequest(model_name=SECOND)
-            asked.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"The")
-            asked.parameters["max_tokens"].int64_param = 64
-            answer = await stub.ModelInfer(asked)
-            assert TEXTS[SECOND].encode() in answer.raw_output_contents[0]
-            with pytest.raises(grpc.aio.AioRpcError, match="has no worker; this server has first, org/Second"):
-                await stub.ModelMetadata(kserve.ModelMetadataRequest(name=THIRD))
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.settings.grpc_port}") as channel:
+            yield GRPCInferenceServiceStub(channel)
     finally:
         await front.stop(0)
         gateway.settings.grpc_port = 0
+
+
+async def test_grpc_front_resolves_names_as_http_does(gateway: Gateway) -> None:
+    async with over_grpc(gateway) as stub:
+        names = (FIRST, SECOND, "claude:latest", THIRD, "gpt-5")
+        ready = [(await stub.ModelReady(kserve.ModelReadyRequest(name=name))).ready for name in names]
+        assert ready == [True, True, True, False, False]
+        metadata = await stub.ModelMetadata(kserve.ModelMetadataRequest(name="claude:latest"))
+        assert metadata.name == SECOND
+        asked = kserve.ModelInferRequest(model_name=SECOND)
+        asked.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"The")
+        asked.parameters["max_tokens"].int64_param = 64
+        answer = await stub.ModelInfer(asked)
+        assert TEXTS[SECOND].encode() in answer.raw_output_contents[0]
+        with pytest.raises(grpc.aio.AioRpcError, match="has no worker; this server has first, org/Second"):
+            await stub.ModelMetadata(kserve.ModelMetadataRequest(name=THIRD))
 
 
 @pytest.mark.parametrize(("is_awake", "state"), [(True, "loading"), (False, "asleep")])
 async def test_grpc_says_of_the_first_model_what_http_says(
     gateway: Gateway, redis_server: RedisServer, is_awake: bool, state: str
 ) -> None:
-    keys, redis, port = Keys(FIRST), redis_server.client, free_port()
-    gateway.settings.grpc_port = port
-    front = GrpcFront(gateway)
-    await front.start()
-    redis.set(PLACER_KEYS.lease(PLACER), "1", px=60_000)
-    redis.hset(PLACER_KEYS.placements, FIRST, Placement(is_awake).encode())
-    redis.delete(keys.worker("worker-0"))
-    try:
+    async with without_worker(gateway, redis_server, FIRST), over_grpc(gateway) as stub:
+        place(redis_server, FIRST, is_awake)
         await wait_until(lambda: gateway.models.state(FIRST) == state)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            answer = await GRPCInferenceServiceStub(channel).ModelReady(kserve.ModelReadyRequest(name=FIRST))
-            assert answer.ready == (state == "asleep")
-    finally:
-        redis.delete(PLACER_KEYS.lease(PLACER), PLACER_KEYS.placements)
-        redis.hset(keys.worker("worker-0"), mapping={"ready": "1", "shard": "shard-0"})
-        await front.stop(0)
-        gateway.settings.grpc_port = 0
-    await wait_until(lambda: gateway.models.state(FIRST) == "ready")
+        answer = await stub.ModelReady(kserve.ModelReadyRequest(name=FIRST))
+        assert answer.ready == (state == "asleep")
 
 
 async def test_idle_model_is_let_go_and_opens_again(
@@ -575,26 +564,13 @@ async def test_idle_model_is_let_go_and_opens_again(
     assert left == [0]  # it ended before the next one began
 
 
-async def test_requests_of_a_dead_gateway_open_their_model(
-    client: httpx.AsyncClient, gateway: Gateway, redis_server: RedisServer
-) -> None:
-    assert SECOND not in gateway.models.open
-    redis_server.client.sadd(Keys(SECOND).background, "gateway-dead")
-    await wait_until(lambda: SECOND in gateway.models.open)
-    await wait_until(lambda: not redis_server.client.sismember(Keys(SECOND).background, "gateway-dead"))
-
-
 @pytest.fixture
 async def keys_of(gateway: Gateway, redis_server: RedisServer) -> AsyncIterator[dict[str, dict[str, str]]]:
     """Headers of two keys of one tenant: `any` is for all models, `second` for that one."""
-    keys, headers = Keys(FIRST), {}
-    for name, bound in (("any", ""), ("second", SECOND)):
-        key_id, text = api_keys.new_key()
-        record = KeyRecord(key_id, api_keys.digest(text).hex(), name, "alice", models=bound)
-        redis_server.client.hset(keys.api_keys, key_id, record.encode())
-        headers[name] = {"authorization": f"Bearer {text}"}
-    redis_server.client.incr(keys.keys_version)
-    await wait_until(lambda: gateway.keyring.needed)
+    keys = Keys(FIRST)
+    texts = {name: add_key(redis_server, keys, models=bound) for name, bound in (("any", ""), ("second", SECOND))}
+    headers = {name: {"authorization": f"Bearer {text}"} for name, text in texts.items()}
+    await wait_until(lambda: all(map(gateway.keyring.caller, (text.split("-")[2] for text in texts.values()))))
     yield headers
     redis_server.client.delete(keys.api_keys, keys.keys_version)
 
@@ -662,14 +638,10 @@ async def test_response_goes_on_from_none_of_a_model_that_the_key_is_not_for(
 async def test_key_is_for_its_models_alone_and_has_one_bucket(
     gateway: Gateway, client: httpx.AsyncClient, redis_server: RedisServer
 ) -> None:
-    key_id, text = api_keys.new_key()
-    digest = api_keys.digest(text).hex()
-    record = KeyRecord(key_id, digest, "bound", "alice", requests_per_minute=3, models=f"{FIRST},{SECOND}")
     keys = Keys(FIRST)
+    text = add_key(redis_server, keys, requests_per_minute=3, models=f"{FIRST},{SECOND}")
     client.headers["authorization"] = f"Bearer {text}"
     try:
-        redis_server.client.hset(keys.api_keys, key_id, record.encode())
-        redis_server.client.incr(keys.keys_version)
         await wait_until(lambda: gateway.keyring.needed)
         refused = await complete(client, THIRD)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
@@ -679,7 +651,7 @@ async def test_key_is_for_its_models_alone_and_has_one_bucket(
         assert (await client.get(f"/v1/models/{THIRD}")).status_code == 404
         codes = [(await complete(client, name)).status_code for name in (FIRST, SECOND, "gpt-4o", "claude:latest")]
         assert codes == [200, 200, 200, 429]  # three a minute, whatever the model
-        bucket = keys.bucket(key_id)
+        bucket = keys.bucket(text.split("-")[2])
         # The end of each gives it back, at either model, a moment behind its answer.
         await wait_until(lambda: redis_server.client.hget(bucket, "running") == b"0")
     finally:
@@ -691,7 +663,7 @@ def third(gateway: Gateway, redis_server: RedisServer) -> Iterator[Keys]:
     """Lend the third model a scheduler and a worker."""
     keys = lead(redis_server, THIRD).keys
     yield keys
-    redis_server.client.delete(keys.workers, keys.worker("worker-0"), keys.lease("shard-0"))
+    leave(redis_server, THIRD)
 
 
 async def expire(model: ServedModel) -> None:
@@ -703,13 +675,9 @@ async def expire(model: ServedModel) -> None:
 
 
 async def test_model_is_let_go_once_when_two_tasks_find_it_idle(
-    client: httpx.AsyncClient,
-    gateway: Gateway,
-    third: Keys,
-    redis_server: RedisServer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    client: httpx.AsyncClient, gateway: Gateway, third: Keys, redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     caplog.set_level("INFO", "orcinus.gateway")
     await wait_until(lambda: gateway.models.state(THIRD) == "ready")
     may_end = {}
@@ -730,7 +698,7 @@ async def test_model_is_let_go_once_when_two_tasks_find_it_idle(
     await asyncio.sleep(0)
     may_end[THIRD].set()
     assert await again == TEXTS[SECOND]
-    redis_server.client.delete(third.workers, third.worker("worker-0"), third.lease("shard-0"))
+    leave(redis_server, THIRD)
     await wait_until(lambda: gateway.models.state(THIRD) == "unavailable")  # the table still looks
     assert caplog.text.count(f"model {THIRD}: let go") == 1
     assert gateway.dead_task() == ""
@@ -845,6 +813,7 @@ async def test_models_with_orphans_open_in_turn_where_there_is_room(
         for keys in both:
             pipe.sadd(keys.background, "gateway-dead")
         pipe.execute()
+    assert not {SECOND, THIRD} & gateway.models.open.keys()
     await wait_until(lambda: len(gateway.models.models()) == 2)
     (model,) = (each for each in gateway.models.models() if each is not gateway.first)
     await wait_until(lambda: not redis_server.client.sismember(Keys(model.name).background, "gateway-dead"))

@@ -19,7 +19,7 @@ from services.launcher.probes import RedisProbe
 from services.launcher.redis_server import LocalRedis, check_server, client, configure, find_binary
 from services.launcher.up import has_made_keys
 from shared.errors import ConfigurationError
-from shared.settings import ROOT, GatewaySettings
+from shared.settings import GatewaySettings
 from tests.support.waiting import until
 
 
@@ -78,15 +78,6 @@ def test_data_survives_a_restart_with_another_password_in_a_private_file(tmp_pat
     assert second.password != first.password
     with running(second) as connection:
         assert connection.xlen("requests") == 1
-
-
-def test_documented_line_of_redis_cli_reaches_the_server(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "redis.md").read_text()
-    (line,) = [line.strip() for line in page.splitlines() if "redis-cli -s redis.sock" in line]
-    with running(configure(tmp_path / ".run", memory_bytes=64 << 20)) as connection:
-        connection.set("here", "yes")
-        done = subprocess.run(f"{line} get here", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "yes\n", done.stderr
 
 
 def test_forged_record_of_a_socket_directory_deletes_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
@@ -64,35 +64,26 @@ async def connected(server: RunServer) -> RunCall:
     return call
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await work()
-
-    asyncio.run(bounded())
-
-
 @pytest.mark.parametrize("error_bytes", [0, 100_000])
-def test_results_come_in_order_also_when_socket_is_full(server: RunServer, worker: Worker, error_bytes: int) -> None:
+async def test_results_come_in_order_also_when_socket_is_full(
+    server: RunServer, worker: Worker, error_bytes: int
+) -> None:
     worker.error_bytes = error_bytes
 
-    async def work() -> None:
-        call = await connected(server)
-        payload = worker_pb2.Enter(tokens=bytes(error_bytes))
+    call = await connected(server)
+    payload = worker_pb2.Enter(tokens=bytes(error_bytes))
 
-        async def send() -> None:
-            for number in range(STEPS):
-                await call.write(worker_pb2.Step(epoch=3, id=number, enters=[payload]))
+    async def send() -> None:
+        for number in range(STEPS):
+            await call.write(worker_pb2.Step(epoch=3, id=number, enters=[payload]))
 
-        sending = asyncio.create_task(send())
-        assert [(await anext(call)).id for _ in range(STEPS)] == list(range(STEPS))
-        await sending
-        call.cancel()
-
-    run(work)
+    sending = asyncio.create_task(send())
+    assert [(await anext(call)).id for _ in range(STEPS)] == list(range(STEPS))
+    await sending
+    call.cancel()
 
 
-def test_results_that_nothing_reads_are_held_back(
+async def test_results_that_nothing_reads_are_held_back(
     server: RunServer, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.error_bytes = 100_000
@@ -105,55 +96,46 @@ def test_results_that_nothing_reads_are_held_back(
             super().data_received(data)
             most = max(most, len(self._results))
 
-    async def work() -> None:
-        call = await Watched.connect(server.name)
-        assert call is not None
-        await call.write(worker_pb2.Step(epoch=3, hello=worker_pb2.Hello(shard="shard-0")))
-        for number in range(STEPS):
-            await call.write(worker_pb2.Step(epoch=3, id=number))
-        for _ in range(20_000):  # turns of the loop, in which all results would come
-            await asyncio.sleep(0)
-        assert 0 < most < 10
-        assert [(await anext(call)).id for _ in range(STEPS)] == list(range(STEPS))
-        call.cancel()
-
-    run(work)
+    call = await Watched.connect(server.name)
+    assert call is not None
+    await call.write(worker_pb2.Step(epoch=3, hello=worker_pb2.Hello(shard="shard-0")))
+    for number in range(STEPS):
+        await call.write(worker_pb2.Step(epoch=3, id=number))
+    for _ in range(20_000):  # turns of the loop, in which all results would come
+        await asyncio.sleep(0)
+    assert 0 < most < 10
+    assert [(await anext(call)).id for _ in range(STEPS)] == list(range(STEPS))
+    call.cancel()
 
 
 @pytest.mark.parametrize(
     ("end", "code"), [(lambda run: setattr(run, "replaced_by", 4), grpc.StatusCode.ABORTED), (lambda _: None, None)]
 )
-def test_ended_run_says_its_status_behind_the_results(
+async def test_ended_run_says_its_status_behind_the_results(
     server: RunServer, worker: Worker, end: Callable[[RunState], None], code: grpc.StatusCode | None
 ) -> None:
-    async def work() -> None:
-        call = await connected(server)
-        await call.write(worker_pb2.Step(epoch=3, id=1))
-        assert (await anext(call)).id == 1
-        assert worker.run is not None
-        end(worker.run)
-        worker.run.end()
-        if code is None:
-            assert [result async for result in call] == []
-        else:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await anext(call)
-            assert caught.value.code() == code and "epoch 4" in str(caught.value.details())
-        with pytest.raises(asyncio.InvalidStateError):
-            await call.write(worker_pb2.Step(epoch=3, id=2))
-
-    run(work)
+    call = await connected(server)
+    await call.write(worker_pb2.Step(epoch=3, id=1))
+    assert (await anext(call)).id == 1
+    assert worker.run is not None
+    end(worker.run)
+    worker.run.end()
+    if code is None:
+        assert [result async for result in call] == []
+    else:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(call)
+        assert caught.value.code() == code and "epoch 4" in str(caught.value.details())
+    with pytest.raises(asyncio.InvalidStateError):
+        await call.write(worker_pb2.Step(epoch=3, id=2))
 
 
-def test_hanging_up_ends_the_run_at_once(server: RunServer, worker: Worker) -> None:
-    async def work() -> None:
-        call = await connected(server)
-        await call.write(worker_pb2.Step(epoch=3, id=1))
-        assert (await anext(call)).id == 1
-        call.cancel()
-
-    run(work)
-    assert worker.run is not None and worker.run.ended.wait(60)
+async def test_hanging_up_ends_the_run_at_once(server: RunServer, worker: Worker) -> None:
+    call = await connected(server)
+    await call.write(worker_pb2.Step(epoch=3, id=1))
+    assert (await anext(call)).id == 1
+    call.cancel()
+    assert worker.run is not None and await asyncio.to_thread(worker.run.ended.wait, 60)
 
 
 def test_half_closed_run_is_answered_to_its_end(server: RunServer, worker: Worker) -> None:
@@ -166,17 +148,14 @@ def test_half_closed_run_is_answered_to_its_end(server: RunServer, worker: Worke
     assert [result.id for result in call] == [2]
 
 
-def test_refused_run_ends_with_the_status_of_the_refusal(server: RunServer, worker: Worker) -> None:
+async def test_refused_run_ends_with_the_status_of_the_refusal(server: RunServer, worker: Worker) -> None:
     worker.refuse = RefusedError(grpc.StatusCode.FAILED_PRECONDITION, "epoch 3 is older than 4")
 
-    async def work() -> None:
-        call = await connected(server)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(call)
-        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-        assert caught.value.details() == "epoch 3 is older than 4"
-
-    run(work)
+    call = await connected(server)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(call)
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    assert caught.value.details() == "epoch 3 is older than 4"
 
 
 @pytest.mark.parametrize(
@@ -187,28 +166,24 @@ def test_refused_run_ends_with_the_status_of_the_refusal(server: RunServer, work
         (run_socket.message(b"\xff\xff\xff"), ProtocolError, "result: not readable"),
     ],
 )
-def test_broken_stream_is_an_error_of_the_link(sent: bytes, error: type[Exception], words: str) -> None:
+async def test_broken_stream_is_an_error_of_the_link(sent: bytes, error: type[Exception], words: str) -> None:
     name = run_socket.new_name()
 
-    async def work() -> None:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(run_socket.address(name))
-            listener.listen()
-            call = await RunCall.connect(name)
-            assert call is not None
-            connection, _ = listener.accept()
-            connection.sendall(sent)
-            connection.close()
-            with pytest.raises(error, match=words):
-                await anext(call)
-
-    run(work)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(run_socket.address(name))
+        listener.listen()
+        call = await RunCall.connect(name)
+        assert call is not None
+        connection, _ = listener.accept()
+        connection.sendall(sent)
+        connection.close()
+        with pytest.raises(error, match=words):
+            await anext(call)
 
 
-def test_socket_elsewhere_or_of_another_user_gives_no_call(server: RunServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        assert await RunCall.connect(run_socket.new_name()) is None
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        assert await RunCall.connect(server.name) is None
-
-    run(work)
+async def test_socket_elsewhere_or_of_another_user_gives_no_call(
+    server: RunServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await RunCall.connect(run_socket.new_name()) is None
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert await RunCall.connect(server.name) is None

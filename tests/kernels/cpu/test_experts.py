@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.backend import CpuOps, CpuPrepared
-from kernels.ops import Batch, CacheShape, Groups, Routing
+from kernels.ops import CacheShape, Groups, Routing
 from tests.kernels.cpu_variants import library
+from tests.kernels.sequences import chunk
 
 pytestmark = pytest.mark.sanitized
 
@@ -116,13 +117,8 @@ def test_a_recorded_pass_equals_its_operations_one_by_one(variant: str) -> None:
     compiled = ops.compile(forward, cache, 40, 12)
     rng = np.random.default_rng(4)
     for tokens, samples in ((40, 12), (1, 1), (7, 3), (33, 11), (2, 2)):
-        zeros = np.zeros(tokens, np.int32)
-        batch = Batch(
-            rng.integers(0, 50, tokens).astype(np.int32), zeros, np.array([0, tokens], np.int32),
-            np.array([tokens], np.int32), np.zeros((1, 1), np.int32), zeros, zeros,
-            np.sort(rng.choice(tokens, samples, replace=False)).astype(np.int32),
-        )  # fmt: skip
-        prepared = ops.prepare(batch, cache)
+        sample_rows = np.sort(rng.choice(tokens, samples, replace=False)).tolist()
+        prepared = ops.prepare(chunk(rng.integers(0, 50, tokens).tolist(), sample_rows), cache)
         expected = forward(prepared)
         assert expected.shape == (samples, HIDDEN)
         assert torch.equal(compiled(prepared), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,33 +74,28 @@ class Gemm:
 
     def pack(self, name: str, parts: list[Array], source: int) -> Weight:
         """Parts, [rows, inputs] each, packed last one first into memory that was not zero."""
-        outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
+        arrays = [np.ascontiguousarray(part) for part in parts]
+        return self._pack(name, [(part, part.ctypes.data, source) for part in arrays])
+
+    def pack_groups(self, parts: list[Groups]) -> Weight:
+        """As pack."""
+        pointers = [(part.scales.data_ptr(), None if part.mins is None else part.mins.data_ptr()) for part in parts]
+        given = [
+            (part.numbers, part.numbers.data_ptr(), FLOAT32, *more) for part, more in zip(parts, pointers, strict=True)
+        ]
+        return self._pack(parts[0].weight_format, given)
+
+    def _pack(self, name: str, parts: list[tuple[Any, ...]]) -> Weight:
+        """Of each part, its rows and what the library reads them by."""
+        outputs, inputs = sum(len(rows) for rows, *_ in parts), parts[0][0].shape[1]
         number = self._library.weight_formats[name]
         size = self._library.packed_bytes(number, outputs, inputs)
         memory = np.full(size + 64, 0xA5, np.uint8)
         packed = -(-memory.ctypes.data // 64) * 64
-        for i in reversed(range(len(parts))):
-            first = sum(len(part) for part in parts[:i])
-            part = np.ascontiguousarray(parts[i])
-            self._library.pack(number, packed, (outputs, inputs), first, len(part), part.ctypes.data, source)
-        end = packed - memory.ctypes.data + size
-        assert (memory[end:] == 0xA5).all()
-        return Weight(memory[end - size : end], packed, number, outputs, inputs)
-
-    def pack_groups(self, parts: list[Groups]) -> Weight:
-        """As pack."""
-        outputs, inputs = sum(len(part.numbers) for part in parts), parts[0].numbers.shape[1]
-        number = self._library.weight_formats[parts[0].weight_format]
-        size = self._library.packed_bytes(number, outputs, inputs)
-        memory = np.full(size + 64, 0xA5, np.uint8)
-        packed = -(-memory.ctypes.data // 64) * 64
-        for i in reversed(range(len(parts))):
-            first, part = sum(len(part.numbers) for part in parts[:i]), parts[i]
-            pointers = part.scales.data_ptr(), None if part.mins is None else part.mins.data_ptr()
-            rows = len(part.numbers)
-            self._library.pack(
-                number, packed, (outputs, inputs), first, rows, part.numbers.data_ptr(), FLOAT32, *pointers
-            )
+        first = outputs
+        for rows, *read_by in reversed(parts):
+            first -= len(rows)
+            self._library.pack(number, packed, (outputs, inputs), first, len(rows), *read_by)
         end = packed - memory.ctypes.data + size
         assert (memory[end:] == 0xA5).all()
         return Weight(memory[end - size : end], packed, number, outputs, inputs)

@@ -22,6 +22,7 @@ from kernels.cpu.cache import CpuCache
 from kernels.cpu.library import load
 from kernels.ops import Attention, Batch, CacheShape, Norm
 from tests.kernels.cpu_variants import library, path
+from tests.kernels.sequences import batch_of
 
 pytestmark = pytest.mark.sanitized
 
@@ -104,17 +105,7 @@ def test_rope_writes_into_int8_pool_what_rounding_leaves(variant: str, dtype: to
     angles = torch.rand(64, 8, generator=random)
     attention = Attention(HEADS, 1.0, torch.cat((angles.cos(), angles.sin()), -1))
     qkv = torch.randn((40, (HEADS + 2 * KV_HEADS) * head_dim), generator=random).to(dtype)
-    tables, positions = np.array([[2, 0, 1]], np.int32), np.arange(40, dtype=np.int32)
-    batch = Batch(
-        tokens=np.zeros(40, np.int32),
-        positions=positions,
-        query_start=np.array([0, 40], np.int32),
-        context=np.array([40], np.int32),
-        tables=tables,
-        write_blocks=tables[0, positions // BLOCK],
-        write_offsets=positions % BLOCK,
-        sample_rows=np.array([39], np.int32),
-    )
+    batch = batch_of([[0] * 40], [0], np.array([[2, 0, 1]], np.int32))
     q = [ops.rope_and_write(qkv.clone(), attention, ops.prepare(batch, cache), cache, 1) for cache in (plain, held)]
     assert torch.equal(*q)
     for block in range(3):
@@ -130,20 +121,9 @@ def test_rope_writes_into_int8_pool_what_rounding_leaves(variant: str, dtype: to
 def random_batch(rng: np.random.Generator, lengths: list[int]) -> Batch:
     """Prompts from position 0, each in blocks of its own; some of the sequences sample."""
     tables = rng.permutation(40)[: 2 * len(lengths)].reshape(len(lengths), 2).astype(np.int32)
-    ends = np.cumsum([0, *lengths]).astype(np.int32)
-    positions = np.concatenate([np.arange(length) for length in lengths]).astype(np.int32)
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    sampling = np.sort(rng.choice(len(lengths), rng.integers(1, len(lengths) + 1), replace=False))
-    return Batch(
-        tokens=rng.integers(0, VOCAB, ends[-1]).astype(np.int32),
-        positions=positions,
-        query_start=ends,
-        context=np.array(lengths, np.int32),
-        tables=tables,
-        write_blocks=tables[owner, positions // BLOCK],
-        write_offsets=positions % BLOCK,
-        sample_rows=ends[1:][sampling] - 1,
-    )
+    samples = rng.permutation(np.arange(len(lengths)) < rng.integers(1, len(lengths) + 1)).tolist()
+    tokens = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+    return batch_of(tokens, [0] * len(lengths), tables, samples)
 
 
 @pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 3), (torch.float32, 2)], ids=str)

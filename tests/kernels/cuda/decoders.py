@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from kernels.reference import ReferenceOps
 from services.worker.models.checkpoint import open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
+from tests.kernels.sequences import batch_of
 from tests.support.checkpoints.models import VOCAB, make_llama
 
 BLOCK = 16
@@ -57,25 +57,6 @@ def new_decoder(path: Path, ops: AnyOps, dtype: torch.dtype) -> Decoder:
 def shape_of(decoder: Decoder, blocks: int) -> CacheShape:
     config = decoder.config
     return CacheShape(blocks, 0, config.layers, config.kv_heads, BLOCK, config.head_dim, decoder.dtype)
-
-
-def batch_of(tokens: list[list[int]], starts: list[int], tables: Int32, samples: list[bool] | None = None) -> Batch:
-    """Rows tokens[s] of sequence s from position starts[s] on; all sequences sample unless `samples` says otherwise."""
-    lengths = np.array([len(row) for row in tokens])
-    query_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    owner = np.repeat(np.arange(len(tokens)), lengths)
-    positions = np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in zip(starts, lengths, strict=True)])
-    chosen = np.ones(len(tokens), np.bool_) if samples is None else np.array(samples)
-    return Batch(
-        tokens=np.array(list(chain.from_iterable(tokens)), np.int32),
-        positions=positions,
-        query_start=query_start,
-        context=(np.array(starts) + lengths).astype(np.int32),
-        tables=tables,
-        write_blocks=tables[owner, positions // BLOCK],
-        write_offsets=positions % BLOCK,
-        sample_rows=query_start[1:][chosen] - 1,
-    )
 
 
 def tables_of(sequences: int, blocks: int) -> Int32:

@@ -20,14 +20,14 @@ from kernels.cuda.backend import CudaOps
 from kernels.cuda.loader import CudaError
 from kernels.cuda.metadata import Column, Staging
 from kernels.emulator.device import EmulatedDevice
-from kernels.ops import Attention, CacheShape, SamplingRows
+from kernels.ops import Attention, CacheShape
 from services.worker.models.decoder import Decoder
+from tests.kernels import sampling_cases
 from tests.kernels.cuda.decoders import (
     BLOCK,
     FAMILIES,
     SEEDS,
     World,
-    batch_of,
     new_decoder,
     reference_logits,
     shape_of,
@@ -35,7 +35,7 @@ from tests.kernels.cuda.decoders import (
 )
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import device_of
-from tests.kernels.sequences import Sequences
+from tests.kernels.sequences import Sequences, batch_of
 from tests.support.checkpoints.models import VOCAB
 from tests.support.compiler import needs_compiler
 
@@ -44,19 +44,6 @@ pytestmark = needs_compiler
 PLAIN = Attention(heads=4, scale=0.125)
 TOLERANCE = 1.25
 """Errors against float32 beside those of the reference backend in bfloat16, root of the mean square."""
-
-
-def greedy(rows: int) -> SamplingRows:
-    zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
-    return SamplingRows(
-        zeros,
-        np.zeros(rows, np.int32),
-        ones,
-        zeros,
-        np.zeros(rows, np.uint64),
-        np.zeros(rows, np.int64),
-        np.zeros(rows, np.bool_),
-    )
 
 
 def prompts() -> list[list[int]]:
@@ -86,7 +73,7 @@ def generate(ops: CudaOps, decoder: Decoder, steps: int) -> tuple[list[list[int]
         logits = forward(ops.prepare(batch, cache))
         kept = ops.gpu.pinned(tuple(logits.shape), torch.float32)
         ops.gpu.main.copy(kept, logits)
-        results.append((sampled, kept, ops.sample_later(logits, greedy(len(sampled)), slots[sampled])))
+        results.append((sampled, kept, ops.sample_later(logits, sampling_cases.rows(len(sampled)), slots[sampled])))
     tokens: list[list[int]] = [[], [], []]
     rows: list[list[Tensor]] = [[], [], []]
     for sampled, kept, result in results:

@@ -12,9 +12,7 @@ import pytest
 from openai.types import Batch
 
 from shared.batch_lines import URLS
-from shared.security import api_keys
-from shared.security.api_keys import KeyRecord
-from tests.integration.conftest import KEY, OTHER, TEXT
+from tests.integration.conftest import KEY, OTHER, TEXT, add_key
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
@@ -146,12 +144,8 @@ def test_batches_are_listed_for_their_tenant(client: openai.OpenAI, gateway: Gat
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"completion_window": "1d"}, "completion_window"),
-        ({"completion_window": "721h"}, "completion_window"),
-        ({"endpoint": "/v1/messages"}, "endpoint"),
         ({"input_file_id": "../batch.json"}, "input_file_id"),
         ({"more": 1}, "more"),
-        ({"metadata": {"a": 1}}, "metadata"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
     ],
 )
@@ -203,14 +197,7 @@ def test_files_come_and_go_through_the_official_client(client: openai.OpenAI, ga
     ("form", "problem"),
     [
         ({"data": {"purpose": "batch"}, "files": {"other": b"x"}}, "other"),
-        ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x"}}, "purpose must be 'batch'"),
-        ({"data": {}, "files": {"file": b"x"}}, "parameter purpose"),
         ({"data": {"purpose": "batch", "expires_after[seconds]": "1"}, "files": {"file": b"x"}}, "anchor"),
-        (
-            {"data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "1"},
-             "files": {"file": b"x"}},
-            "seconds must be 3600",
-        ),
         ({"data": {"purpose": "x" * 2000}, "files": {"file": b"x"}}, "may have 1024 bytes"),
     ],
 )  # fmt: skip
@@ -228,8 +215,6 @@ def test_form_with_its_file_first_is_taken(gateway: GatewayProcess, client: open
 
 
 def test_body_that_is_no_form_is_refused(gateway: GatewayProcess) -> None:
-    answer = gateway.post("/v1/files", {})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
     head = {"Content-Type": "multipart/form-data; boundary=x"}
     for content, refusal in (
         (b"--x\r\n", (400, "invalid_multipart")),
@@ -239,10 +224,8 @@ def test_body_that_is_no_form_is_refused(gateway: GatewayProcess) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == refusal
 
 
-@pytest.mark.parametrize("path", ["/v1/files?limit=0", "/v1/batches?limit=x", "/v1/files?order=up"])
-def test_bad_parameter_of_a_list_is_named(gateway: GatewayProcess, path: str) -> None:
-    error = gateway.get(path).json()["error"]
-    assert (error["param"], error["type"]) == (path[1:].partition("?")[2].partition("=")[0], "invalid_request_error")
+def test_unknown_order_of_a_list_is_named(gateway: GatewayProcess) -> None:
+    assert gateway.get("/v1/files?order=up").json()["error"]["param"] == "order"
 
 
 def test_responses_are_lines_as_well(client: openai.OpenAI, gateway: GatewayProcess, answers: None) -> None:
@@ -256,10 +239,7 @@ def test_responses_are_lines_as_well(client: openai.OpenAI, gateway: GatewayProc
 @pytest.fixture
 def scarce(gateway: GatewayProcess, redis_server: RedisServer) -> str:
     """A key that may send one request a minute, and that the gateway knows."""
-    key_id, text = api_keys.new_key()
-    record = KeyRecord(key_id, api_keys.digest(text).hex(), key_id, key_id, requests_per_minute=1)
-    redis_server.client.hset(gateway.keys.api_keys, key_id, record.encode())
-    redis_server.client.incr(gateway.keys.keys_version)
+    text = add_key(redis_server, gateway.keys, tenant="scarce", requests_per_minute=1)
     until("the gateway knows the key", lambda: gateway.get("/v1/models", key=text).status_code == 200)
     return text
 

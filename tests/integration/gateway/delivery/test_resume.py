@@ -11,7 +11,6 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from protos.queue_pb2 import Delivery
-from services.gateway.app import public_app
 from services.gateway.auth import ANONYMOUS, Caller
 from services.gateway.errors import ApiError, handed_over
 from services.gateway.gateway import Gateway
@@ -19,6 +18,7 @@ from services.gateway.openai.bodies import CompletionBody, parse_body
 from services.gateway.openai.completions import completion_spec
 from services.gateway.request import VERSION, GenerationSpec
 from shared import ids
+from tests.integration.gateway.conftest import asgi
 from tests.support import sse
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import Line, ScriptedScheduler
@@ -183,8 +183,7 @@ async def test_record_of_another_version_is_refused_and_stays_for_other_gateways
     scheduler.lead()
     name = gateway.settings.served_model_name
     body = {"model": name, "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
-    transport = httpx.ASGITransport(public_app(gateway))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+    async with asgi(gateway) as client:
         for path in ("/v1/chat/completions", "/v1/messages"):
             asking = asyncio.create_task(client.post(path, json={**body, "stream": True}))
             claimed = await asyncio.to_thread(scheduler.claim)
@@ -211,8 +210,7 @@ async def test_answer_without_stream_is_complete_despite_last_event_id(
 ) -> None:
     scheduler.lead()
     body = {"model": gateway.settings.served_model_name, "prompt": "The", "return_token_ids": True}
-    transport = httpx.ASGITransport(public_app(gateway))
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+    async with asgi(gateway) as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=body, headers=NAMED))
         claimed = await asyncio.to_thread(scheduler.claim)
         scheduler.serve(claimed, [50, 51, 52])
