@@ -11,7 +11,7 @@ from services.scheduler.core.types import PREFILL, Priority, Rows
 TBT_NS = 100_000_000  # TBT target of a request that gives no limit
 TTFT_WEIGHT = 0.25  # of 0.1, 0.25 and 0.5 the best on the cells of the grid that tuning may see
 FLAT = 0.06  # delays that differ by less than this share count as equal, and fewer steps are taken
-LOW_TIMES = 2  # decodes of class low make a step at most so many times as long as those of better classes
+LOW_TIMES = 2  # class low makes a step at most so many times as long as the decodes of better classes do
 MEMORY = 8192  # steps over which ModelBudget averages
 ALIGN = 64  # tokens; prompt parts of EmaBudget are multiples of it, and the least that a starved prompt gets
 
@@ -97,6 +97,10 @@ class ModelBudget(Budget):
     by what a step takes longer with them. Then the present prompts take the number of steps that delays all requests
     least (_fewer_steps), and of numbers that delay them by 6 % more at most (FLAT) the smallest.
 
+    Requests of class low count for nothing while one of a better class runs: their decodes (low_decodes) and prompts
+    make a step at most LOW_TIMES as long as the other decodes alone. Where better classes were there lately, a step of
+    class low alone takes at most LOW_TIMES as long as its decodes: a request that comes meanwhile waits for its end.
+
     TBT limits bound the step: those that requests declare, and `tbt_ns` (N ms; 0 means none) for decodes without one. A
     bound is met with the 0.99 quantile of the model's error, and with 5 % to spare. Only declared limits can leave
     prompts fewer than 64 tokens. The budget is 512 tokens until the model has seen 16 steps. A step without decodes
@@ -136,20 +140,20 @@ class ModelBudget(Budget):
             # When all steps were of one size the model cannot tell the time of one token, but the mean can.
             by_mean = replica.token_time.budget(self._kept(replica, target_ns), most, 0, ALIGN)
             return min(max(min(self._fits(replica, target_ns, 0, 0, depth), by_mean), ALIGN), most)
-        context, delayed = int(table.planned[table.rows(decodes)].sum()), count
-        if table.low_rows and table.low_yields:
-            delayed = int(np.count_nonzero(table.priority[decodes] < Priority.LOW))
+        context, others = int(table.planned[table.rows(decodes)].sum()), decodes
+        low_yields = table.low_rows > 0 and table.low_yields
+        if low_yields:
+            others = decodes[table.priority[decodes] < Priority.LOW]
+        delayed = others.size
         share = (prompts / max(prompts + delayed, 1) + TTFT_WEIGHT) / (1.0 + TTFT_WEIGHT)
         tokens = max(replica.model.balanced(share, count, context, depth), ALIGN)
         rest = waiting_tokens + int((table.known[: table.high] - table.planned[: table.high])[prefilling].sum())
         if rest > tokens:
             tokens = self._fewer_steps(replica, rest, tokens, prompts, delayed, count, context)
-        if table.low_rows and table.low_yields and rest < tokens:  # those of class low that fill the rest count nothing
-            nearly_free = replica.model.balanced(TTFT_WEIGHT / (1.0 + TTFT_WEIGHT), count, context, depth)
-            tokens = max(rest, min(tokens, nearly_free), ALIGN)
-        if table.low_rows and not table.low_yields and self._presence.better:
-            low_ns = LOW_TIMES * replica.model.predict(count, context)
-            tokens = min(tokens, max(replica.model.largest(low_ns, count, context, depth), ALIGN))
+        if low_yields or (table.low_rows and self._presence.better):
+            low_ns = LOW_TIMES * replica.model.predict(others.size, int(table.planned[others].sum()))
+            low = replica.model.largest(low_ns, count, context, depth)
+            tokens = min(tokens, max(rest, low) if low_yields else max(low, ALIGN))
         if self._tbt_ns:
             tokens = min(tokens, max(self._fits(replica, self._tbt_ns, count, context, depth), ALIGN))
         if strict_ns := tightest(replica, decodes):
