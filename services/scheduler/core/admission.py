@@ -269,20 +269,19 @@ class Admission:
             replica = step.replica
             if not step.budgeted:
                 step.budgeted = True
-                count = len(self._state.waiting)
-                step.waiting = self._that_fit(replica) // max(len(self._router.placement.alive), 1)
-                step.waiting_tokens = self._state.waiting.tokens * step.waiting // count if count else 0
+                count, tokens = self._state.waiting.that_count(replica.table.low_yields)
+                step.waiting = self._that_fit(replica, count, tokens) // max(len(self._router.placement.alive), 1)
+                step.waiting_tokens = tokens * step.waiting // count if count else 0
             budget = replica.tokens.budget(
                 replica, step.decodes, step.now_ns, self._state.step_tokens, depth, step.waiting, step.waiting_tokens
             )
             step.tokens_left = min(step.tokens_left, budget - step.decodes.size - step.prefill_tokens)
 
-    def _that_fit(self, replica: Replica) -> int:
-        """Return how many waiting sequences find slots and free memory on `replica`, by their mean length.
+    def _that_fit(self, replica: Replica, count: int, tokens: int) -> int:
+        """Return how many of `count` waiting sequences of `tokens` find slots and free memory on `replica`.
 
         0 after a refusal: the sequences behind the refused one would not be in memory sooner for a faster prompt.
         """
-        count, tokens = len(self._state.waiting), self._state.waiting.tokens
         if not count or replica.memo.refused >= 0:
             return 0
         room = replica.available * replica.limits.block_size

@@ -20,7 +20,7 @@ from services.scheduler.core.replica import Replica
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import DECODING, PREFILLING, Bool
-from services.scheduler.core.types import NO_ROWS, PREFILL, Rows, StepPlan
+from services.scheduler.core.types import NO_ROWS, PREFILL, Priority, Rows, StepPlan
 
 LOOK_PAST_LACKING = 64  # sequences without their adapter that one scan skips beside the others
 
@@ -89,6 +89,8 @@ class Planner:
         decodes: Bool = wants & self._decoding(step)
         rows = table.select(decodes, step.microbatch)
         step.has_prompts = rows.size < table.high and bool(np.count_nonzero(wants) > rows.size)
+        if table.low_rows and table.low_yields:
+            rows, decodes = self._low_yields(step, rows, decodes)
         limit = min(step.seqs_left, step.tokens_left)
         if rows.size > limit:
             rows = np.sort(self._state.policy.order.sort(table, rows, now_ns)[:limit])
@@ -107,6 +109,21 @@ class Planner:
             drafts = replica.speculation.drafts(rows, left, replica.available, step.context)
             if drafts is not None:
                 step.speculate(drafts)
+
+    def _low_yields(self, step: StepBuilder, rows: Rows, decodes: Bool) -> tuple[Rows, Bool]:
+        """Return the decodes, [n] rows and [high] mask, without those of class low that the policy lets wait.
+
+        Those that wait longest for a token go first.
+        """
+        table = step.replica.table
+        is_low = table.priority[rows] == Priority.LOW
+        low = rows[is_low]
+        most = step.replica.tokens.low_decodes(step.replica, rows[~is_low], low)
+        if low.size <= most:
+            return rows, decodes
+        order = np.lexsort((table.number[low], table.last_token_ns[low], table.unanswered[low]))
+        rows = np.sort(np.concatenate((rows[~is_low], low[order[:most]])))
+        return rows, table.mask(rows)
 
     def _waits_for_answer(self, replica: Replica, microbatch: int) -> bool:
         """Return whether the microbatch has drafts out, or should have some behind the answer to what is out."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from services.scheduler.core.ngrams import MARGIN, room_for_texts
 from services.scheduler.core.sequence import Sequence, State
-from services.scheduler.core.types import MAX_STOP_IDS, Finish, Int32, Limits, NewRequest, Rows
+from services.scheduler.core.types import MAX_STOP_IDS, Finish, Int32, Limits, NewRequest, Priority, Rows
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
@@ -141,6 +141,7 @@ class SlotTable:
         self.sequence: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.request: npt.NDArray[np.object_] = np.full(slots, None, object)
         self.limited = 0  # rows with a TBT limit
+        self.low_rows = 0  # rows of class low
         self.late_rows = 0  # rows with placeholders that no result will fill
         self.stagger = 32  # the first checkpoints of rows that enter together fall due over so many steps
         self._every: Rows = np.arange(slots)
@@ -149,6 +150,11 @@ class SlotTable:
         self._selected: dict[int, Selected] = {}  # by microbatch
         self._free = list(range(slots))
         self._deliveries: dict[int, DeliveryRows] = {}  # by microbatch
+
+    @property
+    def low_yields(self) -> bool:
+        """Whether a row of a better class than low runs: then those of class low do not count."""
+        return self.count > self.low_rows
 
     def first_rows(self, count: int) -> Rows:
         """Return [count] rows: 0..count-1. The same object as long as `count` stays the same."""
@@ -267,6 +273,7 @@ class SlotTable:
                 self.tokens[s, prompt:known] = sequence.outputs
             self.sequence[s], self.request[s] = sequence, request
             self.limited += request.tbt_slo_ns > 0
+            self.low_rows += request.priority == Priority.LOW
             self.active[s], self.pinned[s] = True, sequence.pinned
             self.high = max(self.high, s + 1)
             self.count += 1
@@ -291,6 +298,7 @@ class SlotTable:
         sequence.slot = -1
         blocks = self.blocks[s, : self.held[s]].copy()
         self.limited -= int(self.tbt_slo_ns[s]) > 0
+        self.low_rows -= int(self.priority[s]) == Priority.LOW
         self.late_rows -= int(self.late[s]) > 0
         if self.request[s].stop_ids.size:
             self.stop_ids[:, s] = UNSET

@@ -15,7 +15,7 @@ from services.scheduler.core.placement.base import MAX_PASSED
 from services.scheduler.core.policy.base import Order, Queue
 from services.scheduler.core.policy.queues import ByClass, by_arrival
 from services.scheduler.core.sequence import Sequence, State
-from services.scheduler.core.types import CLASS_COUNT
+from services.scheduler.core.types import CLASS_COUNT, Priority
 
 Takers = frozenset[int]  # numbers of the replicas that may take a sequence
 Key = Takers | None  # names a queue; None is the policy's queue
@@ -128,6 +128,14 @@ class WaitingQueue:
     def tokens(self) -> int:
         """Known tokens without KV in a host tier, of all waiting sequences."""
         return sum(self.class_tokens)
+
+    def that_count(self, low_yields: bool) -> tuple[int, int]:
+        """Return how many sequences wait, and their tokens without KV in a host tier; without class low if it
+        yields."""
+        low = Priority.LOW
+        if low_yields:
+            return len(self) - self.counts[low], self.tokens - self.class_tokens[low]
+        return len(self), self.tokens
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._queue

@@ -191,6 +191,13 @@ class Budget(ABC):
         entering prompt. waiting: sequences in the queue that would find room; waiting_tokens: of their prompts.
         """
 
+    def low_decodes(self, replica: ReplicaView, others: Rows, low: Rows) -> int:
+        """Return how many of the decodes `low`, of class low, may run beside those of better classes; all by default.
+
+        others: the decodes of better classes. At least 1 where there are any.
+        """
+        return low.size
+
     def for_replica(self) -> Self:
         """Return this part for a further replica."""
         return self

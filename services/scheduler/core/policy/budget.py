@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.core.policy.base import Budget, ReplicaView
-from services.scheduler.core.table import PREFILLING
-from services.scheduler.core.types import PREFILL, Rows
+from services.scheduler.core.table import PREFILLING, Bool
+from services.scheduler.core.types import PREFILL, Priority, Rows
 
 TBT_NS = 100_000_000  # TBT target of a request that gives no limit
 TTFT_WEIGHT = 0.25  # of 0.1, 0.25 and 0.5 the best on the cells of the grid that tuning may see
 FLAT = 0.06  # delays that differ by less than this share count as equal, and fewer steps are taken
+LOW_TIMES = 2  # class low makes a step at most so many times as long as the decodes of better classes do
 MEMORY = 8192  # steps over which ModelBudget averages
 ALIGN = 64  # tokens; prompt parts of EmaBudget are multiples of it, and the least that a starved prompt gets
 
@@ -96,6 +97,10 @@ class ModelBudget(Budget):
     by what a step takes longer with them. Then the present prompts take the number of steps that delays all requests
     least (_fewer_steps), and of numbers that delay them by 6 % more at most (FLAT) the smallest.
 
+    Requests of class low count for nothing while one of a better class runs: their decodes (low_decodes) and prompts
+    make a step at most LOW_TIMES as long as the other decodes alone. Where better classes were there lately, a step of
+    class low alone takes at most LOW_TIMES as long as its decodes: a request that comes meanwhile waits for its end.
+
     TBT limits bound the step: those that requests declare, and `tbt_ns` (N ms; 0 means none) for decodes without one. A
     bound is met with the 0.99 quantile of the model's error, and with 5 % to spare. Only declared limits can leave
     prompts fewer than 64 tokens. The budget is 512 tokens until the model has seen 16 steps. A step without decodes
@@ -118,8 +123,11 @@ class ModelBudget(Budget):
         waiting_tokens: int = 0,
     ) -> int:  # fmt: skip
         most, count, table = at_most(replica, step_tokens), decodes.size, replica.table
-        prompts = waiting + int(np.count_nonzero(table.phase[: table.high] == PREFILLING))
-        self._presence.prompts = prompts
+        prefilling: Bool = table.phase[: table.high] == PREFILLING
+        self._presence.prompts = waiting + int(np.count_nonzero(prefilling))
+        if table.low_rows and table.low_yields:
+            prefilling &= table.priority[: table.high] < Priority.LOW
+        prompts = waiting + int(np.count_nonzero(prefilling))
         if not count and replica.limits.role != PREFILL:
             return most
         if replica.model.observed < 16:
@@ -132,12 +140,20 @@ class ModelBudget(Budget):
             # When all steps were of one size the model cannot tell the time of one token, but the mean can.
             by_mean = replica.token_time.budget(self._kept(replica, target_ns), most, 0, ALIGN)
             return min(max(min(self._fits(replica, target_ns, 0, 0, depth), by_mean), ALIGN), most)
-        context = int(table.planned[table.rows(decodes)].sum())
-        share = (prompts / (prompts + count) + TTFT_WEIGHT) / (1.0 + TTFT_WEIGHT)
+        context, others = int(table.planned[table.rows(decodes)].sum()), decodes
+        low_yields = table.low_rows > 0 and table.low_yields
+        if low_yields:
+            others = decodes[table.priority[decodes] < Priority.LOW]
+        delayed = others.size
+        share = (prompts / max(prompts + delayed, 1) + TTFT_WEIGHT) / (1.0 + TTFT_WEIGHT)
         tokens = max(replica.model.balanced(share, count, context, depth), ALIGN)
-        rest = waiting_tokens + left_of_prompts(replica)
+        rest = waiting_tokens + int((table.known[: table.high] - table.planned[: table.high])[prefilling].sum())
         if rest > tokens:
-            tokens = self._fewer_steps(replica, rest, tokens, prompts, count, context)
+            tokens = self._fewer_steps(replica, rest, tokens, prompts, delayed, count, context)
+        if low_yields or (table.low_rows and self._presence.better):
+            low_ns = LOW_TIMES * replica.model.predict(others.size, int(table.planned[others].sum()))
+            low = replica.model.largest(low_ns, count, context, depth)
+            tokens = min(tokens, max(rest, low) if low_yields else max(low, ALIGN))
         if self._tbt_ns:
             tokens = min(tokens, max(self._fits(replica, self._tbt_ns, count, context, depth), ALIGN))
         if strict_ns := tightest(replica, decodes):
@@ -145,23 +161,39 @@ class ModelBudget(Budget):
         return min(count + self._starved.feed(tokens), most)
 
     def stepped(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:
-        self._presence.add(replica.model.predict(tokens), decodes, entered)
+        self._presence.add(replica.model.predict(tokens), decodes, entered, replica.table.low_yields)
+
+    def low_decodes(self, replica: ReplicaView, others: Rows, low: Rows) -> int:
+        """Let the decodes of class low take at most as long as those of better classes do alone."""
+        model, planned = replica.model, replica.table.planned
+        if not others.size or not low.size or model.observed < 16:
+            return low.size
+        context, deeper = int(planned[others].sum()), float(planned[low].mean())
+        most_ns = LOW_TIMES * model.predict(others.size, context)
+        fit, more = 1, low.size
+        while fit < more:
+            half = -(-(fit + more) // 2)
+            if model.predict(others.size + half, context + int(half * deeper)) <= most_ns:
+                fit = half
+            else:
+                more = half - 1
+        return fit
 
     def for_replica(self) -> ModelBudget:
         return ModelBudget(self._tbt_ns, self._spare)
 
     def _fewer_steps(
-        self, replica: ReplicaView, rest: int, tokens: int, prompts: int, decodes: int, context: int
+        self, replica: ReplicaView, rest: int, tokens: int, prompts: int, delayed: int, decodes: int, context: int
     ) -> int:
         """Return the tokens of a step when `rest` prompt tokens of `prompts` requests take the best number of steps.
 
-        docs/policies.md#how-orcinus-sizes-a-step has the formula. Tried are rest / tokens steps, half as many, a
-        quarter, down to one. A step takes at most twice the tokens of the largest one that was timed: beyond that the
-        model only guesses.
+        delayed: decodes that count. docs/policies.md#how-orcinus-sizes-a-step has the formula. Tried are rest / tokens
+        steps, half as many, a quarter, down to one. A step takes at most twice the tokens of the largest one that was
+        timed: beyond that the model only guesses.
         """
         model = replica.model
         rest_ns = rest / tokens * model.predict(decodes + tokens, context)
-        weight, per_ns = self._presence.weights(rest_ns, prompts, decodes)
+        weight, per_ns = self._presence.weights(rest_ns, prompts, delayed)
         if self._presence.crowded:
             return tokens
         without_ns = model.predict(decodes, context)
@@ -169,17 +201,17 @@ class ModelBudget(Budget):
         def delay(steps: int, chunk: int) -> float:
             ns = model.predict(decodes + chunk, context, chunk * rest / 2)
             waits = (prompts + 1) / 2 + per_ns * ns / 2  # present, and that come during a step
-            return steps * (weight * waits * ns + decodes * (ns - without_ns))
+            return steps * (weight * waits * ns + delayed * (ns - without_ns))
 
         least, steps = delay(-(-rest // tokens), tokens), rest // tokens
         while steps:
             chunk = -(-rest // steps)
             if decodes + chunk > 2 * model.largest_seen:
                 break
-            delayed = delay(steps, chunk)
-            if delayed <= (1.0 + FLAT) * least:
+            total = delay(steps, chunk)
+            if total <= (1.0 + FLAT) * least:
                 tokens = chunk
-            least, steps = min(least, delayed), steps // 2
+            least, steps = min(least, total), steps // 2
         return tokens
 
     def _kept(self, replica: ReplicaView, limit_ns: int) -> float:
@@ -199,21 +231,27 @@ class Presence:
 
     def __init__(self) -> None:
         self.prompts = 0  # that wait or are computed in the step that is planned
-        self._ns = self._prompts_ns = self._decodes_ns = self._entered = 0.0
+        self._ns = self._prompts_ns = self._decodes_ns = self._entered = self._better_ns = 0.0
 
-    def add(self, step_ns: float, decodes: int, entered: int) -> None:
+    def add(self, step_ns: float, decodes: int, entered: int, better: bool) -> None:
         """Count a step: its predicted time, its decodes, and the requests that enter."""
         keep = 1.0 - 1.0 / MEMORY
         self._ns = keep * self._ns + step_ns
         self._prompts_ns = keep * self._prompts_ns + self.prompts * step_ns
         self._decodes_ns = keep * self._decodes_ns + decodes * step_ns
         self._entered = keep * self._entered + entered
+        self._better_ns = keep * self._better_ns + better * step_ns
         self.prompts = 0
 
     @property
     def crowded(self) -> bool:
         """Whether on average a prompt or more waits or is computed: prompts are in nearly all steps."""
         return self._prompts_ns >= self._ns
+
+    @property
+    def better(self) -> bool:
+        """Whether classes better than low run for more than a hundredth of the time."""
+        return self._better_ns > 0.01 * self._ns
 
     def weights(self, rest_ns: float, prompts: int, decodes: int) -> tuple[float, float]:
         """Return what a ns of a prompt's delay counts where one of a decode's counts 1, and the requests that come in
@@ -268,9 +306,3 @@ def deepest(replica: ReplicaView) -> int:
     table, high = replica.table, replica.table.high
     prefills = table.phase[:high] == PREFILLING
     return int(table.planned[:high][prefills].max()) if np.count_nonzero(prefills) else 0
-
-
-def left_of_prompts(replica: ReplicaView) -> int:
-    """Return the tokens that running prompts have to compute yet."""
-    table, high = replica.table, replica.table.high
-    return int((table.known[:high] - table.planned[:high])[table.phase[:high] == PREFILLING].sum())

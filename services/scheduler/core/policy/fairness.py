@@ -306,6 +306,11 @@ class ByShare:
             return None
         return self._held[head.record.tenant].held_back(now_ns)  # all waiting tenants are ahead
 
+    def is_late(self, sequence: Sequence) -> bool:
+        """Return whether `sequence` was late when head() was last called."""
+        queue = self._common if sequence in self._known else self._held[sequence.record.tenant]
+        return queue.is_late(sequence)
+
     def pop(self, sequence: Sequence) -> None:
         if self.several:
             self.counters.charge(sequence)

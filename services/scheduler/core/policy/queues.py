@@ -102,6 +102,10 @@ class Keyed:
         """Return None: this queue does not serve later sequences before earlier ones."""
         return None
 
+    def is_late(self, sequence: Sequence) -> bool:
+        """Return False: this queue knows no limits."""
+        return False
+
     def pop(self, sequence: Sequence) -> None:
         self._heap.remove(sequence)
 
@@ -172,6 +176,10 @@ class BySlack:
         self._move(now_ns)
         return self._late.first()
 
+    def is_late(self, sequence: Sequence) -> bool:
+        """Return whether `sequence` waits here and was late when head() was last called."""
+        return sequence in self._late
+
     def pop(self, sequence: Sequence) -> None:
         self.drop(sequence)
 
@@ -214,6 +222,9 @@ class Inner(Protocol):
     def held_back(self, now_ns: int) -> Sequence | None:
         """Return the first sequence that later ones may overtake, or None."""
 
+    def is_late(self, sequence: Sequence) -> bool:
+        """Return whether its head can no longer meet its limit."""
+
     def pop(self, sequence: Sequence) -> None: ...
 
     def drop(self, sequence: Sequence) -> None: ...
@@ -223,9 +234,9 @@ class ByClass:
     """One queue for each class, best class first.
 
     Each `age_ns` waited lifts a sequence by one class, up to realtime; 0 means never. Heads of equal class go by
-    arrival. Only the heads of the four queues are compared.
+    arrival, late ones after those in time. Only the heads of the four queues are compared.
 
-    A class serves its late sequences after those in time, however long that takes: else an overload would make all of
+    Late sequences wait for those in time of their class, however long that takes: else an overload would make all of
     them late. To prevent starvation one of LATE_EVERY admissions takes the late sequence with the earliest arrival, of
     any class. While realtime or high sequences wait this is one of 4 * LATE_EVERY admissions.
     """
@@ -257,11 +268,11 @@ class ByClass:
             held = [late for queue in self._queues if queue and (late := queue.held_back(now_ns)) is not None]
             if held:
                 return min(held, key=arrival)
-        best, rank = None, (CLASS_COUNT, 0, 0)
+        best, rank = None, (CLASS_COUNT, False, 0, 0)
         for queue in self._queues:
             if not queue or (head := queue.head(now_ns)) is None:
                 continue
-            its = self._rank(head, now_ns)
+            its = self._rank(head, queue.is_late(head), now_ns)
             if its < rank:
                 best, rank = head, its
         return best
@@ -274,11 +285,11 @@ class ByClass:
     def drop(self, sequence: Sequence) -> None:
         self._queues[sequence.priority].drop(sequence)
 
-    def _rank(self, sequence: Sequence, now_ns: int) -> tuple[int, int, int]:
+    def _rank(self, sequence: Sequence, late: bool, now_ns: int) -> tuple[int, bool, int, int]:
         arrived, priority = sequence.record.arrived_ns, sequence.priority
         if self._age_ns:
             priority = max(priority - max(now_ns - arrived, 0) // self._age_ns, 0)
-        return priority, arrived, sequence.number
+        return priority, late, arrived, sequence.number
 
 
 class SwappedFirst:

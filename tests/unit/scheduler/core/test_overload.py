@@ -80,6 +80,23 @@ def test_late_requests_get_one_in_eight_admissions_under_overload() -> None:
     assert (place[late[:100]] <= admitted).all()
 
 
+def test_normal_one_is_not_slowed_by_how_many_low_ones_run() -> None:
+    """Normal ones, one at a time; from the fourth second on beside low ones that fill all slots.
+
+    A token takes half as long as a step's constant, 64 decodes 22 times as long as one.
+    """
+    workload = load(190, 1, (20, 60), (40, 80), seed=4)
+    workload.arrived_ns[:20] = SECOND // 5 * np.arange(20)
+    workload.arrived_ns[20:170] = 4 * SECOND + np.arange(150)
+    workload.arrived_ns[170:] = 4 * SECOND + SECOND // 5 * np.arange(1, 21)
+    workload.priority[20:170] = 3
+    run = simulate("orcinus", workload, Setup(blocks=4000, max_seqs=64, lookahead=1), Linear(1e6, 0.5e6))
+    token_ns = (run.seen.e2e_ns - run.seen.ttft_ns) / np.maximum(workload.output - 1, 1)
+    assert np.median(token_ns[:20]) == pytest.approx(1.5e6)
+    assert np.median(token_ns[170:]) < 5 * 1.5e6, "twice for the decodes, and 64 prompt tokens every 17 steps"
+    assert run.result["finished"] == 190
+
+
 def test_urgent_requests_keep_their_limits_while_low_ones_flood() -> None:
     """Eight slots, outputs of seconds: an urgent one does not wait for a low one to end but takes its slot."""
     rng = np.random.default_rng(3)

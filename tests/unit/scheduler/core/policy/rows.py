@@ -11,7 +11,7 @@ from services.scheduler.core.policy.base import Candidates, Queue
 from services.scheduler.core.policy.step_time import StepTime, TokenTime
 from services.scheduler.core.sequence import Record, Sequence
 from services.scheduler.core.table import SlotTable
-from services.scheduler.core.types import Int32, Limits, NewRequest
+from services.scheduler.core.types import Int32, Limits, NewRequest, Priority
 
 
 def column(*values: int) -> np.ndarray:
@@ -56,6 +56,7 @@ class Rows:
         table.high = table.count
         table.roster += 1
         table.limited += int(table.tbt_slo_ns[slot]) > 0
+        table.low_rows += values["priority"] == Priority.LOW
         return slot
 
     def limit_tbt(self, slot: int, limit_ns: int) -> None:

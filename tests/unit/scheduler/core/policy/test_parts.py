@@ -135,6 +135,70 @@ def test_prompts_get_share_of_step_that_they_have_of_requests() -> None:
     assert part.budget(replica, replica.slots[:10], 0, 0, waiting=0) == 10 + 64, "prompts are not kept out"
 
 
+@pytest.mark.parametrize(
+    ("base_ms", "token_ms", "others", "low", "fit"),
+    [
+        (10, 0.5, 4, 40, 24),
+        (10, 0.5, 4, 20, 20),
+        (1, 1, 1, 40, 2),
+        (1, 1, 12, 40, 13),
+        (0, 1, 1, 40, 1),
+        (5, 0, 1, 9, 9),
+    ],
+)
+def test_low_decodes_take_as_long_as_the_others_do_alone(
+    base_ms: float, token_ms: float, others: int, low: int, fit: int
+) -> None:
+    replica = decoding(others)
+    for _ in range(low):
+        replica.add(known=100, limit=4000, priority=3)
+    part, rows = ModelBudget(), replica.slots
+    assert part.low_decodes(replica, rows[:others], rows[others:]) == low, "before the model has seen 16 steps"
+    known_model(replica, base_ms * MS, token_ms * MS, 0, 0)
+    assert part.low_decodes(replica, rows[:others], rows[others:]) == fit
+    assert part.low_decodes(replica, rows[:0], rows[others:]) == low, "alone"
+    assert Unlimited().low_decodes(replica, rows[:others], rows[others:]) == low
+
+
+def test_low_prompts_and_decodes_do_not_size_a_step_beside_better_classes() -> None:
+    """10 ms a step and 10 us a token: without a prompt that counts the share is 0.2, which 250 tokens have."""
+    replica = decoding(10)
+    for _ in range(30):
+        replica.add(known=3000, limit=4000, planned=100, priority=3)
+    known_model(replica, 9.9 * MS, 0.01 * MS, 0, 0)
+    decodes = replica.slots[:10]
+    assert ModelBudget().budget(replica, decodes, 0, 0) == pytest.approx(10 + 250, abs=1)
+    known_model(replica, 1 * MS, 1 * MS, 0, 0)
+    assert ModelBudget().budget(replica, decodes, 0, 0) == 10 + 11, "as long again"
+    assert ModelBudget().budget(replica, replica.slots[:40], 0, 0) == 40, "30 low decodes take longer"
+    known_model(replica, 9.9 * MS, 0.01 * MS, 0, 0)
+    replica.add(known=3000, limit=4000, planned=100)
+    assert ModelBudget().budget(replica, decodes, 0, 0) == pytest.approx(10 + 375, abs=1), "one of eleven counts"
+
+
+@pytest.mark.parametrize(("rest", "tokens"), [(2000, 2000), (300, 978)])
+def test_prompt_of_better_class_alone_has_its_tokens_beside_low_ones(rest: int, tokens: int) -> None:
+    """All of its prompt in one step; low prompts fill it to twice the time of a step without tokens."""
+    replica = decoding(10, priority=3)
+    replica.add(known=3000, limit=4000, planned=100, priority=3)
+    replica.add(known=100 + rest, limit=4000, planned=100)
+    known_model(replica, 9.9 * MS, 0.01 * MS, 0, 0)
+    assert ModelBudget().budget(replica, replica.slots[:10], 0, 0) == pytest.approx(10 + tokens, abs=3)
+
+
+def test_low_steps_take_twice_as_long_as_their_decodes_where_better_classes_come() -> None:
+    replica, part = decoding(10, priority=3), ModelBudget()
+    for _ in range(30):
+        replica.add(known=3000, limit=4000, planned=100, priority=3)
+    known_model(replica, 9.9 * MS, 0.01 * MS, 0, 0)
+    decodes = replica.slots[:10]
+    assert part.budget(replica, decodes, 0, 0) > 10 + 1000
+    beside = decoding(10)
+    known_model(beside, 9.9 * MS, 0.01 * MS, 0, 0)
+    part.stepped(beside, 10, 10, 0)
+    assert part.budget(replica, decodes, 0, 0) == pytest.approx(10 + 1000, abs=1)
+
+
 def past_a_knee(waits: int, beside: int = 0) -> ModelBudget:
     """A budget that has planned 1000 steps of 10 decodes, in `beside` of which one prompt waited.
 

@@ -93,11 +93,11 @@ class Model:
         if held and self.admitted % (4 * LATE_EVERY if urgent else LATE_EVERY) == (4 if urgent else 1) * LATE_EVERY - 1:
             # of one class by number, of the classes the first that has one of that age
             return min(held, key=lambda s: (arrival(s), s.priority, s.number))
-        return min(heads, key=lambda s: self.rank(s, now))
+        return min(heads, key=lambda s: self.rank(s, now, s in held))
 
     @staticmethod
-    def rank(s: Sequence, now: int) -> tuple[int, int, int]:
-        return max(s.priority - max(now - arrival(s), 0) // (10 * S), 0), arrival(s), s.number
+    def rank(s: Sequence, now: int, late: bool = False) -> tuple[int, bool, int, int]:
+        return max(s.priority - max(now - arrival(s), 0) // (10 * S), 0), late, arrival(s), s.number
 
 
 def octave(tokens: int) -> int:
@@ -146,7 +146,7 @@ def test_head_is_one_that_search_of_all_the_waiting_finds(order: str, events: li
                 sequence.saved = SavedKV(0, np.zeros(1, np.int32), 1, 0)
             push(sequence)
         elif kind == "tick":
-            now += at * 10 * MS
+            now += at * 40 * MS
         elif kind in ("drop", "park") and model.waiting:
             sequence = model.waiting.pop(at % len(model.waiting))
             sequence.state = State.PARKED if kind == "park" else State.ENDED
@@ -187,6 +187,15 @@ def test_every_32nd_admission_is_the_longest_late_one_beside_urgent() -> None:
         queue.pop(served[-1])
     assert [i for i, sequence in enumerate(served) if sequence.priority == 3] == [31, 63]
     assert [served[31].number, served[63].number] == [0, 100]
+
+
+def test_late_one_that_age_has_lifted_waits_for_those_in_time_of_its_new_class() -> None:
+    queue, now = ClassThenSlack().queue(), 60 * S
+    for number in range(3):
+        queue.push(waiting(number, number, priority=3), number)
+    queue.push(waiting(3, now - 2 * S, priority=0), now)
+    queue.push(waiting(4, now - S, priority=0), now)
+    assert [s.number for s in drained(queue, now)] == [4, 0, 1, 2, 3]
 
 
 def test_above_128_waiting_prefixes_are_not_looked_at() -> None:
