@@ -43,6 +43,12 @@ def spec(**changes: Any) -> GenerationSpec:
     return GenerationSpec(**fields | changes)
 
 
+def stored(request: GenerationSpec, text: ModelText | None = None) -> GenerationSpec:
+    """Return a request as another gateway reads it of its record."""
+    tail = (text or model()).text.tail
+    return GenerationSpec.from_delivery(request.id, request.to_delivery(tail), request.priority)
+
+
 def rows(whole: Whole, cuts: list[int]) -> list[Whole]:
     """Cut tokens into rows, or a text into pieces."""
     places = sorted({0, len(whole), *(min(cut, len(whole)) for cut in cuts)})

@@ -20,7 +20,7 @@ from services.gateway.openai.chat import plain_messages
 from services.gateway.request import THINKING, GenerationSpec, ToolUse
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.generations import CUTS, EOS, generation, model, rows, spec
+from tests.support.generations import CUTS, EOS, generation, rows, spec, stored
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}, **CACHED}
@@ -244,12 +244,11 @@ def test_stream_continues_behind_any_event_with_an_id(
 ) -> None:
     tokens = [*token_ids(SAID), EOS]
     made = request(hides_thinking=hides)
-    stored = GenerationSpec.from_delivery(made.id, made.to_delivery(model().text.tail), "normal")
     events = told(made, rows(tokens, cuts))
     # Events without an id belong to the next one that has one: a reader that leaves between drops them.
     stamped = [at for at, event in enumerate(events) if event.id != (events[at - 1].id if at else "")]
     at = data.draw(st.sampled_from(stamped))
-    joined = [*events[: at + 1], *told(stored, rows(tokens, others), had=events[at].id)]
+    joined = [*events[: at + 1], *told(stored(made), rows(tokens, others), had=events[at].id)]
     assert sse.message_blocks(joined) == sse.message_blocks(events)
     assert json.loads(joined[-2].data)["delta"] == json.loads(events[-2].data)["delta"]
 
