@@ -65,14 +65,12 @@ def test_no_alarm_without_work(seen: Seen | None, unfinished: int) -> None:
     assert stalled([(seen, unfinished)] * 41) == 0
 
 
-def test_step_now_and_then_is_progress() -> None:
-    steps = [(shown({**BUSY, "last_step": float(second // 20)}), 1) for second in range(100)]
-    assert stalled(steps) == 19
-
-
-def test_heartbeat_with_another_step_is_progress() -> None:
-    steps = [(shown(None, steps={"alive:worker:w": str(1 + second // 20)}), 1) for second in range(100)]
-    assert stalled(steps) == 19
+def test_step_or_heartbeat_with_another_step_now_and_then_is_progress() -> None:
+    for shows in (
+        lambda step: shown({**BUSY, "last_step": float(step)}),
+        lambda step: shown(None, steps={"alive:worker:w": str(1 + step)}),
+    ):
+        assert stalled([(shows(second // 20), 1) for second in range(100)]) == 19
 
 
 def test_heartbeat_that_expires_or_restarts_is_no_progress() -> None:
