@@ -32,7 +32,7 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import byte_level, write_model
-from tests.support.generations import CUTS, generation, model, rows, spec, stored, streamed
+from tests.support.generations import CUTS, generation, in_rows, model, rows, spec, stored, streamed
 
 QWEN = (
     "{%- for message in messages %}{%- set content = message.content %}"
@@ -149,7 +149,7 @@ def read(asked: GenerationSpec, text: ModelText, tokens: list[int]) -> tuple[str
 def check_goes_on(asked: GenerationSpec, said: list[int], text: ModelText, other: ModelText) -> list[sse.Event]:
     """Return the events of a stream; another gateway continues it behind each of them."""
     asked.id = "chatcmpl-1"
-    sent = [*((Row(0, [token]), at) for at, token in enumerate(said)), (Row(0, [], 1), len(said))]
+    sent = in_rows([*singly(said), []], 1)
     events = streamed(asked, sent, text)
     for at, event in enumerate(events[:-1]):
         rest = streamed(stored(asked, text), sent, other, had=event.id)
@@ -221,7 +221,7 @@ def test_another_gateway_continues_in_the_same_state(text: str, data: st.DataObj
     )  # fmt: skip
     tokens = model().encode(text)
 
-    sent = [*((Row(0, [token]), at) for at, token in enumerate(tokens)), (Row(0, [], 1), len(tokens))]
+    sent = in_rows([*singly(tokens), []], 1)
     events = streamed(asked, sent)
     cut = data.draw(st.integers(0, len(events) - 2))
     rest = streamed(stored(asked), sent, had=events[cut].id)
