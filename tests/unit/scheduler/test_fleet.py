@@ -280,10 +280,6 @@ async def test_shards_joining_in_turn_get_workers_and_then_settle(seed: int) -> 
     assert len(live) == len(names) and not sum(moves[-10:])
 
 
-async def until_cancelled() -> None:
-    await asyncio.Event().wait()
-
-
 @pytest.mark.parametrize(
     ("record", "others", "gives"), [("a", Others(("b",), ("b",)), [["w1", "1", "a", 5]]), ("b", Others(("b",), ()), [])]
 )
@@ -293,7 +289,7 @@ async def test_lost_worker_that_the_shard_avoids_is_freed(record: str, others: O
     shard.quarantine.link_lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
     workers = WorkerRegistry(Redis(w0="a", w1=record), SCRIPTS, KEYS, "a", lease, others, 1000)
     fleet, _ = shard.fleet(workers)
-    fleet.tasks["w0"] = linked = asyncio.create_task(until_cancelled())
+    fleet.tasks["w0"] = linked = asyncio.create_task(asyncio.Event().wait())
     fleet.failed["w1"] = time.monotonic()
     await fleet.look()
     linked.cancel()

@@ -17,7 +17,6 @@ from services.scheduler.core.types import Limits, NewRequest
 from tests.unit.scheduler.core.twin import House, request
 
 LIMITS = Limits(slots=8, blocks=64, block_size=4, max_model_len=128, max_step_tokens=64)
-SECOND = 1_000_000_000
 
 
 def house(replicas: int = 2, policy: str = "orcinus", **settings: object) -> House:

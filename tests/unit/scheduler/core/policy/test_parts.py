@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.policy.base import Mode, Pace
+from services.scheduler.core.policy.base import Mode
 from services.scheduler.core.policy.batching import Chunked, Static, WholePrefill
 from services.scheduler.core.policy.budget import EmaBudget, Fixed, ModelBudget, Unlimited
 from services.scheduler.core.policy.iteration_level import ClassThenTtft
@@ -34,7 +34,6 @@ from services.scheduler.core.types import PREFILL, NewRequest
 from tests.unit.scheduler.core.policy.rows import Rows, column
 
 MS, S = 1_000_000, 1_000_000_000
-PACE = Pace(0, 10_000)
 
 
 # -- tokens

@@ -233,16 +233,11 @@ def test_no_coefficient_in_use_is_negative_even_where_data_fall() -> None:
     assert model.predict(250, 2500) == pytest.approx(7.5e6, rel=0.1)
 
 
-def trained() -> StepTime:
-    machine = Machine(2, 640)
-    machine.model.fold()
-    return machine.model
-
-
 @pytest.mark.parametrize("knees", [[], [(128, 5e3)], [(64, 1e4), (256, 2e4), (512, 1.0)]])
 @pytest.mark.parametrize("prefix", [0, 100, 5000])
 def test_largest_is_last_that_a_search_finds_within_the_limit(prefix: int, knees: list[tuple[int, float]]) -> None:
-    model = trained()
+    model = Machine(2, 640).model
+    model.fold()
     model.knees = knees
     for limit_ms in (3, 8, 11.5, 12, 20, 33.3, 100):
         for decodes, context in ((0, 0), (1, 10), (64, 64_000), (256, 500_000), (600, 10_000)):
