@@ -66,7 +66,7 @@ async def shard() -> AsyncIterator[Shard]:
     running.cancel()
 
 
-async def test_command_kept_for_a_claim_stays_until_its_outcome_is_written(shard: Shard) -> None:
+async def test_command_kept_for_a_claim_stays_until_its_outcome(shard: Shard) -> None:
     shard.commands.claim_begins()
     await shard.read(stop("a"))
     assert (shard.obeyed, shard.trimmed) == ([], [])
@@ -91,3 +91,12 @@ async def test_draining_scheduler_keeps_no_command_of_a_failed_claim(monkeypatch
     await asyncio.wait_for(service.claims.run(), 60)
     assert service.commands.take(stop("of-another").SerializeToString()) == "stop"
     assert not service.commands.early
+
+
+async def test_command_stays_in_the_stream_until_its_outcome_is_written(shard: Shard) -> None:
+    shard.held.add("a")
+    await shard.read(stop("a"))
+    assert (shard.obeyed, shard.trimmed) == (["a"], [])
+    shard.written_count = 1
+    await shard.read()
+    assert shard.trimmed == ["1-1"]
