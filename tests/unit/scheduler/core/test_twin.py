@@ -92,8 +92,17 @@ class CoreTwin(RuleBasedStateMachine):
         seed=st.integers(0, 6),
         foretold=st.integers(0, 4),
     )
-    def add(self, prompt: int, prompts: int, n: int, resumed: int, foretold: int, **more: Any) -> None:
-        deadline, tbt_slo_ms = more.pop("deadline"), more.pop("tbt_slo_ms")
+    def add(
+        self,
+        prompt: int,
+        prompts: int,
+        n: int,
+        deadline: int,
+        resumed: int,
+        tbt_slo_ms: int,
+        foretold: int,
+        **more: Any,
+    ) -> None:
         more |= {"deadline_ns": self.house.now + deadline * MS if deadline else 0, "tbt_slo_ns": tbt_slo_ms * MS}
         salt = more["tenant"].encode()
         new = request(f"r{self.count}", (prompt,) * prompts, stop_ids=(0, 5), n=n, salt=salt, **more)
@@ -120,7 +129,8 @@ class CoreTwin(RuleBasedStateMachine):
 
     @rule(rounds=st.integers(1, 6))
     def go_on(self, rounds: int) -> None:
-        self.house.steps(rounds)
+        for _ in range(rounds):
+            self.house.step_once()
 
     @precondition(lambda self: getattr(self, "count", 0))
     @rule(data=st.data(), finish=st.sampled_from(ENDS))
@@ -144,12 +154,17 @@ class CoreTwin(RuleBasedStateMachine):
         self.house.core.adopt(f"r{data.draw(st.integers(0, self.count))}", gateway)
 
     @precondition(lambda self: any(worker.queue for worker in self.house.workers.values()))
-    @rule(
-        what=st.sampled_from(["fail_next", "late_next", "late_next"]), positions=st.sets(st.integers(0, 3), min_size=1)
-    )
-    def sequences_fail_or_their_masks_are_late(self, what: str, positions: set[int]) -> None:
+    @rule(position=st.integers(0, 3))
+    def a_sequence_fails(self, position: int) -> None:
         busy = next(number for number, worker in self.house.workers.items() if worker.queue)
-        setattr(self.house.workers[busy], what, positions)
+        self.house.workers[busy].fail_next = {position}
+        self.house.answer(busy)
+
+    @precondition(lambda self: any(worker.queue for worker in self.house.workers.values()))
+    @rule(positions=st.sets(st.integers(0, 3), min_size=1))
+    def masks_are_late(self, positions: set[int]) -> None:
+        busy = next(number for number, worker in self.house.workers.items() if worker.queue)
+        self.house.workers[busy].late_next = positions
         self.house.answer(busy)
 
     @precondition(lambda self: self.house.workers)
