@@ -43,6 +43,12 @@ def spec(**changes: Any) -> GenerationSpec:
     return GenerationSpec(**fields | changes)
 
 
+def stored(request: GenerationSpec, text: ModelText | None = None) -> GenerationSpec:
+    """Return a request as another gateway reads it of its record."""
+    tail = (text or model()).text.tail
+    return GenerationSpec.from_delivery(request.id, request.to_delivery(tail), request.priority)
+
+
 def rows(whole: Whole, cuts: list[int]) -> list[Whole]:
     """Cut tokens into rows, or a text into pieces."""
     places = sorted({0, len(whole), *(min(cut, len(whole)) for cut in cuts)})
@@ -92,14 +98,26 @@ def generation(
     return Generation(request, text or model(), stream, commands, Metrics(), 0.0, position), stream, commands
 
 
+def in_rows(pieces: list[list[int]], finish: int) -> list[tuple[Row, int]]:
+    """Return a row of the first choice for each piece with its place; the last one ends it."""
+    places = itertools.accumulate(map(len, pieces), initial=0)
+    sent = [(Row(0, piece), first) for piece, first in zip(pieces, places, strict=False)]
+    sent[-1][0].finish = finish
+    return sent
+
+
 def streamed(
-    request: GenerationSpec, sent: Iterable[tuple[Row, int]], text: ModelText | None = None, had: str = ""
+    request: GenerationSpec,
+    sent: Iterable[tuple[Row, int]],
+    text: ModelText | None = None,
+    had: str = "",
+    writer_of: Callable[[Generation], Any] = lambda running: EventWriter(running, "fp"),
 ) -> list[sse.Event]:
     """Return the events of a stream that gets these rows one by one, behind the event `had`; the last is `[DONE]`."""
 
     async def told() -> bytes:
         running, stream, _ = generation(request, text, had)
-        writer, written = EventWriter(running, "fp"), b""
+        writer, written = writer_of(running), b""
         for row, first in sent:
             stream.offer(row, first)
             if not running.done and stream.failure is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -66,54 +67,34 @@ class Recorded:
 
 def request(name: str, prompt: list[int], max_tokens: int, n: int = 1, **sampling: float | bytes) -> NewRequest:
     """A greedy request (temperature 0) unless sampling says otherwise."""
-    wire = queue_pb2.Request(
-        id=name, n=n, max_tokens=max_tokens, sampling=queue_pb2.Sampling(temperature=0.0, top_p=1.0)
-    )
-    for field_name, value in sampling.items():
-        setattr(wire.sampling, field_name, value)
+    drawn = queue_pb2.Sampling(**{"temperature": 0.0, "top_p": 1.0} | sampling)
+    wire = queue_pb2.Request(id=name, n=n, max_tokens=max_tokens, sampling=drawn)
     wire.prompts.tokens.append(pack(prompt))
+    scored = [1] if drawn.prompt_logprobs else None
     return NewRequest(
-        id=name,
-        prompts=[np.array(prompt, np.int32)],
-        max_tokens=max_tokens,
-        n=n,
-        gateway="gateway-0",
-        payload=wire,
-        has_grammar=bool(wire.sampling.grammar),
-        scored=[1] if wire.sampling.prompt_logprobs else None,
-    )
+        name, [np.array(prompt, np.int32)], max_tokens, n=n, gateway="gateway-0", payload=wire, scored=scored,
+        has_grammar=bool(drawn.grammar),
+    )  # fmt: skip
 
 
 def run(
     engine: Engine,
     requests: list[NewRequest],
     policy: str,
-    microbatches: int = 1,
-    lookahead: int = 0,
-    step_tokens: int = 0,
-    max_seqs: int = 0,
-    prefix_cache: bool | None = None,
     known: Recorded | None = None,
     speculate: str = "auto",
+    **settings: Any,
 ) -> tuple[Recorded, Scheduler]:
     """Runs all requests to their ends and checks the core's invariants after every step.
 
     Half of them are there from the beginning, each other one arrives with a step.
 
-    known: what clients have of them already.
+    known: what clients have of them already. settings: of the core, which without them has no lookahead.
     """
     engine.reset()
-    info = engine.info()
-    core = Scheduler(
-        policy,
-        max_seqs=max_seqs,
-        microbatches=microbatches,
-        lookahead=lookahead,
-        step_tokens=step_tokens,
-        prefix_cache=prefix_cache,
-    )
-    replica = core.join(limits_from_wire(info, speculate))
-    recorded = Recorded() if known is None else known
+    core = Scheduler(policy, **{"lookahead": 0} | settings)
+    replica = core.join(limits_from_wire(engine.info(), speculate))
+    recorded = known or Recorded()
     later, now, idle = deque(requests), 1, 0
     waiting: deque[worker_pb2.Step] = deque()
     in_flight: deque[tuple[worker_pb2.Step, InFlightStep]] = deque()

@@ -34,16 +34,6 @@ class Lora:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def linear_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The linear layers but the head, as PEFT's target_modules all-linear."""
-    head = model.get_output_embeddings()
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    }
-
-
 def make_lora(
     folder: Path, model: PreTrainedModel, seed: int, rank: int = 4, targets: Collection[str] = (), **config: Any
 ) -> Lora:
@@ -51,10 +41,13 @@ def make_lora(
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "use_rslora": False} | config
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, module in linear_modules(model).items():
+    for name, module in model.named_modules():  # linear layers but the head, as PEFT's target_modules all-linear
+        if not isinstance(module, nn.Linear | Conv1D) or module is model.get_output_embeddings():
+            continue
         if targets and not name.endswith(tuple(targets)):
             continue
-        outputs, inputs = _shape(module)
+        shape = module.weight.shape
+        outputs, inputs = reversed(shape) if isinstance(module, Conv1D) else shape
         for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
             drawn = torch.randn(shape, generator=generator) * (0.7 / math.sqrt(shape[1]))
             tensors[f"{PREFIX}{name}.{part}.weight"] = drawn
@@ -117,8 +110,3 @@ def _parts(lora: Lora) -> dict[str, tuple[Tensor, Tensor, float]]:
             scale = lora.config["lora_alpha"] / (math.sqrt(rank) if lora.config["use_rslora"] else rank)
             found[module] = down, tensors[name.replace("lora_A", "lora_B")], scale
     return found
-
-
-def _shape(module: nn.Module) -> tuple[int, int]:
-    rows, columns = module.get_parameter("weight").shape
-    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)

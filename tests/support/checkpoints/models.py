@@ -40,6 +40,8 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from services.gateway.text.detokenizer import BYTE_OF
+
 MIN_GAP = 1e-3
 VOCAB = 320
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
@@ -47,10 +49,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-def _gemma3_and_images(**fields: Any) -> Gemma3Config:
-    return Gemma3Config(text_config=fields, vision_config={**_VISION, "image_size": 28, "patch_size": 14})
 
 
 _IDS = {"vocab_size": VOCAB, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": EOS}
@@ -67,7 +65,10 @@ _OPT = {name: value for name, value in _LLAMA.items() if name not in ("intermedi
 _GPT2 = {**_IDS, "n_embd": 64, "n_layer": 2, "n_head": 4}
 _QWEN_MOE = {**_LLAMA, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3}
 _GEMMA = {**_LLAMA, "head_dim": 24, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}
-_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, _LLAMA),
     "mistral": (MistralConfig, {**_LLAMA, "sliding_window": None}),
@@ -80,7 +81,7 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma": (GemmaConfig, {**_LLAMA, "head_dim": 24}),
     "gemma2": (Gemma2Config, _GEMMA),
     "gemma3": (Gemma3TextConfig, _GEMMA),
-    "gemma3_and_images": (_gemma3_and_images, _GEMMA),
+    "gemma3_and_images": (lambda **text: Gemma3Config(text_config=text, vision_config=_VISION), _GEMMA),
     "gpt2": (GPT2Config, {**_GPT2, "n_positions": 256}),
     "bloom": (BloomConfig, {**_IDS, "hidden_size": 64, "n_layer": 2, "n_head": 4, "seq_length": 256}),
     "opt": (OPTConfig, {**_OPT, "ffn_dim": 96, "word_embed_proj_dim": 64}),
@@ -226,8 +227,7 @@ def _random_model(config: Any, seed: int) -> PreTrainedModel:
 
 def _write_tokenizer(path: Path, context: int) -> None:
     """Ids 0..255 are the bytes, then the special tokens."""
-    alphabet = _byte_characters()
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=dict(BYTE_OF), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
@@ -242,10 +242,3 @@ def _write_tokenizer(path: Path, context: int) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
-
-
-def _byte_characters() -> list[str]:
-    """GPT-2's printable character of each byte, as the ByteLevel pre-tokenizer writes it."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

@@ -54,9 +54,8 @@ def _raw(contents: bytes) -> Fill:
     return fill
 
 
-def _output_thrice(request: ModelInferRequest) -> None:
-    for _ in range(3):
-        request.outputs.add(name="text_output")
+def _output(name: str) -> Fill:
+    return lambda request: request.outputs.extend([ModelInferRequest.InferRequestedOutputTensor(name=name)])
 
 
 _TEXT = _tensor("text_input", "BYTES", [1], b"x")
@@ -92,6 +91,6 @@ CALLS = [
     Called("`sampling_parameters` that are no JSON", _all(_TEXT, _tensor("sampling_parameters", "BYTES", [1], b"{"))),
     Called("`temperature` 3.0", _parameter("temperature", "double_param", 3.0), streams=True),
     Called("`sampling_parameters` `[]`", _all(_TEXT, _tensor("sampling_parameters", "BYTES", [1], b"[]"))),
-    Called("an output `image`", _all(_TEXT, lambda request: request.outputs.add(name="image") and None)),
-    Called("the output `text_output` three times", _all(_TEXT, _output_thrice)),
+    Called("an output `image`", _all(_TEXT, _output("image"))),
+    Called("the output `text_output` three times", _all(_TEXT, *[_output("text_output")] * 3)),
 ]

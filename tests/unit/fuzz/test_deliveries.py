@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,13 +74,6 @@ async def streamed(request: GenerationSpec, text: ModelText, deliveries: list[li
         told += writer.events(await running.next(0.0))  # at once: all of a delivery may have been there before
     assert running.done
     return told + writer.end(running.usage)
-
-
-async def in_one(request: GenerationSpec, text: ModelText, deliveries: list[list[tuple[Row, int]]]) -> dict[str, Any]:
-    running, stream, _ = generation(request, text)
-    for row, first in (one for rows in deliveries for one in rows):
-        stream.offer(row, first)
-    return await whole(running, "fp")
 
 
 @st.composite
@@ -157,7 +149,10 @@ def test_events_text_and_usage_are_the_same_however_delivered(data: st.DataObjec
     assert reasons == [reason for _, reason, _ in wanted]
     if request.return_token_ids:
         assert ids == [own[:count] for own, (_, _, count) in zip(tokens, wanted, strict=True)]
-    answer = asyncio.run(in_one(request, made, deliveries))
+    running, rows, _ = generation(request, made)
+    for row, first in (one for delivery in deliveries for one in delivery):
+        rows.offer(row, first)
+    answer = asyncio.run(whole(running, "fp"))
     assert answer["usage"] == usage
     echoed = "" if request.endpoint == "chat" else before
     told = [c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]]

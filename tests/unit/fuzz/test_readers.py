@@ -1,10 +1,16 @@
-"""What reads what others wrote: JSON, tensors, calls of tools. Oracles: the standard library, and what was put in."""
+"""What reads what others wrote: JSON, ids of events, grammars, tensors, calls of tools.
+
+Oracles: the standard library, and what was put in.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import keyword
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,14 +21,25 @@ from hypothesis import strategies as st
 from protos.kserve_pb2 import ModelInferRequest
 from services.gateway.anthropic.bodies import MessagesBody
 from services.gateway.anthropic.bodies import chat_body as messages_chat
+from services.gateway.delivery.stream import Position
 from services.gateway.errors import ApiError
 from services.gateway.kserve.tensors import body_of, check_outputs, fields_of
 from services.gateway.openai import bodies
-from services.gateway.openai.bodies import MAX_JSON_DEPTH, parse_body, parse_json
+from services.gateway.openai.bodies import (
+    MAX_JSON_DEPTH,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+    parse_json,
+)
 from services.gateway.openai.responses import ResponsesBody, chat_body
 from services.gateway.request import ToolUse
 from services.gateway.text.reasoning import ChannelReader
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
+from shared.text.grammars import GrammarError, Grammars
+from tests.support.checkpoints.tokenizers import byte_level, write_model
 from tests.support.generations import read_calls, rows
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
@@ -89,6 +106,25 @@ def test_json_depth_is_bounded_at_any_place(depth: int, width: int, pair: tuple[
         assert error.code == "json_too_deep" and depth + 1 > MAX_JSON_DEPTH
 
 
+WIDE = VALUES | st.integers() | st.floats(allow_nan=False)
+BODIES = {
+    kind: st.dictionaries(st.sampled_from(sorted(kind.model_fields)) | st.text(max_size=5), WIDE, max_size=5)
+    for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+}
+
+
+@given(st.one_of(*(st.tuples(st.just(kind), fields) for kind, fields in BODIES.items())))
+@settings(max_examples=80)
+def test_any_fields_of_a_body_are_accepted_or_refused(drawn: tuple[type[Any], dict[str, Any]]) -> None:
+    kind, fields = drawn
+    try:
+        checked = parse_body(json.dumps({"model": "m", **fields}).encode(), kind)
+    except ApiError as error:
+        assert error.status == 400 and error.message and error.code
+    else:
+        assert set(checked.model_fields_set) <= {"model", *fields}
+
+
 @given(VALUES, st.sampled_from(["input", "tools", "tool_choice", "text", "stream_options", "metadata"]))
 @settings(max_examples=60)
 def test_any_value_of_responses_is_accepted_or_refused(value: Any, name: str) -> None:
@@ -121,6 +157,40 @@ def test_any_value_of_messages_is_accepted_or_refused(value: Any, name: str) -> 
     except ApiError as error:
         assert error.status == 400 and error.message and error.code
         assert (error.param or "").split(".")[0].split("[")[0] in {name, "messages", ""}
+
+
+@given(st.lists(st.integers(-2, 10**9 - 1), min_size=1, max_size=5), st.booleans())
+def test_event_id_round_trips(last: list[int], usage: bool) -> None:
+    given_id = "cmpl-1:" + ".".join(map(str, last)) + ("+" if usage else "")
+    position = Position.parse(given_id, "cmpl-1", len(last))
+    assert (position.last, position.usage) == (last, usage)
+
+
+@given(st.text(max_size=30) | st.from_regex(r"cmpl-1:[-+.0-9]{0,20}", fullmatch=True), st.integers(1, 4))
+def test_any_event_id_is_a_position_or_refused_by_name(given_id: str, choices: int) -> None:
+    try:
+        assert len(Position.parse(given_id, "cmpl-1", choices).last) == choices
+    except ApiError as error:
+        assert (error.status, error.param) == (400, "Last-Event-ID")
+
+
+@functools.cache
+def grammars() -> Grammars:
+    """Over the tokenizer of a small model, read once."""
+    with TemporaryDirectory() as directory:
+        found = Grammars(write_model(Path(directory)), byte_level().get_vocab_size())
+        found.prepare()
+        found.matcher('start: "ab" | /[0-9]+/')  # this one can be used, so others could
+        return found
+
+
+@given(st.text(max_size=40) | st.text(alphabet='start: abx"/()[]{}|*+?\\\n%,0', max_size=40).map("start: ".__add__))
+@settings(deadline=None)
+def test_any_text_is_a_grammar_or_refused(text: str) -> None:
+    try:
+        assert not grammars().matcher(text).is_error()
+    except GrammarError as error:
+        assert str(error)
 
 
 @st.composite

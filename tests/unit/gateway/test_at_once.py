@@ -138,26 +138,22 @@ def test_all_rows_but_the_last_are_written_at_once() -> None:
     assert client.at_once == client.body.count(b"\nid: ") + client.body.startswith(b"id: ") - 2  # text and reason
 
 
-def test_nothing_overtakes_the_end_by_a_stop_string() -> None:
-    async def scenario() -> Client:
-        client = Client(stop=["fox"], n=2)
-        client.commands.away = True
-        serving = await client.serve()
-        client.stream.offer(Row(0, model().encode("a fox")), 0)
-        assert client.at_once == 1
-        client.stream.offer(Row(1, model().encode("a")), 0)
-        assert client.at_once == 1
-        await client.settled()
-        client.commands.unwritten[0]()
-        client.stream.offer(Row(1, model().encode("b")), 1)
-        await client.settled()
-        client.stream.offer(Row(1, [], finish=2), 2)
-        await asyncio.wait_for(serving, 60)
-        return client
-
-    body = asyncio.run(scenario()).body
-    assert KEEP_ALIVE not in body
-    assert body.count(b'"finish_reason":"stop"') == 1
+async def test_nothing_overtakes_the_end_by_a_stop_string() -> None:
+    client = Client(stop=["fox"], n=2)
+    client.commands.away = True
+    serving = await client.serve()
+    client.stream.offer(Row(0, model().encode("a fox")), 0)
+    assert client.at_once == 1
+    client.stream.offer(Row(1, model().encode("a")), 0)
+    assert client.at_once == 1
+    await client.settled()
+    client.commands.unwritten[0]()
+    client.stream.offer(Row(1, model().encode("b")), 1)
+    await client.settled()
+    client.stream.offer(Row(1, [], finish=2), 2)
+    await asyncio.wait_for(serving, 60)
+    assert KEEP_ALIVE not in client.body
+    assert client.body.count(b'"finish_reason":"stop"') == 1
 
 
 def test_answer_that_has_ended_is_gone_without_the_garbage_collector() -> None:
@@ -186,69 +182,54 @@ def test_stream_ends_when_the_client_has_the_finish() -> None:
     assert client.body == b"data: [DONE]\n\n"
 
 
-def test_nothing_overtakes_a_writer_that_waits_for_room() -> None:
-    async def scenario() -> Client:
-        client = Client()
-        room = asyncio.Event()
-        send: Callable[[Message], Any] = client.send
+async def test_nothing_overtakes_a_writer_that_waits_for_room() -> None:
+    client, room = Client(), asyncio.Event()
 
-        async def slow(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                await room.wait()
-            await send(message)
+    async def slow(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await room.wait()
+        await client.send(message)
 
-        serving = await client.serve(slow)
-        client.room = False
-        for row, first, _ in plain_rows(6):
-            client.stream.offer(row, first)
-            await client.settled()
-            client.room = True  # of the connection; the writer still holds what came before
-        assert client.at_once == 0
-        room.set()
-        await asyncio.wait_for(serving, 60)
-        return client
-
-    client = asyncio.run(scenario())
+    serving = await client.serve(slow)
+    client.room = False
+    for row, first, _ in plain_rows(6):
+        client.stream.offer(row, first)
+        await client.settled()
+        client.room = True  # of the connection; the writer still holds what came before
+    assert client.at_once == 0
+    room.set()
+    await asyncio.wait_for(serving, 60)
     places = [int(line.rpartition(b":")[2]) for line in client.body.splitlines() if line.startswith(b"id: ")]
     assert places == sorted(places)
 
 
-def test_row_that_cannot_be_written_fails_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> Client:
-        client = Client()
-        monkeypatch.setattr(client.writer, "events", lambda _: 1 // 0)
-        serving = await client.serve()
-        assert client.stream.offer(Row(0, [100]), 0) is Offer.TAKEN
-        await asyncio.wait_for(serving, 60)
-        return client
-
-    assert b'"code":"internal_error"' in asyncio.run(scenario()).body
+async def test_row_that_cannot_be_written_fails_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client()
+    monkeypatch.setattr(client.writer, "events", lambda _: 1 // 0)
+    serving = await client.serve()
+    assert client.stream.offer(Row(0, [100]), 0) is Offer.TAKEN
+    await asyncio.wait_for(serving, 60)
+    assert b'"code":"internal_error"' in client.body
 
 
-def test_keep_alive_is_sent_after_silence_and_not_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
+async def test_keep_alive_is_sent_after_silence_and_not_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Client(keepalive_s=10.0)
+    now = 0.0
     asked: list[float] = []
 
-    async def scenario() -> Client:
-        client = Client(keepalive_s=10.0)
-        given: list[Callable[[], None]] = []
+    async def next_(timeout_s: float, deliver: Callable[[Row], bool]) -> list[Any]:
+        nonlocal now
+        asked.append(timeout_s)
+        now += timeout_s
+        if len(asked) == 1:
+            client.stream.heard_at = 4.0  # a token, written at once, while it waited
+        elif len(asked) > 4:
+            client.generation.choices[0].finish_reason = "length"
+        return []
 
-        async def next_(timeout_s: float, deliver: Callable[[Row], bool]) -> list[Any]:
-            asked.append(timeout_s)
-            clock[0] += timeout_s
-            if given:
-                given.pop()()
-            elif len(asked) > 4:
-                client.generation.choices[0].finish_reason = "length"
-            return []
-
-        monkeypatch.setattr(client.generation, "next", next_)
-        client.stream.heard_at = 0.0
-        given.append(lambda: setattr(client.stream, "heard_at", 4.0))  # a token, written at once, while it waited
-        await asyncio.wait_for(client.events_response(client.scope, client.receive, client.send), 60)
-        return client
-
-    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    client = asyncio.run(scenario())
+    monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(client.generation, "next", next_)
+    client.stream.heard_at = 0.0
+    await asyncio.wait_for(client.events_response(client.scope, client.receive, client.send), 60)
     assert asked[:3] == [10.0, 4.0, 10.0]
     assert client.body.count(KEEP_ALIVE) == len(asked) - 2  # not behind a token, nor at the end

@@ -39,15 +39,11 @@ def test_backlog_gives_better_classes_first() -> None:
     assert len(waiting) == 0
 
 
-def test_backlog_gives_tenants_of_a_class_turns() -> None:
-    flood = [entry(f"a{number}", tenant="a") for number in range(4)]
-    assert taken(filled(*flood, entry("b0", tenant="b"), entry("b1", tenant="b"))) == "a0 b0 a1 b1 a2 a3"
-
-
-def test_turn_of_a_tenant_lasts_over_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BATCH_REQUESTS", 1)
-    waiting = filled(*(entry(f"a{number}", tenant="a") for number in range(3)), entry("b0", tenant="b"))
-    assert [taken(waiting) for _ in range(4)] == ["a0", "b0", "a1", "a2"]
+@pytest.mark.parametrize(("a_call", "calls"), [(99, ["a0 b0 a1 b1 a2 a3"]), (1, ["a0", "b0", "a1", "b1", "a2", "a3"])])
+def test_backlog_gives_tenants_of_a_class_turns(monkeypatch: pytest.MonkeyPatch, a_call: int, calls: list[str]) -> None:
+    monkeypatch.setattr(module, "BATCH_REQUESTS", a_call)
+    waiting = filled(*(entry(name, tenant=name[0]) for name in ("a0", "a1", "a2", "a3", "b0", "b1")))
+    assert [taken(waiting) for _ in calls] == calls
 
 
 def test_call_is_bounded_in_requests_and_bytes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -20,7 +21,7 @@ from services.gateway.openai.chat import plain_messages
 from services.gateway.request import THINKING, GenerationSpec, ToolUse
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.generations import CUTS, EOS, generation, model, rows, spec
+from tests.support.generations import CUTS, EOS, generation, in_rows, rows, spec, stored, streamed
 
 CACHED = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "add", "description": "adds", "input_schema": {"type": "object"}, **CACHED}
@@ -199,15 +200,9 @@ def request(**changes: Any) -> GenerationSpec:
 
 def told(made: GenerationSpec, pieces: list[list[int]], had: str = "", finish: int = Finish.STOP) -> list[sse.Event]:
     """Return the events of a stream whose rows came in these pieces, behind the event `had`."""
-    running, stream, _ = generation(made, had=had)
-    writer, first, events = MessageEvents(running), 0, b""
-    for at, piece in enumerate(pieces):
-        stream.offer(Row(0, piece, finish if at == len(pieces) - 1 else 0, cached=4 if at == 0 else 0), first)
-        first += len(piece)
-        deltas = running.apply(stream._rows)
-        stream._rows.clear()
-        events += writer.events(deltas)
-    return sse.parse(events + writer.end(running.usage))
+    sent = in_rows(pieces, finish)
+    sent[0][0].cached = 4
+    return streamed(made, sent, had=had, writer_of=MessageEvents)
 
 
 WANTED = [
@@ -244,17 +239,16 @@ def test_stream_continues_behind_any_event_with_an_id(
 ) -> None:
     tokens = [*token_ids(SAID), EOS]
     made = request(hides_thinking=hides)
-    stored = GenerationSpec.from_delivery(made.id, made.to_delivery(model().text.tail), "normal")
     events = told(made, rows(tokens, cuts))
     # Events without an id belong to the next one that has one: a reader that leaves between drops them.
     stamped = [at for at, event in enumerate(events) if event.id != (events[at - 1].id if at else "")]
     at = data.draw(st.sampled_from(stamped))
-    joined = [*events[: at + 1], *told(stored, rows(tokens, others), had=events[at].id)]
+    joined = [*events[: at + 1], *told(stored(made), rows(tokens, others), had=events[at].id)]
     assert sse.message_blocks(joined) == sse.message_blocks(events)
     assert json.loads(joined[-2].data)["delta"] == json.loads(events[-2].data)["delta"]
 
 
-async def test_thinking_with_display_omitted_has_no_text() -> None:
+def test_thinking_with_display_omitted_has_no_text() -> None:
     display = chat(thinking={"type": "adaptive", "display": "omitted"})
     assert display.chat_template_kwargs == {"enable_thinking": True, "thinking": True}
     tokens = [*token_ids(SAID), EOS]
@@ -264,7 +258,7 @@ async def test_thinking_with_display_omitted_has_no_text() -> None:
     assert sse.message_blocks(events)[0] == {"type": "thinking"}
     running, stream, _ = generation(request(hides_thinking=True))
     stream.offer(Row(0, tokens, Finish.STOP), 0)
-    body = await whole_message(running)
+    body = asyncio.run(whole_message(running))
     assert body["content"][0] == {"type": "thinking", "thinking": "", "signature": body["content"][0]["signature"]}
     assert body["content"][1]["text"] == "Ah." and body["usage"]["output_tokens_details"]["thinking_tokens"] > 0
 

@@ -25,54 +25,41 @@ def shown(stats: dict[str, float] | None = None, leases: frozenset[str] = LED, *
     return Seen(leases, {} if stats is None else {"shard-0": stats}, **more)
 
 
-@pytest.mark.parametrize(
-    ("seen", "unfinished"),
-    [
-        (shown(BUSY), 0),
-        (shown({**IDLE, "waiting": 1.0}), 0),
-        (shown({**IDLE, "in_flight": 1.0}), 0),
-        (shown(BUSY, leases=frozenset()), 0),
-        (shown(IDLE, leases=frozenset()), 3),
-        (shown(IDLE, leases=frozenset(), queued=1.0), 0),
-        (shown(None), 1),
-        (None, 1),
-    ],
-    ids=[
-        "a worker hangs", "no worker runs a waiting request", "a step is not answered", "a scheduler hangs",
-        "a scheduler hangs and its statistic says idle", "the same, for another gateway's request",
-        "no scheduler ever led", "Redis is away",
-    ],
-)  # fmt: skip
-def test_stalled_work_raises_an_alarm(seen: Seen | None, unfinished: int) -> None:
-    assert stalled([(seen, unfinished)] * 41) >= 39
+STALLED: dict[str, tuple[Seen | None, int]] = {
+    "a worker hangs": (shown(BUSY), 0),
+    "no worker runs a waiting request": (shown({**IDLE, "waiting": 1.0}), 0),
+    "a step is not answered": (shown({**IDLE, "in_flight": 1.0}), 0),
+    "a scheduler hangs": (shown(BUSY, leases=frozenset()), 0),
+    "a scheduler hangs and its statistic says idle": (shown(IDLE, leases=frozenset()), 3),
+    "the same, for another gateway's request": (shown(IDLE, leases=frozenset(), queued=1.0), 0),
+    "no scheduler ever led": (shown(None), 1),
+    "Redis is away": (None, 1),
+}
+WITHOUT_WORK: dict[str, tuple[Seen | None, int]] = {
+    "idle": (shown(IDLE), 0),
+    "nothing known": (shown(None), 0),
+    "Redis is away": (None, 0),
+    "parked until a client continues it": (shown({**IDLE, "parked": 2.0}, queued=2.0), 0),
+    "a shard that lost its work to others": (Seen(frozenset({"shard-1"}), {"shard-0": BUSY, "shard-1": IDLE}), 0),
+}
 
 
-@pytest.mark.parametrize(
-    ("seen", "unfinished"),
-    [
-        (shown(IDLE), 0),
-        (shown(None), 0),
-        (None, 0),
-        (shown({**IDLE, "parked": 2.0}, queued=2.0), 0),
-        (Seen(frozenset({"shard-1"}), {"shard-0": BUSY, "shard-1": IDLE}), 0),
-    ],
-    ids=[
-        "idle", "nothing known", "Redis is away", "parked until a client continues it",
-        "a shard that lost its work to others",
-    ],
-)  # fmt: skip
-def test_no_alarm_without_work(seen: Seen | None, unfinished: int) -> None:
-    assert stalled([(seen, unfinished)] * 41) == 0
+@pytest.mark.parametrize("look", STALLED.values(), ids=STALLED)
+def test_stalled_work_raises_an_alarm(look: tuple[Seen | None, int]) -> None:
+    assert stalled([look] * 41) >= 39
 
 
-def test_step_now_and_then_is_progress() -> None:
-    steps = [(shown({**BUSY, "last_step": float(second // 20)}), 1) for second in range(100)]
-    assert stalled(steps) == 19
+@pytest.mark.parametrize("look", WITHOUT_WORK.values(), ids=WITHOUT_WORK)
+def test_no_alarm_without_work(look: tuple[Seen | None, int]) -> None:
+    assert stalled([look] * 41) == 0
 
 
-def test_heartbeat_with_another_step_is_progress() -> None:
-    steps = [(shown(None, steps={"alive:worker:w": str(1 + second // 20)}), 1) for second in range(100)]
-    assert stalled(steps) == 19
+def test_step_or_heartbeat_with_another_step_now_and_then_is_progress() -> None:
+    for shows in (
+        lambda step: shown({**BUSY, "last_step": float(step)}),
+        lambda step: shown(None, steps={"alive:worker:w": str(1 + step)}),
+    ):
+        assert stalled([(shows(second // 20), 1) for second in range(100)]) == 19
 
 
 def test_heartbeat_that_expires_or_restarts_is_no_progress() -> None:

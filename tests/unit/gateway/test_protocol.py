@@ -56,36 +56,26 @@ def connected(transport: Transport, app: Any = answer) -> Protocol:
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["sends a request", "sends nothing"])
-def test_new_connection_may_send_one_request_when_the_server_stops(
+async def test_new_connection_may_send_one_request_when_the_server_stops(
     monkeypatch: pytest.MonkeyPatch, sends: bool
 ) -> None:
     monkeypatch.setattr(protocol, "FIRST_REQUEST_S", 60.0 if sends else 0.0)
-
-    async def run() -> Transport:
-        transport = Transport()
-        connection = connected(transport)
-        connection.shutdown()
-        assert not transport.closed
-        if sends:
-            connection.data_received(HEAD)
-        await wait_until(lambda: transport.closed)
-        return transport
-
-    written = asyncio.run(run()).written
-    assert (b"200 OK" in written and b"connection: close" in written) is sends
-
-
-def test_connection_between_two_requests_closes_when_the_server_stops() -> None:
-    async def run() -> None:
-        transport = Transport()
-        connection = connected(transport)
+    connection = connected(transport := Transport())
+    connection.shutdown()
+    assert not transport.closed
+    if sends:
         connection.data_received(HEAD)
-        await wait_until(lambda: transport.written.endswith(b"ok"))
-        assert not transport.closed
-        connection.shutdown()
-        assert transport.closed
+    await wait_until(lambda: transport.closed)
+    assert (b"200 OK" in transport.written and b"connection: close" in transport.written) is sends
 
-    asyncio.run(run())
+
+async def test_connection_between_two_requests_closes_when_the_server_stops() -> None:
+    connection = connected(transport := Transport())
+    connection.data_received(HEAD)
+    await wait_until(lambda: transport.written.endswith(b"ok"))
+    assert not transport.closed
+    connection.shutdown()
+    assert transport.closed
 
 
 @pytest.fixture
@@ -96,7 +86,7 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
-def test_what_a_request_held_is_gone_with_it(without_collector: None) -> None:
+async def test_what_a_request_held_is_gone_with_it(without_collector: None) -> None:
     class Held:
         """Stands for prompt and stream."""
 
@@ -107,16 +97,13 @@ def test_what_a_request_held_is_gone_with_it(without_collector: None) -> None:
         held.append(weakref.ref(one))
         await answer(scope, receive, send)
 
-    async def run() -> None:
-        transport = Transport()
-        connection = connected(transport, RequestContext(keeps, Metrics("m"), pages=["/health/live"]))
-        for _ in range(2):
-            transport.written = b""
-            connection.data_received(HEAD)
-            await wait_until(lambda: transport.written.endswith(b"ok"))
-        connection.connection_lost(None)
-
-    asyncio.run(run())
+    connection = connected(transport := Transport(), RequestContext(keeps, Metrics("m"), pages=["/health/live"]))
+    for _ in range(2):
+        transport.written = b""
+        connection.data_received(HEAD)
+        await wait_until(lambda: transport.written.endswith(b"ok"))
+    connection.connection_lost(None)
+    await asyncio.sleep(0)  # the task of the last answer ends
     assert [one() for one in held] == [None, None]
 
 

@@ -122,38 +122,34 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("deltas", "message"),
-    [
-        (PIECES, {"content": "Let me see", "tool_calls": CALLS}),
-        ([*PIECES[:3], Delta(0, "", [4], "stop", PIECES[3].calls)], {"content": "Let me see", "tool_calls": CALLS}),
-        (
-            [Delta(0, "", [4], "tool_calls", [CallPiece(0, "call_b", "sub", "{}")])],
-            {"content": None, "tool_calls": CALLS[1:]},
-        ),
-        ([Delta(0, "hello", [1], "stop")], {"content": "hello"}),
-        ([Delta(0, "", [1], "length")], {"content": ""}),
-        (
-            [Delta(0, "", [1], None, reasoning="hm"), Delta(0, "so", [2], None, reasoning="!"), *PIECES[1:]],
-            {"content": "so see", "reasoning_content": "hm!", "tool_calls": CALLS},
-        ),
-        ([Delta(0, "", [1], "length", reasoning="hm")], {"content": None, "reasoning_content": "hm"}),
-        (
-            [Delta(0, "", [1], "length", [CallPiece(0, "call_b", "sub", "{}")], reasoning="hm")],
-            {"content": None, "reasoning_content": "hm", "tool_calls": CALLS[1:]},
-        ),
-    ],
-    ids=[
-        "text and calls",
-        "a call that a stop cut",
-        "a call alone",
-        "text alone",
-        "nothing",
-        "thinking before all",
-        "thinking that was cut",
-        "thinking before a call that was cut",
-    ],
-)
+SAID: dict[str, tuple[list[Delta], dict[str, Any]]] = {
+    "text and calls": (PIECES, {"content": "Let me see", "tool_calls": CALLS}),
+    "a call that a stop cut": (
+        [*PIECES[:3], Delta(0, "", [4], "stop", PIECES[3].calls)],
+        {"content": "Let me see", "tool_calls": CALLS},
+    ),
+    "a call alone": (
+        [Delta(0, "", [4], "tool_calls", [CallPiece(0, "call_b", "sub", "{}")])],
+        {"content": None, "tool_calls": CALLS[1:]},
+    ),
+    "text alone": ([Delta(0, "hello", [1], "stop")], {"content": "hello"}),
+    "nothing": ([Delta(0, "", [1], "length")], {"content": ""}),
+    "thinking before all": (
+        [Delta(0, "", [1], None, reasoning="hm"), Delta(0, "so", [2], None, reasoning="!"), *PIECES[1:]],
+        {"content": "so see", "reasoning_content": "hm!", "tool_calls": CALLS},
+    ),
+    "thinking that was cut": (
+        [Delta(0, "", [1], "length", reasoning="hm")],
+        {"content": None, "reasoning_content": "hm"},
+    ),
+    "thinking before a call that was cut": (
+        [Delta(0, "", [1], "length", [CallPiece(0, "call_b", "sub", "{}")], reasoning="hm")],
+        {"content": None, "reasoning_content": "hm", "tool_calls": CALLS[1:]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("deltas", "message"), SAID.values(), ids=SAID)
 def test_response_events_add_up_to_the_response(deltas: list[Delta], message: dict[str, Any]) -> None:
     reason = deltas[-1].finish_reason
     begun = shell(body(), "resp_1", 5)

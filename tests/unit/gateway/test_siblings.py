@@ -8,6 +8,7 @@ import socket
 
 import pytest
 import uvloop
+from prometheus_client.metrics_core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.metrics import Metrics
@@ -25,19 +26,18 @@ def texts(*counts: int) -> list[bytes]:
     return found
 
 
+def samples_of(text: bytes) -> list[Sample]:
+    return [sample for family in text_string_to_metric_families(text.decode()) for sample in family.samples]
+
+
 @pytest.mark.parametrize("counts", [(3,), (3, 4), (3, 0, 5)])
 def test_merged_metrics_hold_each_sample_once_with_its_process(counts: tuple[int, ...]) -> None:
     parts = texts(*counts)
-    whole = list(text_string_to_metric_families(merged(parts).decode()))
-    assert len({family.name for family in whole}) == len(whole)
-    samples = [sample for family in whole for sample in family.samples]
+    names = [family.name for family in text_string_to_metric_families(merged(parts).decode())]
+    assert len(set(names)) == len(names)
+    samples = samples_of(merged(parts))
     assert {sample.labels["process"] for sample in samples} == {str(number) for number in range(len(counts))}
-    single = [
-        sample
-        for part in parts
-        for family in text_string_to_metric_families(part.decode())
-        for sample in family.samples
-    ]
+    single = [sample for part in parts for sample in samples_of(part)]
     key = lambda each: (each.name, sorted(each.labels.items()), each.value)  # noqa: E731
     assert sorted(map(key, samples)) == sorted(map(key, single))
     tokens = {
@@ -74,11 +74,7 @@ async def asked_while_one_is_killed() -> None:
     try:
         for each in (first, second):
             await each.start()
-        answer = (await first.metrics()).decode()
-        processes = {
-            sample.labels["process"] for family in text_string_to_metric_families(answer) for sample in family.samples
-        }
-        assert processes == {"0", "1"}
+        assert {sample.labels["process"] for sample in samples_of(await first.metrics())} == {"0", "1"}
     finally:
         server.close()
         for each in (first, second):

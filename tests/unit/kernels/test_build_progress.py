@@ -13,12 +13,18 @@ from kernels.cpu import build
 from tests.support.waiting import until
 
 
+def write_compiler(folder: Path, before: str = "") -> Path:
+    """Return a compiler that writes its last argument; `before` that it runs a line of shell."""
+    compiler = folder / "g++"
+    compiler.write_text(f'#!/bin/sh\n{before}\nfor last; do :; done\necho made > "$last"\n')
+    compiler.chmod(0o755)
+    return compiler
+
+
 def test_compilation_is_shown_in_percent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiler = tmp_path / "g++"
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho made > "$last"\n')
-    compiler.chmod(0o755)
+    compiler = write_compiler(tmp_path)
     sources = [tmp_path / f"{name}.cpp" for name in "abcd"]
     monkeypatch.setattr(build, "_sources", lambda: sources)
     with caplog.at_level(logging.INFO):
@@ -34,12 +40,7 @@ def test_compilation_has_a_line_while_no_file_is_complete(
 ) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    compiler = tmp_path / "g++"
-    compiler.write_text(
-        f'#!/bin/sh\ncase "$*" in *" -c "*) cat "{gate}" > /dev/null;; esac\n'
-        'for last; do :; done\necho made > "$last"\n'
-    )
-    compiler.chmod(0o755)
+    compiler = write_compiler(tmp_path, f'case "$*" in *" -c "*) cat "{gate}" > /dev/null;; esac')
     monkeypatch.setattr(build, "_sources", lambda: [tmp_path / "a.cpp"])
     monkeypatch.setattr(build, "PROGRESS_S", 0.01)
 

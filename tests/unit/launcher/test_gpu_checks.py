@@ -31,6 +31,11 @@ from tests.support.stand_ins.recorded_gpus import (
 )
 
 
+def torch_of(cuda: str | None, version: str = "2.13.0", devices: int = 0, **more: Any) -> dict[str, Any]:
+    """Return what a torch says that was built for this CUDA; nothing where there is none."""
+    return {"version": version, "cuda": cuda, "devices": devices, **more} if cuda is not None else {}
+
+
 def lines(facts: Facts, wanted: str = "cuda", weights: int = 0) -> dict[str, Check]:
     return {check.name: check for check in judge(facts, wanted, weights)}
 
@@ -87,38 +92,18 @@ def test_a_machine_in_order_is_said_to_be_so_line_by_line() -> None:
         (machine(torch={"error": "No module named 'torch'"}), "torch", "No module named 'torch'",
          "install DEVICE=cuda"),
         (machine(torch={}), "torch", "cannot be asked", "make install DEVICE=cuda"),
-        (machine(torch={"version": "2.13.0+cpu", "cuda": "", "devices": 0}), "torch", "2.13.0+cpu is a build for CPUs",
-         "make install DEVICE=cuda"),
-        (
-            machine(torch={"version": "2.13.0+cpu", "cuda": "", "devices": 0}, checkout=False),
-            "torch",
-            "is a build for CPUs",
-            "worker-gpu",
-        ),
-        (
-            machine(torch={"version": "2.13.0", "cuda": "13.0", "devices": 0, "error": "CUDA unknown error"}),
-            "torch",
-            "sees no GPU: CUDA unknown error",
-            "torch.cuda.init()",
-        ),
-        (
-            machine(
-                torch={"version": "2.13.0", "cuda": "13.0", "devices": 0, "error": TOO_OLD}, driver=driver(cuda=12040)
-            ),
-            "torch",
-            "the driver is too old for CUDA 13.0",
-            "the driver's line",
-        ),
+        (machine(torch=torch_of("", "2.13.0+cpu")), "torch", "2.13.0+cpu is a build for CPUs", "install DEVICE=cuda"),
+        (machine(torch=torch_of("", "2.13.0+cpu"), checkout=False), "torch", "is a build for CPUs", "worker-gpu"),
+        (machine(torch=torch_of("13.0", error="CUDA unknown error")), "torch", "sees no GPU: CUDA unknown error",
+         "torch.cuda.init()"),
+        (machine(torch=torch_of("13.0", error=TOO_OLD), driver=driver(cuda=12040)), "torch",
+         "the driver is too old for CUDA 13.0", "the driver's line"),
         (machine(cupy_packages={}), "cupy", "not installed", "make install DEVICE=cuda"),
         (machine(cupy_packages={}, nvrtc={"error": "No module"}), "kernels", "without CuPy", "cupy's line"),
         (machine(cupy_packages={"cupy-cuda12x": "13.6.0"}), "cupy", "cupy-cuda12x is for CUDA 12, torch for CUDA 13.0",
          "pip uninstall cupy-cuda12x; make install DEVICE=cuda"),
-        (
-            machine(cupy_packages={"cupy-cuda13x": "14.2.0", "cupy-cuda12x": "13.6.0"}),
-            "cupy",
-            "cupy-cuda12x and cupy-cuda13x overwrite each other",
-            "pip uninstall cupy-cuda12x cupy-cuda13x",
-        ),
+        (machine(cupy_packages={"cupy-cuda13x": "14.2.0", "cupy-cuda12x": "13.6.0"}), "cupy",
+         "cupy-cuda12x and cupy-cuda13x overwrite each other", "pip uninstall cupy-cuda12x cupy-cuda13x"),
         (machine(cupy={"error": "libcudart.so.13: cannot open"}), "cupy", "cannot be imported: libcudart.so.13",
          "make install DEVICE=cuda"),
         (machine(nvrtc={"error": NO_NVRTC}), "kernels", "nothing prebuilt for sm_90, and no NVRTC", "nvrtc==13.*"),
@@ -159,16 +144,14 @@ def test_a_device_that_cannot_be_used_is_not_followed_by_what_else_would_be_need
 )
 def test_a_driver_runs_older_cuda_and_minor_versions_of_its_own(cuda: int, torch: str | None, is_wrong: bool) -> None:
     """Where torch is not installed yet, what would be installed counts."""
-    installed = {"version": "2.13.0", "cuda": torch, "devices": 1} if torch else {}
-    assert ("driver" in wrong(machine(driver=driver(cuda=cuda), torch=installed))) is is_wrong
+    facts = machine(driver=driver(cuda=cuda), torch=torch_of(torch, devices=1))
+    assert ("driver" in wrong(facts)) is is_wrong
 
 
 @pytest.mark.parametrize(
     "facts",
     [
-        machine(
-            torch={"version": "2.13.0+cu128", "cuda": "12.8", "devices": 1}, cupy_packages={"cupy-cuda12x": "14.2.0"}
-        ),
+        machine(torch=torch_of("12.8", devices=1), cupy_packages={"cupy-cuda12x": "14.2.0"}),
         machine(prebuilt="sm_90", nvrtc={"error": NO_NVRTC}),
     ],
     ids=["torch and CuPy of an older CUDA", "prebuilt kernels without a compiler"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,7 +47,8 @@ def test_processes_of_several_models_have_the_model_and_what_is_awaited(
 ) -> None:
     log = tmp_path / "gateway.log"
     log.write_text("listening\n")
-    gateway = Service(ServiceSpec("gateway-0", ["true"], probe=Awaiting()), log)
+    probe = SimpleNamespace(awaited="org/Two (loading)", arm=lambda: None, ready=lambda: False)
+    gateway = Service(ServiceSpec("gateway-0", ["true"], probe=probe), log)
     worker = Service(ServiceSpec("worker-1", ["true"], model="org/Two"), log)
     gateway.state = worker.state = "starting"
     now = [0.0]
@@ -61,16 +63,6 @@ def test_processes_of_several_models_have_the_model_and_what_is_awaited(
     ]
 
 
-class Awaiting:
-    awaited = "org/Two (loading)"
-
-    def arm(self) -> None:
-        return None
-
-    def ready(self) -> bool:
-        return False
-
-
 def test_service_that_loads_has_a_bar_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,7 +74,8 @@ def test_service_that_loads_has_a_bar_on_a_terminal(
         shown.update([starting(tmp_path / "worker.log", line)])
         text = capsys.readouterr().err
         assert line in text
-        assert bar_cells(text) == done
+        bar = re.search(r"\x1b\[[\d;]*m(━+)", text)  # what is not done has another colour
+        assert len(bar[1] if bar else "") == done
     shown.settle()
 
 
@@ -100,9 +93,3 @@ def test_services_with_the_same_output_are_not_erased_on_a_terminal(
     assert capsys.readouterr().err == ""
     said = [(logging.INFO, "worker-0 of one: ready"), (logging.WARNING, "worker-0 died; restart in 0.2 s")]
     assert [(line.levelno, line.message) for line in caplog.records] == said
-
-
-def bar_cells(text: str) -> int:
-    """Return the cells of a bar that are done; the rest has another colour."""
-    found = re.search(r"\x1b\[[\d;]*m(━+)", text)
-    return len(found[1]) if found else 0

@@ -65,6 +65,11 @@ class Workers(Shard):
         assert number == self.deaths[-1]
         self.quarantine.linked(f"worker-{number}", "another", self.house.now)
 
+    def fleet(self, workers: Any = None) -> tuple[Fleet, WorkerContext]:
+        unused: Any = None
+        context = WorkerContext(self.core, self.quarantine, unused, unused, unused, unused, unused, unused)
+        return Fleet(SchedulerSettings(shard="a"), workers, context, unused), context
+
     def running(self, name: str) -> bool:
         return name in self.core.records and self.core.records[name].sequences[0].slot >= 0
 
@@ -118,9 +123,7 @@ async def test_figures_of_replicas_add_up_to_those_of_all() -> None:
         shard.arrive(f"r{number}", seed=number)
     for _ in range(3):
         shard.round()
-    unused: Any = None
-    context = WorkerContext(shard.core, shard.quarantine, unused, unused, unused, unused, unused, unused)
-    fleet = Fleet(SchedulerSettings(shard="a"), unused, context, unused)
+    fleet, context = shard.fleet()
     for number, role in enumerate(("", "decode")):
         link: Any = SimpleNamespace(info=SimpleNamespace(role=role, vector_size=0), epoch=7 + number, leaving=False)
         fleet.loops[f"w{number}"] = WorkerLoop(link, number, LIMITS.slots, context)
@@ -158,26 +161,16 @@ class Redis:
         self.asked.append(key)
 
     async def execute(self, raise_on_error: bool = True) -> list[dict[bytes, bytes]]:
+        shards = {key: self.records[key].encode().partition(b"/") for key in self.asked}
+        written = {b"ready": b"1", b"address": b"a", b"run": b"5"}
         return [
-            {
-                b"ready": b"1",
-                b"address": b"a",
-                b"identity": key.encode(),
-                b"shard": self.records[key].partition("/")[0].encode(),
-                b"slots": self.records[key].partition("/")[2].encode() or b"1",
-                b"run": b"5",
-            }
-            for key in self.asked
+            written | {b"identity": key.encode(), b"shard": shard, b"slots": slots or b"1"}
+            for key, (shard, _, slots) in shards.items()
         ]
 
 
-class Keys:
-    """Of workers alone."""
-
-    workers, epoch, prefix = "workers", "epoch", ""
-
-    def worker(self, name: str) -> str:
-        return name
+KEYS: Any = SimpleNamespace(workers="workers", epoch="epoch", prefix="", worker=str)
+SCRIPTS: Any = SimpleNamespace(take_worker="take_worker", give_worker="give_worker")
 
 
 class Lease:
@@ -189,7 +182,7 @@ class Lease:
         self.given: list[list[Any]] = []
 
     async def fenced(self, script: str, keys: list[str], args: list[Any]) -> int:
-        if script == Scripts.give_worker:
+        if script == SCRIPTS.give_worker:
             self.given.append([*keys, *args])
         return 7
 
@@ -204,15 +197,9 @@ class Others:
         self.live, self.workerless, self.led = list(live), list(starving), set(live)
 
 
-class Scripts:
-    """Names alone."""
-
-    take_worker, give_worker = "take_worker", "give_worker"
-
-
 async def taken(redis: Redis, others: Others, held: tuple[str, ...] = ()) -> tuple[list[str], str]:
     """What shard `a` takes beside those held; and which it gives away then."""
-    workers = WorkerRegistry(redis, Scripts(), Keys(), "a", Lease(), others, 1000)
+    workers = WorkerRegistry(redis, SCRIPTS, KEYS, "a", Lease(), others, 1000)
     await workers.look()
     names = list(held)
     while (found := await workers.take(names, {}, {}, "")) is not None:
@@ -257,7 +244,7 @@ class OneRecord(Lease):
         owner, _, slots = self.records[keys[0]].partition("/")
         if owner not in ("", self.shard):
             return 0
-        self.records[keys[0]] = f"/{slots}" if script == Scripts.give_worker else f"{self.shard}/{slots}"
+        self.records[keys[0]] = f"/{slots}" if script == SCRIPTS.give_worker else f"{self.shard}/{slots}"
         return 5
 
 
@@ -274,7 +261,7 @@ async def test_shards_joining_in_turn_get_workers_and_then_settle(seed: int) -> 
         if len(live) < len(names) and rng.random() < 0.3:
             name = names[len(live)]
             seen[name] = Others((), ())
-            live[name] = WorkerRegistry(redis, Scripts(), Keys(), name, OneRecord(redis, name), seen[name], 1000)
+            live[name] = WorkerRegistry(redis, SCRIPTS, KEYS, name, OneRecord(redis, name), seen[name], 1000)
             held[name] = set()
         moves.append(0)
         for name in rng.sample(sorted(live), len(live)):
@@ -293,10 +280,6 @@ async def test_shards_joining_in_turn_get_workers_and_then_settle(seed: int) -> 
     assert len(live) == len(names) and not sum(moves[-10:])
 
 
-async def until_cancelled() -> None:
-    await asyncio.Event().wait()
-
-
 @pytest.mark.parametrize(
     ("record", "others", "gives"), [("a", Others(("b",), ("b",)), [["w1", "1", "a", 5]]), ("b", Others(("b",), ()), [])]
 )
@@ -304,11 +287,9 @@ async def test_lost_worker_that_the_shard_avoids_is_freed(record: str, others: O
     shard, lease = Workers(1), Lease()
     shard.arrive("r0", seed=0)
     shard.quarantine.link_lost("w1", "w1", {"r0"}, {"r0"})  # the connection broke; the process lives
-    workers = WorkerRegistry(Redis(w0="a", w1=record), Scripts(), Keys(), "a", lease, others, 1000)
-    unused: Any = None
-    context = WorkerContext(shard.core, shard.quarantine, unused, unused, unused, unused, unused, unused)
-    fleet = Fleet(SchedulerSettings(shard="a"), workers, context, unused)
-    fleet.tasks["w0"] = linked = asyncio.create_task(until_cancelled())
+    workers = WorkerRegistry(Redis(w0="a", w1=record), SCRIPTS, KEYS, "a", lease, others, 1000)
+    fleet, _ = shard.fleet(workers)
+    fleet.tasks["w0"] = linked = asyncio.create_task(asyncio.Event().wait())
     fleet.failed["w1"] = time.monotonic()
     await fleet.look()
     linked.cancel()

@@ -114,11 +114,6 @@ class Simulation:
             self.end(name)
 
 
-def most_deaths(requests: int, poisons: int) -> int:
-    """For each poison a halving, each step of it perhaps repeated in isolation, and the two that count."""
-    return poisons * (2 * requests.bit_length() + 4)
-
-
 def simulated(seed: int, poisons: int, cancels: bool) -> dict[str, Simulated]:
     rng = random.Random(seed)
     requests = {
@@ -141,7 +136,8 @@ def test_every_poison_is_given_up_in_few_deaths_alone(poisons: int) -> None:
         simulation.run()
         assert sorted(simulation.given_up) == sorted(n for n, r in requests.items() if r.kills_at is not None)
         assert all(request.got == request.tokens for request in requests.values() if request.kills_at is None)
-        assert simulation.deaths <= most_deaths(len(requests), poisons), seed
+        # For each poison a halving, each step of it perhaps repeated in isolation, and the two that count.
+        assert simulation.deaths <= poisons * (2 * len(requests).bit_length() + 4), seed
 
 
 @pytest.mark.parametrize("poisons", [1, 2, 6])

@@ -171,17 +171,19 @@ def in_turn(running: list[list[str]]) -> list[str]:
     return [one for i, one in enumerate(ids) if not i or ids[i - 1] != one]
 
 
-def test_a_nearer_deadline_takes_the_slot_and_gives_it_back() -> None:
-    done, running = run([900, 200, 100])
-    assert in_turn(running) == ["0", "1", "2", "1", "0"]
+BLOCKS = {"max_seqs": 3, "blocks": 5, "prompt": 64}
+"""There are three slots, but 5 blocks: the prompts of 64 tokens need 4, and the first request has 2."""
+
+
+@pytest.mark.parametrize("setup", [{}, BLOCKS], ids=["slots", "blocks"])
+def test_a_nearer_deadline_takes_the_slot_and_gives_it_back(setup: dict[str, int]) -> None:
+    done, running = run([900, 200, 100], **setup)
+    assert in_turn(running) == ["0", "1", "2", "1", "0"] and max(len(ids) for ids in running) == 1
     assert done.result["finished"] == 3 and done.result["preemptions"] == 2
     assert done.result["recomputed_tokens"] == 0 and done.result["swapped_blocks"] > 0, "its KV was kept"
-
-
-def test_a_farther_deadline_waits() -> None:
-    done, running = run([200, 900, 800])
-    assert in_turn(running) == ["0", "2", "1"]
-    assert done.result["preemptions"] == 0
+    waits, running = run([200, 900, 800], **setup)
+    assert waits.result["finished"] == 3 and waits.result["preemptions"] == 0, "a farther one waits"
+    assert setup or in_turn(running) == ["0", "2", "1"]
 
 
 def test_late_sequences_are_equal_and_preempt_none() -> None:
@@ -192,15 +194,6 @@ def test_late_sequences_are_equal_and_preempt_none() -> None:
     )  # fmt: skip
     done = simulate("deadline", workload, Setup(blocks=100, lookahead=0, max_seqs=1), Linear(1e6))
     assert done.result["preemptions"] == 0 and done.result["finished"] == 3
-
-
-def test_blocks_are_taken_as_slots_are() -> None:
-    """There are three slots, but 5 blocks: the prompts of 64 tokens need 4, and the first request has 2."""
-    done, running = run([900, 200, 100], max_seqs=3, blocks=5, prompt=64)
-    assert in_turn(running) == ["0", "1", "2", "1", "0"] and max(len(ids) for ids in running) == 1
-    assert done.result["finished"] == 3 and done.result["preemptions"] == 2
-    waits = run([200, 900, 800], max_seqs=3, blocks=5, prompt=64)[0]
-    assert waits.result["finished"] == 3 and waits.result["preemptions"] == 0
 
 
 def test_a_request_ends_at_its_deadline() -> None:

@@ -44,40 +44,28 @@ def refused(blocks: int, limit: int) -> tuple[Rows, ExactAimd]:
     return replica, memory
 
 
-def test_aimd_adds_100_while_the_need_exceeds_the_limit() -> None:
+@pytest.mark.parametrize(
+    ("blocks", "limit", "reserved", "preempted", "limits"),
+    [
+        (100, 399, 0, [0] * 12, [500, 600, 700, *[800] * 9]),  # also at steps at which no candidate is judged again
+        (100, 399, 68, [0], [500]),
+        (100, 399, 69, [0], [400]),  # 90 percent are used
+        (2_000, 99, 0, [1, 0, 3, 1], [7_000, 7_000, 6_000, 5_000]),  # once a step, whatever is swapped
+        (100, 399, 0, [2], [400 + 100 - 1_000]),  # both at one step
+    ],
+)
+def test_aimd_adds_100_while_the_need_exceeds_the_limit_and_subtracts_1000(
+    blocks: int, limit: int, reserved: int, preempted: list[int], limits: list[int]
+) -> None:
     """21 of 100 blocks of 4 are in use; with (4, 399) the peak is 180 blocks: 720 tokens."""
-    replica, memory = refused(100, 399)
-    limits = []
-    for _ in range(12):  # also at steps at which no candidate is judged again
-        memory.stepped(replica, 0)
-        limits.append(memory.limit)
-    assert limits == [500, 600, 700, *[800] * 9], "720 tokens are needed"
-    assert memory.admit(replica, entrants((4, 399)), PACE).tolist() == [1]
-
-
-def test_aimd_adds_nothing_when_90_percent_are_used() -> None:
-    replica, memory = refused(100, 399)
-    replica.reserved = 69
-    memory.stepped(replica, 0)
-    assert memory.limit == 400
-    replica.reserved = 68
-    memory.stepped(replica, 0)
-    assert memory.limit == 500
-
-
-def test_aimd_subtracts_1000_once_a_step_whatever_is_swapped() -> None:
-    replica, memory = refused(2_000, 99)
-    limits = []
-    for preempted in (1, 0, 3, 1):
-        memory.stepped(replica, preempted)
-        limits.append(memory.limit)
-    assert limits == [7_000, 7_000, 6_000, 5_000]
-
-
-def test_aimd_adds_and_subtracts_at_one_step() -> None:
-    replica, memory = refused(100, 399)
-    memory.stepped(replica, 2)
-    assert memory.limit == 400 + 100 - 1_000
+    replica, memory = refused(blocks, limit)
+    replica.reserved = reserved
+    found = []
+    for count in preempted:
+        memory.stepped(replica, count)
+        found.append(memory.limit)
+    assert found == limits
+    assert bool(memory.admit(replica, entrants((4, 399)), PACE).size) is (memory.limit >= 720)
 
 
 # -- the token budget

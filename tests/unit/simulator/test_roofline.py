@@ -33,17 +33,12 @@ def test_shapes_have_the_published_number_of_parameters(name: str, billions: flo
 def test_the_demo_shape_is_that_of_the_committed_model() -> None:
     config = json.loads((Path(__file__).parents[3] / "assets/demo-model/config.json").read_text())
     demo = SHAPES["demo"]
-    assert (demo.layers, demo.hidden, demo.intermediate, demo.vocab) == (
-        config["num_hidden_layers"],
-        config["hidden_size"],
-        config["intermediate_size"],
-        config["vocab_size"],
-    )
-    assert (demo.heads, demo.kv_heads, demo.tied) == (
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-        config["tie_word_embeddings"],
-    )
+    names = {
+        "layers": "num_hidden_layers", "hidden": "hidden_size", "intermediate": "intermediate_size",
+        "vocab": "vocab_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+        "tied": "tie_word_embeddings",
+    }  # fmt: skip
+    assert {name: getattr(demo, name) for name in names} == {name: config[field] for name, field in names.items()}
     assert demo.head_dim == config.get("head_dim", demo.hidden // demo.heads)
 
 

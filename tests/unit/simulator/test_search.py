@@ -83,7 +83,7 @@ def test_knee_is_smallest_budget_that_keeps_up_within_the_slos(
 
 
 @pytest.mark.slow
-def test_four_pictures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_four_pictures_are_written(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "plots"
     command = ["--policy", "orca,sarathi", "--requests", "20", "--rate-scale", "2,4", "--jobs", "1"]
     assert main([*command, "--plots", str(folder)]) == 0

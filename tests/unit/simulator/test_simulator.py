@@ -149,16 +149,10 @@ def test_padding_is_prompts_to_longest_and_token_step_of_finished() -> None:
 
 def test_swapped_blocks_hold_back_the_result_of_their_step() -> None:
     device = Device(4, TEN, np.array([9, 9]), 1, False, False, block_ns=6 * MS)
-    core = Scheduler("orca")
-    plan = _empty_plan()
+    none = np.zeros(0, np.bool_)
+    plan = StepPlan(1, 0, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, [], EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, none)
     assert device.send(replace(plan, swap_out_gpu=np.arange(3, dtype=np.int32)), 0, int).end_ns == 18 * MS
     assert device.send(replace(plan, id=2, chunk_slots=np.zeros(1, np.int32)), 0, int).end_ns == 18 * MS  # in order
-    assert core.idle
-
-
-def _empty_plan() -> StepPlan:
-    none = np.zeros(0, np.bool_)
-    return StepPlan(1, 0, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, [], EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, none)
 
 
 @pytest.mark.parametrize("routing", ["round-robin", "random", "least-tokens", "two-choices", "prefix"])

@@ -48,3 +48,9 @@ def ordered(
     order = BatchOrder(new_id("batch_"), TENANT, "key-1", URL, stored.id, "1h", now, now + window_s)
     batches.create(order)
     return order, OpenBatch(now, files.owner(TENANT), order.id)
+
+
+def begun(folder: Path, count: int = 2) -> tuple[FileStore, BatchStore, BatchOrder, OpenBatch]:
+    """Return stores with a new batch of so many lines."""
+    files, batches = stores(folder)
+    return files, batches, *ordered(files, batches, lines_of(count))

@@ -14,7 +14,7 @@ from services.gateway.batches.files import new_id
 from services.gateway.batches.journal import Journal, journal_name, rows, write_outputs
 from services.gateway.batches.records import BatchStore, OpenBatch, Outdated
 from services.gateway.errors import ApiError
-from tests.unit.gateway.batches.disk import TENANT, lines_of, ordered, stores, upload
+from tests.unit.gateway.batches.disk import TENANT, begun, lines_of, ordered, stores, upload
 
 
 def ended(batches: BatchStore, batch: OpenBatch, epoch: int) -> None:
@@ -36,15 +36,13 @@ def test_new_batch_waits_for_a_gateway(tmp_path: Path) -> None:
 
 
 def test_deleted_input_stays_for_its_batch(tmp_path: Path) -> None:
-    files, batches = stores(tmp_path)
-    order, batch = ordered(files, batches, lines_of(2))
+    files, batches, order, batch = begun(tmp_path)
     files.delete(TENANT, order.input_file_id)
     assert (batches.folder(batch.owner, batch.id) / "input").read_bytes() == lines_of(2)
 
 
 def test_batch_that_has_ended_is_deleted_with_its_files(tmp_path: Path) -> None:
-    files, batches = stores(tmp_path)
-    order, batch = ordered(files, batches, lines_of(2))
+    files, batches, order, batch = begun(tmp_path)
     with pytest.raises(ApiError, match="its status is validating; cancel it first"):
         batches.delete(TENANT, order.id)
     output, other = (upload(files, b"{}\n").id for _ in range(2))
@@ -57,8 +55,7 @@ def test_batch_that_has_ended_is_deleted_with_its_files(tmp_path: Path) -> None:
 
 
 def test_earlier_epoch_writes_nothing_that_counts(tmp_path: Path) -> None:
-    files, batches = stores(tmp_path)
-    order, batch = ordered(files, batches, lines_of(9))
+    _, batches, order, batch = begun(tmp_path, 9)
     folder = batches.folder(batch.owner, batch.id)
     first = batches.take_over(batch, 5)
     one = Journal(folder, 5)
@@ -88,8 +85,7 @@ def test_earlier_epoch_writes_nothing_that_counts(tmp_path: Path) -> None:
 
 
 def test_batch_that_fails_again_and_again_does_not_grow(tmp_path: Path) -> None:
-    files, batches = stores(tmp_path)
-    _, batch = ordered(files, batches, lines_of(9))
+    _, batches, _, batch = begun(tmp_path, 9)
     folder = batches.folder(batch.owner, batch.id)
     for epoch in range(1, 9):
         state = batches.take_over(batch, epoch)
@@ -121,8 +117,7 @@ def full(_: BinaryIO) -> None:
 
 
 def test_batch_that_ended_is_driven_by_no_gateway(tmp_path: Path) -> None:
-    files, batches = stores(tmp_path)
-    order, batch = ordered(files, batches, lines_of(2))
+    _, batches, order, batch = begun(tmp_path)
     ended(batches, batch, 3)
     assert batches.unfinished() == []
     with pytest.raises(Outdated):
@@ -136,8 +131,7 @@ def test_batch_that_ended_is_driven_by_no_gateway(tmp_path: Path) -> None:
 
 
 def test_cancel_is_seen_by_every_gateway(tmp_path: Path) -> None:
-    files, batches = stores(tmp_path)
-    order, batch = ordered(files, batches, lines_of(2))
+    _, batches, order, batch = begun(tmp_path)
     assert not batches.is_cancelled(batch)
     found = batches.cancel(TENANT, order.id)
     assert (found.status, found.state.status) == ("cancelling", "validating")
@@ -146,8 +140,7 @@ def test_cancel_is_seen_by_every_gateway(tmp_path: Path) -> None:
 
 
 def test_marker_without_a_batch_goes_when_it_is_old(tmp_path: Path) -> None:
-    files, batches = stores(tmp_path)
-    _, batch = ordered(files, batches, lines_of(2))
+    files, batches, _, batch = begun(tmp_path)
     folder = batches.folder(batch.owner, batch.id)
     folder.rename(folder.with_name(".new"))  # a gateway is about to make it
     assert batches.order(batch) is None and batches.unfinished() == [batch]
@@ -172,8 +165,7 @@ def test_oldest_batch_that_ended_makes_room(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_old_batches_are_swept(tmp_path: Path) -> None:
-    files, batches = stores(tmp_path)
-    order, batch = ordered(files, batches, lines_of(1))
+    _, batches, order, batch = begun(tmp_path, 1)
     batches.sweep(batch.owner, 0.0)
     assert batches.find(TENANT, order.id).status == "validating"
     ended(batches, batch, 3)
@@ -185,8 +177,7 @@ def test_old_batches_are_swept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[", b'{"id": 1}'])
 def test_record_that_cannot_be_read_is_no_batch(tmp_path: Path, content: bytes) -> None:
-    files, batches = stores(tmp_path)
-    order, batch = ordered(files, batches, lines_of(1))
+    _, batches, order, batch = begun(tmp_path, 1)
     (batches.folder(batch.owner, batch.id) / "batch.json").write_bytes(content)
     with pytest.raises(ApiError, match="not found"):
         batches.find(TENANT, order.id)

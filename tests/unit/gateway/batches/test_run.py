@@ -165,36 +165,28 @@ async def test_wrong_input_fails_before_a_line_is_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "refusal",
+    ("refusal", "times", "faults", "completed"),
     [
-        error(429, "queue_full"),
-        error(503, "redis_unavailable"),
-        error(409, "taken_over"),
-        error(404, "model_unavailable"),
+        (error(429, "queue_full"), 5, [0] * 6, 1),
+        (error(503, "redis_unavailable"), 5, [0] * 6, 1),
+        (error(409, "taken_over"), 5, [0] * 6, 1),
+        (error(404, "model_unavailable"), 5, [0] * 6, 1),
+        (error(503, "record_version"), 1, [0, 1], 1),
+        (error(500, "record_lost"), 1, [0, 1], 1),
+        (error(500, "record_lost"), 9, [0, 1, 2], 0),
+        (error(429, "deadline_unreachable"), 9, [0], 0),
+        (error(429, "slo_unreachable"), 9, [0], 0),
     ],
 )
-async def test_refused_line_is_sent_again_under_its_name(tmp_path: Path, refusal: Answer) -> None:
-    case = Case(tmp_path, lines_of(2))
-    case.app.answer = lambda body, before: refusal if before < 5 else GOOD
-    await case.run().run()
-    assert counts(case.now) == ("completed", 2, 2, 0)
-    assert Counter(case.app.names) == {f"{case.order.id}:{number}:0": 6 for number in range(2)}
-
-
-@pytest.mark.parametrize("code", ["deadline_unreachable", "slo_unreachable"])
-async def test_line_that_refuses_itself_is_not_sent_again(tmp_path: Path, code: str) -> None:
+async def test_line_is_sent_again_under_its_name_until_it_is_lost(
+    tmp_path: Path, refusal: Answer, times: int, faults: list[int], completed: int
+) -> None:
+    """A line that was lost, or that another version took, is another request; one that refuses itself is not sent."""
     case = Case(tmp_path, lines_of(1))
-    case.app.answer = lambda body, before: error(429, code)
+    case.app.answer = lambda body, before: refusal if before < times else GOOD
     await case.run().run()
-    assert counts(case.now) == ("completed", 1, 0, 1)
-    assert len(case.app.bodies) == 1
-
-
-async def test_line_is_computed_again_where_another_version_took_it(tmp_path: Path) -> None:
-    case = Case(tmp_path, lines_of(1))
-    case.app.answer = lambda body, before: GOOD if before else error(503, "record_version")
-    await case.run().run()
-    assert case.app.names == [f"{case.order.id}:0:{fault}" for fault in range(2)]
+    assert counts(case.now) == ("completed", 1, completed, 1 - completed)
+    assert case.app.names == [f"{case.order.id}:0:{fault}" for fault in faults]
 
 
 async def test_error_in_the_form_of_messages_is_known_by_its_code(tmp_path: Path) -> None:
@@ -203,17 +195,6 @@ async def test_error_in_the_form_of_messages_is_known_by_its_code(tmp_path: Path
     case.app.answer = lambda body, before: (429, {"type": "error", "error": {"type": "rate_limit_error"}})
     await case.run().run()
     assert (counts(case.now), len(case.app.bodies)) == (("completed", 1, 0, 1), 1)
-
-
-async def test_lost_request_is_computed_again_three_times_at_most(tmp_path: Path) -> None:
-    case = Case(tmp_path, lines_of(2))
-    case.app.answer = lambda body, before: (
-        error(500, "record_lost") if int(body["prompt"]) == 0 or before == 0 else GOOD
-    )
-    await case.run().run()
-    assert counts(case.now) == ("completed", 2, 1, 1)
-    names = [f"{case.order.id}:0:{fault}" for fault in range(3)] + [f"{case.order.id}:1:{fault}" for fault in range(2)]
-    assert sorted(case.app.names) == names
 
 
 def broken(body: dict[str, Any], before: int) -> Answer:
@@ -481,11 +462,8 @@ def answer_with(prompt: int, output: int) -> Answer:
 
 async def test_tokens_of_all_lines_are_counted_once(tmp_path: Path) -> None:
     case = Case(tmp_path, lines_of(9))
-    case.app.gate = stuck
     case.app.answer = lambda body, before: answer_with(10, int(body["prompt"]))
-    task = await begun(case)
-    task.cancel()
-    await asyncio.wait({task})
+    await killed(case)
     case.app = ScriptedApp()
     case.app.answer = lambda body, before: (
         error(400, "invalid_value") if int(body["prompt"]) == 8 else answer_with(10, int(body["prompt"]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models
 
 from services.gateway.errors import ApiError
-from services.gateway.text.detokenizer import BYTE_OF, TokenText, WindowDetokenizer
+from services.gateway.text.detokenizer import BYTE_OF, TokenText
 from tests.support.checkpoints import tokenizers as made
 
 KINDS = {"byte_level": made.byte_level, "byte_fallback": made.byte_fallback, "metaspace": made.metaspace}
@@ -90,14 +90,6 @@ def test_space_before_a_continued_word_is_kept() -> None:
     prompt, word = tokenizer.encode("a quick").ids, tokenizer.token_to_id("▁the")
     assert text.start(prompt).feed(word) == " the"
     assert text.start([1]).feed(word) == "the"  # after nothing but <s> it is the first word
-
-
-def test_window_decoding_agrees_with_the_table() -> None:
-    tokenizer, text = loaded("byte_level")
-    ids = tokenizer.encode("Grüße 🐋 aus 逆戟鲸").ids
-    window = WindowDetokenizer(tokenizer, tokenizer.encode("x").ids, frozenset())
-    table = text.start([])
-    assert "".join(window.feed(t) for t in ids) == "".join(table.feed(t) for t in ids) == "Grüße 🐋 aus 逆戟鲸"
 
 
 def test_decoder_that_disagrees_with_the_table_uses_windows() -> None:

@@ -11,12 +11,12 @@ import pytest
 from services.gateway.delivery.stream import ChoiceText
 from services.gateway.errors import ApiError, failed
 from services.gateway.openai.output import plan_tools
-from services.gateway.request import GenerationSpec, ToolUse
+from services.gateway.request import ToolUse
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.reader import merged
 from shared.text.grammars import NOT_FOLLOWED
 from tests.support.checkpoints.tokenizers import write_model
-from tests.support.generations import read_calls
+from tests.support.generations import read_calls, stored
 from tests.support.generations import spec as make_spec
 from tests.unit.gateway.text.test_tools import HERMES, TOOLS, WEATHER, chat, for_grammars, grammar_of, walk
 
@@ -148,9 +148,8 @@ def test_finish_reason_says_whether_a_call_is_complete(
     model: ModelText, end: int | None, reason: str, stop: list[str], told: str
 ) -> None:
     use = ToolUse("hermes", ("get_weather",), True, forced=True)
-    made = make_spec(endpoint="chat", tools=use, stop=stop)
-    request = GenerationSpec.from_delivery(made.id, made.to_delivery(model.text.tail), "normal")
-    assert request.tools == use
+    request = stored(make_spec(endpoint="chat", tools=use, stop=stop, grammar_field="tools"), model)
+    assert (request.tools, request.grammar_field) == (use, "tools")
     choice = ChoiceText(request, model, [50])
     text, _, _ = choice.feed(model.encode(WHOLE["hermes"][:end]), reason)
     (call,) = merged(choice.calls)
@@ -198,11 +197,6 @@ def test_template_renders_all_tools_when_one_is_named(model: ModelText) -> None:
     asked = plan_tools(chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "ring"}}), model)
     assert asked.use is not None and asked.use.names == ("ring",)
     assert len(asked.shown) == 2 and "ring" in json.dumps(asked.shown)
-
-
-def test_delivery_record_keeps_the_grammar_field(model: ModelText) -> None:
-    made = make_spec(grammar_field="tools")
-    assert GenerationSpec.from_delivery(made.id, made.to_delivery(model.text.tail), "normal").grammar_field == "tools"
 
 
 @pytest.mark.parametrize(

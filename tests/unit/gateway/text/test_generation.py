@@ -70,40 +70,30 @@ def found_while_redis_is_away() -> tuple[Generation, Recorded]:
     return running, commands
 
 
-def test_stop_is_delivered_after_its_text_once_redis_has_it() -> None:
-    async def scenario() -> None:
-        running, commands = found_while_redis_is_away()
-        (delta,) = await running.next()
-        assert (delta.text, delta.finish_reason, running.done) == ("a ", None, False)
-        assert await running.next(0.001) == []
-        commands.unwritten[0]()
-        (end,) = await running.next()
-        assert (end.text, end.token_ids, end.finish_reason, running.done) == ("", [], "stop", True)
-
-    asyncio.run(scenario())
+async def test_stop_is_delivered_after_its_text_once_redis_has_it() -> None:
+    running, commands = found_while_redis_is_away()
+    (delta,) = await running.next()
+    assert (delta.text, delta.finish_reason, running.done) == ("a ", None, False)
+    assert await running.next(0.001) == []
+    commands.unwritten[0]()
+    (end,) = await running.next()
+    assert (end.text, end.token_ids, end.finish_reason, running.done) == ("", [], "stop", True)
 
 
-def test_stop_is_delivered_late_when_redis_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_is_delivered_late_when_redis_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "HELD_FINISH_S", 0.001)
-
-    async def scenario() -> None:
-        running, _ = found_while_redis_is_away()
-        told = [*await running.next(), *await running.next()]
-        assert [delta.finish_reason for delta in told] == [None, "stop"]
-        running.close()
-
-    asyncio.run(scenario())
+    running, _ = found_while_redis_is_away()
+    told = [*await running.next(), *await running.next()]
+    assert [delta.finish_reason for delta in told] == [None, "stop"]
+    running.close()
 
 
-def test_client_that_leaves_before_a_held_finish_cancels() -> None:
-    async def scenario() -> None:
-        running, commands = found_while_redis_is_away()
-        await running.next()
-        running.close()
-        commands.unwritten[0]()
-        assert commands.closed == ["the client left"]
-
-    asyncio.run(scenario())
+async def test_client_that_leaves_before_a_held_finish_cancels() -> None:
+    running, commands = found_while_redis_is_away()
+    await running.next()
+    running.close()
+    commands.unwritten[0]()
+    assert commands.closed == ["the client left"]
 
 
 def test_finish_that_the_client_has_is_not_repeated() -> None:

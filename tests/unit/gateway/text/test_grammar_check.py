@@ -31,7 +31,7 @@ def check(tmp_path: Path) -> Iterator[GrammarCheck]:
     made.close()
 
 
-def answers(check: GrammarCheck, grammars: list[tuple[str, str]]) -> list[tuple[str, int]]:
+async def answers(check: GrammarCheck, grammars: list[tuple[str, str]]) -> list[tuple[str, int]]:
     """Send (tenant, grammar) at once; return tenants and statuses in the order of the answers."""
     found = []
 
@@ -43,39 +43,36 @@ def answers(check: GrammarCheck, grammars: list[tuple[str, str]]) -> list[tuple[
         else:
             found.append((tenant, 200))
 
-    async def all_at_once() -> None:
-        await asyncio.gather(*(one(tenant, grammar) for tenant, grammar in grammars))
-
-    asyncio.run(all_at_once())
+    await asyncio.gather(*(one(tenant, grammar) for tenant, grammar in grammars))
     return found
 
 
-def test_tenants_grammars_are_compiled_in_turn(check: GrammarCheck) -> None:
+async def test_tenants_grammars_are_compiled_in_turn(check: GrammarCheck) -> None:
     sent = [("a", simple(at)) for at in range(10)] + [("b", simple(at)) for at in range(20, 23)]
-    order = [tenant for tenant, _ in answers(check, sent)]
+    order = [tenant for tenant, _ in await answers(check, sent)]
     assert order == ["a", "b", "a", "b", "a", "b"] + 7 * ["a"]
 
 
-def test_only_the_tenant_with_too_many_grammars_is_refused(check: GrammarCheck) -> None:
+async def test_only_the_tenant_with_too_many_grammars_is_refused(check: GrammarCheck) -> None:
     sent = [("a", simple(at)) for at in range(MOST_WAITING + 3)] + [("b", simple(at)) for at in range(50, 54)]
-    statuses = answers(check, sent)
+    statuses = await answers(check, sent)
     assert sorted(status for tenant, status in statuses if tenant == "a") == [200] * MOST_WAITING + [503] * 3
     assert [status for tenant, status in statuses if tenant == "b"] == [200] * 4
 
 
-def test_requests_with_the_same_grammar_wait_for_one_verdict(
+async def test_requests_with_the_same_grammar_wait_for_one_verdict(
     check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
     monkeypatch.setattr(check.process, "check", asked.append)
-    assert answers(check, [("a", simple(0))] * (4 * MOST_WAITING)) == [("a", 200)] * (4 * MOST_WAITING)
+    assert await answers(check, [("a", simple(0))] * (4 * MOST_WAITING)) == [("a", 200)] * (4 * MOST_WAITING)
     assert asked == [simple(0)]
 
 
 @pytest.mark.parametrize(
     ("number", "status"), [(0, 503), (signal.SIGKILL, 503), (signal.SIGPROF, 400), (signal.SIGABRT, 400)]
 )
-def test_fault_of_the_machine_is_not_the_grammars(
+async def test_fault_of_the_machine_is_not_the_grammars(
     check: GrammarCheck, monkeypatch: pytest.MonkeyPatch, number: int, status: int
 ) -> None:
     def fails(_: bytes) -> bytes:
@@ -84,11 +81,11 @@ def test_fault_of_the_machine_is_not_the_grammars(
     reasons: list[str] = []
     check.on_refused = reasons.append
     monkeypatch.setattr(check.process.jail, "ask", fails)
-    assert answers(check, [("a", simple(0))]) == [("a", status)]
+    assert await answers(check, [("a", simple(0))]) == [("a", status)]
     assert reasons == ["busy" if status == 503 else "ended"]
 
 
-def test_grammar_beyond_its_processor_time_is_refused_and_not_remembered(
+async def test_grammar_beyond_its_processor_time_is_refused_and_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_process, "QUESTION_S", 0.001)
@@ -98,20 +95,20 @@ def test_grammar_beyond_its_processor_time_is_refused_and_not_remembered(
         with pytest.raises(
             ApiError, match=r"guided_json cannot be used: it takes more than 0\.001 s of processor"
         ) as at:
-            asyncio.run(check.check("guided_json", SLOW, "a"))
+            await check.check("guided_json", SLOW, "a")
         assert (at.value.status, check.process.ended) == (400, ended)
     check.close()
 
 
-def test_verdict_is_kept_for_a_grammar_that_comes_again(check: GrammarCheck) -> None:
+async def test_verdict_is_kept_for_a_grammar_that_comes_again(check: GrammarCheck) -> None:
     bad = LLMatcher.grammar_from_regex("(a")
-    first = answers(check, [("a", simple(0)), ("a", bad)])
+    first = await answers(check, [("a", simple(0)), ("a", bad)])
     check.close()
-    assert answers(check, [("b", simple(0)), ("b", bad)]) == [("b", status) for _, status in first]
+    assert await answers(check, [("b", simple(0)), ("b", bad)]) == [("b", status) for _, status in first]
     assert check.process.jail.pid is None
 
 
-def test_process_that_cannot_be_started_refuses_one_request_for_now(
+async def test_process_that_cannot_be_started_refuses_one_request_for_now(
     check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
@@ -119,5 +116,5 @@ def test_process_that_cannot_be_started_refuses_one_request_for_now(
 
     with monkeypatch.context() as patch:
         patch.setattr("shared.processes.jail.subprocess.Popen", fails)
-        assert answers(check, [("a", simple(0))]) == [("a", 503)]
-    assert answers(check, [("a", simple(0))]) == [("a", 200)]
+        assert await answers(check, [("a", simple(0))]) == [("a", 503)]
+    assert await answers(check, [("a", simple(0))]) == [("a", 200)]

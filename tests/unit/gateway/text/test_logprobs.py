@@ -25,7 +25,7 @@ from services.gateway.openai.bodies import (
 from services.gateway.request import GenerationSpec
 from shared.columns import pack
 from shared.text.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
-from tests.support.generations import CUTS, generation, model, rows, spec, streamed
+from tests.support.generations import CUTS, generation, model, rows, spec, stored, streamed
 
 TEXT = "a naïve 🐙, quick fox."  # the octopus is several tokens
 
@@ -186,13 +186,12 @@ def test_best_of_returns_highest_means_and_counts_all_tokens() -> None:
 
 def test_delivery_record_keeps_logprobs_and_best_of() -> None:
     request = asking(5, n=3, keep=2, continuous_usage=True)
-    again = GenerationSpec.from_delivery(request.id, request.to_delivery(model().text.tail), "normal")
+    again = stored(request)
     assert (again.logprobs, again.keep, again.continuous_usage) == (5, 2, True)
     assert again.record_bytes == request.record_bytes == record_bytes(6)
-    hidden = asking(None, n=3, keep=2)
-    again = GenerationSpec.from_delivery(hidden.id, hidden.to_delivery(model().text.tail), "normal")
+    again = stored(asking(None, n=3, keep=2))
     assert (again.logprobs, again.record_bytes) == (None, 4)
-    assert GenerationSpec.from_delivery("x", spec().to_delivery(model().text.tail), "low").record_bytes == 0
+    assert stored(spec()).record_bytes == 0
 
 
 def test_continuous_usage_counts_tokens_so_far_in_every_event() -> None:
@@ -212,22 +211,21 @@ def completion(**fields: Any) -> CompletionBody:
 
 
 @pytest.mark.parametrize(
-    ("body", "logprobs"),
+    ("check", "body", "wanted"),
     [
-        (chat(), None),
-        (chat(top_logprobs=0), None),
-        (chat(logprobs=True), 0),
-        (chat(logprobs=True, top_logprobs=20), 20),
-        (completion(), None),
-        (completion(logprobs=0), 0),
+        (requested_logprobs, chat(), None),
+        (requested_logprobs, chat(top_logprobs=0), None),
+        (requested_logprobs, chat(logprobs=True), 0),
+        (requested_logprobs, chat(logprobs=True, top_logprobs=20), 20),
+        (requested_logprobs, completion(), None),
+        (requested_logprobs, completion(logprobs=0), 0),
+        (requested_choices, completion(n=2), (2, 0)),
+        (requested_choices, completion(n=2, best_of=2), (2, 0)),
+        (requested_choices, completion(n=2, best_of=5), (5, 2)),  # of which two are kept
     ],
 )
-def test_requested_logprobs_are_those_of_the_body(body: Any, logprobs: int | None) -> None:
-    assert requested_logprobs(body) == logprobs
-
-
-def test_best_of_becomes_choices_and_how_many_to_keep() -> None:
-    assert [requested_choices(completion(n=2, best_of=n)) for n in (None, 2, 5)] == [(2, 0), (2, 0), (5, 2)]
+def test_requested_logprobs_and_choices_are_those_of_the_body(check: Any, body: Any, wanted: Any) -> None:
+    assert check(body) == wanted
 
 
 @pytest.mark.parametrize(
@@ -264,10 +262,6 @@ def finished(
             told.logprobs = np.full(len(tokens), means[choice], "<f4").tobytes()
         stream.offer(told, 0)
 
-    async def go() -> list[str]:
-        deltas = await running.next(0)
-        return [delta.text for delta in sorted(deltas, key=lambda delta: delta.choice)]
-
-    texts = asyncio.run(go())
-    reasons = ["length"] * len(outputs)
+    deltas = sorted(asyncio.run(running.next(0)), key=lambda delta: delta.choice)
+    texts, reasons = [delta.text for delta in deltas], ["length"] * len(outputs)
     return answer(request, "fp", texts, outputs, reasons, running.usage, running.logprobs)

@@ -15,7 +15,7 @@ from services.gateway.openai.answers import whole
 from services.gateway.openai.bodies import CompletionBody, generation_spec
 from services.gateway.request import GenerationSpec, Limits
 from shared.text.logprobs import pack_prompt_records, prompt_record_bytes, unpack_prompt_records
-from tests.support.generations import generation, model, spec
+from tests.support.generations import generation, model, spec, stored
 
 TEXT = "whale 🐋!"  # the whale is several tokens
 WANTED = 3
@@ -39,16 +39,11 @@ def record(tokens: list[int], wanted: int) -> bytes:
 
 
 def answered(request: GenerationSpec, records: list[bytes] | None = None, finish: int = 2) -> dict[str, Any]:
-    async def go() -> dict[str, Any]:
-        running, stream, commands = generation(request)
-        prompts = [record(prompt, request.prompt_wanted) for prompt in request.prompts]
-        commands.records = prompts if records is None else records
-        for choice in range(request.choices):
-            records_of = bytes(request.record_bytes) if request.record_bytes else b""
-            stream.offer(Row(choice, [50], finish, logprobs=records_of), 0)
-        return await whole(running, "fp")
-
-    return asyncio.run(go())
+    running, stream, commands = generation(request)
+    commands.records = records or [record(prompt, request.prompt_wanted) for prompt in request.prompts]
+    for choice in range(request.choices):
+        stream.offer(Row(choice, [50], finish, logprobs=bytes(request.record_bytes)), 0)
+    return asyncio.run(whole(running, "fp"))
 
 
 def test_records_come_back_as_they_were_packed() -> None:
@@ -123,10 +118,10 @@ def test_missing_records_are_an_error_unless_a_deadline_ended_the_prompt() -> No
 
 def test_another_gateway_has_prompts_and_numbers() -> None:
     request = asking(echo=True, logprobs=1, prompt_logprobs=4, prompt_only=True, prompts=[list(range(300))])
-    again = GenerationSpec.from_delivery("x", request.to_delivery(model().text.tail), "low")
+    again = stored(request)
     assert again.prompts == request.prompts
     assert (again.prompt_wanted, again.prompt_logprobs, again.logprobs, again.prompt_only) == (5, 4, 1, True)
-    plain = GenerationSpec.from_delivery("x", asking(prompts=[list(range(300))]).to_delivery(model().text.tail), "low")
+    plain = stored(asking(prompts=[list(range(300))]))
     assert (plain.prompt_wanted, plain.prompt_logprobs, len(plain.prompts[0]) < 300) == (0, None, True)
 
 

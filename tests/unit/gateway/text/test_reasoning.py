@@ -30,9 +30,9 @@ from services.gateway.request import FRAMED, OLDEST, THINKING, UNDECIDED, VERSIO
 from services.gateway.text.reasoning import MARKERS, ChannelReader, ReasoningReader, markers_of, reader_of
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
-from services.gateway.text.tools.reader import merged
+from tests.support import sse
 from tests.support.checkpoints.tokenizers import byte_level, write_model
-from tests.support.generations import CUTS, generation, model, rows, spec, streamed
+from tests.support.generations import CUTS, generation, in_rows, model, rows, spec, stored, streamed
 
 QWEN = (
     "{%- for message in messages %}{%- set content = message.content %}"
@@ -123,8 +123,8 @@ def brute_force(text: str, state: str) -> tuple[str, str]:
     return "", text
 
 
-def fed(pieces: list[list[int]], request: GenerationSpec) -> tuple[Any, ...]:
-    choice = ChoiceText(request, model(), request.prompts[0])
+def fed(pieces: list[list[int]], request: GenerationSpec, text_model: ModelText | None = None) -> tuple[Any, ...]:
+    choice = ChoiceText(request, text_model or model(), request.prompts[0])
     thinking, content, calls, used = "", "", [], []
     for index, piece in enumerate(pieces):
         if choice.finish_reason is None:
@@ -134,6 +134,33 @@ def fed(pieces: list[list[int]], request: GenerationSpec) -> tuple[Any, ...]:
             used += counted
     called = [name for name, _ in calls if name], "".join(arguments for _, arguments in calls)
     return thinking, content, called, used, choice.finish_reason, choice.reasoning_tokens
+
+
+def singly(tokens: list[int]) -> list[list[int]]:
+    return [[token] for token in tokens]
+
+
+def read(asked: GenerationSpec, text: ModelText, tokens: list[int]) -> tuple[str, str]:
+    """Return thinking and content of the tokens of an answer, as another gateway reads them."""
+    thinking, content, *_ = fed(singly(tokens), stored(asked, text), text)
+    return thinking, content
+
+
+def check_goes_on(asked: GenerationSpec, said: list[int], text: ModelText, other: ModelText) -> list[sse.Event]:
+    """Return the events of a stream; another gateway continues it behind each of them."""
+    asked.id = "chatcmpl-1"
+    sent = in_rows([*singly(said), []], 1)
+    events = streamed(asked, sent, text)
+    for at, event in enumerate(events[:-1]):
+        rest = streamed(stored(asked, text), sent, other, had=event.id)
+        assert [event.data for event in rest] == [event.data for event in events[at + 1 :]]
+    return events
+
+
+def delta_text(events: list[sse.Event], field: str) -> str:
+    """Return what the events of a stream tell in a field of their deltas."""
+    deltas = [choice["delta"] for event in events[:-1] for choice in event.json["choices"]]
+    return "".join(delta.get(field) or "" for delta in deltas)
 
 
 @given(
@@ -147,15 +174,15 @@ def test_thinking_content_and_calls_are_the_same_however_cut(
     use = ToolUse("hermes", ("f",), True) if tools else None
     asked = spec(endpoint="chat", reasoning=state, tools=use, stop=stop, stop_ids=[], min_tokens=least)
     tokens = model().encode(text)
-    singly = fed([*([token] for token in tokens), []], asked)
-    assert fed(rows(tokens, cuts) or [[]], asked) == singly
+    found = fed([*singly(tokens), []], asked)
+    assert fed(rows(tokens, cuts) or [[]], asked) == found
     if not stop:
         thinking, content = brute_force(text, state)
-        assert singly[0] == thinking
+        assert found[0] == thinking
         if not tools:
-            assert singly[1] == content
+            assert found[1] == content
         elif "<tool_call>" not in content:
-            assert singly[2] == ([], ""), "a call within the thinking is none"
+            assert found[2] == ([], ""), "a call within the thinking is none"
 
 
 CALL = '{"name": "f", "arguments": {}}'
@@ -181,7 +208,7 @@ def test_calls_of_every_format_follow_thinking_at_every_cut(kind: str, state: st
     asked = spec(endpoint="chat", reasoning=state, tools=ToolUse(kind, ("f",), True), stop_ids=[])
     tokens = model().encode(text)
     cuts = [[tokens[:at], tokens[at:]] for at in range(len(tokens))]
-    for pieces in [*cuts, [*([token] for token in tokens), []]]:
+    for pieces in [*cuts, [*singly(tokens), []]]:
         assert fed(pieces, asked)[:3] == (f"so {call}", "", (["f"], "{}"))
 
 
@@ -194,11 +221,10 @@ def test_another_gateway_continues_in_the_same_state(text: str, data: st.DataObj
     )  # fmt: skip
     tokens = model().encode(text)
 
-    sent = [*((Row(0, [token]), at) for at, token in enumerate(tokens)), (Row(0, [], 1), len(tokens))]
+    sent = in_rows([*singly(tokens), []], 1)
     events = streamed(asked, sent)
     cut = data.draw(st.integers(0, len(events) - 2))
-    stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(model().text.tail), "normal")
-    rest = streamed(stored, sent, had=events[cut].id)
+    rest = streamed(stored(asked), sent, had=events[cut].id)
     assert [event.data for event in rest] == [event.data for event in events[cut + 1 :]]
 
 
@@ -211,35 +237,30 @@ def test_another_gateway_continues_in_the_same_state(text: str, data: st.DataObj
     ],
 )
 def test_record_of_thinking_that_cannot_be_read_is_refused(fields: dict[str, Any], words: str) -> None:
-    stored = spec(endpoint="chat", **fields).to_delivery(model().text.tail)
     with pytest.raises(ValueError, match=words):
-        GenerationSpec.from_delivery("chatcmpl-1", stored, "normal")
+        stored(spec(endpoint="chat", **fields))
 
 
 @pytest.mark.parametrize(("version", "is_read"), [(0, True), (VERSION, True), (VERSION + 1, False)])
 def test_record_is_read_by_its_version_before_its_fields(version: int, is_read: bool) -> None:
-    made = spec(endpoint="chat", reasoning=UNDECIDED)
-    stored = Delivery.FromString(made.to_delivery(model().text.tail))
-    assert stored.version == VERSION
-    stored.version = version
+    record = Delivery.FromString(spec(endpoint="chat", reasoning=UNDECIDED).to_delivery(model().text.tail))
+    assert record.version == VERSION
+    record.version = version
     if is_read:
-        again = GenerationSpec.from_delivery(made.id, stored.SerializeToString(), "normal")
-        assert again.reasoning == UNDECIDED
+        assert GenerationSpec.from_delivery("cmpl-1", record.SerializeToString(), "normal").reasoning == UNDECIDED
         return
-    stored.reasoning = "a state of later"
+    record.reasoning = "a state of later"
     with pytest.raises(ApiError, match=f"version {version}, but this gateway reads {OLDEST} to {VERSION}") as refused:
-        GenerationSpec.from_delivery(made.id, stored.SerializeToString(), "normal")
+        GenerationSpec.from_delivery("cmpl-1", record.SerializeToString(), "normal")
     assert (refused.value.status, refused.value.code) == (503, "record_version")
 
 
 def test_gateway_that_knows_other_marks_reads_those_of_the_request(tmp_path: Path) -> None:
     ours = directory_of(tmp_path / "ours", QWEN.replace("think>", "seed:think>"), markers=MARKERS["seed"])
     asked, _ = request(ours)
-    stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(text_of(ours).text.tail), "normal")
     other = ModelText(ours, reasoning_parser="think")
-    choice = ChoiceText(stored, other, asked.prompts[0])
-    assert choice.feed(other.encode("<seed:think>a</seed:think>Yes"), "stop")[0] == "Yes"
-    assert choice.reasoning == "a"
+    tokens = other.encode("<seed:think>a</seed:think>Yes")
+    assert fed([tokens], stored(asked, text_of(ours)), other)[:2] == ("a", "Yes")
 
 
 def test_answer_has_thinking_apart_and_counts_it() -> None:
@@ -302,15 +323,11 @@ def test_marks_of_other_families_part_thinking_from_text(tmp_path: Path, family:
     assert model.reasoning == markers_of("", [*MARKERS[family], "<think>"]) == family
     sent, _ = request(made("decides", QWEN))
     assert (sent.reasoning, sent.skip_special_tokens) == (UNDECIDED, False)
-    asked = GenerationSpec.from_delivery(sent.id, sent.to_delivery(model.text.tail), "normal")
     tokens = model.encode(f"{opening}a <think> b{closing}{begins}Yes</think>{ends}")
-    for pieces in ([tokens], [[token] for token in tokens]):
-        choice, told, thought = ChoiceText(asked, model, sent.prompts[0]), "", ""
-        for at, piece in enumerate(pieces):
-            told += choice.feed(piece, "stop" if at == len(pieces) - 1 else None)[0]
-            thought += choice.reasoning
+    for pieces in ([tokens], singly(tokens)):
+        thought, told, *_, thinking_tokens = fed(pieces, stored(sent, model), model)
         assert (thought, told) == ("a <think> b", "Yes</think>")
-        assert choice.reasoning_tokens == len(model.encode(f"{opening}a <think> b{closing}"))
+        assert thinking_tokens == len(model.encode(f"{opening}a <think> b{closing}"))
     assert request(made("opens", OPENS))[0].reasoning == THINKING
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"{opening}Let me"}]
     assert request(made("decides", QWEN), messages=turns, continue_final_message=True)[0].reasoning == THINKING
@@ -393,6 +410,10 @@ def test_reasoning_is_read_under_both_names(qwen: Path) -> None:
             "messages[0].reasoning_content",
             "only an assistant's",
         ),
+        ({"thinking_token_budget": 3, "guided_regex": "a"}, "thinking_token_budget", "thinking_token_budget"),
+        ({"thinking_token_budget": 3, "ignore_eos": True}, "ignore_eos", "ignore_eos"),
+        ({"thinking_token_budget": 3, "min_tokens": 2}, "min_tokens", "min_tokens"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget", "thinking_token_budget"),
     ],
 )
 def test_bad_fields_are_refused_by_name(qwen: Path, fields: dict[str, Any], param: str, words: str) -> None:
@@ -476,21 +497,6 @@ def test_budget_binds_nothing_where_thinking_cannot_be_longer(qwen: Path, tmp_pa
         request(parted, thinking_token_budget=1)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"guided_regex": "a"}, "thinking_token_budget"),
-        ({"ignore_eos": True}, "ignore_eos"),
-        ({"min_tokens": 2}, "min_tokens"),
-        ({"thinking_token_budget": 0}, "thinking_token_budget"),
-    ],
-)
-def test_budget_refuses_what_it_cannot_be_combined_with(qwen: Path, fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        request(qwen, **{"thinking_token_budget": 3} | fields)
-    assert (refused.value.status, refused.value.param) == (400, param)
-
-
 CHANNELS = (
     "{# <|channel|>analysis <|channel|>commentary #}{% if tools %}{{ tools | length }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
@@ -520,19 +526,13 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     ],
 )
 def test_channels_part_thinking_content_and_calls(text: str, thinking: str, content: str, calls: list[str]) -> None:
-    made = spec(endpoint="chat", reasoning="channels", tools=ToolUse("channels", ("f",), True))
-    asked = GenerationSpec.from_delivery(made.id, made.to_delivery(model().text.tail), "normal")
+    asked = stored(spec(endpoint="chat", reasoning="channels", tools=ToolUse("channels", ("f",), True)))
     tokens = model().encode(text)
-    for pieces in ([tokens], [[token] for token in tokens], rows(tokens, [3, 7, 20])):
-        choice, told, thought, found = ChoiceText(asked, model(), [50]), "", "", []
-        for at, piece in enumerate(pieces):
-            told += choice.feed(piece, "stop" if at == len(pieces) - 1 else None)[0]
-            thought += choice.reasoning
-            found += choice.calls
-        assert (thought, told) == (thinking, content)
-        assert [call.arguments for call in merged(found)] == calls
-        assert choice.finish_reason == ("tool_calls" if calls else "stop")
-        assert (choice.reasoning_tokens > 0) == bool(thinking)
+    for pieces in ([tokens], singly(tokens), rows(tokens, [3, 7, 20])):
+        *told, _, finish_reason, thinking_tokens = fed(pieces, asked)
+        assert told == [thinking, content, (["f"] * len(calls), "".join(calls))]
+        assert finish_reason == ("tool_calls" if calls else "stop")
+        assert (thinking_tokens > 0) == bool(thinking)
 
 
 def test_channels_are_found_by_the_template_and_kept_with_the_request(tmp_path: Path) -> None:
@@ -569,16 +569,6 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Path:
 HEAD = "<|channel|>analysis<|message|>"
 NEXT = "<|end|><|start|>assistant"
 FORCED = {False: f"{NEXT}<|channel|>final<|message|>", True: "<|end|><|start|>"}
-
-
-def read(asked: GenerationSpec, text: ModelText, tokens: list[int]) -> tuple[str, str]:
-    """Return thinking and content of the tokens of an answer, as another gateway reads them."""
-    stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(text.text.tail), "normal")
-    choice, thinking, content = ChoiceText(stored, text, asked.prompts[0]), "", ""
-    for at, token in enumerate(tokens, 1):
-        content += choice.feed([token], "stop" if at == len(tokens) else None)[0]
-        thinking += choice.reasoning
-    return thinking, content
 
 
 @pytest.mark.parametrize("may_call", [False, True])
@@ -665,18 +655,11 @@ def test_messages_and_responses_bring_the_budget_of_channels(harmony: Path) -> N
 
 def test_stream_of_channels_with_a_budget_goes_on_at_another_gateway(harmony: Path) -> None:
     asked, _ = request(harmony, max_tokens=64, thinking_token_budget=2, stream=True)
-    asked.id, text = "chatcmpl-1", text_of(harmony)
+    text = text_of(harmony)
     said = bound_tokens(harmony, asked.sampling.grammar, [*text.encode(HEAD), *[50, 51, 52] * 6])
-    sent = [*((Row(0, [token]), at) for at, token in enumerate(said)), (Row(0, [], 1), len(said))]
-    events = streamed(asked, sent, text)
-    deltas = [choice["delta"] for event in events[:-1] for choice in event.json["choices"]]
-    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
-    assert thought == text.text.decode([50, 51])
-    assert "".join(delta.get("content") or "" for delta in deltas) == read(asked, text, said)[1] != ""
-    for at, event in enumerate(events[:-1]):
-        stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(text.text.tail), "normal")
-        rest = streamed(stored, sent, text, had=event.id)
-        assert [event.data for event in rest] == [event.data for event in events[at + 1 :]]
+    events = check_goes_on(asked, said, text, text)
+    assert delta_text(events, "reasoning_content") == text.text.decode([50, 51])
+    assert delta_text(events, "content") == read(asked, text, said)[1] != ""
 
 
 OPENING, CLOSING, BEGINS, ENDS = MARKERS["cohere"]
@@ -764,14 +747,13 @@ def unframed(text: str, state: str) -> tuple[str, str]:
 @example(f"a{CLOSING} {BEGINS}b{ENDS} ", [5], THINKING, [])
 @settings(max_examples=120, deadline=None)
 def test_framed_answers_are_the_same_however_cut(text: str, cuts: list[int], state: str, stop: list[str]) -> None:
-    made = spec(endpoint="chat", reasoning=state, markers=list(MARKERS["cohere"]), stop=stop, stop_ids=[])
-    asked = GenerationSpec.from_delivery(made.id, made.to_delivery(model().text.tail), "normal")
+    asked = stored(spec(endpoint="chat", reasoning=state, markers=list(MARKERS["cohere"]), stop=stop, stop_ids=[]))
     tokens = model().encode(text)
-    singly = fed([*([token] for token in tokens), []], asked)
-    assert fed(rows(tokens, cuts) or [[]], asked) == singly
+    found = fed([*singly(tokens), []], asked)
+    assert fed(rows(tokens, cuts) or [[]], asked) == found
     if stop:
         return
-    assert singly[:2] == unframed(text, state)
+    assert found[:2] == unframed(text, state)
     for pieces in ([text], rows(text, cuts), list(text)):
         reader = reader_of(state, MARKERS["cohere"])
         parts = [*map(reader.feed, pieces), reader.flush()]
@@ -780,18 +762,10 @@ def test_framed_answers_are_the_same_however_cut(text: str, cuts: list[int], sta
 
 def test_stream_of_a_command_model_goes_on_at_another_gateway(command: Path) -> None:
     asked, _ = request(command, max_tokens=64, thinking_token_budget=2, stream=True)
-    asked.id, text = "chatcmpl-1", text_of(command)
-    other = ModelText(command, reasoning_parser="think")
+    text = text_of(command)
     wanted = [50, 51, 52, 53, *text.encode(f"{BEGINS}so{ENDS}")]
     said = bound_tokens(command, asked.sampling.grammar, wanted)
     assert said == [50, 51, *text.encode(CLOSING), *wanted[3:]]
-    said = [*said[:3], *said[4:]]
-    sent = [*((Row(0, [token]), at) for at, token in enumerate(said)), (Row(0, [], 1), len(said))]
-    events = streamed(asked, sent, text)
-    deltas = [choice["delta"] for event in events[:-1] for choice in event.json["choices"]]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == text.text.decode([50, 51])
-    assert "".join(delta.get("content") or "" for delta in deltas) == "so"
-    for at, event in enumerate(events[:-1]):
-        stored = GenerationSpec.from_delivery(asked.id, asked.to_delivery(text.text.tail), "normal")
-        rest = streamed(stored, sent, other, had=event.id)
-        assert [event.data for event in rest] == [event.data for event in events[at + 1 :]]
+    events = check_goes_on(asked, [*said[:3], *said[4:]], text, ModelText(command, reasoning_parser="think"))
+    assert delta_text(events, "reasoning_content") == text.text.decode([50, 51])
+    assert delta_text(events, "content") == "so"

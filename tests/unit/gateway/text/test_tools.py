@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -28,13 +27,13 @@ from services.gateway.openai.answers import answer
 from services.gateway.openai.bodies import ChatBody, CompletionBody, parse_body
 from services.gateway.openai.chat import plain_messages
 from services.gateway.openai.output import output_grammar, plan_tools
-from services.gateway.request import GenerationSpec, ToolUse
+from services.gateway.request import ToolUse
 from services.gateway.text.reasoning import ChannelReader
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import BLOCKS, OPENINGS
 from shared.text.grammars import CACHE_BYTES, Grammars, mask_of
 from tests.support.checkpoints.tokenizers import byte_fallback, byte_level, metaspace, write_model
-from tests.support.generations import generation, read_calls, streamed
+from tests.support.generations import generation, in_rows, read_calls, stored, streamed
 from tests.support.generations import spec as make_spec
 
 WEATHER = {
@@ -344,12 +343,11 @@ USE = ToolUse("hermes", ("get_weather", "ring"), True)
 
 
 def test_stream_of_calls_adds_up_to_them(model: ModelText) -> None:
-    made = make_spec(id="chatcmpl-1", endpoint="chat", tools=USE)
-    request = GenerationSpec.from_delivery(made.id, made.to_delivery(model.text.tail), "normal")
+    request = stored(make_spec(id="chatcmpl-1", endpoint="chat", tools=USE), model)
     assert request.tools == USE
-    rows = [*(Row(0, [token]) for token in model.encode(SAID)), Row(0, [], finish=1)]
+    sent = in_rows([*([token] for token in model.encode(SAID)), []], 1)
     content, calls, reasons = "", {}, []
-    for event in streamed(request, zip(rows, itertools.count()), model)[:-1]:
+    for event in streamed(request, sent, model)[:-1]:
         choice = event.json["choices"][0]
         content += choice["delta"].get("content") or ""
         reasons.append(choice["finish_reason"])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.gateway.delivery.stream import ChoiceText
-from services.gateway.request import CHANNELS, FRAMED, THINKING, UNDECIDED, VERSION, GenerationSpec, ToolUse
+from services.gateway.request import CHANNELS, FRAMED, THINKING, UNDECIDED, VERSION, ToolUse
 from services.gateway.text.reasoning import MARKERS
-from tests.support.generations import model, spec
+from tests.support.generations import model, spec, stored
 from tests.unit.gateway.text.test_reasoning import CALLS, HEAD, NEXT
 
 STATES = (UNDECIDED, THINKING, FRAMED)
@@ -37,9 +37,7 @@ TOLD = {1: "0bfe778422562b0440bdb5f781d9ba8cd5ff1619e5dfabf213bdf4edca7b6a57"}
 
 
 def told(fields: dict[str, Any], text: str) -> list[Any]:
-    made = spec(endpoint="chat", stop_ids=[], **fields)
-    stored = GenerationSpec.from_delivery(made.id, made.to_delivery(model().text.tail), "normal")
-    choice, found = ChoiceText(stored, model(), [50]), []
+    choice, found = ChoiceText(stored(spec(endpoint="chat", stop_ids=[], **fields)), model(), [50]), []
     tokens = model().encode(text)
     for at, token in enumerate(tokens, 1):
         if choice.finish_reason is None:

@@ -57,22 +57,17 @@ def test_refused_drafts_leave_a_row_as_if_they_were_never_planned(drafts: int, b
     assert facts[0] == facts[1]
 
 
-@pytest.mark.parametrize(("counts", "tokens"), [(None, 1), ([0], 0), ([4], 4), ([1, 1], 2), ([2], 1)])
-def test_counts_that_a_step_cannot_give_are_refused(counts: list[int] | None, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "counts", "tokens"),
+    [(2, None, 1), (2, [0], 0), (2, [4], 4), (2, [1, 1], 2), (2, [2], 1), (0, [1], 1)],
+)
+def test_counts_that_a_step_cannot_give_are_refused(drafts: int, counts: list[int] | None, tokens: int) -> None:
     h = decoding(4)
-    plan = decode_step(h, 2)
+    plan = decode_step(h, drafts)
     column = None if counts is None else np.array(counts, np.int32)
     with pytest.raises(ValueError, match=f"the result of step {plan.id} has"):
         h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), np.full(tokens, 9, np.int32), column), h.now)
     h.core.check()
-
-
-def test_counts_without_drafts_are_refused() -> None:
-    h = decoding(4)
-    plan = decode_step(h, 0)
-    one = np.ones(1, np.int32)
-    with pytest.raises(ValueError, match="has token counts"):
-        h.core.apply(StepResult(plan.id, 0, np.zeros(1, np.int32), one, one), h.now)
 
 
 def test_rollback_refuses_applied_tokens() -> None:

@@ -230,32 +230,6 @@ CoreTwin.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 TestCoreTwin = CoreTwin.TestCase
 
 
-@pytest.mark.parametrize("policy", TESTED)
-def test_every_policy_gives_the_same_tokens(policy: str) -> None:
-    """32 requests on a pool so small that preemption happens where the policy has it; chunk budget 7 or none."""
-    rng = random.Random(7)
-    preempted = swapped = 0
-    for budget in (7, 0):
-        core = Scheduler(policy, microbatches=1, lookahead=1, step_tokens=budget)
-        house = House(core, Limits(12, 40, 4, 64, 96, host_blocks=60), lag=1)
-        for i in range(32):
-            sizes = rng.randint(1, 40), rng.randint(1, 24)
-            house.add(request(f"r{i}", *sizes, seed=i, stop_ids=(3,), priority=i % 4, gateway=str(i % 3)))
-            if i % 5 == 0:
-                house.step_once()
-        house.finish()
-        assert all(finish[0] in (Finish.STOP, Finish.LENGTH) for finish in house.ended.values())
-        preempted += int(core.stats()["preemptions"])
-        assert core.stats()["preemptions"] <= 3 * 32
-        swapped += int(core.stats()["swapped_blocks"])
-    if policy == SWAPS:
-        assert swapped > 0
-    if policy == "orca":
-        assert preempted == 0, "what reserves everything never preempts"
-    if policy in ("sarathi", EAGER, SWAPS):
-        assert preempted > 0
-
-
 @pytest.mark.parametrize("forces", [False, True])
 @pytest.mark.parametrize(("seed", "policy"), enumerate(TESTED))
 def test_guesses_right_or_wrong_change_no_token(seed: int, policy: str, forces: bool) -> None:

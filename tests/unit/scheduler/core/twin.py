@@ -245,9 +245,7 @@ class TwinWorker:
             if p < start:
                 assert self.kv.get(place) == row.hashes[p], f"position {p} reads KV that is not its own"
             else:
-                same = (
-                    self.kv.get(place) == row.hashes[p]
-                )  # of a row that was late, and its last block is shared by now
+                same = self.kv.get(place) == row.hashes[p]  # a late row's last block may be shared by now
                 assert place[0] not in self.shared or same, "writes into a block that another one reads"
                 self.kv[place] = row.hashes[p]
         if late:
@@ -466,27 +464,13 @@ class House:
 
 
 def request(
-    request_id: str,
-    prompt: int = 4,
-    max_tokens: int = 5,
-    *,
-    seed: int = 0,
-    stop_ids: tuple[int, ...] = (),
-    **more: object,
+    name: str, prompt: int | tuple[int, ...] = 4, max_tokens: int = 5, *, seed: int = 0, stop_ids: Any = (), **more: Any
 ) -> NewRequest:
     """A request; its prompts and samples follow from `seed`."""
     rng = np.random.default_rng(seed)
-    prompts = [
-        rng.integers(0, VOCAB, size).astype(np.int32) for size in (prompt if isinstance(prompt, tuple) else (prompt,))
-    ]
-    return NewRequest(
-        id=request_id,
-        prompts=prompts,
-        max_tokens=max_tokens,
-        stop_ids=np.array(stop_ids, np.int32),
-        payload=seed,
-        **more,  # type: ignore[arg-type]
-    )
+    sizes = prompt if isinstance(prompt, tuple) else (prompt,)
+    prompts = [rng.integers(0, VOCAB, size).astype(np.int32) for size in sizes]
+    return NewRequest(name, prompts, max_tokens, stop_ids=np.array(stop_ids, np.int32), payload=seed, **more)
 
 
 def house(

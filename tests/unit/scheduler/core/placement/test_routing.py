@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from services.scheduler.core.types import Limits, NewRequest
 from tests.unit.scheduler.core.twin import House, request
 
 LIMITS = Limits(slots=8, blocks=64, block_size=4, max_model_len=128, max_step_tokens=64)
-SECOND = 1_000_000_000
 
 
 def house(replicas: int = 2, policy: str = "orcinus", **settings: object) -> House:
@@ -104,31 +104,21 @@ def spread(h: House, count: int) -> list[int]:
     return [h.core.replicas[number].table.count for number in sorted(h.workers)]
 
 
-def test_replica_slow_at_first_gets_its_part() -> None:
-    for steps, takes in ((3, [2, 2, 2]), (40, [3, 3, 0])):
-        h = house(3)
-        timed(h, 0, 40, 1e6)
-        timed(h, 1, 40, 1e6)
-        timed(h, 2, steps, 5e6)
-        assert spread(h, 6) == takes
-        run_to_end(h)
-
-
-def test_new_replica_counts_as_fast_as_the_fastest() -> None:
-    """Held to be as slow as the one that was timed most, it would get nothing and stay unknown."""
-    h = house(3)
-    timed(h, 0, 200, 20e6)
-    timed(h, 1, 40, 1e6)
-    assert spread(h, 6) == [0, 3, 3]
-    run_to_end(h)
-
-
-def test_request_goes_to_a_slower_replica_that_it_slows_less() -> None:
-    """A step of a tenth more is nothing against rows that each slow down all others."""
-    h = house(2)
-    timed(h, 0, 40, 1e6, row_ns=2e5)
-    timed(h, 1, 40, 1.1e6, row_ns=2e5)
-    assert spread(h, 8) == [4, 4]
+@pytest.mark.parametrize(
+    ("timings", "takes"),
+    [
+        ([(40, 1e6), (40, 1e6), (3, 5e6)], [2, 2, 2]),
+        ([(40, 1e6), (40, 1e6), (40, 5e6)], [3, 3, 0]),
+        ([(200, 20e6), (40, 1e6), (0, 0.0)], [0, 3, 3]),  # as slow as the first it would get nothing and stay unknown
+        ([(40, 1e6, 2e5), (40, 1.1e6, 2e5)], [4, 4]),  # a tenth more is nothing against rows that slow all others
+    ],
+    ids=["slow at first", "slow", "new", "slower but less crowded"],
+)
+def test_replica_takes_its_part_by_its_speed(timings: list[tuple[Any, ...]], takes: list[int]) -> None:
+    h = house(len(timings))
+    for number, timing in enumerate(timings):
+        timed(h, number, *timing)
+    assert spread(h, sum(takes)) == takes
     run_to_end(h)
 
 

@@ -147,13 +147,10 @@ def test_limit_of_ft_aimd_moves_by_100_and_1000_tokens() -> None:
     replica.reserved = 69  # 90 of 100 blocks
     memory.stepped(replica, 0)
     assert memory.limit == 400, "90 % of the pages are used"
-
-
-def test_limit_falls_by_1000_tokens_for_each_swapped_sequence() -> None:
-    replica, memory = refused(2000), FtAimd()
-    memory.admit(replica, entrants((4, 99)), PACE)
+    memory = FtAimd()
+    memory.admit(replica := refused(2000), entrants((4, 99)), PACE)
     memory.stepped(replica, 2)
-    assert memory.limit == 8000 - 2000
+    assert memory.limit == 8000 - 2000, "1000 for each that is swapped"
 
 
 def test_aimd_adds_blocks_and_multiplies() -> None:

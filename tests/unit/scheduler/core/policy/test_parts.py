@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.policy.base import Mode, Pace
+from services.scheduler.core.policy.base import Mode
 from services.scheduler.core.policy.batching import Chunked, Static, WholePrefill
 from services.scheduler.core.policy.budget import EmaBudget, Fixed, ModelBudget, Unlimited
 from services.scheduler.core.policy.iteration_level import ClassThenTtft
@@ -34,7 +34,6 @@ from services.scheduler.core.types import PREFILL, NewRequest
 from tests.unit.scheduler.core.policy.rows import Rows, column
 
 MS, S = 1_000_000, 1_000_000_000
-PACE = Pace(0, 10_000)
 
 
 # -- tokens
@@ -334,50 +333,12 @@ def test_alone_in_small_step_a_prompt_gets_what_there_is() -> None:
         assert part.chunks(column(500, 3), column(0, 0), 40, False, False).tolist() == []
 
 
-def test_chunks_shrink_behind_much_context_and_align_but_for_rest() -> None:
-    part = Chunked(64, most=512, depth=4096)
-    ask = [part.chunks(column(9000), column(b), 4000, True, False)[0] for b in (0, 1000, 4096, 12_288, 10**6)]
-    assert ask == [512, 384, 256, 128, 64]
-    assert part.chunks(column(40, 700), column(0, 0), 200, True, False).tolist() == [40, 128]
-    assert part.chunks(column(178, 50), column(0, 128), 250, True, False).tolist() == [128, 50]
-    assert Chunked(least=64).chunks(column(40), column(0), 63, True, False).size == 0
-    assert Chunked().chunks(column(300, 500), column(0, 0), 768, True, False).tolist() == [300, 468], (
-        "a pass is filled exactly"
-    )
-    assert Chunked(slots=128).max_running(256) == 128 and Chunked().max_step_seqs(3, 8, 2) == 2
-
-
-def test_static_batch_forms_when_idle_and_closes_until_empty() -> None:
-    replica, part = Rows(), Static(max_bs=4)
-    assert part.max_new_seqs(replica, 3, 8, 0, 0) == 3, "a batch of three"
-    part.joined(replica, 2)  # the third finds no budget in this step
-    for _ in range(2):
-        replica.add(known=4, limit=9)
-    assert part.max_new_seqs(replica, 5, 8, 0, 0) == 1
-    part.joined(replica, 1)
-    replica.add(known=4, limit=9)
-    assert part.max_new_seqs(replica, 9, 8, 0, 0) == 0
-    replica.table.count = 1
-    assert part.max_new_seqs(replica, 9, 8, 0, 0) == 0, "the last one still runs"
-    replica.table.count = 0
-    assert part.max_new_seqs(replica, 9, 8, 0, 0) == 4
-    assert part.max_running(100) == 4 and part.max_running(3) == 3 and part.padded and part.at_end
-
-
 def test_static_batch_is_no_larger_than_what_may_run() -> None:
     replica, part = Rows(), Static(max_bs=32)
     assert part.max_new_seqs(replica, 20, 4, 0, 0) == 4
     part.joined(replica, 4)
     replica.table.count = 3  # one has ended
     assert part.max_new_seqs(replica, 16, 4, 0, 0) == 0
-
-
-def test_request_level_batch_waits_for_its_size_or_for_delay() -> None:
-    replica, part = Rows(), Static(32, 50 * MS, padded=False)
-    assert part.max_new_seqs(replica, 31, 64, 1000 * MS, 1049 * MS) == 0
-    assert part.max_new_seqs(replica, 31, 64, 1000 * MS, 1050 * MS) == 31
-    assert part.max_new_seqs(replica, 40, 64, 1000 * MS, 1000 * MS) == 32
-    assert not part.padded and part.at_end
 
 
 # -- relief

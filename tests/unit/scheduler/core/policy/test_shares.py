@@ -28,11 +28,6 @@ def _share(spare: Spare | None = None) -> ByShare:
     return ByShare(lambda: BySlack(lambda sequence: 1 << 60, arrival), spare or Spare())
 
 
-def _serve(order: ClassThenSlack, tenants: list[int], tokens: list[int], priority: int = NORMAL) -> None:
-    classes = np.full(len(tenants), priority, np.int32)
-    order.served(np.array(tenants, np.int32), classes, np.array(tokens, np.int32))
-
-
 @pytest.mark.parametrize(
     ("tenants", "tokens", "order"),
     [
@@ -98,7 +93,7 @@ def test_each_class_has_counters_of_its_own() -> None:
     queue = order.queue()
     for number, (tenant, priority) in enumerate([(0, LOW), (1, LOW), (0, NORMAL), (1, NORMAL), (0, LOW)]):
         queue.push(waiting(number, number, tenant=tenant, priority=priority), 1)
-    _serve(order, [0, 1], [ALLOWANCE + 1, 0], LOW)
+    order.served(np.array([0, 1]), np.array([LOW, LOW]), np.array([ALLOWANCE + 1, 0]))
     assert [s.number for s in drained(queue, 2)] == [2, 3, 1, 0, 4]
 
 
