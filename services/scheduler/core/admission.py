@@ -16,6 +16,7 @@ from services.scheduler.core.outcome import OutcomeBuilder
 from services.scheduler.core.placement.constraints import can_load
 from services.scheduler.core.placement.router import Router
 from services.scheduler.core.policy.base import Candidates, Pace
+from services.scheduler.core.policy.budget import ALIGN
 from services.scheduler.core.policy.iteration_level import Pooled
 from services.scheduler.core.policy.queues import LOOKED_AT
 from services.scheduler.core.preemption import Preempter
@@ -269,9 +270,12 @@ class Admission:
             replica = step.replica
             if not step.budgeted:
                 step.budgeted = True
-                count, tokens = self._state.waiting.that_count(replica.table.low_yields)
+                count, tokens = self._state.waiting.counted(replica.table.low_yields)
                 step.waiting = self._that_fit(replica, count, tokens) // max(len(self._router.placement.alive), 1)
                 step.waiting_tokens = tokens * step.waiting // count if count else 0
+                if replica.table.low_yields and replica.table.low_rows and (count or replica.beneficiary is not None):
+                    # One that waits for another replica, or whose KV lies in a host tier, may enter here too.
+                    step.waiting, step.waiting_tokens = max(step.waiting, 1), max(step.waiting_tokens, ALIGN)
             budget = replica.tokens.budget(
                 replica, step.decodes, step.now_ns, self._state.step_tokens, depth, step.waiting, step.waiting_tokens
             )

@@ -90,7 +90,7 @@ class Planner:
         rows = table.select(decodes, step.microbatch)
         step.has_prompts = rows.size < table.high and bool(np.count_nonzero(wants) > rows.size)
         if table.low_rows and table.low_yields:
-            rows, decodes = self._low_yields(step, rows, decodes)
+            rows, decodes = self._limit_low(step, rows, decodes)
         limit = min(step.seqs_left, step.tokens_left)
         if rows.size > limit:
             rows = np.sort(self._state.policy.order.sort(table, rows, now_ns)[:limit])
@@ -110,7 +110,7 @@ class Planner:
             if drafts is not None:
                 step.speculate(drafts)
 
-    def _low_yields(self, step: StepBuilder, rows: Rows, decodes: Bool) -> tuple[Rows, Bool]:
+    def _limit_low(self, step: StepBuilder, rows: Rows, decodes: Bool) -> tuple[Rows, Bool]:
         """Return the decodes, [n] rows and [high] mask, without those of class low that the policy lets wait.
 
         Those that wait longest for a token go first.

@@ -463,6 +463,8 @@ class SlotTable:
         wrong |= self.late[on] > known - applied
         if np.count_nonzero(self.late[on]) != self.late_rows:
             raise RuntimeError(f"{self.late_rows} late rows are counted, not {np.count_nonzero(self.late[on])}")
+        if np.count_nonzero(self.priority[on] == Priority.LOW) != self.low_rows:
+            raise RuntimeError(f"{self.low_rows} rows of class low are counted, not as many as there are")
         if wrong.any():
             raise RuntimeError(f"rows {on[wrong].tolist()} contradict themselves")
         if (

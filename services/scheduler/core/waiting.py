@@ -129,7 +129,7 @@ class WaitingQueue:
         """Known tokens without KV in a host tier, of all waiting sequences."""
         return sum(self.class_tokens)
 
-    def that_count(self, low_yields: bool) -> tuple[int, int]:
+    def counted(self, low_yields: bool) -> tuple[int, int]:
         """Return how many sequences wait, and their tokens without KV in a host tier; without class low if it
         yields."""
         low = Priority.LOW

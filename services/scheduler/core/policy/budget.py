@@ -12,6 +12,8 @@ TBT_NS = 100_000_000  # TBT target of a request that gives no limit
 TTFT_WEIGHT = 0.25  # of 0.1, 0.25 and 0.5 the best on the cells of the grid that tuning may see
 FLAT = 0.06  # delays that differ by less than this share count as equal, and fewer steps are taken
 LOW_TIMES = 2  # class low makes a step at most so many times as long as the decodes of better classes do
+LATELY = 256  # steps of class low alone, from which on no better class is expected
+SMALL_EVERY = 32
 MEMORY = 8192  # steps over which ModelBudget averages
 ALIGN = 64  # tokens; prompt parts of EmaBudget are multiples of it, and the least that a starved prompt gets
 
@@ -103,8 +105,8 @@ class ModelBudget(Budget):
 
     TBT limits bound the step: those that requests declare, and `tbt_ns` (N ms; 0 means none) for decodes without one. A
     bound is met with the 0.99 quantile of the model's error, and with 5 % to spare. Only declared limits can leave
-    prompts fewer than 64 tokens. The budget is 512 tokens until the model has seen 16 steps. A step without decodes
-    takes as many tokens as the worker does.
+    prompts fewer than 64 tokens, and better classes those of class low. The budget is 512 tokens until the model has
+    seen 16 steps. A step without decodes takes as many tokens as the worker does.
 
     On a prefill replica a step without decodes takes at most half of the tightest limit (100 ms where none is
     declared): a sequence that is handed over waits for the end of the step beside which its KV is copied out.
@@ -113,6 +115,8 @@ class ModelBudget(Budget):
     def __init__(self, tbt_ns: int = 0, spare: float = 0.05) -> None:
         self._tbt_ns, self._spare = tbt_ns, spare
         self._presence = Presence()
+        self._steps_of_low = LATELY  # in a row without a better class
+        self._looks = 0  # at decodes of class low, all of which might run
         self._starved = Starved()
 
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
@@ -123,16 +127,17 @@ class ModelBudget(Budget):
         waiting_tokens: int = 0,
     ) -> int:  # fmt: skip
         most, count, table = at_most(replica, step_tokens), decodes.size, replica.table
+        low_yields = table.low_rows > 0 and table.low_yields
         prefilling: Bool = table.phase[: table.high] == PREFILLING
-        self._presence.prompts = waiting + int(np.count_nonzero(prefilling))
-        if table.low_rows and table.low_yields:
+        if low_yields:
             prefilling &= table.priority[: table.high] < Priority.LOW
         prompts = waiting + int(np.count_nonzero(prefilling))
+        self._presence.prompts = prompts
         if not count and replica.limits.role != PREFILL:
             return most
         if replica.model.observed < 16:
             return min(max(512, count), most)
-        depth = max(depth, deepest(replica))
+        depth = max(depth, int(table.planned[: table.high][prefilling].max(initial=0)))
         if not count:
             default_ns = self._tbt_ns or TBT_NS
             limits = table.tbt_slo_ns[: table.high]
@@ -141,19 +146,17 @@ class ModelBudget(Budget):
             by_mean = replica.token_time.budget(self._kept(replica, target_ns), most, 0, ALIGN)
             return min(max(min(self._fits(replica, target_ns, 0, 0, depth), by_mean), ALIGN), most)
         context, others = int(table.planned[table.rows(decodes)].sum()), decodes
-        low_yields = table.low_rows > 0 and table.low_yields
         if low_yields:
             others = decodes[table.priority[decodes] < Priority.LOW]
-        delayed = others.size
-        share = (prompts / max(prompts + delayed, 1) + TTFT_WEIGHT) / (1.0 + TTFT_WEIGHT)
+        share = (prompts / max(prompts + others.size, 1) + TTFT_WEIGHT) / (1.0 + TTFT_WEIGHT)
         tokens = max(replica.model.balanced(share, count, context, depth), ALIGN)
         rest = waiting_tokens + int((table.known[: table.high] - table.planned[: table.high])[prefilling].sum())
         if rest > tokens:
-            tokens = self._fewer_steps(replica, rest, tokens, prompts, delayed, count, context)
-        if low_yields or (table.low_rows and self._presence.better):
+            tokens = self._fewer_steps(replica, rest, tokens, prompts, others.size, count, context)
+        if low_yields or (table.low_rows and self._steps_of_low < LATELY):
             low_ns = LOW_TIMES * replica.model.predict(others.size, int(table.planned[others].sum()))
-            low = replica.model.largest(low_ns, count, context, depth)
-            tokens = min(tokens, max(rest, low) if low_yields else max(low, ALIGN))
+            low_tokens = replica.model.largest(low_ns, count, context, depth)
+            tokens = min(tokens, max(rest, low_tokens) if low_yields else max(low_tokens, ALIGN))
         if self._tbt_ns:
             tokens = min(tokens, max(self._fits(replica, self._tbt_ns, count, context, depth), ALIGN))
         if strict_ns := tightest(replica, decodes):
@@ -161,22 +164,30 @@ class ModelBudget(Budget):
         return min(count + self._starved.feed(tokens), most)
 
     def stepped(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:
-        self._presence.add(replica.model.predict(tokens), decodes, entered, replica.table.low_yields)
+        self._presence.add(replica.model.predict(tokens), decodes, entered)
+        self._steps_of_low = 0 if replica.table.low_yields else self._steps_of_low + 1
 
     def low_decodes(self, replica: ReplicaView, others: Rows, low: Rows) -> int:
-        """Let the decodes of class low take at most as long as those of better classes do alone."""
+        """Let the decodes of class low take at most as long as those of better classes do alone.
+
+        Where all of them seem to fit, one of SMALL_EVERY steps has but one: a model that has only timed large steps
+        cannot tell what a small one takes.
+        """
         model, planned = replica.model, replica.table.planned
         if not others.size or not low.size or model.observed < 16:
             return low.size
-        context, deeper = int(planned[others].sum()), float(planned[low].mean())
+        context, mean_context = int(planned[others].sum()), float(planned[low].mean())
         most_ns = LOW_TIMES * model.predict(others.size, context)
         fit, more = 1, low.size
         while fit < more:
-            half = -(-(fit + more) // 2)
-            if model.predict(others.size + half, context + int(half * deeper)) <= most_ns:
-                fit = half
+            middle = -(-(fit + more) // 2)
+            if model.predict(others.size + middle, context + int(middle * mean_context)) <= most_ns:
+                fit = middle
             else:
-                more = half - 1
+                more = middle - 1
+        if fit == low.size:
+            self._looks += 1
+            return 1 if self._looks % SMALL_EVERY == 0 else fit
         return fit
 
     def for_replica(self) -> ModelBudget:
@@ -187,9 +198,9 @@ class ModelBudget(Budget):
     ) -> int:
         """Return the tokens of a step when `rest` prompt tokens of `prompts` requests take the best number of steps.
 
-        delayed: decodes that count. docs/policies.md#how-orcinus-sizes-a-step has the formula. Tried are rest / tokens
-        steps, half as many, a quarter, down to one. A step takes at most twice the tokens of the largest one that was
-        timed: beyond that the model only guesses.
+        delayed: decodes that count, of `decodes`. docs/policies.md#how-orcinus-sizes-a-step has the formula. Tried are
+        rest / tokens steps, half as many, a quarter, down to one. A step takes at most twice the tokens of the largest
+        one that was timed: beyond that the model only guesses.
         """
         model = replica.model
         rest_ns = rest / tokens * model.predict(decodes + tokens, context)
@@ -231,27 +242,21 @@ class Presence:
 
     def __init__(self) -> None:
         self.prompts = 0  # that wait or are computed in the step that is planned
-        self._ns = self._prompts_ns = self._decodes_ns = self._entered = self._better_ns = 0.0
+        self._ns = self._prompts_ns = self._decodes_ns = self._entered = 0.0
 
-    def add(self, step_ns: float, decodes: int, entered: int, better: bool) -> None:
+    def add(self, step_ns: float, decodes: int, entered: int) -> None:
         """Count a step: its predicted time, its decodes, and the requests that enter."""
         keep = 1.0 - 1.0 / MEMORY
         self._ns = keep * self._ns + step_ns
         self._prompts_ns = keep * self._prompts_ns + self.prompts * step_ns
         self._decodes_ns = keep * self._decodes_ns + decodes * step_ns
         self._entered = keep * self._entered + entered
-        self._better_ns = keep * self._better_ns + better * step_ns
         self.prompts = 0
 
     @property
     def crowded(self) -> bool:
         """Whether on average a prompt or more waits or is computed: prompts are in nearly all steps."""
         return self._prompts_ns >= self._ns
-
-    @property
-    def better(self) -> bool:
-        """Whether classes better than low run for more than a hundredth of the time."""
-        return self._better_ns > 0.01 * self._ns
 
     def weights(self, rest_ns: float, prompts: int, decodes: int) -> tuple[float, float]:
         """Return what a ns of a prompt's delay counts where one of a decode's counts 1, and the requests that come in
@@ -266,7 +271,7 @@ class Presence:
 
 
 class Starved:
-    """Gives prompts 64 tokens after 16 steps in a row in which a latency limit left them none.
+    """Gives prompts 64 tokens after 16 steps in a row in which a bound left them none.
 
     A limit that cannot be met would otherwise keep prompts out for ever.
     """
@@ -299,10 +304,3 @@ def tightest(replica: ReplicaView, decodes: Rows) -> int:
     limits = table.tbt_slo_ns[table.rows(decodes)]
     given = limits[limits > 0]
     return int(given.min()) if given.size else 0
-
-
-def deepest(replica: ReplicaView) -> int:
-    """Return the largest number of tokens planned already of a prompt that still prefills; 0 without prompts."""
-    table, high = replica.table, replica.table.high
-    prefills = table.phase[:high] == PREFILLING
-    return int(table.planned[:high][prefills].max()) if np.count_nonzero(prefills) else 0

@@ -107,15 +107,16 @@ class ClassThenSlack(Order):
         return rows[np.lexsort((table.number[rows], np.where(late, table.arrived[rows], key), late, lifted))]
 
     def passed(self, table: SlotTable, rows: Rows, head: Sequence, now_ns: int) -> Bool:
-        """A short prompt in time passes the rest of a long one of its class, by the key that orders both.
+        """A short prompt in time passes the rest of a long one of its class, by the key that orders both, and one of a
+        better class that of class low.
 
         It does not pass one that ageing has lifted: so no stream of short prompts holds a long one up for longer.
         """
-        if self._start_by(head) < now_ns:
-            return np.zeros(rows.size, np.bool_)
-        key = _due(table, rows, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
-        same = (table.priority[rows] == head.priority) & (_lifted(table, rows, now_ns, self.age_ns) == head.priority)
-        passed: Bool = same & (key > self._key(head))
+        priority, lifted = table.priority[rows], _lifted(table, rows, now_ns, self.age_ns)
+        passed: Bool = (lifted == Priority.LOW) & (head.priority < Priority.LOW)
+        if self._start_by(head) >= now_ns:
+            key = _due(table, rows, self._ttft_ns, TBT_NS, -WEIGHT * self._token_ns)
+            passed |= (priority == head.priority) & (lifted == head.priority) & (key > self._key(head))
         return passed
 
     def served(self, tenants: Int32, classes: Int32, tokens: Int32) -> None:

@@ -223,7 +223,7 @@ class Inner(Protocol):
         """Return the first sequence that later ones may overtake, or None."""
 
     def is_late(self, sequence: Sequence) -> bool:
-        """Return whether its head can no longer meet its limit."""
+        """Return whether `sequence` waits here and can no longer meet its limit."""
 
     def pop(self, sequence: Sequence) -> None: ...
 

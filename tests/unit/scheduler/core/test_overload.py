@@ -97,6 +97,22 @@ def test_normal_one_is_not_slowed_by_how_many_low_ones_run() -> None:
     assert run.result["finished"] == 190
 
 
+def test_new_normal_ones_get_tokens_at_each_of_two_replicas_full_of_low_ones() -> None:
+    """One waits, and no replica can tell whether it is the one that takes it."""
+
+    def ttft_ns(replicas: int) -> float:
+        low, normal, new = 40 * replicas, 4 * replicas, 12
+        arrived = [np.arange(low) * 1000, SECOND + np.arange(normal) * 1000, 4 * SECOND + np.arange(new) * SECOND // 2]
+        prompt = np.repeat([30, 30, 200], [low, normal, new])
+        workload = Workload(np.concatenate(arrived), prompt, np.repeat([3000, 2500, 5], [low, normal, new]))
+        workload.priority[:low] = 3
+        setup = Setup(blocks=20000, max_seqs=128, lookahead=1, replicas=replicas, routing="scheduler")
+        run = simulate("orcinus", workload, setup, Linear(1e6, 0.5e6))
+        return float(np.median(run.seen.ttft_ns[-new:]))
+
+    assert ttft_ns(2) < 1.5 * ttft_ns(1)
+
+
 def test_urgent_requests_keep_their_limits_while_low_ones_flood() -> None:
     """Eight slots, outputs of seconds: an urgent one does not wait for a low one to end but takes its slot."""
     rng = np.random.default_rng(3)

@@ -31,7 +31,7 @@ from services.scheduler.core.policy.preemption import (
 )
 from services.scheduler.core.policy.presets import parse
 from services.scheduler.core.types import PREFILL, NewRequest
-from tests.unit.scheduler.core.policy.rows import Rows, column
+from tests.unit.scheduler.core.policy.rows import Rows, column, waiting
 
 MS, S = 1_000_000, 1_000_000_000
 
@@ -156,6 +156,8 @@ def test_low_decodes_take_as_long_as_the_others_do_alone(
     known_model(replica, base_ms * MS, token_ms * MS, 0, 0)
     assert part.low_decodes(replica, rows[:others], rows[others:]) == fit
     assert part.low_decodes(replica, rows[:0], rows[others:]) == low, "alone"
+    again = {part.low_decodes(replica, rows[:others], rows[others:]) for _ in range(64)}
+    assert again == ({1, low} if fit == low else {fit}), "where all fit the model is shown a small step now and then"
     assert Unlimited().low_decodes(replica, rows[:others], rows[others:]) == low
 
 
@@ -196,6 +198,19 @@ def test_low_steps_take_twice_as_long_as_their_decodes_where_better_classes_come
     known_model(beside, 9.9 * MS, 0.01 * MS, 0, 0)
     part.stepped(beside, 10, 10, 0)
     assert part.budget(replica, decodes, 0, 0) == pytest.approx(10 + 1000, abs=1)
+    for _ in range(256):
+        part.stepped(replica, 10, 10, 0)
+    assert part.budget(replica, decodes, 0, 0) > 10 + 1000
+
+
+@pytest.mark.parametrize(("priority", "ttft", "passes"), [(2, 0, True), (2, 1, True), (3, 0, False)])
+def test_better_class_passes_a_low_prompt_that_age_has_not_lifted(priority: int, ttft: int, passes: bool) -> None:
+    replica, now = Rows(), 30 * S
+    for row_class, age_s in ((3, 9), (3, 11), (2, 9), (0, 0)):
+        replica.add(known=100, limit=4000, planned=10, priority=row_class, arrived=now - age_s * S)
+    head = waiting(9, now, priority=priority, ttft=ttft)
+    passed = ClassThenSlack().passed(replica.table, replica.slots, head, now)
+    assert passed.tolist() == [passes, False, False, False]
 
 
 def past_a_knee(waits: int, beside: int = 0) -> ModelBudget:
