@@ -126,7 +126,7 @@ def architectures() -> list[str]:
 
 
 def _banks(spaces: Mapping[str, Mapping[str, float]], space: str) -> str:
-    """Return what is taken for one that must be, and the goal."""
+    """Return what is taken for one that must be, atomics apart, and the goal."""
     if space not in spaces:
         return ""
     row = spaces[space]

@@ -32,6 +32,11 @@ def violations(directory: Path, *bugs: str, seed: int = SEED, kinds: tuple[str, 
     return {(found.kind, found.where.split()[0]) for found in result.violations}
 
 
+def test_run_without_a_bug_has_no_violations(tmp_path: Path) -> None:
+    """At rest within the time that the runs with bugs are given."""
+    assert violations(tmp_path) == set()
+
+
 def test_lost_ack_leaked_block_and_doubled_token_are_found(tmp_path: Path) -> None:
     found = violations(tmp_path, "lost_ack", "leaked_block", "doubled_token")
     assert {("leaked", "pending"), ("leaked", "blocks"), ("doubled", "request")} <= found

@@ -232,8 +232,8 @@ def test_draining_scheduler_hands_back_what_never_ran(stack: Stack, reference: R
         # It holds the only slot for long: eight choices, one after another.
         body = {**endless(stack), "n": 8, "stream": True}
         with httpx.stream("POST", f"{stack.url}/v1/completions", json=body, timeout=60) as first:
-            told = sse.objects(first.iter_lines())  # held: httpx closes the stream of an iterator without a reference
-            next(told)  # a token: a line may be a comment, which comes while the worker starts, too
+            chunks = sse.objects(first.iter_lines())  # held: httpx closes the stream of an iterator without a reference
+            next(chunks)  # a token: a line may be a comment, which comes while the worker starts, too
             stream = stack.keys.requests("normal")
             second = clients.submit(
                 stack.complete, reference.prompts[1], len(reference.outputs[1]), ignore_eos=True, priority="normal"

@@ -45,8 +45,8 @@ struct Instruction {
   std::vector<Request> requests;
 };
 
-std::vector<std::map<Key, Instruction>> asked;  // of each warp
-std::map<Key, Banks> found;
+std::vector<std::map<Key, Instruction>> pending;  // of each warp
+std::map<Key, Banks> counts;
 
 // How many times the busiest bank is asked by some lanes together. A word is read or written once for all lanes; atomics
 // of one word wait for each other.
@@ -87,12 +87,12 @@ void count_sectors(const Request& request, size_t bytes, Banks& sum) {
 }  // namespace
 
 inline void banks_launch(int warps) {
-  asked.assign(warps, {});
-  found.clear();
+  pending.assign(warps, {});
+  counts.clear();
 }
 
 inline void banks_access(Space space, const void* at, size_t bytes, const char* where, int line, int warp, int lane) {
-  Instruction& of = asked[warp].try_emplace({line, space}, Instruction{where, bytes}).first->second;
+  Instruction& of = pending[warp].try_emplace({line, space}, Instruction{where, bytes}).first->second;
   const size_t number = of.done[lane]++;
   if (number == of.requests.size()) of.requests.emplace_back();
   of.requests[number].lanes |= 1u << lane;
@@ -101,9 +101,9 @@ inline void banks_access(Space space, const void* at, size_t bytes, const char* 
 
 // All lanes of a warp are at the same place.
 inline void banks_met(int warp) {
-  for (const auto& [key, of] : asked[warp]) {
+  for (const auto& [key, of] : pending[warp]) {
     const Space space = key.second;
-    Banks& sum = found.try_emplace(key, Banks{of.at, uint64_t(space), 0, 0, 0}).first->second;
+    Banks& sum = counts.try_emplace(key, Banks{of.at, uint64_t(space), 0, 0, 0}).first->second;
     sum.requests += of.requests.size();
     for (const Request& request : of.requests) {
       if (space == SHARED_MEMORY || space == SHARED_ATOMICS)
@@ -112,17 +112,17 @@ inline void banks_met(int warp) {
         count_sectors(request, of.bytes, sum);
     }
   }
-  asked[warp].clear();
+  pending[warp].clear();
 }
 
 // What the last launch took, in the order of the PTX. Returns how many instructions there are, `room` of them in `to`.
 extern "C" __attribute__((visibility("default"))) size_t banks_found(Banks* to, size_t room) {
   size_t at = 0;
-  for (const auto& [key, sum] : found) {
+  for (const auto& [key, sum] : counts) {
     if (at == room) break;
     to[at++] = sum;
   }
-  return found.size();
+  return counts.size();
 }
 
 #else

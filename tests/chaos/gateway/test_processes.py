@@ -77,12 +77,12 @@ def pid(gateway: str) -> int:
 def counted(stack: Stack, name: str) -> list[float]:
     """Return a counter of each process, whichever of them tells. It leaves the other out if that is slow to answer."""
 
-    def told() -> dict[str, str]:
+    def metrics() -> dict[str, str]:
         text = ops(stack, "/metrics").text
         lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return lines if all(ACTIVE % number in lines for number in (0, 1)) else {}
 
-    lines = until("both processes tell", told)
+    lines = until("both processes tell", metrics)
     return [float(lines.get(name % number, 0)) for number in (0, 1)]
 
 

@@ -25,6 +25,7 @@ from shared.errors import ConfigurationError, ModelError
 from tests.engine.driver import Driver, generated, make_engine
 from tests.engine.models.test_quantized_checkpoints import plain
 from tests.engine.ranks import Processes
+from tests.engine.test_deterministic import Recorder
 from tests.engine.test_tokens import all_logits, close
 from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.checkpoints.quantized import write_mxfp4
@@ -86,6 +87,26 @@ def test_mxfp4_gives_the_tokens_and_logits_of_its_weights(reference: Reference, 
     engine.reset()
     tokens = reference.prompts[0] + reference.outputs[0]
     close(all_logits(engine, tokens), reference.logits(tokens))
+
+
+def test_logits_over_int8_ignore_batches_chunks_and_threads(reference: Reference) -> None:
+    """MXFP4 experts, sinks and a window over a KV cache in int8."""
+    demand_compiler()
+    prompts = [prompt * 3 for prompt in reference.prompts]
+    found = []
+    for chunk, threads, batches in ((4096, 2, [prompts]), (7, 1, [prompts]), (13, 2, [[prompt] for prompt in prompts])):
+        engine = make_engine(
+            reference.path, kernels="cpu", block_size=16, dtype="bfloat16", kv_dtype="int8", deterministic=True,
+            threads=threads,
+        )  # fmt: skip
+        logits = []
+        for batch in batches:
+            driver = Recorder(engine, batch)
+            driver.run_all(24, chunk)
+            logits += [torch.stack(driver.logits[slot][-24:]) for slot in range(len(batch))]
+            engine.reset()
+        found.append(torch.stack(logits))
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
 
 
 @pytest.mark.parametrize(("tp", "pp", "kernels"), [(4, 1, "cpu"), (1, 2, "reference")])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import grpc
 import pytest
@@ -57,6 +58,17 @@ def server(worker: Worker) -> Iterator[RunServer]:
     server.stop(20)
 
 
+def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """End a test after a minute: a result that never comes would be awaited for longer."""
+
+    @functools.wraps(test)
+    async def run(**fixtures: object) -> None:
+        async with asyncio.timeout(60):
+            await test(**fixtures)
+
+    return run
+
+
 async def connected(server: RunServer) -> RunCall:
     call = await RunCall.connect(server.name)
     assert call is not None
@@ -65,6 +77,7 @@ async def connected(server: RunServer) -> RunCall:
 
 
 @pytest.mark.parametrize("error_bytes", [0, 100_000])
+@bounded
 async def test_results_come_in_order_also_when_socket_is_full(
     server: RunServer, worker: Worker, error_bytes: int
 ) -> None:
@@ -83,6 +96,7 @@ async def test_results_come_in_order_also_when_socket_is_full(
     call.cancel()
 
 
+@bounded
 async def test_results_that_nothing_reads_are_held_back(
     server: RunServer, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +125,7 @@ async def test_results_that_nothing_reads_are_held_back(
 @pytest.mark.parametrize(
     ("end", "code"), [(lambda run: setattr(run, "replaced_by", 4), grpc.StatusCode.ABORTED), (lambda _: None, None)]
 )
+@bounded
 async def test_ended_run_says_its_status_behind_the_results(
     server: RunServer, worker: Worker, end: Callable[[RunState], None], code: grpc.StatusCode | None
 ) -> None:
@@ -130,6 +145,7 @@ async def test_ended_run_says_its_status_behind_the_results(
         await call.write(worker_pb2.Step(epoch=3, id=2))
 
 
+@bounded
 async def test_hanging_up_ends_the_run_at_once(server: RunServer, worker: Worker) -> None:
     call = await connected(server)
     await call.write(worker_pb2.Step(epoch=3, id=1))
@@ -148,6 +164,7 @@ def test_half_closed_run_is_answered_to_its_end(server: RunServer, worker: Worke
     assert [result.id for result in call] == [2]
 
 
+@bounded
 async def test_refused_run_ends_with_the_status_of_the_refusal(server: RunServer, worker: Worker) -> None:
     worker.refuse = RefusedError(grpc.StatusCode.FAILED_PRECONDITION, "epoch 3 is older than 4")
 
@@ -166,6 +183,7 @@ async def test_refused_run_ends_with_the_status_of_the_refusal(server: RunServer
         (run_socket.message(b"\xff\xff\xff"), ProtocolError, "result: not readable"),
     ],
 )
+@bounded
 async def test_broken_stream_is_an_error_of_the_link(sent: bytes, error: type[Exception], words: str) -> None:
     name = run_socket.new_name()
 
@@ -181,6 +199,7 @@ async def test_broken_stream_is_an_error_of_the_link(sent: bytes, error: type[Ex
             await anext(call)
 
 
+@bounded
 async def test_socket_elsewhere_or_of_another_user_gives_no_call(
     server: RunServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_huge_scores_and_far_ones_stay_finite(ops: CpuOps) -> None:
         {"alibi": True, "window": 600, "heads": (6, 1), "head_dim": 80},
         {"heads": (14, 2), "head_dim": 16, "block_size": 64, "dtype": BF16, "window": 33},
         {"int8": True},
+        {"int8": True, "dtype": BF16, "window": 11, "sinks": torch.tensor([0.5, -30, 4, 60])},
         {"int8": True, "dtype": BF16, "head_dim": 80, "block_size": 32, "window": 150, "alibi": True},
     ],
     ids=str,

@@ -135,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 space: found._asdict() | {"goal": before.get(kernel, {}).get(space, {}).get("goal", NEW_GOAL)}
                 for space, found in spaces.items()
             }
-        RECORDED.write_text(json.dumps(made, indent=1) + "\n")
+        ordered = {kernel: made[kernel] for kernel in COUNTED if kernel in made}
+        RECORDED.write_text(json.dumps(ordered, indent=1) + "\n")
     for kernel, spaces in counts.items():
         complaints += over_goal(kernel, spaces)
     for complaint in complaints:
