@@ -75,7 +75,13 @@ def test_requests_of_four_models_get_the_tokens_of_each(
 ) -> None:
     engine = house.engine(kernels=kernels)
     recorded, _ = in_process.run(
-        engine, house.requests(), "orcinus", microbatches, lookahead, step_tokens=24, prefix_cache=True
+        engine,
+        house.requests(),
+        "orcinus",
+        microbatches=microbatches,
+        lookahead=lookahead,
+        step_tokens=24,
+        prefix_cache=True,
     )
     assert tokens_of(recorded) == house.expected
 
