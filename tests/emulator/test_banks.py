@@ -6,7 +6,6 @@ other words of a bank.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,9 @@ import pytest
 
 from kernels.cuda.loader import SOURCES
 from kernels.emulator.program import BANKS, FORWARD, REVERSE, Program
+from tests.support.compiler import needs_compiler
 
-if shutil.which("g++") is None:
-    pytest.skip("no g++", allow_module_level=True)
+pytestmark = needs_compiler
 
 SOURCE = Path(__file__).with_name("banks.cu")
 PARAMS = np.dtype([("in", "u8"), ("out", "u8"), ("n", "i4")], align=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 from kernels.cpu import build
 from kernels.cpu.build import BuildError
 from kernels.emulator.program import FORWARD, REVERSE, SANITIZERS, EmulatorError, Program, compiled
+from tests.support.compiler import needs_compiler
 
-if shutil.which("g++") is None:
-    pytest.skip("no g++", allow_module_level=True)
+pytestmark = needs_compiler
 
 SOURCE = Path(__file__).with_name("bugs.cu")
 PARAMS = np.dtype([("in", "u8"), ("out", "u8"), ("n", "i4")], align=True)

@@ -6,7 +6,6 @@ The same source compiles for GPUs in tests/kernels/cuda/loading/test_loader.py.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from kernels.cuda import loader
 from kernels.cuda.loader import SOURCES
 from kernels.emulator.program import FORWARD, PTX, REVERSE, EmulatorError, Program
 from kernels.emulator.ptx import PtxError, translated
+from tests.support.compiler import needs_compiler
 
-if shutil.which("g++") is None:
-    pytest.skip("no g++", allow_module_level=True)
+pytestmark = needs_compiler
 
 PARAMS = np.dtype([("a", "u8"), ("b", "u8"), ("out", "u8"), ("n", "i4")], align=True)
 ORDERS = (FORWARD, REVERSE, 2)
