@@ -27,7 +27,7 @@ constexpr int THREADS = 128;
 constexpr int ITEM_ROWS = 16;
 constexpr int ITEM = 2 + ITEM_ROWS;
 constexpr int RANKS = 8;  // of a block of low_rank_down
-constexpr int ROWS = 4;   // a thread holds the sums of so many rows
+constexpr int ROWS = 4;   // of which one thread has the sums
 static_assert(RANKS * ROWS == 32, "a lane of the first warp writes one of the sums");
 
 struct Item {

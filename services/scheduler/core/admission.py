@@ -274,7 +274,7 @@ class Admission:
                 step.waiting = self._that_fit(replica, count, tokens) // max(len(self._router.placement.alive), 1)
                 step.waiting_tokens = tokens * step.waiting // count if count else 0
                 if replica.table.low_yields and replica.table.low_rows and (count or replica.beneficiary is not None):
-                    # One that waits for another replica, or whose KV lies in a host tier, may enter here too.
+                    # The share above may be none, and a swapped sequence counts no tokens; one may enter all the same.
                     step.waiting, step.waiting_tokens = max(step.waiting, 1), max(step.waiting_tokens, ALIGN)
             budget = replica.tokens.budget(
                 replica, step.decodes, step.now_ns, self._state.step_tokens, depth, step.waiting, step.waiting_tokens

@@ -13,7 +13,7 @@ TTFT_WEIGHT = 0.25  # of 0.1, 0.25 and 0.5 the best on the cells of the grid tha
 FLAT = 0.06  # delays that differ by less than this share count as equal, and fewer steps are taken
 LOW_TIMES = 2  # class low makes a step at most so many times as long as the decodes of better classes do
 LATELY = 256  # steps of class low alone, from which on no better class is expected
-SMALL_EVERY = 32
+SMALL_EVERY = 32  # steps; one of them is small, to be timed (low_decodes)
 MEMORY = 8192  # steps over which ModelBudget averages
 ALIGN = 64  # tokens; prompt parts of EmaBudget are multiples of it, and the least that a starved prompt gets
 

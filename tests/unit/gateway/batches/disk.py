@@ -51,6 +51,6 @@ def ordered(
 
 
 def begun(folder: Path, count: int = 2) -> tuple[FileStore, BatchStore, BatchOrder, OpenBatch]:
-    """Return stores with a new batch of so many lines."""
+    """Return stores with a new batch of `count` lines."""
     files, batches = stores(folder)
     return files, batches, *ordered(files, batches, lines_of(count))
