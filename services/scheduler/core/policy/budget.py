@@ -13,7 +13,6 @@ TTFT_WEIGHT = 0.25  # of 0.1, 0.25 and 0.5 the best on the cells of the grid tha
 FLAT = 0.06  # delays that differ by less than this share count as equal, and fewer steps are taken
 LOW_TIMES = 2  # class low makes a step at most so many times as long as the decodes of better classes do
 LATELY = 256  # steps of class low alone, from which on no better class is expected
-SMALL_EVERY = 32  # steps; one of them is small, to be timed (low_decodes)
 MEMORY = 8192  # steps over which ModelBudget averages
 ALIGN = 64  # tokens; prompt parts of EmaBudget are multiples of it, and the least that a starved prompt gets
 
@@ -116,7 +115,6 @@ class ModelBudget(Budget):
         self._tbt_ns, self._spare = tbt_ns, spare
         self._presence = Presence()
         self._steps_of_low = LATELY  # in a row without a better class
-        self._looks = 0  # at decodes of class low, all of which might run
         self._starved = Starved()
 
     def max_tokens(self, replica: ReplicaView, step_tokens: int) -> int:
@@ -168,11 +166,7 @@ class ModelBudget(Budget):
         self._steps_of_low = 0 if replica.table.low_yields else self._steps_of_low + 1
 
     def low_decodes(self, replica: ReplicaView, others: Rows, low: Rows) -> int:
-        """Let the decodes of class low take at most as long as those of better classes do alone.
-
-        Where all of them seem to fit, one of SMALL_EVERY steps has but one: a model that has only timed large steps
-        cannot tell what a small one takes.
-        """
+        """Let the decodes of class low take at most as long as those of better classes do alone."""
         model, planned = replica.model, replica.table.planned
         if not others.size or not low.size or model.observed < 16:
             return low.size
@@ -185,9 +179,6 @@ class ModelBudget(Budget):
                 fit = middle
             else:
                 more = middle - 1
-        if fit == low.size:
-            self._looks += 1
-            return 1 if self._looks % SMALL_EVERY == 0 else fit
         return fit
 
     def for_replica(self) -> ModelBudget:

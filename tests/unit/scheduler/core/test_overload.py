@@ -9,7 +9,7 @@ import pytest
 from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import StepPlan
-from services.simulator.device.clock import Linear
+from services.simulator.device.clock import Features, Linear
 from services.simulator.engine import Setup, simulate
 from services.simulator.workload.workload import Workload
 
@@ -95,6 +95,27 @@ def test_normal_one_is_not_slowed_by_how_many_low_ones_run() -> None:
     assert np.median(token_ns[:20]) == pytest.approx(1.5e6)
     assert np.median(token_ns[170:]) < 5 * 1.5e6, "twice for the decodes, and 64 prompt tokens every 17 steps"
     assert run.result["finished"] == 190
+
+
+class Noisy(Linear):
+    """Step times that vary by 5 %."""
+
+    rng = np.random.default_rng(7)
+
+    def duration_ns(self, plan: StepPlan, features: Features) -> int:
+        return int(super().duration_ns(plan, features) * self.rng.lognormal(0, 0.05))
+
+
+def test_model_that_began_in_a_flood_knows_what_a_step_of_few_takes() -> None:
+    """100 low ones from the start on; the first normal one comes after 20 s, in which every step had 100 decodes."""
+    workload = load(104, 1, (40, 41), (60, 61))
+    workload.arrived_ns[:100] = np.arange(100)
+    workload.arrived_ns[100:] = SECOND * np.array([20, 23, 26, 29])
+    workload.output[:100] = workload.max_tokens[:100] = 1500
+    workload.priority[:100] = 3
+    run = simulate("orcinus", workload, Setup(blocks=20000, max_seqs=140, lookahead=1), Noisy(1e6, 0.5e6))
+    token_ns = (run.seen.e2e_ns - run.seen.ttft_ns)[100:] / (workload.output[100:] - 1)
+    assert token_ns.max() < 3 * 1.5e6, "102 decodes take 52 ms"
 
 
 def test_new_normal_ones_get_tokens_at_each_of_two_replicas_full_of_low_ones() -> None:

@@ -156,8 +156,6 @@ def test_low_decodes_take_as_long_as_the_others_do_alone(
     known_model(replica, base_ms * MS, token_ms * MS, 0, 0)
     assert part.low_decodes(replica, rows[:others], rows[others:]) == fit
     assert part.low_decodes(replica, rows[:0], rows[others:]) == low, "alone"
-    again = {part.low_decodes(replica, rows[:others], rows[others:]) for _ in range(64)}
-    assert again == ({1, low} if fit == low else {fit}), "where all fit the model is shown a small step now and then"
     assert Unlimited().low_decodes(replica, rows[:others], rows[others:]) == low
 
 
