@@ -1,4 +1,5 @@
-"""Read the state of the stack from Redis once a second: leases, workers, stats, memory.
+"""Read the state of the stack from Redis once a second, oftener for a while without a leader: leases, workers, stats,
+memory.
 
 One task with one connection; a request only reads attributes of the last snapshot, which holds limits and
 forecasts computed when it was made. The task also writes the gateway's heartbeat.
@@ -27,6 +28,10 @@ from shared.settings import GatewaySettings
 log = logging.getLogger("orcinus.gateway")
 
 EVERY_S = 1.0
+UNLED_EVERY_S = 0.1
+"""While no shard has a leader: a request that comes before one is seen is refused."""
+UNLED_S = 30.0
+"""A stack without a leader for longer is looked at as seldom as any other."""
 DISCOVER_S = 10.0
 DISCOVER_FIRST_S = 5.0
 """While no worker was found; `stats` shows sooner that there are some, and their limits."""
@@ -218,8 +223,9 @@ class Cluster:
         """Set when an operator drains this gateway."""
 
     async def run(self) -> None:
-        """Look once a second, until cancelled."""
+        """Look once a second, oftener for a while without a leader, until cancelled."""
         heard = True  # so that the first failure is logged
+        led_at = time.monotonic()
         while True:
             started = time.monotonic()
             try:
@@ -236,8 +242,12 @@ class Cluster:
                 heard = False
                 self.redis_error = str(error) or type(error).__name__
                 self._progress.look(None, self.unfinished, time.monotonic())
-            # Jitter: behind a restart of Redis not every gateway comes back in the same moment.
-            pause = EVERY_S if heard else EVERY_S * random.uniform(0.5, 1.0)  # noqa: S311
+            if heard and self.snapshot and self.snapshot.leases:
+                led_at = started
+            if heard:
+                pause = EVERY_S if led_at == started or started - led_at > UNLED_S else UNLED_EVERY_S
+            else:  # Jitter: behind a restart of Redis not every gateway comes back in the same moment.
+                pause = EVERY_S * random.uniform(0.5, 1.0)  # noqa: S311
             await asyncio.sleep(max(0.05, pause - (time.monotonic() - started)))
 
     async def close(self) -> None:

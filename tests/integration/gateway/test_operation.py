@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from services.gateway.cluster import EVERY_S
 from services.gateway.gateway import Gateway
 from tests.support.checkpoints.tokenizers import CONTEXT
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
@@ -36,6 +38,29 @@ async def test_workers_in_the_stats_make_a_gateway_ready(local_gateway: Gateway,
     scheduler.stats(workers=1)
     await wait_until(lambda: not local_gateway.reason_not_ready())
     assert local_gateway.cluster.limits.max_model_len == 100
+
+
+async def test_gateway_without_a_scheduler_looks_for_one_several_times_a_second(
+    local_gateway: Gateway, redis_server: RedisServer
+) -> None:
+    seen: list[float] = []
+
+    def looked(times: int) -> bool:
+        at = local_gateway.cluster.snapshot.at if local_gateway.cluster.snapshot else 0.0
+        if at and at not in seen[-1:]:
+            seen.append(at)
+        return len(seen) >= times
+
+    def shortest_gap() -> float:
+        return min(later - earlier for earlier, later in pairwise(seen))
+
+    await wait_until(lambda: looked(3))
+    assert shortest_gap() > EVERY_S / 2
+    ScriptedScheduler(redis_server.client, local_gateway.settings.keys).resign()
+    await wait_until(lambda: "no scheduler" in local_gateway.reason_not_ready())
+    seen.clear()
+    await wait_until(lambda: looked(5))
+    assert shortest_gap() < EVERY_S / 2
 
 
 def test_new_work_is_503_without_a_scheduler(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
