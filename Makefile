@@ -202,8 +202,10 @@ kernels-check: install-dev kernels-build ## test every kernel and the engine, CU
 	$(PY) -m pytest $(PARALLEL) tests/emulator tests/kernels tests/engine -m "not slow"
 	$(PY) -m kernels.cuda.check
 
-# The sanitizers' runtime must be loaded first; Python itself never frees all its memory.
+# The sanitizers' runtime must be loaded first; Python itself never frees all its memory. A test's time limit is not for
+# compiling.
 sanitizers: install-dev ## test the CPU kernels and the emulated CUDA kernels under AddressSanitizer and UBSan
+	$(PY) -m tests.kernels.build_sanitized
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest $(PARALLEL) tests/kernels --kernels-variant sanitized -m sanitized
 

@@ -23,6 +23,8 @@ from hypothesis.internal.conjecture import providers
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
+AGAIN_S = 10.0
+"""Between two signals of one time limit."""
 SLOW = [HealthCheck.too_slow]
 settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True, suppress_health_check=SLOW)
 settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=SLOW)
@@ -68,6 +70,30 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+class TimeLimit(pytest.fail.Exception, SystemExit):
+    """The failure of a test that takes too long. As a SystemExit it passes through asyncio's tasks and callbacks, which
+    keep every other exception: the test would go on, and perhaps pass.
+    """
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(settings: Any) -> Any:
+    """Raise TimeLimit at a time limit, and again and again: a destructor or a callback from C swallows it, too."""
+    is_set = yield
+    fails: Any = signal.getsignal(signal.SIGALRM)
+    if settings.method == "signal" and callable(fails):
+
+        def raise_time_limit(*signal_and_frame: Any) -> None:
+            try:
+                fails(*signal_and_frame)
+            except pytest.fail.Exception as error:
+                raise TimeLimit(error.msg) from None
+
+        signal.signal(signal.SIGALRM, raise_time_limit)
+        signal.setitimer(signal.ITIMER_REAL, settings.timeout, AGAIN_S)
+    return is_set
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -158,7 +158,8 @@ def failed(why: str, grammar_field: str = "") -> ApiError:
 
 def too_big(most_bytes: int, got: str) -> ApiError:
     """Return 413 for a body."""
-    return ApiError(413, f"body too large: at most {most_bytes} bytes; got {got}", code="body_too_large")
+    text = f"body too large: at most {most_bytes} bytes; got {got}; send less at once"
+    return ApiError(413, text, code="body_too_large")
 
 
 HANDED_OVER, TAKEN_OVER, SLOW_CLIENT = "handed_over", "taken_over", "slow_client"

@@ -120,6 +120,7 @@ class GenerationSpec:
     top_n: int = 0  # so many of the best scores are returned; 0 means all
     dimensions: int = 0  # so many of them are returned; 0 means all
     base64: bool = False  # whether vectors are returned as base64
+    floats_too: bool = False  # whether vectors are returned as numbers beside base64
     keep: int = 0  # return the best `keep` of each prompt's n choices; 0 means all
     tools: ToolUse | None = None
     reasoning: str = ""  # where the prompt left the model (text/reasoning.py); empty: all text is content

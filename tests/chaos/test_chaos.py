@@ -40,7 +40,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 # By a thread: what a signal raises may end in any task of the loop, and the test would hang on.
-@pytest.mark.timeout(1080, method="thread")
+@pytest.mark.timeout(1080)
 def test_nothing_is_lost_or_repeated_and_the_stack_settles(result: Result) -> None:
     assert result.violations == []
 

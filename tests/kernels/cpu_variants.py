@@ -78,9 +78,14 @@ def best() -> str:
     return _only or [*SETS, "plain"][1]
 
 
+def sanitized() -> list[str]:
+    """Those that `--kernels-variant sanitized` runs."""
+    return list(_SANITIZED)
+
+
 def with_tiles() -> list[str]:
     """Those that multiply bfloat16 by tiles, or their twin."""
-    found = _SANITIZED if _only == "sanitized" else names()
+    found = sanitized() if _only == "sanitized" else names()
     return [name for name in found if "-DTILES_TWIN" in flags(name) or (name == "native" and _AMX in _USABLE)]
 
 

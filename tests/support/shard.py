@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,11 +79,3 @@ async def serving(*workers: Described) -> AsyncIterator[list[Registration]]:
     finally:
         for server in servers:
             await server.stop(None)
-
-
-async def happens(what: str, condition: Callable[[], bool]) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.01)
-    assert condition(), what

@@ -19,7 +19,6 @@ from starlette.responses import Response, StreamingResponse
 
 from services.gateway.anthropic.bodies import MessagesErrorAnswer
 from services.gateway.batches.files import FileStore, new_id
-from services.gateway.batches.lines import MAX_LINES
 from services.gateway.batches.records import ENDED, Batch, BatchOrder, BatchStore
 from services.gateway.errors import MESSAGES, ApiError, invalid, shown
 from services.gateway.gateway import Gateway
@@ -50,7 +49,7 @@ class BatchRequest(Body):
 class MessageBatchBody(Body):
     """`POST /v1/messages/batches`."""
 
-    requests: list[BatchRequest] = Field(min_length=1, max_length=MAX_LINES, fail_fast=True)
+    requests: list[BatchRequest] = Field(min_length=1, fail_fast=True)
 
 
 def router(gateway: Gateway) -> APIRouter:

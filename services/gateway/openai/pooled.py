@@ -10,7 +10,7 @@ import numpy as np
 
 from services.gateway.errors import broken_record
 from services.gateway.request import VECTOR, GenerationSpec
-from shared.columns import pack_float, unpack_float
+from shared.columns import Float32, pack_float, unpack_float
 
 
 def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
@@ -23,15 +23,16 @@ def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
         return {
             "id": spec.id,
             "response_type": "embeddings_by_type",
-            "embeddings": {"base64" if spec.base64 else "float": [_vector(spec, record) for record in stored]},
+            "embeddings": _by_type(spec, [_vector(spec, record) for record in stored]),
             "texts": spec.prompt_texts,
             "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": spec.prompt_tokens}},
         }
     if spec.pooling == VECTOR:
+        form = _base64 if spec.base64 else _floats
         return {
             **head,
             "data": [
-                {"object": "embedding", "index": index, "embedding": _vector(spec, record)}
+                {"object": "embedding", "index": index, "embedding": form(_vector(spec, record))}
                 for index, record in enumerate(stored)
             ],
             "usage": usage,
@@ -46,13 +47,30 @@ def pooled_answer(spec: GenerationSpec, stored: list[bytes]) -> dict[str, Any]:
     return {**head, "results": results, "meta": {"tokens": {"input_tokens": spec.prompt_tokens}}, "usage": usage}
 
 
-def _vector(spec: GenerationSpec, record: bytes) -> str | list[float]:
+def _by_type(spec: GenerationSpec, vectors: list[Float32]) -> dict[str, Any]:
+    """Return the vectors in the forms that were asked for, by name."""
+    made: dict[str, Any] = {}
+    if spec.floats_too or not spec.base64:
+        made["float"] = [_floats(numbers) for numbers in vectors]
+    if spec.base64:
+        made["base64"] = [_base64(numbers) for numbers in vectors]
+    return made
+
+
+def _vector(spec: GenerationSpec, record: bytes) -> Float32:
+    """Return the numbers of a record, [dimensions] where the request asked for fewer."""
     numbers = unpack_float(record)
     if spec.dimensions:
         numbers = numbers[: spec.dimensions]
         numbers = (numbers / max(float(np.sqrt((numbers.astype(np.float64) ** 2).sum())), 1e-12)).astype(np.float32)
-    if spec.base64:
-        return base64.b64encode(pack_float(numbers)).decode()
+    return numbers
+
+
+def _base64(numbers: Float32) -> str:
+    return base64.b64encode(pack_float(numbers)).decode()
+
+
+def _floats(numbers: Float32) -> list[float]:
     floats: list[float] = numbers.tolist()
     return floats
 

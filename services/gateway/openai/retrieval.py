@@ -43,7 +43,7 @@ class EmbedBody(PooledBody):
 
     texts: PairTexts
     input_type: Literal["search_document", "search_query", "classification", "clustering"]
-    embedding_types: list[Literal["float", "base64"]] | None = Field(None, min_length=1, max_length=1)
+    embedding_types: list[Literal["float", "base64"]] | None = Field(None, min_length=1, max_length=2)
     output_dimension: int | None = Field(None, ge=1, lt=1 << 31)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     truncate: Literal["NONE", "START", "END"] | None = None
@@ -128,7 +128,8 @@ async def embed_spec(body: EmbedBody, model: ModelText, limits: Limits) -> Gener
     except TokenizerError as error:
         raise untokenizable("texts", error) from error
     spec = _vector_spec(body, "embed", prompts, model, body.output_dimension, "output_dimension")
-    spec.base64 = body.embedding_types == ["base64"]
+    spec.base64 = "base64" in (body.embedding_types or ())
+    spec.floats_too = spec.base64 and "float" in (body.embedding_types or ())
     spec.echo, spec.prompt_texts = True, body.texts
     return spec
 

@@ -94,20 +94,35 @@ class Admission:
         self._preempter.early(step, head, step.now_ns, out)
 
     def make_room(self, step: StepBuilder, out: OutcomeBuilder) -> None:
-        """Preempt running sequences for an urgent head that was refused. Called before any row is scheduled."""
+        """Preempt running sequences for an urgent head that was refused, or whose adapter the running ones keep out.
+
+        Called before any row is scheduled.
+        """
         replica, state = step.replica, self._state
-        memo, prefix_cache = replica.memo, replica.prefix_cache
-        if memo.refused < 0 or not state.waiting.urgent or state.closed or not state.policy.relief.takes:
+        memo, prefix_cache, adapters = replica.memo, replica.prefix_cache, replica.adapters
+        crowded = adapters.are_crowded and replica.beneficiary is None
+        if memo.refused < 0 and not crowded:
+            return
+        if not state.waiting.urgent or state.closed or not state.policy.relief.takes:
             return
         head = self._head(replica, step.now_ns)
-        if head is None or head.number != memo.refused or head.priority > Priority.HIGH:
+        if head is None or head.priority > Priority.HIGH:
+            return
+        is_kept_out = crowded and adapters.keeps_out(head.record.request.adapter)
+        if head.number != memo.refused and not is_kept_out:
             return
         if not self._router.placement.allows(replica, head):
             return
+        has_choice = len(self._router.placement.alive) > 1
+        if is_kept_out and has_choice and self._router.since(replica, head, step.now_ns) > step.now_ns:
+            return  # another replica is cheaper
         if prefix_cache is not None and prefix_cache.owner_of(head, prefix_cache.match([head])[0].size) >= 0:
             return  # it would be set aside, to wait for a prefix, although a slot was freed for it
         if step.tokens_left > replica.table.count:  # else no tokens are left for its chunk
-            self._preempter.for_urgent(step, head, memo.cost, step.now_ns, out)
+            if is_kept_out:
+                self._preempter.for_adapter(step, head, step.now_ns, out)
+            else:
+                self._preempter.for_urgent(step, head, memo.cost, step.now_ns, out)
             if replica.beneficiary is not None:
                 memo.refused = -1
 

@@ -116,6 +116,18 @@ class Preempter:
             self.preempt(step, victim, now_ns, out, mode)
         replica.beneficiary = sequence
 
+    def for_adapter(self, step: StepBuilder, sequence: Sequence, now_ns: int, out: OutcomeBuilder) -> None:
+        """Preempt the rows of one adapter, all of lower classes, for the first of the waiting, of class <= high, whose
+        adapter gets no number before. They are those of the lowest class with the least work lost."""
+        replica, table = step.replica, step.replica.table
+        victims = set(self._victims(replica, max(sequence.priority + 1, Priority.NORMAL)).tolist())
+        found = [rows for rows in replica.adapters.rows() if len(rows) <= MAX_VICTIMS and victims.issuperset(rows)]
+        if not found:
+            return
+        for row in min(found, key=lambda rows: (-int(table.priority[rows].min()), int(table.planned[rows].sum()))):
+            self.preempt(step, row, now_ns, out)
+        replica.beneficiary = sequence
+
     def could_preempt_for(self, replica: Replica, sequence: Sequence) -> bool:
         """Return whether a row would be preempted for `sequence`, of class <= high, if memory became short."""
         takes = self._state.policy.relief.takes and sequence.priority <= Priority.HIGH

@@ -260,9 +260,8 @@ class Replica:
             sequence.route.generation = -1  # other replicas may take it now
 
     def can_swap(self, slot: int) -> bool:
-        """Return whether the host tier has room for the KV of this row, and all of it is in its blocks."""
-        held = int(self.table.held[slot])
-        return 0 < held <= self.host.free + self.host.cached and not self.transfers.loads(slot)
+        """Return whether the host tier has room for the KV of this row, which does not wait for KV."""
+        return 0 < int(self.table.held[slot]) <= self.host.free + self.host.cached
 
     def acknowledged(self, out_gpu: Int32, in_host: Int32) -> None:
         """Take copies between the tiers as complete. Raises ValueError for one that was not under way."""

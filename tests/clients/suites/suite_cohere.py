@@ -39,6 +39,8 @@ def test_embed_and_errors(server: Any) -> None:
     assert answer.meta.billed_units.input_tokens == plain["usage"]["prompt_tokens"]
     coded = client.embed(**asked, embedding_types=["base64"], output_dimension=8).embeddings.base64
     assert [len(base64.b64decode(one)) for one in coded] == [4 * 8] * 2
+    both = client.embed(**asked, embedding_types=["float", "base64"], output_dimension=8).embeddings
+    assert (both.base64, [len(one) for one in both.float_]) == (coded, [8] * 2)
     with pytest.raises(cohere.BadRequestError, match="Input should be 'float' or 'base64'; got 'int8'"):
         client.embed(**asked, embedding_types=["int8"])
     with pytest.raises(cohere.BadRequestError, match="makes vectors of texts only; send texts"):

@@ -22,7 +22,8 @@ from services.scheduler.workers.contract import ContractError, check_info, check
 from shared.columns import pack, unpack
 from shared.settings import SchedulerSettings
 from shared.text.logprobs import record_bytes
-from tests.support.shard import Described, Shard, happens, serving
+from tests.support.shard import Described, Shard, serving
+from tests.support.waiting import wait_until
 
 SLOTS, VOCABULARY, TOKENS, REQUESTS = 4, 512, 12, 10
 SETTINGS = SchedulerSettings(lookahead=1)
@@ -96,14 +97,14 @@ async def run_beside_a_good_worker(bad: ScriptedWorker, logprobs: int = 0) -> Sh
     shard = Shard(SETTINGS)
     async with serving(ScriptedWorker(described()), bad) as (good, other):
         tasks = [asyncio.create_task(shard.fleet.serve(good))]
-        await happens("the good worker is linked", lambda: bool(shard.fleet.loops))
+        await wait_until(lambda: bool(shard.fleet.loops))
         tasks.append(asyncio.create_task(shard.fleet.serve(other)))
-        await happens("the other is linked or refused", lambda: len(shard.fleet.loops) == 2 or tasks[1].done())
+        await wait_until(lambda: len(shard.fleet.loops) == 2 or tasks[1].done())
         ask(shard, logprobs)
         try:
-            await happens("the other is dropped", tasks[1].done)
+            await wait_until(tasks[1].done)
             tasks[1].result()
-            await happens("all requests have ended", lambda: len(shard.ended) == REQUESTS)
+            await wait_until(lambda: len(shard.ended) == REQUESTS)
             assert not tasks[0].done() and list(shard.fleet.loops) == ["good"]
             shard.core.check()
         finally:
@@ -289,7 +290,7 @@ async def test_mutated_answers_end_no_service_and_no_request_wrongly(seed: int) 
     shard = Shard(SETTINGS)
     async with serving(ScriptedWorker(described()), ScriptedWorker(described(id="bad"), spoil)) as (good, other):
         tasks = [asyncio.create_task(shard.fleet.serve(good))]
-        await happens("the good worker is linked", lambda: bool(shard.fleet.loops))
+        await wait_until(lambda: bool(shard.fleet.loops))
 
         async def again() -> None:
             while True:
@@ -298,7 +299,7 @@ async def test_mutated_answers_end_no_service_and_no_request_wrongly(seed: int) 
         tasks.append(asyncio.create_task(again()))
         ask(shard)
         try:
-            await happens("all requests have ended", lambda: len(shard.ended) == REQUESTS or tasks[1].done())
+            await wait_until(lambda: len(shard.ended) == REQUESTS or tasks[1].done())
             assert not any(task.done() for task in tasks), [task.exception() for task in tasks if task.done()]
             shard.core.check()
         finally:
@@ -325,7 +326,7 @@ async def test_worker_that_has_seen_more_than_the_counter_raises_it() -> None:
         await shard.fleet.serve(worker)
         assert shard.registry.least_epoch == 5001 and not shard.events
         serving_now = asyncio.create_task(shard.fleet.serve(replace(worker, epoch=5001)))
-        await happens("the worker is linked", lambda: bool(shard.fleet.loops))
+        await wait_until(lambda: bool(shard.fleet.loops))
         serving_now.cancel()
         await asyncio.gather(serving_now, return_exceptions=True)
 

@@ -10,7 +10,8 @@ from services.scheduler.workers.contract import check_info
 from services.scheduler.workers.registry import decode_worker
 from services.scheduler.workers.wire import limits_from_wire
 from tests.support.older_worker import POLICY, SETTINGS, WORKER, Player, Recording, requests
-from tests.support.shard import Shard, happens, serving
+from tests.support.shard import Shard, serving
+from tests.support.waiting import wait_until
 
 AGAIN = "\nif the change is meant, run python -m tests.support.older_worker.record a35d3f4"
 
@@ -35,9 +36,9 @@ async def test_tokens_of_an_older_worker_arrive() -> None:
     wanted = {request.id for request in requests()}
     async with serving(player) as (worker,):
         run = asyncio.create_task(shard.fleet.serve(replace(worker, epoch=9)))
-        await happens("all have ended", lambda: shard.ended.keys() == wanted or run.done() or bool(player.unexpected))
+        await wait_until(lambda: shard.ended.keys() == wanted or run.done() or bool(player.unexpected))
         assert not player.unexpected, f"{player.unexpected}{AGAIN}"
-        await happens("all steps are answered", lambda: len(player.played) == len(recording.steps) or run.done())
+        await wait_until(lambda: len(player.played) == len(recording.steps) or run.done())
         assert not run.done() and not shard.events, shard.events
         shard.core.check()
         run.cancel()

@@ -34,7 +34,7 @@ from tests.kernels.cuda.decoders import (
     tables_of,
 )
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
-from tests.kernels.cuda.programs import device_of
+from tests.kernels.cuda.programs import FLAGS, device_of
 from tests.kernels.sequences import Sequences, batch_of
 from tests.support.checkpoints.models import VOCAB
 from tests.support.compiler import needs_compiler
@@ -141,7 +141,7 @@ def test_attention_wider_than_the_plan_is_planned_anew(paths: Any) -> None:
 @pytest.mark.sanitized
 @pytest.mark.parametrize("kind", ["chunks", "decodes"])
 def test_split_attention_is_the_formula(kind: str) -> None:
-    world = Sequences(CudaOps(EmulatedDevice(processors=132)), torch.float16, [700, 40, 560], BLOCK, PLAIN)
+    world = Sequences(CudaOps(EmulatedDevice(processors=132, flags=FLAGS)), torch.float16, [700, 40, 560], BLOCK, PLAIN)
     world.run([(0, 0, 600), (1, 0, 30), (2, 0, 559)])
     if kind == "chunks":
         world.check([(0, 600, 700), (1, 30, 40), (2, 559, 560)])

@@ -20,9 +20,9 @@ from protos import worker_pb2, worker_pb2_grpc
 from shared.keys import Keys
 from tests.support.launcher import settings_env
 from tests.support.older_worker import POLICY, SETTINGS, WORKER, Recording, requests
-from tests.support.shard import Described, Shard, happens, serving
+from tests.support.shard import Described, Shard, serving
 from tests.support.stack import ROOT, RedisServer
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 
 class Recorder(Described):
@@ -56,8 +56,8 @@ async def record(commit: str, fields: dict[str, str]) -> Recording:
         shard.add(requests())
         async with serving(recorder) as (registration,):
             run = asyncio.create_task(shard.fleet.serve(replace(registration, epoch=1)))
-            await happens("all requests have ended", lambda: len(shard.ended) == len(list(requests())) or run.done())
-            await happens("all steps are answered", lambda: len(recorder.results) == len(recorder.steps))
+            await wait_until(lambda: len(shard.ended) == len(list(requests())) or run.done())
+            await wait_until(lambda: len(recorder.results) == len(recorder.steps))
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
     outputs = {name: [tokens.tolist() for tokens in one.outputs] for name, one in shard.ended.items()}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from services.gateway.anthropic.answers import Block, MessageEvents, whole_message
+from services.gateway.anthropic.batches import MessageBatchBody
 from services.gateway.anthropic.bodies import MessagesBody, chat_body, in_words_of_messages, places_of
 from services.gateway.delivery.stream import Finish, Row
 from services.gateway.errors import ApiError, invalid
@@ -314,3 +315,12 @@ def test_integers_above_64_bits_are_written_as_they_are() -> None:
     written = '{"a":[18446744073709551616,-9223372036854775809,1],"b":{"c":1}}'
     block = Block("tool_use", "t1", "add", [written])
     assert json.loads(orjson.dumps(block.body("")))["input"] == json.loads(written)
+
+
+def test_batch_has_as_many_requests_as_a_body_has_room_for() -> None:
+    said = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    asked = [{"custom_id": f"{number}", "params": said} for number in range(16_384)]
+    assert len(parse_body(orjson.dumps({"requests": asked[1:]}), MessageBatchBody).requests) == 16_383
+    with pytest.raises(ApiError, match="may have 65536 JSON objects and lists; got 65538: send less") as refused:
+        parse_body(orjson.dumps({"requests": asked}), MessageBatchBody)
+    assert refused.value.code == "json_too_wide"

@@ -9,7 +9,7 @@ number: for RETRY_NS no replica that refused it is chosen while another may load
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from services.scheduler.core.types import Int32
@@ -73,6 +73,22 @@ class Adapters:
         for digest in over:
             self._retry(digest)
         return bool(over)
+
+    @property
+    def are_crowded(self) -> bool:
+        """Whether rows keep every number."""
+        return not self._free and 0 < len(self._numbers) == len(self._rows)
+
+    def keeps_out(self, digest: bytes) -> bool:
+        """Return whether this adapter is not loaded before the rows of another one have left."""
+        return self.are_crowded and bool(digest) and digest not in self._numbers
+
+    def rows(self) -> list[list[int]]:
+        """Return the slots of the rows of each adapter that has any."""
+        rows = defaultdict(list)
+        for slot, digest in self._of_row.items():
+            rows[digest].append(slot)
+        return list(rows.values())
 
     def seek(self, digest: bytes) -> None:
         """Announce an adapter in the next step if there is a number for it, and the step has no other to load."""

@@ -264,10 +264,11 @@ class Router:
         cost += steps * crowd * load.row_ns  # the time that the sequences there lose
         if can_load(replica, sequence):
             cost += replica.swap_ns_per_block * (sequence.saved.blocks.size if sequence.saved is not None else 0)
-        if not replica.adapters.holds(sequence.record.request.adapter):
+        adapter = sequence.record.request.adapter
+        if not replica.adapters.holds(adapter):
             cost += LOAD_NS
         lacking = crowd + 1 - load.max_running
-        if lacking > 0 or replica.available < replica.blocks_for(rest):
+        if lacking > 0 or replica.available < replica.blocks_for(rest) or replica.adapters.keeps_out(adapter):
             cost += max(lacking, 1) * load.slot_ns
         return cost
 

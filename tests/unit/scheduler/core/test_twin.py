@@ -20,7 +20,7 @@ from services.scheduler.core import speculation
 from services.scheduler.core.policy.presets import PARTS, PRESETS
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.speculation import Speculation
-from services.scheduler.core.types import Finish, Limits
+from services.scheduler.core.types import EMPTY, Finish, Limits
 from tests.unit.scheduler.core.twin import MS, VOCAB, House, answer, request
 
 # Parts with no thought for the next token, so that they preempt most.
@@ -307,3 +307,57 @@ def test_result_with_a_wrong_late_slot_is_refused(late: list[int]) -> None:
     result.late = np.array(late, np.int32)
     with pytest.raises(ValueError, match="late slot"):
         house.core.apply(result, house.now)
+
+
+def late_in_first_of_two_steps(policy: str = "sarathi", **more: Any) -> House:
+    """A sequence, "low", with five known tokens: it was late in one step, and one more is unanswered."""
+    core = Scheduler(policy, lookahead=1, **more)
+    house = House(core, Limits(1, 40, 1, 40, 16, host_blocks=30))
+    house.add(request("low", 4, 10, priority=3))
+    house.plan()
+    house.answer()
+    house.plan()
+    house.plan()
+    house.workers[0].late_next = {0}
+    house.answer()
+    return house
+
+
+def test_token_of_a_step_behind_a_late_one_is_refused() -> None:
+    house = late_in_first_of_two_steps()
+    result = house.workers[0].run()
+    assert result.late.tolist() == [0]
+    result.late, result.slots, result.tokens = EMPTY, np.array([0], np.int32), np.array([7], np.int32)
+    with pytest.raises(ValueError, match="has a token of a slot that was late in an earlier step"):
+        house.core.apply(result, house.now)
+
+
+@pytest.mark.parametrize(("mode", "copied", "again"), [("recompute", 0, 4), ("swap", 4, 0)])
+def test_late_sequence_keeps_only_kv_of_known_tokens_when_preempted(mode: str, copied: int, again: int) -> None:
+    parts = f"orcinus:order=class,memory=fits,tokens=fixed-16,relief=least-lost-{mode}+takes"
+    house = late_in_first_of_two_steps(parts, prefix_cache=False)
+    house.add(request("urgent", 4, 1, seed=2, priority=0))
+    assert house.plan() is None, "it is refused first"
+    step = house.plan()
+    assert step is not None and step.free_slots.tolist() == [0] and step.swap_out_gpu.size == copied
+    house.finish()
+    assert house.core.stats()["recomputed_tokens"] == again
+
+
+@pytest.mark.parametrize("way", ["parked", "cancelled", "stopped", "failed"])
+def test_late_sequence_that_leaves_its_row_is_late_no_more(way: str) -> None:
+    house = late_in_first_of_two_steps()
+    if way == "parked":
+        house.core.park("low")
+    elif way == "cancelled":
+        house.take(house.core.cancel("low", house.now))
+    elif way == "stopped":
+        house.stop("low", 0, 1)
+    else:
+        house.workers[0].fail_next = {0}
+        house.answer()
+    house.core.check()
+    house.add(request("next", 4, 3, seed=1))
+    house.core.resume("low", house.now)
+    house.finish()
+    house.core.check()

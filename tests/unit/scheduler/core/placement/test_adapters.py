@@ -34,8 +34,8 @@ def failed(h: House) -> dict[str, str]:
     return {name: error for name, error in h.errors.items() if error}
 
 
-def add(h: House, name: str, adapter: bytes, max_tokens: int = 6) -> None:
-    h.add(replace(request(name, 6, max_tokens, seed=len(h.requests)), adapter=adapter, salt=adapter))
+def add(h: House, name: str, adapter: bytes, max_tokens: int = 6, **more: Any) -> None:
+    h.add(request(name, 6, max_tokens, seed=len(h.requests), adapter=adapter, salt=adapter, **more))
 
 
 def test_sequence_enters_behind_the_step_that_loads_its_adapter() -> None:
@@ -233,7 +233,7 @@ def test_all_end_with_their_adapters_under_random_schedules(seed: int) -> None:
     if len(h.workers) > 1 and seed % 2:
         h.workers[1].unloadable = {A}
     for number in range(40):
-        add(h, f"r{number}", rng.choice((b"", A, B, C)), max_tokens=rng.randint(1, 30))
+        add(h, f"r{number}", rng.choice((b"", A, B, C)), max_tokens=rng.randint(1, 30), priority=rng.randint(0, 3))
         if rng.random() < 0.4:
             h.step_once()
     if seed % 3 == 0:
@@ -264,4 +264,59 @@ def test_sequence_goes_where_its_adapter_is_loaded() -> None:
     add(h, "base", b"", max_tokens=40)
     h.steps(3)
     assert [h.core.replicas[number].table.count for number in (0, other)] == [7, 1]
+    h.finish()
+
+
+def urgent_beside_low_ones(max_loras: int, *low: bytes, policy: str = "orcinus") -> tuple[House, int]:
+    """The steps until an urgent sequence with adapter C has its first token, where `low` ones of 60 tokens run."""
+    h = house(max_loras=max_loras, lookahead=1, policy=policy)
+    for number, adapter in enumerate(low):
+        add(h, f"low{number}", adapter, 60, priority=3)
+    h.steps(6)
+    add(h, "urgent", C, 20, priority=0)
+    steps = 0
+    while not h.published["urgent", 0]:
+        h.step_once()
+        steps += 1
+    return h, steps
+
+
+@pytest.mark.parametrize(("max_loras", "low", "preempted"), [(1, [A, A], 2), (2, [A, A, B], 1), (2, [A, b""], 0)])
+def test_urgent_sequence_takes_the_number_of_an_adapter_of_low_ones(
+    max_loras: int, low: list[bytes], preempted: int
+) -> None:
+    h, steps = urgent_beside_low_ones(max_loras, *low)
+    assert steps <= 5 and h.core.stats()["preemptions"] == preempted
+    h.finish()
+
+
+def test_urgent_sequence_waits_for_a_number_where_the_policy_takes_no_slots() -> None:
+    h, steps = urgent_beside_low_ones(1, A, policy="sarathi")
+    assert steps > 50 and h.core.stats()["preemptions"] == 0
+    h.finish()
+
+
+def test_urgent_sequence_takes_no_number_of_a_class_as_good() -> None:
+    h = house(max_loras=1, lookahead=1)
+    add(h, "high", A, 60, priority=1)
+    add(h, "low", A, 60, priority=3)
+    h.steps(6)
+    add(h, "urgent", B, 2, priority=1)
+    h.finish()
+    assert h.core.stats()["preemptions"] == 0
+
+
+@pytest.mark.parametrize("held", [C, b""])
+def test_urgent_sequence_goes_to_another_replica_that_has_its_adapter_or_room(held: bytes) -> None:
+    h = house(max_loras=1, lookahead=1)
+    add(h, "low", A, 60, priority=3)
+    h.steps(6)
+    other = h.join(replace(LIMITS, max_loras=1))
+    add(h, "before", held, 3)
+    h.steps(6)
+    assert "before" in h.ended or not held
+    add(h, "urgent", C, 20, priority=0)
+    h.steps(8)
+    assert h.published["urgent", 0] and h.core.stats()["preemptions"] == 0
+    assert h.core.replicas[other].adapters.holds(C)
     h.finish()
