@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
-from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter
+from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter, LowRankRoom
 from kernels.cuda.attention import PagedAttention
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device, Event, dtype_name, launch, pointer, put
@@ -73,6 +73,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._staging = Staging(gpu)
         self._last_tokens = gpu.empty((MOST_SLOTS,), torch.int32)  # of each slot
         self._main.run(self._last_tokens.zero_)
+        self._low_rank_room = LowRankRoom(gpu)
         self._samplers: dict[int, Sampler] = {}
         self._attention = PagedAttention(gpu, self._staging)
         self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, while it is referenced
@@ -235,7 +236,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return CudaRowsByAdapter(self.gpu, self._staging)
 
     def new_low_rank_pairs(self, shape: LowRankShape) -> LowRankPairs:
-        return CudaLowRankPairs(self, shape, self.gpu)
+        return CudaLowRankPairs(self, shape, self.gpu, self._low_rank_room)
 
     def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
         if not isinstance(pairs, CudaLowRankPairs) or not isinstance(rows, CudaRowsByAdapter):
