@@ -81,12 +81,15 @@ def test_the_settings_of_a_bench_are_those_of_a_worker() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["probes", "decode", "prefill", "sampler", "rows", "swap"])
+@pytest.mark.parametrize("name", ["probes", "decode", "prefill", "sampler", "rows", "adapters", "swap"])
 def test_a_part_of_the_gpu_bench_runs_on_the_emulator(name: str, tmp_path: Path) -> None:
     assert gpu.run_part(part(name), Context("emulator", True, tmp_path)) == 0
     result = json.loads((tmp_path / f"{name}.json").read_text())
     assert all(row["us"] is not None for row in result.get("rows", [])), result
     assert name == "probes" or result["rows"]
+    if name == "adapters":
+        assert [row["adapters"] for row in result["steps"]] == [0, 1, 8] * 2
+        assert all(row["step_us"] > 0 for row in result["steps"])
 
 
 def part(name: str) -> gpu.Part:
