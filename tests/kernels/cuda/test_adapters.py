@@ -14,9 +14,9 @@ from kernels.cuda import calls
 from kernels.cuda.adapters import items_of, most_items
 from kernels.cuda.backend import CudaOps
 from kernels.ops import LowRankPairs, LowRankShape, RowsByAdapter
-from tests.kernels.cuda.decoders import SEEDS
 from tests.kernels.cuda.programs import (
     ORDERS,
+    SEEDS,
     TYPES,
     UNTOUCHED,
     assert_fences,

@@ -20,9 +20,9 @@ from kernels.emulator.device import EmulatedDevice
 from kernels.ops import Batch
 from services.worker.adapters.peft import linear_layers
 from services.worker.models.adapters import Pair
-from tests.kernels.cuda.decoders import BLOCK, SEEDS, World, batch_of, reference_logits, shape_of, tables_of
+from tests.kernels.cuda.decoders import BLOCK, World, batch_of, reference_logits, shape_of, tables_of
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
-from tests.kernels.cuda.programs import device_of
+from tests.kernels.cuda.programs import SEEDS, device_of
 from tests.support.checkpoints.models import VOCAB
 from tests.support.compiler import needs_compiler
 
