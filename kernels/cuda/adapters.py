@@ -67,6 +67,11 @@ class LowRankRoom:
         self._gpu = gpu
         self._taken: Tensor | None = None
 
+    @property
+    def is_taken(self) -> bool:
+        """Return whether any pairs have room, so that rows may have adapters."""
+        return self._taken is not None
+
     def of(self, numbers: int) -> Tensor:
         """Return memory for so many numbers in float32. What was returned before stays with the pairs that have it."""
         if self._taken is None or self._taken.numel() < numbers:

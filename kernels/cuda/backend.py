@@ -345,7 +345,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         planner = self._attention.planner(attention, cache)
         partial_rows = planner.bounds(Room(max_tokens, most, max_tokens)).partial_rows
         self._attention.reserve(partial_rows, attention[0].heads, cache.shape.head_dim)
-        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples, layer_numbers)
+        adapters = self._low_rank_room.is_taken
+        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples, layer_numbers, adapters)
         earlier = None if self._graphs is None else self._graphs()
         if earlier is not None and earlier.fits(cache, planner, rooms, (most, vocabulary)):
             logits, columns = earlier.logits, earlier.columns
