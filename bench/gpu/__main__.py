@@ -83,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keep(argv: Sequence[str]) -> int:
-    """Write the result of a complete run, if a file is named, and render the pages; return 2 for any other result."""
+    """Write the result of a run, if a file is named, and render the pages; return 2 for what is no result of a GPU.
+
+    A run of the part about adapters alone, with the probes, has a file of its own.
+    """
     from bench import render
 
     for name in argv[:1]:
@@ -95,7 +98,8 @@ def keep(argv: Sequence[str]) -> int:
         if result.get("device") != "cuda" or result.get("quick"):
             print(f"error: {name}: not the result of a whole run on a GPU; give one without --quick", file=sys.stderr)
             return 2
-        write(RESULTS / "gpu.json", result)
+        is_whole = set(result["parts"]) - {"probes", "adapters"}
+        write(RESULTS / ("gpu.json" if is_whole else "gpu-adapters.json"), result)
     render.write()
     return 0
 

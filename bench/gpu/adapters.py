@@ -35,7 +35,7 @@ from services.worker.models.config import DecoderConfig
 from shared.models.adapters import CONFIG, STORE, WEIGHTS, digest_of
 
 COUNTS, RANK = (0, 1, 8), 16
-STEPS = 40
+STEPS = 30
 CASES = (
     Case("decode-64", 64, 1024),
     Case("decode-8", 8, 1024),
@@ -57,8 +57,9 @@ def adapters(context: Context) -> Iterator[tuple[str, Any]]:
 
 
 def steps(context: Context) -> Iterator[tuple[str, Any]]:
-    """Yield `steps` with a row for each case and number of adapters."""
+    """Yield `device`, `rank`, and `steps` with a row for each case and number of adapters."""
     peaks = known_peaks(context)
+    yield "device", peaks.device
     model, cases, count = (TINY, QUICK_CASES, 3) if context.quick else (LLAMA_8B, CASES, STEPS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -105,7 +105,7 @@ def started(
     folder: Path, context: Context, cases: tuple[Case, ...], steps: int, adapter_dir: Path | None = None
 ) -> Engine:
     """Return an engine of the model in a folder, with made-up weights and room for the cases, warmed up."""
-    tokens = max(case.context for case in cases) + steps + 1
+    tokens = max(max(case.context, case.prefill) for case in cases) + steps + 1
     settings: Any = EngineSettings(  # all that an engine reads of WorkerSettings
         model=folder,
         served_model_name="bench",
