@@ -81,7 +81,7 @@ ROPE = _struct(
 )
 
 LOW_RANK_ROWS, LOW_RANK_RANKS = 16, 8  # low_rank.cu: ITEM_ROWS, RANKS
-LOW_RANK_DOWN_THREADS, LOW_RANK_UP_THREADS, LOW_RANK_OUTPUTS = 512, 128, 128  # likewise: 32 quads
+LOW_RANK_DOWN_THREADS, LOW_RANK_UP_THREADS, LOW_RANK_OUTPUTS = 512, 64, 128  # likewise: 32 quads
 LOW_RANK_ITEM = 2 + LOW_RANK_ROWS
 LOW_RANK = _struct(
     "x down inner up out items ranks reads",

@@ -25,7 +25,7 @@ namespace {
 
 constexpr int DOWN_WARPS = 16;
 constexpr int DOWN_THREADS = 32 * DOWN_WARPS;
-constexpr int UP_WARPS = 4;
+constexpr int UP_WARPS = 2;
 constexpr int UP_THREADS = 32 * UP_WARPS;
 constexpr int ITEM_ROWS = 16;
 constexpr int ITEM = 2 + ITEM_ROWS;
