@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def keep(argv: Sequence[str]) -> int:
     """Write the result of a run, if a file is named, and render the pages; return 2 for what is no result of a GPU.
 
-    A run of the part about adapters alone, with the probes, has a file of its own.
+    A run of the part about adapters, without those of attention and engine, has a file of its own.
     """
     from bench import render
 
@@ -98,7 +98,7 @@ def keep(argv: Sequence[str]) -> int:
         if result.get("device") != "cuda" or result.get("quick"):
             print(f"error: {name}: not the result of a whole run on a GPU; give one without --quick", file=sys.stderr)
             return 2
-        is_whole = set(result["parts"]) - {"probes", "adapters"}
+        is_whole = set(result["parts"]) - {"probes", "checks", "adapters"}
         write(RESULTS / ("gpu.json" if is_whole else "gpu-adapters.json"), result)
     render.write()
     return 0
