@@ -1,8 +1,8 @@
 // What adapters add to rows, out[row] += up(down(x[row])) by the row's adapter (LoRA, arXiv 2106.09685): `low_rank_down`
 // writes down(x[row]) in float32, `low_rank_up` adds up of that to out and rounds once.
 //
-// Rows come in items of up to ITEM_ROWS rows of one adapter, as many as a tile of a matrix unit has. A row's sums are added
-// in an order that the sizes of the matrices decide, whatever rows are beside it.
+// Rows come in items of up to ITEM_ROWS rows of one adapter, as many as a product of a tensor core has. A row's sums are
+// added in an order that the sizes of the matrices decide, whatever rows are beside it.
 // Grid: x items, more perhaps than there are; y pieces of RANKS ranks of each down matrix, or of 32 quads of out.
 #include "numbers.cuh"
 
@@ -54,8 +54,8 @@ __device__ __forceinline__ void mma(f16, float (&d)[4], const uint32_t (&a)[4], 
   mma_f16(d, a, b0, b1);
 }
 
-// A warp multiplies four vectors of each row at a time, 32 numbers: lane i has vector i % 4 of rows i / 4 and i / 4 + 8 and
-// of rank i / 4. Which numbers of a row are which of a product's 16 is the same for x and down, so it changes no sum.
+// A warp multiplies four vectors of each row at a time, 32 numbers: lane i has vector i % 4 of rows i / 4 and i / 4 + 8
+// and of rank i / 4. Which 16 of them are one product is the same for x and down, so nothing is shuffled.
 template <typename T>
 __device__ __forceinline__ void low_rank_down(const LowRankParams& p) {
   SHARED(float2, pairs, DOWN_WARPS * SUMS / 2);
