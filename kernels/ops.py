@@ -240,8 +240,9 @@ class LowRankPairs:
         """All down matrices as one, and up, in which each part reads its own ranks; both from pack_linear."""
         self._ops = ops
 
-    def reserve(self, adapters: int, rank: int) -> None:
-        """Take memory for the numbers 1 .. adapters, each down matrix with at most so many ranks, before the first."""
+    def reserve(self, adapters: int, rank: int, rows: int) -> None:
+        """Take memory before the first is set: for the numbers 1 .. adapters, each down matrix with at most so many
+        ranks, and for products of at most so many rows."""
 
     def set(self, number: int, downs: Mapping[int, Tensor], ups: Mapping[int, Tensor]) -> None:
         """Take the matrices of an adapter, which has none yet, on the CPU.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ from services.worker.engine import Engine
 from services.worker.in_flight import InFlightStep
 from services.worker.models.config import DecoderConfig
 from services.worker.quantization import method_of
-from shared.columns import pack
+from shared.columns import pack, unpack
+from shared.errors import ModelError
 
 
 @dataclass(slots=True)
@@ -249,8 +251,9 @@ def _profile(engine: Engine, driver: Driver, steps: int) -> dict[str, float]:
 class Driver:
     """Steps of a case; the decoding sequences grow by a token with each that was submitted or executed."""
 
-    def __init__(self, engine: Engine, case: Case, steps: int) -> None:
-        self._case = case
+    def __init__(self, engine: Engine, case: Case, steps: int, adapters: Sequence[bytes] = ()) -> None:
+        """adapters: digests of those that the sequences have in turn, each of the engine's store; none: the base."""
+        self._case, self._adapters = case, len(adapters)
         self._rng = np.random.default_rng(20261120)
         self._vocab = engine.config.vocab_size
         info = engine.info()
@@ -260,6 +263,9 @@ class Driver:
         self._entered = False
         per = case.blocks(info.block_size, steps)
         self._tables = [blocks[i * per : (i + 1) * per] for i in range(case.sequences)]
+        named = [worker_pb2.Adapter(number=at + 1, digest=digest) for at, digest in enumerate(adapters)]
+        if named and len(unpack(engine.execute(worker_pb2.Step(adapters=named)).adapter_acks)) < len(named):
+            raise ModelError("an adapter cannot be loaded; see the log")
         for slot in range(case.decodes):
             engine.execute(self._enter([slot], case.context, case.context))
 
@@ -288,6 +294,7 @@ class Driver:
                     tokens=pack(self._rng.integers(0, self._vocab, count)),
                     prompt_tokens=count,
                     blocks=pack(self._tables[slot]),
+                    adapter=1 + slot % self._adapters if self._adapters else 0,
                 )
                 for slot in slots
             ],

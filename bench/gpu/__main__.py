@@ -52,6 +52,7 @@ PARTS = (
     Part("prefill", 60, "bench.gpu.kernels:prefill"),
     Part("sampler", 40, "bench.gpu.kernels:sampler"),
     Part("rows", 80, "bench.gpu.kernels:rows"),
+    Part("adapters", 120, "bench.gpu.adapters:adapters"),
     Part("swap", 30, "bench.gpu.kernels:swap"),
     Part("transformers", 90, "bench.gpu.engine:continuous_batching"),
     Part("rings", 60, "bench.gpu.kernels:rings"),
@@ -82,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keep(argv: Sequence[str]) -> int:
-    """Write the result of a complete run, if a file is named, and render the pages; return 2 for any other result."""
+    """Write the result of a run, if a file is named, and render the pages; return 2 for what is no result of a GPU.
+
+    A run of the part about adapters, without those of attention and engine, has a file of its own.
+    """
     from bench import render
 
     for name in argv[:1]:
@@ -94,7 +98,8 @@ def keep(argv: Sequence[str]) -> int:
         if result.get("device") != "cuda" or result.get("quick"):
             print(f"error: {name}: not the result of a whole run on a GPU; give one without --quick", file=sys.stderr)
             return 2
-        write(RESULTS / "gpu.json", result)
+        is_whole = set(result["parts"]) - {"probes", "checks", "adapters"}
+        write(RESULTS / ("gpu.json" if is_whole else "gpu-adapters.json"), result)
     render.write()
     return 0
 

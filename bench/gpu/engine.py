@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -49,7 +49,7 @@ def engine(context: Context) -> Iterator[tuple[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config_of(model)))
             begun = time.monotonic()
-            made = _made(Path(folder), context, cases, steps)
+            made = started(Path(folder), context, cases, steps)
             about = {"dtype": str(made.dtype).removeprefix("torch."), "backend": made.info().backend}
             yield "models", [{**asdict(model), **about, "start_s": round(time.monotonic() - begun, 1)}]
         for case in cases:
@@ -85,9 +85,9 @@ def config_of(model: Model) -> dict[str, Any]:
     }
 
 
-def timed(engine: Engine, case: Case, steps: int, lookahead: int) -> dict[str, Any]:
-    """Return medians over `steps` iterations, with `lookahead` further ones in flight."""
-    results, walls = run(engine, Driver(engine, case, steps), steps, lookahead)
+def timed(engine: Engine, case: Case, steps: int, lookahead: int, adapters: Sequence[bytes] = ()) -> dict[str, Any]:
+    """Return medians over `steps` iterations, with `lookahead` further ones in flight. adapters: see Driver."""
+    results, walls = run(engine, Driver(engine, case, steps, adapters), steps, lookahead)
     engine.reset()
     timings = [result.timings for result in results[1:]]
     idle, busy = (sum(getattr(one, name) for one in timings) for name in ("idle_ns", "total_ns"))
@@ -101,8 +101,11 @@ def timed(engine: Engine, case: Case, steps: int, lookahead: int) -> dict[str, A
     }
 
 
-def _made(folder: Path, context: Context, cases: tuple[Case, ...], steps: int) -> Engine:
-    tokens = max(case.context for case in cases) + steps + 1
+def started(
+    folder: Path, context: Context, cases: tuple[Case, ...], steps: int, adapter_dir: Path | None = None
+) -> Engine:
+    """Return an engine of the model in a folder, with made-up weights and room for the cases, warmed up."""
+    tokens = max(max(case.context, case.prefill) for case in cases) + steps + 1
     settings: Any = EngineSettings(  # all that an engine reads of WorkerSettings
         model=folder,
         served_model_name="bench",
@@ -116,6 +119,7 @@ def _made(folder: Path, context: Context, cases: tuple[Case, ...], steps: int) -
         host_blocks=0,
         max_input_tokens=tokens,
         max_output_tokens=tokens,
+        adapter_dir=adapter_dir,
     )
     made = Engine(settings)
     made.warm_up()

@@ -19,8 +19,8 @@ from kernels.cuda.calls import BF16, HEAD_DIMS, LOW_RANK_ROWS, Block
 
 BANKS = Path(residency.__file__).with_name("banks.json")
 MODEL = LLAMA_8B
-ROWS, SEQUENCES, PARTS, RANK = 4096, 64, 8, 16
-"""Rows of a large step; sequences that decode; parts of a token's attention that are merged; rank of an adapter."""
+ROWS, SEQUENCES, PARTS, ADAPTERS, RANK = 4096, 64, 8, 8, 16
+"""Rows of a large step; sequences that decode; parts of a token's attention that are merged; adapters, rank of each."""
 COPIED, BLOCK_BYTES = 256, 2 << 20
 EMULATED = "emulator, PTX, races"
 """What tests/kernels/cuda runs every kernel of the sources on."""
@@ -46,6 +46,7 @@ def kernels() -> list[Kernel]:
     """Return all kernels, attention for each size of a head."""
     hidden, width, heads, head_dim = MODEL.hidden, MODEL.intermediate, MODEL.heads, MODEL.head_dim
     row_bytes, rows = 2.0 * ROWS * hidden, f"{ROWS} x {hidden}"
+    adapted = f"gate_up, {ROWS} of {ADAPTERS}"
     down, up = calls.low_rank(BF16, ROWS // LOW_RANK_ROWS, hidden, 2 * width, 2, RANK, *[0] * 8)
     merge = calls.attention_merge(BF16, SEQUENCES, heads, head_dim, *[0] * 5)
     merged_bytes = SEQUENCES * heads * head_dim * (4.0 * PARTS + 2)
@@ -67,8 +68,8 @@ def kernels() -> list[Kernel]:
         Kernel(_block(calls.embed(BF16, ROWS, hidden, 0, 0, 0)), rows, op="embed"),
         Kernel(_block(calls.select(ROWS, hidden, 0, 0, 0)), rows, op="select"),
         Kernel(_block(copy), f"{COPIED} of {BLOCK_BYTES >> 20} MiB", 2.0 * COPIED * BLOCK_BYTES),
-        Kernel(_block(down), f"{ROWS} x {hidden} to 2 x {RANK}", row_bytes, checks="add_low_rank "),
-        Kernel(_block(up), f"{ROWS} x {2 * width} of {RANK}", 2 * 2.0 * ROWS * 2 * width, checks="add_low_rank "),
+        Kernel(_block(down), adapted, row_bytes, "adapters", "low_rank_down", "add_low_rank "),
+        Kernel(_block(up), adapted, 2 * 2.0 * ROWS * 2 * width, "adapters", "low_rank_up", "add_low_rank "),
     ]
 
 
@@ -90,9 +91,11 @@ def _attention(kind: str, block_of: Callable[[str, int], Block], shape: str) -> 
     ]
 
 
-def rows(result: Mapping[str, Any] | None) -> list[str]:
-    """Return a line of the table for each kernel. result: of bench.gpu."""
-    parts = (result or {}).get("parts", {})
+def rows(*results: Mapping[str, Any] | None) -> list[str]:
+    """Return a line of the table for each kernel. results: of bench.gpu; a part is taken from the first that has it."""
+    parts: dict[str, Any] = {}
+    for result in results:
+        parts = (result or {}).get("parts", {}) | parts
     banks = json.loads(BANKS.read_text())
     lines = []
     for kernel in kernels():

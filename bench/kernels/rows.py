@@ -169,7 +169,7 @@ def add_low_rank(count: int, bench: Bench) -> Case:
     rows.set(numbers)
     pairs = [ops.new_low_rank_pairs(LowRankShape(inputs, (width, width), (0, 1), bench.dtype)) for _ in range(copies)]
     for one in pairs:
-        one.reserve(ADAPTERS, RANK)
+        one.reserve(ADAPTERS, RANK, count)
         for at in range(used):
             one.set(at + 1, dict(enumerate(downs[at].cpu())), dict(enumerate(ups[at].cpu())))
 

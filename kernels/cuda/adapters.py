@@ -59,16 +59,39 @@ class CudaRowsByAdapter(RowsByAdapter):
             self._staging.send(self._staging.stage([Column("items", items, len(items))]), self.items)
 
 
+class LowRankRoom:
+    """Memory for down(x), from the kernel that writes it to the one that reads it: one for all pairs of a device, whose
+    products come one after another."""
+
+    def __init__(self, gpu: Device) -> None:
+        self._gpu = gpu
+        self._taken: Tensor | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        """Return whether any pairs have room, so that rows may have adapters."""
+        return self._taken is not None
+
+    def of(self, numbers: int) -> Tensor:
+        """Return memory for so many numbers in float32. What was returned before stays with the pairs that have it."""
+        if self._taken is None or self._taken.numel() < numbers:
+            self._taken = self._gpu.empty((numbers,), torch.float32)
+        return self._taken[:numbers]
+
+
 class CudaLowRankPairs(LowRankPairs):
     """The matrices of all numbers, one beside the other, with room for the largest rank.
 
     A rank is made a multiple of calls.LOW_RANK_RANKS with zeros.
     """
 
-    def __init__(self, ops: AnyOps, shape: LowRankShape, gpu: Device) -> None:
+    def __init__(self, ops: AnyOps, shape: LowRankShape, gpu: Device, room: LowRankRoom) -> None:
+        """room: of all pairs of the device."""
         super().__init__(ops, shape)
-        self._gpu = gpu
+        self._gpu, self._room = gpu, room
         self.adapters, self.rank = 0, 0
+        self.inner = gpu.empty((0, shape.downs, 0), torch.float32)
+        """down(x) of the rows of the latest product, [rows, downs, rank] float32."""
         self._memory: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -78,7 +101,7 @@ class CudaLowRankPairs(LowRankPairs):
             raise ValueError("adapters: no memory was reserved for them; call reserve first")
         return self._memory
 
-    def reserve(self, adapters: int, rank: int) -> None:
+    def reserve(self, adapters: int, rank: int, rows: int) -> None:
         shape, rank = self.shape, _padded(rank)
         width = sum(shape.outputs)
         dtype_name(shape.dtype)
@@ -91,6 +114,7 @@ class CudaLowRankPairs(LowRankPairs):
             for values in (np.zeros((adapters, shape.downs), np.int32), np.ascontiguousarray(reads))
         )
         self.adapters, self.rank, self._memory = adapters, rank, (down, up, ranks, of_outputs)
+        self.inner = self._room.of(rows * shape.downs * rank).view(rows, shape.downs, rank)
 
     def set(self, number: int, downs: Mapping[int, Tensor], ups: Mapping[int, Tensor]) -> None:
         """Raise ValueError for a number or a rank that no memory was reserved for."""
@@ -124,28 +148,32 @@ class CudaLowRankPairs(LowRankPairs):
     def add(self, x: Tensor, out: Tensor, rows: CudaRowsByAdapter) -> None:
         """Give both kernels to the device, with room for any adapters of these rows: what is recorded may run with
         others."""
+        for call in self.products(x, out, rows):
+            launch(self._gpu.main, call, x, self.inner, out, rows.items, *self.memory)
+
+    def products(self, x: Tensor, out: Tensor, rows: CudaRowsByAdapter) -> tuple[calls.Call, calls.Call]:
+        """Return what writes `inner`, and what adds up(inner) to out. Raise ValueError where there is no room."""
         if rows.items is None:
             raise ValueError("adapters: no memory was reserved for the rows; call reserve first")
         down, up, ranks, reads = self.memory
-        downs = self.shape.downs
-        inner = self._gpu.empty((x.shape[0], downs, self.rank), torch.float32)
-        for call in calls.low_rank(
+        if x.shape[0] > len(self.inner):
+            raise ValueError(f"adapters of {x.shape[0]} rows: there is room for {len(self.inner)}")
+        return calls.low_rank(
             dtype_name(x.dtype),
             most_items(x.shape[0], self.adapters),
             x.shape[1],
             out.shape[1],
-            downs,
+            self.shape.downs,
             self.rank,
             x.data_ptr(),
             down.data_ptr(),
-            inner.data_ptr(),
+            self.inner.data_ptr(),
             up.data_ptr(),
             out.data_ptr(),
             rows.items.data_ptr(),
             ranks.data_ptr(),
             reads.data_ptr(),
-        ):
-            launch(self._gpu.main, call, x, down, inner, up, out, rows.items, ranks, reads)
+        )
 
 
 def _padded(rank: int) -> int:

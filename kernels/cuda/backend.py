@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
-from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter
+from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter, LowRankRoom
 from kernels.cuda.attention import PagedAttention
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device, Event, dtype_name, launch, pointer, put
@@ -73,6 +73,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._staging = Staging(gpu)
         self._last_tokens = gpu.empty((MOST_SLOTS,), torch.int32)  # of each slot
         self._main.run(self._last_tokens.zero_)
+        self._low_rank_room = LowRankRoom(gpu)
         self._samplers: dict[int, Sampler] = {}
         self._attention = PagedAttention(gpu, self._staging)
         self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, while it is referenced
@@ -235,7 +236,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return CudaRowsByAdapter(self.gpu, self._staging)
 
     def new_low_rank_pairs(self, shape: LowRankShape) -> LowRankPairs:
-        return CudaLowRankPairs(self, shape, self.gpu)
+        return CudaLowRankPairs(self, shape, self.gpu, self._low_rank_room)
 
     def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
         if not isinstance(pairs, CudaLowRankPairs) or not isinstance(rows, CudaRowsByAdapter):
@@ -344,7 +345,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         planner = self._attention.planner(attention, cache)
         partial_rows = planner.bounds(Room(max_tokens, most, max_tokens)).partial_rows
         self._attention.reserve(partial_rows, attention[0].heads, cache.shape.head_dim)
-        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples, layer_numbers)
+        adapters = self._low_rank_room.is_taken
+        rooms = [] if self._exchanges else rooms_up_to(max_tokens, max_samples, layer_numbers, adapters)
         earlier = None if self._graphs is None else self._graphs()
         if earlier is not None and earlier.fits(cache, planner, rooms, (most, vocabulary)):
             logits, columns = earlier.logits, earlier.columns

@@ -80,7 +80,8 @@ ROPE = _struct(
     ("k_eps", "f4"),
 )
 
-LOW_RANK_THREADS, LOW_RANK_ROWS, LOW_RANK_RANKS = 128, 16, 8  # low_rank.cu: THREADS, ITEM_ROWS, RANKS
+LOW_RANK_ROWS, LOW_RANK_RANKS = 16, 8  # low_rank.cu: ITEM_ROWS, RANKS
+LOW_RANK_DOWN_THREADS, LOW_RANK_UP_THREADS, LOW_RANK_OUTPUTS = 512, 64, 128  # likewise: 32 quads
 LOW_RANK_ITEM = 2 + LOW_RANK_ROWS
 LOW_RANK = _struct(
     "x down inner up out items ranks reads",
@@ -268,11 +269,12 @@ def low_rank(
     """
     demand_vectors(inputs, outputs)
     params = _filled(LOW_RANK, (x, down, inner, up, out, item_array, ranks, reads, inputs, outputs, downs, rank))
-    vectors = outputs // VECTOR
-    grids = ((_some(items), downs * rank // LOW_RANK_RANKS, 1), (items, -(-vectors // LOW_RANK_THREADS), 1))
+    pieces = downs * rank // LOW_RANK_RANKS, -(-outputs // LOW_RANK_OUTPUTS)
     first, second = (
-        Call(f"low_rank_{name}_{dtype}", grid, (LOW_RANK_THREADS, 1, 1), 0, params)
-        for name, grid in zip(("down", "up"), grids, strict=True)
+        Call(f"low_rank_{name}_{dtype}", (_some(items), of_outputs, 1), (threads, 1, 1), 0, params)
+        for name, of_outputs, threads in zip(
+            ("down", "up"), pieces, (LOW_RANK_DOWN_THREADS, LOW_RANK_UP_THREADS), strict=True
+        )
     )
     return first, second
 

@@ -32,6 +32,10 @@ LAUNCHING = 120_000_000_000
 """Rows times numbers in a layer's matrices up to which a host takes longer to launch a layer's operations than an H100
 to compute them: bench/results/gpu-graphs.json. A slower GPU has its limit earlier and pads some rows too many."""
 
+LAUNCHING_ADAPTERS = 200_000_000_000
+"""The same where a layer may have products of adapters, eight launches beside the eleven of a step with chunks. Passes
+without adapters have graphs of the same rows then, since a batch is prepared for either."""
+
 CHUNKS = 64
 """Sequences with several rows in one of them: the items of all that may come are launched."""
 
@@ -48,13 +52,15 @@ def sizes_up_to(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def rooms_up_to(tokens: int, samples: int, layer_numbers: int) -> list[Room]:
+def rooms_up_to(tokens: int, samples: int, layer_numbers: int, adapters: bool = False) -> list[Room]:
     """Return what to record.
 
-    tokens: rows of an iteration at most; samples: rows that sample at most; layer_numbers: in a layer's matrices.
+    tokens: rows of an iteration at most; samples: rows that sample at most; layer_numbers: in a layer's matrices;
+    adapters: whether there may be any.
     """
+    launching = LAUNCHING_ADAPTERS if adapters else LAUNCHING
     decode = [Room(rows, rows, 0) for rows in sizes_up_to(min(tokens, samples))]
-    worth = [rows for rows in MIXED_ROWS if rows * layer_numbers <= LAUNCHING] or [MIXED_ROWS[0]]
+    worth = [rows for rows in MIXED_ROWS if rows * layer_numbers <= launching] or [MIXED_ROWS[0]]
     most = min(tokens, worth[-1])  # a prompt's chunks fill the iteration, so `tokens` is the commonest number
     mixed = sorted({most, *(rows for rows in worth if rows < most)})
     return decode + [Room(rows, min(rows, samples), min(CHUNKS, rows // 2)) for rows in mixed if rows > 1]

@@ -294,7 +294,7 @@ class Adapters:
         self.ops, self.dtype, self.outputs = ops, dtype, outputs
         self.shape = LowRankShape(inputs, outputs, (0, 1, 1), dtype)
         self.pairs: LowRankPairs = ops.new_low_rank_pairs(self.shape)
-        self.pairs.reserve(6, 64)
+        self.pairs.reserve(6, 64, 200)
         self.rows = ops.new_rows_by_adapter()
         self.rows.reserve(200, 6)
         self.added: dict[int, Float64] = {}  # [outputs, inputs]

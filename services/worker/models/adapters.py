@@ -64,7 +64,7 @@ class AdapterRows:
         for of_rows in (self._tokens, self._samples):
             of_rows.reserve(rows, adapters)
         for matrix in self.matrices:
-            matrix.pairs.reserve(adapters, rank)
+            matrix.pairs.reserve(adapters, rank, rows)
 
     def load(self, number: int, adapter: Adapter) -> None:
         """Pack the part of an adapter that this rank computes, in place of the one that had the number."""

@@ -81,12 +81,15 @@ def test_the_settings_of_a_bench_are_those_of_a_worker() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["probes", "decode", "prefill", "sampler", "rows", "swap"])
+@pytest.mark.parametrize("name", ["probes", "decode", "prefill", "sampler", "rows", "adapters", "swap"])
 def test_a_part_of_the_gpu_bench_runs_on_the_emulator(name: str, tmp_path: Path) -> None:
     assert gpu.run_part(part(name), Context("emulator", True, tmp_path)) == 0
     result = json.loads((tmp_path / f"{name}.json").read_text())
     assert all(row["us"] is not None for row in result.get("rows", [])), result
     assert name == "probes" or result["rows"]
+    if name == "adapters":
+        assert [row["adapters"] for row in result["steps"]] == [0, 1, 8] * 2
+        assert all(row["step_us"] > 0 for row in result["steps"])
 
 
 def part(name: str) -> gpu.Part:
@@ -197,3 +200,15 @@ def test_figures_of_a_result_stand_beside_their_goals(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result | {"quick": True}))
     assert gpu.main(["docs", str(path)]) == 2
+
+
+@pytest.mark.parametrize(("parts", "name"), [(("checks", "adapters"), "gpu-adapters"), (("decode", "adapters"), "gpu")])
+def test_result_of_adapters_alone_has_a_file_of_its_own(
+    parts: tuple[str, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    monkeypatch.setattr(render, "write", lambda: None)
+    run = tmp_path / "result.tmp"
+    run.write_text(json.dumps({"device": "cuda", "quick": False, "parts": {one: {} for one in parts}}))
+    assert gpu.main(["docs", str(run)]) == 0
+    assert [path.name for path in tmp_path.glob("*.json")] == [f"{name}.json"]

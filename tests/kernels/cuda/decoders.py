@@ -23,8 +23,6 @@ from tests.kernels.sequences import batch_of
 from tests.support.checkpoints.models import VOCAB, make_llama
 
 BLOCK = 16
-SEEDS = (None, 1, 2, 3)
-"""Of the order in which an emulated device works; None is at once."""
 _LLAMA = {"max_position_embeddings": 1024, "hidden_size": 128, "intermediate_size": 160, "head_dim": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,

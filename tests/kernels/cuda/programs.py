@@ -32,6 +32,8 @@ SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 HOW = {"EMULATOR_RACES": RACES, "EMULATOR_PTX": PTX}
 FLAGS = SANITIZERS if SANITIZED else next((flags for name, flags in HOW.items() if name in os.environ), ())
 ORDERS = (DEVICE,) if GPU else (FORWARD,) if SANITIZED else (FORWARD, REVERSE, 2)
+SEEDS = (None, 1, 2, 3)
+"""Of the order in which an emulated device works; None is at once."""
 FENCE = 64
 UNTOUCHED = -77.0
 

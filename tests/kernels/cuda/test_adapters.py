@@ -14,9 +14,9 @@ from kernels.cuda import calls
 from kernels.cuda.adapters import items_of, most_items
 from kernels.cuda.backend import CudaOps
 from kernels.ops import LowRankPairs, LowRankShape, RowsByAdapter
-from tests.kernels.cuda.decoders import SEEDS
 from tests.kernels.cuda.programs import (
     ORDERS,
+    SEEDS,
     TYPES,
     UNTOUCHED,
     assert_fences,
@@ -119,7 +119,7 @@ def test_work_that_is_put_off_sees_its_own_rows_and_matrices(order: int | None) 
     """Each pass has other rows, some another adapter under the same number; nothing is waited for between them."""
     ops = CudaOps(device_of(order))
     pairs, rows = ops.new_low_rank_pairs(SHAPE), ops.new_rows_by_adapter()
-    pairs.reserve(2, 8)
+    pairs.reserve(2, 8, 20)
     rows.reserve(20, 2)
     generator, expected, found = np.random.default_rng(4), [], []
     added = {1: add_pair(pairs, 1, 10), 2: add_pair(pairs, 2, 20)}
@@ -146,6 +146,25 @@ def test_work_that_is_put_off_sees_its_own_rows_and_matrices(order: int | None) 
         near(one.cpu(), exact, 2e-5)
 
 
+def test_products_take_no_memory_that_was_not_reserved() -> None:
+    """Else a step too large for a recording would need what the KV pool has."""
+    ops = CudaOps(device_of())
+    pairs, rows = [ops.new_low_rank_pairs(SHAPE) for _ in range(2)], ops.new_rows_by_adapter()
+    rows.reserve(300, 2)
+    for one in pairs:
+        one.reserve(2, 8, 300)
+        add_pair(one, 1, 10)
+    x, out = (on_device(ops, torch.zeros(300, width, dtype=torch.bfloat16)) for width in (64, 32))
+    rows.set(np.ones(300, np.int32))
+    ops.mark().wait()
+    ops.gpu.peak_bytes(reset=True)
+    taken = ops.gpu.peak_bytes()
+    for one in pairs:
+        ops.add_low_rank(x, out, one, rows)
+    ops.mark().wait()
+    assert ops.gpu.peak_bytes() == taken
+
+
 def on_device(ops: CudaOps, x: Tensor) -> Tensor:
     there = ops.gpu.empty(tuple(x.shape), x.dtype)
     ops.gpu.main.run(lambda: there.copy_(x))
@@ -161,8 +180,10 @@ def test_what_has_no_room_is_refused() -> None:
     rows.reserve(4, 2)
     with pytest.raises(ValueError, match="no memory was reserved for them"):
         ops.add_low_rank(x, out, pairs, rows)
-    pairs.reserve(2, 4)
+    pairs.reserve(2, 4, 4)
     with pytest.raises(ValueError, match="adapter 3 of rank 5: there is room for 2 of rank 8"):
         add_pair(pairs, 3, 1)
+    with pytest.raises(ValueError, match="adapters of 5 rows: there is room for 4"):
+        ops.add_low_rank(x.expand(5, 64), out.expand(5, 32), pairs, rows)
     with pytest.raises(ValueError, match="a row of 20 numbers"):
-        ops.new_low_rank_pairs(LowRankShape(64, (20, 4), (0, 1), torch.bfloat16)).reserve(1, 1)
+        ops.new_low_rank_pairs(LowRankShape(64, (20, 4), (0, 1), torch.bfloat16)).reserve(1, 1, 1)

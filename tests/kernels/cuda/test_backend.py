@@ -26,7 +26,6 @@ from tests.kernels import sampling_cases
 from tests.kernels.cuda.decoders import (
     BLOCK,
     FAMILIES,
-    SEEDS,
     World,
     new_decoder,
     reference_logits,
@@ -34,7 +33,7 @@ from tests.kernels.cuda.decoders import (
     tables_of,
 )
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
-from tests.kernels.cuda.programs import FLAGS, device_of
+from tests.kernels.cuda.programs import FLAGS, SEEDS, device_of
 from tests.kernels.sequences import Sequences, batch_of
 from tests.support.checkpoints.models import VOCAB
 from tests.support.compiler import needs_compiler

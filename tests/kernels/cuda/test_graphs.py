@@ -20,9 +20,9 @@ from kernels.emulator.device import EmulatedDevice
 from kernels.ops import Batch
 from services.worker.adapters.peft import linear_layers
 from services.worker.models.adapters import Pair
-from tests.kernels.cuda.decoders import BLOCK, SEEDS, World, batch_of, reference_logits, shape_of, tables_of
+from tests.kernels.cuda.decoders import BLOCK, World, batch_of, reference_logits, shape_of, tables_of
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
-from tests.kernels.cuda.programs import device_of
+from tests.kernels.cuda.programs import SEEDS, device_of
 from tests.support.checkpoints.models import VOCAB
 from tests.support.compiler import needs_compiler
 
@@ -231,16 +231,19 @@ def test_long_sequences_are_split_and_merged_in_a_graph_too(paths: Any) -> None:
 
 
 def test_rows_of_graphs_are_bound_by_the_matrices_of_a_layer(paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    asked: list[tuple[int, bool]] = []
 
-    def rooms(tokens: int, samples: int, layer_numbers: int) -> list[Room]:
-        asked.append(layer_numbers)
-        return rooms_up_to(tokens, samples, layer_numbers)
+    def rooms(tokens: int, samples: int, layer_numbers: int, adapters: bool) -> list[Room]:
+        asked.append((layer_numbers, adapters))
+        return rooms_up_to(tokens, samples, layer_numbers, adapters)
 
     monkeypatch.setattr(backend, "rooms_up_to", rooms)
     with torch.inference_mode():
-        config = World(paths("llama"), device_of(), True).decoder.config
-    assert asked == [sum(outputs * inputs for outputs, inputs in layer_matrices(config))]
+        world = World(paths("llama"), device_of(), True)
+        adapters_of(world, 1)
+        world.ops.compile(world.run, world.cache, 64, 8)
+    numbers = sum(outputs * inputs for outputs, inputs in layer_matrices(world.decoder.config))
+    assert asked == [(numbers, False), (numbers, True)]
 
 
 def test_graphs_are_recorded_at_these_numbers_of_rows() -> None:
@@ -249,6 +252,7 @@ def test_graphs_are_recorded_at_these_numbers_of_rows() -> None:
     assert rooms_up_to(1, 6, 1) == [Room(1, 1, 0)]
     for model, numbers, most in (("0.6B", 15_700_000, 2048), ("8B", 218_000_000, 512), ("405B", 1 << 40, 16)):
         assert rooms_up_to(3000, 6, numbers)[-1] == Room(most, 6, min(CHUNKS, most // 2)), model
+    assert rooms_up_to(3000, 6, 218_000_000, adapters=True)[-1] == Room(896, 6, CHUNKS)
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(3) == [1, 2, 3]
     assert sizes_up_to(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]

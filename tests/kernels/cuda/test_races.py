@@ -138,8 +138,7 @@ class Plant(NamedTuple):
 DECODE, PREFILL = "attention_decode_bf16_d64", "attention_prefill_f16_d96"
 PLANTS = {
     "adapters, sums of warps are added without a barrier": Plant(
-        "low_rank.cu", "partial[threadIdx.x] = sums[0];\n    __syncthreads();", "partial[threadIdx.x] = sums[0];",
-        "low_rank_down_bf16",
+        "low_rank.cu", "sums[3]);\n  __syncthreads();", "sums[3]);", "low_rank_down_bf16"
     ),
     "decode, a unit is read without __syncwarp": Plant(
         "attention/attention_decode.cuh", "UNITS<D> - 2>();\n    __syncwarp();", "UNITS<D> - 2>();", DECODE

@@ -43,3 +43,9 @@ def test_kernel_that_no_card_timed_has_a_floor_from_its_bytes() -> None:
 
 def test_table_without_a_result_has_no_times() -> None:
     assert {tuple(cells(name, None)[-4:-1]) for name in ("rms_norm", "add", "sample")} == {("", "", "")}
+
+
+def test_part_comes_from_the_first_result_that_has_it() -> None:
+    later = {"parts": {"rows": {"rows": [ROW | {"us": 1.0}]}}}
+    row = next(row for row in table.rows(later, RESULT) if "`rms_norm`" in row)
+    assert "| 1.0 |" in row and "1 of 2 cases" in row
