@@ -90,6 +90,19 @@ LOW_RANK = _struct(
     ("rank", "i4"),
 )
 
+Q4_THREADS, Q4_TILE, Q4_UNIT, Q4_TILE_WORDS = 256, 16, 128, 64  # linear_q4.cu: THREADS, TILE, UNIT, TILE_WORDS
+Q4_SHAPES = {8: (2, 1), 16: (2, 2), 32: (4, 4)}
+"""Rows of x that a block takes -> TILES and COLUMNS of linear_q4.cu; more rows take several blocks side by side."""
+LINEAR_Q4 = _struct(
+    "x words scales mins bias out",
+    ("stride", "i8"),
+    ("rows", "i4"),
+    ("inputs", "i4"),
+    ("outputs", "i4"),
+    ("groups", "i4"),
+)
+UNPACK_Q4 = _struct("words scales mins out", ("inputs", "i4"), ("outputs", "i4"), ("groups", "i4"))
+
 # Attention. The planner (`planner`) cuts the attention of an iteration into work items. A sequence is read in slabs of
 # SLAB tokens: slab i lies in its page i * SLAB // block_size, and one KV head's slab is SLAB * head_dim numbers in one
 # piece. Sequences with one row go to the decode kernel, all others to the prefill kernel; both read the same arrays and
@@ -275,6 +288,46 @@ def low_rank(
         for name, grid in zip(("down", "up"), grids, strict=True)
     )
     return first, second
+
+
+def linear_q4(
+    dtype: str,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    group: int,
+    x: int,
+    words: int,
+    scales: int,
+    mins: int,
+    bias: int,
+    out: int,
+    stride: int,
+    shape: tuple[int, int] | None = None,
+) -> Call:
+    """Return out = x weight^T + bias of a matrix in 4 bits, x [rows, inputs], out [rows, outputs] with `stride`.
+
+    group: inputs that share a scale. shape: one of Q4_SHAPES, else the one for the rows. The arrays are those of
+    linear_q4.cu; its sums are the same whatever the shape.
+    """
+    demand_vectors(inputs)
+    tiles, columns = shape or Q4_SHAPES[next((most for most in Q4_SHAPES if rows <= most), max(Q4_SHAPES))]
+    groups = Q4_UNIT // group
+    scale_vectors = groups * Q4_TILE // 4 * (2 if mins else 1)
+    stages = 2 if tiles == 4 else 4
+    ring = Q4_THREADS // WARP * stages * tiles * (Q4_TILE_WORDS + scale_vectors) * 16
+    sums = Q4_THREADS // WARP * 8 * columns * (tiles * Q4_TILE + 4) * 4
+    grid = (-(-outputs // (tiles * Q4_TILE)), -(-_some(rows) // (8 * columns)), 1)
+    params = _filled(LINEAR_Q4, (x, words, scales, mins, bias, out, stride, rows, inputs, outputs, groups))
+    return Call(f"linear_q4_t{tiles}c{columns}_{dtype}", grid, (Q4_THREADS, 1, 1), max(ring, sums), params)
+
+
+def unpack_q4(dtype: str, inputs: int, outputs: int, group: int, words: int, scales: int, mins: int, out: int) -> Call:
+    """Return out [outputs, inputs], the weights of a matrix in 4 bits, each rounded once; see linear_q4."""
+    demand_vectors(inputs)
+    grid = (outputs, -(-inputs // (VECTOR * PIECE_THREADS)), 1)
+    params = _filled(UNPACK_Q4, (words, scales, mins, out, inputs, outputs, Q4_UNIT // group))
+    return Call(f"unpack_q4_{dtype}", grid, (PIECE_THREADS, 1, 1), 0, params)
 
 
 def copy_blocks(

@@ -291,7 +291,8 @@ class WeightLoader:
     def _packed_table(self, name: str, bias: Tensor | None) -> Any:
         """Return the embedding or the head as the checkpoint packs it; None where it, the backend or ranks do not."""
         c = self.config
-        if not self.method.packs_tables or self.shard.vocab_rows != c.vocab_size:
+        packs = self.method.packs_tables and self.ops.packs_tables
+        if not packs or self.shard.vocab_rows != c.vocab_size:
             return None
         stem = self._find(f"{name}.weight").removesuffix(".weight")
         matrix = Matrix(stem, c.vocab_size, c.hidden_size, range(c.vocab_size), range(c.hidden_size))

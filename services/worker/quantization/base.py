@@ -119,6 +119,10 @@ class LinearMethod(ABC):
                 runs.append(ops.pack_linear(pieces, rows, inputs, some, self.weight_format))
         return runs[0] if len(runs) == 1 else ops.stack(runs)
 
+    def numerics(self, ops: AnyOps) -> str:
+        """Return what `numerics` of an engine says of the checkpoint's own format; nothing where it decides no bit."""
+        return ""
+
     def multiply(self, ops: AnyOps, x: Tensor, packed: Any) -> Tensor:
         """Return x @ weight.T + bias: x [N, inputs] -> [N, outputs]."""
         return ops.linear(x, packed)

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.cuda.backend import Packed as PlainOnDevice
+from kernels.cuda.quantized import Quantized
 from kernels.ops import Groups
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import load_config
@@ -24,12 +26,14 @@ from services.worker.quantization.base import Matrix
 from services.worker.quantization.int4 import rounded as int4_rounded
 from services.worker.quantization.stored import unpacked
 from shared.errors import ConfigurationError, ModelError
-from tests.engine.driver import assert_tokens
-from tests.support.checkpoints.models import Reference, make_llama
+from tests.engine.driver import assert_tokens, generated
+from tests.engine.emulated import GAP, emulated
+from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.checkpoints.quantized import Format, add_config, words, write_quantized
 from tests.support.compiler import demand_compiler
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+EMULATED = {**SIZES, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
 EXPERTS = {"kind": "qwen2_moe", "moe_intermediate_size": 64, "shared_expert_intermediate_size": 192}
 CASES = (
     (Format("compressed-tensors", group=128, symmetric=True), "int4-128"),
@@ -80,6 +84,31 @@ def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: P
             assert torch.equal(plain(part), weight[rows.start : rows.stop, columns.start : columns.stop]), name
     kernels = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
     assert_tokens(Reference(tmp_path / "plain"), model, *kernels)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Format("awq", group=128), Format("gptq", group=32, symmetric=True), Format("gptq", group=64, act_order=True)],
+    ids=["awq", "gptq", "gptq-order"],
+)
+def test_matrices_on_an_emulated_gpu_stay_packed_and_give_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Format
+) -> None:
+    """Prompts are chunks of more rows than are multiplied without unpacking; decode steps are recorded."""
+    demand_compiler()
+    make_llama(tmp_path / "plain", seed=9, requests=1, output_tokens=1, **EMULATED)
+    write_quantized(tmp_path / "plain", tmp_path / "quantized", kind)
+    reference, prompts = Reference(tmp_path / "plain"), random_prompts(12, (30, 80), 3)
+    tokens, gaps = reference.run(prompts, 8)
+    clear = [at for at, gap in enumerate(gaps) if gap > GAP]
+    assert len(clear) >= 4
+    engine = emulated(monkeypatch, tmp_path / "quantized", order, max_step_tokens=96, max_input_tokens=88, kv_blocks=30)
+    down = engine.decoder.layers[0].mlp.down_proj.weight
+    assert isinstance(down, PlainOnDevice if kind.act_order else Quantized)
+    assert engine.info().numerics == f"emulator float16 none{'' if kind.act_order else ' packed'}"
+    engine.warm_up()
+    engine.reset()
+    assert generated(engine, [prompts[at] for at in clear], 8) == [tokens[at] for at in clear]
 
 
 @pytest.mark.parametrize(
