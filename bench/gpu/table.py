@@ -15,12 +15,14 @@ from typing import Any
 
 from bench.kernels.shapes import BLOCK_SIZE, LLAMA_8B
 from kernels.cuda import calls, residency
-from kernels.cuda.calls import BF16, HEAD_DIMS, LOW_RANK_ROWS, Block
+from kernels.cuda.calls import BF16, HEAD_DIMS, LOW_RANK_ROWS, Q4_UNIT, Block
 
 BANKS = Path(residency.__file__).with_name("banks.json")
 MODEL = LLAMA_8B
 ROWS, SEQUENCES, PARTS, RANK = 4096, 64, 8, 16
 """Rows of a large step; sequences that decode; parts of a token's attention that are merged; rank of an adapter."""
+PACKED_ROWS = (8, 16, 0, 64)
+"""For which q4_shape chooses each kernel of matrices in 4 bits, where the matrix is the model's largest; 0: for none."""
 COPIED, BLOCK_BYTES = 256, 2 << 20
 EMULATED = "emulator, PTX, races"
 """What tests/kernels/cuda runs every kernel of the sources on."""
@@ -69,7 +71,19 @@ def kernels() -> list[Kernel]:
         Kernel(_block(copy), f"{COPIED} of {BLOCK_BYTES >> 20} MiB", 2.0 * COPIED * BLOCK_BYTES),
         Kernel(_block(down), f"{ROWS} x {hidden} to 2 x {RANK}", row_bytes, checks="add_low_rank "),
         Kernel(_block(up), f"{ROWS} x {2 * width} of {RANK}", 2 * 2.0 * ROWS * 2 * width, checks="add_low_rank "),
+        *_packed(hidden, 2 * width),
     ]
+
+
+def _packed(inputs: int, outputs: int) -> list[Kernel]:
+    """Return the kernels of matrices in 4 bits, in groups of 128 with minima."""
+    made = []
+    for shape, rows in zip((*calls.Q4_SPLITS, *calls.Q4_WHOLES), PACKED_ROWS, strict=True):
+        call = calls.linear_q4(BF16, rows, inputs, outputs, Q4_UNIT, 0, 0, 0, 1, 0, 0, outputs, shape)
+        made.append(Kernel(_block(call), f"{rows}: {outputs} x {inputs}" if rows else "", op="linear_q4"))
+    unpack = calls.unpack_q4(BF16, inputs, outputs, Q4_UNIT, 0, 0, 1, 0)
+    moved = outputs * inputs * (0.5 + 2 + 8 / Q4_UNIT)
+    return [*made, Kernel(_block(unpack), f"{outputs} x {inputs}", moved, checks="linear_q4 ")]
 
 
 def _block(call: calls.Call) -> Block:

@@ -90,9 +90,23 @@ LOW_RANK = _struct(
     ("rank", "i4"),
 )
 
-Q4_THREADS, Q4_TILE, Q4_UNIT, Q4_TILE_WORDS = 256, 16, 128, 64  # linear_q4.cu: THREADS, TILE, UNIT, TILE_WORDS
-Q4_SHAPES = {8: (2, 1), 16: (2, 2), 32: (4, 4)}
-"""Rows of x that a block takes -> TILES and COLUMNS of linear_q4.cu; more rows take several blocks side by side."""
+Q4_SLICES, Q4_TILE, Q4_UNIT, Q4_TILE_WORDS = 8, 16, 128, 64  # linear_q4.cu: SLICES, TILE, UNIT, TILE_WORDS
+Q4_SPLIT_STAGES, Q4_WHOLE_WARPS, Q4_WHOLE_STAGES = 2, 4, 4
+
+
+class Q4Shape(NamedTuple):
+    """A kernel of linear_q4.cu: `split` or `whole`, its TILES and COLUMNS."""
+
+    kind: str
+    tiles: int
+    columns: int
+
+
+Q4_SPLITS = (Q4Shape("split", 2, 1), Q4Shape("split", 2, 2))
+Q4_WHOLES = (Q4Shape("whole", 1, 4), Q4Shape("whole", 2, 4))
+Q4_WIDE = 16_384
+"""Outputs from which on blocks of Q4_WHOLES[1] are enough for all multiprocessors."""
+
 LINEAR_Q4 = _struct(
     "x words scales mins bias out",
     ("stride", "i8"),
@@ -290,6 +304,13 @@ def low_rank(
     return first, second
 
 
+def q4_shape(rows: int, outputs: int) -> Q4Shape:
+    """Return the kernel that multiplies so many rows fastest; all give the same bits."""
+    if rows <= 8 * Q4_SPLITS[-1].columns:
+        return Q4_SPLITS[rows > 8 * Q4_SPLITS[0].columns]
+    return Q4_WHOLES[outputs >= Q4_WIDE]
+
+
 def linear_q4(
     dtype: str,
     rows: int,
@@ -303,23 +324,26 @@ def linear_q4(
     bias: int,
     out: int,
     stride: int,
-    shape: tuple[int, int] | None = None,
+    shape: Q4Shape | None = None,
 ) -> Call:
     """Return out = x weight^T + bias of a matrix in 4 bits, x [rows, inputs], out [rows, outputs] with `stride`.
 
-    group: inputs that share a scale. shape: one of Q4_SHAPES, else the one for the rows. The arrays are those of
-    linear_q4.cu; its sums are the same whatever the shape.
+    group: inputs that share a scale. shape: another one than q4_shape gives. The arrays are those of linear_q4.cu.
     """
     demand_vectors(inputs)
-    tiles, columns = shape or Q4_SHAPES[next((most for most in Q4_SHAPES if rows <= most), max(Q4_SHAPES))]
+    kind, tiles, columns = shape or q4_shape(rows, outputs)
     groups = Q4_UNIT // group
-    scale_vectors = groups * Q4_TILE // 4 * (2 if mins else 1)
-    stages = 2 if tiles == 4 else 4
-    ring = Q4_THREADS // WARP * stages * tiles * (Q4_TILE_WORDS + scale_vectors) * 16
-    sums = Q4_THREADS // WARP * 8 * columns * (tiles * Q4_TILE + 4) * 4
-    grid = (-(-outputs // (tiles * Q4_TILE)), -(-_some(rows) // (8 * columns)), 1)
+    tile_vectors = Q4_TILE_WORDS + groups * Q4_TILE // 4 * (2 if mins else 1)
+    if kind == "split":
+        warps, slices, width = Q4_SLICES, Q4_SLICES, tiles * Q4_TILE
+        ring = Q4_SPLIT_STAGES * warps * tiles * tile_vectors
+    else:
+        warps, slices, width = Q4_WHOLE_WARPS, 1, Q4_WHOLE_WARPS * tiles * Q4_TILE
+        ring = Q4_WHOLE_STAGES * (8 * columns * Q4_UNIT // VECTOR + warps * tiles * tile_vectors)
+    shared = max(ring * 16, slices * 8 * columns * (width + 4) * 4)
+    grid = (-(-outputs // width), -(-_some(rows) // (8 * columns)), 1)
     params = _filled(LINEAR_Q4, (x, words, scales, mins, bias, out, stride, rows, inputs, outputs, groups))
-    return Call(f"linear_q4_t{tiles}c{columns}_{dtype}", grid, (Q4_THREADS, 1, 1), max(ring, sums), params)
+    return Call(f"linear_q4_{kind}_t{tiles}c{columns}_{dtype}", grid, (warps * WARP, 1, 1), shared, params)
 
 
 def unpack_q4(dtype: str, inputs: int, outputs: int, group: int, words: int, scales: int, mins: int, out: int) -> Call:

@@ -3,9 +3,9 @@
 // weight = scale (q - 8), or scale q - min where there are minima, with a scale and a minimum for each group of 128 or
 // 32 inputs of an output. q - 8 is exact in 16 bits, products with x and their sums are float32 (mma), one sum a group:
 //   out = bias + sum over groups of scale sum((q - 8) x) + (8 scale - min) sum(x), rounded once.
-// A matrix is cut into tiles of 16 outputs (the rows of mma.m16n8k16) and units of UNIT inputs. Warp w of a block adds up
-// units w, w + SLICES, ..., then the warps' sums are added in order: an order that the sizes of the matrix decide alone,
-// so a row has the same bits whatever rows are beside it and whichever of these kernels computes it.
+// A matrix is cut into tiles of 16 outputs (the rows of mma.m16n8k16) and units of UNIT inputs. The units form SLICES
+// slices of the same length, each is added up by itself, then the slices in order: an order that the sizes of the matrix
+// decide alone, so a row has the same bits whatever rows are beside it and whichever of these kernels computes it.
 #include "numbers.cuh"
 
 struct LinearQ4Params {
@@ -34,13 +34,15 @@ struct UnpackQ4Params {
 
 namespace {
 
-constexpr int THREADS = 256;
-constexpr int SLICES = THREADS / 32;  // warps of a block, each with a part of the inputs
+constexpr int SLICES = 8;
+constexpr int SPLIT_THREADS = 32 * SLICES, SPLIT_STAGES = 2;
+constexpr int WHOLE_WARPS = 4, WHOLE_THREADS = 32 * WHOLE_WARPS, WHOLE_STAGES = 4;
 constexpr int TILE = 16;              // outputs
 constexpr int UNIT = 128;             // inputs
 constexpr int CHUNK = 32;             // inputs of two mma: lane t of four has 8t .. 8t + 7
 constexpr int CHUNKS = UNIT / CHUNK;
 constexpr int TILE_WORDS = 64;        // uint4 of a tile and unit
+constexpr int ROW_VECTORS = UNIT / VECTOR;  // of a row of x in a unit
 constexpr int UNPACK_THREADS = 256;
 
 // Lane. With g = lane / 4 and t = lane % 4 a word holds inputs 8t .. 8t + 7 of a chunk and of one output: numbers i and
@@ -74,87 +76,56 @@ __device__ __forceinline__ uint32_t pair_of(uint32_t word, int pair) {
   return Numbers<T>::fma(raised, Numbers<T>::ONES, Numbers<T>::MINUS_BASE);
 }
 
+// Where vector i of a row of x lies in shared memory: the lanes that read two rows at once meet in no bank.
+__device__ __forceinline__ int x_place(int row, int i) { return row * ROW_VECTORS + (i ^ row % 2 * 4); }
+
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// A block has TILES tiles and 8 x COLUMNS rows of x; each of its warps keeps STAGES - 1 units on the way.
+// The TILES tiles of a warp from first_tile on, with 8 x COLUMNS rows of x.
 template <typename T, int TILES, int COLUMNS>
-struct Product {
-  static constexpr int STAGES = TILES == 4 ? 2 : 4;
-  static constexpr int AHEAD = COLUMNS == 1 ? 4 : COLUMNS == 2 ? 2 : 1;  // chunks of x in registers
-  static constexpr int OUTPUTS = TILES * TILE, ROWS = 8 * COLUMNS;
-  static constexpr int SUM_STRIDE = OUTPUTS + 4;  // of a row's sums in shared memory: no two lanes in one bank
+struct Tiles {
+  static constexpr int ROWS = 8 * COLUMNS;
+  using Sums = float[TILES][COLUMNS][4];
 
   const LinearQ4Params& p;
-  const int lane, slice, units, tiles, first_tile, first_row;
-  const int scale_vectors, stage_vectors;  // uint4 of a tile's scales, and of a unit in the ring
-  uint4* const ring;                       // [STAGES, TILES, words, scales, minima] of this warp
-  uint4 x[AHEAD][COLUMNS];
+  const int lane, units, tiles, first_tile, first_row;
+  const int scale_vectors, tile_vectors;  // uint4 of a tile's scales, and of a tile and unit with words and minima
 
-  __device__ __forceinline__ Product(const LinearQ4Params& p, uint4* shared)
+  __device__ __forceinline__ Tiles(const LinearQ4Params& p, int first_tile)
       : p(p),
         lane(threadIdx.x % 32),
-        slice(threadIdx.x / 32),
         units((p.inputs + UNIT - 1) / UNIT),
         tiles((p.outputs + TILE - 1) / TILE),
-        first_tile(blockIdx.x * TILES),
+        first_tile(first_tile),
         first_row(blockIdx.y * ROWS),
         scale_vectors(p.groups * (TILE / 4)),
-        stage_vectors(TILES * (TILE_WORDS + (p.mins ? 2 : 1) * scale_vectors)),
-        ring(shared + slice * STAGES * stage_vectors) {}
+        tile_vectors(TILE_WORDS + (p.mins ? 2 : 1) * scale_vectors) {}
 
-  // Starts the copy of a unit, and closes a group of copies in any case. A tile behind the last is that one again.
-  __device__ __forceinline__ void fetch(int unit, int slot) const {
-    if (unit < units) {
-      uint4* to = ring + slot * stage_vectors;
+  // Starts to copy a unit to [TILES, words, scales, minima]. A tile behind the last is that one again.
+  __device__ __forceinline__ void fetch(uint4* to, int unit) const {
 #pragma unroll
-      for (int i = 0; i < TILES; i++) {
-        const int64_t at = static_cast<int64_t>(min(first_tile + i, tiles - 1)) * units + unit;
+    for (int i = 0; i < TILES; i++) {
+      const int64_t at = static_cast<int64_t>(min(first_tile + i, tiles - 1)) * units + unit;
 #pragma unroll
-        for (int v = 0; v < 2; v++) cp_async_16(to + v * 32 + lane, p.words + at * TILE_WORDS + v * 32 + lane, true);
-        to += TILE_WORDS;
-        const int64_t scales = at * scale_vectors + lane;
-        if (lane < scale_vectors) cp_async_16(to + lane, reinterpret_cast<const uint4*>(p.scales) + scales, true);
-        to += scale_vectors;
-        if (!p.mins) continue;
-        if (lane < scale_vectors) cp_async_16(to + lane, reinterpret_cast<const uint4*>(p.mins) + scales, true);
-        to += scale_vectors;
-      }
-    }
-    cp_async_commit();
-  }
-
-  // Reads the lane's part of a chunk of x: 8 inputs of row lane / 4 of each eight; zeros where there are none.
-  __device__ __forceinline__ void read_x(uint4 (&into)[COLUMNS], int unit, int chunk) const {
-    const int input = unit * UNIT + chunk * CHUNK + lane % 4 * VECTOR;
-#pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
-      const int row = first_row + j * 8 + lane / 4;
-      into[j] = make_uint4(0, 0, 0, 0);
-      if (row < p.rows && input < p.inputs)
-        into[j] = vector_at(p.x, (static_cast<int64_t>(row) * p.inputs + input) / VECTOR);
+      for (int v = 0; v < 2; v++) cp_async_16(to + v * 32 + lane, p.words + at * TILE_WORDS + v * 32 + lane, true);
+      to += TILE_WORDS;
+      const int64_t scales = at * scale_vectors + lane;
+      if (lane < scale_vectors) cp_async_16(to + lane, reinterpret_cast<const uint4*>(p.scales) + scales, true);
+      to += scale_vectors;
+      if (!p.mins) continue;
+      if (lane < scale_vectors) cp_async_16(to + lane, reinterpret_cast<const uint4*>(p.mins) + scales, true);
+      to += scale_vectors;
     }
   }
 
-  __device__ __forceinline__ void run(float (&total)[TILES][COLUMNS][4]) {
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) fetch(slice + stage * SLICES, stage);
-#pragma unroll
-    for (int chunk = 0; chunk < AHEAD; chunk++) read_x(x[chunk], slice, chunk);
-    int slot = 0;
-    for (int unit = slice; unit < units; unit += SLICES) {
-      cp_async_wait<STAGES - 2>();
-      __syncwarp();  // the unit is there for all lanes, and all have read the one before
-      fetch(unit + (STAGES - 1) * SLICES, slot == 0 ? STAGES - 1 : slot - 1);
-      add_unit(ring + slot * stage_vectors, unit, total);
-      slot = slot + 1 == STAGES ? 0 : slot + 1;
-    }
-  }
-
-  __device__ __forceinline__ void add_unit(const uint4* from, int unit, float (&total)[TILES][COLUMNS][4]) {
-    const int tile_vectors = stage_vectors / TILES;
-    float sums[TILES][COLUMNS][4] = {}, x_sums[COLUMNS][4] = {};
+  // Adds a unit's products to the total. read_x(chunk, x): the lane's part of a chunk, 8 inputs of row lane / 4 of each
+  // eight; called once for each chunk, in order.
+  template <typename ReadX>
+  __device__ __forceinline__ void add_unit(const uint4* from, const ReadX& read_x, Sums& total) const {
+    Sums sums = {};
+    float x_sums[COLUMNS][4] = {};
     const uint32_t ones[4] = {Numbers<T>::ONES, Numbers<T>::ONES, Numbers<T>::ONES, Numbers<T>::ONES};
 #pragma unroll
     for (int v = 0; v < 2; v++) {
@@ -164,11 +135,8 @@ struct Product {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int chunk = 2 * v + half;
-        uint4 now[COLUMNS];
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j++) now[j] = x[chunk % AHEAD][j];
-        const bool here = chunk + AHEAD < CHUNKS;
-        read_x(x[chunk % AHEAD], here ? unit : unit + SLICES, (chunk + AHEAD) % CHUNKS);
+        uint4 x[COLUMNS];
+        read_x(chunk, x);
 #pragma unroll
         for (int step = 0; step < 2; step++) {
           const int pair = 2 * step;
@@ -179,12 +147,12 @@ struct Product {
                                    pair_of<T>(lower, pair + 1)};
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
-              Numbers<T>::mma(sums[i][j], a, word_of(now[j], pair), word_of(now[j], pair + 1));
+              Numbers<T>::mma(sums[i][j], a, word_of(x[j], pair), word_of(x[j], pair + 1));
           }
           if (!p.mins) continue;
 #pragma unroll
           for (int j = 0; j < COLUMNS; j++)
-            Numbers<T>::mma(x_sums[j], ones, word_of(now[j], pair), word_of(now[j], pair + 1));
+            Numbers<T>::mma(x_sums[j], ones, word_of(x[j], pair), word_of(x[j], pair + 1));
         }
         if (p.groups == CHUNKS || chunk + 1 == CHUNKS)
           add_group(from + (p.groups == 1 ? 0 : chunk) * (TILE / 4), sums, x_sums, total);
@@ -193,11 +161,11 @@ struct Product {
   }
 
   // Adds the sums of a group times its scales; they begin anew.
-  __device__ __forceinline__ void add_group(const uint4* from, float (&sums)[TILES][COLUMNS][4],
-                                            float (&x_sums)[COLUMNS][4], float (&total)[TILES][COLUMNS][4]) const {
+  __device__ __forceinline__ void add_group(const uint4* from, Sums& sums, float (&x_sums)[COLUMNS][4],
+                                            Sums& total) const {
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-      const float* scales = reinterpret_cast<const float*>(from + i * (stage_vectors / TILES) + TILE_WORDS) + lane / 4;
+      const float* scales = reinterpret_cast<const float*>(from + i * tile_vectors + TILE_WORDS) + lane / 4;
       const float upper = scales[0], lower = scales[8];
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++)
@@ -221,39 +189,148 @@ struct Product {
       for (int k = 0; k < 4; k++) x_sums[j][k] = 0.0f;
   }
 
-  // Adds the warps' sums in order, then the bias, and writes the block's outputs. The ring is read no more.
-  __device__ __forceinline__ void write(const float (&total)[TILES][COLUMNS][4], float* shared) const {
-    cp_async_wait<0>();
-    __syncthreads();
-    float* own = shared + slice * ROWS * SUM_STRIDE;
+  // Puts the sums to [ROWS, stride] in shared memory, outputs from `first` on.
+  __device__ __forceinline__ void put(const Sums& total, float* shared, int stride, int first) const {
 #pragma unroll
     for (int i = 0; i < TILES; i++)
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
         for (int k = 0; k < 4; k++)
-          own[(j * 8 + lane % 4 * 2 + k % 2) * SUM_STRIDE + i * TILE + lane / 4 + k / 2 * 8] = total[i][j][k];
-    __syncthreads();
-    for (int i = threadIdx.x; i < ROWS * OUTPUTS; i += THREADS) {
-      const int row = first_row + i / OUTPUTS, output = first_tile * TILE + i % OUTPUTS;
-      if (row >= p.rows || output >= p.outputs) continue;
-      float sum = 0.0f;
-#pragma unroll
-      for (int from = 0; from < SLICES; from++)
-        sum += shared[(from * ROWS + i / OUTPUTS) * SUM_STRIDE + i % OUTPUTS];
-      if (p.bias) sum += p.bias[output];
-      static_cast<unsigned short*>(p.out)[row * p.stride + output] = static_cast<unsigned short>(T::pack(sum, 0.0f));
-    }
+          shared[(j * 8 + lane % 4 * 2 + k % 2) * stride + first + i * TILE + lane / 4 + k / 2 * 8] = total[i][j][k];
   }
 };
 
+// Writes outputs from `first` on, of sums [slices, ROWS, stride] in shared memory that are added in order.
+template <typename T, int ROWS, int OUTPUTS>
+__device__ __forceinline__ void write(const LinearQ4Params& p, int first, const float* shared, int stride, int slices) {
+  for (int i = threadIdx.x; i < ROWS * OUTPUTS; i += blockDim.x) {
+    const int row = blockIdx.y * ROWS + i / OUTPUTS, output = first + i % OUTPUTS;
+    if (row >= p.rows || output >= p.outputs) continue;
+    float sum = 0.0f;
+    for (int slice = 0; slice < slices; slice++) sum += shared[(slice * ROWS + i / OUTPUTS) * stride + i % OUTPUTS];
+    if (p.bias) sum += p.bias[output];
+    static_cast<unsigned short*>(p.out)[row * p.stride + output] = static_cast<unsigned short>(T::pack(sum, 0.0f));
+  }
+}
+
+// Units of a slice; the last ones may have fewer, or none.
+__device__ __forceinline__ int units_of_slice(int units) { return (units + SLICES - 1) / SLICES; }
+
+// For a few rows: all warps of a block have the same tiles, and a slice of the inputs each. x comes straight into
+// registers: no two warps read the same.
 template <typename T, int TILES, int COLUMNS>
-__device__ __forceinline__ void linear_q4(const LinearQ4Params& p) {
+__device__ __forceinline__ void linear_q4_split(const LinearQ4Params& p) {
+  using Part = Tiles<T, TILES, COLUMNS>;
+  constexpr int STAGES = SPLIT_STAGES, OUTPUTS = TILES * TILE;
+  constexpr int STRIDE = OUTPUTS + 4;  // no two lanes in one bank
+  constexpr int AHEAD = 2;             // chunks of x in registers
   DYNAMIC_SHARED(uint4, shared);
-  Product<T, TILES, COLUMNS> product(p, shared);
-  float total[TILES][COLUMNS][4] = {};
-  product.run(total);
-  product.write(total, reinterpret_cast<float*>(shared));
+  const Part part(p, blockIdx.x * TILES);
+  const int slice = threadIdx.x / 32, many = units_of_slice(part.units);
+  const int first = slice * many, end = min(first + many, part.units);
+  const int stage_vectors = TILES * part.tile_vectors;
+  uint4* const ring = shared + slice * STAGES * stage_vectors;
+  const auto read_x = [&](int unit, int chunk, uint4(&into)[COLUMNS]) {
+    const int input = unit * UNIT + chunk * CHUNK + part.lane % 4 * VECTOR;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+      const int row = part.first_row + j * 8 + part.lane / 4;
+      into[j] = make_uint4(0, 0, 0, 0);
+      if (row < p.rows && input < p.inputs)
+        into[j] = vector_at(p.x, (static_cast<int64_t>(row) * p.inputs + input) / VECTOR);
+    }
+  };
+  const auto fetch = [&](int unit, int slot) {
+    if (unit < end) part.fetch(ring + slot * stage_vectors, unit);
+    cp_async_commit();
+  };
+  uint4 ahead[AHEAD][COLUMNS];
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; stage++) fetch(first + stage, stage);
+#pragma unroll
+  for (int chunk = 0; chunk < AHEAD; chunk++) read_x(first, chunk, ahead[chunk]);
+  typename Part::Sums total = {};
+  int slot = 0;
+  for (int unit = first; unit < end; unit++) {
+    cp_async_wait<STAGES - 2>();
+    __syncwarp();  // the unit is there for all lanes, and all have read the one before
+    fetch(unit + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
+    const auto next_x = [&](int chunk, uint4(&x)[COLUMNS]) {
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j++) x[j] = ahead[chunk % AHEAD][j];
+      read_x(chunk + AHEAD < CHUNKS ? unit : unit + 1, (chunk + AHEAD) % CHUNKS, ahead[chunk % AHEAD]);
+    };
+    part.add_unit(ring + slot * stage_vectors, next_x, total);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // the rings are read no more
+  float* sums = reinterpret_cast<float*>(shared);
+  part.put(total, sums + slice * Part::ROWS * STRIDE, STRIDE, 0);
+  __syncthreads();
+  write<T, Part::ROWS, OUTPUTS>(p, blockIdx.x * OUTPUTS, sums, STRIDE, SLICES);
+}
+
+// For more rows: each warp of a block has tiles of its own and all inputs, slice by slice, and x is shared.
+template <typename T, int TILES, int COLUMNS>
+__device__ __forceinline__ void linear_q4_whole(const LinearQ4Params& p) {
+  using Part = Tiles<T, TILES, COLUMNS>;
+  constexpr int STAGES = WHOLE_STAGES, OUTPUTS = WHOLE_WARPS * TILES * TILE, STRIDE = OUTPUTS + 4;
+  constexpr int X_VECTORS = Part::ROWS * ROW_VECTORS;
+  DYNAMIC_SHARED(uint4, shared);
+  const int warp = threadIdx.x / 32;
+  const Part part(p, (blockIdx.x * WHOLE_WARPS + warp) * TILES);
+  const int many = units_of_slice(part.units), warp_vectors = TILES * part.tile_vectors;
+  const int stage_vectors = X_VECTORS + WHOLE_WARPS * warp_vectors;
+  const auto fetch = [&](int unit, int slot) {
+    if (unit < part.units) {
+      uint4* to = shared + slot * stage_vectors;
+#pragma unroll
+      for (int i = threadIdx.x; i < X_VECTORS; i += WHOLE_THREADS) {
+        const int row = part.first_row + i / ROW_VECTORS, input = unit * UNIT + i % ROW_VECTORS * VECTOR;
+        const bool valid = row < p.rows && input < p.inputs;
+        const int64_t at = valid ? (static_cast<int64_t>(row) * p.inputs + input) / VECTOR : 0;
+        cp_async_16(to + x_place(i / ROW_VECTORS, i % ROW_VECTORS), static_cast<const uint4*>(p.x) + at, valid);
+      }
+      part.fetch(to + X_VECTORS + warp * warp_vectors, unit);
+    }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; stage++) fetch(stage, stage);
+  typename Part::Sums total = {}, sums = {};
+  int slot = 0, left = many;
+  for (int unit = 0; unit < part.units; unit++) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // the unit is there for all warps, and all have read the one before
+    fetch(unit + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
+    const uint4* from = shared + slot * stage_vectors;
+    const auto next_x = [&](int chunk, uint4(&x)[COLUMNS]) {
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j++)
+        x[j] = from[x_place(j * 8 + part.lane / 4, chunk * (CHUNK / VECTOR) + part.lane % 4)];
+    };
+    part.add_unit(from + X_VECTORS + warp * warp_vectors, next_x, sums);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+    if (--left && unit + 1 < part.units) continue;
+    left = many;
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+      for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          total[i][j][k] += sums[i][j][k];
+          sums[i][j][k] = 0.0f;
+        }
+  }
+  cp_async_wait<0>();
+  __syncthreads();  // the ring is read no more
+  float* results = reinterpret_cast<float*>(shared);
+  part.put(total, results, STRIDE, warp * TILES * TILE);
+  __syncthreads();
+  write<T, Part::ROWS, OUTPUTS>(p, blockIdx.x * OUTPUTS, results, STRIDE, 1);
 }
 
 // Writes the weights, each rounded once: a thread has the 8 numbers of a word.
@@ -278,13 +355,13 @@ __device__ __forceinline__ void unpack_q4(const UnpackQ4Params& p) {
 
 }  // namespace
 
-RESIDENT_KERNEL(linear_q4_t1c1_bf16, LinearQ4Params, THREADS, 4, linear_q4<bf16, 1, 1>)
-RESIDENT_KERNEL(linear_q4_t1c1_f16, LinearQ4Params, THREADS, 4, linear_q4<f16, 1, 1>)
-RESIDENT_KERNEL(linear_q4_t2c1_bf16, LinearQ4Params, THREADS, 3, linear_q4<bf16, 2, 1>)
-RESIDENT_KERNEL(linear_q4_t2c1_f16, LinearQ4Params, THREADS, 3, linear_q4<f16, 2, 1>)
-RESIDENT_KERNEL(linear_q4_t2c2_bf16, LinearQ4Params, THREADS, 2, linear_q4<bf16, 2, 2>)
-RESIDENT_KERNEL(linear_q4_t2c2_f16, LinearQ4Params, THREADS, 2, linear_q4<f16, 2, 2>)
-RESIDENT_KERNEL(linear_q4_t4c4_bf16, LinearQ4Params, THREADS, 1, linear_q4<bf16, 4, 4>)
-RESIDENT_KERNEL(linear_q4_t4c4_f16, LinearQ4Params, THREADS, 1, linear_q4<f16, 4, 4>)
+RESIDENT_KERNEL(linear_q4_split_t2c1_bf16, LinearQ4Params, SPLIT_THREADS, 4, linear_q4_split<bf16, 2, 1>)
+RESIDENT_KERNEL(linear_q4_split_t2c1_f16, LinearQ4Params, SPLIT_THREADS, 4, linear_q4_split<f16, 2, 1>)
+RESIDENT_KERNEL(linear_q4_split_t2c2_bf16, LinearQ4Params, SPLIT_THREADS, 2, linear_q4_split<bf16, 2, 2>)
+RESIDENT_KERNEL(linear_q4_split_t2c2_f16, LinearQ4Params, SPLIT_THREADS, 2, linear_q4_split<f16, 2, 2>)
+RESIDENT_KERNEL(linear_q4_whole_t1c4_bf16, LinearQ4Params, WHOLE_THREADS, 3, linear_q4_whole<bf16, 1, 4>)
+RESIDENT_KERNEL(linear_q4_whole_t1c4_f16, LinearQ4Params, WHOLE_THREADS, 3, linear_q4_whole<f16, 1, 4>)
+RESIDENT_KERNEL(linear_q4_whole_t2c4_bf16, LinearQ4Params, WHOLE_THREADS, 2, linear_q4_whole<bf16, 2, 4>)
+RESIDENT_KERNEL(linear_q4_whole_t2c4_f16, LinearQ4Params, WHOLE_THREADS, 2, linear_q4_whole<f16, 2, 4>)
 KERNEL(unpack_q4_bf16, UnpackQ4Params, UNPACK_THREADS, unpack_q4<bf16>)
 KERNEL(unpack_q4_f16, UnpackQ4Params, UNPACK_THREADS, unpack_q4<f16>)

@@ -16,6 +16,7 @@ import pytest
 
 import kernels.emulator.device
 from kernels.cuda import loader
+from kernels.cuda.calls import Q4Shape
 from kernels.emulator.program import FORWARD, RACES, REVERSE, EmulatorError, Program
 from tests.kernels.cuda import (
     programs,
@@ -102,9 +103,9 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
             order, dtype, (32, True)
         ),
     }
-    if shape := re.fullmatch(r"linear_q4_t(\d)c(\d)", named[1]):
-        tiles, columns = int(shape[1]), int(shape[2])
-        quantized.check(order, dtype, sizes.packed, (32, True), (tiles, columns))
+    if shape := re.fullmatch(r"linear_q4_(\w+)_t(\d)c(\d)", named[1]):
+        made = Q4Shape(shape[1], int(shape[2]), int(shape[3]))
+        quantized.check(order, dtype, sizes.packed, (32, True), made)
         return
     runs[named[1]]()
 
@@ -144,7 +145,7 @@ class Plant(NamedTuple):
     kernel: str
 
 
-DECODE, PREFILL, PACKED = "attention_decode_bf16_d64", "attention_prefill_f16_d96", "linear_q4_t2c1_bf16"
+DECODE, PREFILL, PACKED = "attention_decode_bf16_d64", "attention_prefill_f16_d96", "linear_q4_split_t2c1_bf16"
 PLANTS = {
     "adapters, sums of warps are added without a barrier": Plant(
         "low_rank.cu", "partial[threadIdx.x] = sums[0];\n    __syncthreads();", "partial[threadIdx.x] = sums[0];",
