@@ -21,8 +21,8 @@ BANKS = Path(residency.__file__).with_name("banks.json")
 MODEL = LLAMA_8B
 ROWS, SEQUENCES, PARTS, RANK = 4096, 64, 8, 16
 """Rows of a large step; sequences that decode; parts of a token's attention that are merged; rank of an adapter."""
-PACKED_ROWS = (8, 16, 0, 64)
-"""For which q4_shape chooses each kernel of matrices in 4 bits, where the matrix is the model's largest; 0: for none."""
+PACKED_ROWS = (0, 8, 0, 16, 64)
+"""For which q4_shape chooses each kernel of matrices in 4 bits, of the model's largest matrix; 0: for no rows of it."""
 COPIED, BLOCK_BYTES = 256, 2 << 20
 EMULATED = "emulator, PTX, races"
 """What tests/kernels/cuda runs every kernel of the sources on."""
@@ -78,7 +78,7 @@ def kernels() -> list[Kernel]:
 def _packed(inputs: int, outputs: int) -> list[Kernel]:
     """Return the kernels of matrices in 4 bits, in groups of 128 with minima."""
     made = []
-    for shape, rows in zip((*calls.Q4_SPLITS, *calls.Q4_WHOLES), PACKED_ROWS, strict=True):
+    for shape, rows in zip(calls.Q4_SHAPES, PACKED_ROWS, strict=True):
         call = calls.linear_q4(BF16, rows, inputs, outputs, Q4_UNIT, 0, 0, 0, 1, 0, 0, outputs, shape)
         made.append(Kernel(_block(call), f"{rows}: {outputs} x {inputs}" if rows else "", op="linear_q4"))
     unpack = calls.unpack_q4(BF16, inputs, outputs, Q4_UNIT, 0, 0, 1, 0)

@@ -3,9 +3,9 @@
 // weight = scale (q - 8), or scale q - min where there are minima, with a scale and a minimum for each group of 128 or
 // 32 inputs of an output. q - 8 is exact in 16 bits, products with x and their sums are float32 (mma), one sum a group:
 //   out = bias + sum over groups of scale sum((q - 8) x) + (8 scale - min) sum(x), rounded once.
-// A matrix is cut into tiles of 16 outputs (the rows of mma.m16n8k16) and units of UNIT inputs. The units form SLICES
-// slices of the same length, each is added up by itself, then the slices in order: an order that the sizes of the matrix
-// decide alone, so a row has the same bits whatever rows are beside it and whichever of these kernels computes it.
+// A matrix is cut into tiles of 16 outputs (the rows of mma.m16n8k16) and units of UNIT inputs. Warp w of a block adds up
+// units w, w + SLICES, ..., then the warps' sums are added in order: an order that the sizes of the matrix decide alone,
+// so a row has the same bits whatever rows are beside it and whichever of these kernels computes it.
 #include "numbers.cuh"
 
 struct LinearQ4Params {
@@ -23,27 +23,27 @@ struct LinearQ4Params {
 };
 
 struct UnpackQ4Params {
-  const uint32_t* words;  // these three as LinearQ4Params has them
+  const uint4* words;  // these three as LinearQ4Params has them
   const float* scales;
   const float* mins;
-  void* out;              // [outputs, inputs]
-  int32_t inputs;         // a multiple of 8
+  void* out;           // [outputs, inputs]
+  int32_t inputs;      // a multiple of 8
   int32_t outputs;
   int32_t groups;
 };
 
 namespace {
 
-constexpr int SLICES = 8;
-constexpr int SPLIT_THREADS = 32 * SLICES, SPLIT_STAGES = 2;
-constexpr int WHOLE_WARPS = 4, WHOLE_THREADS = 32 * WHOLE_WARPS, WHOLE_STAGES = 4;
+constexpr int SLICES = 8;  // warps of a block
+constexpr int THREADS = 32 * SLICES;
+constexpr int STAGES = 2;  // units in the ring of a warp
 constexpr int TILE = 16;              // outputs
 constexpr int UNIT = 128;             // inputs
 constexpr int CHUNK = 32;             // inputs of two mma: lane t of four has 8t .. 8t + 7
 constexpr int CHUNKS = UNIT / CHUNK;
 constexpr int TILE_WORDS = 64;        // uint4 of a tile and unit
 constexpr int ROW_VECTORS = UNIT / VECTOR;  // of a row of x in a unit
-constexpr int UNPACK_THREADS = 256;
+constexpr int UNPACK_THREADS = 256, UNPACK_UNITS = UNPACK_THREADS / TILE_WORDS;
 
 // Lane. With g = lane / 4 and t = lane % 4 a word holds inputs 8t .. 8t + 7 of a chunk and of one output: numbers i and
 // i + 4 of it are inputs 8t + 2i and 8t + 2i + 1, a pair of the fragments of mma. The uint4 number v of a lane has output
@@ -76,9 +76,6 @@ __device__ __forceinline__ uint32_t pair_of(uint32_t word, int pair) {
   return Numbers<T>::fma(raised, Numbers<T>::ONES, Numbers<T>::MINUS_BASE);
 }
 
-// Where vector i of a row of x lies in shared memory: the lanes that read two rows at once meet in no bank.
-__device__ __forceinline__ int x_place(int row, int i) { return row * ROW_VECTORS + (i ^ row % 2 * 4); }
-
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
@@ -90,7 +87,7 @@ struct Tiles {
   using Sums = float[TILES][COLUMNS][4];
 
   const LinearQ4Params& p;
-  const int lane, units, tiles, first_tile, first_row;
+  const int lane, units, tiles, first_tile;
   const int scale_vectors, tile_vectors;  // uint4 of a tile's scales, and of a tile and unit with words and minima
 
   __device__ __forceinline__ Tiles(const LinearQ4Params& p, int first_tile)
@@ -99,7 +96,6 @@ struct Tiles {
         units((p.inputs + UNIT - 1) / UNIT),
         tiles((p.outputs + TILE - 1) / TILE),
         first_tile(first_tile),
-        first_row(blockIdx.y * ROWS),
         scale_vectors(p.groups * (TILE / 4)),
         tile_vectors(TILE_WORDS + (p.mins ? 2 : 1) * scale_vectors) {}
 
@@ -189,77 +185,58 @@ struct Tiles {
       for (int k = 0; k < 4; k++) x_sums[j][k] = 0.0f;
   }
 
-  // Puts the sums to [ROWS, stride] in shared memory, outputs from `first` on.
-  __device__ __forceinline__ void put(const Sums& total, float* shared, int stride, int first) const {
+  // Puts the sums to [ROWS, stride] in shared memory.
+  __device__ __forceinline__ void put(const Sums& total, float* shared, int stride) const {
 #pragma unroll
     for (int i = 0; i < TILES; i++)
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++)
 #pragma unroll
         for (int k = 0; k < 4; k++)
-          shared[(j * 8 + lane % 4 * 2 + k % 2) * stride + first + i * TILE + lane / 4 + k / 2 * 8] = total[i][j][k];
+          shared[(j * 8 + lane % 4 * 2 + k % 2) * stride + i * TILE + lane / 4 + k / 2 * 8] = total[i][j][k];
   }
 };
 
-// Writes outputs from `first` on, of sums [slices, ROWS, stride] in shared memory that are added in order.
-template <typename T, int ROWS, int OUTPUTS>
-__device__ __forceinline__ void write(const LinearQ4Params& p, int first, const float* shared, int stride, int slices) {
-  for (int i = threadIdx.x; i < ROWS * OUTPUTS; i += blockDim.x) {
-    const int row = blockIdx.y * ROWS + i / OUTPUTS, output = first + i % OUTPUTS;
-    if (row >= p.rows || output >= p.outputs) continue;
-    float sum = 0.0f;
-    for (int slice = 0; slice < slices; slice++) sum += shared[(slice * ROWS + i / OUTPUTS) * stride + i % OUTPUTS];
-    if (p.bias) sum += p.bias[output];
-    static_cast<unsigned short*>(p.out)[row * p.stride + output] = static_cast<unsigned short>(T::pack(sum, 0.0f));
-  }
-}
-
-// Units of a slice; the last ones may have fewer, or none.
-__device__ __forceinline__ int units_of_slice(int units) { return (units + SLICES - 1) / SLICES; }
-
-// For a few rows: all warps of a block have the same tiles, and a slice of the inputs each. x comes straight into
-// registers: no two warps read the same.
 template <typename T, int TILES, int COLUMNS>
-__device__ __forceinline__ void linear_q4_split(const LinearQ4Params& p) {
+__device__ __forceinline__ void linear_q4(const LinearQ4Params& p) {
   using Part = Tiles<T, TILES, COLUMNS>;
-  constexpr int STAGES = SPLIT_STAGES, OUTPUTS = TILES * TILE;
-  constexpr int STRIDE = OUTPUTS + 4;  // no two lanes in one bank
-  constexpr int AHEAD = 2;             // chunks of x in registers
+  constexpr int OUTPUTS = TILES * TILE, ROWS = Part::ROWS;
+  constexpr int STRIDE = OUTPUTS + 4;                             // no two lanes in one bank
+  constexpr int AHEAD = COLUMNS == 1 ? 4 : COLUMNS == 2 ? 2 : 1;  // chunks of x in registers
   DYNAMIC_SHARED(uint4, shared);
   const Part part(p, blockIdx.x * TILES);
-  const int slice = threadIdx.x / 32, many = units_of_slice(part.units);
-  const int first = slice * many, end = min(first + many, part.units);
-  const int stage_vectors = TILES * part.tile_vectors;
+  const int slice = threadIdx.x / 32, stage_vectors = TILES * part.tile_vectors;
   uint4* const ring = shared + slice * STAGES * stage_vectors;
+  const auto fetch = [&](int unit, int slot) {
+    if (unit < part.units) part.fetch(ring + slot * stage_vectors, unit);
+    cp_async_commit();
+  };
+  // Straight into registers: no two warps read the same. Zeros where there is no row or no input.
   const auto read_x = [&](int unit, int chunk, uint4(&into)[COLUMNS]) {
     const int input = unit * UNIT + chunk * CHUNK + part.lane % 4 * VECTOR;
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
-      const int row = part.first_row + j * 8 + part.lane / 4;
+      const int row = blockIdx.y * ROWS + j * 8 + part.lane / 4;
       into[j] = make_uint4(0, 0, 0, 0);
       if (row < p.rows && input < p.inputs)
         into[j] = vector_at(p.x, (static_cast<int64_t>(row) * p.inputs + input) / VECTOR);
     }
   };
-  const auto fetch = [&](int unit, int slot) {
-    if (unit < end) part.fetch(ring + slot * stage_vectors, unit);
-    cp_async_commit();
-  };
   uint4 ahead[AHEAD][COLUMNS];
 #pragma unroll
-  for (int stage = 0; stage < STAGES - 1; stage++) fetch(first + stage, stage);
+  for (int stage = 0; stage < STAGES - 1; stage++) fetch(slice + stage * SLICES, stage);
 #pragma unroll
-  for (int chunk = 0; chunk < AHEAD; chunk++) read_x(first, chunk, ahead[chunk]);
+  for (int chunk = 0; chunk < AHEAD; chunk++) read_x(slice, chunk, ahead[chunk]);
   typename Part::Sums total = {};
   int slot = 0;
-  for (int unit = first; unit < end; unit++) {
+  for (int unit = slice; unit < part.units; unit += SLICES) {
     cp_async_wait<STAGES - 2>();
     __syncwarp();  // the unit is there for all lanes, and all have read the one before
-    fetch(unit + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
+    fetch(unit + (STAGES - 1) * SLICES, slot == 0 ? STAGES - 1 : slot - 1);
     const auto next_x = [&](int chunk, uint4(&x)[COLUMNS]) {
 #pragma unroll
       for (int j = 0; j < COLUMNS; j++) x[j] = ahead[chunk % AHEAD][j];
-      read_x(chunk + AHEAD < CHUNKS ? unit : unit + 1, (chunk + AHEAD) % CHUNKS, ahead[chunk % AHEAD]);
+      read_x(chunk + AHEAD < CHUNKS ? unit : unit + SLICES, (chunk + AHEAD) % CHUNKS, ahead[chunk % AHEAD]);
     };
     part.add_unit(ring + slot * stage_vectors, next_x, total);
     slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -267,101 +244,57 @@ __device__ __forceinline__ void linear_q4_split(const LinearQ4Params& p) {
   cp_async_wait<0>();
   __syncthreads();  // the rings are read no more
   float* sums = reinterpret_cast<float*>(shared);
-  part.put(total, sums + slice * Part::ROWS * STRIDE, STRIDE, 0);
+  part.put(total, sums + slice * ROWS * STRIDE, STRIDE);
   __syncthreads();
-  write<T, Part::ROWS, OUTPUTS>(p, blockIdx.x * OUTPUTS, sums, STRIDE, SLICES);
-}
-
-// For more rows: each warp of a block has tiles of its own and all inputs, slice by slice, and x is shared.
-template <typename T, int TILES, int COLUMNS>
-__device__ __forceinline__ void linear_q4_whole(const LinearQ4Params& p) {
-  using Part = Tiles<T, TILES, COLUMNS>;
-  constexpr int STAGES = WHOLE_STAGES, OUTPUTS = WHOLE_WARPS * TILES * TILE, STRIDE = OUTPUTS + 4;
-  constexpr int X_VECTORS = Part::ROWS * ROW_VECTORS;
-  DYNAMIC_SHARED(uint4, shared);
-  const int warp = threadIdx.x / 32;
-  const Part part(p, (blockIdx.x * WHOLE_WARPS + warp) * TILES);
-  const int many = units_of_slice(part.units), warp_vectors = TILES * part.tile_vectors;
-  const int stage_vectors = X_VECTORS + WHOLE_WARPS * warp_vectors;
-  const auto fetch = [&](int unit, int slot) {
-    if (unit < part.units) {
-      uint4* to = shared + slot * stage_vectors;
+  for (int i = threadIdx.x; i < ROWS * OUTPUTS; i += THREADS) {
+    const int row = blockIdx.y * ROWS + i / OUTPUTS, output = blockIdx.x * OUTPUTS + i % OUTPUTS;
+    if (row >= p.rows || output >= p.outputs) continue;
+    float sum = 0.0f;
 #pragma unroll
-      for (int i = threadIdx.x; i < X_VECTORS; i += WHOLE_THREADS) {
-        const int row = part.first_row + i / ROW_VECTORS, input = unit * UNIT + i % ROW_VECTORS * VECTOR;
-        const bool valid = row < p.rows && input < p.inputs;
-        const int64_t at = valid ? (static_cast<int64_t>(row) * p.inputs + input) / VECTOR : 0;
-        cp_async_16(to + x_place(i / ROW_VECTORS, i % ROW_VECTORS), static_cast<const uint4*>(p.x) + at, valid);
-      }
-      part.fetch(to + X_VECTORS + warp * warp_vectors, unit);
-    }
-    cp_async_commit();
-  };
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; stage++) fetch(stage, stage);
-  typename Part::Sums total = {}, sums = {};
-  int slot = 0, left = many;
-  for (int unit = 0; unit < part.units; unit++) {
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();  // the unit is there for all warps, and all have read the one before
-    fetch(unit + STAGES - 1, slot == 0 ? STAGES - 1 : slot - 1);
-    const uint4* from = shared + slot * stage_vectors;
-    const auto next_x = [&](int chunk, uint4(&x)[COLUMNS]) {
-#pragma unroll
-      for (int j = 0; j < COLUMNS; j++)
-        x[j] = from[x_place(j * 8 + part.lane / 4, chunk * (CHUNK / VECTOR) + part.lane % 4)];
-    };
-    part.add_unit(from + X_VECTORS + warp * warp_vectors, next_x, sums);
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
-    if (--left && unit + 1 < part.units) continue;
-    left = many;
-#pragma unroll
-    for (int i = 0; i < TILES; i++)
-#pragma unroll
-      for (int j = 0; j < COLUMNS; j++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          total[i][j][k] += sums[i][j][k];
-          sums[i][j][k] = 0.0f;
-        }
+    for (int from = 0; from < SLICES; from++) sum += sums[(from * ROWS + i / OUTPUTS) * STRIDE + i % OUTPUTS];
+    if (p.bias) sum += p.bias[output];
+    static_cast<unsigned short*>(p.out)[row * p.stride + output] = static_cast<unsigned short>(T::pack(sum, 0.0f));
   }
-  cp_async_wait<0>();
-  __syncthreads();  // the ring is read no more
-  float* results = reinterpret_cast<float*>(shared);
-  part.put(total, results, STRIDE, warp * TILES * TILE);
-  __syncthreads();
-  write<T, Part::ROWS, OUTPUTS>(p, blockIdx.x * OUTPUTS, results, STRIDE, 1);
 }
 
-// Writes the weights, each rounded once: a thread has the 8 numbers of a word.
+// Writes the weights, each rounded once: a thread has 32 of them, of two outputs. Grid: x tiles, y a few units.
 template <typename T>
 __device__ __forceinline__ void unpack_q4(const UnpackQ4Params& p) {
-  const int output = blockIdx.x, vectors = p.inputs / VECTOR, vector = blockIdx.y * UNPACK_THREADS + threadIdx.x;
-  if (vector >= vectors) return;
-  const int units = (p.inputs + UNIT - 1) / UNIT, unit = vector / (UNIT / VECTOR), chunk = vector / 4 % 4;
-  const int in_tile = output % TILE, lane = in_tile % 8 * 4 + vector % 4;
-  const int64_t at = static_cast<int64_t>(output / TILE) * units + unit;
-  const uint32_t word = p.words[(at * TILE_WORDS + chunk / 2 * 32 + lane) * 4 + chunk % 2 * 2 + in_tile / 8];
-  const int64_t group = (at * p.groups + (p.groups == 1 ? 0 : chunk)) * TILE + in_tile;
-  const float scale = p.scales[group];
-  float weights[VECTOR];
+  const int vectors = p.inputs / VECTOR, units = (p.inputs + UNIT - 1) / UNIT;
+  const int unit = blockIdx.y * UNPACK_UNITS + threadIdx.x / TILE_WORDS;
+  const int v = threadIdx.x / 32 % 2, lane = threadIdx.x % 32;
+  if (unit >= units) return;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * units + unit;
+  const uint4 words = p.words[at * TILE_WORDS + v * 32 + lane];
 #pragma unroll
-  for (int i = 0; i < VECTOR; i++) {
-    const float number = static_cast<float>(word >> 4 * (i / 2 + i % 2 * 4) & 15u);
-    weights[i] = p.mins ? fmaf(scale, number, -p.mins[group]) : scale * (number - 8.0f);
+  for (int i = 0; i < 4; i++) {
+    const int chunk = 2 * v + i / 2, in_tile = lane / 4 + i % 2 * 8;
+    const int output = blockIdx.x * TILE + in_tile, vector = unit * ROW_VECTORS + chunk * (CHUNK / VECTOR) + lane % 4;
+    if (output >= p.outputs || vector >= vectors) continue;
+    const int64_t group = (at * p.groups + (p.groups == 1 ? 0 : chunk)) * TILE + in_tile;
+    const uint32_t word = word_of(words, i);
+    const float scale = p.scales[group], least = p.mins ? p.mins[group] : 0.0f;
+    float weights[VECTOR];
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) {
+      const float number = static_cast<float>(word >> 4 * (k / 2 + k % 2 * 4) & 15u);
+      weights[k] = p.mins ? fmaf(scale, number, -least) : scale * (number - 8.0f);
+    }
+    vector_at(p.out, static_cast<int64_t>(output) * vectors + vector) = pack<T>(weights);
   }
-  vector_at(p.out, static_cast<int64_t>(output) * vectors + vector) = pack<T>(weights);
 }
 
 }  // namespace
 
-RESIDENT_KERNEL(linear_q4_split_t2c1_bf16, LinearQ4Params, SPLIT_THREADS, 4, linear_q4_split<bf16, 2, 1>)
-RESIDENT_KERNEL(linear_q4_split_t2c1_f16, LinearQ4Params, SPLIT_THREADS, 4, linear_q4_split<f16, 2, 1>)
-RESIDENT_KERNEL(linear_q4_split_t2c2_bf16, LinearQ4Params, SPLIT_THREADS, 2, linear_q4_split<bf16, 2, 2>)
-RESIDENT_KERNEL(linear_q4_split_t2c2_f16, LinearQ4Params, SPLIT_THREADS, 2, linear_q4_split<f16, 2, 2>)
-RESIDENT_KERNEL(linear_q4_whole_t1c4_bf16, LinearQ4Params, WHOLE_THREADS, 3, linear_q4_whole<bf16, 1, 4>)
-RESIDENT_KERNEL(linear_q4_whole_t1c4_f16, LinearQ4Params, WHOLE_THREADS, 3, linear_q4_whole<f16, 1, 4>)
-RESIDENT_KERNEL(linear_q4_whole_t2c4_bf16, LinearQ4Params, WHOLE_THREADS, 2, linear_q4_whole<bf16, 2, 4>)
-RESIDENT_KERNEL(linear_q4_whole_t2c4_f16, LinearQ4Params, WHOLE_THREADS, 2, linear_q4_whole<f16, 2, 4>)
+RESIDENT_KERNEL(linear_q4_t1c1_bf16, LinearQ4Params, THREADS, 4, linear_q4<bf16, 1, 1>)
+RESIDENT_KERNEL(linear_q4_t1c1_f16, LinearQ4Params, THREADS, 4, linear_q4<f16, 1, 1>)
+RESIDENT_KERNEL(linear_q4_t2c1_bf16, LinearQ4Params, THREADS, 3, linear_q4<bf16, 2, 1>)
+RESIDENT_KERNEL(linear_q4_t2c1_f16, LinearQ4Params, THREADS, 3, linear_q4<f16, 2, 1>)
+RESIDENT_KERNEL(linear_q4_t1c2_bf16, LinearQ4Params, THREADS, 3, linear_q4<bf16, 1, 2>)
+RESIDENT_KERNEL(linear_q4_t1c2_f16, LinearQ4Params, THREADS, 3, linear_q4<f16, 1, 2>)
+RESIDENT_KERNEL(linear_q4_t2c2_bf16, LinearQ4Params, THREADS, 2, linear_q4<bf16, 2, 2>)
+RESIDENT_KERNEL(linear_q4_t2c2_f16, LinearQ4Params, THREADS, 2, linear_q4<f16, 2, 2>)
+RESIDENT_KERNEL(linear_q4_t4c4_bf16, LinearQ4Params, THREADS, 1, linear_q4<bf16, 4, 4>)
+RESIDENT_KERNEL(linear_q4_t4c4_f16, LinearQ4Params, THREADS, 1, linear_q4<f16, 4, 4>)
 KERNEL(unpack_q4_bf16, UnpackQ4Params, UNPACK_THREADS, unpack_q4<bf16>)
 KERNEL(unpack_q4_f16, UnpackQ4Params, UNPACK_THREADS, unpack_q4<f16>)

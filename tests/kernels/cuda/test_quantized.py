@@ -36,7 +36,6 @@ orders = pytest.mark.parametrize("order", ORDERS)
 dtypes = pytest.mark.parametrize("dtype", TYPES)
 FORMATS = [(128, False), (128, True), (32, False), (32, True)]
 """Inputs of a group, and whether it has minima."""
-SHAPES = (*calls.Q4_SPLITS, *calls.Q4_WHOLES)
 
 
 def groups(outputs: int, inputs: int, group: int, mins: bool, seed: int = 0) -> Groups:
@@ -57,7 +56,7 @@ def held(part: Groups, bias: Tensor | None = None) -> Quantized:
 
 
 def product(
-    weight: Quantized, x: Tensor, dtype: str, order: int, shape: calls.Q4Shape | None = None, stride: int = 0
+    weight: Quantized, x: Tensor, dtype: str, order: int, shape: tuple[int, int] | None = None, stride: int = 0
 ) -> Tensor:
     """x times the matrix, in rows of `stride` numbers, of which nothing else is written."""
     rows = x.shape[0]
@@ -97,7 +96,7 @@ class Case(NamedTuple):
 CASES = [Case(1, 8, 8), Case(3, 24, 136), Case(8, 80, 1544), Case(11, 40, 264), Case(37, 72, 328), Case(2, 16, 5256)]
 
 
-def check(order: int, dtype: str, case: Case, kind: tuple[int, bool], shape: calls.Q4Shape | None = None) -> None:
+def check(order: int, dtype: str, case: Case, kind: tuple[int, bool], shape: tuple[int, int] | None = None) -> None:
     """Compare with float64."""
     part, bias = groups(case.outputs, case.inputs, *kind), numbers(case.outputs, seed=3)
     x = numbers(case.rows, case.inputs, dtype=TYPES[dtype])
@@ -120,7 +119,7 @@ def test_row_has_the_same_bits_in_any_batch_and_shape(order: int, kind: tuple[in
     weight, x = held(groups(48, 1160, *kind)), numbers(40, 1160, dtype=TYPES[BF16])
     alone = product(weight, fenced(x[5:6]), BF16, order)[0]
     for rows in (8, 16, 40):
-        for shape in SHAPES:
+        for shape in calls.Q4_SHAPES:
             assert torch.equal(product(weight, fenced(x[:rows]), BF16, order, shape)[5], alone), (rows, shape)
 
 
