@@ -441,6 +441,8 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     """Formats of pack_linear beside the model's type; kernels/cpu/src/formats/ says what each is."""
     group_formats: frozenset[str] = frozenset()
     """Formats of pack_groups (Groups.weight_format): int4-32, int8-128-mins and so on."""
+    packs_experts: bool = True
+    """Whether pack_experts takes what pack_groups gives, where there is such a thing."""
     packs_tables: bool = True
     """Whether `embed` and `logits` take what pack_groups gives, where there is such a thing."""
     group_numerics: str = ""

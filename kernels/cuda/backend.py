@@ -92,7 +92,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
 
     overlaps = True
     group_formats = quantized.FORMATS
-    packs_tables = False
+    packs_experts = packs_tables = False
     group_numerics = " packed"
 
     def __init__(self, gpu: Device) -> None:

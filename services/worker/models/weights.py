@@ -284,9 +284,16 @@ class WeightLoader:
             name = self._find(f"{rows.name}.weight").removesuffix(".weight")
         transposed = self.config.family.transposed
         matrix = Matrix(name, rows.total, inputs, rows.rows, columns, transposed, rows.stack)
-        part = Part(self.ops, len(rows.rows), self.method.read(self.source, matrix, self.dtype), self.dtype)
+        keeps = self.ops.packs_experts or not self._is_of_experts(rows.name)
+        pieces = self.method.read(self.source, matrix, self.dtype)
+        part = Part(self.ops, len(rows.rows), pieces, self.dtype, keeps)
         self.packed[bool(part.weight_format)] += 1
         return part
+
+    def _is_of_experts(self, name: str) -> bool:
+        """Return whether a matrix is one of an expert, other than the shared one."""
+        mixture = self.config.mixture
+        return mixture is not None and f"{mixture.names.experts}." in name
 
     def _packed_table(self, name: str, bias: Tensor | None) -> Any:
         """Return the embedding or the head as the checkpoint packs it; None where it, the backend or ranks do not."""

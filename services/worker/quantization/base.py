@@ -54,12 +54,17 @@ class Matrix:
 class Part:
     """Rows of a matrix that are about to be packed."""
 
-    def __init__(self, ops: AnyOps, rows: int, pieces: Iterator[Tensor | Groups], dtype: torch.dtype) -> None:
-        """Look at the first piece. Groups that the backend cannot multiply are unpacked into `dtype`."""
+    def __init__(
+        self, ops: AnyOps, rows: int, pieces: Iterator[Tensor | Groups], dtype: torch.dtype, keeps: bool = True
+    ) -> None:
+        """Look at the first piece. Groups that the backend cannot multiply are unpacked into `dtype`.
+
+        keeps: whether those that it can multiply are not.
+        """
         self.rows = rows
         first = next(pieces)
         self.weight_format = first.weight_format if isinstance(first, Groups) else ""
-        self.unpacked = self.weight_format not in ("", *ops.group_formats)
+        self.unpacked = self.weight_format not in ("", *(ops.group_formats if keeps else ()))
         """Whether Groups are unpacked."""
         self.pieces: Iterator[Tensor | Groups] = chain([first], pieces)
         if self.unpacked:

@@ -15,12 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.cuda.backend import CudaOps
 from kernels.cuda.backend import Packed as PlainOnDevice
 from kernels.cuda.quantized import Quantized
 from kernels.ops import Groups
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import load_config
 from services.worker.models.stored import Stored
+from services.worker.models.weights import WeightLoader, shard_of
+from services.worker.parallel.state import ParallelState
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix
 from services.worker.quantization.int4 import rounded as int4_rounded
@@ -28,6 +31,7 @@ from services.worker.quantization.stored import unpacked
 from shared.errors import ConfigurationError, ModelError
 from tests.engine.driver import assert_tokens, generated
 from tests.engine.emulated import GAP, emulated
+from tests.kernels.cuda.programs import device_of
 from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.checkpoints.quantized import Format, add_config, words, write_quantized
 from tests.support.compiler import demand_compiler
@@ -122,6 +126,23 @@ def test_experts_of_a_quantized_checkpoint_give_the_tokens_of_their_weights(tmp_
     meant = write_quantized(tmp_path / "plain", tmp_path / "quantized", kind)
     assert sum(".experts." in name for name in meant) == 2 * 6 * 3
     assert_tokens(Reference(tmp_path / "plain"), tmp_path / "quantized", "cpu")
+
+
+def test_experts_alone_are_unpacked_where_kernels_have_none_in_groups(tmp_path: Path) -> None:
+    demand_compiler()
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES, **EXPERTS)
+    meant = write_quantized(tmp_path / "plain", tmp_path / "quantized", Format("awq", group=32))
+    config = load_config(tmp_path / "quantized")
+    assert config.mixture is not None
+    names, source, method = config.mixture.names, Checkpoint(tmp_path / "quantized"), method_of("none", config.stored)
+    shard, ops = shard_of(config, ParallelState()), CudaOps(device_of())
+    loader = WeightLoader(config, shard, source, ops, torch.float16, 64, method)
+    for mlp, inner, held in ((f"{names.experts}.3", 64, PlainOnDevice), (names.shared, 192, Quantized)):
+        name = f"{loader.layer_prefix(0)}{mlp}.{names.down_proj}"
+        packed = loader.row_parallel(name, inner, range(inner), "mlp")
+        assert isinstance(packed, held)
+        if isinstance(packed, PlainOnDevice):
+            assert torch.equal(packed.weight.cpu(), meant[f"{name}.weight"].half())
 
 
 def test_experts_that_are_rounded_at_load_give_the_tokens_of_their_weights(tmp_path: Path) -> None:
