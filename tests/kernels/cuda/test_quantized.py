@@ -134,17 +134,21 @@ def test_broken_rows_leave_the_others_alone(order: int) -> None:
     assert found[3].isnan().all() and not found[6].isfinite().any()
 
 
+def check_unpacked(order: int, dtype: str, kind: tuple[int, bool], inputs: int) -> None:
+    part = groups(21, inputs, *kind)
+    weight, out = held(part), untouched(21, inputs, dtype=TYPES[dtype])
+    mins = 0 if weight.mins is None else weight.mins.data_ptr()
+    addresses = (weight.words.data_ptr(), weight.scales.data_ptr(), mins, out.data_ptr())
+    launch(calls.unpack_q4(dtype, inputs, 21, kind[0], *addresses), order)
+    assert_fences(out)
+    assert torch.equal(out, part.plain().to(out.dtype))
+
+
 @orders
 @dtypes
 @pytest.mark.parametrize("kind", FORMATS)
 def test_unpacked_weights_have_the_bits_of_their_groups(order: int, dtype: str, kind: tuple[int, bool]) -> None:
-    part = groups(21, 2312, *kind)
-    weight, out = held(part), untouched(21, 2312, dtype=TYPES[dtype])
-    mins = 0 if weight.mins is None else weight.mins.data_ptr()
-    addresses = (weight.words.data_ptr(), weight.scales.data_ptr(), mins, out.data_ptr())
-    launch(calls.unpack_q4(dtype, 2312, 21, kind[0], *addresses), order)
-    assert_fences(out)
-    assert torch.equal(out, part.plain().to(out.dtype))
+    check_unpacked(order, dtype, kind, 2312)
 
 
 def cut(part: Groups, *at: int) -> list[Groups]:

@@ -98,9 +98,7 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
         ),
         "sample": lambda: sample(order, sizes),
         "select_rows": lambda: rows.test_select_takes_the_rows_that_sample_and_leaves_padding_alone(order, sizes.width),
-        "unpack_q4": lambda: test_quantized.test_unpacked_weights_have_the_bits_of_their_groups(
-            order, dtype, (32, True)
-        ),
+        "unpack_q4": lambda: quantized.check_unpacked(order, dtype, (32, True), sizes.width),
     }
     if shape := re.fullmatch(r"linear_q4_t(\d)c(\d)", named[1]):
         quantized.check(order, dtype, sizes.packed, (32, True), (int(shape[1]), int(shape[2])))
