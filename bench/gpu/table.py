@@ -21,8 +21,6 @@ BANKS = Path(residency.__file__).with_name("banks.json")
 MODEL = LLAMA_8B
 ROWS, SEQUENCES, PARTS, RANK = 4096, 64, 8, 16
 """Rows of a large step; sequences that decode; parts of a token's attention that are merged; rank of an adapter."""
-PACKED_ROWS = (0, 8, 0, 16, 64)
-"""For which q4_shape chooses each kernel of matrices in 4 bits, of the model's largest matrix; 0: for no rows of it."""
 COPIED, BLOCK_BYTES = 256, 2 << 20
 EMULATED = "emulator, PTX, races"
 """What tests/kernels/cuda runs every kernel of the sources on."""
@@ -71,19 +69,21 @@ def kernels() -> list[Kernel]:
         Kernel(_block(copy), f"{COPIED} of {BLOCK_BYTES >> 20} MiB", 2.0 * COPIED * BLOCK_BYTES),
         Kernel(_block(down), f"{ROWS} x {hidden} to 2 x {RANK}", row_bytes, checks="add_low_rank "),
         Kernel(_block(up), f"{ROWS} x {2 * width} of {RANK}", 2 * 2.0 * ROWS * 2 * width, checks="add_low_rank "),
-        *_packed(hidden, 2 * width),
+        *_packed(),
     ]
 
 
-def _packed(inputs: int, outputs: int) -> list[Kernel]:
-    """Return the kernels of matrices in 4 bits, in groups of 128 with minima."""
-    made = []
-    for shape, rows in zip(calls.Q4_SHAPES, PACKED_ROWS, strict=True):
+def _packed() -> list[Kernel]:
+    """Return the kernels of matrices in 4 bits, in groups of 128 with minima, for a small and the largest matrix."""
+    made, inputs, large = [], MODEL.hidden, 2 * MODEL.intermediate
+    uses = ((8, MODEL.qkv), (8, large), (16, MODEL.qkv), (16, large), (64, large))
+    for shape, (rows, outputs) in zip(calls.Q4_SHAPES, uses, strict=True):
         call = calls.linear_q4(BF16, rows, inputs, outputs, Q4_UNIT, 0, 0, 0, 1, 0, 0, outputs, shape)
-        made.append(Kernel(_block(call), f"{rows}: {outputs} x {inputs}" if rows else "", op="linear_q4"))
-    unpack = calls.unpack_q4(BF16, inputs, outputs, Q4_UNIT, 0, 0, 1, 0)
-    moved = outputs * inputs * (0.5 + 2 + 8 / Q4_UNIT)
-    return [*made, Kernel(_block(unpack), f"{outputs} x {inputs}", moved, checks="linear_q4 ")]
+        moved = outputs * inputs * (0.5 + 8 / Q4_UNIT) + 2.0 * rows * (inputs + outputs)
+        made.append(Kernel(_block(call), f"{rows}: {outputs} x {inputs}", moved, op="linear_q4"))
+    unpack = calls.unpack_q4(BF16, inputs, large, Q4_UNIT, 0, 0, 1, 0)
+    moved = large * inputs * (0.5 + 8 / Q4_UNIT + 2)
+    return [*made, Kernel(_block(unpack), f"{large} x {inputs}", moved, checks="linear_q4 ")]
 
 
 def _block(call: calls.Call) -> Block:
