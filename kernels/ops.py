@@ -442,6 +442,13 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     """Formats of pack_linear beside the model's type; kernels/cpu/src/formats/ says what each is."""
     group_formats: frozenset[str] = frozenset()
     """Formats of pack_groups (Groups.weight_format): int4-32, int8-128-mins and so on."""
+    packs_experts: bool = True
+    """Whether pack_experts takes what pack_groups gives, where there is such a thing."""
+    packs_tables: bool = True
+    """Whether `embed` and `logits` take what pack_groups gives, where there is such a thing."""
+    group_numerics: str = ""
+    """What the numerics of a model say more where matrices of it are packed from Groups. Empty where products then have
+    the bits of unpacked weights."""
 
     def block_bytes(self, shape: CacheShape) -> int:
         """Return the bytes of one block as this backend's caches hold it."""
@@ -479,7 +486,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> Any:
         """Return a matrix as pack_linear, of parts that are all of one of the backend's group_formats.
 
-        `linear` multiplies it as pack_linear's float32 matrix of `Groups.plain`, to the bit where sums are in float32.
+        `linear` multiplies it as a matrix of `Groups.plain` in float32; on a CPU as pack_linear's, to the bit.
         """
         raise ValueError(f"weights in groups: the {self.name} backend has no kernels for them")
 

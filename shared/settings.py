@@ -433,7 +433,7 @@ class WorkerSettings(InternalSettings, AdapterSettings):
     )
     quantize: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="int8 and int4 round the weights of linear layers to so many bits; they need the cpu kernels",
+        description="int8 and int4 round the weights of linear layers to so many bits; int8 needs the cpu kernels",
     )
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto",

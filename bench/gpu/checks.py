@@ -51,7 +51,17 @@ NO_PEAKS = Peaks("", 1.0, 1.0, 1.0, {})
 """Checks time nothing. Under compute-sanitizer, to measure peaks takes minutes."""
 
 FAILED_CODE = 99
-SUITES = ("rows", "rope", "adapters", "blocks", "attention_decode", "attention_prefill", "sampling", "cache")
+SUITES = (
+    "rows",
+    "rope",
+    "adapters",
+    "quantized",
+    "blocks",
+    "attention_decode",
+    "attention_prefill",
+    "sampling",
+    "cache",
+)
 SUITE_S = 80
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.kernels.shapes import BLOCK_SIZE, LLAMA_8B
 from kernels.cuda import calls, residency
-from kernels.cuda.calls import BF16, HEAD_DIMS, LOW_RANK_ROWS, Block
+from kernels.cuda.calls import BF16, HEAD_DIMS, LOW_RANK_ROWS, Q4_UNIT, Block
 
 BANKS = Path(residency.__file__).with_name("banks.json")
 MODEL = LLAMA_8B
@@ -70,7 +70,21 @@ def kernels() -> list[Kernel]:
         Kernel(_block(copy), f"{COPIED} of {BLOCK_BYTES >> 20} MiB", 2.0 * COPIED * BLOCK_BYTES),
         Kernel(_block(down), adapted, row_bytes, "adapters", "low_rank_down", "add_low_rank "),
         Kernel(_block(up), adapted, 2 * 2.0 * ROWS * 2 * width, "adapters", "low_rank_up", "add_low_rank "),
+        *_packed(),
     ]
+
+
+def _packed() -> list[Kernel]:
+    """Return the kernels of matrices in 4 bits, in groups of 128 with minima, for a small and the largest matrix."""
+    made, inputs, large = [], MODEL.hidden, 2 * MODEL.intermediate
+    uses = ((8, MODEL.qkv), (8, large), (16, MODEL.qkv), (16, large), (64, large))
+    for shape, (rows, outputs) in zip(calls.Q4_SHAPES, uses, strict=True):
+        call = calls.linear_q4(BF16, rows, inputs, outputs, Q4_UNIT, 0, 0, 0, 1, 0, 0, outputs, shape)
+        moved = outputs * inputs * (0.5 + 8 / Q4_UNIT) + 2.0 * rows * (inputs + outputs)
+        made.append(Kernel(_block(call), f"{rows}: {outputs} x {inputs}", moved, op="linear_q4"))
+    unpack = calls.unpack_q4(BF16, inputs, large, Q4_UNIT, 0, 0, 1, 0)
+    moved = large * inputs * (0.5 + 8 / Q4_UNIT + 2)
+    return [*made, Kernel(_block(unpack), f"{large} x {inputs}", moved, checks="linear_q4 ")]
 
 
 def _block(call: calls.Call) -> Block:

@@ -15,11 +15,13 @@ from bench.kernels.case import Bench, Case, Maker, recorded
 from bench.kernels.clock import Recorded, Thunk, error_of
 from bench.kernels.kv import some_rows
 from bench.kernels.shapes import BLOCK_SIZE, Plan
-from kernels.ops import Attention, Cache, CacheShape, LowRankShape, Norm
+from kernels.ops import Attention, Cache, CacheShape, Groups, LowRankShape, Norm
 
 EPS = 1e-5
 ADAPTERS, RANK = 8, 16
 """Of add_low_rank: the rows of a step have them in turn."""
+FEW, GROUP = (1, 8, 16), 128
+"""Of linear_q4: rows as decode has them; inputs that share a scale and a zero point, as in AWQ."""
 Peers = dict[str, Callable[[], Sequence[Thunk]]]
 
 
@@ -36,7 +38,9 @@ def rows(plan: Plan) -> list[Maker]:
         "logits": logits,
     }
     cases = [(f"{op} {count}", partial(make, count)) for op, make in kinds.items() for count in plan.rows]
-    return [*cases, *((f"linear {count}", partial(linear, count)) for count in plan.linear_rows)]
+    products = [(f"linear {count}", partial(linear, count)) for count in plan.linear_rows]
+    packed = [(f"linear_q4 {count}", partial(linear_q4, count)) for count in sorted({*FEW, *plan.linear_rows})]
+    return [*cases, *products, *packed]
 
 
 def norm(count: int, bench: Bench) -> Case:
@@ -253,6 +257,39 @@ def _product(bench: Bench, op: str, count: int, outputs: int, inputs: int) -> Ca
     if x.device.type == "cpu" and torch_packs(bench.dtype):
         peers["oneDNN, reordered"] = prepacked
     return recorded(bench, op, f"{count}: {outputs} x {inputs}", work, amounts, error, peers)
+
+
+def linear_q4(count: int, bench: Bench) -> Case:
+    """Return a case of the MLP's first matrix in 4 bits, beside torch's product of the same weights unpacked."""
+    ops, size, model = bench.clock.ops, bench.dtype.itemsize, bench.plan.model
+    outputs, inputs = 2 * model.intermediate, model.hidden
+    generator = torch.Generator().manual_seed(count)
+    numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    scales = (torch.rand((outputs, -(-inputs // GROUP)), generator=generator) / 8).half().float()
+    part = Groups(4, GROUP, numbers, scales, scales * 7)
+    weight_bytes = numbers.numel() // 2 + 2 * scales.nbytes
+    copies = max(2, min(32, bench.plan.copies(weight_bytes)))
+    x = _random(bench, count, inputs)
+    packed = [ops.pack_groups(iter([part]), outputs, inputs, None) for _ in range(copies)]
+    batch, blocks = some_rows(count)
+    work = Recorded(lambda x, _prepared, i: ops.linear(x, packed[i]), batch, _cache(bench, blocks), copies, x)
+    amounts = (weight_bytes + count * (inputs + outputs) * size, 2.0 * count * outputs * inputs)
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        made = bench.clock.empty(outputs, inputs, dtype=dtype)
+        bench.clock.compute(lambda: made.copy_(part.plain()))
+        return made
+
+    def error() -> float:
+        found, weight = ops.linear(x, packed[0]), plain(torch.float64)
+        return bench.clock.compute(lambda: error_of(found[:64], x[:64].double() @ weight.T))
+
+    def calls() -> list[Thunk]:
+        weight = plain(bench.dtype)
+        return [partial(F.linear, x, one) for one in _clones(bench, weight, copies)]
+
+    shape = f"{count}: {outputs} x {inputs}"
+    return recorded(bench, "linear_q4", shape, work, amounts, error, {"F.linear, unpacked": calls})
 
 
 def torch_packs(dtype: torch.dtype) -> bool:

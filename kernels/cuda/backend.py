@@ -7,7 +7,7 @@ this registers both names; what a GPU needs is imported when `cuda` is created.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cuda import calls
+from kernels.cuda import calls, quantized
 from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter, LowRankRoom
 from kernels.cuda.attention import PagedAttention
 from kernels.cuda.cache import CudaCache
@@ -23,11 +23,13 @@ from kernels.cuda.device import Device, Event, dtype_name, launch, pointer, put
 from kernels.cuda.graphs import Graphs, rooms_up_to
 from kernels.cuda.metadata import CudaPrepared, Staging, Work, page_columns, plan_columns, row_columns
 from kernels.cuda.planner import Planner, Room
+from kernels.cuda.quantized import Quantized
 from kernels.cuda.sampling import Sampler
 from kernels.ops import (
     Attention,
     Batch,
     CacheShape,
+    Groups,
     Int32,
     LowRankPairs,
     LowRankShape,
@@ -59,11 +61,39 @@ class Packed:
     bias: Tensor | None  # [outputs] float32
     rounded_bias: Tensor | None  # of the weight's dtype
 
+    @property
+    def outputs(self) -> int:
+        return int(self.weight.shape[0])
+
+    @property
+    def numbers(self) -> int:
+        """Return how many weights it has."""
+        return self.weight.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Matrices in several formats, one under the other."""
+
+    parts: tuple[Packed | Quantized, ...]
+
+    @property
+    def outputs(self) -> int:
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def numbers(self) -> int:
+        """Return how many weights they have."""
+        return sum(part.numbers for part in self.parts)
+
 
 class CudaOps(Ops[CudaPrepared, CudaCache]):
     """See kernels.ops. Models in bfloat16 or float16; those in float32 are the reference backend's."""
 
     overlaps = True
+    group_formats = quantized.FORMATS
+    packs_experts = packs_tables = False
+    group_numerics = " packed"
 
     def __init__(self, gpu: Device) -> None:
         self.gpu = gpu
@@ -124,6 +154,12 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             return Packed(weight, weight.t(), None, None)
         return Packed(weight, weight.t(), put(self.gpu, bias), put(self.gpu, bias.to(weight.dtype)))
 
+    def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> Quantized:
+        return quantized.pack(self.gpu, parts, outputs, inputs, bias)
+
+    def stack(self, packed: Sequence[Packed | Quantized]) -> Stacked:
+        return Stacked(tuple(packed))
+
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Packed:
         return self.pack_linear(parts, tokens, hidden, None)
 
@@ -140,14 +176,25 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             raise ValueError(f"the parts of a matrix of {rows} rows have {first}")
         return whole
 
-    def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        out, bias = self._empty(x.shape[0], packed.weight.shape[0], x.dtype), packed.rounded_bias
-        self._multiplied += packed.weight.numel()
+    def linear(self, x: Tensor, packed: Packed | Quantized | Stacked) -> Tensor:
+        out = self._empty(x.shape[0], packed.outputs, x.dtype)
+        self._multiplied += packed.numbers
+        first = 0
+        for part in packed.parts if isinstance(packed, Stacked) else (packed,):
+            self._multiply(x, part, out[:, first : first + part.outputs])
+            first += part.outputs
+        return out
+
+    def _multiply(self, x: Tensor, packed: Packed | Quantized, out: Tensor) -> None:
+        if isinstance(packed, Quantized):
+            if x.shape[0]:
+                quantized.multiply(self.gpu, x, packed, out)
+            return
+        bias = packed.rounded_bias
         if bias is None:
             self._main.run(lambda: torch.mm(x, packed.transposed, out=out))
         else:
             self._main.run(lambda: torch.addmm(bias, x, packed.transposed, out=out))
-        return out
 
     def logits(self, x: Tensor, packed: Packed) -> Tensor:
         rows, room = x.shape[0], self._logits_room

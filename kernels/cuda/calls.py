@@ -20,7 +20,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 VECTOR = 8  # numbers in 16 bytes
 WARP = 32
 ROW_THREADS, ROW_VECTORS = 1024, 4  # norms.cu: THREADS, HELD
-PIECE_THREADS = 256  # activations.cu, gather.cu, rope.cu: THREADS
+PIECE_THREADS = 256  # activations.cu, gather.cu, rope.cu: THREADS; linear_q4.cu: UNPACK_THREADS
 COPIED = 4  # gather.cu
 MAX_GRID_Y = 65_535
 PADDING = -(2**31)
@@ -90,6 +90,21 @@ LOW_RANK = _struct(
     ("downs", "i4"),
     ("rank", "i4"),
 )
+
+Q4_THREADS, Q4_STAGES, Q4_TILE, Q4_UNIT, Q4_TILE_WORDS = 256, 2, 16, 128, 64  # linear_q4.cu: as there
+Q4_SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
+"""TILES and COLUMNS of the kernels of linear_q4.cu."""
+Q4_WIDE = 16_384
+"""Outputs from which on two tiles a block are enough blocks for an H100."""
+LINEAR_Q4 = _struct(
+    "x words scales mins bias out",
+    ("stride", "i8"),
+    ("rows", "i4"),
+    ("inputs", "i4"),
+    ("outputs", "i4"),
+    ("groups", "i4"),
+)
+UNPACK_Q4 = _struct("words scales mins out", ("inputs", "i4"), ("outputs", "i4"), ("groups", "i4"))
 
 # Attention. The planner (`planner`) cuts the attention of an iteration into work items. A sequence is read in slabs of
 # SLAB tokens: slab i lies in its page i * SLAB // block_size, and one KV head's slab is SLAB * head_dim numbers in one
@@ -277,6 +292,51 @@ def low_rank(
         )
     )
     return first, second
+
+
+def q4_shape(rows: int, outputs: int) -> tuple[int, int]:
+    """Return which of Q4_SHAPES multiplies so many rows fastest on an H100; all give the same bits."""
+    tiles = 1 if outputs < Q4_WIDE else 2
+    return (tiles, 1) if rows <= 8 else (tiles, 2) if rows <= 16 else (4, 4)
+
+
+def linear_q4(
+    dtype: str,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    group: int,
+    x: int,
+    words: int,
+    scales: int,
+    mins: int,
+    bias: int,
+    out: int,
+    stride: int,
+    shape: tuple[int, int] | None = None,
+) -> Call:
+    """Return out = x weight^T + bias of a matrix in 4 bits, x [rows, inputs], out [rows, outputs] with `stride`.
+
+    group: inputs that share a scale. shape: another one than q4_shape gives. The arrays are those of linear_q4.cu.
+    """
+    demand_vectors(inputs)
+    tiles, columns = shape or q4_shape(rows, outputs)
+    warps, width, block_rows = Q4_THREADS // WARP, tiles * Q4_TILE, columns * 8
+    groups = Q4_UNIT // group
+    ring = Q4_STAGES * tiles * (Q4_TILE_WORDS + groups * Q4_TILE // 4 * (2 if mins else 1)) * 16
+    sums = block_rows * (width + 4) * 4
+    grid = (-(-outputs // width), -(-_some(rows) // block_rows), 1)
+    params = _filled(LINEAR_Q4, (x, words, scales, mins, bias, out, stride, rows, inputs, outputs, groups))
+    return Call(f"linear_q4_t{tiles}c{columns}_{dtype}", grid, (Q4_THREADS, 1, 1), warps * max(ring, sums), params)
+
+
+def unpack_q4(dtype: str, inputs: int, outputs: int, group: int, words: int, scales: int, mins: int, out: int) -> Call:
+    """Return out [outputs, inputs], the weights of a matrix in 4 bits, each rounded once; see linear_q4."""
+    demand_vectors(inputs)
+    units = PIECE_THREADS // Q4_TILE_WORDS  # of a block
+    grid = (-(-outputs // Q4_TILE), -(-inputs // (Q4_UNIT * units)), 1)
+    params = _filled(UNPACK_Q4, (words, scales, mins, out, inputs, outputs, Q4_UNIT // group))
+    return Call(f"unpack_q4_{dtype}", grid, (PIECE_THREADS, 1, 1), 0, params)
 
 
 def copy_blocks(

@@ -202,6 +202,9 @@ class _Instruction:
         if "f32" in self._parts and (function := MATHS.get(self._operation.rpartition(".")[0])):
             return f"{function}({self._value(1)})"
         a = self._value(1)
+        if self._operation in ("fma.rn.bf16x2", "fma.rn.f16x2"):
+            self._type = "b32"
+            return f"fma_{self._parts[2]}({self._value(1)}, {self._value(2)}, {self._value(3)})"
         if self._operation == "add.rz.f32":
             return f"add_to_zero({a}, {self._value(2)})"
         if self._parts[1:-1] not in MODIFIERS[kind[0]].get(name, ([],)):

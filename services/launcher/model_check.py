@@ -78,7 +78,7 @@ class ModelFacts:
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) > 1 and not any(part in name for part in UNROUNDED)
             if name in self.packed_bits:
-                is_packed = kept and (name not in _GGUF_TABLES.values() or _packs_table(name, bits, worker))
+                is_packed = kept and _packs_gguf(name, self.packed_bits[name], bits, worker)
                 total += count * (self.packed_bits[name] if is_packed else bits)
             elif self.stored is not None and name.endswith(WORDS):
                 word = 8 if name.endswith("_blocks") else 32
@@ -290,12 +290,17 @@ def _held_item_bytes(dtype: str, worker: WorkerSettings) -> int:
 
 def _keeps(stored: Stored, worker: WorkerSettings) -> bool:
     """Return whether the worker multiplies the packed numbers, and does not unpack them while it reads."""
-    return stored.unit > 0 and worker.kernels in ("auto", "cpu") and not _on_gpu(worker)
+    if _on_gpu(worker):
+        return stored.unit > 0 and stored.bits == 4 and stored.method != "mxfp4" and worker.kernels != "reference"
+    return stored.unit > 0 and worker.kernels in ("auto", "cpu")
 
 
-def _packs_table(name: str, bits: int, worker: WorkerSettings) -> bool:
-    """Return whether the worker holds a packed embedding or head of a GGUF file as it is (`models/weights.py`)."""
-    return worker.tp == 1 and (bits == 32 or name == "lm_head.weight")
+def _packs_gguf(name: str, packed_bits: int, bits: int, worker: WorkerSettings) -> bool:
+    """Return whether the worker holds a packed matrix of a GGUF file as it is (`models/weights.py`)."""
+    is_table = name in _GGUF_TABLES.values()
+    if _on_gpu(worker):
+        return packed_bits < 8 and not is_table
+    return not is_table or (worker.tp == 1 and (bits == 32 or name == "lm_head.weight"))
 
 
 def _on_gpu(worker: WorkerSettings) -> bool:

@@ -41,7 +41,7 @@ def choose(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, tor
     if _on_gpu(settings):
         return _gpu(settings, config)
     dtype = cpu_dtype(settings.dtype, config)
-    if settings.kernels == "reference" and (option := _needs_cpu_kernels(settings)):
+    if settings.kernels == "reference" and (option := _needs_kernels(settings)):
         raise ConfigurationError(f"{option} needs the cpu kernels; give --kernels auto or cpu")
     library = None if settings.kernels == "reference" else _library(settings)
     if library is None:
@@ -113,9 +113,11 @@ def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch
     lack = "" if settings.kernels == "reference" else _lacks_kernels(settings, config, dtype)
     if lack and settings.kernels == "cuda":
         raise ConfigurationError(f"--kernels cuda: {lack}")
+    name = "reference" if lack or settings.kernels == "reference" else "cuda"
+    if name == "reference" and (option := _needs_kernels(settings)):
+        raise ConfigurationError(f"{option} needs the cuda kernels on a GPU{lack and f': {lack}'}; give DEVICE=cpu")
     if lack:
         log.warning("the slower reference kernels are used on the GPU: %s", lack)
-    name = "reference" if lack or settings.kernels == "reference" else "cuda"
     return _created(name, torch.device("cuda", 0)), dtype
 
 
@@ -175,6 +177,13 @@ def _needs_cpu_kernels(settings: WorkerSettings) -> str | None:
     return "--kernels cpu" if settings.kernels == "cpu" else None
 
 
+def _needs_kernels(settings: WorkerSettings) -> str | None:
+    """Return the option, if one is given, that the reference kernels cannot do."""
+    if METHODS[settings.quantize].backends:
+        return f"--quantize {settings.quantize}"
+    return _needs_cpu_kernels(settings)
+
+
 def _library(settings: WorkerSettings) -> Library | None:
     """Return the cpu kernels, or None with a warning when they cannot be loaded and no setting demands them."""
     try:
@@ -182,7 +191,7 @@ def _library(settings: WorkerSettings) -> Library | None:
             raise BuildError(f"--block-size {settings.block_size} is no multiple of {BLOCK_TOKENS}")
         return load()
     except BuildError as error:
-        if option := _needs_cpu_kernels(settings):
+        if option := _needs_kernels(settings):
             raise ConfigurationError(f"{option}: the cpu kernels cannot be used: {error}") from error
         log.warning("the slower reference kernels are used: %s", error)
         return None

@@ -99,6 +99,7 @@ class Engine:
         self.model_hash = weights.fingerprint()
         with room_for("the kernels", "use a smaller model"):
             self.ops, self.dtype = choose(settings, shard_of(config, self.parallel).config(config))
+        self._numerics_of_format = method.numerics(self.ops)
         has_adapters = "no" if self.adapter_dir is None else "an"  # each host may have the folder elsewhere
         self.parallel.demand_same(
             f"{self.model_hash} {self.numerics} --block-size {settings.block_size} "
@@ -219,7 +220,7 @@ class Engine:
         """Return what decides the numbers of this engine besides the model: kernels, type, weight and KV format."""
         dtype = str(self.dtype).removeprefix("torch.")
         kv = "" if self.settings.kv_dtype == "auto" else f" kv {self.settings.kv_dtype}"
-        return f"{self.ops.numerics(self.dtype)} {dtype} {self.settings.quantize}{kv}"
+        return f"{self.ops.numerics(self.dtype)} {dtype} {self.settings.quantize}{self._numerics_of_format}{kv}"
 
     @property
     def adapter_dir(self) -> Path | None:

@@ -83,6 +83,16 @@ __device__ void widen(const Params& p) {
   if (i < p.n) out[131072 + i] = exp2_approx(static_cast<const float*>(p.a)[i]);
 }
 
+// a, b: words of two bf16 each; out: a b + a of both halves, then the same of words of f16 behind the n of bf16.
+__device__ void multiply_add(const Params& p) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= p.n) return;
+  const unsigned *a = static_cast<const unsigned*>(p.a), *b = static_cast<const unsigned*>(p.b);
+  unsigned* out = static_cast<unsigned*>(p.out);
+  out[i] = fma_bf16x2(a[i], b[i], a[i]);
+  out[p.n + i] = fma_f16x2(a[p.n + i], b[p.n + i], a[p.n + i]);
+}
+
 // out: rows of 32 results of one shuffle or vote each, of the lane's own a.
 __device__ void warp(const Params& p) {
   const int lane = threadIdx.x, x = static_cast<const int*>(p.a)[lane];
@@ -126,5 +136,6 @@ KERNEL(matrices_trans, Params, 32, matrices<true>)
 KERNEL(product_, Params, 32, product)
 KERNEL(narrow_, Params, 256, narrow)
 KERNEL(widen_, Params, 256, widen)
+KERNEL(multiply_add_, Params, 256, multiply_add)
 KERNEL(warp_, Params, 32, warp)
 KERNEL(counters_, Params, 256, counters)

@@ -129,6 +129,21 @@ def test_every_16_bit_number_is_widened_exactly(program: Program) -> None:
     assert np.allclose(found[131072:], 2.0 ** exponents.astype(np.float64), rtol=1e-6, atol=1e-38)
 
 
+def test_pairs_of_halves_are_multiplied_and_added_with_one_rounding(program: Program) -> None:
+    """The first 500 results are whole numbers that the types hold."""
+    dtypes, generator = (torch.bfloat16, torch.float16), torch.Generator().manual_seed(4)
+    whole = torch.randint(-11, 12, (2, 500), generator=generator).double()
+    a, b = torch.cat([whole, torch.randn((2, 500), generator=generator).double()], 1)
+    given = [np.concatenate([one.to(dtype).view(torch.int16).numpy() for dtype in dtypes]) for one in (a, b)]
+    found = np.zeros(2000, np.int16)
+    run(program, "multiply_add_", *given, found, n=500, grid=2, block=256)
+    for dtype, part in zip(dtypes, (found[:1000], found[1000:]), strict=True):
+        x, y = a.to(dtype).double(), b.to(dtype).double()
+        got, expected = torch.from_numpy(part).view(dtype).double(), x * y + x
+        assert torch.equal(got[:500], expected[:500])
+        assert ((got - expected).abs() <= expected.abs() * torch.finfo(dtype).eps * 0.501 + 2.0**-25).all()
+
+
 def test_shuffles_and_votes_are_those_of_the_programming_guide(program: Program) -> None:
     x = np.random.default_rng(1).integers(0, 100, 32, dtype=np.int32)
     found = np.zeros((8, 32), np.int32)

@@ -89,6 +89,18 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return both;
 }
 
+// a b + c of both halves of the words, rounded once.
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // 2^x within 2 units in the last place.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -47,6 +47,19 @@ inline unsigned short float_to_f16(float x) {
 inline unsigned pack_bf16(float low, float high) { return float_to_bf16(low) | unsigned(float_to_bf16(high)) << 16; }
 inline unsigned pack_f16(float low, float high) { return float_to_f16(low) | unsigned(float_to_f16(high)) << 16; }
 
+inline unsigned fma_bf16x2(unsigned a, unsigned b, unsigned c) {
+  const auto one = [=](int shift) {
+    return unsigned(float_to_bf16(fmaf(bf16_to_float(a >> shift), bf16_to_float(b >> shift), bf16_to_float(c >> shift))));
+  };
+  return one(0) | one(16) << 16;
+}
+inline unsigned fma_f16x2(unsigned a, unsigned b, unsigned c) {
+  const auto one = [=](int shift) {
+    return unsigned(float_to_f16(fmaf(f16_to_float(a >> shift), f16_to_float(b >> shift), f16_to_float(c >> shift))));
+  };
+  return one(0) | one(16) << 16;
+}
+
 inline float exp2_approx(float x) { return exp2f(x); }
 
 struct EmulatorFour {

@@ -284,14 +284,22 @@ class WeightLoader:
             name = self._find(f"{rows.name}.weight").removesuffix(".weight")
         transposed = self.config.family.transposed
         matrix = Matrix(name, rows.total, inputs, rows.rows, columns, transposed, rows.stack)
-        part = Part(self.ops, len(rows.rows), self.method.read(self.source, matrix, self.dtype), self.dtype)
+        keeps = self.ops.packs_experts or not self._is_of_experts(rows.name)
+        pieces = self.method.read(self.source, matrix, self.dtype)
+        part = Part(self.ops, len(rows.rows), pieces, self.dtype, keeps)
         self.packed[bool(part.weight_format)] += 1
         return part
+
+    def _is_of_experts(self, name: str) -> bool:
+        """Return whether a matrix is one of an expert, other than the shared one."""
+        mixture = self.config.mixture
+        return mixture is not None and f"{mixture.names.experts}." in name
 
     def _packed_table(self, name: str, bias: Tensor | None) -> Any:
         """Return the embedding or the head as the checkpoint packs it; None where it, the backend or ranks do not."""
         c = self.config
-        if not self.method.packs_tables or self.shard.vocab_rows != c.vocab_size:
+        packs = self.method.packs_tables and self.ops.packs_tables
+        if not packs or self.shard.vocab_rows != c.vocab_size:
             return None
         stem = self._find(f"{name}.weight").removesuffix(".weight")
         matrix = Matrix(stem, c.vocab_size, c.hidden_size, range(c.vocab_size), range(c.hidden_size))

@@ -54,12 +54,17 @@ class Matrix:
 class Part:
     """Rows of a matrix that are about to be packed."""
 
-    def __init__(self, ops: AnyOps, rows: int, pieces: Iterator[Tensor | Groups], dtype: torch.dtype) -> None:
-        """Look at the first piece. Groups that the backend cannot multiply are unpacked into `dtype`."""
+    def __init__(
+        self, ops: AnyOps, rows: int, pieces: Iterator[Tensor | Groups], dtype: torch.dtype, keeps: bool = True
+    ) -> None:
+        """Look at the first piece. Groups that the backend cannot multiply are unpacked into `dtype`.
+
+        keeps: whether those that it can multiply are not.
+        """
         self.rows = rows
         first = next(pieces)
         self.weight_format = first.weight_format if isinstance(first, Groups) else ""
-        self.unpacked = self.weight_format not in ("", *ops.group_formats)
+        self.unpacked = self.weight_format not in ("", *(ops.group_formats if keeps else ()))
         """Whether Groups are unpacked."""
         self.pieces: Iterator[Tensor | Groups] = chain([first], pieces)
         if self.unpacked:
@@ -118,6 +123,10 @@ class LinearMethod(ABC):
             else:
                 runs.append(ops.pack_linear(pieces, rows, inputs, some, self.weight_format))
         return runs[0] if len(runs) == 1 else ops.stack(runs)
+
+    def numerics(self, ops: AnyOps) -> str:
+        """Return what `numerics` of an engine says of the checkpoint's own format; nothing where it decides no bit."""
+        return ""
 
     def multiply(self, ops: AnyOps, x: Tensor, packed: Any) -> Tensor:
         """Return x @ weight.T + bias: x [N, inputs] -> [N, outputs]."""

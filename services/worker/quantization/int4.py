@@ -23,7 +23,7 @@ class Int4(LinearMethod):
     """4 bits a number, from a checkpoint that is not quantized."""
 
     name = "int4"
-    backends = ("cpu",)
+    backends = ("cpu", "cuda", "emulator")
 
     def read(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
         for piece in super().read(source, matrix, torch.float32):

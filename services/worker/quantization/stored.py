@@ -14,7 +14,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from kernels.ops import Groups
+from kernels.ops import AnyOps, Groups
 from services.worker.models.checkpoint import FLOATS, Source, as_piece
 from services.worker.models.stored import UNITS, Stored
 from services.worker.quantization.base import LinearMethod, Matrix
@@ -57,6 +57,10 @@ class StoredMethod(LinearMethod):
             return outputs * inputs * dtype.itemsize
         scales = outputs * -(-inputs // unit) * (8 if self.stored.zeros else 4)
         return outputs * inputs * self.stored.bits // 8 + scales
+
+    def numerics(self, ops: AnyOps) -> str:
+        packed = self.stored.unit and any(name.startswith(f"int{self.stored.bits}-") for name in ops.group_formats)
+        return ops.group_numerics if packed else ""
 
     @abstractmethod
     def check_stored(self, source: Source, matrix: Matrix) -> None:

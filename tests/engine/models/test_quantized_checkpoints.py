@@ -15,21 +15,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.cuda.backend import CudaOps
+from kernels.cuda.backend import Packed as PlainOnDevice
+from kernels.cuda.quantized import Quantized
 from kernels.ops import Groups
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import load_config
 from services.worker.models.stored import Stored
+from services.worker.models.weights import WeightLoader, shard_of
+from services.worker.parallel.state import ParallelState
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix
 from services.worker.quantization.int4 import rounded as int4_rounded
 from services.worker.quantization.stored import unpacked
 from shared.errors import ConfigurationError, ModelError
-from tests.engine.driver import assert_tokens
-from tests.support.checkpoints.models import Reference, make_llama
+from tests.engine.driver import assert_tokens, generated
+from tests.engine.emulated import GAP, emulated
+from tests.kernels.cuda.programs import device_of
+from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.checkpoints.quantized import Format, add_config, words, write_quantized
 from tests.support.compiler import demand_compiler
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+EMULATED = {**SIZES, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float16"}
 EXPERTS = {"kind": "qwen2_moe", "moe_intermediate_size": 64, "shared_expert_intermediate_size": 192}
 CASES = (
     (Format("compressed-tensors", group=128, symmetric=True), "int4-128"),
@@ -84,6 +92,31 @@ def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: P
 
 @pytest.mark.parametrize(
     "kind",
+    [Format("awq", group=128), Format("gptq", group=32, symmetric=True), Format("gptq", group=64, act_order=True)],
+    ids=["awq", "gptq", "gptq-order"],
+)
+def test_matrices_on_an_emulated_gpu_stay_packed_and_give_their_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Format
+) -> None:
+    """Prompts are chunks of more rows than are multiplied without unpacking; decode steps are recorded."""
+    demand_compiler()
+    make_llama(tmp_path / "plain", seed=9, requests=1, output_tokens=1, **EMULATED)
+    write_quantized(tmp_path / "plain", tmp_path / "quantized", kind)
+    reference, prompts = Reference(tmp_path / "plain"), random_prompts(12, (30, 80), 3)
+    tokens, gaps = reference.run(prompts, 8)
+    clear = [at for at, gap in enumerate(gaps) if gap > GAP]
+    assert len(clear) >= 4
+    engine = emulated(monkeypatch, tmp_path / "quantized", 1, max_step_tokens=96, max_input_tokens=88, kv_blocks=30)
+    down = engine.decoder.layers[0].mlp.down_proj.weight
+    assert isinstance(down, PlainOnDevice if kind.act_order else Quantized)
+    assert engine.info().numerics == f"emulator float16 none{'' if kind.act_order else ' packed'}"
+    engine.warm_up()
+    engine.reset()
+    assert generated(engine, [prompts[at] for at in clear], 8) == [tokens[at] for at in clear]
+
+
+@pytest.mark.parametrize(
+    "kind",
     [Format("awq", group=64), Format("compressed-tensors", 8, 32), Format("gptq", group=64, act_order=True)],
     ids=["awq", "compressed-tensors", "gptq-order"],
 )
@@ -93,6 +126,23 @@ def test_experts_of_a_quantized_checkpoint_give_the_tokens_of_their_weights(tmp_
     meant = write_quantized(tmp_path / "plain", tmp_path / "quantized", kind)
     assert sum(".experts." in name for name in meant) == 2 * 6 * 3
     assert_tokens(Reference(tmp_path / "plain"), tmp_path / "quantized", "cpu")
+
+
+def test_experts_alone_are_unpacked_where_kernels_have_none_in_groups(tmp_path: Path) -> None:
+    demand_compiler()
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES, **EXPERTS)
+    meant = write_quantized(tmp_path / "plain", tmp_path / "quantized", Format("awq", group=32))
+    config = load_config(tmp_path / "quantized")
+    assert config.mixture is not None
+    names, source, method = config.mixture.names, Checkpoint(tmp_path / "quantized"), method_of("none", config.stored)
+    shard, ops = shard_of(config, ParallelState()), CudaOps(device_of())
+    loader = WeightLoader(config, shard, source, ops, torch.float16, 64, method)
+    for mlp, inner, held in ((f"{names.experts}.3", 64, PlainOnDevice), (names.shared, 192, Quantized)):
+        name = f"{loader.layer_prefix(0)}{mlp}.{names.down_proj}"
+        packed = loader.row_parallel(name, inner, range(inner), "mlp")
+        assert isinstance(packed, held)
+        if isinstance(packed, PlainOnDevice):
+            assert torch.equal(packed.weight.cpu(), meant[f"{name}.weight"].half())
 
 
 def test_experts_that_are_rounded_at_load_give_the_tokens_of_their_weights(tmp_path: Path) -> None:

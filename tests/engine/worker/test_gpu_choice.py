@@ -88,6 +88,11 @@ def test_requested_gpu_is_used_or_its_lack_is_an_error(
             chosen(config_of(), **given)
 
 
+def test_weights_in_4_bits_go_to_a_usable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    on("usable", monkeypatch)
+    assert chosen(config_of(), quantize="int4") == ("cuda", "cuda", torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     "given",
     [{"device": "cpu"}, {"deterministic": True}, {"quantize": "int8"}, {"kernels": "reference"}, {"kernels": "cpu"}],
@@ -115,6 +120,15 @@ def test_what_only_a_cpu_can_do_stays_on_the_cpu(given: dict[str, Any], monkeypa
         ({"device": "cuda", "kv_dtype": "int8"}, "--kv-dtype int8 is for CPUs alone and .* for a GPU"),
         ({"kernels": "cuda", "kv_dtype": "int8"}, "--kv-dtype int8 is for CPUs alone and .* for a GPU"),
         ({"kernels": "reference", "quantize": "int8"}, "--quantize int8 needs the cpu kernels; give --kernels auto or"),
+        ({"kernels": "reference", "quantize": "int4"}, "--quantize int4 needs the cpu kernels; give --kernels auto or"),
+        (
+            {"kernels": "reference", "device": "cuda", "quantize": "int4"},
+            "--quantize int4 needs the cuda kernels on a GPU; give DEVICE=cpu",
+        ),
+        (
+            {"dtype": "float32", "quantize": "int4"},
+            "--quantize int4 needs the cuda kernels on a GPU: the model is in float32.*; give DEVICE=cpu",
+        ),
         ({"kernels": "reference", "kv_dtype": "int8"}, "--kv-dtype int8 needs the cpu kernels; give --kernels auto or"),
     ],
 )

@@ -437,6 +437,11 @@ MXFP4_NUMBERS = 4 * 8 * 64
         (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True, in_order=True)), {}, 128 + 2048 + 1024),
         (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True, in_order=False)), {}, 128 + 8192),  # unpacked
         (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True)), {"kernels": "reference"}, 128 + 8192),
+        (ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True)), {"device": "cuda"}, 128 + 2048 + 1024),
+        (
+            ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True)),
+            {"device": "cuda", "kernels": "reference"}, 128 + 8192,
+        ),
         (ModelFacts("bfloat16", AWQ, Stored("awq", 4, 64, zeros=True)), {}, 64 * 128 // 2 + 64 * (128 // 32) * 8),
         (ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {}, MXFP4_NUMBERS * 5 // 8 + 2 * (32 + 512)),
         (
@@ -446,7 +451,7 @@ MXFP4_NUMBERS = 4 * 8 * 64
     ],
 )  # fmt: skip
 def test_size_is_that_of_the_weights_as_they_are_held(facts: ModelFacts, settings: dict[str, Any], size: int) -> None:
-    assert facts.held_bytes(WorkerSettings(device="cpu", **settings)) == size
+    assert facts.held_bytes(WorkerSettings(**({"device": "cpu"} | settings))) == size
 
 
 def test_size_of_mxfp4_is_expected_before_it_is_fetched() -> None:
@@ -485,6 +490,7 @@ def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Pat
     assert facts.held_bytes(WorkerSettings(device="cpu", dtype="bfloat16")) == packed + 192 * 2 + 128 * 9 // 8
     assert facts.held_bytes(WorkerSettings(device="cpu", tp=2)) == packed + 320 * 4
     assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == (512 + 320) * 4
+    assert facts.held_bytes(WorkerSettings(device="cuda")) == packed + 320 * 2  # tables are unpacked there
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.kernels.cuda import (
     test_attention_decode,
     test_attention_prefill,
     test_blocks,
+    test_quantized,
     test_rope,
     test_rows,
     test_sampling,
@@ -46,9 +47,10 @@ class Sizes(NamedTuple):
     vocabularies: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...]
     group: int
+    packed: test_quantized.Case
 
 
-ODD = Sizes(2312, 8200, 8192 + 8, 1544, 40, (500, 5003), ((0, 33), (150, 9)), 3)
+ODD = Sizes(2312, 8200, 8192 + 8, 1544, 40, (500, 5003), ((0, 33), (150, 9)), 3, test_quantized.Case(37, 40, 5200))
 """Threads without work, and parts that are not full. A list of candidates has room for all ids of the first vocabulary,
 and not for those of the second."""
 
@@ -69,7 +71,7 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
     named = re.fullmatch(r"(\w+?)(?:_(bf16|f16)(?:_d(\d+))?)?", kernel)
     assert named is not None
     dtype, head_dim = named[2], int(named[3] or 0)
-    decode, prefill, rows = test_attention_decode, test_attention_prefill, test_rows
+    decode, prefill, quantized, rows = test_attention_decode, test_attention_prefill, test_quantized, test_rows
     runs: dict[str, Callable[[], None]] = {
         "activate": lambda: rows.test_activations_are_those_of_float64(order, sizes.width, dtype, "silu"),
         "add": lambda: rows.test_add_is_in_place_and_rounds_once(order, sizes.width, dtype),
@@ -96,7 +98,11 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
         ),
         "sample": lambda: sample(order, sizes),
         "select_rows": lambda: rows.test_select_takes_the_rows_that_sample_and_leaves_padding_alone(order, sizes.width),
+        "unpack_q4": lambda: quantized.check_unpacked(order, dtype, (32, True), sizes.width),
     }
+    if shape := re.fullmatch(r"linear_q4_t(\d)c(\d)", named[1]):
+        quantized.check(order, dtype, sizes.packed, (32, True), (int(shape[1]), int(shape[2])))
+        return
     runs[named[1]]()
 
 
@@ -136,6 +142,7 @@ class Plant(NamedTuple):
 
 
 DECODE, PREFILL = "attention_decode_bf16_d64", "attention_prefill_f16_d96"
+PACKED = "linear_q4_t2c1_bf16"
 PLANTS = {
     "adapters, sums of warps are added without a barrier": Plant(
         "low_rank.cu", "sums[3]);\n  __syncthreads();", "sums[3]);", "low_rank_down_bf16"
@@ -181,6 +188,21 @@ PLANTS = {
     ),
     "prefill, the piece that is read is filled anew": Plant(
         "attention/attention_prefill.cu", "now = 0, next = STAGES - 1", "now = 0, next = 0", PREFILL
+    ),
+    "4 bits, a unit is read without __syncwarp": Plant(
+        "linear_q4.cu", "__syncwarp();  // the unit is there", "// the unit is there", PACKED
+    ),
+    "4 bits, the wait is for one group too few": Plant(
+        "linear_q4.cu", "STAGES - 2>();\n    __syncwarp();", "STAGES - 1>();\n    __syncwarp();", PACKED
+    ),
+    "4 bits, the unit that is read is filled anew": Plant(
+        "linear_q4.cu", "slot == 0 ? STAGES - 1 : slot - 1);\n    const auto", "slot);\n    const auto", PACKED
+    ),
+    "4 bits, sums take the place of rings too early": Plant(
+        "linear_q4.cu", "__syncthreads();  // the rings", "// the rings", PACKED
+    ),
+    "4 bits, sums of slices are added without a barrier": Plant(
+        "linear_q4.cu", "STRIDE, STRIDE);\n  __syncthreads();", "STRIDE, STRIDE);", PACKED
     ),
     "norms, a sum without a barrier": Plant(
         "norms.cu", "= x;\n  __syncthreads();", "= x;", "rms_norm_bf16"

@@ -12,9 +12,11 @@ from shared.settings import WorkerSettings
 
 ON_CPU: list[dict[str, Any]] = [
     {"device": "cpu"}, {"kernels": "cpu"}, {"kernels": "reference"}, {"kernels": "emulator"}, {"deterministic": True},
-    {"quantize": "int8"}, {"quantize": "int4"}, {"kv_dtype": "int8"},
+    {"quantize": "int8"}, {"kv_dtype": "int8"},
 ]  # fmt: skip
-ON_GPU: list[dict[str, Any]] = [{}, {"device": "cuda"}, {"kernels": "cuda"}, {"device": "cuda", "kernels": "reference"}]
+ON_GPU: list[dict[str, Any]] = [
+    {}, {"device": "cuda"}, {"kernels": "cuda"}, {"device": "cuda", "kernels": "reference"}, {"quantize": "int4"},
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -1,0 +1,164 @@
+"""Matrices that stay packed on the device, in 4 bits with a scale for each 128 or 32 inputs, and their products.
+
+A few rows go through `linear_q4`, which unpacks in registers. For more the matrix is unpacked into the model's type in
+memory that is free again after the product, which is torch's. `kernels/cuda/src/linear_q4.cu` says how the words lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.cuda import calls
+from kernels.cuda.device import Device, dtype_name, launch, pointer, put
+from kernels.ops import Groups
+
+FORMATS = frozenset({"int4-32", "int4-32-mins", "int4-128", "int4-128-mins"})
+"""Those of Groups.weight_format that are held as they come."""
+MOST_ROWS = 64
+"""Of a product without unpacking. Beyond it the weights are unpacked and multiplied by torch."""
+
+TILE, UNIT = calls.Q4_TILE, calls.Q4_UNIT
+_PLACES = tuple(4 * (i // 2 + i % 2 * 4) for i in range(8))
+"""Where each of 8 inputs lies in its word, in bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A matrix [outputs, inputs] as linear_q4.cu has it."""
+
+    outputs: int
+    inputs: int
+    group: int
+    words: Tensor  # [tiles, units, 2, 32, 4] int32
+    scales: Tensor  # [tiles, units, groups of a unit, TILE] float32
+    mins: Tensor | None
+    bias: Tensor | None  # [outputs] float32
+
+    @property
+    def numbers(self) -> int:
+        """Return how many weights it has."""
+        return self.outputs * self.inputs
+
+
+def pack(gpu: Device, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> Quantized:
+    """Return the parts, one under the other. Raise ValueError for parts of another format, or too few or many rows."""
+    calls.demand_vectors(inputs)
+    tiles, units = -(-outputs // TILE), -(-inputs // UNIT)
+    numbers = _filled(gpu, (tiles * TILE, units * UNIT), torch.uint8, 8)
+    weight_format, group, first = "", UNIT, 0
+    scales: list[Tensor] = []
+    for part in parts:
+        if not weight_format:
+            weight_format, group = part.weight_format, part.group
+            if weight_format not in FORMATS:
+                known = ", ".join(sorted(FORMATS))
+                raise ValueError(f"weights in {weight_format}: the cuda backend has no kernels for it, but for {known}")
+            held = (tiles * TILE, units * (UNIT // group))
+            scales = [_filled(gpu, held, torch.float32, 0) for _ in range(1 if part.mins is None else 2)]
+        rows, width = part.numbers.shape
+        if part.weight_format != weight_format or width != inputs:
+            raise ValueError(f"rows of {width} numbers in {part.weight_format} were given after others")
+        if first + rows > outputs:
+            raise ValueError(f"{first + rows} rows were given for a weight of {outputs}")
+        _put_rows(gpu, part.numbers, numbers, first)
+        for held_there, values in zip(scales, (part.scales, part.mins), strict=False):
+            if values is not None:
+                _put_rows(gpu, values, held_there, first)
+        first += rows
+    if first != outputs or not weight_format:
+        raise ValueError(f"{first} rows were given for a weight of {outputs}")
+    words = _made(gpu, (tiles, units, 2, 32, 4), torch.int32, lambda: _words(numbers))
+    ordered = [
+        _made(gpu, (tiles, units, UNIT // group, TILE), torch.float32, partial(_by_unit, values, units))
+        for values in scales
+    ]
+    mins = ordered[1] if len(ordered) == 2 else None
+    return Quantized(outputs, inputs, group, words, ordered[0], mins, None if bias is None else put(gpu, bias))
+
+
+def multiply(gpu: Device, x: Tensor, weight: Quantized, out: Tensor) -> None:
+    """Write x [N, inputs] times the matrix to out [N, outputs], of which the rows may lie apart; N is not 0."""
+    if x.shape[0] > MOST_ROWS:
+        _multiply_unpacked(gpu, x, weight, out)
+        return
+    call = calls.linear_q4(
+        dtype_name(x.dtype),
+        x.shape[0],
+        weight.inputs,
+        weight.outputs,
+        weight.group,
+        x.data_ptr(),
+        weight.words.data_ptr(),
+        weight.scales.data_ptr(),
+        pointer(weight.mins),
+        pointer(weight.bias),
+        out.data_ptr(),
+        out.stride(0),
+    )
+    launch(gpu.main, call, x, weight.words, weight.scales, weight.mins, weight.bias, out)
+
+
+def _multiply_unpacked(gpu: Device, x: Tensor, weight: Quantized, out: Tensor) -> None:
+    plain, bias = unpacked(gpu, weight, x.dtype), weight.bias
+    if bias is None:
+        gpu.main.run(lambda: torch.mm(x, plain.t(), out=out))
+        return
+    rounded = gpu.empty((weight.outputs,), x.dtype)
+    gpu.main.run(lambda: rounded.copy_(bias))
+    gpu.main.run(lambda: torch.addmm(rounded, x, plain.t(), out=out))
+
+
+def unpacked(gpu: Device, weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return the weights, [outputs, inputs], each rounded once to the type."""
+    out = gpu.empty((weight.outputs, weight.inputs), dtype)
+    call = calls.unpack_q4(
+        dtype_name(dtype),
+        weight.inputs,
+        weight.outputs,
+        weight.group,
+        weight.words.data_ptr(),
+        weight.scales.data_ptr(),
+        pointer(weight.mins),
+        out.data_ptr(),
+    )
+    launch(gpu.main, call, weight.words, weight.scales, weight.mins, out)
+    return out
+
+
+def _made(gpu: Device, shape: tuple[int, ...], dtype: torch.dtype, work: Callable[[], Tensor]) -> Tensor:
+    """Return a tensor with what `work` gives; complete when this returns."""
+    made = gpu.empty(shape, dtype)
+    gpu.main.run(lambda: made.copy_(work()))
+    gpu.main.record().wait()
+    return made
+
+
+def _filled(gpu: Device, shape: tuple[int, ...], dtype: torch.dtype, value: int) -> Tensor:
+    made = gpu.empty(shape, dtype)
+    gpu.main.run(lambda: made.fill_(value))
+    return made
+
+
+def _put_rows(gpu: Device, values: Tensor, target: Tensor, first: int) -> None:
+    put(gpu, values, target[first : first + values.shape[0], : values.shape[1]])
+
+
+def _words(numbers: Tensor) -> Tensor:
+    """Return [tiles, units, 2, 32, 4] int32 of numbers [tiles * TILE, units * UNIT] uint8."""
+    rows, width = numbers.shape
+    words = torch.zeros((rows, width // 8), dtype=torch.int32, device=numbers.device)
+    for i, place in enumerate(_PLACES):
+        words |= numbers[:, i::8].int() << place
+    # [tile, half (output g or g + 8), g, unit, v, chunk of v, t] -> [tile, unit, v, g, t, chunk of v, half]
+    cut = words.view(rows // TILE, 2, 8, width // UNIT, 2, 2, 4)
+    return cut.permute(0, 3, 4, 2, 6, 5, 1).reshape(rows // TILE, width // UNIT, 2, 32, 4)
+
+
+def _by_unit(values: Tensor, units: int) -> Tensor:
+    """Return [tiles, units, groups of a unit, TILE] of values [tiles * TILE, groups]."""
+    return values.view(-1, TILE, units, values.shape[1] // units).permute(0, 2, 3, 1)
