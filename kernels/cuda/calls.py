@@ -20,6 +20,9 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 VECTOR = 8  # numbers in 16 bytes
 WARP = 32
 ROW_THREADS, ROW_VECTORS = 1024, 4  # norms.cu: THREADS, HELD
+ROW_MANY_VECTORS = 1 << 18
+"""From so many on each thread of a norm takes two: about what the threads of all multiprocessors take at once."""
+
 PIECE_THREADS = 256  # activations.cu, gather.cu, rope.cu: THREADS; linear_q4.cu: UNPACK_THREADS
 COPIED = 4  # gather.cu
 MAX_GRID_Y = 65_535
@@ -76,6 +79,7 @@ ROPE = _struct(
     ("head_dim", "i4"),
     ("block_size", "i4"),
     ("rotary", "i4"),
+    ("lane_bits", "i4"),
     ("q_eps", "f4"),
     ("k_eps", "f4"),
 )
@@ -161,6 +165,10 @@ MERGE = _struct(
 # The sampler; the C side is src/sampler_params.cuh.
 SAMPLER_THREADS = 512  # sampler.cu
 SAMPLER_GROUP = 4  # ids that a thread reads at once
+SAMPLER_PARTS = 16  # of a row at most; sampler_once.cuh: MOST_PARTS
+SAMPLER_LISTED = 3584  # sampler_draw.cuh: SHORTLIST
+SAMPLER_PART = np.dtype([("peak", "u8"), ("drawn", "u8"), ("tail", "u8"), ("listed", "i4"), ("finite", "i4")])
+"""What a block leaves of its part of a row."""
 
 SAMPLER_ROW = np.dtype(
     [
@@ -192,10 +200,14 @@ SAMPLER = _struct(
     # logits [rows or more, vocab] float32; rows [rows] of SAMPLER_ROW; entries of all rows: bias_ids (equal ids of a
     # row side by side) and bias_values, banned_ids, history_ids; mask_words [masks, ceil(vocab / 32)]; room for as many
     # numbers as there are entries: bias_before and history_before float32, history_counts int32; last_tokens [slots]
-    # int32; the results [rows]: tokens and status int32, logprobs float32.
+    # int32; the results [rows]: tokens and status int32, logprobs float32; where a row is split, what its blocks leave
+    # for the last one: found [rows, parts] of SAMPLER_PART, listed_scores and listed_ids [rows, parts, SAMPLER_LISTED],
+    # arrived [rows] int32, zeros before and after.
     "logits rows bias_ids bias_values banned_ids history_ids mask_words "
-    "bias_before history_before history_counts last_tokens tokens status logprobs",
+    "bias_before history_before history_counts last_tokens tokens status logprobs "
+    "found listed_scores listed_ids arrived",
     ("vocab", "i4"),
+    ("parts", "i4"),
 )
 
 
@@ -216,8 +228,11 @@ def norm(
     if hidden > MAX_NORM_HIDDEN:
         raise ValueError(f"a row of {hidden} numbers; the norms take {MAX_NORM_HIDDEN} at most")
     name = "layer_norm" if layer_norm else "rms_norm"
+    of_thread = 2 if rows * vectors >= ROW_MANY_VECTORS else 1
     params = _filled(NORM, (x, residual, out, weight, bias, hidden, eps))
-    return Call(f"{name}_{dtype}", (_some(rows), 1, 1), (_whole_warps(vectors, ROW_THREADS), 1, 1), 0, params)
+    return Call(
+        f"{name}_{dtype}", (_some(rows), 1, 1), (_whole_warps(-(-vectors // of_thread), ROW_THREADS), 1, 1), 0, params
+    )
 
 
 def gated(dtype: str, rows: int, width: int, x: int, out: int, activation: str) -> Call:
@@ -393,15 +408,16 @@ def rope_and_write(
     block to the next. slots: int32, block * block_size + place; below zero neither k nor v is written. eps: of q_norm
     and of k_norm.
     """
-    _vectors(head_dim)
+    lane_bits = ((_vectors(head_dim) + 1) // 2 - 1).bit_length()
+    if 1 << lane_bits > WARP:
+        raise ValueError(f"heads of {head_dim} numbers; rope_and_write takes {2 * VECTOR * WARP} at most")
     if rotary % 2 or rotary > head_dim or bool(angles) != bool(rotary):
         raise ValueError(f"{rotary} rotary numbers in heads of {head_dim}, angles {'given' if angles else 'missing'}")
-    warps = PIECE_THREADS // WARP
     pointers = (qkv, q, keys, values, bias, angles, q_norm, k_norm, positions, slots)
-    sizes = (rows, heads, kv_heads, head_dim, block_size, rotary)
+    sizes = (rows, heads, kv_heads, head_dim, block_size, rotary, lane_bits)
     params = _filled(ROPE, (*pointers, block_stride, *sizes, *eps))
-    grid = (-(-_some(rows) * (heads + 2 * kv_heads) // warps), 1, 1)
-    return Call(f"rope_and_write_{dtype}", grid, (PIECE_THREADS, 1, 1), warps * head_dim * 4, params)
+    grid = (-(-_some(rows) * (heads + 2 * kv_heads << lane_bits) // PIECE_THREADS), 1, 1)
+    return Call(f"rope_and_write_{dtype}", grid, (PIECE_THREADS, 1, 1), 0, params)
 
 
 def tokens_per_item(head_dim: int, group: int) -> int:
@@ -572,12 +588,27 @@ def sample(
     bias_before: int = 0,
     history_before: int = 0,
     history_counts: int = 0,
+    parts: int = 1,
+    found: int = 0,
+    listed_scores: int = 0,
+    listed_ids: int = 0,
+    arrived: int = 0,
 ) -> Call:
-    """Return one token of each row. An address is 0 where no row needs what lies there; edits change the logits."""
+    """Return one token of each row. An address is 0 where no row needs what lies there; edits change the logits.
+
+    parts: blocks of a row, see sampler_parts; more than one need found, listed_scores, listed_ids and arrived.
+    """
     entries = (bias_ids, bias_values, banned_ids, history_ids, mask_words, bias_before, history_before, history_counts)
-    params = _filled(SAMPLER, (logits, row_array, *entries, last_tokens, tokens, status, logprobs, vocab))
+    results, room = (last_tokens, tokens, status, logprobs), (found, listed_scores, listed_ids, arrived)
+    params = _filled(SAMPLER, (logits, row_array, *entries, *results, *room, vocab, parts))
     threads = _whole_warps(-(-vocab // SAMPLER_GROUP), SAMPLER_THREADS)
-    return Call("sample", (_some(rows), 1, 1), (threads, 1, 1), 0, params)
+    return Call("sample", (parts, _some(rows), 1), (threads, 1, 1), 0, params)
+
+
+def sampler_parts(rows: int, vocab: int, blocks: int) -> int:
+    """Return into how many parts rows are split, a power of two; blocks: of all rows, at most."""
+    parts = min(SAMPLER_PARTS, blocks // rows, vocab // (SAMPLER_GROUP * SAMPLER_THREADS))
+    return 1 << max(1, parts).bit_length() - 1
 
 
 def _filled(struct: np.dtype[np.void], values: Sequence[Any]) -> Params:

@@ -37,6 +37,8 @@ class Sampler:
         self._packed = device.empty((rows * (calls.SAMPLER_ROW.itemsize + ENTRY_BYTES),), torch.uint8)
         self._results = device.empty((RESULTS * rows,), torch.int32)
         self._free: list[_Pinned] = []
+        self._blocks = device.processors
+        self._room = _Room(device, self._blocks)
 
     def sample_later(
         self, logits: Tensor, rows: SamplingRows, slots: Int32, last_tokens: Tensor | None
@@ -67,6 +69,7 @@ class Sampler:
             found = _likely(results, wanted)
             main.run(lambda: write_likely(logits, asked, found))
         main.copy(packed[: layout.copied], pinned.packed[: layout.copied])
+        room, parts = self._room, calls.sampler_parts(count, self._vocab, self._blocks)
         call = calls.sample(
             count,
             self._vocab,
@@ -75,10 +78,15 @@ class Sampler:
             status=results.data_ptr() + 4 * count,
             logprobs=results.data_ptr() + 8 * count,
             last_tokens=0 if last_tokens is None else last_tokens.data_ptr(),
+            parts=parts,
+            found=room.found.data_ptr(),
+            listed_scores=room.scores.data_ptr(),
+            listed_ids=room.ids.data_ptr(),
+            arrived=room.arrived.data_ptr(),
             **{name: packed.data_ptr() + offset for name, offset in layout.offsets.items()},
         )
-        touched = (logits, packed, results) if last_tokens is None else (logits, packed, results, last_tokens)
-        main.launch(call, *touched)
+        touched = (logits, packed, results, room.found, room.scores, room.ids, room.arrived)
+        main.launch(call, *touched, *(() if last_tokens is None else (last_tokens,)))
         main.copy(pinned.results[: wanted.numbers], results)
         return _Drawing(main.record(), pinned, wanted, self._free)
 
@@ -116,6 +124,17 @@ class _Pinned:
 
     packed: Tensor  # uint8
     results: Tensor  # int32
+
+
+class _Room:
+    """What the blocks of one row leave for the last of them; one launch after the other uses it."""
+
+    def __init__(self, device: Device, blocks: int) -> None:
+        listed = (blocks, calls.SAMPLER_LISTED)
+        self.found = device.empty((blocks * calls.SAMPLER_PART.itemsize,), torch.uint8)
+        self.scores, self.ids = device.empty(listed, torch.float32), device.empty(listed, torch.int32)
+        self.arrived = device.empty((blocks,), torch.int32)
+        device.main.run(self.arrived.zero_)
 
 
 class _Drawing(Pending[Sampled]):

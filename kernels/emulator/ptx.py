@@ -187,6 +187,8 @@ class _Instruction:
             return rules[name]()
         if name == "bar":
             return self._barrier()
+        if self._operation == "membar.gl":
+            return "__threadfence();"
         if name == "ldmatrix":
             words = self._given[0].strip("{}").split(",")
             rows = self._touched("SHARED_MEMORY", f"shared.at({self._sum(self._given[1], 'u32')}, 16, 16)", "16")
@@ -231,6 +233,8 @@ class _Instruction:
             return f"copysignf({self._value(2)}, {a})"
         if name == "bfind":
             return f"{a} ? unsigned(__builtin_clz({a})) : 0xffffffffu"
+        if name == "clz":
+            return f"{a} ? unsigned(__builtin_clz({a})) : 32u"
         if name == "brev":
             return f"reversed({a})"
         if name == "bfi":

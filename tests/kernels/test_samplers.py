@@ -22,10 +22,19 @@ from tests.kernels.sampling_cases import FEATURES, Array, Draw, alone, mixed, no
 from tests.support.compiler import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.sanitized]
-SHORTLIST = 3072  # sampler_draw.cuh: ids of smaller vocabularies all fit into the list
+SHORTLIST = 3584  # sampler_draw.cuh: ids of smaller vocabularies all fit into the list
 
 
-@pytest.fixture(params=[*(f"cpu-{name}" for name in cpu_variants.widths()), *(f"cuda-{order}" for order in ORDERS)])
+PROCESSORS = {"cuda": 4, "cuda_split": 256}
+"""So many that a row has one block, and so many that rows have several where they are long enough."""
+
+
+@pytest.fixture(
+    params=[
+        *(f"cpu-{name}" for name in cpu_variants.widths()),
+        *(f"{kind}-{order}" for kind in PROCESSORS for order in ORDERS),
+    ]
+)
 def draw(request: pytest.FixtureRequest) -> Draw:
     """Draw once by one of the samplers. CUDA must not write outside its logits."""
     kind, name = request.param.split("-", 1)
@@ -35,7 +44,7 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 
     def by_cuda(logits: Array, how: SamplingRows) -> Sampled:
         given = fenced(torch.tensor(logits, dtype=torch.float32))
-        found = Sampler(device_of_threads(int(name)), given.shape[1], 4).sample(given, how)
+        found = Sampler(device_of_threads(int(name), PROCESSORS[kind]), given.shape[1], 4).sample(given, how)
         assert_fences(given)
         return found
 

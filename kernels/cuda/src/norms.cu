@@ -15,14 +15,21 @@ namespace {
 
 constexpr int THREADS = 1024;
 constexpr int HELD = 4;  // vectors of a row that a thread keeps: nothing is read twice
+constexpr int WARPS = HELD * THREADS / 32;  // as many as have one vector a lane
 
-// The sum of every thread's x, the same bits in all of them. `partial` is free again after the next barrier.
-__device__ __forceinline__ float block_sum(float x, float* partial) {
+// Adds up x of the 32 vectors that a warp has; vector: this lane's. Sums of warps are added by `total`, so that the
+// order of additions depends on the row's size alone and not on the number of threads.
+__device__ __forceinline__ void add_up(float x, int vector, float* partial) {
 #pragma unroll
   for (int other = 16; other; other /= 2) x += __shfl_xor_sync(0xffffffffu, x, other);
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
+  if (vector % 32 == 0) partial[vector / 32] = x;
+}
+
+// The sum of a row, the same bits in all threads.
+__device__ __forceinline__ float total(const float* partial, int vectors) {
   __syncthreads();
-  x = threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0.0f;
+  float x = 0.0f;
+  for (int i = threadIdx.x % 32; i * 32 < vectors; i += 32) x += partial[i];
 #pragma unroll
   for (int other = 16; other; other /= 2) x += __shfl_xor_sync(0xffffffffu, x, other);
   return x;
@@ -30,47 +37,57 @@ __device__ __forceinline__ float block_sum(float x, float* partial) {
 
 template <typename T, bool layer_norm>
 __device__ __forceinline__ void norm(const NormParams& p) {
-  SHARED(float, sums, 32);
-  SHARED(float, squares, 32);
+  SHARED(float, sums, WARPS);
+  SHARED(float, squares, WARPS);
   const int vectors = p.hidden / VECTOR;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * vectors;
   uint4 held[HELD];
   float x[VECTOR], y[VECTOR];
-  float sum = 0.0f, square = 0.0f;
+#pragma unroll
+  for (int j = 0; j < HELD; j++) {  // all are on the way before the first is looked at
+    const int i = j * blockDim.x + threadIdx.x;
+    if (i < vectors) held[j] = vector_at(p.x, first + i);
+  }
 #pragma unroll
   for (int j = 0; j < HELD; j++) {
+    if (j * blockDim.x >= static_cast<unsigned>(vectors)) break;
     const int i = j * blockDim.x + threadIdx.x;
-    if (i >= vectors) continue;
-    held[j] = vector_at(p.x, first + i);
-    unpack<T>(held[j], x);
-    if (p.residual) {
-      unpack<T>(vector_at(p.residual, first + i), y);
+    float sum = 0.0f, square = 0.0f;
+    if (i < vectors) {
+      unpack<T>(held[j], x);
+      if (p.residual) {
+        unpack<T>(vector_at(p.residual, first + i), y);
 #pragma unroll
-      for (int k = 0; k < VECTOR; k++) x[k] += y[k];
-      held[j] = pack<T>(x);
-      vector_at(p.residual, first + i) = held[j];
-      unpack<T>(held[j], x);  // as it was stored
-    }
+        for (int k = 0; k < VECTOR; k++) x[k] += y[k];
+        held[j] = pack<T>(x);
+        vector_at(p.residual, first + i) = held[j];
+        unpack<T>(held[j], x);  // as it was stored
+      }
 #pragma unroll
-    for (int k = 0; k < VECTOR; k++) {
-      sum += x[k];
-      square += x[k] * x[k];
+      for (int k = 0; k < VECTOR; k++) {
+        sum += x[k];
+        square += x[k] * x[k];
+      }
     }
+    add_up(layer_norm ? sum : square, i, layer_norm ? sums : squares);
   }
   float mean = 0.0f;
   if (layer_norm) {
-    mean = block_sum(sum, sums) / p.hidden;
-    square = 0.0f;  // about the mean: beside a large one, the difference of two sums has no digits left
+    mean = total(sums, vectors) / p.hidden;
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
+      if (j * blockDim.x >= static_cast<unsigned>(vectors)) break;
       const int i = j * blockDim.x + threadIdx.x;
-      if (i >= vectors) continue;
-      unpack<T>(held[j], x);
+      float square = 0.0f;  // about the mean: beside a large one, the difference of two sums has no digits left
+      if (i < vectors) {
+        unpack<T>(held[j], x);
 #pragma unroll
-      for (int k = 0; k < VECTOR; k++) square += (x[k] - mean) * (x[k] - mean);
+        for (int k = 0; k < VECTOR; k++) square += (x[k] - mean) * (x[k] - mean);
+      }
+      add_up(square, i, squares);
     }
   }
-  const float scale = rsqrtf(block_sum(square, squares) / p.hidden + p.eps);
+  const float scale = rsqrtf(total(squares, vectors) / p.hidden + p.eps);
 #pragma unroll
   for (int j = 0; j < HELD; j++) {
     const int i = j * blockDim.x + threadIdx.x;

@@ -1,7 +1,8 @@
 // Between the QKV matrix and attention: bias, split, norm of each head, rotary positions, K and V into their blocks.
 //
-// A warp has one head of one row, in shared memory as float32: a number and its partner may be in different lanes.
-// Grid: x as many warps as there are heads of q, k and v in all rows. Dynamic shared memory: warps * head_dim floats.
+// Some lanes of a warp have one head of one row. Each takes two vectors of it, a number and its partner in the rotation
+// at the same place in both, and has both on the way before it looks at either.
+// Grid: x so many blocks that every head of q, k and v in all rows has 1 << lane_bits threads.
 #include "numbers.cuh"
 
 struct RopeParams {
@@ -22,6 +23,7 @@ struct RopeParams {
   int32_t head_dim;    // a multiple of 8
   int32_t block_size;  // tokens
   int32_t rotary;      // even, at most head_dim
+  int32_t lane_bits;   // a head has 1 << lane_bits lanes, of two vectors each or fewer
   float q_eps;
   float k_eps;
 };
@@ -29,85 +31,118 @@ struct RopeParams {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int PIECE = 4;  // numbers in 8 bytes: a lane's share of a head of 128
 
-// x of the head's number i after the rotation; element i < rotary / 2 is paired with i + rotary / 2.
-__device__ __forceinline__ float rotated(const float* x, int i, const float* angles, int half) {
-  if (i >= 2 * half) return x[i];
-  const int angle = i < half ? i : i - half;
-  const float c = angles[angle], s = angles[half + angle];
-  return i < half ? x[i] * c - x[i + half] * s : x[i] * c + x[angle] * s;
+// A head before it is rotated.
+struct Head {
+  const void* numbers;  // [head_dim]
+  const float* bias;    // [head_dim] or null
+  const float* weight;  // [head_dim] of its norm, or null
+  float scale;          // of its norm
+
+  template <typename T>
+  __device__ __forceinline__ void read(int vector, float (&x)[VECTOR]) const {
+    unpack<T>(vector_at(numbers, vector), x);
+    if (!bias) return;
+    float b[VECTOR];
+    read_floats(bias, vector, b);
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) x[k] += b[k];
+  }
+
+  __device__ __forceinline__ void norm(int vector, float (&x)[VECTOR]) const {
+    float w[VECTOR];
+    read_floats(weight, vector, w);
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) x[k] *= scale * w[k];
+  }
+
+  // Number i, normed where there is a norm.
+  template <typename T>
+  __device__ __forceinline__ float at(int i) const {
+    float x = T::widen(static_cast<const unsigned short*>(numbers)[i]);
+    if (bias) x += bias[i];
+    return weight ? x * (scale * weight[i]) : x;
+  }
+};
+
+// Rotates the numbers of vector `at` and their partners. angles: cosines of the pairs, then sines.
+__device__ __forceinline__ void rotate(float (&a)[VECTOR], float (&b)[VECTOR], const float* angles, int at, int half) {
+  float c[VECTOR], s[VECTOR];
+  read_floats(angles, at, c);
+  read_floats(angles + half, at, s);
+#pragma unroll
+  for (int k = 0; k < VECTOR; k++) {
+    const float x = a[k], y = b[k];
+    a[k] = x * c[k] - y * s[k];
+    b[k] = y * c[k] + x * s[k];
+  }
 }
 
-// The same for the PIECE numbers from i on, where a piece and its partners are pieces: half is a multiple of PIECE.
-__device__ __forceinline__ float4 rotated_piece(const float* x, int i, const float* angles, int half) {
-  float4 v = *reinterpret_cast<const float4*>(x + i);
-  if (i >= 2 * half) return v;
-  const int angle = i < half ? i : i - half;
-  const float4 w = *reinterpret_cast<const float4*>(x + (i < half ? i + half : angle));
-  const float4 c = *reinterpret_cast<const float4*>(angles + angle);
-  float4 s = *reinterpret_cast<const float4*>(angles + half + angle);
-  if (i < half) s = make_float4(-s.x, -s.y, -s.z, -s.w);
-  return make_float4(v.x * c.x + w.x * s.x, v.y * c.y + w.y * s.y, v.z * c.z + w.z * s.z, v.w * c.w + w.w * s.w);
+// The same number by number, for the vector that begins with number `first` of a head whose half is no whole number of
+// vectors: partners are read once more.
+template <typename T>
+__device__ __forceinline__ void rotate_alone(float (&x)[VECTOR], const Head& head, const float* angles, int first,
+                                             int half) {
+#pragma unroll
+  for (int k = 0; k < VECTOR; k++) {
+    const int i = first + k;
+    if (i >= 2 * half) continue;
+    const int angle = i < half ? i : i - half;
+    const float c = angles[angle], s = angles[half + angle];
+    x[k] = i < half ? x[k] * c - head.at<T>(i + half) * s : x[k] * c + head.at<T>(angle) * s;
+  }
 }
 
 template <typename T>
 __device__ __forceinline__ void rope_and_write(const RopeParams& p) {
-  DYNAMIC_SHARED(float, heads_of_block);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int all_heads = p.heads + 2 * p.kv_heads, pieces = p.head_dim / PIECE;
-  const unsigned index = blockIdx.x * (blockDim.x / 32) + warp;  // 32 bits: to divide 64 takes longer than all else
-  const unsigned row_of_32 = index / all_heads;
-  if (row_of_32 >= static_cast<unsigned>(p.rows)) return;
-  const int64_t row = row_of_32;
-  const int head = index - row_of_32 * all_heads;
+  const int all_heads = p.heads + 2 * p.kv_heads, vectors = p.head_dim / VECTOR;
+  const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x, index = thread >> p.lane_bits;
+  const unsigned row_of_32 = index / all_heads;  // 32 bits: to divide 64 takes longer than all else
+  const bool is_there = row_of_32 < static_cast<unsigned>(p.rows);
+  const int64_t row = is_there ? row_of_32 : 0;
+  const int head = is_there ? index - row_of_32 * all_heads : 0, lane = thread & ((1 << p.lane_bits) - 1);
   const bool is_q = head < p.heads, is_v = head >= p.heads + p.kv_heads;
-  const int slot = is_q ? 0 : p.slots[row];
-  if (slot < 0) return;
-  float* x = heads_of_block + warp * p.head_dim;
-  const uint2* from = static_cast<const uint2*>(p.qkv) + static_cast<int64_t>(index) * pieces;  // heads of a row lie one after another
-  float square = 0.0f;
-  for (int piece = lane; piece < pieces; piece += 32) {
-    const uint2 words = from[piece];
-    float4 v;
-    unpack<T>(words.x, v.x, v.y);
-    unpack<T>(words.y, v.z, v.w);
-    if (p.bias) {
-      const float4 b = reinterpret_cast<const float4*>(p.bias)[head * pieces + piece];
-      v.x += b.x, v.y += b.y, v.z += b.z, v.w += b.w;
-    }
-    square += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-    reinterpret_cast<float4*>(x)[piece] = v;
-  }
-  const float* weight = is_v ? nullptr : is_q ? p.q_norm : p.k_norm;
-  if (weight) {
-#pragma unroll
-    for (int other = 16; other; other /= 2) square += __shfl_xor_sync(0xffffffffu, square, other);
-    const float scale = rsqrtf(square / p.head_dim + (is_q ? p.q_eps : p.k_eps));
-    for (int piece = lane; piece < pieces; piece += 32) {
-      float4& v = reinterpret_cast<float4*>(x)[piece];
-      const float4 w = reinterpret_cast<const float4*>(weight)[piece];
-      v = make_float4(v.x * (scale * w.x), v.y * (scale * w.y), v.z * (scale * w.z), v.w * (scale * w.w));
-    }
-  }
-  __syncwarp();
-  const int half = is_v || !p.angles ? 0 : p.rotary / 2;
+  const int slot = is_q ? 0 : p.slots[row], half = is_v || !p.angles ? 0 : p.rotary / 2;
   const float* angles = half ? p.angles + static_cast<int64_t>(p.positions[row]) * p.rotary : nullptr;
-  uint2* to;
+
+  // Vectors `first` and `second`: partners if both halves are whole numbers of vectors; else, and beyond them, any two.
+  const bool by_vectors = half % VECTOR == 0;
+  const int pairs = by_vectors ? half / VECTOR : 0, rest = (vectors - 2 * pairs + 1) / 2;
+  const bool is_pair = lane < pairs;
+  const int first = is_pair ? lane : pairs + lane, second = first + (is_pair ? pairs : rest);
+  const bool has_first = is_there && (is_pair || lane - pairs < rest), has_second = has_first && second < vectors;
+
+  Head from = {static_cast<const uint4*>(p.qkv) + (row * all_heads + head) * vectors,
+               p.bias ? p.bias + head * p.head_dim : nullptr, is_v ? nullptr : is_q ? p.q_norm : p.k_norm, 0.0f};
+  float a[VECTOR] = {}, b[VECTOR] = {};
+  if (has_first) from.read<T>(first, a);
+  if (has_second) from.read<T>(second, b);
+  if (p.q_norm || p.k_norm) {
+    float square = 0.0f;
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) square += a[k] * a[k] + b[k] * b[k];
+    for (int other = 1 << p.lane_bits >> 1; other; other /= 2) square += __shfl_xor_sync(0xffffffffu, square, other);
+    from.scale = rsqrtf(square / p.head_dim + (is_q ? p.q_eps : p.k_eps));
+    if (from.weight && has_first) from.norm(first, a);
+    if (from.weight && has_second) from.norm(second, b);
+  }
+  if (!has_first || slot < 0) return;
+  if (is_pair) {
+    rotate(a, b, angles, first, half);
+  } else if (!by_vectors) {
+    rotate_alone<T>(a, from, angles, first * VECTOR, half);
+    if (has_second) rotate_alone<T>(b, from, angles, second * VECTOR, half);
+  }
+  uint4* to;
   if (is_q) {
-    to = static_cast<uint2*>(p.q) + (row * p.heads + head) * pieces;
+    to = static_cast<uint4*>(p.q) + (row * p.heads + head) * vectors;
   } else {
     const int kv_head = is_v ? head - p.heads - p.kv_heads : head - p.heads;
     T* base = static_cast<T*>(is_v ? p.values : p.keys) + slot / p.block_size * p.block_stride;
-    to = reinterpret_cast<uint2*>(base) + (static_cast<int64_t>(kv_head) * p.block_size + slot % p.block_size) * pieces;
+    to = reinterpret_cast<uint4*>(base) + (static_cast<int64_t>(kv_head) * p.block_size + slot % p.block_size) * vectors;
   }
-  for (int piece = lane; piece < pieces; piece += 32) {
-    const int i = piece * PIECE;
-    const float4 v = half % PIECE == 0 ? rotated_piece(x, i, angles, half)
-                                       : make_float4(rotated(x, i, angles, half), rotated(x, i + 1, angles, half),
-                                                     rotated(x, i + 2, angles, half), rotated(x, i + 3, angles, half));
-    to[piece] = make_uint2(T::pack(v.x, v.y), T::pack(v.z, v.w));
-  }
+  to[first] = pack<T>(a);
+  if (has_second) to[second] = pack<T>(b);
 }
 
 }  // namespace

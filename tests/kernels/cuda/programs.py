@@ -58,9 +58,9 @@ def device_of(order: int | None = None, processors: int = 4) -> Device:
     return CudaDevice()
 
 
-def device_of_threads(order: int) -> Device:
+def device_of_threads(order: int, processors: int = 4) -> Device:
     """A device that runs the threads of its kernels in an order, or the GPU."""
-    return device_of(order) if order == DEVICE else EmulatedDevice(None, order, flags=FLAGS)
+    return device_of(order) if order == DEVICE else EmulatedDevice(None, order, processors=processors, flags=FLAGS)
 
 
 def source_of(kernel: str) -> Path:

@@ -69,6 +69,22 @@ def test_sizes_that_the_kernels_do_not_take_are_refused() -> None:
         calls.rope_and_write("bf16", 1, 1, 1, 64, 16, 0, 0, 0, 0, 0, 0, angles=1, rotary=65)
     with pytest.raises(ValueError, match="angles missing"):
         calls.rope_and_write("bf16", 1, 1, 1, 64, 16, 0, 0, 0, 0, 0, 0, rotary=64)
+    with pytest.raises(ValueError, match="heads of 520 numbers; rope_and_write takes 512 at most"):
+        calls.rope_and_write("bf16", 1, 1, 1, 520, 16, 0, 0, 0, 0, 0, 0)
+
+
+def test_norm_of_many_rows_has_half_the_threads() -> None:
+    few, many = (calls.norm("bf16", rows, 4096, 0, 0, 0, 1e-5) for rows in (511, 512))
+    assert (few.block[0], many.block[0]) == (512, 256)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "parts"),
+    [(1, 128_256, 16), (8, 128_256, 16), (9, 128_256, 8), (64, 128_256, 2), (67, 128_256, 1), (256, 128_256, 1),
+     (1, 5003, 2), (1, 97, 1)],
+)  # fmt: skip
+def test_rows_that_sample_are_split_over_the_processors(rows: int, vocab: int, parts: int) -> None:
+    assert calls.sampler_parts(rows, vocab, 132) == parts
 
 
 def test_threads_are_whole_warps_and_pieces_cover_a_row() -> None:

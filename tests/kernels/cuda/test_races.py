@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 import kernels.emulator.device
@@ -28,7 +29,7 @@ from tests.kernels.cuda import (
     test_rows,
     test_sampling,
 )
-from tests.kernels.sampling_cases import mixed, normal
+from tests.kernels.sampling_cases import mixed, normal, rows
 from tests.support.compiler import needs_compiler
 
 KERNELS = [name for source in loader.sources() for name in re.findall(r"KERNEL\((\w+),", source.read_text())]
@@ -58,6 +59,9 @@ and not for those of the second."""
 def sample(order: int, sizes: Sizes) -> None:
     for vocab in sizes.vocabularies:
         test_sampling.draw(order, normal(6, vocab, 1), mixed(2, 6, vocab))
+        for options in ({}, {"top_p": 0.9}, {"top_k": 20}):
+            plain = rows(2, temperature=[0.8, 0], seed=np.arange(2), **options)
+            test_sampling.draw(order, normal(2, vocab, 1), plain, processors=8)
 
 
 def attend(order: int, case: test_attention_decode.Case, dtype: str) -> None:
@@ -205,13 +209,10 @@ PLANTS = {
         "linear_q4.cu", "STRIDE, STRIDE);\n  __syncthreads();", "STRIDE, STRIDE);", PACKED
     ),
     "norms, a sum without a barrier": Plant(
-        "norms.cu", "= x;\n  __syncthreads();", "= x;", "rms_norm_bf16"
+        "norms.cu", "int vectors) {\n  __syncthreads();", "int vectors) {", "rms_norm_bf16"
     ),
     "norms, both sums in one place": Plant(
-        "norms.cu", "SHARED(float, squares, 32);", "float(&squares)[32] = sums;", "layer_norm_bf16"
-    ),
-    "rope, a partner is read without __syncwarp": Plant(
-        "rope.cu", "  __syncwarp();\n", "", "rope_and_write_f16"
+        "norms.cu", "SHARED(float, squares, WARPS);", "float(&squares)[WARPS] = sums;", "layer_norm_bf16"
     ),
     "add, pieces of two blocks overlap": Plant(
         "activations.cu",
@@ -226,10 +227,19 @@ PLANTS = {
         "sampler/sampler_block.cuh", "{ atomicAdd(sum, weight); }", "{ *sum += weight; }", "sample"
     ),
     "sampler, a digit is looked for without a barrier": Plant(
-        "sampler/sampler_block.cuh", "    });\n    __syncthreads();", "    });", "sample"
+        "sampler/sampler_block.cuh", "(score));\n    });\n    __syncthreads();", "(score));\n    });", "sample"
+    ),
+    "sampler, few scores are compared before all are there": Plant(
+        "sampler/sampler_block.cuh", "(score);\n    });\n    __syncthreads();", "(score);\n    });", "sample"
     ),
     "sampler, counts are read before all are added": Plant(
         "sampler/sampler_edits.cuh", "known_token(p, i)], 1);\n  __syncthreads();", "known_token(p, i)], 1);", "sample"
+    ),
+    "sampler, a block arrives before all its threads are done": Plant(
+        "sampler/sampler_once.cuh", "= found;\n  __syncthreads();", "= found;", "sample"
+    ),
+    "sampler, a block arrives without a fence": Plant(
+        "sampler/sampler_once.cuh", "__threadfence();\n    is_last", "is_last", "sample"
     ),
 }  # fmt: skip
 

@@ -95,6 +95,17 @@ def test_a_row_is_the_same_alone_and_in_a_batch(order: int, dtype: str) -> None:
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("width", [520, 8200])
+def test_norm_has_the_same_bits_in_a_step_of_many_rows(
+    order: int, width: int, layer_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = numbers(2, width, dtype=TYPES[BF16]), numbers(width, seed=1)
+    few = norm(BF16, order, x, weight, layer_norm=layer_norm)
+    monkeypatch.setattr(calls, "ROW_MANY_VECTORS", 1)
+    assert torch.equal(norm(BF16, order, x, weight, layer_norm=layer_norm), few)
+
+
 kinds = pytest.mark.parametrize("kind", calls.ACTIVATIONS)
 
 

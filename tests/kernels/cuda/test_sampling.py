@@ -26,9 +26,9 @@ pytestmark = [needs_compiler, pytest.mark.sanitized]
 in_every_order = pytest.mark.parametrize("order", ORDERS)
 
 
-def draw(order: int, logits: Array, how: SamplingRows) -> Sampled:
+def draw(order: int, logits: Array, how: SamplingRows, processors: int = 4) -> Sampled:
     given = fenced(torch.tensor(logits, dtype=torch.float32))
-    found = Sampler(device_of_threads(order), given.shape[1], 4).sample(given, how)
+    found = Sampler(device_of_threads(order, processors), given.shape[1], 4).sample(given, how)
     assert_fences(given)
     return found
 

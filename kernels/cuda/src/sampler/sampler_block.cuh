@@ -8,7 +8,7 @@
 namespace {
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
-constexpr int DIGITS = 2048;
+constexpr int DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS;
 constexpr float NEVER = __builtin_bit_cast(float, 0xff800000u);  // -infinity: a token that must not be drawn
 
 // Order of floats is order of their keys; zeros of both signs have one.
@@ -81,12 +81,12 @@ struct Reached {
 };
 
 template <typename Sum>
-__device__ __forceinline__ Reached<Sum> find_digit(const Sum* sums, int digits, Sum wanted) {
+__device__ __forceinline__ Reached<Sum> find_digit(const Sum* sums, Sum wanted) {
   SHARED(Sum, of_warp, 32);
   SHARED(Reached<Sum>, found, 1);
   // Each thread has some neighbouring digits, the first one the highest.
-  const int each = (digits + blockDim.x - 1) / blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int end = digits - static_cast<int>(threadIdx.x) * each, first = end > each ? end - each : 0;
+  const int each = (DIGITS + blockDim.x - 1) / blockDim.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int end = DIGITS - static_cast<int>(threadIdx.x) * each, first = end > each ? end - each : 0;
   // It adds them in a ring, and lanes with a first digit in one bank begin at different ones. (Unrolled, the loop takes
   // more registers than there are on sm_90.)
   constexpr int APART = 128 / sizeof(Sum);
@@ -106,6 +106,7 @@ __device__ __forceinline__ Reached<Sum> find_digit(const Sum* sums, int digits, 
   if (lane == 31) of_warp[warp] = upwards;
   if (threadIdx.x == 0) found[0].digit = -1;
   __syncthreads();
+#pragma unroll 4
   for (int i = 0; i < warp; i++) upwards += of_warp[i];
   Sum above = upwards - mine;
   if (above < wanted && upwards >= wanted) {
@@ -117,32 +118,69 @@ __device__ __forceinline__ Reached<Sum> find_digit(const Sum* sums, int digits, 
   return found[0];
 }
 
-// The largest score from which upwards the weights sum to `wanted` > 0; NEVER if those of all do not.
+constexpr unsigned FEW = 32;
+
+// The scores of a digit that few share, and their weights.
+template <typename Sum>
+struct Few {
+  Sum weights[FEW];
+  uint32_t keys[FEW];
+  uint32_t count;  // more than FEW: some are not here
+};
+
+// The largest key from which upwards the weights sum to `wanted`. Each warp finds it by itself.
+template <typename Sum>
+__device__ __forceinline__ uint32_t find_among(const Few<Sum>& few, Sum wanted) {
+  const unsigned lane = threadIdx.x % 32;
+  const uint32_t mine = lane < few.count ? few.keys[lane] : 0;
+  Sum upwards = 0;
+  for (unsigned i = 0; i < few.count; i++)
+    if (few.keys[i] >= mine) upwards += few.weights[i];
+  return across_warp(lane < few.count && upwards >= wanted ? mine : 0u, Larger());
+}
+
+// The largest score from which upwards the weights sum to `wanted` > 0; NEVER if those of all do not. The scores that
+// have weight have keys from `low` to `high`.
 //
-// It is found digit by digit of the key (11, 11 and 10 bits): the weights of a digit are summed in `sums`, which has
-// room for DIGITS, then those of the scores that share the digit at which `wanted` is reached. for_each(visit) calls
-// visit(score) for the scores of this thread, the same ones each time.
-template <typename Sum, typename ForEach, typename Weigh>
-__device__ __forceinline__ float find_threshold(Sum* sums, Sum wanted, ForEach for_each, Weigh weigh) {
-  uint32_t key = 0;
-  int shift = 32;
+// It is found digit by digit of the key's distance from `low`, 11 bits at a time: the weights of a digit are summed in
+// `sums`, which has room for DIGITS, then those of the scores that share the digit at which `wanted` is reached. Where
+// these are few they are compared with each other instead; `seeks_few`: they are looked for, which takes a walk through
+// the scores if they are not. for_each(visit) calls visit(score) for the scores of this thread, the same ones each time.
+template <bool seeks_few, typename Sum, typename ForEach, typename Weigh>
+__device__ __forceinline__ float find_threshold(Sum* sums, Sum wanted, uint32_t low, uint32_t high, ForEach for_each,
+                                                Weigh weigh) {
+  SHARED(Few<Sum>, fews, 1);
+  Few<Sum>& few = fews[0];
+  uint32_t span = high - low;
+  int shift = max(0, 32 - DIGIT_BITS - __clz(span));
 #pragma unroll 1
-  for (int level = 0; level < 3; level++) {
-    const int bits = level < 2 ? 11 : 10, digits = 1 << bits;
-    shift -= bits;
-    for (int i = threadIdx.x; i < digits; i += blockDim.x) sums[i] = 0;
+  while (true) {
+    for (int i = threadIdx.x; i < DIGITS; i += blockDim.x) sums[i] = 0;
+    if (threadIdx.x == 0) few.count = 0;
     __syncthreads();
     for_each([&](float score) {
-      const uint32_t other = key_of(score);
-      if (((other ^ key) >> shift >> bits) == 0) add_to(&sums[other >> shift & (digits - 1)], weigh(score));
+      const uint32_t distance = key_of(score) - low;
+      if (distance <= span) add_to(&sums[distance >> shift], weigh(score));
     });
     __syncthreads();
-    const Reached<Sum> reached = find_digit(sums, digits, wanted);
+    const Reached<Sum> reached = find_digit(sums, wanted);
     if (reached.digit < 0) return NEVER;
-    key |= static_cast<uint32_t>(reached.digit) << shift;
+    low += static_cast<uint32_t>(reached.digit) << shift;
     wanted -= reached.above;
+    if (shift == 0) return of_key(low);
+    span = (1u << shift) - 1;
+    shift = max(0, shift - DIGIT_BITS);
+    if (!seeks_few) continue;
+    for_each([&](float score) {
+      const uint32_t key = key_of(score);
+      if (key - low > span) return;
+      const uint32_t at = atomicAdd(&few.count, 1u);
+      if (at < FEW) few.keys[at] = key, few.weights[at] = weigh(score);
+    });
+    __syncthreads();
+    if (few.count <= FEW) return of_key(find_among(few, wanted));
+    __syncthreads();  // all have read the count
   }
-  return of_key(key);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int SHORTLIST = 3072;
+constexpr int SHORTLIST = 3584;
 constexpr float SMALLEST_NORMAL = 0x1p-126f, LOG2_E = 1.4426950408889634f;
 constexpr float NOISELESS = 0x1p30f;  // beside a score as large as this, all noise is lost in rounding
 
@@ -24,6 +24,7 @@ struct Shortlist {
 // The scores of a thread, for find_threshold: of the first `count` of an array; of a whole row, rarely needed and so
 // with few registers.
 struct EachOf {
+  static constexpr bool SEEKS_FEW = true;
   const float* scores;
   int32_t count;
 
@@ -33,6 +34,7 @@ struct EachOf {
   }
 };
 struct EachOfRow {
+  static constexpr bool SEEKS_FEW = false;  // a walk reads the row
   const Row& row;
   float temperature;
 
@@ -46,17 +48,25 @@ struct EachOfRow {
   }
 };
 
-// What a row's ids are cut by. `most` is the largest score / temperature.
-struct Cut {
-  float temperature, most;
+// What a row's ids are cut by.
+struct Cuts {
   bool top_k, top_p, min_p;
 
+  __device__ __forceinline__ Cuts(const SamplerRow& r, int vocab)
+      : top_k(r.top_k > 0 && r.top_k < vocab), top_p(r.top_p < 1.0f), min_p(r.min_p > 0.0f) {}
+  __device__ __forceinline__ bool any() const { return top_k || top_p || min_p; }
+};
+
+__device__ __forceinline__ float temperature_of(const SamplerRow& r) {
+  return max(r.temperature, SMALLEST_NORMAL);  // so that its inverse is a number
+}
+
+// The same with the largest score / temperature.
+struct Cut : Cuts {
+  float temperature, most;
+
   __device__ __forceinline__ Cut(const SamplerRow& r, const Peak& peak, int vocab)
-      : temperature(max(r.temperature, SMALLEST_NORMAL)),  // so that its inverse is a number
-        most(peak.most / temperature),
-        top_k(r.top_k > 0 && r.top_k < vocab),
-        top_p(r.top_p < 1.0f),
-        min_p(r.min_p > 0.0f) {}
+      : Cuts(r, vocab), temperature(temperature_of(r)), most(peak.most / temperature) {}
 };
 
 // The probability mass of a score this far from the largest, in units of 2^-40 of the largest's.
@@ -70,9 +80,11 @@ template <typename ForEach>
 __device__ __forceinline__ float find_floor(const SamplerRow& r, const Cut& cut, uint64_t mass, float edge,
                                             uint64_t* sums, ForEach for_each) {
   float floor = NEVER;
+  const uint32_t low = key_of(edge), high = key_of(cut.most);
   if (cut.top_k) {
     const uint32_t wanted = r.top_k;
-    floor = find_threshold(reinterpret_cast<uint32_t*>(sums), wanted, for_each, [](float) { return 1u; });
+    floor = find_threshold<ForEach::SEEKS_FEW>(reinterpret_cast<uint32_t*>(sums), wanted, low, high, for_each,
+                                               [](float) { return 1u; });
     if (floor <= edge && edge > NEVER) return NEVER;  // top-p needs the mass of all that top-k leaves
   }
   if (cut.top_p) {
@@ -83,7 +95,8 @@ __device__ __forceinline__ float find_floor(const SamplerRow& r, const Cut& cut,
       mass = across_block(mass, Plus());
     }
     const uint64_t wanted = static_cast<uint64_t>(ceil(static_cast<double>(r.top_p) * static_cast<double>(mass)));
-    const float nucleus = find_threshold(sums, wanted > 0 ? wanted : uint64_t(1), for_each, weigh);
+    const float nucleus = find_threshold<ForEach::SEEKS_FEW>(sums, wanted > 0 ? wanted : uint64_t(1), low, high,
+                                                             for_each, weigh);
     floor = max(floor, nucleus);
   }
   if (cut.min_p) floor = max(floor, cut.most + logf(max(r.min_p, 1e-38f)));
@@ -91,12 +104,13 @@ __device__ __forceinline__ float find_floor(const SamplerRow& r, const Cut& cut,
 }
 
 // A score that some thousand ids reach: three quarters of the maxima of disjoint parts of the row do.
-__device__ __forceinline__ float find_bound(const Maxima& maxima, Shortlist& list) {
+__device__ __forceinline__ float find_bound(const Maxima& maxima, const Peak& peak, Shortlist& list) {
 #pragma unroll
   for (int k = 0; k < 4; k++) list.scores[k * blockDim.x + threadIdx.x] = maxima.of[k];
   const EachOf parts = {list.scores, static_cast<int32_t>(4 * blockDim.x)};
   const uint32_t wanted = 3 * blockDim.x;
-  return find_threshold(reinterpret_cast<uint32_t*>(list.sums), wanted, parts, [](float) { return 1u; });
+  return find_threshold<true>(reinterpret_cast<uint32_t*>(list.sums), wanted, key_of(NEVER), key_of(peak.most), parts,
+                              [](float) { return 1u; });
 }
 
 // Fills the list with the ids of at least `bound`. Returns the mass of the whole row, if it is asked for.
@@ -106,7 +120,7 @@ __device__ __forceinline__ uint64_t fill(const Row& row, const Cut& cut, const P
   uint64_t mass = 0;
   if (threadIdx.x == 0) list.count = 0;
   __syncthreads();
-  for_groups<true>(row, [&](int group, float (&x)[4]) {
+  for_groups<true, 3>(row, [&](int group, float (&x)[4]) {
     row.forbid(group, x);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -137,15 +151,17 @@ __device__ __forceinline__ int draw_from_list(const SamplerRow& r, float floor, 
 
 // Noise costs far more than reading a score, and most tokens cannot win: with u for a token's word, its noise is at
 // most -log(u), so it needs u < exp(score - best so far). The logarithms are taken only where that holds.
-__device__ __forceinline__ int draw_from_row(const SamplerRow& r, const Row& row, const Cut& cut, float floor) {
-  const float scale = LOG2_E / cut.temperature;
-  uint64_t best = 0;
-  float mine = NEVER, bar = cut.most + LEAST_GUMBEL;  // the best will be at least this
-  for_groups<true>(row, [&](int group, float (&x)[4]) {
-    row.forbid(group, x);
+class Race {
+ public:
+  // bar: the best will be at least this.
+  __device__ __forceinline__ Race(float temperature, float bar)
+      : temperature_(temperature), scale_(LOG2_E / temperature), bar_(bar) {}
+
+  // The scores of a group; those below `floor` take no part. A warp makes every call together.
+  __device__ __forceinline__ void take(const SamplerRow& r, int group, const float (&x)[4], float floor) {
     // log2 of 2^32 exp(-bar), less what is lost below by rounding.
-    const float level = 32.0f - LOG2_E * (bar - 0.01f - fabsf(bar) * 0x1p-20f);
-    const float limit = fmaf(largest(x), scale, level);  // log2 of the largest word that can win
+    const float level = 32.0f - LOG2_E * (bar_ - 0.01f - fabsf(bar_) * 0x1p-20f);
+    const float limit = fmaf(largest(x), scale_, level);  // log2 of the largest word that can win
     if (!__any_sync(FULL_WARP, limit >= -1.0f)) return;
     const uint4 words = philox(r.seed, r.position, group);
     const uint32_t least = min(min(words.x, words.y), min(words.z, words.w));
@@ -154,33 +170,61 @@ __device__ __forceinline__ int draw_from_row(const SamplerRow& r, const Row& row
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       const uint32_t word = word_of(words, k);
-      const float score = x[k] / cut.temperature;
-      if (static_cast<float>(word) > exp2_approx(fmaf(x[k], scale, level)) || score < floor) continue;
+      const float score = x[k] / temperature_;
+      if (static_cast<float>(word) > exp2_approx(fmaf(x[k], scale_, level)) || score < floor) continue;
       const float total = score + gumbel(word);
-      mine = max(mine, total);
-      best = Larger()(best, ranked(total, 4 * group + k));
+      mine_ = max(mine_, total);
+      best_ = Larger()(best_, ranked(total, 4 * group + k));
     }
-    bar = max(bar, across_warp(mine, Larger()));
+    bar_ = max(bar_, across_warp(mine_, Larger()));
+  }
+
+  // Of the block, as `ranked` has it; called by all its threads.
+  __device__ __forceinline__ uint64_t best() const { return across_block(best_, Larger()); }
+
+ private:
+  const float temperature_, scale_;
+  float bar_, mine_ = NEVER;
+  uint64_t best_ = 0;
+};
+
+__device__ __forceinline__ int draw_from_row(const SamplerRow& r, const Row& row, const Cut& cut, float floor) {
+  Race race(cut.temperature, cut.most + LEAST_GUMBEL);
+  for_groups<true, 2>(row, [&](int group, float (&x)[4]) {
+    row.forbid(group, x);
+    race.take(r, group, x, floor);
   });
-  return id_of(across_block(best, Larger()));
+  return id_of(race.best());
 }
 
-// Called by all threads of the block, with what the first pass found.
-__device__ __forceinline__ int draw(const SamplerRow& r, const Row& row, const Maxima& maxima, const Peak& peak) {
-  SHARED(Shortlist, lists, 1);
-  Shortlist& list = lists[0];
-  const Cut cut(r, peak, row.vocab);
-  if (!(fabsf(cut.most) < NOISELESS)) return peak.id;
-  if (!cut.top_k && !cut.top_p && !cut.min_p) return draw_from_row(r, row, cut, NEVER);
-  const float bound = row.vocab > SHORTLIST ? find_bound(maxima, list) : NEVER;
-  const uint64_t mass = fill(row, cut, peak, bound, cut.top_p && !cut.top_k, list);
-  if (list.count <= SHORTLIST) {
-    const float edge = bound / cut.temperature;  // ids with this very score may be missing
-    const float floor = find_floor(r, cut, mass, edge, list.sums, EachOf{list.scores, list.count});
-    if (floor > edge || edge == NEVER) return draw_from_list(r, floor, list);
-  }
+constexpr int UNLISTED = -1;  // in place of a token: there is no list that holds all that is kept
+
+// The token where the floor lies in the list, whose scores are divided by the temperature. edge: ids of this very score
+// may be missing; NEVER: none is.
+__device__ __forceinline__ int draw_listed(const SamplerRow& r, const Cut& cut, uint64_t mass, float edge,
+                                           Shortlist& list) {
+  const float floor = find_floor(r, cut, mass, edge, list.sums, EachOf{list.scores, list.count});
+  return floor > edge || edge == NEVER ? draw_from_list(r, floor, list) : UNLISTED;
+}
+
+// The token where it does not.
+__device__ __forceinline__ int draw_unlisted(const SamplerRow& r, const Row& row, const Cut& cut, uint64_t mass,
+                                             Shortlist& list) {
   const float floor = find_floor(r, cut, mass, NEVER, list.sums, EachOfRow{row, cut.temperature});
   return draw_from_row(r, row, cut, floor);
+}
+
+// The token by a second pass, or UNLISTED and the row's mass. Called by all threads of the block, with what the first
+// pass found.
+__device__ __forceinline__ int draw(const SamplerRow& r, const Row& row, const Maxima& maxima, const Peak& peak,
+                                    Shortlist& list, uint64_t& mass) {
+  const Cut cut(r, peak, row.vocab);
+  if (!(fabsf(cut.most) < NOISELESS)) return peak.id;
+  if (!cut.any()) return UNLISTED;
+  const float bound = row.vocab > SHORTLIST ? find_bound(maxima, peak, list) : NEVER;
+  const uint64_t sum = fill(row, cut, peak, bound, cut.top_p && !cut.top_k, list);
+  if (threadIdx.x == 0) mass = sum;
+  return list.count <= SHORTLIST ? draw_listed(r, cut, sum, bound / cut.temperature, list) : UNLISTED;
 }
 
 }  // namespace

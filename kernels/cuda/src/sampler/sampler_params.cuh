@@ -25,6 +25,15 @@ struct SamplerRow {
   int32_t end_history;
 };
 
+// What one of several blocks has found in its part of a row.
+struct SamplerPart {
+  uint64_t peak;   // the largest score and its id
+  uint64_t drawn;  // of a row that is not cut: the same with noise
+  uint64_t tail;   // the mass of what is not listed
+  int32_t listed;  // ids above the bound
+  int32_t finite;
+};
+
 struct SamplerParams {
   float* logits;               // [rows or more, vocab]; what bias, bans and penalties change is changed here
   const SamplerRow* rows;      // [rows]
@@ -40,5 +49,10 @@ struct SamplerParams {
   int32_t* tokens;             // [rows], the results
   int32_t* status;             // [rows]
   float* logprobs;             // [rows], NaN where none is wanted
+  SamplerPart* found;          // [rows, parts]; this and the next three are not used where a row is not split
+  float* listed_scores;        // [rows, parts, SHORTLIST]
+  int32_t* listed_ids;         // [rows, parts, SHORTLIST]
+  uint32_t* arrived;           // [rows] blocks that are done; zero before and after a launch
   int32_t vocab;
+  int32_t parts;  // of a row, a block for each; a power of two, at most 16
 };

@@ -6,18 +6,25 @@ namespace {
 
 constexpr float LOWEST = -0x1.fffffep127f;
 
+// A row, or some groups of it.
 struct Row {
   float* scores;         // [vocab]
   const uint32_t* mask;  // a bit for each id, 1 where it is allowed; null: all are
   int32_t vocab;
+  int32_t first, end;  // groups; a part ends with its row or at a multiple of 32
 
-  __device__ __forceinline__ int groups() const { return (vocab + 3) / 4; }
-
-  // The logits of ids 4 * group and up; LOWEST beyond the row.
+  // The logits of ids 4 * group and up; LOWEST beyond the groups.
   __device__ __forceinline__ float4 read(int group) const {
     const int id = 4 * group;
+    if (group >= end) return make_float4(LOWEST, LOWEST, LOWEST, LOWEST);
     if (vocab % 4) return make_float4(at(id), at(id + 1), at(id + 2), at(id + 3));
-    return id < vocab ? reinterpret_cast<const float4*>(scores)[group] : make_float4(LOWEST, LOWEST, LOWEST, LOWEST);
+    return reinterpret_cast<const float4*>(scores)[group];
+  }
+
+  // One of so many parts of equal size, nearly.
+  __device__ __forceinline__ Row part(int number, int parts) const {
+    const int size = ((end + parts - 1) / parts + 31) / 32 * 32;
+    return {scores, mask, vocab, number * size, min(end, (number + 1) * size)};
   }
 
   // NEVER where an id is masked or beyond the row. Masks are looked up each time: written to the row, they would cost
@@ -34,23 +41,23 @@ struct Row {
   __device__ __forceinline__ float at(int id) const { return id < vocab ? scores[id] : LOWEST; }
 };
 
-// Calls visit(group, its logits) for the groups g of this thread, those with g % blockDim.x == threadIdx.x. A warp
+// Calls visit(group, its logits) for the groups g of this thread, those with (g - first) % blockDim.x == threadIdx.x. A warp
 // makes every call together, some with groups beyond the row. `backwards`: begins where the last pass has ended, of
 // which the cache still has something. A thread reads `held` groups before it looks at the first.
 template <bool backwards, int held = 4, typename Visit>
 __device__ __forceinline__ void for_groups(const Row& row, Visit visit) {
-  const int groups = row.groups(), lane = threadIdx.x % 32, stride = held * blockDim.x;
-  const int steps = (groups + stride - 1) / stride;
+  const int lane = threadIdx.x % 32, stride = held * blockDim.x;
+  const int steps = (row.end - row.first + stride - 1) / stride;
 #pragma unroll 1
   for (int step = 0; step < steps; step++) {
-    const int first = (backwards ? steps - 1 - step : step) * stride + threadIdx.x;
+    const int first = row.first + (backwards ? steps - 1 - step : step) * stride + threadIdx.x;
     float4 read[held];
 #pragma unroll
     for (int j = 0; j < held; j++) read[j] = row.read(first + j * blockDim.x);
 #pragma unroll
     for (int j = 0; j < held; j++) {
       const int group = first + j * blockDim.x;
-      if (group - lane >= groups) continue;
+      if (group - lane >= row.end) continue;
       float x[4] = {read[j].x, read[j].y, read[j].z, read[j].w};
       visit(group, x);
     }
@@ -89,6 +96,8 @@ class Given {
 struct Peak {
   float most;
   int32_t id;
+
+  __device__ __forceinline__ explicit Peak(uint64_t rank) : most(number_of(rank)), id(id_of(rank)) {}
 };
 
 // The largest scores of a thread's part of the row: of the ids i for each i % 4, and the first group with the largest.
@@ -103,14 +112,13 @@ class Maxima {
     if (most > most_) most_ = most, group_ = group;
   }
 
-  // Of the block; called by all its threads.
-  __device__ __forceinline__ Peak peak(const Row& row) const {
+  // Of the block, as `ranked` has it; called by all its threads.
+  __device__ __forceinline__ uint64_t peak(const Row& row) const {
     const float4 held = row.read(group_);
     float x[4] = {held.x, held.y, held.z, held.w};
     row.forbid(group_, x);
     const int k = x[0] == most_ ? 0 : x[1] == most_ ? 1 : x[2] == most_ ? 2 : 3;
-    const uint64_t rank = across_block(ranked(most_, 4 * group_ + k), Larger());
-    return {number_of(rank), id_of(rank)};
+    return across_block(ranked(most_, 4 * group_ + k), Larger());
   }
 
  private:
