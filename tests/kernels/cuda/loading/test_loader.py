@@ -29,6 +29,8 @@ STRUCTS = {
     "copy_blocks": calls.COPY,
     "rope_and_write": calls.ROPE,
     **{f"low_rank_{name}": calls.LOW_RANK for name in ("down", "up")},
+    **{f"linear_q4_t{tiles}c{columns}": calls.LINEAR_Q4 for tiles, columns in calls.Q4_SHAPES},
+    "unpack_q4": calls.UNPACK_Q4,
     "attention_decode": calls.ATTENTION,
     "attention_prefill": calls.ATTENTION,
     "attention_merge": calls.MERGE,
@@ -86,7 +88,7 @@ def test_every_kernel_compiles_without_warning_and_within_the_recorded_registers
 def test_every_ptx_wrapper_is_taken_by_the_assembler(arch: str) -> None:
     made = compiled(PTX, arch)
     assert cubin.warnings(made.log) == []
-    assert made.usage().keys() == made.params_bytes().keys() and len(made.usage()) == 9
+    assert made.usage().keys() == made.params_bytes().keys() and len(made.usage()) == 10
 
 
 def test_params_are_as_large_for_gpu_as_numpy_packs_them() -> None:
