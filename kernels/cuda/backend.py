@@ -7,7 +7,7 @@ this registers both names; what a GPU needs is imported when `cuda` is created.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter
 from kernels.cuda.attention import PagedAttention
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device, Event, dtype_name, launch, pointer, put
+from kernels.cuda.experts import Experts, PackedExperts, stacked
 from kernels.cuda.graphs import Graphs, rooms_up_to
 from kernels.cuda.metadata import CudaPrepared, Staging, Work, page_columns, plan_columns, row_columns
 from kernels.cuda.planner import Planner, Room
@@ -34,6 +35,7 @@ from kernels.ops import (
     Norm,
     Ops,
     Pending,
+    Routing,
     RowsByAdapter,
     Sampled,
     SamplingRows,
@@ -75,6 +77,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._main.run(self._last_tokens.zero_)
         self._samplers: dict[int, Sampler] = {}
         self._attention = PagedAttention(gpu, self._staging)
+        self._experts = Experts(gpu)
         self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, while it is referenced
         self._logits_room: Tensor | None = None  # where the next logits go
         self._exchanges = False  # whether the forward pass has any
@@ -304,6 +307,27 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             pointer = x.data_ptr()
             launch(self._main, calls.activate(dtype_name(x.dtype), rows, width, pointer, pointer, activation), x)
         return x
+
+    def pack_experts(self, gate_up: Sequence[Packed], down: Sequence[Packed]) -> PackedExperts:
+        """Copy the matrices to one piece of memory for each of both. Raise ValueError for experts with biases."""
+        if any(one.bias is not None for one in (*gate_up, *down)):
+            raise ValueError(f"experts with biases: the {self.name} backend has no kernels for them")
+        both = (stacked(self.gpu, [one.weight for one in matrices]) for matrices in (gate_up, down))
+        return PackedExperts(*both)
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: PackedExperts,
+        routing: Routing,
+        shared: Tensor | None = None,
+        shared_logits: Tensor | None = None,
+    ) -> Tensor:
+        if routing.activation not in calls.ACTIVATIONS:
+            raise ValueError(f"{routing.activation}: the {self.name} backend has no kernel for it")
+        self._multiplied += packed.gate_up.numel() + packed.down.numel()  # a step of a few dozen rows reads them all
+        return self._experts.multiply(x, logits, packed, routing, shared, shared_logits)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return self._sampler(logits).sample(logits, rows)
