@@ -49,7 +49,7 @@ def engine(context: Context) -> Iterator[tuple[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config_of(model)))
             begun = time.monotonic()
-            made = _made(Path(folder), context, cases, steps)
+            made = new_engine(Path(folder), context, cases, steps)
             about = {"dtype": str(made.dtype).removeprefix("torch."), "backend": made.info().backend}
             yield "models", [{**asdict(model), **about, "start_s": round(time.monotonic() - begun, 1)}]
         for case in cases:
@@ -101,13 +101,14 @@ def timed(engine: Engine, case: Case, steps: int, lookahead: int) -> dict[str, A
     }
 
 
-def _made(folder: Path, context: Context, cases: tuple[Case, ...], steps: int) -> Engine:
+def new_engine(folder: Path, context: Context, cases: tuple[Case, ...], steps: int, kernels: str = "") -> Engine:
+    """Return a warm engine for a config.json. kernels: if not the device's own."""
     tokens = max(case.context for case in cases) + steps + 1
     settings: Any = EngineSettings(  # all that an engine reads of WorkerSettings
         model=folder,
         served_model_name="bench",
         device="cuda" if context.device == "cuda" else "cpu",
-        kernels=context.device,
+        kernels=kernels or context.device,
         dtype="bfloat16",
         load_format="dummy",
         max_seqs=max(case.sequences for case in cases),

@@ -80,6 +80,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._experts = Experts(gpu)
         self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, while it is referenced
         self._logits_room: Tensor | None = None  # where the next logits go
+        self._present: tuple[Tensor, int] | None = None  # of a compiled pass: numbers below zero are rows of padding
         self._exchanges = False  # whether the forward pass has any
         self._multiplied = 0  # numbers in the matrices that `linear` was given
 
@@ -152,9 +153,11 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         return out
 
     def logits(self, x: Tensor, packed: Packed) -> Tensor:
-        rows, room = x.shape[0], self._logits_room
-        self._logits_room = None  # a second matrix of logits would overwrite the first
-        out = self._empty(rows, packed.weight.shape[0], torch.float32) if room is None else room[:rows]
+        (rows, _), outputs, room = x.shape, packed.weight.shape[0], self._logits_room
+        if room is not None and room.shape[1] == outputs:  # not the logits of a router
+            out, self._logits_room = room[:rows], None  # a second matrix of logits would overwrite the first
+        else:
+            out = self._empty(rows, outputs, torch.float32)
 
         def multiply() -> None:
             if self.device.type == "cuda":
@@ -253,6 +256,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             columns = prepared.columns
             call = calls.select(rows, width, x.data_ptr(), out.data_ptr(), columns.address("sample_rows"))
             launch(self._main, call, x, out, columns.tensor)
+            if self._present is not None:
+                self._present = columns.tensor, columns.address("sample_rows")
         return out
 
     def rope_and_write(
@@ -327,7 +332,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         if routing.activation not in calls.ACTIVATIONS:
             raise ValueError(f"{routing.activation}: the {self.name} backend has no kernel for it")
         self._multiplied += packed.gate_up.numel() + packed.down.numel()  # a step of a few dozen rows reads them all
-        return self._experts.multiply(x, logits, packed, routing, shared, shared_logits)
+        return self._experts.multiply(x, logits, packed, routing, shared, shared_logits, self._present)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return self._sampler(logits).sample(logits, rows)
@@ -378,11 +383,12 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             columns = self.gpu.empty((numbers + most * PAGES_OF_GRAPHS,), torch.int32)
 
         def run(prepared: CudaPrepared) -> Tensor:
-            self._logits_room = logits
+            columns = prepared.columns
+            self._logits_room, self._present = logits, (columns.tensor, columns.address("slots"))
             try:
                 return forward(prepared)
             finally:
-                self._logits_room = None
+                self._logits_room = self._present = None
 
         graphs = Graphs(self.gpu, run, rooms, columns, cache, planner, logits)
         graphs.record(lambda room: self._prepared(NO_ROWS, cache, planner, room))

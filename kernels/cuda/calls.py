@@ -91,7 +91,7 @@ LOW_RANK = _struct(
 )
 
 MOST_EXPERTS = 1024  # routing.cu: its block has a thread for each
-ROUTE_ROWS, COMBINE_THREADS = MOST_EXPERTS // WARP, 256  # routing.cu: WARPS, THREADS
+COMBINE_THREADS = 256  # routing.cu: THREADS
 ROUTE = _struct(
     "logits present chosen weights order tiles finished",
     ("rows", "i4"),
@@ -327,7 +327,8 @@ def route(
     most = most_tiles(_some(rows) * top_k, experts, tile_rows)
     pointers = (logits, present, chosen, weights, order, tiles, finished)
     params = _filled(ROUTE, (*pointers, rows, experts, top_k, normalize, tile_rows, most))
-    return Call("route", (-(-rows // ROUTE_ROWS), 1, 1), (MOST_EXPERTS, 1, 1), 0, params)
+    threads = _whole_warps(max(experts, rows * WARP), MOST_EXPERTS)
+    return Call("route", (-(-rows // (threads // WARP)), 1, 1), (threads, 1, 1), 0, params)
 
 
 def experts(

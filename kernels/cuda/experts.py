@@ -16,8 +16,8 @@ from kernels.cuda import calls
 from kernels.cuda.device import Device, dtype_name, launch, pointer
 from kernels.ops import Routing
 
-FEW_ROWS, MANY_ROWS = 12, 64
-"""Pairs of an expert, on average, up to which a tile has 16 or 64 rows; beyond them it has 128."""
+FEW_ROWS, MANY_ROWS = 16, 512
+"""Pairs of an expert, on average, up to which an H100 is fastest with 16 or 64 rows in a tile; beyond, with 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,9 @@ class Experts:
         routing: Routing,
         shared: Tensor | None,
         shared_logits: Tensor | None,
+        present: tuple[Tensor, int] | None = None,
     ) -> Tensor:
-        """See Ops.experts."""
+        """See Ops.experts. present: tensor and address of a number for each row, below zero where it is padding."""
         rows, hidden = x.shape
         out = self._device.empty((rows, hidden), x.dtype)
         if not rows:
@@ -89,8 +90,10 @@ class Experts:
             order.data_ptr(),
             of_tiles.data_ptr(),
             self._finished.data_ptr(),
+            0 if present is None else present[1],
         )
-        launch(main, call, logits, chosen, weights, order, of_tiles, self._finished)
+        of_rows = None if present is None else present[0]
+        launch(main, call, logits, chosen, weights, order, of_tiles, self._finished, of_rows)
         activated = self._device.empty((pairs, inner), x.dtype)
         given = self._device.empty((pairs, hidden), x.dtype)
         for source, matrices, to, activation in (

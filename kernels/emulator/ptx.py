@@ -187,6 +187,8 @@ class _Instruction:
             return rules[name]()
         if name == "bar":
             return self._barrier()
+        if self._operation == "membar.gl":
+            return "__threadfence();"
         if name == "ldmatrix":
             words = self._given[0].strip("{}").split(",")
             rows = self._touched("SHARED_MEMORY", f"shared.at({self._sum(self._given[1], 'u32')}, 16, 16)", "16")

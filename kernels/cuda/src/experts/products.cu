@@ -27,6 +27,7 @@ namespace {
 constexpr int WARPS = 4, THREADS = WARPS * 32;
 constexpr int DEPTH = 64, CHUNKS = DEPTH / VECTOR;  // inputs of a piece
 constexpr int LINES = THREADS / CHUNKS;             // rows of a piece that all threads copy at once
+constexpr int STEPS = DEPTH / 16, PARTS = STEPS - 1;
 
 template <int ROWS>
 struct Tile {
@@ -44,7 +45,7 @@ struct Copies {
 
   const uint4* x;
   const uint4* weights;
-  int64_t step;      // vectors between rows of the matrix that a thread copies
+  int step;          // vectors between rows of the matrix that a thread copies
   int rows[OF_X];    // of x; below zero: none
   int columns_left;  // how many of the thread's rows of the matrix are there
   int vectors, chunk, line;
@@ -57,7 +58,7 @@ struct Copies {
     const int64_t matrix = static_cast<int64_t>(tile.x) * (gated ? 2 : 1) * p.outputs;
     const int64_t row = matrix + column + across + (gated && line / 8 % 2 ? p.outputs : 0);
     weights = static_cast<const uint4*>(p.weights) + row * vectors + chunk;
-    step = static_cast<int64_t>(lines) * vectors;
+    step = lines * vectors;
     columns_left = (p.outputs - column - across + lines - 1) / lines;
 #pragma unroll
     for (int i = 0; i < OF_X; i++) {
@@ -66,18 +67,18 @@ struct Copies {
     }
   }
 
-  // Starts the copies of a piece.
-  __device__ __forceinline__ void start(uint4* stage, int piece) const {
+  // Starts the copies of a piece, or one of PARTS parts of them.
+  __device__ __forceinline__ void start(uint4* stage, int piece, int part = -1) const {
     const int at = swizzled<DEPTH>(line, chunk), from = piece * CHUNKS;
     const bool there = from + chunk < vectors;
 #pragma unroll
-    for (int i = 0; i < OF_X; i++)
-      cp_async_16(stage + at + i * LINES * CHUNKS, x + static_cast<int64_t>(max(rows[i], 0)) * vectors + from,
-                  there && rows[i] >= 0);
-    stage += ROWS * CHUNKS;
-#pragma unroll
-    for (int i = 0; i < OF_WEIGHTS; i++)
-      cp_async_16(stage + at + i * LINES * CHUNKS, weights + i * step + from, there && i < columns_left);
+    for (int i = 0; i < OF_X + OF_WEIGHTS; i++) {
+      if (part >= 0 && i % PARTS != part) continue;
+      const int row = i < OF_X ? rows[i < OF_X ? i : 0] : i - OF_X;
+      const bool has_row = i < OF_X ? row >= 0 : row < columns_left;
+      const uint4* source = i < OF_X ? x + static_cast<int64_t>(max(row, 0)) * vectors + from : weights + (row * step + from);
+      cp_async_16(stage + at + i * LINES * CHUNKS, source, there && has_row);
+    }
   }
 };
 
@@ -91,25 +92,29 @@ struct Sums {
   static __device__ __forceinline__ int first_row() { return threadIdx.x / 32 / Tile<ROWS>::WARPS_ACROSS * M_TILES * 16; }
   static __device__ __forceinline__ int first_tile() { return threadIdx.x / 32 % Tile<ROWS>::WARPS_ACROSS * N_TILES; }
 
-  __device__ __forceinline__ void add(const uint4* stage) {
+  // The operands of 16 inputs.
+  struct Operands {
+    uint32_t x[M_TILES][4], weights[N_TILES / 2][4];
+  };
+
+  static __device__ __forceinline__ void read(Operands& to, const uint4* stage, int step) {
     const int x = swizzled<DEPTH>(lane() % 16, lane() / 16) + first_row() * CHUNKS;
     const int weight = swizzled<DEPTH>(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2) + (ROWS + first_tile() * 8) * CHUNKS;
 #pragma unroll
-    for (int k = 0; k < DEPTH / 16; k++) {
-      uint32_t a[M_TILES][4];
+    for (int m = 0; m < M_TILES; m++) ldmatrix_x4(to.x[m], stage + behind<DEPTH>(x, 2 * step) + m * 16 * CHUNKS);
 #pragma unroll
-      for (int m = 0; m < M_TILES; m++) ldmatrix_x4(a[m], stage + behind<DEPTH>(x, 2 * k) + m * 16 * CHUNKS);
+    for (int n = 0; n < N_TILES / 2; n++)
+      ldmatrix_x4(to.weights[n], stage + behind<DEPTH>(weight, 2 * step) + n * 16 * CHUNKS);
+  }
+
+  __device__ __forceinline__ void add(const Operands& operands) {
 #pragma unroll
-      for (int n = 0; n < N_TILES / 2; n++) {
-        uint32_t b[4];
-        ldmatrix_x4(b, stage + behind<DEPTH>(weight, 2 * k) + n * 16 * CHUNKS);
+    for (int n = 0; n < N_TILES / 2; n++)
 #pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-          mma<T>(of[m][2 * n], a[m], b[0], b[1]);
-          mma<T>(of[m][2 * n + 1], a[m], b[2], b[3]);
-        }
+      for (int m = 0; m < M_TILES; m++) {
+        mma<T>(of[m][2 * n], operands.x[m], operands.weights[n][0], operands.weights[n][1]);
+        mma<T>(of[m][2 * n + 1], operands.x[m], operands.weights[n][2], operands.weights[n][3]);
       }
-    }
   }
 
   // Calls write(place, half of the rows, m tile) for each of the lane's rows that are there.
@@ -172,20 +177,30 @@ __device__ __forceinline__ void multiply(const ExpertsParams& p) {
   const int column = i / tiles * outputs, pieces = (p.inputs + DEPTH - 1) / DEPTH;
   const Copies<ROWS> copies(p, tile, first, column);
 #pragma unroll
-  for (int piece = 0; piece < STAGES - 1; piece++) {
+  for (int piece = 0; piece < STAGES; piece++) {
     if (piece < pieces) copies.start(stages + piece * STAGE, piece);
     cp_async_commit();
   }
   Sums<T, ROWS> sums;
-  int now = 0, next = STAGES - 1;  // buffers
+  typename Sums<T, ROWS>::Operands operands[2];  // those of the next 16 inputs are read before these are multiplied
+  cp_async_wait<STAGES - 1>();
+  __syncthreads();
+  sums.read(operands[0], stages, 0);
+  int before = STAGES - 1, now = 0;  // buffers
   for (int piece = 0; piece < pieces; piece++) {
-    cp_async_wait<STAGES - 2>();
-    __syncthreads();
-    if (piece + STAGES - 1 < pieces) copies.start(stages + next * STAGE, piece + STAGES - 1);
+    const int next = now + 1 < STAGES ? now + 1 : 0, refill = piece + STAGES - 1;
+#pragma unroll
+    for (int step = 0; step < STEPS - 1; step++) {
+      sums.read(operands[(step + 1) % 2], stages + now * STAGE, step + 1);
+      if (piece > 0 && refill < pieces) copies.start(stages + before * STAGE, refill, step);
+      sums.add(operands[step % 2]);
+    }
     cp_async_commit();
-    sums.add(stages + now * STAGE);
-    next = now;
-    now = now + 1 < STAGES ? now + 1 : 0;
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();  // all have read this piece, and the next one is there
+    if (piece + 1 < pieces) sums.read(operands[0], stages + next * STAGE, 0);
+    sums.add(operands[(STEPS - 1) % 2]);
+    before = now, now = next;
   }
   sums.write(p, first, tile.z, column);
 }

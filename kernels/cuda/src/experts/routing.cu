@@ -3,7 +3,8 @@
 // A pair is a row and one of its experts: number row * top_k + rank, the largest weight first. `route` chooses, and its
 // last block sorts all pairs by expert and cuts them into tiles of `tile_rows` pairs of one expert for `experts`
 // (products.cu). Nothing goes to the host. In which order the pairs of an expert lie may differ from launch to launch;
-// no result depends on it. Grid of route: x pieces of WARPS rows; of combine: x rows, y pieces of THREADS vectors.
+// no result depends on it. Grid of route: x pieces of as many rows as a block has warps, which are more threads than
+// experts; of combine: x rows, y pieces of THREADS vectors.
 #include "numbers.cuh"
 
 struct RouteParams {
@@ -41,7 +42,8 @@ constexpr int THREADS = 256;
 // Larger for a larger logit, and of equal ones for the lower index. NaN is the largest of all.
 __device__ __forceinline__ uint64_t key_of(float logit, int expert) {
   const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 is 0
-  const uint32_t ordered = logit != logit ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const uint32_t ordered = is_nan ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(expert);
 }
 
@@ -89,9 +91,10 @@ __device__ __forceinline__ void choose(const RouteParams& p, int row) {
 // Is this block the last one that is done? It then sees what all have written.
 __device__ __forceinline__ bool is_last(unsigned* finished) {
   SHARED(int, last, 1);
-  __threadfence();
   __syncthreads();
+  if (gridDim.x == 1) return true;
   if (threadIdx.x == 0) {
+    __threadfence();
     last[0] = atomicAdd(finished, 1u) == gridDim.x - 1;
     if (last[0]) atomicExch(finished, 0u);
     __threadfence();
@@ -103,7 +106,7 @@ __device__ __forceinline__ bool is_last(unsigned* finished) {
 // The sum of what the threads before this one have; `all`: of all threads.
 __device__ __forceinline__ int sum_before(int x, int& all) {
   SHARED(int, of_warps, WARPS);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   int sum = x;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -115,38 +118,50 @@ __device__ __forceinline__ int sum_before(int x, int& all) {
   __syncthreads();
   int before = 0;
   all = 0;
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) {
+#pragma unroll 4
+  for (int i = 0; i < warps; i++) {
     if (i == warp) before = all;
     all += of_warps[i];
   }
   return before + sum - x;
 }
 
+// Calls given(pair, expert) for all pairs with an expert; a thread reads several at once.
+template <typename Given>
+__device__ __forceinline__ void each_pair(const RouteParams& p, Given given) {
+  constexpr int AT_ONCE = 8;
+  const int pairs = p.rows * p.top_k, threads = blockDim.x;
+  for (int first = threadIdx.x; first < pairs; first += AT_ONCE * threads) {
+    int experts[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) experts[i] = first + i * threads < pairs ? p.chosen[first + i * threads] : -1;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if (experts[i] >= 0) given(first + i * threads, experts[i]);
+  }
+}
+
 // A block's work: thread i has expert i.
 __device__ __forceinline__ void sort(const RouteParams& p) {
   SHARED(int, places, MOST_EXPERTS);
-  const int thread = threadIdx.x, pairs = p.rows * p.top_k;
+  const int thread = threadIdx.x;
   places[thread] = 0;
   __syncthreads();
-  for (int pair = thread; pair < pairs; pair += MOST_EXPERTS)
-    if (p.chosen[pair] >= 0) atomicAdd(&places[p.chosen[pair]], 1);
+  each_pair(p, [&](int, int expert) { atomicAdd(&places[expert], 1); });
   __syncthreads();
   const int count = places[thread], tiles = (count + p.tile_rows - 1) / p.tile_rows;
   int all_pairs, all_tiles;
   const int first = sum_before(count, all_pairs), first_tile = sum_before(tiles, all_tiles);
   for (int tile = 0; tile < tiles; tile++)
     p.tiles[first_tile + tile] = make_int4(thread, first, first + count, first_tile);
-  for (int tile = all_tiles + thread; tile < p.most_tiles; tile += MOST_EXPERTS)
-    p.tiles[tile] = make_int4(-1, 0, 0, 0);
+  for (int tile = all_tiles + thread; tile < p.most_tiles; tile += blockDim.x) p.tiles[tile] = make_int4(-1, 0, 0, 0);
   places[thread] = first;
   __syncthreads();
-  for (int pair = thread; pair < pairs; pair += MOST_EXPERTS)
-    if (p.chosen[pair] >= 0) p.order[atomicAdd(&places[p.chosen[pair]], 1)] = pair;
+  each_pair(p, [&](int pair, int expert) { p.order[atomicAdd(&places[expert], 1)] = pair; });
 }
 
 __device__ __forceinline__ void route_rows(const RouteParams& p) {
-  const int row = blockIdx.x * WARPS + threadIdx.x / 32;
+  const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (row < p.rows) choose(p, row);
   if (is_last(p.finished)) sort(p);
 }
