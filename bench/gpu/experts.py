@@ -17,8 +17,8 @@ from bench.gpu.context import Context
 from bench.gpu.engine import config_of, new_engine, timed
 from bench.gpu.kernels import known_peaks, setup
 from bench.kernels.case import run
-from bench.kernels.experts import QWEN_30B, SMALL, Mixture, mixtures
-from bench.kernels.shapes import TINY, Model
+from bench.kernels.experts import mixtures
+from bench.kernels.shapes import QWEN_30B, SMALL_MIXTURE, TINY, Mixture, Model
 from services.worker.engine import Engine
 
 LAYERS = 6
@@ -43,7 +43,7 @@ def experts(context: Context) -> Iterator[tuple[str, Any]]:
         for row in run(bench, mixtures(context.quick), lambda name: print(name, file=sys.stderr, flush=True)):
             yield "rows", [row.as_dict()]
     del made, bench
-    model, mixture, cases = (TINY, SMALL, QUICK_CASES) if context.quick else (MODEL, QWEN_30B, CASES)
+    model, mixture, cases = (TINY, SMALL_MIXTURE, QUICK_CASES) if context.quick else (MODEL, QWEN_30B, CASES)
     ways = ((context.device, 3),) if context.quick else (("cuda", STEPS), ("reference", REFERENCE_STEPS))
     for kernels, steps in ways:
         with tempfile.TemporaryDirectory() as folder:

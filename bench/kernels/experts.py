@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from bench.kernels.case import Bench, Case, Maker, recorded
 from bench.kernels.clock import Recorded, Thunk, error_of
 from bench.kernels.kv import some_rows
-from bench.kernels.shapes import BLOCK_SIZE
+from bench.kernels.shapes import BLOCK_SIZE, MIXTRAL, QWEN_30B, SMALL_MIXTURE, Mixture
 from kernels.ops import CacheShape, Routing
 
 MOST_COPIES = 12
@@ -21,26 +20,12 @@ CHECKED = 64
 """Rows of which the error is looked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """The sizes of a layer's experts."""
-
-    name: str
-    hidden: int
-    experts: int
-    top_k: int
-    intermediate: int
-
-
-QWEN_30B = Mixture("Qwen3-30B-A3B", 2048, 128, 8, 768)
-MIXTRAL = Mixture("Mixtral-8x7B", 4096, 8, 2, 14336)
-SMALL = Mixture("small", 128, 8, 2, 64)
 ROWS = (1, 8, 64, 512, 4096)
 
 
 def mixtures(quick: bool) -> list[Maker]:
     """Return a case for each mixture and number of rows."""
-    chosen = [(SMALL, (1, 5, 33))] if quick else [(QWEN_30B, ROWS), (MIXTRAL, ROWS)]
+    chosen = [(SMALL_MIXTURE, (1, 5, 33))] if quick else [(QWEN_30B, ROWS), (MIXTRAL, ROWS)]
     return [(f"experts {one.name} {count}", partial(experts, one, count)) for one, rows in chosen for count in rows]
 
 
