@@ -192,8 +192,7 @@ PLANTS = {
         "experts/products.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>", "experts_r16_f16"
     ),
     "experts, the piece that is read is filled anew": Plant(
-        "experts/products.cu", "copies.start(stages + before * STAGE,", "copies.start(stages + now * STAGE,",
-        "experts_r16_bf16",
+        "experts/products.cu", "before = now, now = next;", "before = next, now = next;", "experts_r16_bf16"
     ),
     "experts, the first piece is not waited for": Plant(
         "experts/products.cu", "  cp_async_wait<STAGES - 1>();\n", "", "experts_r16_bf16"
@@ -202,7 +201,7 @@ PLANTS = {
         "experts/routing.cu", "    __threadfence();\n    last[0]", "    last[0]", "route"
     ),
     "experts, places are taken without atomics": Plant(
-        "experts/routing.cu", "p.order[atomicAdd(&places[p.chosen[pair]], 1)]", "p.order[places[p.chosen[pair]]++]",
+        "experts/routing.cu", "p.order[atomicAdd(&places[expert], 1)]", "p.order[places[expert]++]",
         "route",
     ),
     "experts, places are handed out while counts are read": Plant(
