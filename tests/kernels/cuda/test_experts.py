@@ -232,7 +232,9 @@ def test_padding_of_a_recording_is_given_to_no_expert(paths: Any, monkeypatch: p
     batch = batch_of([[1], [2], [3]], world.ends, world.tables, [True, False, True])  # in the graph of four
     assert world.ops.prepare(batch, world.cache).graph == Room(4, 4, 0)
     given.clear()
-    world.logits(batch)
+    logits = world.forward(world.ops.prepare(batch, world.cache))
+    world.ops.mark().wait()
+    assert logits.data_ptr() == world.forward.logits.data_ptr(), "the routers' logits take no room of the head's"
     assert given == [[True, True, True, False], [True, True, False, False]]
 
 
