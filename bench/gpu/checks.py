@@ -20,6 +20,7 @@ import torch
 
 from bench.gpu.context import Context
 from bench.gpu.kernels import setup
+from bench.kernels import experts as kernels_experts
 from bench.kernels import rows as kernels_rows
 from bench.kernels import sampling as kernels_sampling
 from bench.kernels.attention import error_of_attention, queries
@@ -56,6 +57,7 @@ SUITES = (
     "rope",
     "adapters",
     "quantized",
+    "experts",
     "blocks",
     "attention_decode",
     "attention_prefill",
@@ -120,7 +122,11 @@ def _errors(
             for how, attention in _kinds(small):
                 name = f"attention {kind} d{head_dim} {query}/{kv} {how}"
                 yield _error(name, limit, partial(_attention_error, small, contexts, rows, attention))
-    makers: list[Maker] = [*kernels_rows.rows(bench.plan), *kernels_sampling.samplers(bench.plan)]
+    makers: list[Maker] = [
+        *kernels_rows.rows(bench.plan),
+        *kernels_experts.mixtures(quick=True),
+        *kernels_sampling.samplers(bench.plan),
+    ]
     for name, make in makers:
         yield _error(name, limit if name.split()[0] != "sample" else 0.0, lambda make=make: make(bench).error())
 

@@ -102,15 +102,23 @@ def timed(engine: Engine, case: Case, steps: int, lookahead: int, adapters: Sequ
 
 
 def started(
-    folder: Path, context: Context, cases: tuple[Case, ...], steps: int, adapter_dir: Path | None = None
+    folder: Path,
+    context: Context,
+    cases: tuple[Case, ...],
+    steps: int,
+    adapter_dir: Path | None = None,
+    kernels: str = "",
 ) -> Engine:
-    """Return an engine of the model in a folder, with made-up weights and room for the cases, warmed up."""
+    """Return an engine of the model in a folder, with made-up weights and room for the cases, warmed up.
+
+    kernels: if not the device's own.
+    """
     tokens = max(max(case.context, case.prefill) for case in cases) + steps + 1
     settings: Any = EngineSettings(  # all that an engine reads of WorkerSettings
         model=folder,
         served_model_name="bench",
         device="cuda" if context.device == "cuda" else "cpu",
-        kernels=context.device,
+        kernels=kernels or context.device,
         dtype="bfloat16",
         load_format="dummy",
         max_seqs=max(case.sequences for case in cases),

@@ -2,7 +2,7 @@
 
 docs/gpu.md has it. All figures come from files: registers.json and banks.json of kernels/cuda and a result of
 `python -m bench.gpu`; how many blocks of a kernel run at once is computed (kernels/cuda/residency.py) from the launch
-that calls.py makes for a model of Llama-8B's shape.
+that calls.py makes for a model of Llama-8B's shape, and for experts of Qwen3-30B-A3B's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.kernels.shapes import BLOCK_SIZE, LLAMA_8B
+from bench.kernels.shapes import BLOCK_SIZE, LLAMA_8B, QWEN_30B
 from kernels.cuda import calls, residency
 from kernels.cuda.calls import BF16, HEAD_DIMS, LOW_RANK_ROWS, Q4_UNIT, Block
 
@@ -67,6 +67,7 @@ def kernels() -> list[Kernel]:
         Kernel(_block(calls.add(BF16, ROWS, hidden, 0, 0)), rows, 3 * row_bytes),
         Kernel(_block(calls.embed(BF16, ROWS, hidden, 0, 0, 0)), rows, op="embed"),
         Kernel(_block(calls.select(ROWS, hidden, 0, 0, 0)), rows, op="select"),
+        *_experts(),
         Kernel(_block(copy), f"{COPIED} of {BLOCK_BYTES >> 20} MiB", 2.0 * COPIED * BLOCK_BYTES),
         Kernel(_block(down), adapted, row_bytes, "adapters", "low_rank_down", "add_low_rank "),
         Kernel(_block(up), adapted, 2 * 2.0 * ROWS * 2 * width, "adapters", "low_rank_up", "add_low_rank "),
@@ -85,6 +86,27 @@ def _packed() -> list[Kernel]:
     unpack = calls.unpack_q4(BF16, inputs, large, Q4_UNIT, 0, 0, 1, 0)
     moved = large * inputs * (0.5 + 8 / Q4_UNIT + 2)
     return [*made, Kernel(_block(unpack), f"{large} x {inputs}", moved, checks="linear_q4 ")]
+
+
+def _experts() -> list[Kernel]:
+    """Return the kernels of a mixture of experts; the products read gates and ups of all experts."""
+    hidden, inner, count, top_k = QWEN_30B.hidden, QWEN_30B.intermediate, QWEN_30B.experts, QWEN_30B.top_k
+    route = calls.route(ROWS, count, top_k, 16, True, *[0] * 6)
+    combine = calls.combine(BF16, ROWS, hidden, top_k, 0, 0, 0)
+    pairs, weight_bytes, named = ROWS * top_k, 2.0 * count * 2 * inner * hidden, "experts "
+    return [
+        Kernel(_block(route), f"{ROWS} to {top_k} of {count}", ROWS * (4.0 * count + 12 * top_k), checks=named),
+        *(
+            Kernel(
+                _block(calls.experts(BF16, size, 1, hidden, inner, top_k, 0, 0, 0, 0, 0, "silu")),
+                f"{count} x {2 * inner} x {hidden}",
+                weight_bytes,
+                checks=named,
+            )
+            for size in calls.EXPERTS_TILES
+        ),
+        Kernel(_block(combine), f"{ROWS} x {top_k} x {hidden}", 2.0 * (pairs + ROWS) * hidden, checks=named),
+    ]
 
 
 def _block(call: calls.Call) -> Block:

@@ -27,6 +27,17 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """The sizes of a layer's experts, `top_k` of which a row is given to."""
+
+    name: str
+    hidden: int
+    experts: int
+    top_k: int
+    intermediate: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """`rows` new tokens of each of `sequences`; each context then has `context` tokens."""
 
@@ -59,6 +70,10 @@ LLAMA_8B = Model("Llama-8B", 4096, 32, 8, 128, 14336, 128256, 32, 32768)
 QWEN_600M = Model("Qwen3-0.6B", 1024, 16, 8, 128, 3072, 151936, 28, 32768)
 LLAMA_30M = Model("llama-30m", 512, 8, 4, 64, 1408, 8192, 8, 2048)
 TINY = Model("tiny", 128, 4, 2, 64, 128, 512, 2, 256)
+
+QWEN_30B = Mixture("Qwen3-30B-A3B", 2048, 128, 8, 768)
+MIXTRAL = Mixture("Mixtral-8x7B", 4096, 8, 2, 14336)
+SMALL_MIXTURE = Mixture("small", 128, 8, 2, 64)
 
 GPU = Plan(
     LLAMA_8B,

@@ -20,6 +20,7 @@ from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter, LowRankRo
 from kernels.cuda.attention import PagedAttention
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device, Event, dtype_name, launch, pointer, put
+from kernels.cuda.experts import Experts, PackedExperts, stacked
 from kernels.cuda.graphs import Graphs, rooms_up_to
 from kernels.cuda.metadata import CudaPrepared, Staging, Work, page_columns, plan_columns, row_columns
 from kernels.cuda.planner import Planner, Room
@@ -36,6 +37,7 @@ from kernels.ops import (
     Norm,
     Ops,
     Pending,
+    Routing,
     RowsByAdapter,
     Sampled,
     SamplingRows,
@@ -106,8 +108,10 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._low_rank_room = LowRankRoom(gpu)
         self._samplers: dict[int, Sampler] = {}
         self._attention = PagedAttention(gpu, self._staging)
+        self._experts = Experts(gpu)
         self._graphs: weakref.ref[Graphs] | None = None  # of the compiled pass, while it is referenced
         self._logits_room: Tensor | None = None  # where the next logits go
+        self._present: tuple[Tensor, int] | None = None  # of a compiled pass: numbers below zero are rows of padding
         self._exchanges = False  # whether the forward pass has any
         self._multiplied = 0  # numbers in the matrices that `linear` was given
 
@@ -197,9 +201,11 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             self._main.run(lambda: torch.addmm(bias, x, packed.transposed, out=out))
 
     def logits(self, x: Tensor, packed: Packed) -> Tensor:
-        rows, room = x.shape[0], self._logits_room
-        self._logits_room = None  # a second matrix of logits would overwrite the first
-        out = self._empty(rows, packed.weight.shape[0], torch.float32) if room is None else room[:rows]
+        (rows, _), outputs, room = x.shape, packed.weight.shape[0], self._logits_room
+        if room is not None and room.shape[1] == outputs:  # not the logits of a router
+            out, self._logits_room = room[:rows], None  # a second matrix of logits would overwrite the first
+        else:
+            out = self._empty(rows, outputs, torch.float32)
 
         def multiply() -> None:
             if self.device.type == "cuda":
@@ -298,6 +304,8 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             columns = prepared.columns
             call = calls.select(rows, width, x.data_ptr(), out.data_ptr(), columns.address("sample_rows"))
             launch(self._main, call, x, out, columns.tensor)
+            if self._present is not None:
+                self._present = columns.tensor, columns.address("sample_rows")
         return out
 
     def rope_and_write(
@@ -353,6 +361,27 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             launch(self._main, calls.activate(dtype_name(x.dtype), rows, width, pointer, pointer, activation), x)
         return x
 
+    def pack_experts(self, gate_up: Sequence[Packed], down: Sequence[Packed]) -> PackedExperts:
+        """Copy the matrices to one piece of memory for each of both. Raise ValueError for experts with biases."""
+        if any(one.bias is not None for one in (*gate_up, *down)):
+            raise ValueError(f"experts with biases: the {self.name} backend has no kernels for them")
+        both = (stacked(self.gpu, [one.weight for one in matrices]) for matrices in (gate_up, down))
+        return PackedExperts(*both)
+
+    def experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: PackedExperts,
+        routing: Routing,
+        shared: Tensor | None = None,
+        shared_logits: Tensor | None = None,
+    ) -> Tensor:
+        if routing.activation not in calls.ACTIVATIONS:
+            raise ValueError(f"{routing.activation}: the {self.name} backend has no kernel for it")
+        self._multiplied += packed.gate_up.numel() + packed.down.numel()  # a step of a few dozen rows reads them all
+        return self._experts.multiply(x, logits, packed, routing, shared, shared_logits, self._present)
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return self._sampler(logits).sample(logits, rows)
 
@@ -403,11 +432,12 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             columns = self.gpu.empty((numbers + most * PAGES_OF_GRAPHS,), torch.int32)
 
         def run(prepared: CudaPrepared) -> Tensor:
-            self._logits_room = logits
+            columns = prepared.columns
+            self._logits_room, self._present = logits, (columns.tensor, columns.address("slots"))
             try:
                 return forward(prepared)
             finally:
-                self._logits_room = None
+                self._logits_room = self._present = None
 
         graphs = Graphs(self.gpu, run, rooms, columns, cache, planner, logits)
         graphs.record(lambda room: self._prepared(NO_ROWS, cache, planner, room))

@@ -109,6 +109,29 @@ LINEAR_Q4 = _struct(
     ("groups", "i4"),
 )
 UNPACK_Q4 = _struct("words scales mins out", ("inputs", "i4"), ("outputs", "i4"), ("groups", "i4"))
+MOST_EXPERTS = 1024  # routing.cu: its block has a thread for each
+COMBINE_THREADS = 256  # routing.cu: THREADS
+ROUTE = _struct(
+    "logits present chosen weights order tiles finished",
+    ("rows", "i4"),
+    ("experts", "i4"),
+    ("top_k", "i4"),
+    ("normalize", "i4"),
+    ("tile_rows", "i4"),
+    ("most_tiles", "i4"),
+)
+COMBINE = _struct("x weights shared shared_logits out", ("width", "i4"), ("top_k", "i4"))
+EXPERTS = _struct(
+    "x weights out order tiles",
+    ("inputs", "i4"),
+    ("outputs", "i4"),
+    ("columns", "i4"),
+    ("top_k", "i4"),
+    ("activation", "i4"),
+)
+EXPERTS_THREADS, EXPERTS_DEPTH = 128, 64  # products.cu: THREADS, DEPTH
+EXPERTS_TILES = {16: (64, 5), 64: (128, 3), 128: (128, 3)}  # products.cu: COLUMNS and STAGES by ROWS
+EXPERTS_TILE_BYTES = 16  # of an int4 in ROUTE's tiles
 
 # Attention. The planner (`planner`) cuts the attention of an iteration into work items. A sequence is read in slabs of
 # SLAB tokens: slab i lies in its page i * SLAB // block_size, and one KV head's slab is SLAB * head_dim numbers in one
@@ -352,6 +375,83 @@ def unpack_q4(dtype: str, inputs: int, outputs: int, group: int, words: int, sca
     grid = (-(-outputs // Q4_TILE), -(-inputs // (Q4_UNIT * units)), 1)
     params = _filled(UNPACK_Q4, (words, scales, mins, out, inputs, outputs, Q4_UNIT // group))
     return Call(f"unpack_q4_{dtype}", grid, (PIECE_THREADS, 1, 1), 0, params)
+
+
+def most_tiles(pairs: int, experts: int, tile_rows: int) -> int:
+    """Return how many tiles of `tile_rows` pairs of one expert so many pairs make at most."""
+    touched = min(experts, pairs)
+    return touched + (pairs - touched) // tile_rows
+
+
+def route(
+    rows: int,
+    experts: int,
+    top_k: int,
+    tile_rows: int,
+    normalize: bool,
+    logits: int,
+    chosen: int,
+    weights: int,
+    order: int,
+    tiles: int,
+    finished: int,
+    present: int = 0,
+) -> Call:
+    """Return the call that gives rows to experts. The arrays are those of routing.cu, most_tiles() of them tiles."""
+    if not 0 < top_k <= experts <= MOST_EXPERTS:
+        raise ValueError(f"{top_k} of {experts} experts for a row; the CUDA kernels take {MOST_EXPERTS} at most")
+    most = most_tiles(_some(rows) * top_k, experts, tile_rows)
+    pointers = (logits, present, chosen, weights, order, tiles, finished)
+    params = _filled(ROUTE, (*pointers, rows, experts, top_k, normalize, tile_rows, most))
+    threads = _whole_warps(max(experts, rows * WARP), MOST_EXPERTS)
+    return Call("route", (-(-rows // (threads // WARP)), 1, 1), (threads, 1, 1), 0, params)
+
+
+def experts(
+    dtype: str,
+    tile_rows: int,
+    tiles: int,
+    inputs: int,
+    outputs: int,
+    top_k: int,
+    x: int,
+    weights: int,
+    out: int,
+    order: int,
+    tile_array: int,
+    activation: str = "",
+) -> Call:
+    """Return the products of pairs with their expert's matrix, for at most so many tiles of `route`.
+
+    With an activation the matrices have gates above ups, 2 outputs in all: x [rows, inputs] to out [places, outputs],
+    else x [places, inputs] to out [pairs, outputs].
+    """
+    demand_vectors(inputs, outputs)
+    columns, stages = EXPERTS_TILES[tile_rows]
+    across = -(-outputs // (columns // 2 if activation else columns))
+    kind = ACTIVATIONS[activation] if activation else -1
+    params = _filled(EXPERTS, (x, weights, out, order, tile_array, inputs, outputs, across, top_k, kind))
+    shared = stages * (tile_rows + columns) * EXPERTS_DEPTH * 2
+    grid = (_some(tiles) * across, 1, 1)
+    return Call(f"experts_r{tile_rows}_{dtype}", grid, (EXPERTS_THREADS, 1, 1), shared, params)
+
+
+def combine(
+    dtype: str,
+    rows: int,
+    width: int,
+    top_k: int,
+    x: int,
+    weights: int,
+    out: int,
+    shared: int = 0,
+    shared_logits: int = 0,
+) -> Call:
+    """Return out[row] = the sum of weights[pair] * x[pair], and of sigmoid(shared_logits[row]) * shared[row]."""
+    vectors = _vectors(width)
+    params = _filled(COMBINE, (x, weights, shared, shared_logits, out, width, top_k))
+    grid = (_some(rows), -(-vectors // COMBINE_THREADS), 1)
+    return Call(f"combine_{dtype}", grid, (COMBINE_THREADS, 1, 1), 0, params)
 
 
 def copy_blocks(

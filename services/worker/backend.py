@@ -149,13 +149,15 @@ def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch
         raise ConfigurationError(f"--block-size {settings.block_size}: on a GPU it is 16, 32, 64, 128 or 256")
     if config.family.is_encoder:
         return "the model is an encoder, they have no kernels for attention both ways"
-    if config.mixture is not None:
-        return "the model is a mixture of experts, they have no kernels for it"
+    if config.family.names.sinks is not None:
+        return "the model has sinks of attention, they have no kernels for them"
     if config.score_softcap or config.logit_softcap:
         return "the model caps its scores and logits, they have no kernels for it"
     if dtype == torch.float32:
         return "the model is in float32, they compute in bfloat16 and float16 (--dtype bfloat16)"
-    if wrong := [width for width in (config.hidden_size, config.intermediate_size) if width % VECTOR]:
+    mixture = config.mixture
+    of_experts = (mixture.intermediate_size, mixture.shared_size) if mixture else ()
+    if wrong := [width for width in (config.hidden_size, config.intermediate_size, *of_experts) if width % VECTOR]:
         return f"rows of {wrong[0]} numbers, they take multiples of {VECTOR}"
     if config.hidden_size > MAX_NORM_HIDDEN:
         return f"rows of {config.hidden_size} numbers, their norms take {MAX_NORM_HIDDEN} at most"

@@ -1,9 +1,7 @@
 // Activations of single numbers, plain and gated, and the sum of a row and the residual. A thread has 8 numbers.
 //
 // Grid: x rows, y pieces of a row of `threads` vectors each.
-#include "numbers.cuh"
-
-enum { SILU, GELU, GELU_TANH, RELU };
+#include "activations.cuh"
 
 struct ActivationParams {
   const void* x;       // gated: [rows, 2 width], else [rows, width]
@@ -21,15 +19,6 @@ struct AddParams {
 namespace {
 
 constexpr int THREADS = 256;
-
-template <int kind>
-__device__ __forceinline__ float activated(float x) {
-  if (kind == SILU) return __fdividef(x, 1.0f + __expf(-x));
-  if (kind == GELU) return 0.5f * x * erfcf(x * -0.70710678f);
-  if (kind == GELU_TANH)  // (1 + tanh y) / 2 is the sigmoid of 2 y
-    return __fdividef(x, 1.0f + __expf(-1.5957691216f * x * (1.0f + 0.044715f * x * x)));
-  return x < 0.0f ? 0.0f : x;  // NaN stays
-}
 
 template <typename T, bool gated, int kind>
 __device__ __forceinline__ void activate_as(const ActivationParams& p) {

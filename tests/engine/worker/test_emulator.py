@@ -128,6 +128,28 @@ def test_a_grammar_is_given_the_tokens_that_the_device_keeps(
         assert end == EOS and re.fullmatch(pattern, bytes(text).decode())
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {"mlp_only_layers": [0]},
+    "qwen3_moe": {"head_dim": 64, "norm_topk_prob": True},
+}
+"""Fields beside those of every model here."""
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_mixtures_of_experts_give_transformers_tokens(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Steps with recordings, padded, and larger ones without."""
+    found = float16_model(tmp_path, random_prompts(60, (3, 12), 5), 6, kind=kind, **EXPERTS[kind])
+    assert len(found.prompts) >= 8
+    engine = emulated(monkeypatch, found.path, 1, kv_blocks=18)
+    engine.warm_up()
+    requests = [in_process.request(f"r{i}", prompt, 6) for i, prompt in enumerate(found.prompts[:8])]
+    recorded, _ = in_process.run(engine, requests, "orcinus", lookahead=1)
+    assert tokens_of(recorded) == found.outputs[:8]
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_ranks_of_emulated_gpus_give_transformers_tokens(
     processes: Processes, reference: Reference, tp: int, pp: int

@@ -19,7 +19,7 @@ from kernels.reference.backend import ReferenceOps
 from services.worker import backend
 from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, room_for
 from services.worker.models.config import DecoderConfig, Mixture, load_config
-from services.worker.models.registry import ExpertNames
+from services.worker.models.registry import FAMILIES, ExpertNames
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.engine.worker.test_process import MIB, SHAPE
@@ -160,6 +160,11 @@ def test_sizes_that_are_warmed_up_are_no_larger_than_step(most: int) -> None:
     assert sizes == sorted(set(sizes))
 
 
+def test_a_mixture_of_experts_takes_a_usable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    on("usable", monkeypatch)
+    assert chosen(config_of(mixture=EXPERTS), kernels="cuda") == ("cuda", "cuda", torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -168,7 +173,8 @@ def test_sizes_that_are_warmed_up_are_no_larger_than_step(most: int) -> None:
         (config_of(intermediate_size=100), "rows of 100 numbers"),
         (config_of(score_softcap=50.0), "caps its scores and logits, they have no kernels for it"),
         (config_of(logit_softcap=30.0), "caps its scores and logits, they have no kernels for it"),
-        (config_of(mixture=EXPERTS), "a mixture of experts, they have no kernels for it"),
+        (config_of(mixture=dataclasses.replace(EXPERTS, intermediate_size=44)), "rows of 44 numbers"),
+        (config_of(mixture=EXPERTS, family=FAMILIES["GptOssForCausalLM"]), "sinks of attention, they have no kernels"),
         (config_of(hidden_size=1 << 16), "norms take 32768 at most"),
         (config_of(heads=512, kv_heads=1), "512 query heads share a KV head"),
     ],

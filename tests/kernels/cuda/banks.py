@@ -29,7 +29,7 @@ from tests.kernels.cuda.test_races import KERNELS, Sizes, launch_from, run
 
 RECORDED = Path(loader.__file__).with_name("banks.json")
 COUNTED = [name for name in KERNELS if "_f16" not in name]
-EVEN = Sizes(4096, 4096, 8192, 2048, 64, (5120,), ((0, 64), (150, 9)), 4, Case(32, 64, 4096))
+EVEN = Sizes(4096, 4096, 8192, 2048, 64, 512, (5120,), ((0, 64), (150, 9)), 4, Case(32, 64, 4096))
 """As models have them: rows begin with a sector."""
 NEW_GOAL = 1.0
 

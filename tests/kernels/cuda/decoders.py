@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "qwen3": {"kind": "qwen3", **_LLAMA},
     "mistral-window": {"kind": "mistral", **_LLAMA, "sliding_window": 21},
+    "mixtral": {"kind": "mixtral", **_LLAMA},
     "gpt2": {"kind": "gpt2", "n_embd": 128, "n_head": 2},
     "bloom": {"kind": "bloom", "hidden_size": 128, "n_head": 2},
 }

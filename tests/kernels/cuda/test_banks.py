@@ -29,7 +29,7 @@ PLANTS = {
         "attention/attention_decode.cu", "PADDED = D + 8;", "PADDED = D;", "attention_decode_bf16_d128"
     ),
     "prefill, chunks change no places": Plant(
-        "attention/attention.cuh", "D % 32 == 0 ? 4", "D % 32 == 0 ? 1", "attention_prefill_bf16_d96"
+        "tiles.cuh", "D % 32 == 0 ? 4", "D % 32 == 0 ? 1", "attention_prefill_bf16_d96"
     ),
     "add, lanes have columns": Plant(
         "activations.cu",

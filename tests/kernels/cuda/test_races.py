@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kernels.emulator.device
-from kernels.cuda import loader
+from kernels.cuda import calls, loader
 from kernels.emulator.program import FORWARD, RACES, REVERSE, EmulatorError, Program
 from tests.kernels.cuda import (
     programs,
@@ -24,6 +24,7 @@ from tests.kernels.cuda import (
     test_attention_decode,
     test_attention_prefill,
     test_blocks,
+    test_experts,
     test_quantized,
     test_rope,
     test_rows,
@@ -38,20 +39,22 @@ pytestmark = needs_compiler
 
 
 class Sizes(NamedTuple):
-    """What the kernels are run with: numbers of a row, of a row that is normed, of a block, of rows with adapters."""
+    """What the kernels are run with: numbers of a row, of a row that is normed, of a block, of rows with adapters and
+    of an expert's."""
 
     width: int
     hidden: int
     block: int
     long: int
     short: int
+    inner: int
     vocabularies: tuple[int, ...]
     chunks: tuple[tuple[int, int], ...]
     group: int
     packed: test_quantized.Case
 
 
-ODD = Sizes(2312, 8200, 8192 + 8, 1544, 40, (500, 5003), ((0, 33), (150, 9)), 3, test_quantized.Case(37, 40, 5200))
+ODD = Sizes(2312, 8200, 8192 + 8, 1544, 40, 456, (500, 5003), ((0, 33), (150, 9)), 3, test_quantized.Case(37, 40, 5200))
 """Threads without work, and parts that are not full. A list of candidates has room for all ids of the first vocabulary,
 and not for those of the second."""
 
@@ -70,6 +73,13 @@ def attend(order: int, case: test_attention_decode.Case, dtype: str) -> None:
     step.check()
 
 
+def products(order: int, sizes: Sizes, size: int, dtype: str) -> None:
+    """Launch both products of experts."""
+    check = test_experts.test_products_are_those_of_each_pairs_expert
+    check(order, sizes.inner, sizes.short, "silu", size, dtype)
+    check(order, sizes.inner, sizes.short, "", size, dtype)
+
+
 def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
     """Launch a kernel in blocks of all its threads."""
     named = re.fullmatch(r"(\w+?)(?:_(bf16|f16)(?:_d(\d+))?)?", kernel)
@@ -84,8 +94,10 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
         "attention_prefill": lambda: prefill.check(
             prefill.Case(sizes.chunks, sizes.group, head_dim=head_dim), dtype, order
         ),
+        "combine": lambda: test_experts.test_combine_weighs_and_rounds_once(order, sizes.width, dtype),
         "copy_blocks": lambda: test_blocks.test_blocks_are_gathered_scattered_and_copied(order, sizes.block),
         "embed": lambda: rows.test_embed_scales_adds_places_and_reads_last_tokens(order, sizes.width, dtype, True),
+        **{f"experts_r{size}": partial(products, order, sizes, size, dtype) for size in calls.EXPERTS_TILES},
         "gated": lambda: rows.test_gated_multiplies_the_activated_half_with_the_other(
             order, sizes.width, dtype, "silu"
         ),
@@ -100,6 +112,7 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
         "rope_and_write": lambda: test_rope.test_q_is_returned_and_kv_lies_in_its_slots(
             order, "all of it, blocks of 32", dtype
         ),
+        "route": lambda: test_experts.test_rows_are_given_to_experts_and_sorted_by_them(order, 70, 128, 8, True, 16),
         "sample": lambda: sample(order, sizes),
         "select_rows": lambda: rows.test_select_takes_the_rows_that_sample_and_leaves_padding_alone(order, sizes.width),
         "unpack_q4": lambda: quantized.check_unpacked(order, dtype, (32, True), sizes.width),
@@ -180,6 +193,29 @@ PLANTS = {
     ),
     "decode, cleared values are read without __syncwarp": Plant(
         "attention/attention_decode.cu", "  }\n  __syncwarp();\n", "  }\n", DECODE
+    ),
+    "experts, pieces are read without a barrier": Plant(
+        "experts/products.cu", "__syncthreads();  // all have read this piece, and the next one is there", "",
+        "experts_r64_bf16",
+    ),
+    "experts, the wait is for one group too few": Plant(
+        "experts/products.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>", "experts_r16_f16"
+    ),
+    "experts, the piece that is read is filled anew": Plant(
+        "experts/products.cu", "before = now, now = next;", "before = next, now = next;", "experts_r16_bf16"
+    ),
+    "experts, the first piece is not waited for": Plant(
+        "experts/products.cu", "  cp_async_wait<STAGES - 1>();\n", "", "experts_r16_bf16"
+    ),
+    "experts, the last block does not see what the others chose": Plant(
+        "experts/routing.cu", "    __threadfence();\n    last[0]", "    last[0]", "route"
+    ),
+    "experts, places are taken without atomics": Plant(
+        "experts/routing.cu", "p.order[atomicAdd(&places[expert], 1)]", "p.order[places[expert]++]",
+        "route",
+    ),
+    "experts, places are handed out while counts are read": Plant(
+        "experts/routing.cu", "  places[thread] = first;\n  __syncthreads();", "  places[thread] = first;", "route"
     ),
     "merge, the next piece comes without a barrier": Plant(
         "attention/attention_merge.cu", "    }\n    __syncthreads();\n  }", "    }\n  }", "attention_merge_f16"
