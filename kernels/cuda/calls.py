@@ -104,6 +104,8 @@ LOG2_E = math.log2(math.e)
 DECODE_ROWS = 16  # attention_decode.cuh: ROWS
 DECODE_RINGS = {64: (4, 5), 80: (4, 5), 96: (4, 5), 128: (4, 4), 256: (3, 3)}  # WARPS, UNITS
 PREFILL_WARPS, PREFILL_ROW_BYTES = 4, 8  # attention_prefill.cuh: WARPS, RowTable
+WGMMA_HEAD_DIMS = (64, 128)  # attention_prefill_sm90.cu: its kernels
+WGMMA_ROWS, WGMMA_KEYS, WGMMA_STAGES, WGMMA_WARPS = 128, 128, 2, 12  # ROWS, KEYS, STAGES, THREADS / 32
 MERGE_WARPS, MERGE_PIECE = 8, 128  # attention_merge.cu: WARPS, PIECE
 MERGE_BLOCKS = 1024
 """Blocks of a merge, about: with many tokens each takes more of a row, for most tokens of a graph are padding."""
@@ -417,15 +419,16 @@ def attention_prefill(
     partial_lse: int = 0,
     slopes: int = 0,
     window: int = 0,
+    has_wgmma: bool = False,
 ) -> Call:
     """Return the call for items of any number of rows, tokens_per_item each but for the last; causal.
 
-    See attention_decode.
+    See attention_decode and prefill_block.
 
     Raise ValueError as tokens_per_item does, and for more items than a launch has.
     """
     tokens_per_item(head_dim, heads // kv_heads)
-    name, threads, shared = prefill_block(dtype, head_dim)
+    name, threads, shared = prefill_block(dtype, head_dim, has_wgmma)
     params = _attention_params(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
         (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
@@ -435,8 +438,14 @@ def attention_prefill(
     return Call(name, (kv_heads, _some(items), 1), (threads, 1, 1), shared, params)
 
 
-def prefill_block(dtype: str, head_dim: int) -> Block:
-    """Return the kernel of attention_prefill and what one of its blocks takes."""
+def prefill_block(dtype: str, head_dim: int, has_wgmma: bool = False) -> Block:
+    """Return the kernel of attention_prefill and what one of its blocks takes.
+
+    has_wgmma: on compute capability 9.0, which has a kernel of its own for some heads.
+    """
+    if has_wgmma and head_dim in WGMMA_HEAD_DIMS:
+        shared = (WGMMA_ROWS + 2 * WGMMA_STAGES * WGMMA_KEYS) * head_dim * 2
+        return Block(f"attention_prefill_sm90_{dtype}_d{head_dim}", WGMMA_WARPS * WARP, shared)
     rows, stages = _prefill_tile(head_dim)
     shared = (rows + stages * PREFILL_WARPS * SLAB) * head_dim * 2 + rows * PREFILL_ROW_BYTES
     return Block(f"attention_prefill_{dtype}_d{head_dim}", PREFILL_WARPS * WARP, shared)
