@@ -24,7 +24,7 @@ class PagedAttention:
         self.seen: list[Attention] | None = None  # what is asked for, while compile collects it
         self._gpu, self._staging = gpu, staging
         self._prefill_block = partial(calls.prefill_block, has_wgmma=gpu.has_wgmma)
-        self._prefill = partial(calls.attention_prefill, has_wgmma=gpu.has_wgmma)
+        self._prefill = partial(calls.attention_prefill, wgmma_processors=gpu.processors * gpu.has_wgmma)
         self._partial_out = gpu.empty((0,), torch.float32)
         self._partial_lse = gpu.empty((0,), torch.float32)
 

@@ -192,6 +192,8 @@ class _Instruction:
             return self._wgmma()
         if self._operation == "fence.proxy.async.shared::cta":
             return "fence_for_wgmma();"
+        if name == "nanosleep":
+            return ";"
         if name == "setmaxnreg":
             return f"static_assert({self._given[0]} % 8 == 0);"
         if name == "ldmatrix":

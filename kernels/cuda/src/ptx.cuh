@@ -188,6 +188,15 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[16][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %64;" : WGMMA_64(d) : "n"(pending) : "memory");
 }
 
+// Computes x and `sum`, which is never below 0 and depends on all of x, here: the compiler and, but for the branch, the
+// assembler move arithmetic behind a wait that it could go before.
+template <int N>
+__device__ __forceinline__ void compute_now(float (&x)[N][4], float sum) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : WGMMA_4(x, i));
+  if (sum < 0.0f) asm volatile("nanosleep.u32 0;");
+}
+
 // Starts d (+)= a b: a 64 x 16 by lines along k, b 16 x 64 or 128 by lines along k (of a column), d as mma has it, warp
 // by warp 16 rows.
 #define WGMMA_OF_SHARED(name, type, columns, count, registers, names, a, b, more)                         \

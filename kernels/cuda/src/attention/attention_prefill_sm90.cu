@@ -1,17 +1,21 @@
 // Attention of chunks as attention_prefill.cu has it, for compute capability 9.0: FlashAttention-3 (Shah et al. 2024)
 // with copies of 16 bytes, for a tile of keys is spread over many blocks of the cache.
 //
-// A block has a work item and a KV head. The first warpgroup brings Q and then, KEYS tokens at a time from the last ones
-// on, K V K V ... through two rings of buffers; each of the others goes through all keys with 64 rows of the tile. While
-// the tensor cores multiply the scores of the next keys, and the weights and values of the last ones, a warpgroup makes
-// weights of scores. Named barriers hand the buffers over.
-// Grid: KV heads, work items. Dynamic shared memory: (ROWS + 2 * STAGES * KEYS) * head_dim numbers.
+// As many blocks as run at once go through all work: an item and a KV head. The first warpgroup of a block brings Q and
+// then, KEYS tokens at a time from the last ones on, K V K V ... through two rings of buffers, and goes on with the next
+// work. Each of the others goes through all keys with 64 rows of the tile: the tensor cores multiply the scores of the
+// next keys, and the weights and values of the last ones, while it makes weights of scores and the other one does.
+// Named barriers hand the buffers over.
+// Grid: multiprocessors. Dynamic shared memory: (ROWS + 2 * STAGES * KEYS) * head_dim numbers, then two of Work.
 #include "attention.cuh"
 
 #ifndef VARIANT_KEYS
 #define VARIANT_KEYS 128
 #define VARIANT_STAGES 2
 #define VARIANT_TURNS 1
+#endif
+#ifndef VARIANT_LATE
+#define VARIANT_LATE 1
 #endif
 #ifndef VARIANT_SKIP
 #define VARIANT_SKIP 0
@@ -22,54 +26,64 @@ namespace {
 constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
 constexpr int ROWS = CONSUMERS * 64;
 constexpr int KEYS = VARIANT_KEYS, STAGES = VARIANT_STAGES;
-constexpr int SLABS = KEYS / SLAB / 4;         // of a tile, that a warp brings
-constexpr int FETCHER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int SLABS = KEYS / SLAB / 4;  // of a tile, that a warp brings
+constexpr int FETCHER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
-// Barriers: full ones for each warpgroup alone.
+// Barriers. A full buffer has one for each warpgroup that reads it: none waits for the other.
 constexpr int FULL_KEYS = 1, FULL_VALUES = FULL_KEYS + STAGES * CONSUMERS, FREE_KEYS = FULL_VALUES + STAGES * CONSUMERS;
-constexpr int FREE_VALUES = FREE_KEYS + STAGES, TURN = FREE_VALUES + STAGES;
+constexpr int FREE_VALUES = FREE_KEYS + STAGES, FREE_QUERIES = FREE_VALUES + STAGES, TURN = FREE_QUERIES + 1;
+static_assert(TURN + CONSUMERS <= 16, "a block has 16 barriers, the first of which is __syncthreads");
 
-template <typename T>
-__device__ __forceinline__ void wgmma(float (&d)[8][4], uint64_t a, uint64_t b, bool add) {
-  if constexpr (T::WIDE) wgmma_bf16(d, a, b, add); else wgmma_f16(d, a, b, add);
-}
-template <typename T>
-__device__ __forceinline__ void wgmma(float (&d)[16][4], uint64_t a, uint64_t b, bool add) {
-  if constexpr (T::WIDE) wgmma_bf16(d, a, b, add); else wgmma_f16(d, a, b, add);
+template <typename T, int N>
+__device__ __forceinline__ void wgmma(float (&d)[N][4], uint64_t a, uint64_t b, bool add) {
+  if constexpr (T::HALF)
+    wgmma_f16(d, a, b, add);
+  else
+    wgmma_bf16(d, a, b, add);
 }
 template <typename T, int N>
 __device__ __forceinline__ void wgmma(float (&d)[N][4], const uint32_t (&a)[4], uint64_t b) {
-  if constexpr (T::WIDE) wgmma_bf16(d, a, b); else wgmma_f16(d, a, b);
+  if constexpr (T::HALF)
+    wgmma_f16(d, a, b);
+  else
+    wgmma_bf16(d, a, b);
 }
 
-// Where a chunk of a row lies in a matrix of `rows` rows, in chunks: as wgmma reads it, line by line.
+// Where a chunk of a row lies in a matrix of `rows` rows, in chunks: 64 columns behind the other, swizzled for wgmma.
 template <int rows>
 __device__ __forceinline__ int place(int row, int chunk) {
   return (chunk / 8 * rows + row) * 8 + ((chunk ^ row) & 7);
 }
 
-// What a thread block has to do.
+// What the block has to do with an item and a KV head.
 struct Work {
-  int first_row;  // of q and out: the item's first token
+  int kv_head;
   int tokens;
+  int first_row;           // of q and out: the item's first token
   int first_position;      // of the first token
   int first_key, end_key;  // the positions that some row sees, as far as they are the item's; perhaps none
-  int tiles;               // of KEYS keys from start on
-  int start;
+  int start, tiles;        // one at least, of KEYS keys from position `start` on; none: there is no more work
+  int partial, splits;     // see AttentionItem
 
-  __device__ __forceinline__ Work(const AttentionParams& p, const AttentionItem& item) {
-    const int begin = p.query_start[item.sequence], rows = p.query_start[item.sequence + 1] - begin;
-    first_row = begin + item.first_token;
-    tokens = min(ROWS / p.group, rows - item.first_token);
-    first_position = p.context[item.sequence] - rows + item.first_token;
-    first_key = max(item.first_slab * SLAB, p.window ? max(0, first_position - p.window + 1) : 0);
-    end_key = min(item.end_slab * SLAB, first_position + tokens);
-    start = first_key / SLAB * SLAB;
-    tiles = end_key > first_key ? (end_key - start + KEYS - 1) / KEYS : 0;
-  }
   // The position of the first key of tile `t`; the last keys are tile 0.
   __device__ __forceinline__ int key_of(int t) const { return start + (tiles - 1 - t) * KEYS; }
 };
+
+__device__ __forceinline__ Work work_of(const AttentionParams& p, const AttentionItem& item, int kv_head) {
+  const int begin = p.query_start[item.sequence], rows = p.query_start[item.sequence + 1] - begin;
+  Work work;
+  work.kv_head = kv_head;
+  work.tokens = min(ROWS / p.group, rows - item.first_token);
+  work.first_row = begin + item.first_token;
+  work.first_position = p.context[item.sequence] - rows + item.first_token;
+  work.first_key = max(item.first_slab * SLAB, p.window ? max(0, work.first_position - p.window + 1) : 0);
+  work.end_key = max(work.first_key, min(item.end_slab * SLAB, work.first_position + work.tokens));
+  work.start = work.first_key / SLAB * SLAB;
+  work.tiles = max(1, (work.end_key - work.start + KEYS - 1) / KEYS);
+  work.partial = item.partial;
+  work.splits = item.splits;
+  return work;
+}
 
 // The first warpgroup.
 template <typename T, int D>
@@ -77,45 +91,44 @@ struct Fetcher {
   static constexpr int CHUNKS = D / VECTOR, TILE = KEYS * CHUNKS;
 
   const AttentionParams& p;
-  const Work& work;
-  const int32_t* pages;  // of the sequence
-  int page[SLABS];       // of this warp's slabs of the next tile
-
-  __device__ __forceinline__ Fetcher(const AttentionParams& params, const AttentionItem& item, const Work& todo)
-      : p(params), work(todo), pages(params.pages + params.page_start[item.sequence]) {}
+  uint4 *queries, *keys, *values;
+  Work* works;     // two, in turn
+  int page[SLABS];  // of this warp's slabs of the next tile
+  int stage;        // of the next tile
+  int tiles;        // so far
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
 
   // Rows without a token become zeros.
-  __device__ __forceinline__ void copy_queries(uint4* to) const {
+  __device__ __forceinline__ void copy_queries(const Work& work) const {
 #pragma unroll 4
     for (int i = threadIdx.x; i < ROWS * CHUNKS; i += WARPGROUP) {
       const int row = i / CHUNKS, chunk = i % CHUNKS, token = row / p.group;
       const bool there = token < work.tokens;
       const int64_t line =
-          (static_cast<int64_t>(work.first_row + token) * p.kv_heads + blockIdx.x) * p.group + row % p.group;
-      cp_async_16(to + place<ROWS>(row, chunk), static_cast<const uint4*>(p.q) + (there ? line : 0) * CHUNKS + chunk,
-                  there);
+          (static_cast<int64_t>(work.first_row + token) * p.kv_heads + work.kv_head) * p.group + row % p.group;
+      cp_async_16(queries + place<ROWS>(row, chunk),
+                  static_cast<const uint4*>(p.q) + (there ? line : 0) * CHUNKS + chunk, there);
     }
   }
 
-  __device__ __forceinline__ void find_pages(int t) {
-    const int last = (work.end_key - 1) / SLAB;
+  __device__ __forceinline__ void find_pages(const Work& work, const int32_t* pages, int t) {
+    const int last = max(work.end_key - 1, 0) / SLAB;
 #pragma unroll
     for (int i = 0; i < SLABS; i++)
       if (t < work.tiles) page[i] = page_of(p, pages, min(work.key_of(t) / SLAB + i * 4 + warp(), last));
   }
 
   // Keys that no row sees become zeros: what lies there may be NaN, and a weight of 0 does not take that out of sums.
-  __device__ __forceinline__ void copy(uint4* to, const void* from, int t) const {
+  __device__ __forceinline__ void copy(const Work& work, uint4* to, const void* from, int t) const {
     constexpr int STEP = 32 / CHUNKS;  // rows that a warp copies at once
     const int first = place<KEYS>(warp() * SLAB + lane() / CHUNKS, lane() % CHUNKS);
 #pragma unroll
     for (int i = 0; i < SLABS; i++) {
       const int slab = work.key_of(t) / SLAB + i * 4 + warp();
       const uint4* block = reinterpret_cast<const uint4*>(static_cast<const T*>(from) +
-                                                          slab_offset<D>(p, page[i], blockIdx.x, slab)) + lane();
+                                                          slab_offset<D>(p, page[i], work.kv_head, slab)) + lane();
       const unsigned unseen = (work.first_key - slab * SLAB) * CHUNKS, seen = (work.end_key - work.first_key) * CHUNKS;
 #pragma unroll
       for (int j = 0; j < SLAB / STEP; j++)
@@ -131,30 +144,54 @@ struct Fetcher {
     for (int i = 0; i < CONSUMERS; i++) barrier_arrive(barrier + i, 2 * WARPGROUP);
   }
 
-  __device__ __forceinline__ void run(uint4* queries, uint4* keys, uint4* values) {
-    find_pages(0);
-    copy_queries(queries);
-    int stage = 0, before = 0;
+  __device__ __forceinline__ void advance() {
+    stage = stage == STAGES - 1 ? 0 : stage + 1;
+    tiles++;
+  }
+
+  // Brings all that a work takes; `number`: of works before it. The last values are on their way when it returns.
+  __device__ __forceinline__ void fetch(const AttentionItem& item, int kv_head, int number) {
+    const Work work = work_of(p, item, kv_head);
+    const int32_t* pages = p.pages + p.page_start[item.sequence];
+    find_pages(work, pages, 0);
     for (int t = 0; t < work.tiles; t++) {
-      if (t >= STAGES) barrier_sync(FREE_KEYS + stage, THREADS);
-      copy(keys + stage * TILE, p.keys, t);
-      cp_async_commit();
-      if (t > 0) {
-        cp_async_wait<1>();
-        hand_over(FULL_VALUES + before * CONSUMERS);
+      if (tiles >= STAGES) barrier_sync(FREE_KEYS + stage, THREADS);
+      copy(work, keys + stage * TILE, p.keys, t);
+      if (t == 0) {
+        if (number > 0) barrier_sync(FREE_QUERIES, THREADS);
+        copy_queries(work);
+        if (threadIdx.x == 0) works[number % 2] = work;
       }
-      if (t >= STAGES) barrier_sync(FREE_VALUES + stage, THREADS);
-      copy(values + stage * TILE, p.values, t);
       cp_async_commit();
-      find_pages(t + 1);
+      if (tiles > 0) {
+        cp_async_wait<1>();
+        hand_over(FULL_VALUES + (stage == 0 ? STAGES - 1 : stage - 1) * CONSUMERS);
+      }
+      if (tiles >= STAGES) barrier_sync(FREE_VALUES + stage, THREADS);
+      copy(work, values + stage * TILE, p.values, t);
+      cp_async_commit();
+      find_pages(work, pages, t + 1);
       cp_async_wait<1>();
       hand_over(FULL_KEYS + stage * CONSUMERS);
-      before = stage;
-      stage = stage == STAGES - 1 ? 0 : stage + 1;
+      advance();
     }
-    if (work.tiles) {
+  }
+
+  // Ends the others, and is the last to come to each barrier.
+  __device__ __forceinline__ void finish(int number) {
+    if (tiles > 0) {
       cp_async_wait<0>();
-      hand_over(FULL_VALUES + before * CONSUMERS);
+      hand_over(FULL_VALUES + (stage == 0 ? STAGES - 1 : stage - 1) * CONSUMERS);
+    }
+    if (tiles >= STAGES) barrier_sync(FREE_KEYS + stage, THREADS);
+    if (threadIdx.x == 0) works[number % 2].tiles = 0;
+    hand_over(FULL_KEYS + stage * CONSUMERS);
+    const int open = min(tiles, STAGES);
+    if (number > 0) barrier_sync(FREE_QUERIES, THREADS);
+    for (int i = 0; i < open; i++) {
+      stage = tiles - open + i;
+      if (tiles < STAGES || i > 0) barrier_sync(FREE_KEYS + stage % STAGES, THREADS);
+      barrier_sync(FREE_VALUES + stage % STAGES, THREADS);
     }
   }
 };
@@ -166,38 +203,39 @@ struct Rows {
   static constexpr int CHUNKS = D / VECTOR, TILE = KEYS * CHUNKS;
 
   const AttentionParams& p;
-  const Work& work;
-  int group;             // of the warpgroups with rows
-  int first, last;       // positions of the warp's first and last row
-  int position[2];       // of this lane's rows
-  float slope[2];        // of ALiBi, for scores before their scale
-  float top[2];          // per row: the largest score, times log2(e); the weights so far are divided by 2^top
-  float total[2];        // per row: this lane's share of the sum of the weights
-  float factor[2];       // of sums so far, since the top has risen
+  const int consumer;  // which of the warpgroups with rows
+  int first, last;     // positions of the warp's first and last row
+  int end_key, window;
+  int position[2];     // of this lane's rows
+  float slope[2];      // of ALiBi, for scores before their scale
+  float top[2];        // per row: the largest score, times log2(e); the weights so far are divided by 2^top
+  float total[2];      // per row: this lane's share of the sum of the weights
+  float factor[2];     // of sums so far, since the top has risen
   float sums[D / 8][4];
   float scores[KEYS / 8][4];
   uint32_t weights[KEYS / 16][4];
 
-  __device__ __forceinline__ Rows(const AttentionParams& params, const Work& todo)
-      : p(params), work(todo), group(threadIdx.x / WARPGROUP - 1) {
-    first = work.first_position + row(-1) / p.group;
-    last = work.first_position + (row(-1) + 15) / p.group;
+  __device__ __forceinline__ explicit Rows(const AttentionParams& params)
+      : p(params), consumer(threadIdx.x / WARPGROUP - 1), window(params.window) {}
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int first_of_warp() { return (threadIdx.x - WARPGROUP) / 32 * 16; }
+  // The row of this lane in the upper half (0) or the lower one (1).
+  static __device__ __forceinline__ int row(int half) { return first_of_warp() + lane() / 4 + half * 8; }
+
+  __device__ __forceinline__ void begin(const Work& work) {
+    first = work.first_position + first_of_warp() / p.group;
+    last = work.first_position + (first_of_warp() + 15) / p.group;
+    end_key = work.end_key;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       position[half] = work.first_position + row(half) / p.group;
-      slope[half] = p.slopes ? p.slopes[blockIdx.x * p.group + row(half) % p.group] * LOG2_E / p.scale_log2 : 0.0f;
+      slope[half] = p.slopes ? p.slopes[work.kv_head * p.group + row(half) % p.group] * LOG2_E / p.scale_log2 : 0.0f;
       top[half] = minus_infinity();
       total[half] = 0.0f;
     }
 #pragma unroll
     for (int n = 0; n < D / 8; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
-  }
-
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  // The row of this lane in the upper or the lower half; -1: the warp's first.
-  __device__ __forceinline__ int row(int half) const {
-    const int of_warp = (threadIdx.x / 32 - 4) * 16;
-    return half < 0 ? of_warp : of_warp + lane() / 4 + half * 8;
   }
 
   __device__ __forceinline__ void start_scores(uint64_t queries, uint64_t keys) {
@@ -217,7 +255,7 @@ struct Rows {
   // Scores become weights; `key` is the position of the first.
   __device__ __forceinline__ void weigh(int key) {
     if (p.slopes) add_slopes(key);
-    const bool all = key + KEYS <= min(first + 1, work.end_key) && (!p.window || key > last - p.window);
+    const bool all = key + KEYS <= min(first + 1, end_key) && (!window || key > last - window);
     if (!all) hide(key);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -275,8 +313,8 @@ struct Rows {
     const int column = key + lane() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int end = min(position[half] + 1, work.end_key) - column;
-      const int begin = p.window ? position[half] - p.window + 1 - column : -KEYS;
+      const int end = min(position[half] + 1, end_key) - column;
+      const int begin = window ? position[half] - window + 1 - column : -KEYS;
 #pragma unroll
       for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
@@ -285,64 +323,94 @@ struct Rows {
     }
   }
 
-  __device__ __forceinline__ void run(const uint4* queries, const uint4* keys, const uint4* values) {
-    const uint64_t left = wgmma_matrix(queries + group * 64 * 8, 16);
-    const uint64_t right = wgmma_matrix(keys, 16), add = wgmma_matrix(values, KEYS * 128);
-    if (!work.tiles) return;
-    // Barriers take turns: first the lower warpgroup multiplies, then the other, while that one weighs.
-    if (VARIANT_TURNS && group == 1 && work.tiles > 1) barrier_arrive(TURN, 2 * WARPGROUP);
-    barrier_sync(FULL_KEYS + group, 2 * WARPGROUP);
-    start_scores(left, right);
-    wgmma_wait<0>(scores);
-    if (STAGES < work.tiles) barrier_arrive(FREE_KEYS, THREADS);
-    weigh(work.key_of(0));
-    pack();
-    int before = 0, stage = STAGES == 1 ? 0 : 1;
-    for (int t = 1; t < work.tiles; t++) {
-      barrier_sync(FULL_KEYS + stage * CONSUMERS + group, 2 * WARPGROUP);
-      if (VARIANT_TURNS) barrier_sync(TURN + group, 2 * WARPGROUP);
+  __device__ __forceinline__ void run(const uint4* queries, const uint4* keys, const uint4* values, const Work* works) {
+    const uint64_t left = wgmma_matrix(queries + consumer * 64 * 8, 16);
+    const uint64_t right = wgmma_matrix(keys, 16), mean = wgmma_matrix(values, KEYS * 128);
+    // Warpgroups take turns to multiply, so that one weighs meanwhile.
+    if (VARIANT_TURNS && consumer == 1) barrier_arrive(TURN, 2 * WARPGROUP);
+    int stage = 0;
+    for (int number = 0;; number++) {
+      const Work& work = works[number % 2];
+      barrier_sync(FULL_KEYS + stage * CONSUMERS + consumer, 2 * WARPGROUP);
+      const int tiles = work.tiles;
+      if (tiles == 0) break;
       start_scores(left, right + stage * TILE);
-      barrier_sync(FULL_VALUES + before * CONSUMERS + group, 2 * WARPGROUP);
-      start_sums(add + before * TILE);
-      if (VARIANT_TURNS && (group == 0 || t < work.tiles - 1)) barrier_arrive(TURN + 1 - group, 2 * WARPGROUP);
-      wgmma_wait<1>(scores);
-      if (t + STAGES < work.tiles) barrier_arrive(FREE_KEYS + stage, THREADS);
-      weigh(work.key_of(t));
-      wgmma_wait<0>(sums);
-      if (t - 1 + STAGES < work.tiles) barrier_arrive(FREE_VALUES + before, THREADS);
-      scale_sums();
+      begin(work);
+      wgmma_wait<0>(scores);
+      if (tiles == 1) barrier_arrive(FREE_QUERIES, THREADS);
+      barrier_arrive(FREE_KEYS + stage, THREADS);
+      int key = work.key_of(0);
+      weigh(key);
       pack();
-      before = stage;
+      for (int t = 1; t < tiles; t++) {
+        const int before = stage;
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+        barrier_sync(FULL_KEYS + stage * CONSUMERS + consumer, 2 * WARPGROUP);
+        if (VARIANT_TURNS) barrier_sync(TURN + consumer, 2 * WARPGROUP);
+        start_scores(left, right + stage * TILE);
+        if (VARIANT_LATE) scale_sums();
+        barrier_sync(FULL_VALUES + before * CONSUMERS + consumer, 2 * WARPGROUP);
+        start_sums(mean + before * TILE);
+        if (VARIANT_TURNS) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
+        wgmma_wait<1>(scores);
+        if (t == tiles - 1) barrier_arrive(FREE_QUERIES, THREADS);
+        barrier_arrive(FREE_KEYS + stage, THREADS);
+        key -= KEYS;
+        weigh(key);
+        compute_now(scores, total[0] + total[1]);
+        wgmma_wait<0>(sums);
+        barrier_arrive(FREE_VALUES + before, THREADS);
+        if (!VARIANT_LATE) scale_sums();
+        pack();
+      }
+      if (VARIANT_LATE) scale_sums();
+      barrier_sync(FULL_VALUES + stage * CONSUMERS + consumer, 2 * WARPGROUP);
+      start_sums(mean + stage * TILE);
+      wgmma_wait<0>(sums);
+      barrier_arrive(FREE_VALUES + stage, THREADS);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
+      write(work);
     }
-    barrier_sync(FULL_VALUES + before * CONSUMERS + group, 2 * WARPGROUP);
-    start_sums(add + before * TILE);
-    wgmma_wait<0>(sums);
+    if (VARIANT_TURNS && consumer == 0) barrier_sync(TURN, 2 * WARPGROUP);
   }
 
   // Rows of the result, or of partial results with the base-2 logarithm of their sum of exponentials.
-  __device__ __forceinline__ void write(const AttentionItem& item) const {
+  __device__ __forceinline__ void write(const Work& work) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       float all = total[half];
       all += __shfl_xor_sync(ALL_LANES, all, 1);
       all += __shfl_xor_sync(ALL_LANES, all, 2);
       const int token = row(half) / p.group;
-      if (token >= work.tokens) continue;
-      const int64_t line = item.partial < 0 ? work.first_row + token : item.partial + token * item.splits;
-      const int64_t head = (line * p.kv_heads + blockIdx.x) * p.group + row(half) % p.group;
+      const bool there = token < work.tokens;
+      const int64_t line = work.partial < 0 ? work.first_row + token : work.partial + token * work.splits;
+      const int64_t head = (line * p.kv_heads + work.kv_head) * p.group + row(half) % p.group;
       const float scale = all == 0.0f ? 0.0f : 1.0f / all;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) {
-        const float low = sums[n][2 * half] * scale, high = sums[n][2 * half + 1] * scale;
-        const int64_t at = head * (D / 2) + n * 4 + lane() % 4;
-        if (item.partial < 0)
-          static_cast<uint32_t*>(p.out)[at] = T::pack(low, high);
-        else
-          reinterpret_cast<float2*>(p.partial_out)[at] = make_float2(low, high);
-      }
-      if (item.partial >= 0 && lane() % 4 == 0) p.partial_lse[head] = top[half] + log2f(all);
+      if (work.partial < 0)
+        write_row(static_cast<T*>(p.out) + head * D, there, half, scale);
+      else
+        write_row(p.partial_out + head * D, there, half, scale);
+      if (there && work.partial >= 0 && lane() % 4 == 0) p.partial_lse[head] = top[half] + log2f(all);
     }
+  }
+  // Two lanes exchange words, so that four of them write whole sectors: one has the columns of n, the other of n + 1.
+  __device__ __forceinline__ void write_row(T* to, bool there, int half, float scale) const {
+    const bool odd = lane() % 2;
+#pragma unroll
+    for (int n = 0; n < D / 8; n += 2) {
+      const uint32_t low = T::pack(sums[n][2 * half] * scale, sums[n][2 * half + 1] * scale);
+      const uint32_t high = T::pack(sums[n + 1][2 * half] * scale, sums[n + 1][2 * half + 1] * scale);
+      const uint32_t other = __shfl_xor_sync(ALL_LANES, odd ? low : high, 1);
+      uint2* const at = reinterpret_cast<uint2*>(to) + (n + odd) * 2 + lane() % 4 / 2;
+      if (there) *at = odd ? make_uint2(other, high) : make_uint2(low, other);
+    }
+  }
+  __device__ __forceinline__ void write_row(float* to, bool there, int half, float scale) const {
+    if (!there) return;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+      reinterpret_cast<float2*>(to)[n * 4 + lane() % 4] =
+          make_float2(sums[n][2 * half] * scale, sums[n][2 * half + 1] * scale);
   }
 };
 
@@ -351,23 +419,29 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
   DYNAMIC_SHARED(uint4, queries);
   uint4* keys = queries + ROWS * (D / VECTOR);
   uint4* values = keys + STAGES * KEYS * (D / VECTOR);
-  const AttentionItem item = p.items[blockIdx.y];
-  if (item.sequence < 0) return;
-  const Work work(p, item);
-  if (threadIdx.x < WARPGROUP) {
-    fewer_registers<FETCHER_REGISTERS>();
-    Fetcher<T, D>(p, item, work).run(queries, keys, values);
-  } else {
+  Work* works = reinterpret_cast<Work*>(values + STAGES * KEYS * (D / VECTOR));
+  if (threadIdx.x >= WARPGROUP) {
     more_registers<CONSUMER_REGISTERS>();
-    Rows<T, D> rows(p, work);
-    rows.run(queries, keys, values);
-    rows.write(item);
+    Rows<T, D>(p).run(queries, keys, values, works);
+    return;
   }
+  fewer_registers<FETCHER_REGISTERS>();
+  Fetcher<T, D> fetcher{p, queries, keys, values, works, {}, 0, 0};
+  // Items are there by their length. Every other time the blocks take them in reverse order, so that none gets the
+  // longest each time.
+  const int total = p.item_count * p.kv_heads, blocks = gridDim.x;
+  int number = 0;
+  for (int from = 0, mine = blockIdx.x; from < total; from += blocks, mine = blocks - 1 - mine) {
+    if (from + mine >= total) continue;
+    const AttentionItem item = p.items[(from + mine) / p.kv_heads];
+    if (item.sequence >= 0) fetcher.fetch(item, (from + mine) % p.kv_heads, number++);
+  }
+  fetcher.finish(number);
 }
 
 }  // namespace
 
-WARPGROUP_KERNEL(attention_prefill_sm90_bf16_d128, AttentionParams, THREADS, prefill<bf16, 128>)
-WARPGROUP_KERNEL(attention_prefill_sm90_f16_d128, AttentionParams, THREADS, prefill<f16, 128>)
 WARPGROUP_KERNEL(attention_prefill_sm90_bf16_d64, AttentionParams, THREADS, prefill<bf16, 64>)
+WARPGROUP_KERNEL(attention_prefill_sm90_bf16_d128, AttentionParams, THREADS, prefill<bf16, 128>)
 WARPGROUP_KERNEL(attention_prefill_sm90_f16_d64, AttentionParams, THREADS, prefill<f16, 64>)
+WARPGROUP_KERNEL(attention_prefill_sm90_f16_d128, AttentionParams, THREADS, prefill<f16, 128>)
