@@ -195,7 +195,9 @@ def prebuilt(source: Path, arch: str) -> Cubin | None:
 
 def prebuilt_architecture(arch: str) -> str | None:
     """Return the architecture for which all was prebuilt that runs on `arch`; None if something must be compiled."""
-    return next((one for one in _runs(arch) if all(prebuilt_path(source, one).is_file() for source in sources(arch))), None)
+    return next(
+        (one for one in _runs(arch) if all(prebuilt_path(source, one).is_file() for source in sources(arch))), None
+    )
 
 
 def prebuilt_path(source: Path, arch: str) -> Path:

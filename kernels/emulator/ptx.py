@@ -386,7 +386,7 @@ class _Instruction:
         if self._parts[1] == "commit_group":
             return "wgmma_commit();"
         if self._parts[1] == "wait_group":
-            return f"emulator_finish_all_but({self._given[0]}, \"wgmma.wait_group\", WHERE);"
+            return f'emulator_finish_all_but({self._given[0]}, "wgmma.wait_group", WHERE);'
         d, *factors = self._given
         kind, sums = self._parts[6], [each.strip()[1:] for each in d.strip("{}").split(",")]
         left, right, add, *signs = factors
@@ -402,7 +402,7 @@ class _Instruction:
         return (
             f"float sums[{len(sums) // 4}][4] = {{{', '.join(sums)}}}; {a} "
             f"wgmma_{kind}(sums, left, {self._operand(right, 'u64')}{more}); "
-            "emulator_finish_open(\"wgmma\", WHERE); "
+            'emulator_finish_open("wgmma", WHERE); '
             + "".join(f"{one} = sums[{at // 4}][{at % 4}]; " for at, one in enumerate(sums))
         )
 

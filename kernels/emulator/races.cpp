@@ -5,7 +5,7 @@
 // Threads of a block are in order only by __syncthreads and its like, barriers of some threads, __syncwarp, and __threadfence on both sides of
 // an atomic; shuffles, votes, ldmatrix and mma order nothing. A group of cp.async is an agent of its own: what it
 // does comes after all that its thread had done when it started the copy, and before what the thread does after it
-// has waited for the group; other threads need a barrier besides. wgmma sees what came before a fence for it. Blocks are in order by fences and atomics alone.
+// has waited for the group; other threads need a barrier besides. So is a group of wgmma, which sees what came before a fence for it. Blocks are in order by fences and atomics alone.
 // Threads that write the value that is there already do not race with each other.
 //
 // A kernel compiled with -fsanitize=thread is linked with this instead of ThreadSanitizer's runtime: __tsan_* below is
@@ -36,7 +36,8 @@ struct Site {
   uintptr_t at;
 };
 
-// One agent's access to some bytes of a chunk. Agents of a block with n threads: i is thread i, n + i its copies.
+// One agent's access to some bytes of a chunk. Agents of a block with n threads: i is thread i, n + i its copies, 2 n + i
+// its products.
 struct Access {
   uint32_t block, clock;
   uint16_t agent, bytes;  // a bit for each byte
@@ -113,10 +114,10 @@ std::string name_of(const Site& site) {
 
 std::string name_of(const Access& access) {
   static const char* const kinds[] = {"read", "write", "atomic operation"};
-  const bool copies = access.agent >= now.threads;  // all blocks are of one size
+  static const char* const agents[] = {" by thread ", " by a copy of thread ", " by a product of thread "};
   std::string text = kinds[access.kind];
-  text += copies ? " by a copy of thread " : " by thread ";
-  text += std::to_string(access.agent - (copies ? now.threads : 0));
+  text += agents[access.agent / now.threads];  // all blocks are of one size
+  text += std::to_string(access.agent % now.threads);
   if (access.block != now.block) text += " of block " + std::to_string(access.block);
   return text + " at " + name_of(access.site);
 }
@@ -229,9 +230,9 @@ void races_block(unsigned number, int threads) {
   now.thread.assign(threads, {});
   now.barriers.clear();
   for (int i = 0; i < threads; i++) {
-    now.thread[i].past.here.assign(2 * threads, 0);
+    now.thread[i].past.here.assign(3 * threads, 0);
     now.thread[i].past.here[i] = 1;
-    now.thread[i].fenced.here.assign(2 * threads, 0);
+    now.thread[i].fenced.here.assign(3 * threads, 0);
   }
 }
 
@@ -309,9 +310,14 @@ void races_read(int thread, const void* at, size_t bytes, const char* file, int 
   touch(READ, thread, at, bytes, {file, uintptr_t(line)});
 }
 
-void races_read_by_wgmma(int thread, const void* at, size_t bytes, const char* file, int line) {
-  const Thread& one = now.thread[thread];
-  touch(READ, thread, one.past.here[thread], one.fenced, at, bytes, {file, uintptr_t(line)});
+// Its clock is the number of the group too.
+void races_read_by_wgmma(int thread, unsigned group, const void* at, size_t bytes, const char* file, int line) {
+  touch(READ, 2 * now.threads + thread, group, now.thread[thread].fenced, at, bytes, {file, uintptr_t(line)});
+}
+
+void races_wait_for_wgmma(unsigned group) {
+  uint32_t& done = now.thread[now.running].past.here[2 * now.threads + now.running];
+  done = std::max(done, uint32_t(group));
 }
 
 // Its clock is the number of the group that it will be in.

@@ -53,7 +53,7 @@ void multiply(const Params& p, Order order, Then then) {
   wgmma_bf16(sums, left, wgmma_matrix(matrix, 16));
   wgmma_commit();
   then(sums);
-  for (int i = 0; i < 2; i++) matrix[i * THREADS + threadIdx.x ^ 40].x = 1;
+  for (int i = 0; i < 2; i++) matrix[i * THREADS + (threadIdx.x ^ 40)].x = 1;
   wgmma_wait<0>(sums);
 }
 

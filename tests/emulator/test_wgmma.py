@@ -25,9 +25,7 @@ PARAMS = np.dtype([("a", "u8"), ("b", "u8"), ("out", "u8"), ("n", "i4")], align=
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 ROWS, DEPTH = 64, 128
 Array = np.ndarray[Any, np.dtype[Any]]
-CASES = [
-    (order, flags) for flags in ((), PTX) for order in (FORWARD, REVERSE, 2)
-]
+CASES = [(order, flags) for flags in ((), PTX) for order in (FORWARD, REVERSE, 2)]
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -65,6 +65,7 @@ struct Product {
   uint64_t right_matrix;
   bool in_registers, add;
   Where where;
+  unsigned group;  // which of the lane's
 };
 
 struct Thread {
@@ -79,6 +80,7 @@ struct Thread {
   std::deque<std::vector<Copy>> groups;  // committed, oldest first
   std::vector<Product> open_products;
   std::deque<std::vector<Product>> product_groups;
+  unsigned products_committed;  // groups
 };
 
 struct Collective {
@@ -388,6 +390,7 @@ void run_block(std::vector<int>& order) {
     one.groups.clear();
     one.open_products.clear();
     one.product_groups.clear();
+    one.products_committed = 0;
     one.fiber.start(thread_body);
   }
   bool running = true;

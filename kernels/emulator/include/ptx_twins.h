@@ -161,7 +161,7 @@ inline const unsigned short* emulator_number(uint64_t matrix, bool lines_along_k
 }
 // Reads 16 numbers along k, which a lane of the warp is said to read.
 template <typename Widen>
-inline void emulator_line(float (&to)[16], uint64_t matrix, bool lines_along_k, int across, int thread,
+inline void emulator_line(float (&to)[16], uint64_t matrix, bool lines_along_k, int across, int thread, unsigned group,
                           emulator::Where where, Widen widen) {
   if (matrix >> 62 != 1 || matrix >> 49 & 7) {
     emulator::note("wgmma at %s:%d reads a matrix that is not swizzled by 128 bytes", where.name(), where.line);
@@ -173,20 +173,21 @@ inline void emulator_line(float (&to)[16], uint64_t matrix, bool lines_along_k, 
       emulator::note("wgmma at %s:%d reads outside of shared memory", where.name(), where.line);
       emulator::stop();
     }
-    if (lines_along_k ? k % 8 == 0 : across % 8 == 0) races_read_by_wgmma(thread, from, 16, where.file, where.line);
+    if (lines_along_k ? k % 8 == 0 : across % 8 == 0) races_read_by_wgmma(thread, group, from, 16, where.file, where.line);
     unsigned short number;
     memcpy(&number, from, 2);
     to[k] = widen(number);
   }
 }
 template <float (*widen)(unsigned short)>
-inline void emulator_finish(const emulator::Product* lanes) {
+inline void emulator_multiply(const emulator::Product* lanes) {
   const emulator::Product& one = lanes[0];
   const int first = emulator::warp_start();
   float left[16][16];
   for (int row = 0; row < 16; row++)
     if (!one.in_registers)
-      emulator_line(left[row], one.left_matrix, true, first / 32 % 4 * 16 + row, first + row, one.where, widen);
+      emulator_line(left[row], one.left_matrix, true, first / 32 % 4 * 16 + row, first + row, one.group, one.where,
+                    widen);
   for (int lane = 0; lane < 32 && one.in_registers; lane++)
     for (int half = 0; half < 2; half++)
       for (int i = 0; i < 4; i++)
@@ -194,7 +195,7 @@ inline void emulator_finish(const emulator::Product* lanes) {
             widen((unsigned short)(lanes[lane].left[i] >> 16 * half));
   for (int column = 0; column < one.columns; column++) {
     float right[16];
-    emulator_line(right, one.right_matrix, !one.in_registers, column, first + column % 32, one.where, widen);
+    emulator_line(right, one.right_matrix, !one.in_registers, column, first + column % 32, one.group, one.where, widen);
     for (int row = 0; row < 16; row++) {
       float sum = 0;
       for (int k = 0; k < 16; k++) sum += left[row][k] * right[k];
@@ -204,7 +205,7 @@ inline void emulator_finish(const emulator::Product* lanes) {
   }
 }
 // Finishes all groups but the newest `pending` of a warp's lanes.
-inline void emulator_finish_all_but(size_t pending, const char* what, emulator::Where where) {
+inline void emulator_finish(size_t pending, const char* what, emulator::Where where) {
   const Quiet quiet;
   emulator::together<int>(0xffffffffu, what, where, 0, [=](const int*, int*) {
     const auto thread = [](int lane) -> emulator::Thread& {
@@ -220,15 +221,27 @@ inline void emulator_finish_all_but(size_t pending, const char* what, emulator::
     }
   });
 }
+// The same, of what a thread waits for.
+inline void emulator_finish_all_but(unsigned pending, const char* what, emulator::Where where) {
+  {
+    const Quiet quiet;
+    const unsigned committed = emulator::current->products_committed;
+    if (committed > pending) races_wait_for_wgmma(committed - pending);
+  }
+  emulator_finish(pending, what, where);
+}
 inline void wgmma_fence() {}
 // Products are there as late as they can, in the forward order, so that a missing wait shows, or at once.
 inline void wgmma_commit(EMULATOR_HERE) {
   {
     const Quiet quiet;
-    emulator::current->product_groups.push_back(std::move(emulator::current->open_products));
-    emulator::current->open_products.clear();
+    emulator::Thread& one = *emulator::current;
+    one.products_committed++;
+    for (emulator::Product& product : one.open_products) product.group = one.products_committed;
+    one.product_groups.push_back(std::move(one.open_products));
+    one.open_products.clear();
   }
-  if (emulator::block.order != emulator::FORWARD) emulator_finish_all_but(0, "wgmma_commit", {file, line});
+  if (emulator::block.order != emulator::FORWARD) emulator_finish(0, "wgmma_commit", {file, line});
 }
 template <int pending, int columns>
 inline void wgmma_wait(float (&)[columns][4], EMULATOR_HERE) {
@@ -243,12 +256,12 @@ inline void emulator_start(const emulator::Product& product) {
 #define EMULATOR_WGMMA(name, widen)                                                                                  \
   template <int columns>                                                                                             \
   inline void name(float (&d)[columns][4], uint64_t left, uint64_t right, bool add, EMULATOR_HERE) {                 \
-    emulator_start({emulator_finish<widen>, d[0], columns * 8, {}, left, right, false, add, {file, line}});          \
+    emulator_start({emulator_multiply<widen>, d[0], columns * 8, {}, left, right, false, add, {file, line}, 0});       \
   }                                                                                                                  \
   template <int columns>                                                                                             \
   inline void name(float (&d)[columns][4], const unsigned (&left)[4], uint64_t right, EMULATOR_HERE) {               \
-    emulator_start({emulator_finish<widen>, d[0], columns * 8, {left[0], left[1], left[2], left[3]}, 0, right, true, \
-                    true, {file, line}});                                                                            \
+    emulator_start({emulator_multiply<widen>, d[0], columns * 8, {left[0], left[1], left[2], left[3]}, 0, right, true, \
+                    true, {file, line}, 0});                                                                         \
   }
 EMULATOR_WGMMA(wgmma_bf16, bf16_to_float)
 EMULATOR_WGMMA(wgmma_f16, f16_to_float)

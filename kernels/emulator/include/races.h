@@ -23,7 +23,8 @@ RACES(meet)                                                // all threads are at
 RACES(arrive, int barrier)                                 // the thread is at one of some threads
 RACES(leave, int barrier, const int* waiting, size_t count)  // all are there; these have waited
 RACES(fence_for_wgmma)                                     // fence.proxy.async
-RACES(read_by_wgmma, int thread, const void* at, size_t bytes, const char* file, int line)
+RACES(read_by_wgmma, int thread, unsigned group, const void* at, size_t bytes, const char* file, int line)
+RACES(wait_for_wgmma, unsigned group)
 RACES(warp, int first_thread, unsigned lanes)              // lanes are at __syncwarp
 RACES(fence)                                               // __threadfence
 RACES(atomic, const void* at, size_t bytes)                // comes next

@@ -78,6 +78,9 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
         "attention_prefill": lambda: prefill.check(
             prefill.Case(sizes.chunks, sizes.group, head_dim=head_dim), dtype, order
         ),
+        "attention_prefill_sm90": lambda: prefill.check(
+            prefill.Case(((500, 20), *sizes.chunks), sizes.group, head_dim=head_dim, processors=1), dtype, order
+        ),
         "copy_blocks": lambda: test_blocks.test_blocks_are_gathered_scattered_and_copied(order, sizes.block),
         "embed": lambda: rows.test_embed_scales_adds_places_and_reads_last_tokens(order, sizes.width, dtype, True),
         "gated": lambda: rows.test_gated_multiplies_the_activated_half_with_the_other(
@@ -135,7 +138,8 @@ class Plant(NamedTuple):
     kernel: str
 
 
-DECODE, PREFILL = "attention_decode_bf16_d64", "attention_prefill_f16_d96"
+DECODE, PREFILL, WGMMA = "attention_decode_bf16_d64", "attention_prefill_f16_d96", "attention_prefill_sm90_bf16_d64"
+WGMMA_FILE = "attention/attention_prefill_sm90.cu"
 PLANTS = {
     "adapters, sums of warps are added without a barrier": Plant(
         "low_rank.cu", "partial[threadIdx.x] = sums[0];\n    __syncthreads();", "partial[threadIdx.x] = sums[0];",
@@ -182,6 +186,27 @@ PLANTS = {
     ),
     "prefill, the piece that is read is filled anew": Plant(
         "attention/attention_prefill.cu", "now = 0, next = STAGES - 1", "now = 0, next = 0", PREFILL
+    ),
+    "wgmma, copies are read without a fence": Plant(
+        WGMMA_FILE, "    fence_for_wgmma();\n", "", WGMMA
+    ),
+    "wgmma, keys are handed over too early": Plant(
+        WGMMA_FILE, "cp_async_wait<0>();\n      hand_over", "cp_async_wait<1>();\n      hand_over", WGMMA
+    ),
+    "wgmma, values are handed over too early": Plant(
+        WGMMA_FILE, "if (tiles > 0) {\n        cp_async_wait<1>();", "if (tiles > 0) {\n        cp_async_wait<2>();", WGMMA
+    ),
+    "wgmma, values are free too early": Plant(
+        WGMMA_FILE,
+        "wgmma_wait<0>(sums);\n        barrier_arrive(FREE_VALUES + before, THREADS);",
+        "barrier_arrive(FREE_VALUES + before, THREADS);\n        wgmma_wait<0>(sums);",
+        WGMMA,
+    ),
+    "wgmma, the query heads are free too early": Plant(
+        WGMMA_FILE, "if (t == tiles - 1) barrier_arrive(FREE_QUERIES", "if (t == 1) barrier_arrive(FREE_QUERIES", WGMMA
+    ),
+    "wgmma, the other buffer is filled": Plant(
+        WGMMA_FILE, "copy(work, keys + stage * TILE", "copy(work, keys + (stage ^ 1) * TILE", WGMMA
     ),
     "norms, a sum without a barrier": Plant(
         "norms.cu", "= x;\n  __syncthreads();", "= x;", "rms_norm_bf16"

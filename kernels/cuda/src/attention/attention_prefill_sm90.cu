@@ -20,6 +20,10 @@
 #ifndef VARIANT_SKIP
 #define VARIANT_SKIP 0
 #endif
+#ifndef VARIANT_OVERLAP  // 0: strict, 1: products beside the softmax
+#define VARIANT_OVERLAP 0
+#define VARIANT_ARRIVE 0  // when the other may multiply: 0 after the start, 1 after the scores, 2 after the sums
+#endif
 
 namespace {
 
@@ -167,12 +171,12 @@ struct Fetcher {
         cp_async_wait<1>();
         hand_over(FULL_VALUES + (stage == 0 ? STAGES - 1 : stage - 1) * CONSUMERS);
       }
-      if (tiles >= STAGES) barrier_sync(FREE_VALUES + stage, THREADS);
+      cp_async_wait<0>();
+      hand_over(FULL_KEYS + stage * CONSUMERS);
+      if (tiles >= STAGES) barrier_sync(FREE_VALUES + stage, THREADS);  // later than keys that are needed before
       copy(work, values + stage * TILE, p.values, t);
       cp_async_commit();
       find_pages(work, pages, t + 1);
-      cp_async_wait<1>();
-      hand_over(FULL_KEYS + stage * CONSUMERS);
       advance();
     }
   }
@@ -257,27 +261,33 @@ struct Rows {
     if (p.slopes) add_slopes(key);
     const bool all = key + KEYS <= min(first + 1, end_key) && (!window || key > last - window);
     if (!all) hide(key);
+    float x[4], base[2], sum[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = scores[0][i];
+#pragma unroll
+    for (int n = 1; n < KEYS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) x[i] = fmaxf(x[i], scores[n][i]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float x = minus_infinity();
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++) x = fmaxf(x, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-      x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
-      x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-      const float raised = fmaxf(x * p.scale_log2, top[half]);
+      float largest = fmaxf(x[2 * half], x[2 * half + 1]);
+      largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
+      const float raised = fmaxf(largest * p.scale_log2, top[half]);
       factor[half] = raised == top[half] ? 1.0f : exp2_approx(top[half] - raised);
       top[half] = raised;
-      const float base = raised == minus_infinity() ? 0.0f : raised;
-      float sum = 0.0f;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; i++) {
-          scores[n][i] = exp2_approx(scores[n][i] * p.scale_log2 - base);
-          sum += scores[n][i];
-        }
-      total[half] = total[half] * factor[half] + sum;
+      base[half] = raised == minus_infinity() ? 0.0f : raised;
     }
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        scores[n][i] = exp2_approx(scores[n][i] * p.scale_log2 - base[i / 2]);
+        sum[i] += scores[n][i];
+      }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      total[half] = total[half] * factor[half] + (sum[2 * half] + sum[2 * half + 1]);
   }
 
   __device__ __forceinline__ void pack() {
@@ -351,14 +361,19 @@ struct Rows {
         if (VARIANT_LATE) scale_sums();
         barrier_sync(FULL_VALUES + before * CONSUMERS + consumer, 2 * WARPGROUP);
         start_sums(mean + before * TILE);
-        if (VARIANT_TURNS) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
+        if (VARIANT_TURNS && VARIANT_ARRIVE == 0) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
         wgmma_wait<1>(scores);
+        if (VARIANT_TURNS && VARIANT_ARRIVE == 1) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
         if (t == tiles - 1) barrier_arrive(FREE_QUERIES, THREADS);
         barrier_arrive(FREE_KEYS + stage, THREADS);
         key -= KEYS;
+        if (!VARIANT_OVERLAP) wgmma_wait<0>(sums);
+        if (VARIANT_TURNS && VARIANT_ARRIVE == 2) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
         weigh(key);
-        compute_now(scores, total[0] + total[1]);
-        wgmma_wait<0>(sums);
+        if (VARIANT_OVERLAP) {
+          compute_now(scores, total[0] + total[1]);
+          wgmma_wait<0>(sums);
+        }
         barrier_arrive(FREE_VALUES + before, THREADS);
         if (!VARIANT_LATE) scale_sums();
         pack();

@@ -31,6 +31,7 @@ STRUCTS = {
     **{f"low_rank_{name}": calls.LOW_RANK for name in ("down", "up")},
     "attention_decode": calls.ATTENTION,
     "attention_prefill": calls.ATTENTION,
+    "attention_prefill_sm90": calls.ATTENTION,
     "attention_merge": calls.MERGE,
     "sample": calls.SAMPLER,
 }
