@@ -132,7 +132,7 @@ def sources(arch: str | None = None) -> list[Path]:
 
 
 def is_for(source: Path, arch: str) -> bool:
-    """Return whether an architecture has what a source uses: one with a name that ends with _sm90 is for sm_90 alone."""
+    """Return whether an architecture has what a source uses: a name that ends with _sm90 is for sm_90 alone."""
     return _only(source) in (None, arch)
 
 

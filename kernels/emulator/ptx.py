@@ -394,7 +394,7 @@ class _Instruction:
         if self._parts[2:] != ["sync", "aligned", columns, "f32", kind, kind] or kind not in ("bf16", "f16"):
             raise PtxError(self._operation)
         from_registers = left.startswith("{")
-        if signs != (["1", "1", "1"] if from_registers else ["1", "1", "0", "0"]) or from_registers and add != "1":
+        if signs != (["1", "1", "1"] if from_registers else ["1", "1", "0", "0"]) or (from_registers and add != "1"):
             raise PtxError(self._operation)
         words = ", ".join(each.strip()[1:] for each in left.strip("{}").split(","))
         a = f"const unsigned left[4] = {{{words}}};" if from_registers else f"const uint64_t left = {words};"

@@ -1,4 +1,4 @@
-"""The wrappers for compute capability 9.0 and their twins: matrices in shared memory, warpgroups, barriers of some threads.
+"""The wrappers for compute capability 9.0 and their twins: matrices in shared memory, barriers of some threads.
 
 The layouts are transcribed from the PTX ISA ("Asynchronous warpgroup level matrix instructions", 128-byte swizzling).
 """

@@ -173,7 +173,8 @@ inline void emulator_line(float (&to)[16], uint64_t matrix, bool lines_along_k, 
       emulator::note("wgmma at %s:%d reads outside of shared memory", where.name(), where.line);
       emulator::stop();
     }
-    if (lines_along_k ? k % 8 == 0 : across % 8 == 0) races_read_by_wgmma(thread, group, from, 16, where.file, where.line);
+    if (lines_along_k ? k % 8 == 0 : across % 8 == 0)
+      races_read_by_wgmma(thread, group, from, 16, where.file, where.line);
     unsigned short number;
     memcpy(&number, from, 2);
     to[k] = widen(number);

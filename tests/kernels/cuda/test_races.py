@@ -191,10 +191,16 @@ PLANTS = {
         WGMMA_FILE, "    fence_for_wgmma();\n", "", WGMMA
     ),
     "wgmma, keys are handed over too early": Plant(
-        WGMMA_FILE, "cp_async_wait<0>();\n      hand_over(FULL_KEYS", "cp_async_wait<1>();\n      hand_over(FULL_KEYS", WGMMA
+        WGMMA_FILE,
+        "t + 1);\n      cp_async_wait<1>();",
+        "t + 1);\n      cp_async_wait<2>();",
+        WGMMA,
     ),
     "wgmma, values are handed over too early": Plant(
-        WGMMA_FILE, "if (tiles > 0) {\n        cp_async_wait<1>();", "if (tiles > 0) {\n        cp_async_wait<2>();", WGMMA
+        WGMMA_FILE,
+        "if (tiles > 0) {\n        cp_async_wait<1>();",
+        "if (tiles > 0) {\n        cp_async_wait<2>();",
+        WGMMA,
     ),
     "wgmma, values are free too early": Plant(
         WGMMA_FILE,

@@ -9,27 +9,11 @@
 // Grid: multiprocessors. Dynamic shared memory: (ROWS + 2 * STAGES * KEYS) * head_dim numbers, then two of Work.
 #include "attention.cuh"
 
-#ifndef VARIANT_KEYS
-#define VARIANT_KEYS 128
-#define VARIANT_STAGES 2
-#define VARIANT_TURNS 1
-#endif
-#ifndef VARIANT_LATE
-#define VARIANT_LATE 1
-#endif
-#ifndef VARIANT_SKIP
-#define VARIANT_SKIP 0
-#endif
-#ifndef VARIANT_OVERLAP  // 0: strict, 1: products beside the softmax
-#define VARIANT_OVERLAP 0
-#define VARIANT_ARRIVE 0  // when the other may multiply: 0 after the start, 1 after the scores, 2 after the sums
-#endif
-
 namespace {
 
 constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
 constexpr int ROWS = CONSUMERS * 64;
-constexpr int KEYS = VARIANT_KEYS, STAGES = VARIANT_STAGES;
+constexpr int KEYS = 128, STAGES = 2;
 constexpr int SLABS = KEYS / SLAB / 4;  // of a tile, that a warp brings
 constexpr int FETCHER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
@@ -171,12 +155,12 @@ struct Fetcher {
         cp_async_wait<1>();
         hand_over(FULL_VALUES + (stage == 0 ? STAGES - 1 : stage - 1) * CONSUMERS);
       }
-      cp_async_wait<0>();
-      hand_over(FULL_KEYS + stage * CONSUMERS);
-      if (tiles >= STAGES) barrier_sync(FREE_VALUES + stage, THREADS);  // later than keys that are needed before
+      if (tiles >= STAGES) barrier_sync(FREE_VALUES + stage, THREADS);
       copy(work, values + stage * TILE, p.values, t);
       cp_async_commit();
       find_pages(work, pages, t + 1);
+      cp_async_wait<1>();
+      hand_over(FULL_KEYS + stage * CONSUMERS);
       advance();
     }
   }
@@ -261,33 +245,27 @@ struct Rows {
     if (p.slopes) add_slopes(key);
     const bool all = key + KEYS <= min(first + 1, end_key) && (!window || key > last - window);
     if (!all) hide(key);
-    float x[4], base[2], sum[4] = {};
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = scores[0][i];
-#pragma unroll
-    for (int n = 1; n < KEYS / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) x[i] = fmaxf(x[i], scores[n][i]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float largest = fmaxf(x[2 * half], x[2 * half + 1]);
-      largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2));
-      const float raised = fmaxf(largest * p.scale_log2, top[half]);
+      float x = minus_infinity();
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++) x = fmaxf(x, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+      x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+      const float raised = fmaxf(x * p.scale_log2, top[half]);
       factor[half] = raised == top[half] ? 1.0f : exp2_approx(top[half] - raised);
       top[half] = raised;
-      base[half] = raised == minus_infinity() ? 0.0f : raised;
+      const float base = raised == minus_infinity() ? 0.0f : raised;
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; i++) {
+          scores[n][i] = exp2_approx(scores[n][i] * p.scale_log2 - base);
+          sum += scores[n][i];
+        }
+      total[half] = total[half] * factor[half] + sum;
     }
-#pragma unroll
-    for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        scores[n][i] = exp2_approx(scores[n][i] * p.scale_log2 - base[i / 2]);
-        sum[i] += scores[n][i];
-      }
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      total[half] = total[half] * factor[half] + (sum[2 * half] + sum[2 * half + 1]);
   }
 
   __device__ __forceinline__ void pack() {
@@ -299,7 +277,6 @@ struct Rows {
   }
 
   __device__ __forceinline__ void scale_sums() {
-    if (VARIANT_SKIP && !__any_sync(ALL_LANES, factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
 #pragma unroll
@@ -337,7 +314,7 @@ struct Rows {
     const uint64_t left = wgmma_matrix(queries + consumer * 64 * 8, 16);
     const uint64_t right = wgmma_matrix(keys, 16), mean = wgmma_matrix(values, KEYS * 128);
     // Warpgroups take turns to multiply, so that one weighs meanwhile.
-    if (VARIANT_TURNS && consumer == 1) barrier_arrive(TURN, 2 * WARPGROUP);
+    if (consumer == 1) barrier_arrive(TURN, 2 * WARPGROUP);
     int stage = 0;
     for (int number = 0;; number++) {
       const Work& work = works[number % 2];
@@ -356,29 +333,23 @@ struct Rows {
         const int before = stage;
         stage = stage == STAGES - 1 ? 0 : stage + 1;
         barrier_sync(FULL_KEYS + stage * CONSUMERS + consumer, 2 * WARPGROUP);
-        if (VARIANT_TURNS) barrier_sync(TURN + consumer, 2 * WARPGROUP);
+        barrier_sync(TURN + consumer, 2 * WARPGROUP);
         start_scores(left, right + stage * TILE);
-        if (VARIANT_LATE) scale_sums();
+        scale_sums();
         barrier_sync(FULL_VALUES + before * CONSUMERS + consumer, 2 * WARPGROUP);
         start_sums(mean + before * TILE);
-        if (VARIANT_TURNS && VARIANT_ARRIVE == 0) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
+        barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
         wgmma_wait<1>(scores);
-        if (VARIANT_TURNS && VARIANT_ARRIVE == 1) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
         if (t == tiles - 1) barrier_arrive(FREE_QUERIES, THREADS);
         barrier_arrive(FREE_KEYS + stage, THREADS);
         key -= KEYS;
-        if (!VARIANT_OVERLAP) wgmma_wait<0>(sums);
-        if (VARIANT_TURNS && VARIANT_ARRIVE == 2) barrier_arrive(TURN + 1 - consumer, 2 * WARPGROUP);
         weigh(key);
-        if (VARIANT_OVERLAP) {
-          compute_now(scores, total[0] + total[1]);
-          wgmma_wait<0>(sums);
-        }
+        compute_now(scores, total[0] + total[1]);
+        wgmma_wait<0>(sums);
         barrier_arrive(FREE_VALUES + before, THREADS);
-        if (!VARIANT_LATE) scale_sums();
         pack();
       }
-      if (VARIANT_LATE) scale_sums();
+      scale_sums();
       barrier_sync(FULL_VALUES + stage * CONSUMERS + consumer, 2 * WARPGROUP);
       start_sums(mean + stage * TILE);
       wgmma_wait<0>(sums);
@@ -386,7 +357,7 @@ struct Rows {
       stage = stage == STAGES - 1 ? 0 : stage + 1;
       write(work);
     }
-    if (VARIANT_TURNS && consumer == 0) barrier_sync(TURN, 2 * WARPGROUP);
+    if (consumer == 0) barrier_sync(TURN, 2 * WARPGROUP);
   }
 
   // Rows of the result, or of partial results with the base-2 logarithm of their sum of exponentials.
