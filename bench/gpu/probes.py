@@ -30,9 +30,9 @@ ASKED = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit,pcie.link.
 
 def compile_all(context: Context) -> Iterator[tuple[str, Any]]:
     """Yield seconds_of: the compilation time of each source; later parts use the cache."""
-    sources = loader.sources()
-    if context.device == "cuda":
-        arch = loader.present_architecture()
+    arch = loader.present_architecture() if context.device == "cuda" else None
+    sources = loader.sources(arch)
+    if arch:
         make: Callable[[Path], object] = partial(_cubin, arch)
     else:
         make = partial(emulated, include=(loader.SOURCES,))

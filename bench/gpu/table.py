@@ -57,6 +57,7 @@ def kernels() -> list[Kernel]:
     return [
         *_attention("decode", calls.decode_block, f"{SEQUENCES} x 1024"),
         *_attention("prefill", calls.prefill_block, "1 x 8192 of 8192"),
+        *(Kernel(calls.prefill_block(BF16, head_dim, has_wgmma=True), "") for head_dim in calls.WGMMA_HEAD_DIMS),
         Kernel(_block(merge), f"{SEQUENCES} of {PARTS} parts", merged_bytes),
         Kernel(_block(sample), f"256 x {MODEL.vocab}, top-p 0.9", part="sampler", op="sample"),
         Kernel(_block(calls.norm(BF16, ROWS, hidden, 0, 0, 0, 0.0)), rows, op="norm"),
@@ -136,8 +137,9 @@ def rows(*results: Mapping[str, Any] | None) -> list[str]:
     lines = []
     for kernel in kernels():
         name = kernel.block.name
-        registers = [str(usage[name]["registers"]) for usage in residency.recorded().values()]
-        blocks = [str(residency.resident_of(arch, *kernel.block)) for arch in residency.recorded()]
+        usages = {arch: usage.get(name) for arch, usage in residency.recorded().items()}
+        registers = [str(usage["registers"]) if usage else "-" for usage in usages.values()]
+        blocks = [str(residency.resident_of(arch, *kernel.block)) if usage else "-" for arch, usage in usages.items()]
         found = [
             row
             for row in parts.get(kernel.part, {}).get("rows", [])
@@ -153,7 +155,7 @@ def rows(*results: Mapping[str, Any] | None) -> list[str]:
             kernel.shape if floor_us else "",
             f"{floor_us:,.1f}" if floor_us else "",
             f"{found[0]['us']:,.1f}" if found else "",
-            EMULATED + _checked(parts, kernel.checks or f"{kernel.op} "),
+            EMULATED + (_checked(parts, kernel.checks or f"{kernel.op} ") if kernel.checks or kernel.op else ""),
         )
         lines.append("| " + " | ".join(cells) + " |")
     return lines

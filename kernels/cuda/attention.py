@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class PagedAttention:
     def __init__(self, gpu: Device, staging: Staging) -> None:
         self.seen: list[Attention] | None = None  # what is asked for, while compile collects it
         self._gpu, self._staging = gpu, staging
+        self._prefill_block = partial(calls.prefill_block, has_wgmma=gpu.has_wgmma)
+        self._prefill = partial(calls.attention_prefill, wgmma_processors=gpu.processors * gpu.has_wgmma)
         self._partial_out = gpu.empty((0,), torch.float32)
         self._partial_lse = gpu.empty((0,), torch.float32)
 
@@ -29,7 +32,7 @@ class PagedAttention:
         """Plan for layers with this attention, as wide as the widest of them."""
         shape, windows = cache.shape, [layer.window for layer in layers]
         group, dtype = layers[0].heads // shape.kv_heads, dtype_name(shape.dtype)
-        blocks = calls.decode_block(dtype, shape.head_dim), calls.prefill_block(dtype, shape.head_dim)
+        blocks = calls.decode_block(dtype, shape.head_dim), self._prefill_block(dtype, shape.head_dim)
         seats = Seats(*(self._gpu.processors * self._gpu.resident(block) for block in blocks))
         return Planner(seats, shape.kv_heads, group, shape.head_dim, max(windows) if all(windows) else 0)
 
@@ -56,7 +59,7 @@ class PagedAttention:
         columns, plan = prepared.columns, prepared.plan
         for make, items, name in (
             (calls.attention_decode, work.decode_items, "decode_items"),
-            (calls.attention_prefill, work.prefill_items, "prefill_items"),
+            (self._prefill, work.prefill_items, "prefill_items"),
         ):
             if not items:
                 continue

@@ -147,6 +147,9 @@ LOG2_E = math.log2(math.e)
 DECODE_ROWS = 16  # attention_decode.cuh: ROWS
 DECODE_RINGS = {64: (4, 5), 80: (4, 5), 96: (4, 5), 128: (4, 4), 256: (3, 3)}  # WARPS, UNITS
 PREFILL_WARPS, PREFILL_ROW_BYTES = 4, 8  # attention_prefill.cuh: WARPS, RowTable
+WGMMA_HEAD_DIMS = (64, 128)  # attention_prefill_sm90.cu: its kernels
+WGMMA_ROWS, WGMMA_KEYS, WGMMA_STAGES = 128, 128, 2  # ROWS, KEYS, STAGES
+WGMMA_WARPS, WGMMA_WORK_BYTES = 12, 40  # THREADS / 32, Work
 MERGE_WARPS, MERGE_PIECE = 8, 128  # attention_merge.cu: WARPS, PIECE
 MERGE_BLOCKS = 1024
 """Blocks of a merge, about: with many tokens each takes more of a row, for most tokens of a graph are padding."""
@@ -175,6 +178,7 @@ ATTENTION = _struct(
     ("slabs_per_block", "i4"),  # a power of two
     ("window", "i4"),  # the latest so many positions are seen, including the row's position; 0: all
     ("scale_log2", "f4"),  # the scale of the scores, times log2(e)
+    ("item_count", "i4"),
 )
 
 MERGE = _struct(
@@ -560,7 +564,7 @@ def attention_decode(
     """
     params = _attention_params(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
-        (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
+        (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse), items,
     )  # fmt: skip
     name, threads, shared = decode_block(dtype, head_dim)
     grid = (-(-heads // kv_heads // DECODE_ROWS), kv_heads, _some(items))
@@ -595,26 +599,37 @@ def attention_prefill(
     partial_lse: int = 0,
     slopes: int = 0,
     window: int = 0,
+    wgmma_processors: int = 0,
 ) -> Call:
     """Return the call for items of any number of rows, tokens_per_item each but for the last; causal.
 
-    See attention_decode.
+    See attention_decode and, for what wgmma_processors is, prefill_block.
 
     Raise ValueError as tokens_per_item does, and for more items than a launch has.
     """
     tokens_per_item(head_dim, heads // kv_heads)
-    name, threads, shared = prefill_block(dtype, head_dim)
+    has_wgmma = wgmma_processors > 0 and head_dim in WGMMA_HEAD_DIMS
+    name, threads, shared = prefill_block(dtype, head_dim, has_wgmma)
     params = _attention_params(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
-        (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse),
+        (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse), items,
     )  # fmt: skip
+    if has_wgmma:
+        return Call(name, (min(wgmma_processors, kv_heads * _some(items)), 1, 1), (threads, 1, 1), shared, params)
     if items > MAX_GRID_Y:
         raise ValueError(f"{items} pieces of prompts in a step, a launch has {MAX_GRID_Y}: lower --max-step-tokens")
     return Call(name, (kv_heads, _some(items), 1), (threads, 1, 1), shared, params)
 
 
-def prefill_block(dtype: str, head_dim: int) -> Block:
-    """Return the kernel of attention_prefill and what one of its blocks takes."""
+def prefill_block(dtype: str, head_dim: int, has_wgmma: bool = False) -> Block:
+    """Return the kernel of attention_prefill and what one of its blocks takes.
+
+    has_wgmma: on compute capability 9.0, which has a kernel of its own for some heads. It runs one block on each of
+    the multiprocessors.
+    """
+    if has_wgmma and head_dim in WGMMA_HEAD_DIMS:
+        shared = (WGMMA_ROWS + 2 * WGMMA_STAGES * WGMMA_KEYS) * head_dim * 2 + 2 * WGMMA_WORK_BYTES
+        return Block(f"attention_prefill_sm90_{dtype}_d{head_dim}", WGMMA_WARPS * WARP, shared)
     rows, stages = _prefill_tile(head_dim)
     shared = (rows + stages * PREFILL_WARPS * SLAB) * head_dim * 2 + rows * PREFILL_ROW_BYTES
     return Block(f"attention_prefill_{dtype}_d{head_dim}", PREFILL_WARPS * WARP, shared)
@@ -658,6 +673,7 @@ def _attention_params(
     slopes: int,
     window: int,
     addresses: Sequence[int],
+    items: int,
 ) -> Params:
     """Return ATTENTION, its addresses up to `slopes` in one piece. Raise ValueError for sizes that no kernel has."""
     slabs = block_size // SLAB
@@ -667,7 +683,7 @@ def _attention_params(
         raise ValueError(f"{heads} query heads do not share {kv_heads} KV heads evenly")
     if block_size % SLAB or slabs < 1 or slabs & (slabs - 1):
         raise ValueError(f"blocks of {block_size} tokens; attention takes {SLAB} times a power of two")
-    sizes = (block_stride, kv_heads, heads // kv_heads, slabs, window, scale * LOG2_E)
+    sizes = (block_stride, kv_heads, heads // kv_heads, slabs, window, scale * LOG2_E, items)
     return _filled(ATTENTION, (*addresses, slopes, *sizes))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.cuda import cubin
-from kernels.cuda.loader import ARCHITECTURES, CudaError, compiled, nvrtc_version, sources
+from kernels.cuda.loader import ARCHITECTURES, CudaError, compiled, is_for, nvrtc_version, sources
 
 RECORDED = Path(__file__).parent / "registers.json"
 Table = dict[str, dict[str, dict[str, Any]]]  # architecture, kernel, figure
@@ -26,7 +26,7 @@ def measure(paths: Sequence[Path]) -> tuple[Table, list[str]]:
 
     Raise CudaError when one does not compile.
     """
-    jobs = [(path, arch) for arch in ARCHITECTURES for path in paths]
+    jobs = [(path, arch) for arch in ARCHITECTURES for path in paths if is_for(path, arch)]
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(lambda job: compiled(*job), jobs))
     table: Table = {arch: {} for arch in ARCHITECTURES}

@@ -63,6 +63,7 @@ class Device(ABC):
     name: str
     torch_device: torch.device
     processors: int  # streaming multiprocessors, for the planner
+    has_wgmma: bool  # of compute capability 9.0
     main: Stream
     copies: Stream
 

@@ -106,11 +106,13 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self.name = cuda.get_device_name(index)
         self.processors = int(cuda.get_device_properties(index).multi_processor_count)
+        arch = "sm_{}{}".format(*cuda.get_device_capability(index))
+        self.has_wgmma = arch == "sm_90"
         self._main = CudaStream(self)
         self.main, self.copies = self._main, CudaStream(self)
         # In threads, since what no image carries and no cache has is compiled here.
         with ThreadPoolExecutor(initializer=cuda.set_device, initargs=(self.torch_device,)) as pool:
-            programs = list(pool.map(loader.Program, loader.sources()))
+            programs = list(pool.map(loader.Program, loader.sources(arch)))
         self.programs = {name: program for program in programs for name in program.kernels}
         self._recordings: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pool_of_recordings: Any = None

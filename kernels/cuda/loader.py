@@ -126,9 +126,19 @@ class Program:
         self._functions[name](grid, block, (params,), shared, self._streams[stream])
 
 
-def sources() -> list[Path]:
-    """Return every source with kernels, sorted."""
-    return sorted(SOURCES.rglob("*.cu"))
+def sources(arch: str | None = None) -> list[Path]:
+    """Return every source with kernels, sorted; with an architecture, such as "sm_90", those for it."""
+    return [source for source in sorted(SOURCES.rglob("*.cu")) if arch is None or is_for(source, arch)]
+
+
+def is_for(source: Path, arch: str) -> bool:
+    """Return whether an architecture has what a source uses: a name that ends with _sm90 is for sm_90 alone."""
+    return _only(source) in (None, arch)
+
+
+def _only(source: Path) -> str | None:
+    _, found, number = source.stem.rpartition("_sm")
+    return f"sm_{number}" if found and number.isdigit() else None
 
 
 @cache
@@ -185,12 +195,14 @@ def prebuilt(source: Path, arch: str) -> Cubin | None:
 
 def prebuilt_architecture(arch: str) -> str | None:
     """Return the architecture for which all was prebuilt that runs on `arch`; None if something must be compiled."""
-    return next((one for one in _runs(arch) if all(prebuilt_path(source, one).is_file() for source in sources())), None)
+    return next(
+        (one for one in _runs(arch) if all(prebuilt_path(source, one).is_file() for source in sources(arch))), None
+    )
 
 
 def prebuilt_path(source: Path, arch: str) -> Path:
     """Return where an image has a source's cubin. Any compiler may have made it."""
-    return PREBUILT / f"{source.stem}-{arch}-{_digest(source, _options(arch))}.cubin"
+    return PREBUILT / f"{source.stem}-{arch}-{_digest(source, _options(source, arch))}.cubin"
 
 
 def _runs(arch: str) -> list[str]:
@@ -207,7 +219,7 @@ def _runs(arch: str) -> list[str]:
 def compiled(source: Path, arch: str) -> Cubin:
     """Compile a source for one architecture, or take it from the cache; headers are in SOURCES. Raise CudaError."""
     try:
-        target = CACHE / f"{source.stem}-{arch}-{_digest(source, _options(arch), nvrtc_version())}"
+        target = CACHE / f"{source.stem}-{arch}-{_digest(source, _options(source, arch), nvrtc_version())}"
     except CudaError as error:
         carried = ", ".join(ARCHITECTURES)
         raise CudaError(f"{source.name} must be compiled for {arch} (images carry {carried}): {error}") from error
@@ -215,7 +227,7 @@ def compiled(source: Path, arch: str) -> Cubin:
     try:
         return Cubin(image.read_bytes(), log.read_text())
     except OSError:
-        made = compile_source(source, headers(), _options(arch))
+        made = compile_source(source, headers(), _options(source, arch))
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         write_whole(log, made.log.encode())  # first: a process that finds the image finds the log
@@ -231,8 +243,13 @@ def headers() -> list[Path]:
     return sorted(SOURCES.rglob("*.cuh"))
 
 
-def _options(arch: str) -> tuple[str, ...]:
-    return (*OPTIONS, f"-arch={arch}")
+def _options(source: Path, arch: str) -> tuple[str, ...]:
+    return (*OPTIONS, f"-arch={_target(source, arch)}")
+
+
+def _target(source: Path, arch: str) -> str:
+    """Return the architecture as the compiler is to take it: "sm_90a" has all that sm_90 has, and no later one."""
+    return f"{arch}a" if _only(source) else arch
 
 
 def _digest(source: Path, *more: object) -> str:
@@ -254,13 +271,15 @@ def compile_source(source: Path, headers: list[Path], options: tuple[str, ...]) 
 def ptx_of(source: Path, arch: str) -> str:
     """Return what NVRTC makes of a source before it knows the GPU, with the source's lines.
 
-    arch: such as "compute_80". Raise CudaError.
+    arch: such as "compute_80"; that of a source for one architecture alone is its own. Raise CudaError.
     """
 
     def ptx(nvrtc: Any, program: Any) -> str:
         text: bytes = nvrtc.getPTX(program)
         return text.decode()
 
+    if only := _only(source):
+        arch = _target(source, only).replace("sm_", "compute_")
     return _compiled(source, headers(), (*OPTIONS[:2], f"-arch={arch}"), ptx)
 
 

@@ -18,7 +18,7 @@ from kernels.cuda.loader import ARCHITECTURES, CudaError, compiled, prebuilt_pat
 
 def build_all() -> list[Path]:
     """Compile, and remove what other sources left. Raise CudaError."""
-    wanted = {prebuilt_path(source, arch): (source, arch) for arch in ARCHITECTURES for source in sources()}
+    wanted = {prebuilt_path(source, arch): (source, arch) for arch in ARCHITECTURES for source in sources(arch)}
     loader.PREBUILT.mkdir(parents=True, exist_ok=True)
     for old in set(loader.PREBUILT.glob("*.cubin")) - wanted.keys():
         old.unlink()

@@ -136,6 +136,7 @@ class EmulatedDevice(Device):
         memory_bytes: int = 4 << 30,
         recording_bytes: int = 0,
         flags: tuple[str, ...] = (),
+        has_wgmma: bool = False,
     ) -> None:
         """Create a device.
 
@@ -143,6 +144,7 @@ class EmulatedDevice(Device):
         keeps for each recording.
         """
         self.thread_order, self.processors, self.flags = thread_order, processors, flags
+        self.has_wgmma = has_wgmma
         self._streams = (EmulatedStream(self, "main"), EmulatedStream(self, "copies"))
         self.main, self.copies = self._streams
         self._memory, self._pinned = Memory(memory_bytes), Memory(sys.maxsize)

@@ -81,6 +81,7 @@ class _Module:
     def __init__(self, ptx: str, name: str) -> None:
         self._lines = [line.partition("//")[0].strip() for line in ptx.splitlines()]
         self._name = name
+        self._room = "emulator::MAX_SHARED" + ("_OF_9_0" if ".target sm_90a" in self._lines else "")
         self._arrays: dict[str, int] = {}  # in shared memory, with their bytes; 0 for what a launch asks for
         for line in self._lines:
             if found := re.match(r"(\.extern )?\.shared \.align \d+ \.\w(\d+) ([\w$]+)(?:\[(\d*)\])?;", line):
@@ -138,7 +139,7 @@ class _Module:
                     body.append(self._statement(part, name, where))
                 except (PtxError, KeyError, ValueError, IndexError) as error:
                     raise PtxError(f"{self._name}:{at + 1}: no rule for {part!r} ({error})") from error
-        return at, "\n".join([*body, f"PTX_KERNEL({name}, {params}, {threads})\n"])
+        return at, "\n".join([*body, f"PTX_KERNEL({name}, {params}, {threads}, {self._room})\n"])
 
     def _source_line(self, location: re.Match[str]) -> str:
         """Return the line of the source behind a `.loc`."""
@@ -189,6 +190,14 @@ class _Instruction:
             return self._barrier()
         if self._operation == "membar.gl":
             return "__threadfence();"
+        if name == "wgmma":
+            return self._wgmma()
+        if self._operation == "fence.proxy.async.shared::cta":
+            return "fence_for_wgmma();"
+        if name == "nanosleep":
+            return ";"
+        if name == "setmaxnreg":
+            return f"static_assert({self._given[0]} % 8 == 0);"
         if name == "ldmatrix":
             words = self._given[0].strip("{}").split(",")
             rows = self._touched("SHARED_MEMORY", f"shared.at({self._sum(self._given[1], 'u32')}, 16, 16)", "16")
@@ -343,6 +352,8 @@ class _Instruction:
             return f"__syncwarp({self._value(0, 'u32')});"
         if self._parts[1] == "sync" and self._given == ["0"]:
             return "__syncthreads();"
+        if self._parts[1] in ("sync", "arrive") and len(self._given) == 2:
+            return f"barrier_{self._parts[1]}({self._value(0, 'u32')}, {self._value(1, 'u32')});"
         if self._parts[1] == "red" and self._given[1] == "0":
             name = {"popc": "count", "and": "and", "or": "or"}[self._parts[2]]
             return self._set(f"__syncthreads_{name}({self._value(2, 'pred')})", self._type)
@@ -373,6 +384,33 @@ class _Instruction:
             f"float sums[4] = {{{', '.join(c)}}}; const unsigned left[4] = {{{', '.join(a)}}}; "
             f"mma_{self._parts[7]}(sums, left, {', '.join(b)}); "
             + "".join(f"{one} = sums[{at}]; " for at, one in enumerate(d))
+        )
+
+    def _wgmma(self) -> str:
+        """A product is there at once: its registers are copied before the wait, which a compiler for GPUs joins."""
+        if self._parts[1] == "fence":
+            return "wgmma_fence();"
+        if self._parts[1] == "commit_group":
+            return "wgmma_commit();"
+        if self._parts[1] == "wait_group":
+            return f'emulator_finish_all_but({self._given[0]}, "wgmma.wait_group", WHERE);'
+        d, *factors = self._given
+        kind, sums = self._parts[6], [each.strip()[1:] for each in d.strip("{}").split(",")]
+        left, right, add, *signs = factors
+        columns = f"m64n{2 * len(sums)}k16"
+        if self._parts[2:] != ["sync", "aligned", columns, "f32", kind, kind] or kind not in ("bf16", "f16"):
+            raise PtxError(self._operation)
+        from_registers = left.startswith("{")
+        if signs != (["1", "1", "1"] if from_registers else ["1", "1", "0", "0"]) or (from_registers and add != "1"):
+            raise PtxError(self._operation)
+        words = ", ".join(each.strip()[1:] for each in left.strip("{}").split(","))
+        a = f"const unsigned left[4] = {{{words}}};" if from_registers else f"const uint64_t left = {words};"
+        more = "" if from_registers else f", {self._operand(add, 'pred')}"
+        return (
+            f"float sums[{len(sums) // 4}][4] = {{{', '.join(sums)}}}; {a} "
+            f"wgmma_{kind}(sums, left, {self._operand(right, 'u64')}{more}); "
+            'emulator_finish_open("wgmma", WHERE); '
+            + "".join(f"{one} = sums[{at // 4}][{at % 4}]; " for at, one in enumerate(sums))
         )
 
     def _set(self, value: str, kind: str) -> str:

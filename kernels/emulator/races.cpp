@@ -2,10 +2,10 @@
 // order are a race, in whatever order the emulator happened to run them (vector clocks: Flanagan and Freund, FastTrack,
 // PLDI 2009, section 2.2; all accesses that may still race are kept, so none is missed for lack of room).
 //
-// Threads of a block are in order only by __syncthreads and its like, __syncwarp, and __threadfence on both sides of
+// Threads of a block are in order only by __syncthreads and its like, barriers of some threads, __syncwarp, and __threadfence on both sides of
 // an atomic; shuffles, votes, ldmatrix and mma order nothing. A group of cp.async is an agent of its own: what it
 // does comes after all that its thread had done when it started the copy, and before what the thread does after it
-// has waited for the group; other threads need a barrier besides. Blocks are in order by fences and atomics alone.
+// has waited for the group; other threads need a barrier besides. So is a group of wgmma, which sees what came before a fence for it. Blocks are in order by fences and atomics alone.
 // Threads that write the value that is there already do not race with each other.
 //
 // A kernel compiled with -fsanitize=thread is linked with this instead of ThreadSanitizer's runtime: __tsan_* below is
@@ -36,7 +36,8 @@ struct Site {
   uintptr_t at;
 };
 
-// One agent's access to some bytes of a chunk. Agents of a block with n threads: i is thread i, n + i its copies.
+// One agent's access to some bytes of a chunk. Agents of a block with n threads: i is thread i, n + i its copies, 2 n + i
+// its products.
 struct Access {
   uint32_t block, clock;
   uint16_t agent, bytes;  // a bit for each byte
@@ -67,7 +68,9 @@ struct Past {
 };
 
 struct Thread {
-  Past past, released, received;  // released: what a fence gave to the atomics behind it; received: to the next fence
+  Past past;
+  Past fenced;                    // the part of it that wgmma sees: what was done before a fence for it
+  Past released, received;  // released: what a fence gave to the atomics behind it; received: to the next fence
   uint32_t committed = 0;         // groups of copies
   int quiet = 1;                  // above 0: in the emulator, where each thread begins
 };
@@ -85,6 +88,7 @@ struct {
   uint32_t block = 0, threads = 0;
   int running = -1;
   std::vector<Thread> thread;
+  std::map<int, std::pair<Past, Past>> barriers;  // of some threads: what those had done, and fenced, that are there
   std::unordered_map<uintptr_t, std::vector<Access>> memory;  // by address / CHUNK
   std::unordered_map<uintptr_t, Past> flags;                  // what atomics at an address hand on
   std::vector<std::pair<const char*, size_t>> shared;
@@ -110,10 +114,10 @@ std::string name_of(const Site& site) {
 
 std::string name_of(const Access& access) {
   static const char* const kinds[] = {"read", "write", "atomic operation"};
-  const bool copies = access.agent >= now.threads;  // all blocks are of one size
+  static const char* const agents[] = {" by thread ", " by a copy of thread ", " by a product of thread "};
   std::string text = kinds[access.kind];
-  text += copies ? " by a copy of thread " : " by thread ";
-  text += std::to_string(access.agent - (copies ? now.threads : 0));
+  text += agents[access.agent / now.threads];  // all blocks are of one size
+  text += std::to_string(access.agent % now.threads);
   if (access.block != now.block) text += " of block " + std::to_string(access.block);
   return text + " at " + name_of(access.site);
 }
@@ -191,12 +195,16 @@ inline void announce(Kind kind, const void* at, size_t bytes, void* code) {
 // Threads learn what each of them knows. What they do from here on is not part of it.
 template <typename Includes>
 void join(Includes includes) {
-  Past all;
-  for (uint32_t i = 0; i < now.threads; i++)
-    if (includes(i)) all.join(now.thread[i].past);
+  Past all, fenced;
+  for (uint32_t i = 0; i < now.threads; i++) {
+    if (!includes(i)) continue;
+    all.join(now.thread[i].past);
+    fenced.join(now.thread[i].fenced);
+  }
   for (uint32_t i = 0; i < now.threads; i++) {
     if (!includes(i)) continue;
     now.thread[i].past = all;
+    now.thread[i].fenced = fenced;
     now.thread[i].past.here[i]++;
   }
 }
@@ -220,9 +228,11 @@ void races_block(unsigned number, int threads) {
   now.block = number;
   now.threads = threads;
   now.thread.assign(threads, {});
+  now.barriers.clear();
   for (int i = 0; i < threads; i++) {
-    now.thread[i].past.here.assign(2 * threads, 0);
+    now.thread[i].past.here.assign(3 * threads, 0);
     now.thread[i].past.here[i] = 1;
+    now.thread[i].fenced.here.assign(3 * threads, 0);
   }
 }
 
@@ -255,6 +265,28 @@ void races_meet() {
   join([](uint32_t) { return true; });
 }
 
+void races_arrive(int barrier) {
+  Thread& one = now.thread[now.running];
+  now.barriers[barrier].first.join(one.past);
+  now.barriers[barrier].second.join(one.fenced);
+  one.past.here[now.running]++;
+}
+
+void races_leave(int barrier, const int* waiting, size_t count) {
+  const auto& [past, fenced] = now.barriers[barrier];
+  for (size_t i = 0; i < count; i++) {
+    now.thread[waiting[i]].past.join(past);
+    now.thread[waiting[i]].fenced.join(fenced);
+  }
+  now.barriers.erase(barrier);
+}
+
+// Of what the thread itself has done, and its copies that it has waited for.
+void races_fence_for_wgmma() {
+  Thread& one = now.thread[now.running];
+  for (uint32_t agent : {uint32_t(now.running), now.threads + now.running}) one.fenced.here[agent] = one.past.here[agent];
+}
+
 void races_warp(int first_thread, unsigned lanes) {
   join([=](uint32_t i) { return i - first_thread < 32 && lanes >> (i - first_thread) & 1; });
 }
@@ -276,6 +308,16 @@ void races_atomic(const void* at, size_t bytes) {
 
 void races_read(int thread, const void* at, size_t bytes, const char* file, int line) {
   touch(READ, thread, at, bytes, {file, uintptr_t(line)});
+}
+
+// Its clock is the number of the group too.
+void races_read_by_wgmma(int thread, unsigned group, const void* at, size_t bytes, const char* file, int line) {
+  touch(READ, 2 * now.threads + thread, group, now.thread[thread].fenced, at, bytes, {file, uintptr_t(line)});
+}
+
+void races_wait_for_wgmma(unsigned group) {
+  uint32_t& done = now.thread[now.running].past.here[2 * now.threads + now.running];
+  done = std::max(done, uint32_t(group));
 }
 
 // Its clock is the number of the group that it will be in.

@@ -32,6 +32,31 @@ void bring(const Params& p, Order order, bool closed = true) {
   p.out[blockIdx.x * THREADS + threadIdx.x] = held[threadIdx.x ^ 33].x;  // <- used
 }
 
+// The second warp reads what the first one wrote.
+template <typename Order>
+void hand(const Params& p, Order order) {
+  SHARED(int, held, THREADS);
+  if (threadIdx.x < 32) held[threadIdx.x] = threadIdx.x;
+  order();
+  if (threadIdx.x >= 32) p.out[blockIdx.x * THREADS + threadIdx.x] = held[threadIdx.x - 32];
+}
+
+// A product of a matrix that all threads have written, and write anew.
+template <typename Order, typename Then>
+void multiply(const Params& p, Order order, Then then) {
+  DYNAMIC_SHARED(int4, matrix);
+  for (int i = 0; i < 2; i++) matrix[i * THREADS + threadIdx.x] = int4{0, 0, 0, 0};
+  order();
+  float sums[8][4] = {};
+  const unsigned left[4] = {};
+  wgmma_fence();
+  wgmma_bf16(sums, left, wgmma_matrix(matrix, 16));
+  wgmma_commit();
+  then(sums);
+  for (int i = 0; i < 2; i++) matrix[i * THREADS + (threadIdx.x ^ 40)].x = 1;
+  wgmma_wait<0>(sums);
+}
+
 // Copies to a place that has just been read.
 template <typename Order>
 void refill(const Params& p, Order order) {
@@ -91,6 +116,14 @@ CASE(barrier_of_another_warp, pass(p, 33, [] { __syncwarp(); }))
 CASE(barrier_of_other_lanes, pass(p, 1, [] { __syncwarp(0x55555555u << (threadIdx.x & 1)); }))
 CASE(only_a_shuffle, pass(p, 1, [] { __shfl_sync(0xffffffffu, 1, 0); }))
 CASE(only_a_vote, pass(p, 1, [] { __any_sync(0xffffffffu, 1); }))
+CASE(barrier_of_some_right, pass(p, 33, [] { barrier_sync(1, THREADS); }))
+CASE(arrival_right, hand(p, [] { threadIdx.x < 32 ? barrier_arrive(1, THREADS) : barrier_sync(1, THREADS); }))
+CASE(only_an_arrival, pass(p, 33, [] { threadIdx.x < 32 ? barrier_arrive(1, THREADS) : barrier_sync(1, THREADS); }))
+CASE(wgmma_right, multiply(p, [] { fence_for_wgmma(); __syncthreads(); }, [](auto& d) { wgmma_wait<0>(d); __syncthreads(); }))
+CASE(wgmma_without_a_fence, multiply(p, [] { __syncthreads(); }, [](auto& d) { wgmma_wait<0>(d); __syncthreads(); }))
+CASE(wgmma_fenced_by_the_reader, multiply(p, [] { __syncthreads(); fence_for_wgmma(); }, [](auto& d) { wgmma_wait<0>(d); __syncthreads(); }))
+CASE(wgmma_not_waited_for, multiply(p, [] { fence_for_wgmma(); __syncthreads(); }, [](auto&) { __syncthreads(); }))
+CASE(wgmma_of_another_warp, multiply(p, [] { fence_for_wgmma(); __syncthreads(); }, [](auto& d) { wgmma_wait<0>(d); }))
 CASE(copy_right, bring(p, [] { cp_async_wait<1>(); __syncthreads(); }))
 CASE(copy_of_a_closed_group, bring(p, [] { cp_async_wait<1>(); __syncthreads(); }, false))
 CASE(copy_one_group_too_few, bring(p, [] { cp_async_wait<2>(); __syncthreads(); }))

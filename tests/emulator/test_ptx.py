@@ -232,7 +232,7 @@ def test_wrong_assembly_is_seen(planted: Path) -> None:
         'mad.hi.s32 %0, %1, %1, %1;" : "=r"(p.whole[0]) : "r"(p.whole[1])',
         'cvt.rz.f32.s32 %0, %1;" : "=f"(p.real[0]) : "r"(p.whole[1])',
         'max.ftz.f32 %0, %1, %1;" : "=f"(p.real[0]) : "f"(p.real[1])',
-        'bar.arrive 1, 32;" ::',
+        'barrier.arrive 1, 32;" ::',
     ],
 )
 def test_instruction_without_a_rule_is_named(tmp_path: Path, assembly: str) -> None:

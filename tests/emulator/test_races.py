@@ -16,6 +16,7 @@ KERNELS = re.findall(r"^CASE\((\w+),", SOURCE.read_text(), re.MULTILINE)
 PARAMS = np.dtype([("in", "u8"), ("out", "u8")])
 GLOBAL = ("atomics_read_too_early", "no_atomics", "not_released", "not_acquired", "blocks_overlap")
 BLOCKS, THREADS = 3, 64
+MATRIX_BYTES = 2048  # of dynamic shared memory
 
 pytestmark = [needs_compiler, pytest.mark.parametrize("order", (FORWARD, REVERSE, 2, 3))]
 
@@ -28,7 +29,7 @@ def program() -> Program:
 def run(program: Program, name: str, order: int) -> None:
     given, made = np.zeros(4, np.int32), np.zeros(BLOCKS * THREADS + 1, np.int32)
     params = np.array([(given.ctypes.data, made.ctypes.data)], PARAMS)
-    program.launch(name, (BLOCKS, 1, 1), (THREADS, 1, 1), 0, params, order=order)
+    program.launch(name, (BLOCKS, 1, 1), (THREADS, 1, 1), MATRIX_BYTES, params, order=order)
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if name.endswith("_right")])

@@ -5,11 +5,13 @@
 namespace {
 
 struct bf16 {
+  static constexpr bool HALF = false;
   unsigned short bits;
   static __device__ __forceinline__ float widen(unsigned short x) { return bf16_to_float(x); }
   static __device__ __forceinline__ uint32_t pack(float low, float high) { return pack_bf16(low, high); }
 };
 struct f16 {
+  static constexpr bool HALF = true;
   unsigned short bits;
   static __device__ __forceinline__ float widen(unsigned short x) { return f16_to_float(x); }
   static __device__ __forceinline__ uint32_t pack(float low, float high) { return pack_f16(low, high); }

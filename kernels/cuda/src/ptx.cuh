@@ -44,6 +44,9 @@ typedef unsigned long long uint64_t;
     (__VA_ARGS__)(given);                                                                                       \
   }
 
+// The same for compute capability 9.0 alone, which runs one block at once; for more_registers.
+#define WARPGROUP_KERNEL(name, Params, threads, ...) RESIDENT_KERNEL(name, Params, threads, 1, __VA_ARGS__)
+
 // Copies 16 bytes to shared memory behind the thread's back, or writes 16 zeros when not valid.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -138,5 +141,102 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// What follows is for warpgroups, 4 warps whose first is a multiple of 4, of compute capability 9.0 (PTX ISA, wgmma).
+
+// Barrier `id`, 1 to 15, of `threads` threads, whole warps: those that arrive go on, those that sync wait for all.
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Lets the warpgroup have `count` registers a thread from here on; `more` waits until a warpgroup has given them back.
+template <int count>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// What this thread has written to shared memory comes before what wgmma reads there after the next barrier.
+__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A matrix in shared memory whose lines of 128 bytes are exchanged as Swizzled says, from a line on that is a multiple
+// of 8. Of lines along k it has 64 numbers in a line; the next 16 lie 32 bytes behind. Of lines across k, `next` bytes
+// are from one 64 numbers across to the next 64.
+__device__ __forceinline__ uint64_t wgmma_matrix(const void* shared, int next) {
+  const uint64_t at = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  return (at & 0x3ffff) >> 4 | static_cast<uint64_t>(next >> 4) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// Registers that the next wgmma reads or writes are there.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Closes a group of what this warpgroup has started since the last one.
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+#define WGMMA_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define WGMMA_16(d, n) WGMMA_4(d, n), WGMMA_4(d, n + 1), WGMMA_4(d, n + 2), WGMMA_4(d, n + 3)
+#define WGMMA_32(d, n) WGMMA_16(d, n), WGMMA_16(d, n + 4)
+#define WGMMA_64(d) WGMMA_32(d, 0), WGMMA_32(d, 8)
+#define WGMMA_NAMES_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_NAMES_64 \
+  WGMMA_NAMES_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// Waits until at most `pending` groups, the newest, are under way; the sums of the others, `d`, may then be used.
+template <int pending>
+__device__ __forceinline__ void wgmma_wait(float (&d)[8][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %32;" : WGMMA_32(d, 0) : "n"(pending) : "memory");
+}
+template <int pending>
+__device__ __forceinline__ void wgmma_wait(float (&d)[16][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %64;" : WGMMA_64(d) : "n"(pending) : "memory");
+}
+
+// Computes x and `sum`, which is never below 0 and depends on all of x, here: the compiler and, but for the branch, the
+// assembler move arithmetic behind a wait that it could go before.
+template <int N>
+__device__ __forceinline__ void compute_now(float (&x)[N][4], float sum) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : WGMMA_4(x, i));
+  if (sum < 0.0f) asm volatile("nanosleep.u32 0;");
+}
+
+// Starts d (+)= a b: a 64 x 16 by lines along k, b 16 x 64 or 128 by lines along k (of a column), d as mma has it, warp
+// by warp 16 rows.
+#define WGMMA_OF_SHARED(name, type, columns, count, registers, names, a, b, more)                         \
+  __device__ __forceinline__ void name(float (&d)[count][4], uint64_t left, uint64_t right, bool add) {   \
+    asm volatile(                                                                                         \
+        "{\n.reg .pred %%p;\nsetp.ne.b32 %%p, " more ", 0;\n"                                               \
+        "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" names "}, " a ", " b    \
+        ", %%p, 1, 1, 0, 0;\n}"                                                                           \
+        : registers                                                                                       \
+        : "l"(left), "l"(right), "r"(int(add))                                                            \
+        : "memory");                                                                                      \
+  }
+// The same with `a` in registers as mma has it, and b by lines across k (of a row).
+#define WGMMA_OF_REGISTERS(name, type, columns, count, registers, names, a, b)                            \
+  __device__ __forceinline__ void name(float (&d)[count][4], const uint32_t (&left)[4], uint64_t right) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" names "}, {" a \
+                 "}, " b ", 1, 1, 1, 1;"                                                                  \
+                 : registers                                                                              \
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right)                     \
+                 : "memory");                                                                             \
+  }
+WGMMA_OF_SHARED(wgmma_bf16, "bf16", "64", 8, WGMMA_32(d, 0), WGMMA_NAMES_32, "%32", "%33", "%34")
+WGMMA_OF_SHARED(wgmma_bf16, "bf16", "128", 16, WGMMA_64(d), WGMMA_NAMES_64, "%64", "%65", "%66")
+WGMMA_OF_REGISTERS(wgmma_bf16, "bf16", "64", 8, WGMMA_32(d, 0), WGMMA_NAMES_32, "%32, %33, %34, %35", "%36")
+WGMMA_OF_REGISTERS(wgmma_bf16, "bf16", "128", 16, WGMMA_64(d), WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
+WGMMA_OF_SHARED(wgmma_f16, "f16", "64", 8, WGMMA_32(d, 0), WGMMA_NAMES_32, "%32", "%33", "%34")
+WGMMA_OF_SHARED(wgmma_f16, "f16", "128", 16, WGMMA_64(d), WGMMA_NAMES_64, "%64", "%65", "%66")
+WGMMA_OF_REGISTERS(wgmma_f16, "f16", "64", 8, WGMMA_32(d, 0), WGMMA_NAMES_32, "%32, %33, %34, %35", "%36")
+WGMMA_OF_REGISTERS(wgmma_f16, "f16", "128", 16, WGMMA_64(d), WGMMA_NAMES_64, "%64, %65, %66, %67", "%68")
 
 #endif

@@ -31,6 +31,8 @@ namespace {
 constexpr int WARP = 32;
 constexpr unsigned MAX_THREADS = 1024, MAX_GRID_YZ = 65535;
 constexpr size_t MAX_SHARED = 99 << 10;  // of a block on 8.6, 8.9 and 12.0, the least of all that the kernels run on
+constexpr size_t MAX_SHARED_OF_9_0 = 227 << 10;
+constexpr int BARRIERS = 16;
 constexpr int SLOT = 64;                  // bytes that a lane may give to a collective or get from it
 constexpr int FORWARD = 0, REVERSE = 1;   // any other order is the seed of a random one
 
@@ -53,6 +55,19 @@ struct Copy {
   bool valid;  // else zeros are written
 };
 
+// A wgmma that a lane has started: its part of the sums.
+struct Product {
+  void (*finish)(const Product* of_lanes);  // of a warp
+  float* sums;
+  int columns;
+  unsigned left[4];      // in registers, or
+  uint64_t left_matrix;  // in shared memory
+  uint64_t right_matrix;
+  bool in_registers, add;
+  Where where;
+  unsigned group;  // which of the lane's
+};
+
 struct Thread {
   Fiber fiber;
   uint3 index;
@@ -63,6 +78,9 @@ struct Thread {
   unsigned mask;
   std::vector<Copy> open;                 // copies of no group yet
   std::deque<std::vector<Copy>> groups;  // committed, oldest first
+  std::vector<Product> open_products;
+  std::deque<std::vector<Product>> product_groups;
+  unsigned products_committed;  // groups
 };
 
 struct Collective {
@@ -76,6 +94,12 @@ struct Barrier {
   int waiting, true_ones, found;
   const char* what;
   Where where;
+};
+
+// A barrier of some threads.
+struct Meeting {
+  int threads, arrived = 0;
+  std::vector<int> waiting;
 };
 
 // A piece of shared memory, exactly as large as was asked for, so that a sanitizer sees its end.
@@ -93,6 +117,7 @@ struct Block {
   char* error;
   size_t error_room;
   Barrier barrier;
+  Meeting meetings[BARRIERS];
   std::vector<std::unique_ptr<Thread>> thread;
   std::vector<std::vector<Collective>> warp;  // of each warp, one for every mask that it uses
   Memory dynamic;
@@ -167,11 +192,38 @@ int meet(const char* what, Where where, bool predicate) {
     races_meet();
     all_met();
     for (int i = 0; i < block.threads; i++)
-      if (block.thread[i]->state == State::at_barrier) block.thread[i]->state = State::ready;
+      if (block.thread[i]->state == State::at_barrier) block.thread[i]->state = State::ready;  // all are here
   } else {
     wait(State::at_barrier, what, where, 0);
   }
   return barrier.found;  // no thread passes the next barrier before this one comes there
+}
+
+// Comes to barrier `id` of so many threads, and stays until all of them are there, or goes on.
+void meet_some(int id, int threads, bool stays, const char* what, Where where) {
+  const Quiet quiet;
+  if (id < 1 || id >= BARRIERS || threads < 1 || threads % WARP || threads > block.threads) {
+    note("%s at %s:%d of barrier %d and %d threads", what, where.name(), where.line, id, threads);
+    stop();
+  }
+  Meeting& meeting = block.meetings[id];
+  if (meeting.arrived == 0) meeting.threads = threads;
+  if (meeting.threads != threads || meeting.arrived == threads) {
+    note("%s at %s:%d: barrier %d is one of %d threads, not of %d", what, where.name(), where.line, id,
+         meeting.threads, threads);
+    stop();
+  }
+  const int index = current->warp * WARP + current->lane;
+  races_arrive(id);
+  if (stays) meeting.waiting.push_back(index);
+  if (++meeting.arrived == threads) {
+    races_leave(id, meeting.waiting.data(), meeting.waiting.size());
+    for (int i : meeting.waiting) block.thread[i]->state = State::ready;
+    meeting.waiting.clear();
+    meeting.arrived = 0;
+  } else if (stays) {
+    wait(State::at_barrier, what, where, id);
+  }
 }
 
 // What the lanes of `mask` do together: each gives `in`; the last to come calls finish(in of all lanes, out of all
@@ -327,6 +379,7 @@ void run_block(std::vector<int>& order) {
   const uint3 at = block.index;
   races_block((at.z * block.grid.y + at.y) * block.grid.x + at.x, block.threads);
   block.barrier = {};
+  for (Meeting& meeting : block.meetings) meeting = {};
   poison(block.dynamic);
   for (const Memory& memory : block.declared) poison(memory);
   for (auto& warp : block.warp) warp.clear();
@@ -335,6 +388,9 @@ void run_block(std::vector<int>& order) {
     one.state = State::ready;
     one.open.clear();
     one.groups.clear();
+    one.open_products.clear();
+    one.product_groups.clear();
+    one.products_committed = 0;
     one.fiber.start(thread_body);
   }
   bool running = true;
@@ -362,20 +418,20 @@ void run_block(std::vector<int>& order) {
   all_met();
 }
 
-bool bad_launch(dim3 grid, dim3 size, size_t shared, unsigned max_threads) {
+bool bad_launch(dim3 grid, dim3 size, size_t shared, unsigned max_threads, size_t max_shared) {
   const uint64_t threads = uint64_t(size.x) * size.y * size.z;
   if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7fffffffu || grid.y > MAX_GRID_YZ || grid.z > MAX_GRID_YZ)
     note("no GPU takes the grid %u x %u x %u", grid.x, grid.y, grid.z);
   else if (threads < 1 || threads > MAX_THREADS || threads > max_threads)
     note("a block of %llu threads; the kernel is made for 1 to %u", (unsigned long long)threads, max_threads);
-  else if (shared > MAX_SHARED)
-    note("%zu bytes of dynamic shared memory; a block has %zu at most", shared, MAX_SHARED);
+  else if (shared > max_shared)
+    note("%zu bytes of dynamic shared memory; a block has %zu at most", shared, max_shared);
   return block.failed;
 }
 
 // Runs every block of a grid. dims: grid x y z, block x y z. Returns 0, or 1 with the reason in `error`.
 int launch(void (*body)(const void*), const void* params, size_t params_bytes, const unsigned* dims, size_t shared,
-           unsigned max_threads, int order, char* error, size_t error_room) {
+           unsigned max_threads, size_t max_shared, int order, char* error, size_t error_room) {
   std::lock_guard<std::mutex> alone(one_launch);
   block.index = {};
   block.failed = false;
@@ -383,7 +439,7 @@ int launch(void (*body)(const void*), const void* params, size_t params_bytes, c
   block.error_room = error_room;
   block.grid = dim3(dims[0], dims[1], dims[2]);
   block.size = dim3(dims[3], dims[4], dims[5]);
-  if (bad_launch(block.grid, block.size, shared, max_threads)) return 1;
+  if (bad_launch(block.grid, block.size, shared, max_threads, max_shared)) return 1;
   block.threads = block.size.x * block.size.y * block.size.z;
   block.order = order;
   block.random.seed(order);

@@ -46,13 +46,19 @@ EMULATOR_VECTORS(uint, unsigned, 8, 16)
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(emulator::dynamic_memory())
 
 // A kernel that a host launches by name: calls `body` with one Params by value, with `threads` threads a block at most.
-#define KERNEL(name, Params, threads, ...)                                                                      \
+#define KERNEL(name, Params, threads, ...) EMULATOR_KERNEL(name, Params, threads, emulator::MAX_SHARED, __VA_ARGS__)
+#define EMULATOR_KERNEL(name, Params, threads, max_shared, ...)                                                 \
   extern "C" __attribute__((visibility("default"))) const unsigned name##_params = sizeof(Params);              \
   extern "C" __attribute__((visibility("default"))) int name##_launch(                                          \
       const void* params, const unsigned* dims, size_t shared, int order, char* error, size_t error_room) {     \
     const auto body = [](const void* given) { (__VA_ARGS__)(*static_cast<const Params*>(given)); };             \
-    return emulator::launch(body, params, sizeof(Params), dims, shared, threads, order, error, error_room);     \
+    return emulator::launch(body, params, sizeof(Params), dims, shared, threads, max_shared, order, error,      \
+                            error_room);                                                                        \
   }
 
 // The same, to which registers are no matter here.
 #define RESIDENT_KERNEL(name, Params, threads, blocks, ...) KERNEL(name, Params, threads, __VA_ARGS__)
+
+// The same for compute capability 9.0 alone.
+#define WARPGROUP_KERNEL(name, Params, threads, ...) \
+  EMULATOR_KERNEL(name, Params, threads, emulator::MAX_SHARED_OF_9_0, __VA_ARGS__)

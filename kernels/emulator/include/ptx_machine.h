@@ -133,11 +133,18 @@ inline float add_to_zero(float a, float b) {
   return sum;
 }
 
+// Finishes what the lanes of a warp have started.
+inline void emulator_finish_open(const char* what, emulator::Where where) {
+  wgmma_commit();
+  emulator_finish_all_but(0, what, where);
+}
+
 }  // namespace
 
-#define PTX_KERNEL(name, bytes, threads)                                                                    \
+#define PTX_KERNEL(name, bytes, threads, max_shared)                                                        \
   extern "C" __attribute__((visibility("default"))) const unsigned name##_params = bytes;                   \
   extern "C" __attribute__((visibility("default"))) int name##_launch(                                      \
       const void* params, const unsigned* dims, size_t shared, int order, char* error, size_t error_room) { \
-    return emulator::launch(name##_ptx, params, bytes, dims, shared, threads, order, error, error_room);    \
+    return emulator::launch(name##_ptx, params, bytes, dims, shared, threads, max_shared, order, error,     \
+                            error_room);                                                                    \
   }

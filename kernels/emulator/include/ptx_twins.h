@@ -135,4 +135,149 @@ inline void mma_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned
   emulator_mma(d, a, b0, b1, f16_to_float, "mma_f16", {file, line});
 }
 
+inline void barrier_arrive(int id, int threads, EMULATOR_HERE) {
+  emulator::meet_some(id, threads, false, "barrier_arrive", {file, line});
+}
+inline void barrier_sync(int id, int threads, EMULATOR_HERE) {
+  emulator::meet_some(id, threads, true, "barrier_sync", {file, line});
+}
+template <int count>
+inline void fewer_registers() {
+  static_assert(count >= 24 && count <= 256 && count % 8 == 0, "a number of registers that setmaxnreg has");
+}
+template <int count>
+inline void more_registers() {
+  fewer_registers<count>();
+}
+inline void fence_for_wgmma() {
+  const Quiet quiet;
+  races_fence_for_wgmma();
+}
+
+// Matrix descriptors are those of the PTX ISA, but for the address, which counts from the block's dynamic memory.
+inline uint64_t wgmma_matrix(const void* shared, int next, EMULATOR_HERE) {
+  const Quiet quiet;
+  emulator_aligned(shared, "wgmma_matrix", {file, line}, true);
+  const uint64_t at = static_cast<const unsigned char*>(shared) - emulator::block.dynamic.at;
+  return (at & 0x3ffff) >> 4 | uint64_t(next >> 4) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+// A number of a matrix, by its place across k and along it.
+inline const unsigned short* emulator_number(uint64_t matrix, bool lines_along_k, int across, int k) {
+  const size_t next = (matrix >> 16 & 0x3fff) << 4, eighth = (matrix >> 32 & 0x3fff) << 4;
+  size_t at = (matrix & 0x3fff) << 4;
+  if (lines_along_k)
+    at += across / 8 * eighth + across % 8 * 128 + k * 2;
+  else
+    at += across / 64 * next + k / 8 * eighth + k % 8 * 128 + across % 64 * 2;
+  at ^= (at >> 7 & 7) << 4;
+  return reinterpret_cast<const unsigned short*>(emulator::block.dynamic.at + at);
+}
+// Reads 16 numbers along k, which a lane of the warp is said to read.
+template <typename Widen>
+inline void emulator_line(float (&to)[16], uint64_t matrix, bool lines_along_k, int across, int thread, unsigned group,
+                          emulator::Where where, Widen widen) {
+  if (matrix >> 62 != 1 || matrix >> 49 & 7) {
+    emulator::note("wgmma at %s:%d reads a matrix that is not swizzled by 128 bytes", where.name(), where.line);
+    emulator::stop();
+  }
+  for (int k = 0; k < 16; k++) {
+    const unsigned short* from = emulator_number(matrix, lines_along_k, across, k);
+    if (!emulator::in_shared(from)) {
+      emulator::note("wgmma at %s:%d reads outside of shared memory", where.name(), where.line);
+      emulator::stop();
+    }
+    if (lines_along_k ? k % 8 == 0 : across % 8 == 0)
+      races_read_by_wgmma(thread, group, from, 16, where.file, where.line);
+    unsigned short number;
+    memcpy(&number, from, 2);
+    to[k] = widen(number);
+  }
+}
+template <float (*widen)(unsigned short)>
+inline void emulator_multiply(const emulator::Product* lanes) {
+  const emulator::Product& one = lanes[0];
+  const int first = emulator::warp_start();
+  float left[16][16];
+  for (int row = 0; row < 16; row++)
+    if (!one.in_registers)
+      emulator_line(left[row], one.left_matrix, true, first / 32 % 4 * 16 + row, first + row, one.group, one.where,
+                    widen);
+  for (int lane = 0; lane < 32 && one.in_registers; lane++)
+    for (int half = 0; half < 2; half++)
+      for (int i = 0; i < 4; i++)
+        left[lane / 4 + i % 2 * 8][lane % 4 * 2 + half + i / 2 * 8] =
+            widen((unsigned short)(lanes[lane].left[i] >> 16 * half));
+  for (int column = 0; column < one.columns; column++) {
+    float right[16];
+    emulator_line(right, one.right_matrix, !one.in_registers, column, first + column % 32, one.group, one.where, widen);
+    for (int row = 0; row < 16; row++) {
+      float sum = 0;
+      for (int k = 0; k < 16; k++) sum += left[row][k] * right[k];
+      float& d = lanes[row % 8 * 4 + column % 8 / 2].sums[column / 8 * 4 + row / 8 * 2 + column % 2];
+      d = (one.add ? d : 0) + sum;
+    }
+  }
+}
+// Finishes all groups but the newest `pending` of a warp's lanes.
+inline void emulator_finish(size_t pending, const char* what, emulator::Where where) {
+  const Quiet quiet;
+  emulator::together<int>(0xffffffffu, what, where, 0, [=](const int*, int*) {
+    const auto thread = [](int lane) -> emulator::Thread& {
+      return *emulator::block.thread[emulator::warp_start() + lane];
+    };
+    while (thread(0).product_groups.size() > pending) {
+      for (size_t i = 0; i < thread(0).product_groups.front().size(); i++) {
+        emulator::Product of_lanes[32];
+        for (int lane = 0; lane < 32; lane++) of_lanes[lane] = thread(lane).product_groups.front()[i];
+        of_lanes[0].finish(of_lanes);
+      }
+      for (int lane = 0; lane < 32; lane++) thread(lane).product_groups.pop_front();
+    }
+  });
+}
+// The same, of what a thread waits for.
+inline void emulator_finish_all_but(unsigned pending, const char* what, emulator::Where where) {
+  {
+    const Quiet quiet;
+    const unsigned committed = emulator::current->products_committed;
+    if (committed > pending) races_wait_for_wgmma(committed - pending);
+  }
+  emulator_finish(pending, what, where);
+}
+inline void wgmma_fence() {}
+// Products are there as late as they can, in the forward order, so that a missing wait shows, or at once.
+inline void wgmma_commit(EMULATOR_HERE) {
+  {
+    const Quiet quiet;
+    emulator::Thread& one = *emulator::current;
+    one.products_committed++;
+    for (emulator::Product& product : one.open_products) product.group = one.products_committed;
+    one.product_groups.push_back(std::move(one.open_products));
+    one.open_products.clear();
+  }
+  if (emulator::block.order != emulator::FORWARD) emulator_finish(0, "wgmma_commit", {file, line});
+}
+template <int pending, int columns>
+inline void wgmma_wait(float (&)[columns][4], EMULATOR_HERE) {
+  emulator_finish_all_but(pending, "wgmma_wait", {file, line});
+}
+template <int N>
+inline void compute_now(float (&)[N][4], float) {}
+inline void emulator_start(const emulator::Product& product) {
+  const Quiet quiet;
+  emulator::current->open_products.push_back(product);
+}
+#define EMULATOR_WGMMA(name, widen)                                                                                  \
+  template <int columns>                                                                                             \
+  inline void name(float (&d)[columns][4], uint64_t left, uint64_t right, bool add, EMULATOR_HERE) {                 \
+    emulator_start({emulator_multiply<widen>, d[0], columns * 8, {}, left, right, false, add, {file, line}, 0});       \
+  }                                                                                                                  \
+  template <int columns>                                                                                             \
+  inline void name(float (&d)[columns][4], const unsigned (&left)[4], uint64_t right, EMULATOR_HERE) {               \
+    emulator_start({emulator_multiply<widen>, d[0], columns * 8, {left[0], left[1], left[2], left[3]}, 0, right, true, \
+                    true, {file, line}, 0});                                                                         \
+  }
+EMULATOR_WGMMA(wgmma_bf16, bf16_to_float)
+EMULATOR_WGMMA(wgmma_f16, f16_to_float)
+
 }  // namespace

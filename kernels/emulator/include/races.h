@@ -20,6 +20,11 @@ RACES(turn, int thread, const char* stack, size_t bytes)   // a thread runs from
 RACES(rest, char* found, size_t room)                      // until here; a race is described in `found`
 RACES(quiet, int more)                                     // 1: accesses are the emulator's own from here; -1: to here
 RACES(meet)                                                // all threads are at a barrier
+RACES(arrive, int barrier)                                 // the thread is at one of some threads
+RACES(leave, int barrier, const int* waiting, size_t count)  // all are there; these have waited
+RACES(fence_for_wgmma)                                     // fence.proxy.async
+RACES(read_by_wgmma, int thread, unsigned group, const void* at, size_t bytes, const char* file, int line)
+RACES(wait_for_wgmma, unsigned group)
 RACES(warp, int first_thread, unsigned lanes)              // lanes are at __syncwarp
 RACES(fence)                                               // __threadfence
 RACES(atomic, const void* at, size_t bytes)                // comes next

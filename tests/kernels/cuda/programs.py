@@ -25,6 +25,7 @@ from kernels.emulator.device import EmulatedDevice
 from kernels.emulator.program import FORWARD, PTX, RACES, REVERSE, SANITIZERS, Program
 
 GPU = torch.cuda.is_available()
+HAS_WGMMA = not GPU or torch.cuda.get_device_capability() == (9, 0)
 DEVICE = -1
 """Instead of an order of threads: on the GPU."""
 TYPES = {BF16: torch.bfloat16, F16: torch.float16}

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
-from kernels.cuda.calls import BF16, F16, HEAD_DIMS, ITEM, SLAB
+from kernels.cuda.calls import BF16, F16, HEAD_DIMS, ITEM, SLAB, WGMMA_HEAD_DIMS
 from tests.kernels.cuda.programs import (
+    HAS_WGMMA,
     ORDERS,
     TYPES,
     UNTOUCHED,
@@ -36,6 +37,12 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 2e-3}
 """Of the largest number expected, beside one rounding to the type that is stored."""
 LAYERS, LAYER = 2, 1
 SPARE_BLOCKS = 3
+PROCESSORS = 3
+"""Where wgmma is: each of its blocks goes through several pieces of work."""
+KINDS: dict[str, dict[str, int]] = {"mma": {}} | (
+    {"wgmma": {"head_dim": 128, "processors": PROCESSORS}} if HAS_WGMMA else {}
+)
+HEADS = [(head_dim, 0) for head_dim in HEAD_DIMS] + [(dim, PROCESSORS) for dim in WGMMA_HEAD_DIMS if HAS_WGMMA]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class Case:
     layer_major: bool = False
     growth: float = 0.0  # of the scores, from one position to the next
     first_block: int = 0  # the number of the pool's first block, were there more before it
+    processors: int = 0  # with wgmma
 
     @property
     def heads(self) -> int:
@@ -131,7 +139,7 @@ class Problem:
             self.pool_values.data_ptr() - before, items.ctypes.data, self.pages.ctypes.data,
             self.page_start.ctypes.data, self.context.ctypes.data, self.query_start.ctypes.data,
             self.partial_out.data_ptr(), self.partial_lse.data_ptr(),
-            self.slopes.data_ptr() if self.slopes is not None else 0, case.window,
+            self.slopes.data_ptr() if self.slopes is not None else 0, case.window, case.processors,
         )  # fmt: skip
         launch(call, order)
         assert_fences(self.out, self.partial_out, self.partial_lse)
@@ -168,37 +176,48 @@ def check(case: Case, dtype: str, order: int) -> None:
     assert (problem.partial_out == UNTOUCHED).all() and (problem.partial_lse == UNTOUCHED).all()
 
 
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What a case has that one of the kernels takes."""
+    return KINDS[request.param]
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_head_dim_and_type(head_dim: int, dtype: str, order: int) -> None:
-    check(Case(((0, 33), (70, 9)), group=3, head_dim=head_dim), dtype, order)
+@pytest.mark.parametrize(("head_dim", "processors"), HEADS)
+def test_every_head_dim_and_type(head_dim: int, processors: int, dtype: str, order: int) -> None:
+    check(Case(((0, 33), (70, 9)), group=3, head_dim=head_dim, processors=processors), dtype, order)
 
 
 @pytest.mark.parametrize(("group", "order"), zip(range(1, 17), cycle(ORDERS)))
-def test_every_group_of_query_heads(group: int, order: int) -> None:
-    check(Case(((0, 21), (40, 30)), group=group, kv_heads=2), (BF16, F16)[group % 2], order)
+def test_every_group_of_query_heads(group: int, order: int, kind: dict[str, Any]) -> None:
+    check(Case(((0, 21), (40, 30)), group=group, kv_heads=2, **kind), (BF16, F16)[group % 2], order)
 
 
 @pytest.mark.parametrize("group", [71, 128])
-def test_a_group_that_fills_a_tile_by_itself(group: int) -> None:
-    check(Case(((0, 3), (40, 2)), group=group), F16, ORDERS[0])
+def test_a_group_that_fills_a_tile_by_itself(group: int, kind: dict[str, Any]) -> None:
+    check(Case(((0, 3), (40, 2)), group=group, **kind), F16, ORDERS[0])
 
 
-def test_a_pool_of_more_numbers_than_32_bits_count() -> None:
-    check(Case(((20, 5),), first_block=1 << 20), F16, ORDERS[0])
+def test_a_pool_of_more_numbers_than_32_bits_count(kind: dict[str, Any]) -> None:
+    check(Case(((20, 5),), first_block=1 << 20, **kind), F16, ORDERS[0])
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_borders_of_chunks_prefixes_and_tiles(order: int) -> None:
+def test_borders_of_chunks_prefixes_and_tiles(order: int, kind: dict[str, Any]) -> None:
     chunks = ((0, 1), (1, 15), (15, 16), (16, 17), (47, 63), (64, 64), (3, 65), (100, 130), (0, 130), (129, 1))
-    check(Case(chunks, group=2), F16, order)
+    check(Case(chunks, group=2, **kind), F16, order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_more_keys_than_a_ring_of_tiles_holds(order: int, kind: dict[str, Any]) -> None:
+    check(Case(((700, 20), (300, 260)), group=1, **kind), BF16, order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("block_size", "layer_major"), [(16, True), (32, False), (64, False), (64, True)])
-def test_block_sizes_and_layouts(block_size: int, layer_major: bool, order: int) -> None:
-    case = Case(((0, 70), (90, 40), (31, 2)), kv_heads=2, block_size=block_size, layer_major=layer_major)
+def test_block_sizes_and_layouts(block_size: int, layer_major: bool, order: int, kind: dict[str, Any]) -> None:
+    case = Case(((0, 70), (90, 40), (31, 2)), kv_heads=2, block_size=block_size, layer_major=layer_major, **kind)
     check(case, F16, order)
 
 
@@ -207,26 +226,26 @@ WINDOWS = ((1, 4), (5, 4), (16, 4), (33, 1), (64, 4), (101, 1), (1000, 4))
 
 
 @pytest.mark.parametrize(("window", "group", "order"), [(*case, order) for case, order in zip(WINDOWS, cycle(ORDERS))])
-def test_a_window_hides_what_lies_before_it(window: int, group: int, order: int) -> None:
-    check(Case(((150, 70), (0, 70), (200, 1)), group=group, window=window), F16, order)
+def test_a_window_hides_what_lies_before_it(window: int, group: int, order: int, kind: dict[str, Any]) -> None:
+    check(Case(((150, 70), (0, 70), (200, 1)), group=group, window=window, **kind), F16, order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("window", [0, 20])
-def test_alibi(window: int, order: int) -> None:
-    check(Case(((90, 40), (0, 33)), group=3, kv_heads=2, window=window, alibi=True), F16, order)
+def test_alibi(window: int, order: int, kind: dict[str, Any]) -> None:
+    check(Case(((90, 40), (0, 33)), group=3, kv_heads=2, window=window, alibi=True, **kind), F16, order)
 
 
 @pytest.mark.parametrize("growth", [0.02, 0.3, -0.3, 3.0])
-def test_scores_may_grow_and_fall_along_a_sequence(growth: float) -> None:
-    check(Case(((200, 40),), head_dim=128, growth=growth), F16, ORDERS[0])
+def test_scores_may_grow_and_fall_along_a_sequence(growth: float, kind: dict[str, Any]) -> None:
+    check(Case(((200, 40),), growth=growth, **{"head_dim": 128, **kind}), F16, ORDERS[0])
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("splits", "window"), [(2, 0), (5, 0), (7, 30)])
-def test_parts_are_merged(splits: int, window: int, order: int) -> None:
+def test_parts_are_merged(splits: int, window: int, order: int, kind: dict[str, Any]) -> None:
     """Parts wholly behind a tile's last row or before its window are empty."""
-    problem = Problem(Case(((0, 70), (110, 40), (60, 1)), kv_heads=2, window=window), F16, splits)
+    problem = Problem(Case(((0, 70), (110, 40), (60, 1)), kv_heads=2, window=window, **kind), F16, splits)
     problem.run(order)
     assert (problem.out == UNTOUCHED).all()
     lse = problem.partial_lse.unflatten(0, (-1, splits))
@@ -239,8 +258,8 @@ def test_parts_are_merged(splits: int, window: int, order: int) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_padding_items_write_nothing(order: int) -> None:
-    problem = Problem(Case(((0, 5), (8, 3))), BF16)
+def test_padding_items_write_nothing(order: int, kind: dict[str, Any]) -> None:
+    problem = Problem(Case(((0, 5), (8, 3)), **kind), BF16)
     kept = problem.items[1:]
     problem.items = [(-1, *[1 << 30] * 5, (0, 0)), *kept, (-1, *[-1] * 5, (0, 0))]
     problem.run(order)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels.emulator.device
 from kernels import ops as kernel_ops
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.loader import CudaError
@@ -34,6 +35,7 @@ from tests.kernels.cuda.decoders import (
 )
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import FLAGS, SEEDS, device_of
+from tests.kernels.cuda.test_races import launch_from
 from tests.kernels.sequences import Sequences, batch_of
 from tests.support.checkpoints.models import VOCAB
 from tests.support.compiler import needs_compiler
@@ -138,15 +140,18 @@ def test_attention_wider_than_the_plan_is_planned_anew(paths: Any) -> None:
 
 
 @pytest.mark.sanitized
-@pytest.mark.parametrize("kind", ["chunks", "decodes"])
-def test_split_attention_is_the_formula(kind: str) -> None:
-    world = Sequences(CudaOps(EmulatedDevice(processors=132, flags=FLAGS)), torch.float16, [700, 40, 560], BLOCK, PLAIN)
+@pytest.mark.parametrize(("kind", "has_wgmma"), [("chunks", False), ("chunks", True), ("decodes", False)])
+def test_split_attention_is_the_formula(kind: str, has_wgmma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = launch_from(monkeypatch, kernels.emulator.device.program_of)
+    device = EmulatedDevice(processors=132, has_wgmma=has_wgmma, flags=FLAGS)
+    world = Sequences(CudaOps(device), torch.float16, [700, 40, 560], BLOCK, PLAIN)
     world.run([(0, 0, 600), (1, 0, 30), (2, 0, 559)])
     if kind == "chunks":
         world.check([(0, 600, 700), (1, 30, 40), (2, 559, 560)])
     else:
         world.run([(0, 600, 699), (1, 30, 39)])
         world.check([(2, 559, 560), (0, 699, 700), (1, 39, 40)])
+    assert {"attention_merge_f16", f"attention_prefill{'_sm90' * has_wgmma}_f16_d64"} <= set(launched)
 
 
 @pytest.mark.parametrize("order", SEEDS[1:])

@@ -95,6 +95,9 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
             prefill.Case(sizes.chunks, sizes.group, head_dim=head_dim), dtype, order
         ),
         "combine": lambda: test_experts.test_combine_weighs_and_rounds_once(order, sizes.width, dtype),
+        "attention_prefill_sm90": lambda: prefill.check(
+            prefill.Case(((500, 20), *sizes.chunks), sizes.group, head_dim=head_dim, processors=1), dtype, order
+        ),
         "copy_blocks": lambda: test_blocks.test_blocks_are_gathered_scattered_and_copied(order, sizes.block),
         "embed": lambda: rows.test_embed_scales_adds_places_and_reads_last_tokens(order, sizes.width, dtype, True),
         **{f"experts_r{size}": partial(products, order, sizes, size, dtype) for size in calls.EXPERTS_TILES},
@@ -160,6 +163,8 @@ class Plant(NamedTuple):
 
 DECODE, PREFILL = "attention_decode_bf16_d64", "attention_prefill_f16_d96"
 PACKED = "linear_q4_t2c1_bf16"
+DECODE, PREFILL, WGMMA = "attention_decode_bf16_d64", "attention_prefill_f16_d96", "attention_prefill_sm90_bf16_d64"
+WGMMA_FILE = "attention/attention_prefill_sm90.cu"
 PLANTS = {
     "adapters, sums of warps are added without a barrier": Plant(
         "low_rank.cu", "sums[3]);\n  __syncthreads();", "sums[3]);", "low_rank_down_bf16"
@@ -243,6 +248,32 @@ PLANTS = {
     ),
     "4 bits, sums of slices are added without a barrier": Plant(
         "linear_q4.cu", "STRIDE, STRIDE);\n  __syncthreads();", "STRIDE, STRIDE);", PACKED
+    "wgmma, copies are read without a fence": Plant(
+        WGMMA_FILE, "    fence_for_wgmma();\n", "", WGMMA
+    ),
+    "wgmma, keys are handed over too early": Plant(
+        WGMMA_FILE,
+        "t + 1);\n      cp_async_wait<1>();",
+        "t + 1);\n      cp_async_wait<2>();",
+        WGMMA,
+    ),
+    "wgmma, values are handed over too early": Plant(
+        WGMMA_FILE,
+        "if (tiles > 0) {\n        cp_async_wait<1>();",
+        "if (tiles > 0) {\n        cp_async_wait<2>();",
+        WGMMA,
+    ),
+    "wgmma, values are free too early": Plant(
+        WGMMA_FILE,
+        "wgmma_wait<0>(sums);\n        barrier_arrive(FREE_VALUES + before, THREADS);",
+        "barrier_arrive(FREE_VALUES + before, THREADS);\n        wgmma_wait<0>(sums);",
+        WGMMA,
+    ),
+    "wgmma, the query heads are free too early": Plant(
+        WGMMA_FILE, "if (t == tiles - 1) barrier_arrive(FREE_QUERIES", "if (t == 1) barrier_arrive(FREE_QUERIES", WGMMA
+    ),
+    "wgmma, the other buffer is filled": Plant(
+        WGMMA_FILE, "copy(work, keys + stage * TILE", "copy(work, keys + (stage ^ 1) * TILE", WGMMA
     ),
     "norms, a sum without a barrier": Plant(
         "norms.cu", "int vectors) {\n  __syncthreads();", "int vectors) {", "rms_norm_bf16"

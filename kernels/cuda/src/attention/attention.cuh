@@ -32,6 +32,7 @@ struct AttentionParams {
   int32_t slabs_per_block;  // a power of two
   int32_t window;           // the latest so many positions are seen, including the row's position; 0: all
   float scale_log2;         // the scale of the scores, times log2(e)
+  int32_t item_count;
 };
 
 namespace {

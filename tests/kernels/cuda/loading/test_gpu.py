@@ -107,7 +107,15 @@ def test_kernels_are_loaded_at_start_and_use_the_calls_stream(fake: Torch) -> No
     assert device.programs["add_bf16"].launch.mock_calls == [call(*CALL, 7), call(*CALL, 8)]
     with pytest.raises(KeyError, match="nothing"):
         device.main.launch(CALL._replace(name="nothing"))
-    assert (device.name, device.processors) == ("a GPU", 132)
+    assert (device.name, device.processors, device.has_wgmma) == ("a GPU", 132, True)
+
+
+def test_kernels_of_another_architecture_are_left_out(fake: Torch) -> None:
+    fake.cuda.get_device_capability.return_value = (12, 0)
+    device = CudaDevice()
+    assert not device.has_wgmma
+    assert {name for name in device.programs if "sm90" in name} == set()
+    assert {f"{source.stem}_kernel" for source in loader.sources("sm_120")} < device.programs.keys()
 
 
 def test_main_is_made_the_current_stream_once_in_each_thread(fake: Torch) -> None:

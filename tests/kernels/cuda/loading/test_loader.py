@@ -33,6 +33,7 @@ STRUCTS = {
     "unpack_q4": calls.UNPACK_Q4,
     "attention_decode": calls.ATTENTION,
     "attention_prefill": calls.ATTENTION,
+    "attention_prefill_sm90": calls.ATTENTION,
     "attention_merge": calls.MERGE,
     "sample": calls.SAMPLER,
 }

@@ -63,6 +63,15 @@ def test_an_image_carries_every_source_for_every_architecture(image: Path, compi
     assert len(compiled) == len(expected)
 
 
+def test_a_source_for_one_architecture_is_compiled_for_it_alone(image: Path, compiled: list[str]) -> None:
+    (image / "three_sm90.cu").write_text(SMALL)
+    made = [path.name.rpartition("-")[0] for path in prebuilt.build_all()]
+    assert [name for name in made if name.startswith("three")] == ["three_sm90-sm_90"]
+    assert [line for line in compiled if line.startswith("three")] == ["three_sm90 -arch=sm_90a"]
+    assert {arch: len(loader.sources(arch)) for arch in ARCHITECTURES} == dict.fromkeys(ARCHITECTURES, 2) | {"sm_90": 3}
+    assert loader.prebuilt_architecture("sm_89") == "sm_80" and loader.prebuilt_architecture("sm_90") == "sm_90"
+
+
 TAKEN = {
     "sm_80": "sm_80", "sm_86": "sm_80", "sm_89": "sm_80", "sm_90": "sm_90", "sm_75": None, "sm_100": "sm_100",
     "sm_110": None, "sm_121": "sm_120",

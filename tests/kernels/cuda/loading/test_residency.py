@@ -45,5 +45,6 @@ def test_blocks_of_attention_that_a_card_holds(arch: str, decode: int, prefill: 
 @pytest.mark.parametrize("head_dim", calls.HEAD_DIMS)
 def test_attention_of_every_head_fits_on_every_card(arch: str, head_dim: int) -> None:
     limit = residency.MULTIPROCESSORS[arch].shared_kib_of_block << 10
-    for block in (calls.decode_block(calls.BF16, head_dim), calls.prefill_block(calls.BF16, head_dim)):
+    has_wgmma = arch == "sm_90"
+    for block in (calls.decode_block(calls.BF16, head_dim), calls.prefill_block(calls.BF16, head_dim, has_wgmma)):
         assert block.shared <= limit, block.name
