@@ -41,6 +41,7 @@ HEAD_STEP = 16
 """The cpu kernels pad heads to a multiple (kernels/cpu/src/kv.h)."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EXPERTS = ".experts."  # in the names of experts' matrices, other than a shared one's
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
 _GGUF_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
 UNROUNDED = ("embed", "wte", "wpe", "lm_head", "gate.weight", "router.weight", "bias")
@@ -73,10 +74,12 @@ class ModelFacts:
 
     def held_bytes(self, worker: WorkerSettings) -> int:
         """Return the memory that the weights take with these settings, all ranks of one replica together."""
-        bits, kept = 8 * _held_item_bytes(self.dtype, worker), self.stored is not None and _keeps(self.stored, worker)
-        total = 0
+        bits, total = 8 * _held_item_bytes(self.dtype, worker), 0
+        unpacks_experts = _on_gpu(worker)
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) > 1 and not any(part in name for part in UNROUNDED)
+            kept = self.stored is not None and _keeps(self.stored, worker)
+            kept = kept and not (unpacks_experts and EXPERTS in name)
             if name in self.packed_bits:
                 is_packed = kept and _packs_gguf(name, self.packed_bits[name], bits, worker)
                 total += count * (self.packed_bits[name] if is_packed else bits)
@@ -159,7 +162,9 @@ def expected_bytes(config: dict[str, Any], weights_bytes: int, worker: WorkerSet
     if stored is not None:
         if stored.method == "mxfp4":  # of 4.25 bits in the file, 5 are held
             return weights_bytes * 4 * (5 if _keeps(stored, worker) else held) // 17
-        return weights_bytes if _keeps(stored, worker) else weights_bytes * held // stored.bits
+        has_experts = any("experts" in field for field in config)  # nearly all of the weights
+        kept = _keeps(stored, worker) and not (has_experts and _on_gpu(worker))
+        return weights_bytes if kept else weights_bytes * held // stored.bits
     return weights_bytes * held // (8 * ITEM_BYTES.get(dtype, 4))
 
 

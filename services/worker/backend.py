@@ -38,7 +38,7 @@ def choose(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, tor
     """Return the operations and the type to compute in. Raise ConfigurationError for what cannot be had."""
     if settings.kernels == "emulator":
         return _emulator(settings, config)
-    if _on_gpu(settings):
+    if _on_gpu(settings, config):
         return _gpu(settings, config)
     dtype = cpu_dtype(settings.dtype, config)
     if settings.kernels == "reference" and (option := _needs_kernels(settings)):
@@ -78,7 +78,7 @@ def gpu_dtype(wanted: str, config: DecoderConfig) -> torch.dtype:
     return DTYPES[config.checkpoint_dtype if wanted == "auto" else wanted]
 
 
-def _on_gpu(settings: WorkerSettings) -> bool:
+def _on_gpu(settings: WorkerSettings, config: DecoderConfig) -> bool:
     """Return whether to compute on a GPU. Raise ConfigurationError when one is demanded and cannot be used."""
     option = _needs_cpu_kernels(settings)
     if settings.device == "cuda" or settings.kernels == "cuda":
@@ -94,6 +94,10 @@ def _on_gpu(settings: WorkerSettings) -> bool:
         return False
     if lack := _lacks_gpu():
         log.warning("the GPU is not used: %s", lack)
+    elif option := _needs_kernels(settings):
+        lack = _lacks_kernels(settings, config, gpu_dtype(settings.dtype, config))
+        if lack:
+            log.warning("the GPU is not used: %s needs the cuda kernels there: %s", option, lack)
     return not lack
 
 
@@ -156,6 +160,8 @@ def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch
     if dtype == torch.float32:
         return "the model is in float32, they compute in bfloat16 and float16 (--dtype bfloat16)"
     mixture = config.mixture
+    if mixture and settings.quantize != "none":
+        return f"they hold experts in 16 bits, and --quantize {settings.quantize} would round them for nothing"
     of_experts = (mixture.intermediate_size, mixture.shared_size) if mixture else ()
     if wrong := [width for width in (config.hidden_size, config.intermediate_size, *of_experts) if width % VECTOR]:
         return f"rows of {wrong[0]} numbers, they take multiples of {VECTOR}"

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.ops import Groups
+from kernels.ops import AnyOps, Groups
 from services.worker.models.checkpoint import Source, as_piece
 from services.worker.models.gguf import UNPACK, GgufWeights
 from services.worker.quantization.base import Matrix
@@ -23,6 +23,10 @@ from shared.errors import ModelError
 
 class Gguf(StoredMethod):
     packs_tables = True
+
+    def numerics(self, ops: AnyOps) -> str:
+        """Return what tells packed weights from unpacked ones; a file has several types, and bits are those of most."""
+        return ops.group_numerics
 
     def check_stored(self, source: Source, matrix: Matrix) -> None:
         source.check(f"{matrix.name}.weight", (matrix.outputs, matrix.inputs), UNPACK.keys())

@@ -94,6 +94,20 @@ def test_weights_in_4_bits_go_to_a_usable_gpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
+    ("config", "words"),
+    [({"dtype": torch.float32}, "the model is in float32"), ({"mixture": EXPERTS}, "experts in 16")],
+)
+def test_weights_in_4_bits_that_the_cuda_kernels_lack_stay_on_the_cpu(
+    config: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on("usable", monkeypatch)
+    assert chosen(config_of(**config), quantize="int4")[1] == "cpu"
+    assert words in caplog.text
+    with pytest.raises(ConfigurationError, match=words):
+        chosen(config_of(**config), quantize="int4", device="cuda")
+
+
+@pytest.mark.parametrize(
     "given",
     [{"device": "cpu"}, {"deterministic": True}, {"quantize": "int8"}, {"kernels": "reference"}, {"kernels": "cpu"}],
 )
@@ -126,7 +140,7 @@ def test_what_only_a_cpu_can_do_stays_on_the_cpu(given: dict[str, Any], monkeypa
             "--quantize int4 needs the cuda kernels on a GPU; give DEVICE=cpu",
         ),
         (
-            {"dtype": "float32", "quantize": "int4"},
+            {"device": "cuda", "dtype": "float32", "quantize": "int4"},
             "--quantize int4 needs the cuda kernels on a GPU: the model is in float32.*; give DEVICE=cpu",
         ),
         ({"kernels": "reference", "kv_dtype": "int8"}, "--kv-dtype int8 needs the cpu kernels; give --kernels auto or"),

@@ -442,6 +442,13 @@ MXFP4_NUMBERS = 4 * 8 * 64
             ModelFacts("bfloat16", GPTQ, Stored("gptq", 4, 32, zeros=True)),
             {"device": "cuda", "kernels": "reference"}, 128 + 8192,
         ),
+        (
+            ModelFacts(
+                "bfloat16", {name.replace("up", "mlp.experts.0.up"): shape for name, shape in GPTQ.items()},
+                Stored("gptq", 4, 32, zeros=True),
+            ),
+            {"device": "cuda"}, 128 + 8192,
+        ),
         (ModelFacts("bfloat16", AWQ, Stored("awq", 4, 64, zeros=True)), {}, 64 * 128 // 2 + 64 * (128 // 32) * 8),
         (ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {}, MXFP4_NUMBERS * 5 // 8 + 2 * (32 + 512)),
         (
@@ -458,6 +465,13 @@ def test_size_of_mxfp4_is_expected_before_it_is_fetched() -> None:
     config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
     for kernels, size in (("auto", MXFP4_NUMBERS * 5 // 8), ("reference", 2 * MXFP4_NUMBERS)):
         assert expected_bytes(config, MXFP4_NUMBERS * 17 // 32, WorkerSettings(device="cpu", kernels=kernels)) == size
+
+
+def test_experts_in_4_bits_are_expected_unpacked_on_a_gpu() -> None:
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+    config = {"dtype": "bfloat16", "num_experts": 8, "quantization_config": quantization}
+    assert expected_bytes(config, 1000, WorkerSettings(device="cuda")) == 4000
+    assert expected_bytes(config, 1000, WorkerSettings(device="cpu")) == 1000
 
 
 def test_size_of_a_model_with_images_is_that_of_its_text(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from kernels.emulator import device as emulated
 from kernels.emulator.device import EmulatedDevice
 from kernels.emulator.program import Program
 from kernels.ops import Int32, Routing
-from tests.kernels.cuda.decoders import SEEDS, World
+from tests.kernels.cuda.decoders import World
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import (
     ORDERS,
+    SEEDS,
     TYPES,
     UNTOUCHED,
     assert_fences,

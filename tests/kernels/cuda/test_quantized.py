@@ -16,9 +16,9 @@ from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import BF16
 from kernels.cuda.quantized import Quantized
 from kernels.ops import Groups
-from tests.kernels.cuda.decoders import SEEDS
 from tests.kernels.cuda.programs import (
     ORDERS,
+    SEEDS,
     TYPES,
     assert_fences,
     device_of,

@@ -161,7 +161,6 @@ class Plant(NamedTuple):
     kernel: str
 
 
-DECODE, PREFILL = "attention_decode_bf16_d64", "attention_prefill_f16_d96"
 PACKED = "linear_q4_t2c1_bf16"
 DECODE, PREFILL, WGMMA = "attention_decode_bf16_d64", "attention_prefill_f16_d96", "attention_prefill_sm90_bf16_d64"
 WGMMA_FILE = "attention/attention_prefill_sm90.cu"
@@ -248,6 +247,7 @@ PLANTS = {
     ),
     "4 bits, sums of slices are added without a barrier": Plant(
         "linear_q4.cu", "STRIDE, STRIDE);\n  __syncthreads();", "STRIDE, STRIDE);", PACKED
+    ),
     "wgmma, copies are read without a fence": Plant(
         WGMMA_FILE, "    fence_for_wgmma();\n", "", WGMMA
     ),
