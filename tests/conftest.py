@@ -23,8 +23,8 @@ from hypothesis.internal.conjecture import providers
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
-AGAIN_S = 10.0
-"""Between two signals of one time limit."""
+AGAIN_S = 90.0
+"""Between two signals of one time limit: the end of a whole stack must fit in between."""
 SLOW = [HealthCheck.too_slow]
 settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True, suppress_health_check=SLOW)
 settings.register_profile("repeat", derandomize=True, deadline=None, suppress_health_check=SLOW)

@@ -242,8 +242,8 @@ class Cluster:
                 heard = False
                 self.redis_error = str(error) or type(error).__name__
                 self._progress.look(None, self.unfinished, time.monotonic())
-            if heard and self.snapshot and self.snapshot.leases:
-                led_at = started
+            if not heard or (self.snapshot and self.snapshot.leases):
+                led_at = started  # a leader takes over behind an outage of Redis, too
             if heard:
                 pause = EVERY_S if led_at == started or started - led_at > UNLED_S else UNLED_EVERY_S
             else:  # Jitter: behind a restart of Redis not every gateway comes back in the same moment.

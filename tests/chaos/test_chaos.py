@@ -39,7 +39,6 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
         return runner.run(chaos(directory, scenario, print))
 
 
-# By a thread: what a signal raises may end in any task of the loop, and the test would hang on.
 @pytest.mark.timeout(1080)
 def test_nothing_is_lost_or_repeated_and_the_stack_settles(result: Result) -> None:
     assert result.violations == []

@@ -12,7 +12,6 @@ from shared.settings import DEMO_MODEL
 from tests.chaos.harness.planted import programs
 from tests.chaos.harness.run import Scenario, chaos
 
-# By a thread: what a signal raises may end in any task of the loop, and the test would hang on.
 pytestmark = pytest.mark.timeout(300)
 SEED = 20261121
 STOPS_FOR_LONG = 8

@@ -151,7 +151,6 @@ class Run:
         ]
 
 
-# By a thread: what a signal raises may end in any task of the loop, and the test would hang on.
 @pytest.mark.timeout(600)
 def test_data_lost_by_redis_is_an_error_never_other_text(tmp_path: Path) -> None:
     async def whole() -> tuple[Run, Rest, list[Violation]]:

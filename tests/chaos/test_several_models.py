@@ -38,7 +38,6 @@ def run(directory: Path, faults: int, seed: int, kinds: tuple[str, ...], templat
         return runner.run(chaos(directory / "stack", scenario, print))
 
 
-# By a thread: what a signal raises may end in any task of the loop, and the test would hang on.
 @pytest.mark.timeout(600)
 def test_faults_of_either_model_change_no_answer(tmp_path: Path) -> None:
     result = run(tmp_path, len(SHORT), SEED, SHORT, templates=6)

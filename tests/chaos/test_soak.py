@@ -17,7 +17,6 @@ from tests.chaos.soak.__main__ import Soak, soak
 from tests.chaos.soak.samples import draw
 from tests.chaos.soak.trend import FLOORS, by_minute, trend
 
-# By a thread: what a signal raises may end in any task of the loop, and the test would hang on.
 pytestmark = pytest.mark.timeout(300)
 MINUTES = 22
 

@@ -113,7 +113,10 @@ class Admission:
             return
         if not self._router.placement.allows(replica, head):
             return
-        has_choice = len(self._router.placement.alive) > 1
+        alive = self._router.placement.alive
+        if any(other.beneficiary is head for other in alive):
+            return  # another replica has made room for it
+        has_choice = len(alive) > 1
         if is_kept_out and has_choice and self._router.since(replica, head, step.now_ns) > step.now_ns:
             return  # another replica is cheaper
         if prefix_cache is not None and prefix_cache.owner_of(head, prefix_cache.match([head])[0].size) >= 0:

@@ -268,8 +268,10 @@ class Router:
         if not replica.adapters.holds(adapter):
             cost += LOAD_NS
         lacking = crowd + 1 - load.max_running
-        if lacking > 0 or replica.available < replica.blocks_for(rest) or replica.adapters.keeps_out(adapter):
-            cost += max(lacking, 1) * load.slot_ns
+        is_kept_out = replica.adapters.keeps_out(adapter)
+        if lacking > 0 or replica.available < replica.blocks_for(rest) or is_kept_out:
+            # An adapter's place is free when all sequences that have it have ended, a slot when one has.
+            cost += max(lacking, load.running if is_kept_out else 1, 1) * load.slot_ns
         return cost
 
     def _sent_to(self, replica: Replica) -> dict[Sequence, int]:

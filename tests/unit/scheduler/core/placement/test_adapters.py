@@ -290,6 +290,36 @@ def test_urgent_sequence_takes_the_number_of_an_adapter_of_low_ones(
     h.finish()
 
 
+def test_urgent_sequence_takes_the_number_of_the_lowest_class_whatever_its_work() -> None:
+    h = house(max_loras=2, lookahead=1)
+    add(h, "normal", A, 60, priority=2)
+    for number in range(3):
+        add(h, f"low{number}", B, 60, priority=3)
+    h.steps(6)
+    add(h, "urgent", C, 20, priority=0)
+    h.steps(5)
+    assert h.published["urgent", 0] and h.core.stats()["preemptions"] == 3
+    h.finish()
+
+
+@pytest.mark.parametrize("rows", [(4, 4), (4, 8), (1, 8), (8, 1)])
+def test_one_replica_preempts_for_an_urgent_sequence_that_with_less_to_lose(rows: tuple[int, int]) -> None:
+    limits = replace(LIMITS, max_loras=1, slots=16)
+    h = House(Scheduler("orcinus", lookahead=1), limits)
+    for adapter, count in zip((A, B), rows, strict=True):
+        for number in range(count):
+            add(h, f"{adapter!r}{number}", adapter, 60, priority=3)
+        h.steps(4)
+        if adapter == A:
+            h.join(limits)
+    h.steps(4)
+    add(h, "urgent", C, 20, priority=0)
+    h.steps(5)
+    assert h.published["urgent", 0] and h.core.stats()["preemptions"] == min(rows)
+    assert sum(replica.adapters.holds(C) for replica in h.core.replicas) == 1
+    h.finish()
+
+
 def test_urgent_sequence_waits_for_a_number_where_the_policy_takes_no_slots() -> None:
     h, steps = urgent_beside_low_ones(1, A, policy="sarathi")
     assert steps > 50 and h.core.stats()["preemptions"] == 0
