@@ -30,6 +30,8 @@ from shared.errors import ConfigurationError
 
 TOTAL_S = 470.0
 PACKAGES = ("orcinus", "torch", "numpy", "cupy-cuda13x", "grpcio", "protobuf", "transformers")
+WHOLE = {"probes", "checks", "decode", "engine", "prefill", "rows", "sampler", "swap"}
+"""Parts whose figures the tables of goals and of kernels have."""
 TAIL = 2000  # characters of a failed part's output that are kept
 
 
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def keep(argv: Sequence[str]) -> int:
     """Write the result of a run, if a file is named, and render the pages; return 2 for what is no result of a GPU.
 
-    A run of the part about adapters, without those of attention and engine, has a file of its own.
+    Adapters and experts have files of their own where the run has not the parts of a whole one.
     """
     from bench import render
 
@@ -99,8 +101,15 @@ def keep(argv: Sequence[str]) -> int:
         if result.get("device") != "cuda" or result.get("quick"):
             print(f"error: {name}: not the result of a whole run on a GPU; give one without --quick", file=sys.stderr)
             return 2
-        is_whole = set(result["parts"]) - {"probes", "checks", "adapters"}
-        write(RESULTS / ("gpu.json" if is_whole else "gpu-adapters.json"), result)
+        parts = set(result["parts"])
+        files = ["gpu"] if parts >= WHOLE else [f"gpu-{part}" for part in sorted(parts & {"adapters", "experts"})]
+        if not files:
+            print(
+                f"error: {name}: parts {', '.join(sorted(parts))}; {', '.join(sorted(WHOLE))} belong", file=sys.stderr
+            )
+            return 2
+        for file in files:
+            write(RESULTS / f"{file}.json", result)
     render.write()
     return 0
 

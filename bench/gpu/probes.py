@@ -69,6 +69,7 @@ def _about(made: Setup) -> dict[str, Any]:
     device = made.device
     free, total = device.free_bytes()
     about: dict[str, Any] = {"name": device.name, "processors": device.processors, "free": free, "total": total}
+    about["has_wgmma"] = device.has_wgmma
     if device.torch_device.type == "cuda":
         about["cuda_of_torch"] = torch.version.cuda
         about["capability"] = list(torch.cuda.get_device_capability(device.torch_device))

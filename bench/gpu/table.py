@@ -8,8 +8,9 @@ that calls.py makes for a model of Llama-8B's shape, and for experts of Qwen3-30
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ class Kernel:
     checks: str = ""
 
 
-def kernels() -> list[Kernel]:
-    """Return all kernels, attention for each size of a head."""
+def kernels(has_wgmma: bool = False) -> list[Kernel]:
+    """Return all kernels, attention for each size of a head. has_wgmma: of the device that the results are of."""
     hidden, width, heads, head_dim = MODEL.hidden, MODEL.intermediate, MODEL.heads, MODEL.head_dim
-    row_bytes, rows = 2.0 * ROWS * hidden, f"{ROWS} x {hidden}"
+    row_bytes, rows, prompt = 2.0 * ROWS * hidden, f"{ROWS} x {hidden}", "1 x 8192 of 8192"
     adapted = f"gate_up, {ROWS} of {ADAPTERS}"
     down, up = calls.low_rank(BF16, ROWS // LOW_RANK_ROWS, hidden, 2 * width, 2, RANK, *[0] * 8)
     merge = calls.attention_merge(BF16, SEQUENCES, heads, head_dim, *[0] * 5)
@@ -53,11 +54,12 @@ def kernels() -> list[Kernel]:
     rope = calls.rope_and_write(BF16, ROWS, heads, MODEL.kv_heads, head_dim, BLOCK_SIZE, 0, 0, 0, 0, 0, 0)
     layer_norm = calls.norm(BF16, ROWS, hidden, 0, 0, 0, 0.0, layer_norm=True)
     copy = calls.copy_blocks(COPIED, 0, 0, (BLOCK_BYTES, BLOCK_BYTES), BLOCK_BYTES)
+    wgmma, wgmma_block = calls.WGMMA_HEAD_DIMS, partial(calls.prefill_block, has_wgmma=True)
     sample = calls.sample(256, MODEL.vocab, *[0] * 5)
     return [
         *_attention("decode", calls.decode_block, f"{SEQUENCES} x 1024"),
-        *_attention("prefill", calls.prefill_block, "1 x 8192 of 8192"),
-        *(Kernel(calls.prefill_block(BF16, head_dim, has_wgmma=True), "") for head_dim in calls.WGMMA_HEAD_DIMS),
+        *_attention("prefill", calls.prefill_block, prompt, unused=wgmma if has_wgmma else ()),
+        *_attention("prefill", wgmma_block, prompt, wgmma, unused=() if has_wgmma else wgmma),
         Kernel(_block(merge), f"{SEQUENCES} of {PARTS} parts", merged_bytes),
         Kernel(_block(sample), f"256 x {MODEL.vocab}, top-p 0.9", part="sampler", op="sample"),
         Kernel(_block(calls.norm(BF16, ROWS, hidden, 0, 0, 0, 0.0)), rows, op="norm"),
@@ -102,7 +104,7 @@ def _experts() -> list[Kernel]:
                 _block(calls.experts(BF16, size, 1, hidden, inner, top_k, 0, 0, 0, 0, 0, "silu")),
                 f"{count} x {2 * inner} x {hidden}",
                 weight_bytes,
-                checks=named,
+                checks=named if size == 16 else "",  # the cases have few rows
             )
             for size in calls.EXPERTS_TILES
         ),
@@ -114,17 +116,24 @@ def _block(call: calls.Call) -> Block:
     return Block(call.name, call.block[0], call.shared)
 
 
-def _attention(kind: str, block_of: Callable[[str, int], Block], shape: str) -> list[Kernel]:
-    """Return the kernels of all sizes of a head. shape: of what is timed, with the model's."""
+def _attention(
+    kind: str,
+    block_of: Callable[[str, int], Block],
+    shape: str,
+    dims: Sequence[int] = HEAD_DIMS,
+    unused: Sequence[int] = (),
+) -> list[Kernel]:
+    """Return the kernels of sizes of a head. shape: of what is timed, with the model's; unused: sizes that the device
+    gives to another kernel."""
     return [
         Kernel(
             block_of(BF16, dim),
-            shape if dim == MODEL.head_dim else "",
-            part=kind if dim == MODEL.head_dim else "",
+            shape if dim == MODEL.head_dim and dim not in unused else "",
+            part=kind if dim == MODEL.head_dim and dim not in unused else "",
             op="attention",
-            checks=f"attention {kind} d{dim} ",
+            checks="" if dim in unused else f"attention {kind} d{dim} ",
         )
-        for dim in HEAD_DIMS
+        for dim in dims
     ]
 
 
@@ -135,7 +144,7 @@ def rows(*results: Mapping[str, Any] | None) -> list[str]:
         parts = (result or {}).get("parts", {}) | parts
     banks = json.loads(BANKS.read_text())
     lines = []
-    for kernel in kernels():
+    for kernel in kernels(parts.get("probes", {}).get("device", {}).get("has_wgmma", False)):
         name = kernel.block.name
         usages = {arch: usage.get(name) for arch, usage in residency.recorded().items()}
         registers = [str(usage["registers"]) if usage else "-" for usage in usages.values()]

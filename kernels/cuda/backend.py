@@ -115,6 +115,9 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._exchanges = False  # whether the forward pass has any
         self._multiplied = 0  # numbers in the matrices that `linear` was given
 
+    def numerics(self, dtype: torch.dtype) -> str:
+        return f"{self.name} wgmma" if self.gpu.has_wgmma else self.name
+
     def new_cache(self, shape: CacheShape, host: Tensor | None = None) -> CudaCache:
         dtype_name(shape.dtype)
         if shape.head_dim not in calls.HEAD_DIMS:

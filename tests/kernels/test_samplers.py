@@ -157,6 +157,13 @@ def test_logits_as_large_as_numbers_are_draw_the_largest(draw: Draw) -> None:
     assert draw(logits, how).tokens.tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("gap", [1e-44, 1e-37, 1e-30])
+def test_logits_that_hardly_differ_give_the_tokens_of_the_reference(gap: float, draw: Draw) -> None:
+    logits = np.zeros((2, 5003), np.float32)
+    logits[:, ::7] = gap
+    same_as_reference(draw, logits, rows(2, temperature=1.0, top_p=0.9, seed=np.arange(2)))
+
+
 @pytest.mark.parametrize("wild", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite_are_reported_alone(wild: float, draw: Draw) -> None:
     for vocab, place in ((3, 0), (33, 32), (1000, 500)):

@@ -202,13 +202,21 @@ def test_figures_of_a_result_stand_beside_their_goals(tmp_path: Path) -> None:
     assert gpu.main(["docs", str(path)]) == 2
 
 
-@pytest.mark.parametrize(("parts", "name"), [(("checks", "adapters"), "gpu-adapters"), (("decode", "adapters"), "gpu")])
-def test_result_of_adapters_alone_has_a_file_of_its_own(
-    parts: tuple[str, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("parts", "names"),
+    [
+        ({"checks", "adapters"}, ["gpu-adapters"]),
+        ({"probes", "checks", "prefill", "adapters", "experts"}, ["gpu-adapters", "gpu-experts"]),
+        (gpu.WHOLE | {"adapters"}, ["gpu"]),
+        ({"probes", "checks", "prefill"}, []),
+    ],
+)
+def test_only_a_whole_run_takes_the_place_of_the_tables_figures(
+    parts: set[str], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "RESULTS", tmp_path)
     monkeypatch.setattr(render, "write", lambda: None)
     run = tmp_path / "result.tmp"
     run.write_text(json.dumps({"device": "cuda", "quick": False, "parts": {one: {} for one in parts}}))
-    assert gpu.main(["docs", str(run)]) == 0
-    assert [path.name for path in tmp_path.glob("*.json")] == [f"{name}.json"]
+    assert gpu.main(["docs", str(run)]) == (0 if names else 2)
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [f"{name}.json" for name in names]

@@ -49,7 +49,8 @@ __device__ __forceinline__ float guess_bound(const Row& row, uint32_t* sums) {
   const float scale = high > low ? (DIGITS - 1) / (high - low) : 0.0f;
 #pragma unroll
   for (int k = 0; k < 4; k++)
-    if (most[k] > NEVER) atomicAdd(&sums[static_cast<int>(max(0.0f, (most[k] - low) * scale))], 1u);  // 0 where NaN
+    if (most[k] > NEVER)  // 0 where NaN; the scale of maxima that hardly differ may be infinite
+      atomicAdd(&sums[static_cast<int>(min(DIGITS - 1.0f, max(0.0f, (most[k] - low) * scale)))], 1u);
   __syncthreads();
   const int maxima = 4 * blockDim.x;
   const float share = static_cast<float>(LISTED) / row.vocab, below = max(1.0f - share, 0.0f);
