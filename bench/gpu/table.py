@@ -32,7 +32,8 @@ class Kernel:
     """A kernel of bfloat16 as the table has it.
 
     block: of a launch; shape: what the times are of; moved_bytes: what such a launch reads and writes at least, where
-    no bench counts it; part, op: where a result of bench.gpu has it; checks: how the names of its checks begin.
+    no bench counts it; part, op: where a result of bench.gpu has it; checks: how the names of its
+    checks begin, by default with the op.
     """
 
     block: Block
@@ -40,7 +41,11 @@ class Kernel:
     moved_bytes: float = 0.0
     part: str = "rows"
     op: str = ""
-    checks: str = ""
+    checks: tuple[str, ...] | None = None
+
+
+CHECKED_Q4 = {(1, 1): tuple(f"linear_q4 {rows}," for rows in (1, 3, 8)), (1, 2): ("linear_q4 16,",)}
+"""Checks of bench.gpu by the shape of the kernel that multiplies so many rows of a small matrix."""
 
 
 def kernels(has_wgmma: bool = False) -> list[Kernel]:
@@ -72,8 +77,8 @@ def kernels(has_wgmma: bool = False) -> list[Kernel]:
         Kernel(_block(calls.select(ROWS, hidden, 0, 0, 0)), rows, op="select"),
         *_experts(),
         Kernel(_block(copy), f"{COPIED} of {BLOCK_BYTES >> 20} MiB", 2.0 * COPIED * BLOCK_BYTES),
-        Kernel(_block(down), adapted, row_bytes, "adapters", "low_rank_down", "add_low_rank "),
-        Kernel(_block(up), adapted, 2 * 2.0 * ROWS * 2 * width, "adapters", "low_rank_up", "add_low_rank "),
+        Kernel(_block(down), adapted, row_bytes, "adapters", "low_rank_down", ("add_low_rank ",)),
+        Kernel(_block(up), adapted, 2 * 2.0 * ROWS * 2 * width, "adapters", "low_rank_up", ("add_low_rank ",)),
         *_packed(),
     ]
 
@@ -85,10 +90,14 @@ def _packed() -> list[Kernel]:
     for shape, (rows, outputs) in zip(calls.Q4_SHAPES, uses, strict=True):
         call = calls.linear_q4(BF16, rows, inputs, outputs, Q4_UNIT, 0, 0, 0, 1, 0, 0, outputs, shape)
         moved = outputs * inputs * (0.5 + 8 / Q4_UNIT) + 2.0 * rows * (inputs + outputs)
-        made.append(Kernel(_block(call), f"{rows}: {outputs} x {inputs}", moved, op="linear_q4"))
+        made.append(
+            Kernel(
+                _block(call), f"{rows}: {outputs} x {inputs}", moved, op="linear_q4", checks=CHECKED_Q4.get(shape, ())
+            )
+        )
     unpack = calls.unpack_q4(BF16, inputs, large, Q4_UNIT, 0, 0, 1, 0)
     moved = large * inputs * (0.5 + 8 / Q4_UNIT + 2)
-    return [*made, Kernel(_block(unpack), f"{large} x {inputs}", moved, checks="linear_q4 ")]
+    return [*made, Kernel(_block(unpack), f"{large} x {inputs}", moved, checks=())]
 
 
 def _experts() -> list[Kernel]:
@@ -96,7 +105,7 @@ def _experts() -> list[Kernel]:
     hidden, inner, count, top_k = QWEN_30B.hidden, QWEN_30B.intermediate, QWEN_30B.experts, QWEN_30B.top_k
     route = calls.route(ROWS, count, top_k, 16, True, *[0] * 6)
     combine = calls.combine(BF16, ROWS, hidden, top_k, 0, 0, 0)
-    pairs, weight_bytes, named = ROWS * top_k, 2.0 * count * 2 * inner * hidden, "experts "
+    pairs, weight_bytes, named = ROWS * top_k, 2.0 * count * 2 * inner * hidden, ("experts ",)
     return [
         Kernel(_block(route), f"{ROWS} to {top_k} of {count}", ROWS * (4.0 * count + 12 * top_k), checks=named),
         *(
@@ -104,7 +113,7 @@ def _experts() -> list[Kernel]:
                 _block(calls.experts(BF16, size, 1, hidden, inner, top_k, 0, 0, 0, 0, 0, "silu")),
                 f"{count} x {2 * inner} x {hidden}",
                 weight_bytes,
-                checks=named if size == 16 else "",  # the cases have few rows
+                checks=named if size == 16 else (),  # the cases have few rows
             )
             for size in calls.EXPERTS_TILES
         ),
@@ -131,7 +140,7 @@ def _attention(
             shape if dim == MODEL.head_dim and dim not in unused else "",
             part=kind if dim == MODEL.head_dim and dim not in unused else "",
             op="attention",
-            checks="" if dim in unused else f"attention {kind} d{dim} ",
+            checks=() if dim in unused else (f"attention {kind} d{dim} ",),
         )
         for dim in dims
     ]
@@ -164,7 +173,7 @@ def rows(*results: Mapping[str, Any] | None) -> list[str]:
             kernel.shape if floor_us else "",
             f"{floor_us:,.1f}" if floor_us else "",
             f"{found[0]['us']:,.1f}" if found else "",
-            EMULATED + (_checked(parts, kernel.checks or f"{kernel.op} ") if kernel.checks or kernel.op else ""),
+            EMULATED + _checked(parts, kernel.checks if kernel.checks is not None else (f"{kernel.op} ",)),
         )
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -183,7 +192,7 @@ def _banks(spaces: Mapping[str, Mapping[str, float]], space: str) -> str:
     return f"{row['taken'] / row['least']:.2f} (<= {row['goal']:.2f})"
 
 
-def _checked(parts: Mapping[str, Any], begin: str) -> str:
+def _checked(parts: Mapping[str, Any], begins: tuple[str, ...]) -> str:
     """Return how many cases of bench.gpu were right on the card, behind a comma; nothing without any."""
-    cases = [case for case in parts.get("checks", {}).get("checks", []) if case["name"].startswith(begin)]
+    cases = [case for case in parts.get("checks", {}).get("checks", []) if case["name"].startswith(begins)]
     return f", H100 ({sum(case['right'] for case in cases)} of {len(cases)} cases)" if cases else ""
