@@ -104,6 +104,12 @@ async def test_killed_process_is_restarted_and_redis_keeps_its_data(redis_alone:
     redis = redis_alone.processes[REDIS]
     await redis_alone.redis.hset(redis_alone.keys.req("a"), mapping={"state": "running", "gateway": "g"})
     before = redis.pid
+
+    async def written() -> bool:
+        """Behind a slow fsync Redis answers before it has given the log to the system."""
+        return (await redis_alone.redis.info("persistence"))["aof_buffer_length"] == 0
+
+    await until("the log has it", written, 60)
     redis.signal(signal.SIGKILL)
 
     async def again() -> bool:
