@@ -31,7 +31,7 @@ from shared.errors import ConfigurationError
 TOTAL_S = 470.0
 PACKAGES = ("orcinus", "torch", "numpy", "cupy-cuda13x", "grpcio", "protobuf", "transformers")
 WHOLE = {"probes", "checks", "decode", "engine", "prefill", "rows", "sampler", "swap"}
-"""Parts whose figures the tables of goals and of kernels have."""
+"""The tables of goals and of kernels show these parts."""
 TAIL = 2000  # characters of a failed part's output that are kept
 
 

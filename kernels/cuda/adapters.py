@@ -60,8 +60,10 @@ class CudaRowsByAdapter(RowsByAdapter):
 
 
 class LowRankRoom:
-    """Memory for down(x), from the kernel that writes it to the one that reads it: one for all pairs of a device, whose
-    products come one after another."""
+    """Memory for down(x), which one kernel writes and the next reads.
+
+    All pairs of a device share it, as their products run one after another.
+    """
 
     def __init__(self, gpu: Device) -> None:
         self._gpu = gpu

@@ -142,7 +142,8 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// What follows is for warpgroups, 4 warps whose first is a multiple of 4, of compute capability 9.0 (PTX ISA, wgmma).
+// The rest needs compute capability 9.0 (PTX ISA, wgmma). A warpgroup is 4 warps; the number of its first is a multiple
+// of 4.
 
 // Barrier `id`, 1 to 15, of `threads` threads, whole warps: those that arrive go on, those that sync wait for all.
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
@@ -165,9 +166,9 @@ __device__ __forceinline__ void more_registers() {
 // What this thread has written to shared memory comes before what wgmma reads there after the next barrier.
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A matrix in shared memory whose lines of 128 bytes are exchanged as Swizzled says, from a line on that is a multiple
-// of 8. Of lines along k it has 64 numbers in a line; the next 16 lie 32 bytes behind. Of lines across k, `next` bytes
-// are from one 64 numbers across to the next 64.
+// The descriptor of a matrix in shared memory. Its lines have 128 bytes, exchanged as Swizzled says; the first line is a
+// multiple of 8. Where lines run along k, a line has 64 numbers of k, and 16 numbers further is 32 bytes further. Where
+// lines run across k, `next` is the distance in bytes from 64 columns to the next 64.
 __device__ __forceinline__ uint64_t wgmma_matrix(const void* shared, int next) {
   const uint64_t at = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   return (at & 0x3ffff) >> 4 | static_cast<uint64_t>(next >> 4) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;

@@ -78,8 +78,8 @@ __device__ __forceinline__ void rotate(float (&a)[VECTOR], float (&b)[VECTOR], c
   }
 }
 
-// The same number by number, for the vector that begins with number `first` of a head whose half is no whole number of
-// vectors: partners are read once more.
+// The same, number by number, for heads in which half a head does not fill whole vectors. The vector begins with number
+// `first`; partners are read once more.
 template <typename T>
 __device__ __forceinline__ void rotate_alone(float (&x)[VECTOR], const Head& head, const float* angles, int first,
                                              int half) {
