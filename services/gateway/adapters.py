@@ -99,14 +99,13 @@ class AdapterNames:
         self.records: dict[str, AdapterRecord] = {}
         self.former: dict[str, AdapterRecord] = {}
         """Of names that were taken away lately."""
-        self.is_read = False
-        """Whether Redis was asked."""
         self._folder, self._model, self._max_rank = settings.adapter_dir, settings.model, settings.max_lora_rank
         self._key = settings.keys.adapters
         self._expired: list[str] = []  # names of Redis that are remembered no longer
         self._redis: Redis = connect(settings, connections=2)
         self._letters = letters or DeadLetters()
         self._published = Published("adapters", self._redis, AdapterRecord.decode, self._letters)
+        self.looked = self._published.looked
 
     def digest(self, name: str) -> bytes | None:
         """Return the digest of the adapter that a name stands for now; None for no adapter."""
@@ -203,7 +202,6 @@ class AdapterNames:
             await remove_foreign(self._redis, self._letters, {self._key: "hash"})
             read = {}
         self._take({name: record for name, record in read.items() if record is not None})
-        self.is_read = True
 
     def _take(self, found: dict[str, AdapterRecord]) -> None:
         kept_s = int(time.time()) - FORMER_S

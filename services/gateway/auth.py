@@ -7,8 +7,6 @@ were: it accepts no new work in any case.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hmac
 import logging
 import secrets
@@ -24,7 +22,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import RETRY, ApiError, unavailable
-from services.gateway.published import EVERY_S, Published
+from services.gateway.published import Published
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import WRONG_TYPE, connect
@@ -120,6 +118,7 @@ class Keyring:
         self._redis: Redis = connect(settings, connections=1)
         self._letters = letters or DeadLetters()
         self._published = Published("keys", self._redis, KeyRecord.decode, self._letters)
+        self.looked = self._published.looked
         self._records: dict[str, KeyRecord] = {}
         self._any = False  # a record is or was there
         self._several = len(self._configured) > 1  # tenants have keys
@@ -128,7 +127,6 @@ class Keyring:
         self._ahead_s = 0.0  # Redis's clock minus the clock here
         self._used: dict[str, float] = {}  # key id -> when (Redis's clock), since it was last written
         self._written_at = -USED_EVERY_S
-        self._first_read = asyncio.Event()
         self.read = False
         """Whether Redis was asked: before that its keys are unknown, and so is the secret of the salts."""
 
@@ -161,12 +159,6 @@ class Keyring:
         if caller is None or scheme.lower() != "bearer":
             raise _refused("the API key is not valid")
         return caller
-
-    async def first_read(self) -> None:
-        """Wait for the first answer of Redis, a second at most: a gateway that has just started is about to have it."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EVERY_S):
-                await self._first_read.wait()
 
     def salt(self, tenant: str) -> bytes:
         """Return the cache salt of a tenant: the same at every gateway, empty until Redis was read."""
@@ -250,7 +242,6 @@ class Keyring:
             secret = await self._redis.get(keys.keys_salt)
         self._secret = secret or b""
         self.read = True
-        self._first_read.set()
         if self._used and time.monotonic() - self._written_at >= USED_EVERY_S:
             used, self._used = self._used, {}
             self._written_at = time.monotonic()
@@ -298,8 +289,6 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if not self._keyring.read:
-            await self._keyring.first_read()
         try:
             caller = self._keyring.identify(headers.get("authorization"), headers.get("x-api-key"))
         except ApiError as error:

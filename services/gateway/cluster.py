@@ -219,6 +219,8 @@ class Cluster:
         self.write_error = ""
         self.active = 0  # requests that this gateway delivers
         self.unfinished = 0  # those of them that have not ended
+        self.looked = asyncio.Event()
+        """Set behind the first look, also one that failed."""
         self.drain_asked = asyncio.Event()
         """Set when an operator drains this gateway."""
 
@@ -242,6 +244,7 @@ class Cluster:
                 heard = False
                 self.redis_error = str(error) or type(error).__name__
                 self._progress.look(None, self.unfinished, time.monotonic())
+            self.looked.set()
             if not heard or (self.snapshot and self.snapshot.leases):
                 led_at = started  # a leader takes over behind an outage of Redis, too
             if heard:
@@ -287,11 +290,6 @@ class Cluster:
         if not self.snapshot.workers and not any(number(stats.get("workers")) for stats in self.snapshot.led):
             return "no worker is registered"
         return ""
-
-    @property
-    def is_read(self) -> bool:
-        """Whether there has been a snapshot."""
-        return self.snapshot is not None
 
     @property
     def is_silent(self) -> bool:

@@ -13,7 +13,7 @@ from services.gateway.auth import Keyring
 from services.gateway.batches.driver import BatchDriver
 from services.gateway.errors import handed_over
 from services.gateway.metrics import Metrics
-from services.gateway.models import ModelTable, Parts, ServedModel
+from services.gateway.models import ModelTable, Parts, ServedModel, first_look
 from services.gateway.processes import Siblings
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
@@ -51,10 +51,12 @@ class Gateway:
         self.metrics.active.set_function(lambda: self._streams)
         self.metrics.watch(self.cluster, self.models.reason_not_ready)
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        """Begin the tasks, and return when requests need not be refused for what Redis is about to say."""
         self.first.start()
         work = (self.keyring.run, self.batches.run, self.models.run)
         self._watching = [asyncio.create_task(each()) for each in work]
+        await first_look(self.cluster.looked, self.first.adapters.looked, self.keyring.looked)
 
     async def stop(self) -> None:
         await self.batches.stop()

@@ -84,7 +84,7 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     """Serve until a signal or a drain command. Return the error of a task that died, else an empty text."""
     servers = [server(app, gateway.settings) for app in (public_app(gateway), ops_app(gateway))]
     gateway.connections.busy = servers[0].busy
-    grpc_front = await _grpc_front(gateway)
+    grpc_front = GrpcFront(gateway) if gateway.settings.grpc_port else None
     stopping = asyncio.Event()
     hurried = asyncio.Event()
 
@@ -103,7 +103,10 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     if place is not None:
         gateway.siblings = Siblings(place, gateway.metrics.registry, gateway.state)
         await gateway.siblings.start()
-    gateway.start()
+    await gateway.start()
+    if grpc_front is not None:
+        await grpc_front.start()
+        log.info("serving gRPC on %s:%d", gateway.settings.host, gateway.settings.grpc_port)
     settle()
     leaving: list[asyncio.Task[None]] = []
     serving = [
@@ -141,14 +144,3 @@ async def _leave(public: Server, grpc_front: GrpcFront | None, drain_s: float) -
         each.close()
     if grpc_front is not None:
         await grpc_front.stop(drain_s)
-
-
-async def _grpc_front(gateway: Gateway) -> GrpcFront | None:
-    """Return a front that listens, where a port is set. Raise ConfigurationError."""
-    settings = gateway.settings
-    if not settings.grpc_port:
-        return None
-    front = GrpcFront(gateway)
-    await front.start()
-    log.info("serving gRPC on %s:%d", settings.host, settings.grpc_port)
-    return front

@@ -69,6 +69,14 @@ class Parts:
     connections: Connections
 
 
+async def first_look(*looked: asyncio.Event) -> None:
+    """Wait until Redis was read or did not answer, at most FIRST_LOOK_S: before that, requests would be refused."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FIRST_LOOK_S):
+            for each in looked:
+                await each.wait()
+
+
 class ServedModel:
     """One model: its text, its part of Redis, its queue and its requests."""
 
@@ -430,11 +438,8 @@ class ModelTable:
         model.id_part = entry.name
         model.idle_s = entry.idle_s
         model.start()
-        with_look = time.monotonic() + FIRST_LOOK_S
         try:
-            parts = model.cluster, model.adapters
-            while not all(part.is_read for part in parts) and time.monotonic() < with_look:  # noqa: ASYNC110 - rare
-                await asyncio.sleep(0.01)
+            await first_look(model.cluster.looked, model.adapters.looked)
             if self.draining:
                 raise shutting_down()
         except BaseException:

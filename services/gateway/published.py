@@ -34,6 +34,8 @@ class Published(Generic[Record]):
         self._redis = redis
         self._decode = decode
         self._letters = letters or DeadLetters()
+        self.looked = asyncio.Event()
+        """Set behind the first look of `follow`, also one that failed."""
 
     async def read(self, key: str, redis: Redis | None = None) -> dict[str, Record | None]:
         """Return the records of a hash by name, None for one that cannot be read; it is set aside, as a name is.
@@ -58,4 +60,5 @@ class Published(Generic[Record]):
                 if is_heard:
                     log.warning("%s not read from Redis: %s", self._what, error)
                 is_heard = False
+            self.looked.set()
             await asyncio.sleep(EVERY_S)

@@ -166,7 +166,7 @@ class World:
             gateway = Gateway(settings, generations.model())
             stopping = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
-            gateway.start()
+            await gateway.start()
             self.network.listen(name, process, lambda endpoint: self.loop.create_task(self._handle(gateway, endpoint)))
             stopped = asyncio.create_task(stopping.wait())
             await asyncio.wait({stopped, *gateway.tasks}, return_when=asyncio.FIRST_COMPLETED)

@@ -91,9 +91,10 @@ class Call:
 
 
 class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
-    """`start` listens, `stop` ends what still runs."""
+    """Calls that come before `start` wait, `stop` ends what still runs."""
 
     def __init__(self, gateway: Gateway) -> None:
+        """Listen. Raise ConfigurationError for a port or certificate that will not do."""
         self._gateway = gateway
         chain, key = gateway.settings.tls_cert, gateway.settings.tls_key
         self._certificate = Certificate(chain, key) if chain is not None and key is not None else None
@@ -109,10 +110,7 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         ]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MOST_CALLS)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-
-    async def start(self) -> None:
-        """Raise ConfigurationError for a port or certificate that will not do."""
-        settings = self._gateway.settings
+        settings = gateway.settings
         host = settings.host.strip("[]")
         address = f"[{host}]:{settings.grpc_port}" if ":" in host else f"{host}:{settings.grpc_port}"
         try:
@@ -122,6 +120,9 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 self._server.add_insecure_port(address)
         except (OSError, RuntimeError) as error:
             raise ConfigurationError(f"cannot listen for gRPC on {address}: {error}") from error
+
+    async def start(self) -> None:
+        """Answer."""
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:

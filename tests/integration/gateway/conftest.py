@@ -37,7 +37,7 @@ def asgi(gateway: Gateway) -> httpx.AsyncClient:
 async def in_process(settings: GatewaySettings, text: ModelText) -> AsyncIterator[Gateway]:
     """Yield a gateway that sees a scheduler."""
     running = Gateway(settings, text)
-    running.start()
+    await running.start()
     try:
         await wait_until(lambda: not running.reason_not_ready())
         yield running

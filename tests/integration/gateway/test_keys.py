@@ -199,9 +199,7 @@ async def read(
     keyring = Keyring(settings, models=others)
     reading = asyncio.create_task(keyring.run())
     try:
-        async with asyncio.timeout(60):
-            while not keyring.read:
-                await keyring.first_read()
+        await wait_until(lambda: keyring.read)
         yield keyring
     finally:
         await end(reading)
@@ -264,12 +262,12 @@ async def test_gateway_that_has_not_read_the_keys_serves_nothing_that_may_need_o
 ) -> None:
     text = ModelText(model)
     running = Gateway(GatewaySettings(model=model, redis_url=f"redis://127.0.0.1:{free_port()}/0", **settings), text)
-    running.start()
+    await running.start()
     headers = {"Authorization": "Bearer sk-orc-0123456789ab-of-redis"} if settings else {}
     async with asgi(running) as client:
         asked = [client.get(path, headers=headers) for path in ("/v1/models", "/stats")]
         asked.append(client.post("/tokenize", json={"prompt": "x"}, headers=headers))
-        for answer in await asyncio.gather(*asked):  # each is held for a second, as the keys may come
+        for answer in await asyncio.gather(*asked):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "keys_unread")
         if settings:
             assert (await client.get("/v1/models")).status_code == 401

@@ -613,7 +613,7 @@ async def test_request_of_a_model_that_the_key_is_not_for_is_unknown(
 async def test_only_model_is_not_for_a_key_of_another(settings: GatewaySettings) -> None:
     alone = settings.model_copy(update={"models": None})
     running = Gateway(alone, ModelText(alone.model))
-    running.start()
+    await running.start()
     try:
         with pytest.raises(ApiError, match="'cmpl-0' not found"):
             await running.models.holding("cmpl-0", Caller("alice", models=frozenset({SECOND})))

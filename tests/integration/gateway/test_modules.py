@@ -56,7 +56,7 @@ async def test_streamed_chat_crosses_few_modules(tmp_path: Path, redis_server: R
     settings = GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url, port=port)
     gateway = Gateway(settings, model)
     scheduler = ScriptedScheduler(redis_server.client, settings.keys).lead()
-    gateway.start()
+    await gateway.start()
     front = http_server(public_app(gateway), settings)
     front.config.port = port
     serving = asyncio.create_task(front.serve())

@@ -18,7 +18,7 @@ from services.gateway.gateway import Gateway
 from tests.support.checkpoints.tokenizers import CONTEXT
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import ROOT, RedisServer
-from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
+from tests.support.stand_ins.scripted_scheduler import STOP, ScriptedScheduler, answering
 from tests.support.waiting import free_port, until, wait_until
 
 
@@ -143,6 +143,19 @@ def test_gateway_without_redis_is_live_and_not_ready(tmp_path: Path, model: Path
         with server:
             ScriptedScheduler(server.client, own.keys).lead()
             own.wait_ready()
+
+
+def test_first_request_behind_a_start_is_served(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
+    own = GatewayProcess(tmp_path, model, redis_server.url, served_model_name="first", grpc_port=free_port())
+    scheduler = ScriptedScheduler(redis_server.client, own.keys).lead()
+    redis_server.client.client_pause(3000)  # the start takes less: it waits for what Redis says
+    try:
+        with answering(scheduler, lambda _: [50], STOP):
+            own.start()
+            until("it listens", lambda: "serving first" in own.log(), 60)
+            assert own.post("/v1/completions", {"prompt": "x"}).status_code == 200
+    finally:
+        own.stop()
 
 
 @pytest.mark.parametrize("by_operator", [False, True], ids=["SIGTERM", "drain"])
