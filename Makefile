@@ -215,7 +215,7 @@ kernels-ptx: install-dev ## test what NVRTC makes of the CUDA kernels, its PTX, 
 # All kernels in all cases of their tests. test_races.py alone, but for the planted bugs, is a part of kernels-check.
 kernels-races: install-dev ## look for races in the emulated CUDA kernels and in copies with planted bugs (four minutes of one core)
 	EMULATOR_RACES=1 $(PY) -m pytest $(PARALLEL) tests/emulator/test_races.py tests/kernels/test_samplers.py \
-		$(addprefix tests/kernels/cuda/test_,adapters.py attention_decode.py attention_prefill.py blocks.py experts.py quantized.py races.py rope.py rows.py sampling.py) -k "not cpu"
+		tests/kernels/cuda/operations tests/kernels/cuda/test_races.py -k "not cpu"
 
 # Those that tests/kernels/cuda/test_banks.py names are a part of kernels-check.
 kernels-banks: install-dev ## count bank conflicts and sectors of all CUDA kernels on the emulator, beside goals (a minute of one core; ARGS="KERNEL" for lines)

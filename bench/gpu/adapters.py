@@ -27,8 +27,8 @@ from bench.kernels.case import Bench, Maker, recorded
 from bench.kernels.clock import Recorded, error_of
 from bench.kernels.kv import some_rows
 from bench.kernels.shapes import BLOCK_SIZE, LLAMA_8B, TINY, Model
-from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter
 from kernels.cuda.device import launch
+from kernels.cuda.operations.adapters import CudaLowRankPairs, CudaRowsByAdapter
 from kernels.ops import CacheShape, LowRankShape
 from services.worker.adapters.peft import PREFIX, linear_layers
 from services.worker.models.config import DecoderConfig

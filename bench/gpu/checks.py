@@ -53,16 +53,16 @@ NO_PEAKS = Peaks("", 1.0, 1.0, 1.0, {})
 
 FAILED_CODE = 99
 SUITES = (
-    "rows",
-    "rope",
-    "adapters",
-    "quantized",
-    "experts",
-    "blocks",
-    "attention_decode",
-    "attention_prefill",
-    "sampling",
-    "cache",
+    "operations/test_rows",
+    "operations/test_rope",
+    "operations/test_adapters",
+    "operations/test_quantized",
+    "operations/test_experts",
+    "operations/test_blocks",
+    "operations/test_attention_decode",
+    "operations/test_attention_prefill",
+    "operations/test_sampling",
+    "test_cache",
 )
 SUITE_S = 80
 
@@ -91,7 +91,7 @@ def suites(context: Context) -> Iterator[tuple[str, Any]]:
     if importlib.util.find_spec("pytest") is None:
         yield "skipped", "pytest is not installed here"
         return
-    for file in [] if context.quick else [f"tests/kernels/cuda/test_{name}.py" for name in SUITES]:
+    for file in [] if context.quick else [f"tests/kernels/cuda/{name}.py" for name in SUITES]:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
         yield "suites", [_ran(file, command)]
 

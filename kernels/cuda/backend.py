@@ -15,17 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cuda import calls, quantized
-from kernels.cuda.adapters import CudaLowRankPairs, CudaRowsByAdapter, LowRankRoom
-from kernels.cuda.attention import PagedAttention
+from kernels.cuda import calls
 from kernels.cuda.cache import CudaCache
 from kernels.cuda.device import Device, Event, dtype_name, launch, pointer, put
-from kernels.cuda.experts import Experts, PackedExperts, stacked
 from kernels.cuda.graphs import Graphs, rooms_up_to
 from kernels.cuda.metadata import CudaPrepared, Staging, Work, page_columns, plan_columns, row_columns
+from kernels.cuda.operations import quantized
+from kernels.cuda.operations.adapters import CudaLowRankPairs, CudaRowsByAdapter, LowRankRoom
+from kernels.cuda.operations.attention import PagedAttention
+from kernels.cuda.operations.experts import Experts, PackedExperts, stacked
+from kernels.cuda.operations.quantized import Quantized
+from kernels.cuda.operations.sampling import Sampler
 from kernels.cuda.planner import Planner, Room
-from kernels.cuda.quantized import Quantized
-from kernels.cuda.sampling import Sampler
 from kernels.ops import (
     Attention,
     Batch,

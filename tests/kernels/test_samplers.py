@@ -14,7 +14,7 @@ import torch
 
 from kernels.cpu.program import Immediate
 from kernels.cpu.sampling import sample
-from kernels.cuda.sampling import Sampler
+from kernels.cuda.operations.sampling import Sampler
 from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, STATUS_NOTHING_ALLOWED, Sampled, SamplingRows, Sparse
 from tests.kernels import cpu_variants, sampling_cases
 from tests.kernels.cuda.programs import ORDERS, assert_fences, device_of_threads, fenced

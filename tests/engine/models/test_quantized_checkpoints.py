@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.backend import Packed as PlainOnDevice
-from kernels.cuda.quantized import Quantized
+from kernels.cuda.operations.quantized import Quantized
 from kernels.ops import Groups
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import load_config

@@ -24,7 +24,7 @@ import pytest
 from kernels.cuda import loader
 from kernels.emulator.program import BANKS, FORWARD, SPACES, Banks, Program
 from tests.kernels.cuda import programs
-from tests.kernels.cuda.test_quantized import Case
+from tests.kernels.cuda.operations.test_quantized import Case
 from tests.kernels.cuda.test_races import KERNELS, Sizes, launch_from, run
 
 RECORDED = Path(loader.__file__).with_name("banks.json")

@@ -18,8 +18,8 @@ import pytest
 import kernels.emulator.device
 from kernels.cuda import calls, loader
 from kernels.emulator.program import FORWARD, RACES, REVERSE, EmulatorError, Program
-from tests.kernels.cuda import (
-    programs,
+from tests.kernels.cuda import programs
+from tests.kernels.cuda.operations import (
     test_adapters,
     test_attention_decode,
     test_attention_prefill,

@@ -1,4 +1,4 @@
-// How rows are sampled, as the host packs it (kernels/cuda/sampling.py); the meaning: SamplingRows, kernels/ops.py.
+// How rows are sampled, as operations/sampling.py packs it; the meaning: SamplingRows, kernels/ops.py.
 #pragma once
 #include "ptx.cuh"
 

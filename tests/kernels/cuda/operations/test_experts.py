@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import calls, experts
+from kernels.cuda import calls
 from kernels.cuda.backend import CudaOps
+from kernels.cuda.operations import experts
 from kernels.cuda.planner import Room
 from kernels.emulator import device as emulated
 from kernels.emulator.device import EmulatedDevice

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
-from kernels.cuda.adapters import items_of, most_items
 from kernels.cuda.backend import CudaOps
+from kernels.cuda.operations.adapters import items_of, most_items
 from kernels.ops import LowRankPairs, LowRankShape, RowsByAdapter
 from tests.kernels.cuda.programs import (
     ORDERS,

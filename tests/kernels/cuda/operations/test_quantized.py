@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import calls, quantized
+from kernels.cuda import calls
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import BF16
-from kernels.cuda.quantized import Quantized
+from kernels.cuda.operations import quantized
+from kernels.cuda.operations.quantized import Quantized
 from kernels.ops import Groups
 from tests.kernels.cuda.programs import (
     ORDERS,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda.sampling import Sampler
+from kernels.cuda.operations.sampling import Sampler
 from kernels.emulator.device import EmulatedDevice
 from kernels.emulator.program import FORWARD
 from kernels.ops import Sampled, SamplingRows, Sparse
