@@ -35,7 +35,8 @@ CUDA_STAMP := $(VENV)/.cuda-$(PINS)
 TORCH_IS_FOR_CUDA = $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda or torch.__version__.partition("+")[0] != "$(patsubst torch==%,%,$(TORCH))")'
 GPU := $(filter cuda,$(DEVICE))
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
-CUPY := $(shell sed -n 's/^cuda = \["\(.*\)"\]/\1/p' pyproject.toml)
+# Of the CUDA that torch is a build for.
+CUPY = $(PY) -c 'import torch; print("cuda12" if torch.version.cuda.startswith("12.") else "cuda")' | xargs $(PY) deploy/requirements.py pyproject.toml --extra
 BACKEND := $(shell sed -n 's/^requires = \["\([^"]*\)"\]/\1/p' pyproject.toml)
 # Tests start hundreds of processes; each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -66,7 +67,7 @@ endif
 # Fail on a machine without a usable GPU before some gigabytes are installed.
 gpu-at-hand: | $(VENV)/.made
 ifneq ($(GPU),)
-	@$(PY) -m services.launcher.gpu_checks
+	@$(PY) -m services.launcher.gpu_checks $(if $(TORCH_INDEX),--any-driver)
 endif
 
 install: $(RUN_STAMP) $(PROTOS) ## install what `make run` needs (DEVICE=cuda: torch for CUDA and CuPy too)
@@ -240,7 +241,7 @@ $(CUDA_STAMP): | $(VENV)/.made gpu-at-hand
 	@echo "installing torch for CUDA and CuPy into $(VENV) (once; some gigabytes)"
 	@$(TORCH_IS_FOR_CUDA) 2>/dev/null || $(PIP) $(if $(TORCH_INDEX),--force-reinstall --index-url $(call quoted,$(TORCH_INDEX)) $(call quoted,$(TORCH)),$(call quoted,$(subst ==,===,$(TORCH))))
 	@$(TORCH_IS_FOR_CUDA) || { echo "error: DEVICE=cuda: pip gave a torch that is not for CUDA: without TORCH_INDEX it comes from PyPI" >&2; exit 2; }
-	@$(PIP) $(call quoted,$(CUPY))
+	@$(PIP) "$$($(CUPY))"
 	@rm -f $(VENV)/.cuda-*; touch $@
 
 # torch first, alone: pip then takes the build that its settings offer (a CPU build is a tenth of the size).

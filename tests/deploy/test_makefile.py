@@ -126,7 +126,7 @@ def test_cuda_installs_torch_for_cuda_first_when_requested(checkout: Path) -> No
     steps = [line for line in cuda.splitlines() if "gpu_checks" in line or "pip_progress" in line]
     assert "services.launcher.gpu_checks" in steps[0]
     assert re.search(r"version\.cuda.* != \"(\S+)\".*\|\| .*pip_progress.* 'torch===\1'$", steps[1])
-    assert "cupy-cuda13x==" in steps[2]
+    assert "--extra" in steps[2]
     assert re.search(r"pip_progress.* 'torch==\d", steps[3])
     assert steps[4:] == [line for line in plain.splitlines() if "pip_progress" in line][1:]
 
@@ -135,6 +135,28 @@ def test_index_for_torch_is_used_for_cuda(checkout: Path) -> None:
     cuda = make(checkout, "-n", "install", "DEVICE=cuda", "TORCH_INDEX=https://index.invalid/cu130").stdout
     (step,) = [line for line in cuda.splitlines() if "--force-reinstall" in line]
     assert "--index-url 'https://index.invalid/cu130' 'torch==" in step
+
+
+@pytest.mark.parametrize(("cuda", "cupy"), [("13.0", "cupy-cuda13x=="), ("12.9", "cupy-cuda12x==")])
+def test_cupy_is_for_the_cuda_that_torch_is_for(checkout: Path, cuda: str, cupy: str) -> None:
+    (checkout / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy" / "requirements.py", checkout / "deploy")
+    pinned = re.search(r"torch==([\d.]+)", (checkout / "pyproject.toml").read_text())
+    assert pinned is not None
+    (checkout / "torch.py").write_text(
+        f"class version:\n    cuda = {cuda!r}\n__version__ = '{pinned[1]}+cu{cuda.replace('.', '')}'\n"
+    )
+    python, asked = checkout / ".venv" / "bin" / "python", checkout / "asked"
+    python.parent.mkdir(parents=True)
+    run = f'*torch.version*|*requirements.py*) exec env PYTHONPATH=. "{sys.executable}" "$@";;'
+    python.write_text(f'#!/bin/sh\necho "$*" >> "{asked}"\ncase "$*" in {run} esac\n')
+    python.chmod(0o755)
+    (checkout / ".venv" / ".made").touch()
+    done = make(checkout, "install", "DEVICE=cuda", "TORCH_INDEX=https://index.invalid/cu")
+    assert done.returncode == 0, done.stderr
+    installed = [line for line in asked.read_text().splitlines() if "pip_progress" in line]
+    assert f"pip_progress {cupy}" in installed[0]
+    assert "gpu_checks --any-driver" in asked.read_text()  # a driver for that torch need not be one for CUDA 13
 
 
 def test_cuda_without_a_gpu_is_an_error_before_the_installation(checkout: Path) -> None:

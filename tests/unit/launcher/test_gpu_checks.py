@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.launcher import gpu_checks
 from services.launcher.check import Check
 from services.launcher.gpu_checks import CUDA, OLDEST_CAPABILITY, judge, judge_driver
 from services.launcher.gpu_facts import Facts
@@ -181,6 +182,17 @@ def test_before_an_installation_only_the_device_and_its_driver_count() -> None:
     assert [check.name for check in judge_driver(facts, "cuda")] == ["gpu", "driver"]
 
 
+def test_driver_is_not_judged_while_the_cuda_of_torch_is_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = machine(driver={**machine().driver, "cuda": 12040}, torch={}, cupy={}, cupy_packages={}, nvrtc={})
+    monkeypatch.setattr(gpu_checks, "gather_driver", lambda: old)
+    for arguments, code in (([], 2), (["--any-driver"], 0)):
+        monkeypatch.setattr(sys, "argv", ["gpu_checks", *arguments])
+        assert gpu_checks.main() == code
+        assert ("supports CUDA 12.4" in capsys.readouterr().err) == bool(code)
+
+
 def test_the_question_before_an_installation_needs_the_standard_library_only() -> None:
     program = "import sys; sys.path.insert(0, '.'); import services.launcher.gpu_checks, services.launcher.gpu_probe"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -191,6 +203,7 @@ def test_versions_of_cuda_agree_in_all_the_pins() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(pin.startswith(f"cupy-cuda{CUDA[0]}x==") for pin in extras["cuda"])
     assert any(pin.startswith("nvidia-cuda-nvrtc=={}.{}.".format(*CUDA)) for pin in extras["dev"])
+    assert extras["cuda12"] == [pin.replace(f"cuda{CUDA[0]}x", "cuda12x") for pin in extras["cuda"]]
 
 
 def test_doctor_and_worker_demand_the_same_of_a_gpu() -> None:
