@@ -1,8 +1,8 @@
 """Decide which models are awake, and how long a request for one that is not would wait. Pure: times are arguments.
 
 A switch costs a load, in which no model of that place serves. So it has to pay: what waits is as old as several loads,
-and the model that goes has served for as long. One without work goes at once. Two models that always have work then
-spend at most 1 / (1 + patience) of the time on loads.
+and the model that goes has served for as long, beside the time in which it computed again what it had before. One
+without work goes at once. Two models that always have work then spend at most 1 / (1 + patience) of the time on loads.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Demand:
     name: str
     is_awake: bool
     ready_ms: int = 0  # it has served without a break; 0 while no worker serves
+    resuming_ms: int = 0  # of ready_ms, from its begin: it computed again what ran when it went to sleep
     loading_ms: int = 0  # it is awake, and no worker serves
     idle_ms: int = 0  # it has had no request
     load_ms: int = 0  # what a load takes, as measured; 0 before
@@ -55,6 +56,13 @@ class Demand:
         if self.load_ms:
             return max(LEAST_GIVE_UP_MS, GIVE_UP_LOADS * self.load_ms)
         return UNKNOWN_GIVE_UP_MS * min(1 + self.failed, 3)
+
+    @property
+    def served_ms(self) -> int:
+        """Return how much of its turn has passed. It begins when all that ran before goes on where it was, after the
+        time for a load at the latest: what takes longer than a turn to compute again would else never end.
+        """
+        return self.ready_ms - min(self.resuming_ms, self.give_up_ms)
 
     @property
     def urgency(self) -> float:
@@ -106,5 +114,5 @@ def _turn_ms(model: Demand, caller: Demand) -> int:
         return IDLE_MS - model.idle_ms
     patience_ms = caller.patience_ms
     return min(
-        (patience_ms[priority] - min(age, model.ready_ms) for priority, age in caller.waiting_ms.items()), default=0
+        (patience_ms[priority] - min(age, model.served_ms) for priority, age in caller.waiting_ms.items()), default=0
     )

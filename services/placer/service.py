@@ -178,7 +178,7 @@ class Placer:
         pipe.time()
         for keys in self._models.values():
             pipe.exists(keys.lease(self._shard))
-            pipe.hmget(keys.stats(self._shard), "workers", "parked", "suspects", "waiting", "running")
+            pipe.hmget(keys.stats(self._shard), "workers", "resuming", "parked", "suspects", "waiting", "running")
             pipe.hmget(keys.queue, "requests")
             for stream in keys.request_streams():
                 pipe.xrange(stream, count=1)
@@ -189,7 +189,7 @@ class Placer:
         demands = []
         for name in self._models:
             is_led = next(answers) == 1
-            workers, parked, *work = _counts(next(answers), 5) + _counts(next(answers), 1)
+            workers, resuming, parked, *work = _counts(next(answers), 6) + _counts(next(answers), 1)
             ages = {
                 priority: now_ms - _entry_ms(rows[0][0])
                 for priority in CLASSES
@@ -197,12 +197,12 @@ class Placer:
             }
             if parked and not any(work):  # these wait for a client, not for a worker
                 ages = {}
-            demands.append(self._demand(name, is_led and workers > 0, ages))
+            demands.append(self._demand(name, is_led and workers > 0, resuming > 0, ages))
         return now_ms, demands
 
-    def _demand(self, name: str, is_ready: bool, ages_ms: dict[str, int]) -> Demand:
+    def _demand(self, name: str, is_ready: bool, resumes: bool, ages_ms: dict[str, int]) -> Demand:
         placement, watch = self._placed[name], self._watches[name]
-        watch.look(placement.awake, is_ready, bool(ages_ms))
+        watch.look(placement.awake, is_ready, resumes, bool(ages_ms))
         if watch.has_loaded:
             load_ms = max(1, min(MOST_MS, watch.ms("decided"), GROWTH * placement.load_ms or MOST_MS))
             log.info("%s serves, %.1f s after the decision", name, load_ms / 1000)
@@ -213,7 +213,7 @@ class Placer:
         ages_ms = {priority: age if age >= 0 else watch.ms("busy") for priority, age in ages_ms.items()}
         if not placement.awake:  # before, it was its turn
             ages_ms = {priority: min(age, watch.ms("decided")) for priority, age in ages_ms.items()}
-        times = watch.ms("ready"), watch.ms("loading"), watch.ms("idle")
+        times = watch.ms("ready"), watch.resuming_ms, watch.ms("loading"), watch.ms("idle")
         return Demand(name, placement.awake, *times, placement.load_ms, placement.failed, ages_ms)
 
     async def _decide(self, now_ms: int, demands: list[Demand]) -> None:
@@ -235,7 +235,9 @@ class Placer:
         if changed:
             marks = {each.name: each.name in awake for each in changed}
             demands = [
-                replace(each, is_awake=marks[each.name], ready_ms=0, loading_ms=0) if each.name in marks else each
+                replace(each, is_awake=marks[each.name], ready_ms=0, resuming_ms=0, loading_ms=0)
+                if each.name in marks
+                else each
                 for each in demands
             ]
         for each in demands:
@@ -262,18 +264,27 @@ class _Watch:
         """is_woken: whether this placer has just woken it, and so measures its load; decided_ms: since the decision."""
         self._is_measured = is_woken
         self._is_begun = False  # no worker has served since, such as one of the time before that had not ended yet
+        self._has_resumed = False
         self._now = time.monotonic()
         self._since = {"decided": self._now - decided_ms / 1000}  # fact -> monotonic s
         self.has_loaded = False
         """Whether the last look was the first at which it served."""
+        self.resuming_ms = 0
+        """Of the time in which it serves, how much it took at first to compute again what ran before."""
 
-    def look(self, is_awake: bool, is_ready: bool, has_work: bool) -> None:
+    def look(self, is_awake: bool, is_ready: bool, resumes: bool, has_work: bool) -> None:
         self._now = now = time.monotonic()
         is_ready &= is_awake  # a worker that is about to go does not count
         is_loading = is_awake and not is_ready
         facts = {"decided": True, "ready": is_ready, "loading": is_loading, "idle": not has_work, "busy": has_work}
         self._since = {fact: self._since.get(fact, now) for fact, is_true in facts.items() if is_true}
         self._is_begun |= not is_ready
+        if not is_ready:
+            self.resuming_ms, self._has_resumed = 0, False
+        elif resumes and not self._has_resumed:
+            self.resuming_ms = self.ms("ready")
+        else:
+            self._has_resumed = True
         self.has_loaded = self._is_measured and self._is_begun and is_ready
         self._is_measured &= not self.has_loaded and self.ms("ready") < LEAVE_MS
 

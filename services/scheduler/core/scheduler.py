@@ -85,6 +85,7 @@ class Scheduler:
         self._lengths: Mapping[int, list[int]] = {}  # of the last policy that forecast
         self._ended = dict.fromkeys(Finish, 0)
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
+        self._resuming: dict[Sequence, int] = {}  # that lost KV with a replica -> tokens to compute again
 
     def join(self, limits: Limits) -> int:
         """Add a replica with empty slots and blocks; return its number, that of a lost one if there is one.
@@ -135,6 +136,7 @@ class Scheduler:
             if load is not None:
                 load.tier = None  # the sequence has its references again
                 sequence.saved, sequence.lost = load.saved, 0
+            self._note_resuming(sequence)
             self.waiting.requeue(sequence, now_ns, self._pending)
         lost.departed.clear()
         lost.transfers.let_go()
@@ -145,6 +147,7 @@ class Scheduler:
         for sequence in [s for record in self.records.values() for s in record.sequences]:
             if sequence.saved_at(lost.number):
                 sequence.lost = sequence.computed
+                self._note_resuming(sequence)
                 if sequence.state is State.WAITING:
                     self.waiting.lose_saved(sequence, now_ns)
                 else:
@@ -375,7 +378,9 @@ class Scheduler:
     def stats(self) -> dict[str, float | int]:
         """Return the statistics (docs/operations.md#stats) that need neither clock nor I/O."""
         fields = figures(self._state, self.router, self.alive, self.records.values(), self._parked.values())
+        self._resuming = {s: tokens for s, tokens in self._resuming.items() if self._resumes(s, tokens)}
         return fields | {
+            "resuming": len(self._resuming),
             "swapped_blocks": fields["swapped_blocks"] + self._moved,
             "prefix_hit_tokens": fields["prefix_hit_tokens"] + self._hit,
             "finished": self._ended[Finish.STOP] + self._ended[Finish.LENGTH],
@@ -425,9 +430,22 @@ class Scheduler:
         out.ended.append(FinishedRequest(record.request, outputs, finishes, record.error))
         self._forget(record)
 
+    def _note_resuming(self, sequence: Sequence) -> None:
+        """Note that a sequence has lost its KV with its replica; what it lost before and has not computed counts."""
+        if sequence.lost:
+            self._resuming[sequence] = max(sequence.lost, self._resuming.get(sequence, 0))
+
+    def _resumes(self, sequence: Sequence, tokens: int) -> bool:
+        """Return whether a sequence that lost KV of so many tokens with its replica has still to compute some again."""
+        if sequence.state is State.RUNNING:
+            return bool(self.replicas[sequence.replica].table.planned[sequence.slot] < tokens)
+        return sequence.state is State.WAITING
+
     def _forget(self, record: Record) -> None:
         del self.records[record.request.id]
         self._parked.pop(record.request.id, None)
+        for sequence in record.sequences if self._resuming else ():
+            self._resuming.pop(sequence, None)
         record.sequences.clear()  # they refer to the record: the garbage collector alone would free them
         self._names.give(record.gateway)
         self._names.give(record.tenant)

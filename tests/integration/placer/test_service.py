@@ -61,6 +61,11 @@ def hash_reads(client: Any) -> int:
     return int(client.info("commandstats").get("cmdstat_hgetall", {"calls": 0})["calls"])
 
 
+def clock_reads(client: Any) -> int:
+    """Return how often Redis's clock was read: by a placer at each look."""
+    return int(client.info("commandstats").get("cmdstat_time", {"calls": 0})["calls"])
+
+
 def serve(client: Any, name: str, workers: int) -> None:
     keys = Keys(name)
     client.set(keys.lease("shard-0"), "1")
@@ -207,6 +212,22 @@ async def test_load_is_measured_from_the_wake_to_another_worker(
         serve(client, "org/B", 1)
         await wait_until(lambda: placements(client)["org/B"].wake_ms[0] == 0)
         assert 250 < placements(client)["org/B"].load_ms <= most_ms
+
+
+async def test_turn_begins_when_what_ran_before_is_computed_again(redis_server: RedisServer, client: Any) -> None:
+    client.hset(PLACER_KEYS.placements, "a", Placement(True, 1).encode())
+    client.hset(PLACER_KEYS.placements, "org/B", Placement(False, 1, since_ms=5).encode())
+    serve(client, "a", 1)
+    client.hset(Keys("a").stats("shard-0"), mapping={"resuming": 1, "running": 1})
+    for name in NAMES:
+        client.xadd(Keys(name).requests("realtime"), {"r": "x"}, id="5-1")
+    async with placing(redis_server):
+        await wait_until(lambda: bool(placements(client)["org/B"].wake_ms[0]))
+        looks = clock_reads(client)
+        await wait_until(lambda: clock_reads(client) > looks + 3)  # each a turn or more after the one before
+        assert awake(client, "a")()
+        client.hset(Keys("a").stats("shard-0"), "resuming", 0)
+        await wait_until(awake(client, "org/B"))
 
 
 async def test_load_that_failed_is_counted_until_one_succeeds(redis_server: RedisServer, client: Any) -> None:

@@ -51,6 +51,45 @@ def test_model_that_loads_is_left_alone_until_it_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("priority", CLASSES)
+def test_turn_begins_when_all_that_ran_before_goes_on(priority: str) -> None:
+    turn_ms = PATIENCE[priority] * LOAD_MS
+    late, give_up_ms = waits(priority, 10**9), 10 * LOAD_MS + 10_000
+    for resuming_ms, begins_ms in ((0, 0), (7000, 7000), (10**8, give_up_ms)):
+        busy = replace(BUSY, resuming_ms=resuming_ms)
+        assert choose([replace(busy, ready_ms=begins_ms + turn_ms - 1), late], 1) == {"busy"}
+        assert choose([replace(busy, ready_ms=begins_ms + turn_ms), late], 1) == {"caller"}
+    assert choose([replace(IDLE, resuming_ms=IDLE.ready_ms), CALLER], 1) == {"caller"}, "it has nothing to resume"
+
+
+@pytest.mark.parametrize("priority", CLASSES)
+def test_requests_end_that_take_longer_than_a_turn_to_compute_again(priority: str) -> None:
+    """Each of two models has one such request, whose answer takes ten turns more. A sleep loses all KV."""
+    second_ms, again_ms = 1000, 45_000
+    left_ms = {name: 10 * PATIENCE[priority] * LOAD_MS for name in ("a", "b")}
+    awake, since_ms, resumed_ms = "a", 0, 0  # resumed_ms: of the turn, what was computed again
+    for now_ms in range(second_ms, 40 * (again_ms + 9 * LOAD_MS), second_ms):
+        passed_ms = now_ms - since_ms
+        ready_ms = max(0, passed_ms - LOAD_MS)
+        models = [
+            Demand(
+                name, name == awake,
+                ready_ms=ready_ms * (name == awake), resuming_ms=resumed_ms * (name == awake),
+                loading_ms=min(passed_ms, LOAD_MS) * (name == awake and not ready_ms), load_ms=LOAD_MS,
+                waiting_ms={priority: passed_ms},
+            )
+            for name in ("a", "b")
+        ]  # fmt: skip
+        (chosen,) = choose(models, 1)
+        if chosen != awake:
+            awake, since_ms, resumed_ms = chosen, now_ms, 0
+        elif ready_ms and resumed_ms < again_ms:
+            resumed_ms += second_ms
+        elif ready_ms:
+            left_ms[awake] -= second_ms
+    assert max(left_ms.values()) <= 0
+
+
+@pytest.mark.parametrize("priority", CLASSES)
 def test_model_whose_load_failed_waits_twice_as_long_each_time(priority: str) -> None:
     for failed in (1, 2, 6):
         due_ms = (PATIENCE[priority] << failed) * LOAD_MS

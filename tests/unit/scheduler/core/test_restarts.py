@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,34 @@ def test_the_answer_of_a_lost_or_unknown_step_changes_nothing() -> None:
     assert h.core.waiting_count == 1 and h.core.plan(h.now) == (None, None)
     h.join(LIMITS)
     h.finish()
+
+
+def test_sequences_resume_until_they_have_computed_again_what_a_lost_worker_had() -> None:
+    limits = replace(LIMITS, max_step_tokens=4)
+    h = house(limits=limits)
+    for name in ("decodes", "prefills", "leaves", "waits"):
+        h.add(request(name, 10, 20, seed=1))
+    while h.core.replicas[0].table.count < 3:
+        h.step()
+    h.lose()
+    lost = [s.lost for record in h.core.records.values() for s in record.sequences]
+    assert h.core.stats()["resuming"] == sum(map(bool, lost)) == 3
+    h.core.cancel("leaves", h.now)
+    assert h.core.stats()["resuming"] == 2
+    h.join(limits)
+    left = []
+    while h.core.stats()["resuming"]:
+        h.step()
+        table = h.core.replicas[0].table
+        computed = {table.sequence[s].record.request.id: int(table.planned[s]) for s in np.flatnonzero(table.active)}
+        left.append(sum(computed.get(name, 0) < lost[at] for at, name in enumerate(("decodes", "prefills"))))
+        assert h.core.stats()["resuming"] == left[-1]
+    assert sorted({2, *left}, reverse=True) == [2, 1, 0]
+    h.core.lose(0, h.now)
+    h.core.cancel("decodes", h.now)
+    h.core.park("prefills")
+    h.core.cancel("waits", h.now)
+    assert not h.core.stats()["resuming"], "a request without a client resumes nothing"
 
 
 def test_request_goes_on_from_the_outputs_of_before_a_restart() -> None:
