@@ -1,13 +1,16 @@
-"""`python -m kernels.cuda.check`: compiles every source for every architecture and compares with registers.json.
+"""`python -m kernels.cuda.check`: compiles sources for every architecture and compares with registers.json.
 
-No warning, nothing in local memory, no kernel with more registers or shared memory than recorded; `--write` records
-what is there. Run by `make kernels-check`; needs no GPU.
+No warning, nothing in local memory, no kernel with more registers or shared memory than recorded; `--write` compiles
+all and records what is there. A source is not compiled again while it, its headers, options and compiler are those that
+were recorded. Run by `make kernels-check`; needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +18,50 @@ from pathlib import Path
 from typing import Any
 
 from kernels.cuda import cubin
-from kernels.cuda.loader import ARCHITECTURES, CudaError, compiled, is_for, nvrtc_version, sources
+from kernels.cuda.loader import ARCHITECTURES, OPTIONS, CudaError, compiled, headers, is_for, nvrtc_version, sources
 
 RECORDED = Path(__file__).parent / "registers.json"
 Table = dict[str, dict[str, dict[str, Any]]]  # architecture, kernel, figure
+
+
+def digest_of(source: Path) -> str:
+    """Return the digest of a source, of the headers that it includes, and of what compiles it."""
+    known, found, waiting = {path.name: path for path in headers()}, dict[str, bytes](), [source]
+    while waiting:
+        path = waiting.pop()
+        found[path.name] = path.read_bytes()
+        included = re.findall(r'^#include "(.+)"', found[path.name].decode(), re.MULTILINE)
+        waiting += [known[name] for name in included if name in known and name not in found]
+    return hashlib.sha256(repr((OPTIONS, ARCHITECTURES, nvrtc_version(), sorted(found.items()))).encode()).hexdigest()
+
+
+def current(document: Any, paths: Sequence[Path]) -> tuple[Table, list[str]]:
+    """Return what the compiler makes of the sources, and what it warns of; compile those that changed since recorded.
+
+    document: of registers.json. Raise CudaError when one does not compile.
+    """
+    rows = {path: document["sources"].get(path.name) for path in paths}
+    same = {path: row["kernels"] for path, row in rows.items() if row and row["digest"] == digest_of(path)}
+    table, complaints = measure([path for path in paths if path not in same])
+    for path, names in same.items():
+        for arch, kernels in document["kernels"].items():
+            table[arch] |= {name: kernels[name] for name in names if is_for(path, arch)}
+    return table, complaints
+
+
+def write(paths: Sequence[Path]) -> None:
+    """Compile all and record it in registers.json; what has warnings is compiled again next time. Raise CudaError."""
+    table, complaints = measure(paths)
+    without = [path for path in paths if not any(text.startswith(f"{path.name}, ") for text in complaints)]
+    of_sources = {
+        path.name: {
+            "digest": digest_of(path),
+            "kernels": sorted(compiled(path, next(arch for arch in ARCHITECTURES if is_for(path, arch))).usage()),
+        }
+        for path in without
+    }
+    document = {"nvrtc": nvrtc_version(), "sources": of_sources, "kernels": table}
+    RECORDED.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def measure(paths: Sequence[Path]) -> tuple[Table, list[str]]:
@@ -63,13 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="record what is there in registers.json")
     options = parser.parse_args(arguments)
     try:
-        found, complaints = measure(sources())
+        if options.write:
+            write(sources())
+        document = json.loads(RECORDED.read_text())
+        found, complaints = current(document, sources())
     except CudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if options.write:
-        RECORDED.write_text(json.dumps({"nvrtc": nvrtc_version(), "kernels": found}, indent=1) + "\n")
-    document = json.loads(RECORDED.read_text())
     if document["nvrtc"] != nvrtc_version():
         complaints.append(f"recorded with NVRTC {document['nvrtc']}, this is {nvrtc_version()}: register counts differ")
     complaints += compare(found, document["kernels"])

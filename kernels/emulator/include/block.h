@@ -3,13 +3,13 @@
 // Threads run one at a time, in the order that the launch asks for, and change only where they wait. Blocks run one
 // after another. What a GPU leaves undefined ends the launch with a text that names the source lines.
 #pragma once
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstdarg>
 #include <cstring>
 #include <deque>
 #include <memory>
-#include <mutex>
-#include <random>
 #include <type_traits>
 #include <vector>
 
@@ -102,6 +102,20 @@ struct Meeting {
   std::vector<int> waiting;
 };
 
+// splitmix64. <random> and <mutex> would be a fifth of what a small program takes to compile.
+struct Random {
+  using result_type = uint64_t;
+  uint64_t state;
+  static constexpr result_type min() { return 0; }
+  static constexpr result_type max() { return ~uint64_t(0); }
+  result_type operator()() {
+    uint64_t x = state += 0x9e3779b97f4a7c15;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+  }
+};
+
 // A piece of shared memory, exactly as large as was asked for, so that a sanitizer sees its end.
 struct Memory {
   const void* key;
@@ -122,14 +136,19 @@ struct Block {
   std::vector<std::vector<Collective>> warp;  // of each warp, one for every mask that it uses
   Memory dynamic;
   std::vector<Memory> declared;
-  std::mt19937 random;
+  Random random;
   void (*body)(const void*);
   const void* params;
 };
 
 Block block;
 Thread* current = nullptr;
-std::mutex one_launch;
+pthread_mutex_t one_launch = PTHREAD_MUTEX_INITIALIZER;
+
+struct Alone {
+  Alone() { pthread_mutex_lock(&one_launch); }
+  ~Alone() { pthread_mutex_unlock(&one_launch); }
+};
 
 // What kernels read of it all. The race checker, to which each read would be one of the kernel's, does not see these.
 #define UNSEEN __attribute__((no_sanitize("thread"))) inline
@@ -432,7 +451,7 @@ bool bad_launch(dim3 grid, dim3 size, size_t shared, unsigned max_threads, size_
 // Runs every block of a grid. dims: grid x y z, block x y z. Returns 0, or 1 with the reason in `error`.
 int launch(void (*body)(const void*), const void* params, size_t params_bytes, const unsigned* dims, size_t shared,
            unsigned max_threads, size_t max_shared, int order, char* error, size_t error_room) {
-  std::lock_guard<std::mutex> alone(one_launch);
+  const Alone alone;
   block.index = {};
   block.failed = false;
   block.error = error;
@@ -442,7 +461,7 @@ int launch(void (*body)(const void*), const void* params, size_t params_bytes, c
   if (bad_launch(block.grid, block.size, shared, max_threads, max_shared)) return 1;
   block.threads = block.size.x * block.size.y * block.size.z;
   block.order = order;
-  block.random.seed(order);
+  block.random.state = order;
   block.body = body;
   block.params = params;
   races_launch(params, params_bytes);

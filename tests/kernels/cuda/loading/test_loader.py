@@ -80,12 +80,52 @@ def small(folder: Path, body: str = "p.x[0] = 1;") -> Path:
 
 
 def test_every_kernel_compiles_without_warning_and_within_the_recorded_registers() -> None:
-    found, complaints = check.measure(sources())
+    """Those that are as they were when they were recorded are not compiled again."""
     recorded = json.loads(check.RECORDED.read_text())
+    found, complaints = check.current(recorded, sources())
     if recorded["nvrtc"] != loader.nvrtc_version():
         pytest.skip(f"registers are recorded for NVRTC {recorded['nvrtc']}")
     assert complaints == []
     assert check.compare(found, recorded["kernels"]) == []
+
+
+def test_check_compiles_what_changed_since_it_was_recorded(
+    empty: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "RECORDED", tmp_path / "registers.json")
+    monkeypatch.setattr(loader, "SOURCES", tmp_path)
+    for name in ("used", "other"):
+        (tmp_path / f"{name}.cuh").write_text(f"constexpr int {name} = 1;\n")
+    ptx = (Path(check.__file__).parent / "src" / "ptx.cuh").read_text()
+    (tmp_path / "ptx.cuh").write_text(ptx.replace("#pragma once", '#pragma once\n#include "used.cuh"', 1))
+    source = small(tmp_path)
+    check.write([source])
+    recorded = json.loads(check.RECORDED.read_text())
+    monkeypatch.setattr(loader, "CACHE", tmp_path / "as on another machine")
+
+    def compilations() -> int:
+        before = len(empty)
+        found, complaints = check.current(recorded, [source])
+        assert found == recorded["kernels"] and complaints == []
+        return len(empty) - before
+
+    assert compilations() == 0
+    (tmp_path / "other.cuh").write_text("constexpr int other = 2;\n")
+    assert compilations() == 0
+    (tmp_path / "used.cuh").write_text("constexpr int used = 2;\n")
+    assert compilations() == len(ARCHITECTURES)
+    small(tmp_path, "p.x[0] = 2;")
+    assert compilations() == len(ARCHITECTURES)
+
+
+def test_check_records_no_source_of_which_the_compiler_warns(
+    empty: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "RECORDED", tmp_path / "registers.json")
+    source = tmp_path / "spilling.cu"
+    source.write_text(SPILLING)
+    check.write([source])
+    assert json.loads(check.RECORDED.read_text())["sources"] == {}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
