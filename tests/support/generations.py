@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,6 +64,18 @@ def read_calls(use: ToolUse, pieces: list[str]) -> tuple[str, list[CallPiece], b
         content, calls = content + text, calls + gained
     text, gained = reader.flush()
     return content + text, merged(calls + gained), reader.cut
+
+
+def bytes_of_one_more(feed: Callable[[str], object], piece: str) -> int:
+    """Return the most bytes that one more call takes for a while, of a reader that has read 500 pieces."""
+    for _ in range(500):
+        feed(piece)
+    tracemalloc.start()
+    try:
+        feed(piece)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 class Recorded:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, auto
 from typing import Any, Protocol
 
@@ -44,6 +45,13 @@ from shared.text.logprobs import split_records
 
 NOTHING, PREAMBLE = -2, -1
 """Positions before the first token: nothing was sent; what comes before the text was (a role, an echoed prompt)."""
+
+AT_ONCE = 2048
+"""Tokens of which text is made in one turn of the event loop, with log-probabilities fewer: a long answer that is read
+again has all of them in one row.
+"""
+RECORD_BYTES = 8
+"""Of a record that take about as long as a token."""
 
 _USAGE = "+"
 _INDEX = re.compile(r"-?[0-9]{1,9}")
@@ -142,6 +150,7 @@ class RequestStream:
     asked_at: float = field(default_factory=time.monotonic)
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     _rows: list[Row] = field(default_factory=list)
+    _parts: deque[Row] = field(default_factory=deque)  # of rows that were begun to be taken
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _deliver: Callable[[Row], bool] | None = None  # while its owner waits in `take`
 
@@ -210,6 +219,7 @@ class RequestStream:
         if self.failure is None:
             self.failure = error
             self._rows.clear()
+            self._parts.clear()
             self._wake.set()
         if cut:
             self.cut.set()
@@ -217,9 +227,12 @@ class RequestStream:
     async def take(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Row]:
         """Return rows since the last call; empty after `timeout_s` or `wake`. Raise ApiError once the request failed.
 
+        Of many tokens it returns those of AT_ONCE, and the next call the rest, behind what else the event loop has.
         deliver: called with rows that come meanwhile and are no ends; those that it takes (True) are not given here.
         """
-        if not self._rows and self.failure is None:
+        if self._parts:
+            await asyncio.sleep(0)
+        elif not self._rows and self.failure is None:
             self._deliver = deliver
             try:
                 async with asyncio.timeout(timeout_s):
@@ -232,7 +245,25 @@ class RequestStream:
         if self.failure is not None:
             raise self.failure
         rows, self._rows = self._rows, []
-        return rows
+        most = max(1, AT_ONCE // (1 + self.record_bytes // RECORD_BYTES))
+        if not self._parts and sum(len(row.tokens) for row in rows) <= most:
+            return rows
+        for row in rows:
+            self._parts.extend(_cut(row, most, self.record_bytes))
+        taken = [self._parts.popleft()]
+        left = most - len(taken[0].tokens)
+        while self._parts and (left := left - len(self._parts[0].tokens)) >= 0:
+            taken.append(self._parts.popleft())
+        return taken
+
+
+def _cut(row: Row, most: int, record_bytes: int) -> Iterator[Row]:
+    """Yield rows of at most so many tokens that say the same. record_bytes: of each token."""
+    for first in range(0, len(row.tokens) - most, most):
+        records = row.logprobs[first * record_bytes : (first + most) * record_bytes]
+        yield Row(row.choice, row.tokens[first : first + most], logprobs=records)
+    last = (len(row.tokens) - 1) // most * most if row.tokens else 0
+    yield replace(row, tokens=row.tokens[last:], logprobs=row.logprobs[last * record_bytes :])
 
 
 def finishes(record: dict[bytes, bytes], choices: int) -> list[tuple[int, int]]:

@@ -3,6 +3,9 @@
 A ModelInferRequest becomes the body of `/v1/completions` (tensors.py) and passes the same checks, keys, limits and
 queue. A call that its client ends or loses cancels its requests. The certificate can be read again while the server
 runs.
+
+Every method is served as a stream of requests, which no client can tell: gRPC would call the handler of another one
+only with its message, and a call without a message, which needs no key, would hold one of MOST_CALLS for ever.
 """
 
 from __future__ import annotations
@@ -10,18 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from protos import kserve_pb2 as kserve
-from protos import kserve_pb2_grpc
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import Generation
-from services.gateway.errors import ApiError, invalid, too_big
+from services.gateway.errors import RETRY, ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
 from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
 from services.gateway.models import SERVING
@@ -62,7 +67,10 @@ class Certificate:
         return fresh
 
 
+SERVICE = "inference.GRPCInferenceService"
 MOST_CALLS = 4096
+TENANT_CALLS = MOST_CALLS // 2
+"""Of one tenant, where there are keys of others."""
 MOST_OF_A_STREAM = 256
 """Requests of one stream that run at the same time; it is read on when one of them ended."""
 READ_BODIES = 2
@@ -73,13 +81,13 @@ STATUS = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     409: grpc.StatusCode.ABORTED,
     413: grpc.StatusCode.RESOURCE_EXHAUSTED,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
 Context: TypeAlias = grpc.aio.ServicerContext
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +98,31 @@ class Call:
     traceparent: str
 
 
-class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
+class GrpcFront:
     """Calls that come before `start` wait, `stop` ends what still runs."""
 
     def __init__(self, gateway: Gateway) -> None:
         """Listen. Raise ConfigurationError for a port or certificate that will not do."""
         self._gateway = gateway
-        chain, key = gateway.settings.tls_cert, gateway.settings.tls_key
+        self._calls: Counter[str] = Counter()  # of each tenant
+        settings = gateway.settings
+        chain, key = settings.tls_cert, settings.tls_key
         self._certificate = Certificate(chain, key) if chain is not None and key is not None else None
         options = [
-            ("grpc.max_receive_message_length", READ_BODIES * gateway.settings.max_body_bytes),
-            ("grpc.max_metadata_size", gateway.settings.max_header_bytes),
+            ("grpc.max_receive_message_length", READ_BODIES * settings.max_body_bytes),
+            ("grpc.max_metadata_size", settings.max_header_bytes),
+            ("grpc.max_allowed_incoming_connections", settings.max_connections),
+            ("grpc.max_connection_idle_ms", 1000 * settings.idle_connection_s),
+            ("grpc.server_handshake_timeout_ms", int(1000 * settings.read_timeout_s)),
             ("grpc.keepalive_time_ms", 10_000),  # the death of a client's machine is noticed
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             # A port in use is an error, not a second listener; with several processes the parent reserves it.
-            ("grpc.so_reuseport", int(gateway.settings.processes > 1)),
+            ("grpc.so_reuseport", int(settings.processes > 1)),
         ]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MOST_CALLS)
-        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
-        settings = gateway.settings
+        self._server.add_generic_rpc_handlers((self._handlers(),))
         host = settings.host.strip("[]")
         address = f"[{host}]:{settings.grpc_port}" if ":" in host else f"{host}:{settings.grpc_port}"
         try:
@@ -136,59 +148,75 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         except (OSError, ConfigurationError) as error:
             log.error("certificate of gRPC not reloaded: %s", error)
 
-    # What needs no key
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        """Return how each method of the protocol is served."""
+        open_methods = {"ServerLive": self._is_live, "ServerReady": self._is_ready, "ServerMetadata": self._metadata}
+        methods: dict[str, tuple[type[Message], Callable[[Call, Context], Awaitable[None]]]] = {
+            "ModelReady": (kserve.ModelReadyRequest, self._one(self._is_model_ready)),
+            "ModelMetadata": (kserve.ModelMetadataRequest, self._one(self._model_metadata)),
+            "ModelInfer": (kserve.ModelInferRequest, self._one(self._infer)),
+            "ModelStreamInfer": (kserve.ModelInferRequest, self._stream),
+        }
+        handlers = {
+            name: _handler(partial(self._answer_all, answer), kserve.ServerLiveRequest)
+            for name, answer in open_methods.items()
+        }
+        handlers |= {
+            name: _handler(partial(self._answer, name, serve), kind) for name, (kind, serve) in methods.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    async def ServerLive(  # noqa: N802 - names in kserve.proto, here and below
-        self, request: kserve.ServerLiveRequest, context: Context
-    ) -> kserve.ServerLiveResponse:
-        """Answer that the process runs."""
+    # What needs no key, and says the same whatever the message is
+
+    async def _answer_all(self, answer: Callable[[], Message], _requests: object, context: Context) -> None:
+        await context.write(answer())
+
+    def _is_live(self) -> kserve.ServerLiveResponse:
+        """Say that the process runs."""
         return kserve.ServerLiveResponse(live=True)
 
-    async def ServerReady(  # noqa: N802
-        self, request: kserve.ServerReadyRequest, context: Context
-    ) -> kserve.ServerReadyResponse:
+    def _is_ready(self) -> kserve.ServerReadyResponse:
         """Return whether new work would be served."""
         return kserve.ServerReadyResponse(ready=not self._gateway.reason_not_ready())
 
-    async def ServerMetadata(  # noqa: N802
-        self, request: kserve.ServerMetadataRequest, context: Context
-    ) -> kserve.ServerMetadataResponse:
+    def _metadata(self) -> kserve.ServerMetadataResponse:
         """Return name, version, and what is beyond the protocol."""
         return kserve.ServerMetadataResponse(name="orcinus", version=VERSION, extensions=["model_stream_infer"])
 
     # The model
 
-    async def ModelReady(  # noqa: N802
-        self, request: kserve.ModelReadyRequest, context: Context
-    ) -> kserve.ModelReadyResponse:
+    def _one(self, answer: Callable[[Any, Call], Awaitable[Message]]) -> Callable[[Call, Context], Awaitable[None]]:
+        """Return how a method of one request and one answer is served."""
+
+        async def serve(call: Call, context: Context) -> None:
+            await context.write(await answer(await self._request(context), call))
+
+        return serve
+
+    async def _request(self, context: Context) -> Message:
+        """Return the request of a call. Raise ApiError(400, 408)."""
+        patience_s = self._gateway.settings.read_timeout_s
+        try:
+            async with asyncio.timeout(patience_s):
+                request = await context.read()
+        except TimeoutError:
+            text = f"request incomplete after {patience_s:g} s; send it in less time"
+            raise ApiError(408, text, code="request_timeout") from None
+        if not isinstance(request, Message):
+            raise invalid(None, "the call ended without a request; send one message", "invalid_value")
+        return request
+
+    async def _is_model_ready(self, request: kserve.ModelReadyRequest, call: Call) -> kserve.ModelReadyResponse:
         """Return whether the model is ready or asleep, and new work taken; another model is not ready."""
-        call = await self._answered("ModelReady", context, self._call(context))
         gateway = self._gateway
         name = gateway.models.named(request.name)
         is_here = bool(name) and call.caller.may_use(name)
         ready = is_here and gateway.models.state(name) in SERVING and not gateway.reason_not_ready()
         return kserve.ModelReadyResponse(ready=ready)
 
-    async def ModelMetadata(  # noqa: N802
-        self, request: kserve.ModelMetadataRequest, context: Context
-    ) -> kserve.ModelMetadataResponse:
+    async def _model_metadata(self, request: kserve.ModelMetadataRequest, call: Call) -> kserve.ModelMetadataResponse:
         """Return the tensors of the model."""
-        return await self._answered("ModelMetadata", context, self._metadata(request, context))
-
-    async def ModelInfer(  # noqa: N802
-        self, request: kserve.ModelInferRequest, context: Context
-    ) -> kserve.ModelInferResponse:
-        """Return the whole answer to one request."""
-        return await self._answered("ModelInfer", context, self._infer(request, context))
-
-    async def ModelStreamInfer(  # noqa: N802
-        self, requests: AsyncIterator[kserve.ModelInferRequest], context: Context
-    ) -> None:
-        """Answer in pieces, each with the id of its request; a request that fails ends alone."""
-        await self._answered("ModelStreamInfer", context, self._stream(requests, context))
-
-    async def _metadata(self, request: kserve.ModelMetadataRequest, context: Context) -> kserve.ModelMetadataResponse:
-        model = await served_model(self._gateway, request.name, (await self._call(context)).caller)
+        model = await served_model(self._gateway, request.name, call.caller)
         tensor = kserve.ModelMetadataResponse.TensorMetadata
         return kserve.ModelMetadataResponse(
             name=model.name,
@@ -198,16 +226,17 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             outputs=[tensor(name=name, datatype=kind, shape=shape) for name, kind, shape in OUTPUTS],
         )
 
-    async def _infer(self, request: kserve.ModelInferRequest, context: Context) -> kserve.ModelInferResponse:
-        generation = await self.begin(request, await self._call(context), streams=False)
+    async def _infer(self, request: kserve.ModelInferRequest, call: Call) -> kserve.ModelInferResponse:
+        """Return the whole answer to one request."""
+        generation = await self.begin(request, call, streams=False)
         try:
             return await whole_answer(request, generation)
         finally:
             generation.close()
 
-    async def _stream(self, requests: AsyncIterator[kserve.ModelInferRequest], context: Context) -> None:
-        stream = _Stream(self, context, await self._call(context))
-        await stream.run(requests)
+    async def _stream(self, call: Call, context: Context) -> None:
+        """Answer in pieces, each with the id of its request; a request that fails ends alone."""
+        await _Stream(self, context, call).run()
 
     async def begin(self, request: kserve.ModelInferRequest, call: Call, streams: bool) -> Generation:
         """Return the request, checked and enqueued. Raise ApiError; the Generation must be closed."""
@@ -228,33 +257,62 @@ class GrpcFront(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         refusal = choose_adapter(model, spec)
         return await model.admission.begin(spec, call.caller, started, refusal=refusal)
 
-    async def _call(self, context: Context) -> Call:
+    def _call(self, context: Context) -> Call:
         """Raise ApiError(401)."""
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         caller = self._gateway.keyring.identify(metadata.get("authorization"), metadata.get("x-api-key"))
         return Call(caller, str(metadata.get("traceparent", ""))[:256])
 
-    async def _answered(self, method: str, context: Context, work: Awaitable[T]) -> T:
-        """Return the outcome of a call; answer an ApiError with a status and trailing metadata."""
+    async def _serve(self, serve: Callable[[Call, Context], Awaitable[None]], context: Context) -> None:
+        """Serve a call within the bound of its tenant. Raise ApiError."""
+        call = self._call(context)
+        tenant = call.caller.tenant
+        if call.caller.has_others and self._calls[tenant] >= TENANT_CALLS:
+            text = f"too many calls of one tenant at a time (limit {TENANT_CALLS}); {RETRY}"
+            raise ApiError(429, text, code="too_many_calls", retry_after_s=1)
+        self._calls[tenant] += 1
+        try:
+            await serve(call, context)
+        except DecodeError as error:
+            raise invalid(None, f"the message cannot be read: {error}; send one of kserve.proto") from error
+        finally:
+            self._calls[tenant] -= 1
+            if not self._calls[tenant]:
+                del self._calls[tenant]
+
+    async def _answer(
+        self,
+        method: str,
+        serve: Callable[[Call, Context], Awaitable[None]],
+        _requests: object,
+        context: Context,
+    ) -> None:
+        """Serve a call; answer an ApiError with a status and trailing metadata."""
         status = "cancelled"
         try:
-            result = await work
+            await self._serve(serve, context)
             status = "ok"
-            return result
         except ApiError as error:
             code = STATUS.get(error.status, grpc.StatusCode.INTERNAL)
             status = code.name.lower()
             details = {"code": error.code, "param": error.param, "retry-after": error.headers.get("Retry-After")}
             trailing = tuple((name, value) for name, value in details.items() if value and value.isascii())
             await context.abort(code, error.message, trailing)
-            raise
         except Exception:
             status = "internal"
             log.exception("%s failed", method)
             await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log of the gateway")
-            raise
         finally:
             self._gateway.metrics.answers.labels(f"grpc/{method}", status).inc()
+
+
+def _handler(serve: Callable[[Any, Context], Awaitable[None]], kind: type[Message]) -> grpc.RpcMethodHandler:
+    """Return the handler of a method. serve: gets the requests, of this kind, and the context."""
+    return grpc.stream_stream_rpc_method_handler(serve, kind.FromString, _written)
+
+
+def _written(message: Message) -> bytes:
+    return message.SerializeToString()
 
 
 class _Stream:
@@ -268,15 +326,19 @@ class _Stream:
         self._room = asyncio.Semaphore(MOST_OF_A_STREAM)
         self._writes: set[asyncio.Task[None]] = set()
 
-    async def run(self, requests: AsyncIterator[kserve.ModelInferRequest]) -> None:
+    async def run(self) -> None:
         """Serve until the client has sent all and read all. Raise ApiError when it does not read."""
         try:
             async with asyncio.TaskGroup() as group:
-                async for request in requests:
+                async for request in self._requests():
                     await self._room.acquire()
                     group.create_task(self._serve(request))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
+
+    async def _requests(self) -> AsyncIterator[kserve.ModelInferRequest]:
+        while isinstance(request := await self._context.read(), kserve.ModelInferRequest):
+            yield request
 
     async def _serve(self, request: kserve.ModelInferRequest) -> None:
         try:

@@ -184,6 +184,8 @@ async def whole(generation: Generation, fingerprint: str) -> dict[str, Any]:
         return pooled_answer(spec, generation.vectors)
     reasons = [choice.finish_reason or "stop" for choice in generation.choices]
     prompts = await generation.prompt_logprobs()
+    if generation.logprobs is not None:
+        await generation.logprobs.write()
     if spec.prompt_only:
         texts, ids = [""] * spec.choices, [[]] * spec.choices
         reasons = [reason if reason == "deadline" else "length" for reason in reasons]
@@ -256,9 +258,10 @@ def _echoed(
     columns = prompts.echoed(prompt)
     if output is None or spec.prompt_only:
         return columns
-    offset = len(spec.prompt_texts[prompt])
-    moved = output | {"text_offset": [offset + at for at in output["text_offset"]]}
-    return {name: column + moved[name] for name, column in columns.items()}
+    return {
+        name: orjson.Fragment(orjson.dumps(column)[:-1] + b"," + orjson.dumps(output[name])[1:])
+        for name, column in columns.items()
+    }
 
 
 def _message(text: str, calls: list[CallPiece], reasoning: str) -> dict[str, Any]:

@@ -2,15 +2,20 @@
 
 A log-probability is the log softmax of the model's logits before temperature, penalties, bias and masks. There is one
 entry for each token that counts, also where its text is held back, left out (special tokens) or cut off (stop strings).
+An entry with twenty others is 50 times as large as its record, and its JSON seven times; so JSON is made of a few
+tokens at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import orjson
 
 from services.gateway.request import GenerationSpec
 from services.gateway.text.detokenizer import TokenText
@@ -18,6 +23,8 @@ from shared.text.logprobs import TokenLogprobs, prompt_record_bytes, unpack_prom
 
 LEAST = -9999.0
 """The log-probability of an impossible token, as OpenAI sends it: JSON has no number for minus infinity."""
+AT_ONCE = 1024
+"""Log-probabilities of which JSON is made in one turn of the event loop, with those of the most likely tokens."""
 
 
 class Offsets(Protocol):
@@ -33,6 +40,8 @@ class _Held:
     first: int = 0
     tokens: list[int] = field(default_factory=list)
     records: bytearray = field(default_factory=bytearray)
+    written: int = 0  # so many of the tokens are in `columns`
+    columns: dict[str, list[bytes]] = field(default_factory=dict)  # JSON of items, without the brackets of the list
 
 
 class Logprobs:
@@ -58,18 +67,26 @@ class Logprobs:
             held.tokens += tokens
             held.records += records
 
+    async def write(self) -> None:
+        """Make the JSON of all choices to send, a few tokens in one turn of the event loop."""
+        for choice in self.kept():
+            held = self._held[choice]
+            while held.written < len(held.tokens):
+                self._write(choice, max(1, AT_ONCE // self._spec.sampling.logprobs))
+                await asyncio.sleep(0)
+
     def take(self, choice: int) -> dict[str, Any] | None:
         """Return `logprobs` of a choice, of the tokens since the last call; None when there are none, or the request
-        wants none.
+        wants none. Its lists are fragments of JSON.
         """
-        held, self._held[choice] = self._held[choice], _Held()
-        if not held.tokens:
+        if not self._held[choice].tokens:
             return None
-        found = unpack_records(bytes(held.records), self._spec.sampling.logprobs)
-        found = [_agreeing(one, token) for one, token in zip(found, held.tokens, strict=True)]
-        if self._spec.endpoint == "chat":
-            return {"content": self._content(held.tokens, found), "refusal": None}
-        return self._columns(choice, held, found)
+        self._write(choice, len(self._held[choice].tokens))
+        held, self._held[choice] = self._held[choice], _Held()
+        columns: dict[str, Any] = {
+            name: orjson.Fragment(b"[" + b",".join(parts) + b"]") for name, parts in held.columns.items()
+        }
+        return columns | {"refusal": None} if self._spec.endpoint == "chat" else columns
 
     def kept(self) -> list[int]:
         """Return the choices to send: of each prompt the `keep` with the highest log-probability per token."""
@@ -83,6 +100,25 @@ class Logprobs:
             chosen += sorted(every[first : first + spec.n], key=lambda choice: -means[choice])[: spec.keep]
         return chosen
 
+    def _write(self, choice: int, most: int) -> None:
+        """Make the JSON of the next tokens of a choice."""
+        held, size = self._held[choice], self._spec.record_bytes
+        begin, end = held.written, min(held.written + most, len(held.tokens))
+        if begin == end:
+            return
+        tokens = held.tokens[begin:end]
+        found = unpack_records(bytes(held.records[size * begin : size * end]), self._spec.sampling.logprobs)
+        found = [_agreeing(one, token) for one, token in zip(found, tokens, strict=True)]
+        if self._spec.endpoint == "chat":
+            made: dict[str, list[Any]] = {"content": self._content(tokens, found)}
+        else:
+            moved = len(self._spec.prompt_texts[choice // self._spec.n]) if self._spec.echo else 0
+            offsets = self._choices[choice].offsets[held.first + begin : held.first + end]
+            made = _columns(self._text, tokens, found, [moved + offset for offset in offsets])
+        for name, items in made.items():
+            held.columns.setdefault(name, []).append(orjson.dumps(items)[1:-1])
+        held.written = end
+
     def _content(self, tokens: list[int], found: list[TokenLogprobs]) -> list[dict[str, Any]]:
         return [
             self._entry(token, one.sampled) | {"top_logprobs": [self._entry(*best) for best in one.best]}
@@ -93,10 +129,6 @@ class Logprobs:
         """Return OpenAI's form of one token in a chat."""
         piece = self._text.piece(token)
         return {"token": piece.decode("utf-8", "replace"), "logprob": _number(logprob), "bytes": list(piece)}
-
-    def _columns(self, choice: int, held: _Held, found: list[TokenLogprobs]) -> dict[str, Any]:
-        offsets = self._choices[choice].offsets
-        return _columns(self._text, held.tokens, found, offsets[held.first : held.first + len(held.tokens)])
 
 
 class PromptLogprobs:

@@ -186,7 +186,8 @@ class ReasoningReader:
         self._state = state
         self._opening, self._closing = markers[:2]
         self._has_thought = state == THINKING
-        self._held = ""  # may be the beginning of a marker, or white space before one
+        self._blank: list[str] = []  # white space before what may be the opening marker
+        self._held = ""  # may be the beginning of a marker
 
     @property
     def is_over(self) -> bool:
@@ -202,12 +203,14 @@ class ReasoningReader:
         self._held = ""
         if self._state == UNDECIDED:
             begun = text.lstrip()
+            self._blank.append(text[: len(text) - len(begun)])
             if len(begun) < len(self._opening) and self._opening.startswith(begun):
-                self._held = text
+                self._held = begun
                 return "", ""
             self._has_thought = begun.startswith(self._opening)
             self._state = THINKING if self._has_thought else ""
-            text = begun.removeprefix(self._opening) if self._has_thought else text
+            text = begun.removeprefix(self._opening) if self._has_thought else "".join([*self._blank, begun])
+            self._blank = []
         if not self._state:
             return "", text
         thinking, marker, rest = text.partition(self._closing)
@@ -220,7 +223,7 @@ class ReasoningReader:
 
     def flush(self) -> tuple[str, str]:
         """Return the rest, at the end of the choice."""
-        held, self._held = self._held, ""
+        held, self._held, self._blank = "".join([*self._blank, self._held]), "", []
         return (held, "") if self._state == THINKING else ("", held)
 
 

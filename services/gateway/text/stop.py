@@ -7,7 +7,17 @@ back until that is decided.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+
+SHARED = 16
+"""Lists of stop strings of which the beginnings are kept for the next request with the same list."""
+
+
+@functools.lru_cache(maxsize=SHARED)
+def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
+    """Return all beginnings of stop strings: up to a megabyte, which all choices of a request share."""
+    return frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
 
 
 class StopMatcher:
@@ -18,7 +28,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._include = include
-        self._prefixes = frozenset(stop[:size] for stop in self._stops for size in range(1, len(stop)))
+        self._prefixes = _beginnings(self._stops)
         self._longest = max((len(stop) for stop in self._stops), default=1) - 1
         self._held = ""
         self.matched: str | None = None

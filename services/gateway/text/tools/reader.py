@@ -40,10 +40,10 @@ class CallObject:
         self.failed = False
         self._place = "open"  # what comes next: open, key, colon, value, comma
         self._key = ""
-        self._written = ""  # of the key or the value that is read
+        self._written: list[str] = []  # of the key or the name that is read; of another value the last character
         self._depth = 0  # in the value
         self._quoted = self._escaped = False
-        self._waiting = ""  # arguments that came before the name
+        self._waiting: list[str] = []  # arguments that came before the name
         self._has_arguments = False
         self._is_alone = bool(name)
         if name:
@@ -61,10 +61,10 @@ class CallObject:
         if self.ended and not self._has_arguments:
             gained.append("{}")
         if not self.name:
-            self._waiting += "".join(gained)
+            self._waiting.append("".join(gained))
             return used, ""
-        found, self._waiting = self._waiting + "".join(gained), ""
-        return used, found
+        found, self._waiting = [*self._waiting, *gained], []
+        return used, "".join(found)
 
     def _take(self, char: str, gained: list[str]) -> None:
         if self._place == "value":
@@ -76,9 +76,9 @@ class CallObject:
         elif self._place == "open" and char == "{":
             self._place = "key"
         elif self._place == "key" and char == '"':
-            self._quoted, self._written = True, char
+            self._quoted, self._written = True, [char]
         elif self._place == "colon" and char == ":":
-            self._place, self._written = "value", ""
+            self._place, self._written = "value", []
         elif self._place == "comma" and char == ",":
             self._place = "key"
         elif char == "}" and self._place in ("key", "comma"):
@@ -87,10 +87,10 @@ class CallObject:
             self.failed = True
 
     def _take_key(self, char: str) -> None:
-        self._written += char
+        self._written.append(char)
         if not self._ends_string(char):
             return
-        self._key = _string(self._written)
+        self._key = _string("".join(self._written))
         self._place = "colon"
 
     def _take_value(self, char: str, gained: list[str]) -> None:
@@ -101,7 +101,10 @@ class CallObject:
             self._end_value()  # of a number or a word
             self._take(char, gained)
             return
-        self._written = char if self._key in ARGUMENTS else self._written + char
+        if self._key == "name":
+            self._written.append(char)
+        else:
+            self._written = [char]
         if self._key in ARGUMENTS:
             self._has_arguments = True
             gained.append(char)
@@ -123,7 +126,7 @@ class CallObject:
         self.has_whole_arguments |= self._key in ARGUMENTS
         self.ended = self._is_alone
         if self._key == "name" and not self.name:
-            self.name = _string(self._written)
+            self.name = _string("".join(self._written))
             self.failed = not self.name
         self._place = "comma"
 
@@ -193,7 +196,7 @@ class Reader(ABC):
         self._owner = f"{request_id}:{choice}"
         self._held = ""  # not looked at yet
         self._raw = ""  # of what may be a call, while it may also be text
-        self._blank = ""  # white space at the end of the text: dropped where a call follows
+        self._blank: list[str] = []  # white space at the end of the text: dropped where a call follows
         self._said = False  # other text than white space came out
         self._behind_call = False  # and none since the last call
         self._out: list[str | CallPiece] = []
@@ -212,8 +215,9 @@ class Reader(ABC):
         """Return the rest, at the end of the choice."""
         self._finish()
         if not self.calls:
-            self._out.append(self._blank)
-        self._held = self._raw = self._blank = ""
+            self._out.append("".join(self._blank))
+        self._held = self._raw = ""
+        self._blank = []
         return self._take()
 
     @abstractmethod
@@ -236,7 +240,7 @@ class Reader(ABC):
         call_id = written_id or (digest[:9] if is_short else f"call_{digest[:24]}")
         self._out.append(CallPiece(self.calls, call_id, name, ""))
         self.calls += 1
-        self._raw = self._blank = ""
+        self._raw, self._blank = "", []
         self._behind_call = True
 
     def _argue(self, arguments: str) -> None:
@@ -257,13 +261,14 @@ class Reader(ABC):
 
     def _say(self, text: str) -> None:
         """Put out text, without the white space beside calls."""
-        text = text.lstrip() if self._behind_call else self._blank + text
+        text = text.lstrip() if self._behind_call else text
         kept = text.rstrip()
-        self._blank = text[len(kept) :]
-        if kept:
-            self._out.append(kept)
-            self._said = True
-            self._behind_call = False
+        blank = text[len(kept) :]
+        if not kept:
+            self._blank.append(blank)
+            return
+        self._out.append("".join(self._blank) + kept)
+        self._blank, self._said, self._behind_call = [blank], True, False
 
 
 class ToolReader(Reader):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import queue
 import signal
+import socket
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +19,19 @@ import pytest
 from deploy import certs
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
-from tests.integration.conftest import KEY, TEXT
+from services.gateway.errors import ApiError
+from services.gateway.gateway import Gateway
+from services.gateway.kserve import front
+from tests.integration.conftest import KEY, TEXT, add_key
 from tests.support.checkpoints.tokenizers import token_ids
-from tests.support.gateway_process import GatewayProcess, led_gateway
+from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
-from tests.support.waiting import free_port, until
+from tests.support.waiting import free_port, until, wait_until
 
 Request = kserve.ModelInferRequest
 METADATA = (("authorization", f"Bearer {KEY}"),)
+SERVICE = "inference.GRPCInferenceService"
 GRPC_PORT = free_port()
 GATEWAY = {"api_key": KEY, "grpc_port": GRPC_PORT}
 
@@ -152,6 +160,118 @@ def test_every_call_but_health_needs_a_key(
     assert stub.ServerLive(kserve.ServerLiveRequest()).live
     assert stub.ServerReady(kserve.ServerReadyRequest()).ready
     assert stub.ServerMetadata(kserve.ServerMetadataRequest()).name == "orcinus"
+
+
+def never(ended: threading.Event) -> Iterator[bytes]:
+    """Send nothing until the test ends."""
+    ended.wait(60)
+    yield from ()
+
+
+@pytest.fixture
+def ended() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("method", ["ServerLive", "ServerReady", "ServerMetadata"])
+def test_open_methods_answer_a_call_without_a_message(
+    gateway: GatewayProcess, ended: threading.Event, method: str
+) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
+        assert channel.stream_unary(f"/{SERVICE}/{method}")(never(ended), timeout=30) is not None
+
+
+@pytest.mark.parametrize("method", ["ModelReady", "ModelMetadata", "ModelInfer", "ModelStreamInfer"])
+def test_a_call_without_a_key_is_refused_before_its_message(
+    gateway: GatewayProcess, ended: threading.Event, method: str
+) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            channel.stream_unary(f"/{SERVICE}/{method}")(never(ended), timeout=30)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_message_that_is_none_of_the_protocol_is_refused(gateway: GatewayProcess) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
+        with pytest.raises(grpc.RpcError, match="the message cannot be read") as refused:
+            channel.unary_unary(f"/{SERVICE}/ModelInfer")(b"\xff", metadata=METADATA, timeout=30)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in gateway.log()
+
+
+def test_a_call_without_its_message_ends_after_a_time(
+    tmp_path: Path, model: Path, redis_server: RedisServer, ended: threading.Event
+) -> None:
+    port = free_port()
+    with (
+        running_gateway(tmp_path, model, redis_server, api_key=KEY, grpc_port=port, read_timeout_s=0.2),
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        with pytest.raises(grpc.RpcError, match=r"request incomplete after 0\.2 s") as late:
+            channel.stream_unary(f"/{SERVICE}/ModelInfer")(never(ended), metadata=METADATA, timeout=30)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_connections_beyond_the_bound_are_closed(tmp_path: Path, model: Path, redis_server: RedisServer) -> None:
+    port, bounds = free_port(), {"max_connections": 4, "read_timeout_s": 600}
+    with running_gateway(tmp_path, model, redis_server, grpc_port=port, **bounds), contextlib.ExitStack() as opened:
+        connections = [opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(12)]
+        until("a connection beyond the bound is closed", lambda: any(map(is_closed, connections)))
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Return whether the server has closed a connection on which it may have written its settings."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(4096) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+async def test_one_tenant_leaves_calls_to_the_others(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "TENANT_CALLS", 2)
+    keys = local_gateway.settings.keys
+    alice, bob = (add_key(redis_server, keys, tenant) for tenant in ("alice", "bob"))
+
+    def is_known(key: str) -> bool:
+        with contextlib.suppress(ApiError):
+            return local_gateway.keyring.identify(f"Bearer {key}").has_others
+        return False
+
+    await wait_until(lambda: is_known(alice) and is_known(bob))
+    local_gateway.settings.grpc_port = port = free_port()
+    serving = front.GrpcFront(local_gateway)
+    await serving.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = GRPCInferenceServiceStub(channel)
+
+            def ready(key: str) -> Any:
+                asked = kserve.ModelReadyRequest(name=local_gateway.settings.served_model_name)
+                return stub.ModelReady(asked, metadata=(("x-api-key", key),), timeout=30)
+
+            idle = [stub.ModelStreamInfer(metadata=(("x-api-key", alice),)) for _ in range(2)]
+            await asyncio.gather(*(call.wait_for_connection() for call in idle))
+            with pytest.raises(grpc.aio.AioRpcError, match="too many calls of one tenant") as refused:
+                async with asyncio.timeout(30):
+                    while True:  # until the idle calls have come
+                        await ready(alice)
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await ready(bob)
+            idle[0].cancel()
+            async with asyncio.timeout(30):
+                while True:
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await ready(alice)
+                        break
+    finally:
+        await serving.stop(0)
 
 
 def test_metadata_names_the_tensors_of_the_model(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protos import queue_pb2
 from services.gateway.delivery import stream as stream_module
-from services.gateway.delivery.stream import ChoiceText, Generation, Offer, RequestStream, Row
+from services.gateway.delivery.stream import AT_ONCE, ChoiceText, Generation, Offer, RequestStream, Row
 from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError, handed_over, taken_over
 from services.gateway.openai.answers import EventWriter
 from tests.support.generations import Recorded, generation, model, spec
@@ -39,6 +41,42 @@ def test_stop_string_in_the_last_row_is_sent_unless_stopped(finish: int, told: b
     deltas = asyncio.run(running.next())
     assert [(delta.text, delta.finish_reason) for delta in deltas] == [("a ", "stop")]
     assert commands.stops == ([(0, len(tokens))] if told else [])
+
+
+@pytest.mark.parametrize("logprobs", [None, 20])
+def test_a_long_answer_is_taken_in_parts_between_turns_of_the_loop(logprobs: int | None) -> None:
+    wanted = 0 if logprobs is None else logprobs + 1
+    request = spec(n=2, logprobs=logprobs, sampling=queue_pb2.Sampling(logprobs=wanted), stop_ids=[])
+    tokens, size = [2 + at % 300 for at in range(3 * AT_ONCE + 7)], request.record_bytes
+    records = np.arange(len(tokens) * size // 4, dtype="<i4").tobytes()
+
+    async def read() -> tuple[list[list[Row]], int]:
+        stream = RequestStream(request.id, 2, record_bytes=size)
+        for choice in range(2):
+            stream.offer(Row(choice, tokens, 2, logprobs=records), 0)
+        taken: list[list[Row]] = []
+        turns = 0
+
+        async def take() -> None:
+            while sum(row.finish != 0 for rows in taken for row in rows) < 2:
+                taken.append(await stream.take())
+
+        working = asyncio.create_task(take())
+        while not working.done():
+            turns += 1
+            await asyncio.sleep(0)
+        await working
+        return taken, turns
+
+    taken, turns = asyncio.run(read())
+    most = AT_ONCE // (21 if logprobs else 1)
+    assert all(sum(len(row.tokens) for row in rows) <= most for rows in taken)
+    assert turns >= len(taken) > 2 * len(tokens) // most
+    for choice in range(2):
+        parts = [row for rows in taken for row in rows if row.choice == choice]
+        assert [token for row in parts for token in row.tokens] == tokens
+        assert b"".join(row.logprobs for row in parts) == records
+        assert [row.finish for row in parts] == [0] * (len(parts) - 1) + [2]
 
 
 def test_finished_request_is_closed_once_without_a_cancel() -> None:

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from protos import queue_pb2
 from services.gateway.delivery.stream import RequestStream, Row, rows_of
 from services.gateway.errors import ApiError
-from services.gateway.openai.answers import answer
+from services.gateway.openai.answers import answer, whole
 from services.gateway.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -23,6 +24,7 @@ from services.gateway.openai.bodies import (
     requested_logprobs,
 )
 from services.gateway.request import GenerationSpec
+from services.gateway.text.logprobs import AT_ONCE as LOGPROBS_AT_ONCE
 from shared.columns import pack
 from shared.text.logprobs import MOST, TokenLogprobs, pack_record, record_bytes, split_records, unpack_records
 from tests.support.generations import CUTS, generation, model, rows, spec, stored, streamed
@@ -173,6 +175,29 @@ def test_sampled_token_stands_beside_the_best_and_infinity_is_finite() -> None:
     ]
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_whole_answer_is_made_of_a_few_logprobs_a_turn(endpoint: str) -> None:
+    request = asking(MOST, endpoint=endpoint, stream=False, n=2)
+    tokens = [2 + at % 300 for at in range(3 * LOGPROBS_AT_ONCE // (MOST + 1) + 5)]
+
+    async def read() -> tuple[dict[str, Any], int]:
+        running, stream, _ = generation(request)
+        for choice in range(2):
+            stream.offer(row(request, 0, tokens, 2, choice), 0)
+        working = asyncio.create_task(whole(running, "fp"))
+        turns = 0
+        while not working.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return orjson.loads(orjson.dumps(working.result())), turns
+
+    body, turns = asyncio.run(read())
+    for choice in body["choices"]:
+        told = entries([choice])
+        assert told == entries(choices_of(request, [[token] for token in tokens])[0])
+    assert turns >= 2 * len(tokens) * (MOST + 1) // LOGPROBS_AT_ONCE
+
+
 def test_best_of_returns_highest_means_and_counts_all_tokens() -> None:
     request = asking(None, n=4, keep=2, prompts=[[50], [51]], return_token_ids=True)
     outputs = [[9], [9, 8], [9, 8, 7], [9], [9, 8, 7, 6], [8], [7, 7], [6, 6, 6]]
@@ -264,4 +289,6 @@ def finished(
 
     deltas = sorted(asyncio.run(running.next(0)), key=lambda delta: delta.choice)
     texts, reasons = [delta.text for delta in deltas], ["length"] * len(outputs)
-    return answer(request, "fp", texts, outputs, reasons, running.usage, running.logprobs)
+    made_of = answer(request, "fp", texts, outputs, reasons, running.usage, running.logprobs)
+    body: dict[str, Any] = orjson.loads(orjson.dumps(made_of))
+    return body

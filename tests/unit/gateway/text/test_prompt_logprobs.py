@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from protos import queue_pb2
@@ -43,7 +44,8 @@ def answered(request: GenerationSpec, records: list[bytes] | None = None, finish
     commands.records = records or [record(prompt, request.prompt_wanted) for prompt in request.prompts]
     for choice in range(request.choices):
         stream.offer(Row(choice, [50], finish, logprobs=bytes(request.record_bytes)), 0)
-    return asyncio.run(whole(running, "fp"))
+    body: dict[str, Any] = orjson.loads(orjson.dumps(asyncio.run(whole(running, "fp"))))
+    return body
 
 
 def test_records_come_back_as_they_were_packed() -> None:

@@ -32,7 +32,7 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.formats import OPENINGS
 from tests.support import sse
 from tests.support.checkpoints.tokenizers import byte_level, write_model
-from tests.support.generations import CUTS, generation, in_rows, model, rows, spec, stored, streamed
+from tests.support.generations import CUTS, bytes_of_one_more, generation, in_rows, model, rows, spec, stored, streamed
 
 QWEN = (
     "{%- for message in messages %}{%- set content = message.content %}"
@@ -769,3 +769,8 @@ def test_stream_of_a_command_model_goes_on_at_another_gateway(command: Path) -> 
     events = check_goes_on(asked, [*said[:3], *said[4:]], text, ModelText(command, reasoning_parser="think"))
     assert delta_text(events, "reasoning_content") == text.text.decode([50, 51])
     assert delta_text(events, "content") == "so"
+
+
+@pytest.mark.parametrize("family", ["think", "cohere"])
+def test_spaces_before_thinking_are_not_copied_with_each_token(family: str) -> None:
+    assert bytes_of_one_more(reader_of(UNDECIDED, MARKERS[family]).feed, "\n" * 1024) < 64 << 10

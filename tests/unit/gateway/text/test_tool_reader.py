@@ -9,7 +9,8 @@ import pytest
 
 from services.gateway.request import ToolUse
 from services.gateway.text.tools.blocks import reader_of
-from tests.support.generations import read_calls
+from services.gateway.text.tools.reader import CallObject
+from tests.support.generations import bytes_of_one_more, read_calls
 
 NAMES = ("get_weather", "add")
 A = '{"city": "Köln", "days": [1, {"x": "}\\"]"}]}'
@@ -253,3 +254,12 @@ def test_hostile_block_takes_work_in_proportion_to_its_size(kind: str, text: str
     content, calls = read([text], kind)
     assert content == text or [name for name, _ in calls] == ["add"]
     assert read([text[at : at + 32] for at in range(0, len(text), 32)], kind) == (content, calls)
+
+
+def test_text_that_is_held_back_is_not_copied_with_each_token() -> None:
+    spaces = reader_of(ToolUse("hermes", NAMES, True), "r", 0)
+    assert bytes_of_one_more(spaces.feed, " " * 1024) < 64 << 10
+    for begun in ('{"x": "', '{"arguments": {"x": "'):
+        call = CallObject()
+        call.feed(begun)
+        assert bytes_of_one_more(call.feed, "y" * 1024) < 64 << 10
