@@ -19,15 +19,16 @@ import pytest
 from deploy import certs
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
-from services.gateway.errors import ApiError
-from services.gateway.gateway import Gateway
 from services.gateway.kserve import front
+from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, TEXT, add_key
+from tests.integration.gateway.conftest import in_process
+from tests.support import generations
 from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
-from tests.support.waiting import free_port, until, wait_until
+from tests.support.waiting import free_port, until
 
 Request = kserve.ModelInferRequest
 METADATA = (("authorization", f"Bearer {KEY}"),)
@@ -232,46 +233,39 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-async def test_one_tenant_leaves_calls_to_the_others(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_tenant_leaves_calls_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "TENANT_CALLS", 2)
-    keys = local_gateway.settings.keys
-    alice, bob = (add_key(redis_server, keys, tenant) for tenant in ("alice", "bob"))
+    port = free_port()
+    async with contextlib.AsyncExitStack() as running:
+        redis = running.enter_context(RedisServer(tmp_path / "redis"))  # of its own: its keys bind all its gateways
+        settings = GatewaySettings(model=tmp_path / "m", redis_url=redis.url, grpc_port=port)
+        ScriptedScheduler(redis.client, settings.keys).lead()
+        alice, bob = (add_key(redis, settings.keys, tenant) for tenant in ("alice", "bob"))
+        gateway = await running.enter_async_context(in_process(settings, generations.model()))
+        serving = front.GrpcFront(gateway)
+        running.push_async_callback(serving.stop, 0)
+        await serving.start()
+        channel = await running.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+        stub = GRPCInferenceServiceStub(channel)
 
-    def is_known(key: str) -> bool:
-        with contextlib.suppress(ApiError):
-            return local_gateway.keyring.identify(f"Bearer {key}").has_others
-        return False
+        def ready(key: str) -> Any:
+            asked = kserve.ModelReadyRequest(name=settings.served_model_name)
+            return stub.ModelReady(asked, metadata=(("x-api-key", key),), timeout=30)
 
-    await wait_until(lambda: is_known(alice) and is_known(bob))
-    local_gateway.settings.grpc_port = port = free_port()
-    serving = front.GrpcFront(local_gateway)
-    await serving.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = GRPCInferenceServiceStub(channel)
-
-            def ready(key: str) -> Any:
-                asked = kserve.ModelReadyRequest(name=local_gateway.settings.served_model_name)
-                return stub.ModelReady(asked, metadata=(("x-api-key", key),), timeout=30)
-
-            idle = [stub.ModelStreamInfer(metadata=(("x-api-key", alice),)) for _ in range(2)]
-            await asyncio.gather(*(call.wait_for_connection() for call in idle))
-            with pytest.raises(grpc.aio.AioRpcError, match="too many calls of one tenant") as refused:
-                async with asyncio.timeout(30):
-                    while True:  # until the idle calls have come
-                        await ready(alice)
-            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            await ready(bob)
-            idle[0].cancel()
+        idle = [stub.ModelStreamInfer(metadata=(("x-api-key", alice),)) for _ in range(2)]
+        await asyncio.gather(*(call.wait_for_connection() for call in idle))
+        with pytest.raises(grpc.aio.AioRpcError, match="too many calls of one tenant") as refused:
             async with asyncio.timeout(30):
-                while True:
-                    with contextlib.suppress(grpc.aio.AioRpcError):
-                        await ready(alice)
-                        break
-    finally:
-        await serving.stop(0)
+                while True:  # until the idle calls have come
+                    await ready(alice)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await ready(bob)
+        idle[0].cancel()
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await ready(alice)
+                    break
 
 
 def test_metadata_names_the_tensors_of_the_model(
