@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -231,13 +232,22 @@ class LowRankShape:
         return max(self.reads) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class Up:
+    """An up matrix of an adapter: these outputs of the weight, from these of all ranks."""
+
+    matrix: Any  # from pack_linear
+    outputs: range
+    ranks: range
+
+
 class LowRankPairs:
     """What adapters add to x @ weight.T of a weight: up(down(x)), by the adapter's number (LoRA, arXiv 2106.09685)."""
 
     def __init__(self, ops: AnyOps, shape: LowRankShape) -> None:
         self.shape = shape
         self.by_number: dict[int, tuple[Any, Any]] = {}
-        """All down matrices as one, and up, in which each part reads its own ranks; both from pack_linear."""
+        """All down matrices as one, from pack_linear, and the up matrices, each an Up."""
         self._ops = ops
 
     def reserve(self, adapters: int, rank: int, rows: int) -> None:
@@ -251,17 +261,19 @@ class LowRankPairs:
         ups: [outputs, rank] in float32, by the number of the part.
         """
         ends = np.cumsum([down.shape[0] for down in downs.values()]).tolist()
-        ranks = {at: slice(end - down.shape[0], end) for (at, down), end in zip(downs.items(), ends, strict=True)}
-        up, first = torch.zeros(sum(self.shape.outputs), ends[-1]), 0
-        for part, (outputs, reads) in enumerate(zip(self.shape.outputs, self.shape.reads, strict=True)):
+        ranks = {at: range(end - down.shape[0], end) for (at, down), end in zip(downs.items(), ends, strict=True)}
+        down = self._ops.pack_linear(downs.values(), ends[-1], self.shape.inputs, None)
+        made: list[Up] = []
+        first = 0
+        for reads, parts in groupby(range(len(self.shape.reads)), self.shape.reads.__getitem__):
+            these = list(parts)
+            outputs = range(first, first + sum(self.shape.outputs[part] for part in these))
+            first = outputs.stop
             if reads in ranks:
-                up[first : first + outputs, ranks[reads]] = ups[part]
-            first += outputs
-        down = torch.cat(list(downs.values())).contiguous()
-        self.by_number[number] = (
-            self._ops.pack_linear([down], down.shape[0], down.shape[1], None),
-            self._ops.pack_linear([up], up.shape[0], up.shape[1], None),
-        )
+                rows = (ups[part].contiguous() for part in these)
+                matrix = self._ops.pack_linear(rows, len(outputs), len(ranks[reads]), None)
+                made.append(Up(matrix, outputs, ranks[reads]))
+        self.by_number[number] = (down, made)
 
     def remove(self, number: int) -> None:
         self.by_number.pop(number, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.engine.adapters import CASES as ADAPTED
+from bench.engine.adapters import beside, stored
 from bench.engine.cases import CASES, Case, TorchMatrices, measure
 from bench.engine.floor import Floor, machine_floor
 from bench.kernels.backends import opened
@@ -54,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=_cases, default=CASES, help="some of " + ",".join(c.name for c in CASES))
     parser.add_argument("--steps", type=int, default=60, help="iterations of a case; the median is given")
     parser.add_argument("--profile", action="store_true", help="where an iteration's time goes, operation by operation")
+    parser.add_argument(
+        "--adapters", type=_counts, default=(), help="LoRA adapters beside none instead of the cases, such as 1,8"
+    )
     parser.add_argument("--note", default="", help="kept in the JSON: what else the machine was doing")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     given = sys.argv[1:] if argv is None else list(argv)
@@ -79,6 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return _measured(options, Path(folder))
+
+
+def _measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Return what was measured. folder: for adapters."""
+    cases = ADAPTED if options.adapters else options.cases
     settings = WorkerSettings(
         model=options.model,
         device="cuda" if options.kernels == "cuda" else "cpu",
@@ -89,8 +102,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         deterministic=options.deterministic,
         load_format=options.load_format,
         threads=options.threads,
-        max_seqs=max(case.sequences for case in options.cases),
-        max_step_tokens=max(case.step_tokens for case in options.cases),
+        max_seqs=max(case.sequences for case in cases),
+        max_step_tokens=max(case.step_tokens for case in cases),
+        **({"adapter_dir": folder, "max_loras": max(options.adapters)} if options.adapters else {}),
     )
     config = load_config(options.model)
     if config.mixture is not None:
@@ -100,11 +114,19 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         )
     on_device = _device(options.kernels) if options.kernels in ON_A_DEVICE else None  # before memory is taken
     _say(f"loading {settings.served_model_name}")
-    fitting = [case for case in options.cases if case.fits(config.context, options.steps)]
+    fitting = [case for case in cases if case.fits(config.context, options.steps)]
     # The pool of a worker may be smaller: a service lets sequences wait, a case does not.
     blocks = max((case.sequences * case.blocks(settings.block_size, options.steps) for case in fitting), default=0)
     engine = Engine(settings.model_copy(update={"kv_blocks": max(blocks, -(-config.context // settings.block_size))}))
     engine.warm_up()
+    about = {"model": _about(engine, options)}
+    if options.adapters:
+        digests = stored(folder, engine.config, max(options.adapters))
+        rows = []
+        for case in cases:
+            _say(case.name)
+            rows.append(beside(engine, case, options.steps, digests, options.adapters))
+        return about | {"threads": torch.get_num_threads(), "results": rows}
     if on_device is None:
         _say("measuring the machine")
     floor, clock = on_device or (machine_floor(), None)
@@ -116,14 +138,14 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             continue
         _say(case.name)
         results.append(measure(engine, case, options.steps, floor, torch_alone, options.profile))
+    return about | {"floor": floor.as_dict(), "results": results}
+
+
+def _about(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
     info = engine.info()
-    return {
-        "model": {"name": info.model, "layers": info.layers, "dtype": info.dtype, "backend": info.backend}
-        | {"numerics": info.numerics, "quantize": options.quantize, "deterministic": options.deterministic}
-        | {"kv_dtype": options.kv_dtype, "block_bytes": info.block_bytes},
-        "floor": floor.as_dict(),
-        "results": results,
-    }
+    found = {"name": info.model, "layers": info.layers, "dtype": info.dtype, "backend": info.backend}
+    found |= {"numerics": info.numerics, "quantize": options.quantize, "deterministic": options.deterministic}
+    return found | {"kv_dtype": options.kv_dtype, "block_bytes": info.block_bytes}
 
 
 def _device(kernels: str) -> tuple[Floor, Clock]:
@@ -144,6 +166,16 @@ def _cases(text: str) -> tuple[Case, ...]:
     return tuple(known[name] for name in text.split(","))
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(map(int, text.split(",")))
+    except ValueError:
+        counts = ()
+    if not counts or not all(1 <= count <= 64 for count in counts):
+        raise argparse.ArgumentTypeError(f"numbers from 1 to 64, such as 1,8, not {text[:40]!r}")
+    return counts
+
+
 def _say(text: str) -> None:
     print(f"{text} ...", file=sys.stderr)
 
@@ -152,6 +184,8 @@ def show(found: dict[str, Any]) -> None:
     """Print iterations beside their floors and, where it was measured, where their time goes."""
     console = Console()
     console.width = max(console.width, WIDTH)
+    if "floor" not in found:
+        return _show_adapters(found, console)
     model, floor = found["model"], found["floor"]
     weights = "" if model["quantize"] == "none" else f", {model['quantize']} weights"
     weights += "" if model["kv_dtype"] == "auto" else f", {model['kv_dtype']} KV"
@@ -189,6 +223,19 @@ def show(found: dict[str, Any]) -> None:
         spent = row["profile_us"]
         outside = 1000 * row["total_ms"] - sum(spent.values())
         table.add_row(row["case"], *(f"{spent.get(name, 0.0):.0f}" for name in names), f"{outside:.0f}")
+    console.print(table)
+
+
+def _show_adapters(found: dict[str, Any], console: Console) -> None:
+    model = found["model"]
+    console.print(f"{model['name']}, {model['layers']} layers, {model['numerics']}, {found['threads']} threads")
+    table = Table()
+    for name in ("iteration", "adapters", "ms without", "times", "CPU time, times", "bytes, times"):
+        table.add_column(name, justify="left" if name == "iteration" else "right", no_wrap=True)
+    for row in found["results"]:
+        for one in row["adapters"]:
+            ratios = (f"{one[name]:.2f}" for name in ("forward_ratio", "cpu_ratio", "bytes_ratio"))
+            table.add_row(row["case"], str(one["adapters"]), f"{row['forward_ms']:.2f}", *ratios)
     console.print(table)
 
 

@@ -6,7 +6,6 @@ The model and the adapters have made-up numbers. The sequences of a step have th
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -15,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from bench.engine.adapters import RANK, added_work, stored
 from bench.engine.cases import Case, work
 from bench.gpu.context import Context
 from bench.gpu.engine import config_of, started, timed
@@ -30,11 +29,8 @@ from bench.kernels.shapes import BLOCK_SIZE, LLAMA_8B, TINY, Model
 from kernels.cuda.device import launch
 from kernels.cuda.operations.adapters import CudaLowRankPairs, CudaRowsByAdapter
 from kernels.ops import CacheShape, LowRankShape
-from services.worker.adapters.peft import PREFIX, linear_layers
-from services.worker.models.config import DecoderConfig
-from shared.models.adapters import CONFIG, STORE, WEIGHTS, digest_of
 
-COUNTS, RANK = (0, 1, 8), 16
+COUNTS = (0, 1, 8)
 STEPS = 30
 CASES = (
     Case("decode-64", 64, 1024),
@@ -71,42 +67,9 @@ def steps(context: Context) -> Iterator[tuple[str, Any]]:
             read_bytes, operations = work(engine, case, count)
             for adapters in COUNTS if case.sequences > 1 else COUNTS[:2]:
                 row = timed(engine, case, count, 1, digests[:adapters])
-                more_bytes, more = added_work(engine.config, case, adapters)
+                more_bytes, more = added_work(engine.config, case, adapters, engine.dtype.itemsize)
                 floor_us = peaks.floor_us(read_bytes + more_bytes, operations + more, engine.dtype)
                 yield "steps", [row | {"adapters": adapters, "floor_us": floor_us, "adapter_bytes": more_bytes}]
-
-
-def stored(folder: Path, config: DecoderConfig, count: int) -> list[bytes]:
-    """Write adapters beside all linear layers to the store of a folder; return their digests.
-
-    They differ in their scale alone, so all have one file of numbers.
-    """
-    generator = torch.Generator().manual_seed(20261128)
-    tensors = {}
-    for name, (outputs, inputs) in linear_layers(config).items():
-        for part, shape in (("lora_A", (RANK, inputs)), ("lora_B", (outputs, RANK))):
-            drawn = torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.1 * shape[1] ** -0.5, generator=generator)
-            tensors[f"{PREFIX}{name}.{part}.weight"] = drawn
-    made = folder / STORE / "made"
-    made.mkdir(parents=True)
-    save_file(tensors, made / WEIGHTS)
-    digests = []
-    for number in range(1, count + 1):
-        (made / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": RANK * number}))
-        digests.append(digest_of(made))
-        place = folder / STORE / digests[-1].hex()
-        place.mkdir()
-        os.link(made / WEIGHTS, place / WEIGHTS)
-        (made / CONFIG).rename(place / CONFIG)
-    return digests
-
-
-def added_work(config: DecoderConfig, case: Case, adapters: int) -> tuple[float, float]:
-    """Return the bytes of the adapters of a step, each read once, and the operations of its rows."""
-    sizes = linear_layers(config).values()
-    used, rows = min(adapters, case.sequences), case.decodes + case.prefill * case.prompts
-    operations = 2.0 * RANK * rows * sum(outputs + inputs for outputs, inputs in sizes)
-    return used * RANK * sum(4.0 * outputs + 2.0 * inputs for outputs, inputs in sizes), operations if adapters else 0.0
 
 
 def kernels(context: Context) -> Iterator[tuple[str, Any]]:

@@ -37,6 +37,7 @@ from kernels.cpu.commands import (
     LinearArgs,
     LowRankArgs,
     LowRankPair,
+    LowRankUp,
     NormArgs,
     RopeArgs,
     RouteArgs,
@@ -126,6 +127,7 @@ class CpuLowRankPairs(LowRankPairs):
     def __init__(self, ops: CpuOps, shape: LowRankShape) -> None:
         super().__init__(ops, shape)
         self.struct = commands.LowRankPairs()
+        self._ups: list[ctypes.Array[LowRankUp]] = []  # that the struct points at
 
     def set(self, number: int, downs: Mapping[int, Tensor], ups: Mapping[int, Tensor]) -> None:
         super().set(number, downs, ups)
@@ -137,11 +139,24 @@ class CpuLowRankPairs(LowRankPairs):
 
     def _show(self) -> None:
         count = max(self.by_number, default=0) + 1
-        self.struct.pairs, self.struct.count = (LowRankPair * count)(), count
-        for number, (down, up) in self.by_number.items():
-            self.struct.pairs[number] = LowRankPair(
-                down.memory.data_ptr(), up.memory.data_ptr(), down.outputs, down.weight_format, up.weight_format
+        pairs, self._ups = (LowRankPair * count)(), []
+        for number, (down, ups) in self.by_number.items():
+            parts = [
+                LowRankUp(
+                    weight=up.matrix.memory.data_ptr(),
+                    first_output=up.outputs.start,
+                    outputs=len(up.outputs),
+                    first_rank=up.ranks.start,
+                    rank=len(up.ranks),
+                    weight_format=up.matrix.weight_format,
+                )
+                for up in ups
+            ]
+            self._ups.append((LowRankUp * len(parts))(*parts))
+            pairs[number] = LowRankPair(
+                down.memory.data_ptr(), self._ups[-1], len(parts), down.outputs, down.weight_format
             )
+        self.struct.pairs, self.struct.count = pairs, count
 
 
 @dataclass(frozen=True, slots=True)

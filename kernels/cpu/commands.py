@@ -227,13 +227,24 @@ class CombineArgs(Structure):
     )
 
 
+class LowRankUp(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("first_output", c_int32),
+        ("outputs", c_int32),
+        ("first_rank", c_int32),
+        ("rank", c_int32),
+        ("weight_format", c_int64),
+    )
+
+
 class LowRankPair(Structure):
     _fields_ = (
         ("down", c_void_p),
-        ("up", c_void_p),
+        ("ups", POINTER(LowRankUp)),
+        ("count", c_int32),
         ("rank", c_int32),
-        ("down_format", c_int32),
-        ("up_format", c_int32),
+        ("down_format", c_int64),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch  # noqa: F401 - loads the OpenMP runtime that the library then shares
 
 from kernels.cpu.build import BuildError, find_library
-from kernels.cpu.commands import ARGS, Command, LowRankPair, Pool, Step
+from kernels.cpu.commands import ARGS, Command, LowRankPair, LowRankUp, Pool, Step
 
 
 class Library:
@@ -31,6 +31,7 @@ class Library:
             (100, "Step", Step),
             (101, "Pool", Pool),
             (102, "LowRankPair", LowRankPair),
+            (103, "LowRankUp", LowRankUp),
             *((op, args.__name__, args) for args, (op, _) in ARGS.items()),
         ):
             size = lib.orcinus_size(c_int32(number))

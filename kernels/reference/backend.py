@@ -134,10 +134,14 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
     def add_low_rank(self, x: Tensor, out: Tensor, pairs: LowRankPairs, rows: RowsByAdapter) -> None:
         for number, *ends in zip(rows.adapters.tolist(), rows.starts[:-1], rows.starts[1:], strict=True):
             if number in pairs.by_number:
-                down, up = pairs.by_number[number]
+                down, ups = pairs.by_number[number]
                 these = torch.from_numpy(rows.order[slice(*ends)]).to(self.device)
-                added = self.logits(self.logits(x[these], down), up)
-                out[these] = (out[these].float() + added).to(out.dtype)
+                inner, whole = self.logits(x[these], down), out[these]
+                for up in ups:
+                    part = whole[:, up.outputs.start : up.outputs.stop]
+                    added = self.logits(inner[:, up.ranks.start : up.ranks.stop], up.matrix)
+                    part.copy_(part.float() + added)
+                out[these] = whole
 
     def select(self, x: Tensor, prepared: ReferencePrepared) -> Tensor:
         return x.index_select(0, prepared.sample_rows)

@@ -144,6 +144,7 @@ constexpr int64_t unpacked_bytes() {
 struct Places {
   const int32_t* from = nullptr;      // those of x that are multiplied
   const int32_t* added_to = nullptr;  // those of out that the products are added to, without bias and scales
+  int64_t stride = 0;                 // numbers from a row of x to the next; 0: as many as there are inputs
 };
 
 template <class W>
@@ -154,7 +155,7 @@ class Linear {
   Linear(const LinearArgs& args, int64_t rows, const Places& places, Team& team)
       : args_(args), rows_(rows), places_(places), team_(team), packed_(args.outputs, args.inputs) {
     tiles_ = ceil_div(rows, TILE_ROWS);
-    stride_ = args.inputs;
+    x_stride_ = stride_ = places.stride ? places.stride : args.inputs;
     int64_t most = W::TILED ? TILED_BLOCK : BLOCK_TILES;
     const int32_t read_as = sizeof(Input) == 4 ? F32 : BF16;
     // Rows a multiple of 4096 bytes apart fall on each other in the first cache.
@@ -199,7 +200,7 @@ class Linear {
     end_tile_ = cut(tiles_, blocks_, block + 1);
     begin_ = first_row(first_tile_);
     end_ = first_row(end_tile_);
-    const int64_t row_bytes = args_.inputs * int64_t(args_.dtype == F32 ? 4 : 2);
+    const int64_t row_bytes = x_stride_ * int64_t(args_.dtype == F32 ? 4 : 2);
     const char* source = static_cast<const char*>(args_.x);
     x_ = reinterpret_cast<const Input*>(source + begin_ * row_bytes);
     if (!copied_) return;
@@ -368,7 +369,8 @@ class Linear {
   const Places places_;
   Team& team_;
   const Packed<W> packed_;
-  int64_t tiles_, blocks_, block_rows_, stride_;
+  int64_t tiles_, blocks_, block_rows_;
+  int64_t x_stride_, stride_;  // of rows of x, and as they are multiplied
   bool copied_;
   Input* copy_;
   float* sums_;
@@ -529,6 +531,7 @@ void run_experts(const ExpertsArgs& a, Team& team) {
 
 void run_low_rank(const LowRankArgs& a, Team& team) {
   thread_local std::vector<float> inner;
+  const int64_t item_bytes = a.dtype == F32 ? 4 : 2;
   const int64_t share = ceil_div(a.adapters->starts[a.adapters->count], 2 * team.threads());
   const int64_t most = std::clamp(share, LOW_RANK_ROWS[0], LOW_RANK_ROWS[1]);
   int64_t piece = team.next(), passed = 0;
@@ -543,11 +546,14 @@ void run_low_rank(const LowRankArgs& a, Team& team) {
       const int32_t* order = a.adapters->order + first + begin;
       inner.resize(most * pair.rank);
       const LinearArgs down{a.x, pair.down, nullptr, inner.data(), a.inputs, pair.rank, pair.rank,
-                            a.dtype, pair.down_format, F32};
+                            a.dtype, int32_t(pair.down_format), F32};
       multiply_alone(down, count, {order});
-      const LinearArgs up{inner.data(), pair.up, nullptr, a.out, pair.rank, a.outputs, a.outputs,
-                          F32, pair.up_format, a.dtype};
-      multiply_alone(up, count, {nullptr, order});
+      for (const LowRankUp* u = pair.ups; u < pair.ups + pair.count; u++) {
+        const LinearArgs up{inner.data() + u->first_rank, u->weight, nullptr,
+                            static_cast<char*>(a.out) + u->first_output * item_bytes, u->rank, u->outputs, a.outputs,
+                            F32, int32_t(u->weight_format), a.dtype};
+        multiply_alone(up, count, {nullptr, order, pair.rank});
+      }
     }
     passed += pieces;
   }

@@ -222,13 +222,21 @@ struct CombineArgs {
   int32_t top_k, size, dtype;
 };
 
-// An adapter's two matrices beside a weight.
+// A matrix up of an adapter, for some of the outputs of a weight.
+struct LowRankUp {
+  const void* weight;  // [outputs, rank], packed
+  int32_t first_output, outputs;
+  int32_t first_rank, rank;  // those of the pair that it reads
+  int64_t weight_format;     // its place in formats.h
+};
+
+// An adapter's matrices beside a weight.
 struct LowRankPair {
-  const void* down;     // [rank, inputs], packed
-  const void* up;       // [outputs, rank], packed
-  int32_t rank;         // 0: this adapter leaves the weight as it is
-  int32_t down_format;  // places in formats.h
-  int32_t up_format;
+  const void* down;  // [rank, inputs], packed: all matrices down as one
+  const LowRankUp* ups;
+  int32_t count;  // of ups
+  int32_t rank;   // 0: this adapter leaves the weight as it is
+  int64_t down_format;
 };
 
 // Those of all adapters, by number.

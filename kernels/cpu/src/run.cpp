@@ -332,6 +332,7 @@ int64_t orcinus_size(int32_t op) {
     case 100: return sizeof(Step);
     case 101: return sizeof(Pool);
     case 102: return sizeof(LowRankPair);
+    case 103: return sizeof(LowRankUp);
   }
   return -1;
 }

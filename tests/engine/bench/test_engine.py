@@ -10,11 +10,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from bench.engine import adapters
 from bench.engine import cases as engine_cases
 from bench.engine import main as bench
 from bench.engine.cases import CASES, Case, TorchMatrices, layer_matrices, work
 from kernels.cpu.library import load
 from protos import worker_pb2
+from services.worker.adapters.peft import linear_layers
 from services.worker.models.config import load_config
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL
@@ -121,6 +123,31 @@ def test_json_says_which_kernels_ran_and_what_was_asked_for(capsys: pytest.Captu
     assert found["model"]["backend"] == "cpu" and found["model"]["numerics"].startswith("cpu ")
     assert found["model"]["deterministic"] and found["model"]["quantize"] == "none"
     assert found["results"][0]["profile_us"]["linear"] > 0
+
+
+@pytest.mark.usefixtures("_compiled")
+def test_iterations_with_adapters_stand_beside_those_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(adapters, "ROUNDS", 1)
+    given = ["--kernels", "cpu", "--dtype", "bfloat16", "--adapters", "1,8", "--steps", "1", "--threads", "1"]
+    assert bench.main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["case"] for row in found["results"]] == ["decode-8", "decode-32"]
+    layers = linear_layers(load_config(DEMO_MODEL)).values()
+    bytes_of_one = adapters.RANK * sum(4 * outputs + 2 * inputs for outputs, inputs in layers)
+    for row in found["results"]:
+        one, eight = row["adapters"]
+        assert (one["adapters"], eight["adapters"]) == (1, 8)
+        assert (one["bytes_ratio"] - 1) * row["read_mb"] * 1e6 == pytest.approx(bytes_of_one)
+        assert eight["bytes_ratio"] - 1 == pytest.approx(8 * (one["bytes_ratio"] - 1))
+        assert row["forward_ms"] > 0 and eight["forward_ratio"] > 0
+
+
+def test_numbers_of_adapters_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("0,8", "65", "one", ""):
+        assert bench.main(["--adapters", text]) == 2
+        assert "numbers from 1 to 64" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_compiled")
