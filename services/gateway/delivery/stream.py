@@ -11,6 +11,7 @@ event's id, from which any gateway can continue.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 from collections import deque
@@ -150,7 +151,8 @@ class RequestStream:
     asked_at: float = field(default_factory=time.monotonic)
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     _rows: list[Row] = field(default_factory=list)
-    _parts: deque[Row] = field(default_factory=deque)  # of rows that were begun to be taken
+    _parts: deque[Row] = field(default_factory=deque)  # of a row that was begun to be taken, before all others
+    _goes_on: bool = False  # whether the last `take` left rows
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _deliver: Callable[[Row], bool] | None = None  # while its owner waits in `take`
 
@@ -230,7 +232,7 @@ class RequestStream:
         Of many tokens it returns those of AT_ONCE, and the next call the rest, behind what else the event loop has.
         deliver: called with rows that come meanwhile and are no ends; those that it takes (True) are not given here.
         """
-        if self._parts:
+        if self._goes_on:
             await asyncio.sleep(0)
         elif not self._rows and self.failure is None:
             self._deliver = deliver
@@ -244,16 +246,17 @@ class RequestStream:
         self._wake.clear()
         if self.failure is not None:
             raise self.failure
-        rows, self._rows = self._rows, []
         most = max(1, AT_ONCE // (1 + self.record_bytes // RECORD_BYTES))
-        if not self._parts and sum(len(row.tokens) for row in rows) <= most:
-            return rows
-        for row in rows:
-            self._parts.extend(_cut(row, most, self.record_bytes))
-        taken = [self._parts.popleft()]
-        left = most - len(taken[0].tokens)
-        while self._parts and (left := left - len(self._parts[0].tokens)) >= 0:
-            taken.append(self._parts.popleft())
+        if not self._parts and self._rows and len(self._rows[0].tokens) > most:
+            self._parts.extend(_cut(self._rows.pop(0), most, self.record_bytes))
+        taken = [self._parts.popleft()] if self._parts else []
+        if not self._parts:  # rows that have to wait stay where the bound counts them
+            room = most - sum(len(row.tokens) for row in taken)
+            ends = itertools.accumulate(len(row.tokens) for row in self._rows)
+            fitting = len(list(itertools.takewhile(lambda end: end <= room, ends)))
+            taken += self._rows[:fitting]
+            del self._rows[:fitting]
+        self._goes_on = bool(self._parts or self._rows)
         return taken
 
 

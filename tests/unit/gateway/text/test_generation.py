@@ -79,6 +79,25 @@ def test_a_long_answer_is_taken_in_parts_between_turns_of_the_loop(logprobs: int
         assert [row.finish for row in parts] == [0] * (len(parts) - 1) + [2]
 
 
+def test_rows_beyond_a_part_count_for_the_bound_of_a_slow_client() -> None:
+    size, bound, per_turn = 168, 1024, 1000
+    most = AT_ONCE // (1 + size // stream_module.RECORD_BYTES)
+
+    async def read() -> tuple[int, list[Row]]:
+        stream = RequestStream("r", 1, bound=bound, record_bytes=size)
+        offered, taken = 0, list[Row]()
+        for turn in range(3):
+            for _ in range(per_turn):
+                if stream.offer(Row(0, [5], logprobs=bytes(size)), offered) is Offer.OVERFLOW:
+                    return turn, taken
+                offered += 1
+            taken += await stream.take()
+        return 3, taken
+
+    turns, taken = asyncio.run(read())
+    assert (turns, len(taken)) == (1, most)
+
+
 def test_finished_request_is_closed_once_without_a_cancel() -> None:
     running, stream, commands = generation(spec())
     stream.offer(Row(0, [60], finish=2), 0)
