@@ -26,12 +26,12 @@ Table = dict[str, dict[str, dict[str, Any]]]  # architecture, kernel, figure
 
 def digest_of(source: Path) -> str:
     """Return the digest of a source, of the headers that it includes, and of what compiles it."""
-    known, found, waiting = {path.name: path for path in headers()}, dict[str, bytes](), [source]
+    by_name, found, waiting = {path.name: path for path in headers()}, dict[str, bytes](), [source]
     while waiting:
         path = waiting.pop()
         found[path.name] = path.read_bytes()
         included = re.findall(r'^#include "(.+)"', found[path.name].decode(), re.MULTILINE)
-        waiting += [known[name] for name in included if name in known and name not in found]
+        waiting += [by_name[name] for name in included if name in by_name and name not in found]
     return hashlib.sha256(repr((OPTIONS, ARCHITECTURES, nvrtc_version(), sorted(found.items()))).encode()).hexdigest()
 
 
@@ -40,7 +40,7 @@ def current(document: Any, paths: Sequence[Path]) -> tuple[Table, list[str]]:
 
     document: of registers.json. Raise CudaError when one does not compile.
     """
-    rows = {path: document["sources"].get(path.name) for path in paths}
+    rows = {path: document.get("sources", {}).get(path.name) for path in paths}
     same = {path: row["kernels"] for path, row in rows.items() if row and row["digest"] == digest_of(path)}
     table, complaints = measure([path for path in paths if path not in same])
     for path, names in same.items():
