@@ -35,7 +35,7 @@ CUDA_STAMP := $(VENV)/.cuda-$(PINS)
 TORCH_IS_FOR_CUDA = $(PY) -c 'import sys, torch; sys.exit(not torch.version.cuda or torch.__version__.partition("+")[0] != "$(patsubst torch==%,%,$(TORCH))")'
 GPU := $(filter cuda,$(DEVICE))
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
-# Of the CUDA that torch is a build for.
+# CuPy for the CUDA that torch is built for.
 CUPY = $(PY) -c 'import torch; print("cuda12" if torch.version.cuda.startswith("12.") else "cuda")' | xargs $(PY) deploy/requirements.py pyproject.toml --extra
 BACKEND := $(shell sed -n 's/^requires = \["\([^"]*\)"\]/\1/p' pyproject.toml)
 # Tests start hundreds of processes; each would compile every module again.

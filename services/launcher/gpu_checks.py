@@ -261,8 +261,9 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def main() -> int:
-    """Return 2 where no GPU can be used here, with the reason on stderr. --any-driver: what CUDA torch will be a build
-    for is not known yet.
+    """Return 2 where no GPU can be used here, with the reason on stderr.
+
+    --any-driver: do not judge the driver, as torch, not installed yet, may be built for an older CUDA.
     """
     checks = judge_driver(gather_driver(), "cuda")
     passed_over = "driver" if "--any-driver" in sys.argv[1:] else ""

@@ -1,7 +1,7 @@
 """Decide which models are awake, and how long a request for one that is not would wait. Pure: times are arguments.
 
 A switch costs a load, in which no model of that place serves. So it has to pay: what waits is as old as several loads,
-and the model that goes has served for as long, beside the time in which it computed again what it had before. One
+and the model that goes has served for as long. The time in which it recomputes KV that it lost does not count. One
 without work goes at once. Two models that always have work then spend at most 1 / (1 + patience) of the time on loads.
 """
 
@@ -33,7 +33,7 @@ class Demand:
     name: str
     is_awake: bool
     ready_ms: int = 0  # it has served without a break; 0 while no worker serves
-    resuming_ms: int = 0  # of ready_ms, from its begin: it computed again what ran when it went to sleep
+    resuming_ms: int = 0  # the first part of ready_ms, in which it recomputed lost KV
     loading_ms: int = 0  # it is awake, and no worker serves
     idle_ms: int = 0  # it has had no request
     load_ms: int = 0  # what a load takes, as measured; 0 before
@@ -59,8 +59,10 @@ class Demand:
 
     @property
     def served_ms(self) -> int:
-        """Return how much of its turn has passed. It begins when all that ran before goes on where it was, after the
-        time for a load at the latest: what takes longer than a turn to compute again would else never end.
+        """Return how much of its turn has passed.
+
+        The turn begins when the KV that its sleep lost is recomputed, or after `give_up_ms`. If it began at once, a
+        request that takes longer than a turn to recompute would never end.
         """
         return self.ready_ms - min(self.resuming_ms, self.give_up_ms)
 

@@ -270,7 +270,7 @@ class _Watch:
         self.has_loaded = False
         """Whether the last look was the first at which it served."""
         self.resuming_ms = 0
-        """Of the time in which it serves, how much it took at first to compute again what ran before."""
+        """How long it recomputed lost KV, from when it began to serve."""
 
     def look(self, is_awake: bool, is_ready: bool, resumes: bool, has_work: bool) -> None:
         self._now = now = time.monotonic()

@@ -48,11 +48,11 @@ NOTHING, PREAMBLE = -2, -1
 """Positions before the first token: nothing was sent; what comes before the text was (a role, an echoed prompt)."""
 
 AT_ONCE = 2048
-"""Tokens of which text is made in one turn of the event loop, with log-probabilities fewer: a long answer that is read
-again has all of them in one row.
+"""Most tokens that one `take` returns, fewer with log-probabilities. An answer that is read again comes as one row, and
+its text would hold the event loop.
 """
 RECORD_BYTES = 8
-"""Of a record that take about as long as a token."""
+"""Bytes of log-probabilities that take about as long as a token."""
 
 _USAGE = "+"
 _INDEX = re.compile(r"-?[0-9]{1,9}")
@@ -229,7 +229,7 @@ class RequestStream:
     async def take(self, timeout_s: float | None = None, deliver: Callable[[Row], bool] | None = None) -> list[Row]:
         """Return rows since the last call; empty after `timeout_s` or `wake`. Raise ApiError once the request failed.
 
-        Of many tokens it returns those of AT_ONCE, and the next call the rest, behind what else the event loop has.
+        It returns AT_ONCE tokens at most. The next call returns more, after one turn of the event loop.
         deliver: called with rows that come meanwhile and are no ends; those that it takes (True) are not given here.
         """
         if self._goes_on:

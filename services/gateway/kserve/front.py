@@ -4,8 +4,8 @@ A ModelInferRequest becomes the body of `/v1/completions` (tensors.py) and passe
 queue. A call that its client ends or loses cancels its requests. The certificate can be read again while the server
 runs.
 
-Every method is served as a stream of requests, which no client can tell: gRPC would call the handler of another one
-only with its message, and a call without a message, which needs no key, would hold one of MOST_CALLS for ever.
+Every method is served as a stream of requests; clients see no difference. gRPC calls the handler of any other method
+only when the message has come. So a client without a key could hold all of MOST_CALLS by sending no message.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Scheduler:
         self._lengths: Mapping[int, list[int]] = {}  # of the last policy that forecast
         self._ended = dict.fromkeys(Finish, 0)
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
-        self._resuming: dict[Sequence, int] = {}  # that lost KV with a replica -> tokens to compute again
+        self._resuming: dict[Sequence, int] = {}  # sequences that recompute KV -> tokens that they lost
 
     def join(self, limits: Limits) -> int:
         """Add a replica with empty slots and blocks; return its number, that of a lost one if there is one.
@@ -431,12 +431,12 @@ class Scheduler:
         self._forget(record)
 
     def _note_resuming(self, sequence: Sequence) -> None:
-        """Note that a sequence has lost its KV with its replica; what it lost before and has not computed counts."""
+        """Note how many tokens of KV a sequence lost with its replica: the most that it ever had."""
         if sequence.lost:
             self._resuming[sequence] = max(sequence.lost, self._resuming.get(sequence, 0))
 
     def _resumes(self, sequence: Sequence, tokens: int) -> bool:
-        """Return whether a sequence that lost KV of so many tokens with its replica has still to compute some again."""
+        """Return whether a sequence still recomputes KV that it lost with its replica. tokens: as many as it lost."""
         if sequence.state is State.RUNNING:
             return bool(self.replicas[sequence.replica].table.planned[sequence.slot] < tokens)
         return sequence.state is State.WAITING

@@ -63,7 +63,7 @@ def test_turn_begins_when_all_that_ran_before_goes_on(priority: str) -> None:
 
 @pytest.mark.parametrize("priority", CLASSES)
 def test_requests_end_that_take_longer_than_a_turn_to_compute_again(priority: str) -> None:
-    """Each of two models has one such request, whose answer takes ten turns more. A sleep loses all KV."""
+    """Two models take turns, with one such request each. Recomputed, it needs ten more turns; a sleep loses its KV."""
     second_ms, again_ms = 1000, 45_000
     left_ms = {name: 10 * PATIENCE[priority] * LOAD_MS for name in ("a", "b")}
     awake, since_ms, resumed_ms = "a", 0, 0  # resumed_ms: of the turn, what was computed again
