@@ -458,9 +458,13 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     """Whether pack_experts takes what pack_groups gives, where there is such a thing."""
     packs_tables: bool = True
     """Whether `embed` and `logits` take what pack_groups gives, where there is such a thing."""
-    group_numerics: str = ""
-    """What the numerics of a model say more where matrices of it are packed from Groups. Empty where products then have
-    the bits of unpacked weights."""
+
+    def group_numerics(self, dtype: torch.dtype) -> str:
+        """Return what the numerics of a model of this type say more where matrices of it are packed from Groups.
+
+        Empty where products then have the bits of unpacked weights.
+        """
+        return ""
 
     def block_bytes(self, shape: CacheShape) -> int:
         """Return the bytes of one block as this backend's caches hold it."""

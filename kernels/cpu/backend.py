@@ -196,6 +196,9 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
     def numerics(self, dtype: torch.dtype) -> str:
         return f"{self.name} {self.library.numerics(dtype_code(dtype))}"
 
+    def group_numerics(self, dtype: torch.dtype) -> str:
+        return " pairs" if dtype == torch.bfloat16 and self.library.multiplies_pairs else ""
+
     def block_bytes(self, shape: CacheShape) -> int:
         return block_bytes(self.library, shape)
 

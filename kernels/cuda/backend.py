@@ -96,7 +96,6 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
     overlaps = True
     group_formats = quantized.FORMATS
     packs_experts = packs_tables = False
-    group_numerics = " packed"
 
     def __init__(self, gpu: Device) -> None:
         self.gpu = gpu
@@ -115,6 +114,9 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
         self._present: tuple[Tensor, int] | None = None  # of a compiled pass: numbers below zero are rows of padding
         self._exchanges = False  # whether the forward pass has any
         self._multiplied = 0  # numbers in the matrices that `linear` was given
+
+    def group_numerics(self, dtype: torch.dtype) -> str:
+        return " packed"
 
     def numerics(self, dtype: torch.dtype) -> str:
         return f"{self.name} wgmma" if self.gpu.has_wgmma else self.name

@@ -99,7 +99,7 @@ class Engine:
         self.model_hash = weights.fingerprint()
         with room_for("the kernels", "use a smaller model"):
             self.ops, self.dtype = choose(settings, shard_of(config, self.parallel).config(config))
-        self._numerics_of_format = method.numerics(self.ops)
+        self._numerics_of_format = method.numerics(self.ops, self.dtype)
         has_adapters = "no" if self.adapter_dir is None else "an"  # each host may have the folder elsewhere
         self.parallel.demand_same(
             f"{self.model_hash} {self.numerics} --block-size {settings.block_size} "

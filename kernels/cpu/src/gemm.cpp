@@ -168,10 +168,13 @@ class Linear {
     block_rows_ = most * TILE_ROWS;
     const int64_t copy_bytes = copied_ ? round_up(block_rows_ * stride_ * sizeof(Input), 64) : 0;
     const int64_t sums_bytes = GROUP * block_rows_ * WIDTH * 4;
-    char* memory = team.scratch(copy_bytes + sums_bytes + unpacked_bytes<W>());
+    if constexpr (W::GROUPED) groups_ = W::PAIRED && W::MINS ? ceil_div(args.inputs, W::DEPTH) : 0;
+    const int64_t x_sums_bytes = round_up(block_rows_ * groups_ * 4, 64);
+    char* memory = team.scratch(copy_bytes + sums_bytes + x_sums_bytes + unpacked_bytes<W>());
     copy_ = reinterpret_cast<Input*>(memory);
     sums_ = reinterpret_cast<float*>(memory + copy_bytes);
-    unpacked_ = memory + copy_bytes + sums_bytes;
+    x_sums_ = reinterpret_cast<float*>(memory + copy_bytes + sums_bytes);
+    unpacked_ = memory + copy_bytes + sums_bytes + x_sums_bytes;
   }
 
   void run(Progress& progress) {
@@ -203,7 +206,16 @@ class Linear {
     const int64_t row_bytes = x_stride_ * int64_t(args_.dtype == F32 ? 4 : 2);
     const char* source = static_cast<const char*>(args_.x);
     x_ = reinterpret_cast<const Input*>(source + begin_ * row_bytes);
-    if (!copied_) return;
+    if (copied_) copy(source, row_bytes);
+#ifdef PAIRS_OF_BFLOAT16
+    if constexpr (W::GROUPED && sizeof(Input) == 2)
+      for (int64_t r = 0; r < end_ - begin_; r++)
+        for (int64_t g = 0; g < groups_; g++)
+          x_sums_[r * groups_ + g] = sum_pairs(x_ + r * stride_ + g * DEPTH, DEPTH);
+#endif
+  }
+
+  void copy(const char* source, int64_t row_bytes) {
     for (int64_t r = 0; r < end_ - begin_; r++) {
       const char* row = source + (places_.from ? places_.from[begin_ + r] : begin_ + r) * row_bytes;
       if constexpr (W::TILED)
@@ -218,10 +230,14 @@ class Linear {
   void multiply(int64_t panel, int64_t count) {
     if constexpr (W::TILED)
       multiply_tiled(panel, count);
-    else if constexpr (W::GROUPED)
-      multiply_unpacked(panel, count);
-    else
+    else if constexpr (!W::GROUPED)
       multiply_packed(panel, count);
+#ifdef PAIRS_OF_BFLOAT16
+    else if constexpr (W::PAIRED)
+      multiply_paired(panel, count);
+#endif
+    else
+      multiply_unpacked(panel, count);
   }
 
   // Few rows: two panels at a time, unpacked in registers.
@@ -272,6 +288,48 @@ class Linear {
       }
     }
   }
+
+#ifdef PAIRS_OF_BFLOAT16
+  // The same for pairs of bfloat16: a lone tile unpacks them in registers, of several tiles each reads them unpacked.
+  void multiply_paired(int64_t panel, int64_t count) {
+    typedef typename W::Numbers Numbers;
+    const int64_t rows = end_ - begin_, groups = ceil_div(args_.inputs, DEPTH), at_once = UNPACKED_INPUTS / DEPTH;
+    if (end_tile_ - first_tile_ == 1) {
+      for (int64_t p = 0, together = std::min(panels_together(rows), 2); p < count; p += together) {
+        while (together > count - p) together /= 2;
+        pick<Numbers>(rows, together)(tile_of(first_tile_, p, weights(panel + p, 0), packed_.panel_bytes, 0, groups));
+      }
+      return;
+    }
+    for (int64_t p = 0; p < count; p++)
+      for (int64_t first = 0; first < groups; first += at_once) {
+        const int64_t last = std::min(groups, first + at_once);
+        for (int64_t group = first; group < last; group++)
+          UnpackedPairs::unpack<Numbers>(weights(panel + p, group), DEPTH,
+                                         unpacked_ + (group - first) * UnpackedPairs::bytes(DEPTH));
+        for (int64_t tile = first_tile_; tile < end_tile_; tile++)
+          pick<UnpackedPairs>(first_row(tile + 1) - first_row(tile), 1)(tile_of(tile, p, unpacked_, 0, first, last));
+      }
+  }
+
+  // Groups first .. last of a tile; the sums have place p.
+  Tile<Input> tile_of(int64_t tile, int64_t p, const char* weights, int64_t panel_bytes, int64_t first, int64_t last) {
+    const int64_t row = first_row(tile) - begin_;
+    Tile<Input> t = {};
+    t.x = x_ + row * stride_ + first * DEPTH;
+    t.x_stride = stride_;
+    t.depth = DEPTH;
+    t.x_sums = groups_ ? x_sums_ + row * groups_ + first : nullptr;
+    t.x_groups = groups_;
+    t.weights = weights;
+    t.panel_bytes = panel_bytes;
+    t.steps = last - first;
+    t.sums = sums_ + (p * block_rows_ + row) * WIDTH;
+    t.sums_rows = block_rows_;
+    t.resume = first > 0;
+    return t;
+  }
+#endif
 
   // All rows of the block at hand by some inputs of one panel after another, which stay in the first cache meanwhile;
   // what is unpacked is paid once for all of them.
@@ -373,6 +431,8 @@ class Linear {
   int64_t x_stride_, stride_;  // of rows of x, and as they are multiplied
   bool copied_;
   Input* copy_;
+  int64_t groups_ = 0;  // of a row, where sums of activations are needed
+  float* x_sums_;
   float* sums_;
   char* unpacked_;
   int64_t block_ = -1, first_tile_ = 0, end_tile_ = 0, begin_ = 0, end_ = 0;
@@ -568,6 +628,15 @@ extern "C" {
 // The name of a format, or null after the last one.
 const char* orcinus_weight_format(int32_t number) {
   return number < int32_t(FORMATS.size()) ? FORMATS[number].name : nullptr;
+}
+
+// Whether formats of Groups are multiplied as pairs where activations are bfloat16.
+int32_t orcinus_multiplies_pairs() {
+#ifdef PAIRS_OF_BFLOAT16
+  return 1;
+#else
+  return 0;
+#endif
 }
 
 // Whether a format is packed from Groups.

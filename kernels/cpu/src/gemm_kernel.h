@@ -23,6 +23,9 @@ struct Tile {
   float* sums;
   int64_t sums_rows;
   bool resume;         // sums hold what earlier steps gave
+  int64_t depth;         // of a group
+  const float* x_sums;   // of the groups of each row, x_groups apart; null without minima
+  int64_t x_groups;
   const char* ahead;   // weights that are needed later, brought nearer meanwhile: the first panel's,
   int64_t ahead_step;  // and how far this moves per step
 };
@@ -86,7 +89,7 @@ void grouped_kernel(const Tile<float>& t) {
       for (int i = 0; i < W::NUMBERS; i++)
 #pragma GCC unroll 4
         for (int c = 0; c < 2 * P; c++) {
-          const vf weight = W::value(words[c] >> (i * W::BITS_EACH), scale[c], below[c]);
+          const vf weight = W::value(words[c] >> W::shift(i), scale[c], below[c]);
 #pragma GCC unroll 4
           for (int r = 0; r < R; r++) sums[r][c] = fused(splat(x[r * t.x_stride + i]), weight, sums[r][c]);
         }
@@ -107,6 +110,68 @@ void grouped_kernel(const Tile<float>& t, int64_t rows) {
   grouped_kernel<W, 3, P>(t);
 }
 
+#ifdef PAIRS_OF_BFLOAT16
+// R rows of bfloat16 times P panels of Pairs or UnpackedPairs; `steps` are groups of `depth` inputs. The products of a group
+// are one chain over pairs of inputs from zero; the chain of an output adds each group's sum times its scale, then less its
+// minimum times the sum of the activations.
+constexpr int PAIRS_AHEAD = 4096;  // bytes of a panel that are fetched before they are unpacked
+
+template <class W, int R, int P>
+void paired_kernel(const Tile<bf16>& t) {
+  const char* step = t.weights;
+  const bf16* x = t.x;
+  const int64_t words_each = t.depth / W::NUMBERS, bytes = W::bytes(t.depth);
+  bool resume = t.resume;
+  for (int64_t group = 0; group < t.steps; group++, step += bytes, resume = true) {
+    vf products[R][2 * P] = {};
+    const char* numbers = step + W::SCALE_BYTES;
+    for (int64_t word = 0; word < words_each; word++, numbers += WIDTH * 4, x += W::NUMBERS) {
+      vu words[2 * P];
+#pragma GCC unroll 8
+      for (int c = 0; c < 2 * P; c++) {
+        const char* at = numbers + c / 2 * t.panel_bytes + c % 2 * LANES * 4;
+        memcpy(&words[c], at, sizeof words[c]);
+        if (W::PREFETCHED) __builtin_prefetch(at + PAIRS_AHEAD);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < W::EACH; i++) {
+        vu weights[2 * P];
+#pragma GCC unroll 8
+        for (int c = 0; c < 2 * P; c++) weights[c] = W::pair(words[c], i);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+          for (int c = 0; c < 2 * P; c++)
+            products[r][c] = dot_pair(x + r * t.x_stride + 2 * i, weights[c], products[r][c]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < 2 * P; c++) {
+      vf scale, below;
+      W::load_scale(step + c / 2 * t.panel_bytes, c % 2, scale, below);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        float* const at = t.sums + (c / 2 * t.sums_rows + r) * WIDTH + c % 2 * LANES;
+        vf sum = fused(products[r][c], scale, resume ? load(at) : vf{});
+        if (W::MINS && t.x_sums) sum = fused(splat(t.x_sums[r * t.x_groups + group]), below, sum);
+        store(at, sum);
+      }
+    }
+  }
+}
+
+// The sum of a group of activations, `count` of them, a multiple of 16.
+inline float sum_pairs(const bf16* x, int64_t count) {
+  vf sums = {};
+  for (int64_t i = 0; i < count; i += LANES) sums += load(x + i);
+  float lanes[LANES];
+  store(lanes, sums);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+#endif
+
 // How many panels run together for a tile of so many rows: few rows alone have too few independent sums to keep the
 // multipliers busy.
 constexpr int panels_together(int64_t rows) {
@@ -116,9 +181,17 @@ constexpr int panels_together(int64_t rows) {
 template <class W>
 using Kernel = void (*)(const Tile<typename W::Input>&);
 
+template <class W, int R, int P>
+constexpr Kernel<W> kernel_of() {
+#ifdef PAIRS_OF_BFLOAT16
+  if constexpr (W::GROUPED) return paired_kernel<W, R, P>;
+#endif
+  if constexpr (!W::GROUPED) return kernel<W, R, P>;
+}
+
 template <class W, int P, int... R>
 constexpr Kernel<W> pick(int64_t rows, std::integer_sequence<int, R...>) {
-  constexpr Kernel<W> table[] = {kernel<W, R + 1, P>...};
+  constexpr Kernel<W> table[] = {kernel_of<W, R + 1, P>()...};
   return table[rows - 1];
 }
 

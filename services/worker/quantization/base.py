@@ -124,7 +124,7 @@ class LinearMethod(ABC):
                 runs.append(ops.pack_linear(pieces, rows, inputs, some, self.weight_format))
         return runs[0] if len(runs) == 1 else ops.stack(runs)
 
-    def numerics(self, ops: AnyOps) -> str:
+    def numerics(self, ops: AnyOps, dtype: torch.dtype) -> str:
         """Return what `numerics` of an engine says of the checkpoint's own format; nothing where it decides no bit."""
         return ""
 

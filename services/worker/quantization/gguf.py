@@ -24,9 +24,9 @@ from shared.errors import ModelError
 class Gguf(StoredMethod):
     packs_tables = True
 
-    def numerics(self, ops: AnyOps) -> str:
+    def numerics(self, ops: AnyOps, dtype: torch.dtype) -> str:
         """Return what tells packed weights from unpacked ones; a file has several types, and bits are those of most."""
-        return ops.group_numerics
+        return ops.group_numerics(dtype)
 
     def check_stored(self, source: Source, matrix: Matrix) -> None:
         source.check(f"{matrix.name}.weight", (matrix.outputs, matrix.inputs), UNPACK.keys())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.ops import Groups
+from kernels.ops import AnyOps, Groups
 from services.worker.models.checkpoint import Source
 from services.worker.quantization.base import LinearMethod, Matrix
 
@@ -24,6 +24,9 @@ class Int4(LinearMethod):
 
     name = "int4"
     backends = ("cpu", "cuda", "emulator")
+
+    def numerics(self, ops: AnyOps, dtype: torch.dtype) -> str:
+        return ops.group_numerics(dtype)
 
     def read(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
         for piece in super().read(source, matrix, torch.float32):

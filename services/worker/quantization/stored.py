@@ -58,9 +58,9 @@ class StoredMethod(LinearMethod):
         scales = outputs * -(-inputs // unit) * (8 if self.stored.zeros else 4)
         return outputs * inputs * self.stored.bits // 8 + scales
 
-    def numerics(self, ops: AnyOps) -> str:
+    def numerics(self, ops: AnyOps, dtype: torch.dtype) -> str:
         packed = self.stored.unit and any(name.startswith(f"int{self.stored.bits}-") for name in ops.group_formats)
-        return ops.group_numerics if packed else ""
+        return ops.group_numerics(dtype) if packed else ""
 
     @abstractmethod
     def check_stored(self, source: Source, matrix: Matrix) -> None:

@@ -71,6 +71,7 @@ class Gemm:
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self.has_pairs = library.multiplies_pairs
 
     def pack(self, name: str, parts: list[Array], source: int) -> Weight:
         """Parts, [rows, inputs] each, packed last one first into memory that was not zero."""
@@ -224,8 +225,32 @@ def test_row_is_equal_to_the_bit_in_any_batch(gemm: Gemm, kind: tuple[str, int, 
         assert np.array_equal(gemm.linear(x[places], dtype, weight, bias, out_dtype), whole[places])
 
 
+def check_pairs(gemm: Gemm, part: Groups, x: NDArray[np.uint16], bias: NDArray[np.float32]) -> None:
+    """Products in float64 within what float32 sums may be off, the same bits in any batch, and exact ones exactly."""
+    packed, weight, wide_x = gemm.pack_groups([part]), exact(part), read(x, BFLOAT16)
+    whole = gemm.linear(x, BFLOAT16, packed, bias, FLOAT32)
+    if part.mins is None:
+        expected = Expected(wide_x, weight, bias)
+    else:  # numbers and minima are added up apart, and each may be larger than the weight
+        below = np.repeat(part.mins.double().numpy(), part.group, 1)[:, : x.shape[1]]
+        expected = Expected(np.tile(wide_x, 2), np.concatenate([weight + below, -below], 1), bias)
+    expected.check(whole, FLOAT32)
+    for rows in (*range(1, 17), 29, 113):
+        found = gemm.linear(x[-rows:], BFLOAT16, packed, bias, FLOAT32, 1 + rows % 8 // 7)
+        assert np.array_equal(found, whole[-rows:]), rows
+    rng = np.random.default_rng(9)
+    small = rng.integers(-4, 5, (20, x.shape[1])).astype(np.float32)
+    part.scales.fill_(0.5)
+    if part.mins is not None:
+        part.mins.copy_(torch.from_numpy(rng.integers(0, 16, part.mins.shape).astype(np.float32)))
+    sums, packed = small.astype(np.float64) @ exact(part).T, gemm.pack_groups([part])
+    for rows in (1, 4, 20):
+        assert np.array_equal(gemm.linear(to_bf16(small[:rows]), BFLOAT16, packed, None, FLOAT32), sums[:rows])
+
+
 @pytest.mark.parametrize("kind", GROUPS, ids=[f"{bits}-{group}-{what}" for bits, group, what in GROUPS])
-def test_groups_multiply_as_their_float32_weights_to_the_bit(gemm: Gemm, kind: tuple[int, int, str]) -> None:
+def test_groups_multiply_as_their_float32_weights_or_in_pairs(gemm: Gemm, kind: tuple[int, int, str]) -> None:
+    """To the bit as float32 weights; where bfloat16 activations are multiplied in pairs, with no weight rounded."""
     rng = np.random.default_rng(7)
     for outputs, inputs in ((1, 1), (33, 40), (200, 1111), (65, 1024)):
         part = groups(rng, kind, (outputs, inputs))
@@ -236,7 +261,9 @@ def test_groups_multiply_as_their_float32_weights_to_the_bit(gemm: Gemm, kind: t
         plain = gemm.pack("float32", [weight.astype(np.float32)], FLOAT32)
         bias = rng.standard_normal(outputs, np.float32)
         x = rng.standard_normal((MANY_ROWS, inputs), np.float32)
-        for dtype in (FLOAT32, BFLOAT16):
+        if gemm.has_pairs:
+            check_pairs(gemm, part, to_bf16(x), bias)
+        for dtype in (FLOAT32,) if gemm.has_pairs else (FLOAT32, BFLOAT16):
             for rows in (1, 2, 3, 4, 7, 14, 15, 29, 113, MANY_ROWS):
                 some = stored(x[:rows], dtype)
                 found = gemm.linear(some, dtype, packed, bias, dtype, 1 + rows // MANY_ROWS)

@@ -5,7 +5,7 @@
 
 #ifdef TILES
 struct Bfloat16Tiles;
-#elif LANES == 16 && defined(__AVX512BF16__)
+#elif defined(PAIRS_OF_BFLOAT16)
 struct Bfloat16Pairs;
 #endif
 
@@ -17,7 +17,7 @@ struct Bfloat16 {
   static constexpr bool SCALED = false, GROUPED = false, TILED = false, PREFETCHED = true;
 #ifdef TILES
   typedef Bfloat16Tiles ForBfloat16;
-#elif LANES == 16 && defined(__AVX512BF16__)
+#elif defined(PAIRS_OF_BFLOAT16)
   typedef Bfloat16Pairs ForBfloat16;
 #else
   typedef Bfloat16 ForBfloat16;
@@ -47,17 +47,13 @@ struct Bfloat16Tiles : Bfloat16 {
   typedef bf16 Input;
   static constexpr bool TILED = true, IN_PLACE = true;
 };
-#elif LANES == 16 && defined(__AVX512BF16__)
+#elif defined(PAIRS_OF_BFLOAT16)
 // The same packed form, multiplied as it is.
 struct Bfloat16Pairs : Bfloat16 {
   typedef bf16 Input;
   static constexpr int PARTS = 1;
 
   static Register part(Register w, int) { return w; }
-  static vf add(const bf16* x, Register w, vf sum) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
-  }
+  static vf add(const bf16* x, Register w, vf sum) { return dot_pair(x, w, sum); }
 };
 #endif

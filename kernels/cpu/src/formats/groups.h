@@ -1,7 +1,11 @@
 // Weights of 4 or 8 bits in groups of inputs with one float32 scale per output, and perhaps one minimum: Groups of
-// kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers. gemm.cpp writes some steps
-// as float32 panels and multiplies these, so that a product has the bits of the float32 weight.
+// kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers, 32 bits for some inputs of an
+// output, the even ones in the lower half. gemm.cpp writes some steps as float32 panels and multiplies these, so that a
+// product has the bits of the float32 weight; where the machine multiplies pairs of bfloat16, it does so for activations
+// in bfloat16 (GroupPairs).
 #pragma once
+#include <array>
+
 #include "float32.h"
 
 // The panels that unpacked steps become; they lie in the first cache already.
@@ -10,18 +14,21 @@ struct Unpacked : Float32 {
 };
 
 // FLOATS: the numbers of 4 bits are E2M1, FLOAT4 of kernels/ops.py.
-template <int BITS, int GROUP, bool MINS, bool FLOATS = false>
+template <int BITS, int GROUP, bool HAS_MINS, bool HAS_FLOATS = false>
 struct Groups {
+  static constexpr bool MINS = HAS_MINS, FLOATS = HAS_FLOATS;
   static_assert(!FLOATS || (BITS == 4 && !MINS));
   static_assert((BITS == 4 || BITS == 8) && (GROUP == 16 || GROUP % 32 == 0));
   typedef float Input;
-  typedef Groups ForBfloat16;
   static constexpr int SCALE_BYTES = (MINS ? 2 : 1) * WIDTH * 4;
   static constexpr int DEPTH = GROUP, BYTES = SCALE_BYTES + GROUP * WIDTH * BITS / 8;
   static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS;  // of a word
   static constexpr int PIECE = GROUP < 32 ? GROUP : 32;  // unpacked together
-  static constexpr bool SCALED = false, GROUPED = true, TILED = false;
+  static constexpr bool SCALED = false, GROUPED = true, TILED = false, PAIRED = false;
   static constexpr float MIDDLE = FLOATS ? 0 : BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
+
+  // Where a word has the i-th of its inputs.
+  static constexpr int shift(int i) { return i % 2 * 16 + i / 2 * BITS; }
 
   // Scales of half `h` of a step, and what is added besides.
   static void load_scale(const char* step, int h, vf& scale, vf& below) {
@@ -43,7 +50,7 @@ struct Groups {
         __builtin_prefetch(words_at + (word * 2 + h) * LANES * 4 + AHEAD);
 #pragma GCC unroll 8
         for (int i = 0; i < NUMBERS; i++)
-          store(out + (word * NUMBERS + i) * WIDTH + h * LANES, value(words >> (i * BITS), scale, below));
+          store(out + (word * NUMBERS + i) * WIDTH + h * LANES, value(words >> shift(i), scale, below));
       }
     }
   }
@@ -56,7 +63,7 @@ struct Groups {
     for (int first = 0; first < GROUP; first += NUMBERS) {
       uint32_t word = 0;
       for (int i = 0; i < NUMBERS; i++)
-        word |= uint32_t(first + i < count ? numbers[first + i] : MINS ? 0 : int(MIDDLE)) << (i * BITS);
+        word |= uint32_t(first + i < count ? numbers[first + i] : MINS ? 0 : int(MIDDLE)) << shift(i);
       memcpy(step + SCALE_BYTES + (first / NUMBERS * WIDTH + place) * 4, &word, 4);
     }
   }
@@ -67,7 +74,7 @@ struct Groups {
     for (int i = 0; i < GROUP; i++) {
       uint32_t word;
       memcpy(&word, step + SCALE_BYTES + (i / NUMBERS * WIDTH + place) * 4, 4);
-      const uint32_t number = word >> (i % NUMBERS * BITS) & ((1 << BITS) - 1);
+      const uint32_t number = word >> shift(i % NUMBERS) & ((1 << BITS) - 1);
       const float q = FLOATS ? float4(number) : float(number);
       numbers[i] = MINS ? q * scales[0] - scales[WIDTH] : (q - MIDDLE) * scales[0];
     }
@@ -75,7 +82,7 @@ struct Groups {
 
   static constexpr int AHEAD = 4096;  // bytes of a panel that are fetched before they are unpacked
 
-  static float float4(uint32_t number) {
+  static constexpr float float4(uint32_t number) {
     const float sizes[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     return number & 8 ? -sizes[number & 7] : sizes[number & 7];
   }
@@ -105,43 +112,125 @@ struct Groups {
   }
 };
 
+#ifdef PAIRS_OF_BFLOAT16
+// How steps of Groups of any depth are multiplied by activations in bfloat16, in pairs. Numbers are exact in bfloat16; scale
+// and minimum count once a group, in float32. So no weight is rounded.
+template <int BITS, bool HAS_MINS, bool FLOATS>
+struct Pairs {
+  typedef bf16 Input;
+  typedef Groups<BITS, 32, HAS_MINS, FLOATS> Step;
+  static constexpr bool GROUPED = true, MINS = HAS_MINS, PREFETCHED = true;
+  static constexpr int SCALE_BYTES = Step::SCALE_BYTES, NUMBERS = Step::NUMBERS, EACH = NUMBERS / 2;  // pairs of a word
+
+  static int64_t bytes(int64_t depth) { return SCALE_BYTES + depth * WIDTH * BITS / 8; }
+  static void load_scale(const char* step, int h, vf& scale, vf& below) { Step::load_scale(step, h, scale, below); }
+
+  // The i-th pair of inputs of each word.
+  static vu pair(vu words, int i) {
+    words >>= i * BITS;
+    if (BITS == 4) {  // the lowest 5 bits of each half choose
+      __m512i table;
+      memcpy(&table, TABLE.data(), sizeof table);
+      return (vu)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)words, table);
+    }
+    const vf even = __builtin_convertvector((vi)(words & 0xff), vf) - ZERO;
+    const vf odd = __builtin_convertvector((vi)(words >> 16 & 0xff), vf) - ZERO;
+    return (vu)even >> 16 | ((vu)odd & 0xffff0000u);
+  }
+
+ private:
+  static constexpr float ZERO = MINS ? 0 : Step::MIDDLE;
+  static constexpr std::array<bf16, 32> TABLE = [] {
+    std::array<bf16, 32> table{};
+    for (int i = 0; i < 32; i++) {
+      const float number = FLOATS ? Step::float4(i % 16) : i % 16 - ZERO;
+      table[i] = __builtin_bit_cast(uint32_t, number) >> 16;
+    }
+    return table;
+  }();
+};
+
+// Such steps with their words unpacked: scales, minima where the format has them, and pairs of inputs, [depth / 2][WIDTH].
+struct UnpackedPairs {
+  typedef bf16 Input;
+  static constexpr bool GROUPED = true, MINS = true, PREFETCHED = false;
+  static constexpr int SCALE_BYTES = 2 * WIDTH * 4, NUMBERS = 2, EACH = 1;
+
+  static int64_t bytes(int64_t depth) { return SCALE_BYTES + depth / 2 * WIDTH * 4; }
+  static void load_scale(const char* step, int h, vf& scale, vf& below) {
+    Groups<4, 32, true>::load_scale(step, h, scale, below);
+  }
+  static vu pair(vu words, int) { return words; }
+
+  template <class P>
+  static void unpack(const char* step, int64_t depth, char* out) {
+    memcpy(out, step, P::SCALE_BYTES);
+    step += P::SCALE_BYTES, out += SCALE_BYTES;
+    for (int64_t word = 0; word < depth / P::NUMBERS; word++, out += P::EACH * WIDTH * 4)
+      for (int h = 0; h < 2; h++, step += LANES * 4) {
+        vu words;
+        memcpy(&words, step, sizeof words);
+        __builtin_prefetch(step + P::Step::AHEAD);
+#pragma GCC unroll 4
+        for (int i = 0; i < P::EACH; i++) {
+          const vu both = P::pair(words, i);
+          memcpy(out + (i * 2 + h) * LANES * 4, &both, sizeof both);
+        }
+      }
+  }
+};
+
+// The same packed form for activations in bfloat16.
+template <class W>
+struct GroupPairs : W {
+  typedef bf16 Input;
+  typedef Pairs<W::BITS_EACH, W::MINS, W::FLOATS> Numbers;
+  static constexpr bool PAIRED = true;
+};
+template <class W>
+using GroupsForBfloat16 = GroupPairs<W>;
+#else
+template <class W>
+using GroupsForBfloat16 = W;
+#endif
+
 struct Int4x32 : Groups<4, 32, false> {
-  typedef Int4x32 ForBfloat16;
+  typedef GroupsForBfloat16<Int4x32> ForBfloat16;
   static constexpr const char* NAME = "int4-32";
 };
 struct Int4x32Mins : Groups<4, 32, true> {
-  typedef Int4x32Mins ForBfloat16;
+  typedef GroupsForBfloat16<Int4x32Mins> ForBfloat16;
   static constexpr const char* NAME = "int4-32-mins";
 };
 struct Int4x128 : Groups<4, 128, false> {
-  typedef Int4x128 ForBfloat16;
+  typedef GroupsForBfloat16<Int4x128> ForBfloat16;
   static constexpr const char* NAME = "int4-128";
 };
 struct Int4x128Mins : Groups<4, 128, true> {
-  typedef Int4x128Mins ForBfloat16;
+  typedef GroupsForBfloat16<Int4x128Mins> ForBfloat16;
   static constexpr const char* NAME = "int4-128-mins";
 };
 struct Float4x32 : Groups<4, 32, false, true> {
-  typedef Float4x32 ForBfloat16;
+  typedef GroupsForBfloat16<Float4x32> ForBfloat16;
   static constexpr const char* NAME = "float4-32";
 };
 struct Int8x16 : Groups<8, 16, false> {
-  typedef Int8x16 ForBfloat16;
+  typedef GroupsForBfloat16<Int8x16> ForBfloat16;
   static constexpr const char* NAME = "int8-16";
 };
 struct Int8x32 : Groups<8, 32, false> {
-  typedef Int8x32 ForBfloat16;
+  typedef GroupsForBfloat16<Int8x32> ForBfloat16;
   static constexpr const char* NAME = "int8-32";
 };
 struct Int8x32Mins : Groups<8, 32, true> {
-  typedef Int8x32Mins ForBfloat16;
+  typedef GroupsForBfloat16<Int8x32Mins> ForBfloat16;
   static constexpr const char* NAME = "int8-32-mins";
 };
 struct Int8x128 : Groups<8, 128, false> {
-  typedef Int8x128 ForBfloat16;
+  typedef GroupsForBfloat16<Int8x128> ForBfloat16;
   static constexpr const char* NAME = "int8-128";
 };
 struct Int8x128Mins : Groups<8, 128, true> {
-  typedef Int8x128Mins ForBfloat16;
+  typedef GroupsForBfloat16<Int8x128Mins> ForBfloat16;
   static constexpr const char* NAME = "int8-128-mins";
 };

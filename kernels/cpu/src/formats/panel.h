@@ -17,3 +17,13 @@ static inline vf fused(vf a, vf b, vf sum) {
   return a * b + sum;
 #endif
 }
+
+#if LANES == 16 && defined(__AVX512BF16__)
+#define PAIRS_OF_BFLOAT16
+// Sums plus, for each output, two inputs x[0], x[1] times its pair of weights.
+static inline vf dot_pair(const bf16* x, vu pairs, vf sums) {
+  int32_t both;
+  memcpy(&both, x, sizeof both);
+  return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32(both), (__m512bh)pairs);
+}
+#endif
