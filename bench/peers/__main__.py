@@ -2,6 +2,7 @@
 
     python -m bench.peers install [NAME ...]    makes what is missing under .peers/
     python -m bench.peers                       the rounds; writes bench/results/peers.json, docs/peers.md, the chart
+    python -m bench.peers --model llama-380m    the same with the larger model; writes only what --output says
 
 Exit codes: 0 measured, 1 a server that is installed failed, 2 wrong use.
 """
@@ -18,9 +19,10 @@ from types import FrameType
 from typing import Any
 
 from bench import render
-from bench.peers import install, plots, run, servers, table
+from bench.peers import install, model, plots, run, servers, table
 from bench.result import RESULTS, ROOT, write
 
+MODEL = "llama-30m"
 CHART = ROOT / "docs" / "img" / "peers.png"
 
 
@@ -29,10 +31,9 @@ def parser() -> argparse.ArgumentParser:
     add = build.add_argument
     add("action", nargs="?", default="run", choices=("run", "install"))
     add("names", nargs="*", help=f"what to install: {', '.join(install.RECIPES)} (default: everything)")
+    add("--model", default=MODEL, choices=list(model.SHAPES), help=f"default: {MODEL}")
     add("--peers", default="", help="only these, by comma; Orcinus always runs")
-    classes = build.add_mutually_exclusive_group()
-    classes.add_argument("--only-exact", action="store_true", help="only the servers in float32")
-    classes.add_argument("--only-reduced", action="store_true", help="only the servers in 16 bits")
+    add("--classes", default="", help=f"only these, by comma: {','.join(servers.CLASSES)}")
     add("--quick", action="store_true", help="one short round of what is installed, written nowhere")
     add("--rounds", type=int, default=0, help="how often every server runs (default: 3)")
     add("--torch-index", default="", help="index with CPU builds of torch, where pip's settings name none")
@@ -82,29 +83,33 @@ def install_all(options: argparse.Namespace, build: argparse.ArgumentParser) -> 
 
 def compare(options: argparse.Namespace, build: argparse.ArgumentParser, argv: list[str]) -> int:
     peers = [name for name in options.peers.split(",") if name]
-    classes = [servers.EXACT] if options.only_exact else [servers.REDUCED] if options.only_reduced else []
+    classes = [name for name in options.classes.split(",") if name]
+    for name in classes:
+        if name not in servers.CLASSES:
+            build.error(f"no class {name!r}; there are {', '.join(servers.CLASSES)}")
     try:
         chosen = servers.chosen(peers, classes)
     except KeyError as error:
         build.error(f"no peer {error}; there are {', '.join(dict.fromkeys(s.peer for s in servers.SERVERS))}")
-    plan = run.QUICK if options.quick else run.FULL
+    plan = run.QUICK if options.quick else run.FULL if options.model == MODEL else run.LARGE
     if options.rounds:
         plan = run.Plan(options.rounds, plan.requests, plan.mix_s)
     if options.quick:
-        install.install(["model"], options.torch_index, say)
-        chosen = [server for server in chosen if install.state(server.recipe).ok]
+        install.install([options.model], options.torch_index, say)
+        chosen = [one for one in chosen if all(install.state(name).ok for name in one.recipes(options.model))]
     else:
-        install.install([server.recipe for server in chosen], options.torch_index, say)
-    if not install.state("model").ok:
-        say(f"the model could not be made: {install.state('model').error}")
+        needed = [name for server in chosen for name in server.recipes(options.model)]
+        install.install(needed, options.torch_index, say)
+    if not install.state(options.model).ok:
+        say(f"the model could not be made: {install.state(options.model).error}")
         return 1
-    result = run.measure(chosen, plan, ["python", "-m", "bench.peers", *argv], say)
-    show(result, options, whole=not (options.quick or peers or classes))
+    result = run.measure(chosen, options.model, plan, ["python", "-m", "bench.peers", *argv], say)
+    show(result, options, whole=not (options.quick or peers or classes or options.model != MODEL))
     return 1 if any(row["error"] and row["installed"] for row in result["rows"]) else 0
 
 
 def show(result: dict[str, Any], options: argparse.Namespace, whole: bool) -> None:
-    """Print the result, and write it to the given file; the repository takes only complete runs."""
+    """Print the result, and write it to the given file; the repository takes complete runs alone."""
     if options.output:
         write(options.output, result)
     elif whole:

@@ -27,6 +27,9 @@ from bench.serve.stats import Record, percentiles_ms, summarise
 
 PROMPT, OUTPUT = 128, 64
 REQUESTS = {1: 12, 8: 64, 32: 128}
+"""Requests of a closed loop by how many run at a time."""
+LONGEST, LONGEST_OUTPUT, LONGEST_REQUESTS = 2000, 8, 4
+"""A closed loop of one request at a time whose prompts nearly fill the context."""
 MIX_STREAMS, MIX_OUTPUT = 8, 128
 LONG_PROMPT, LONG_OUTPUT = 1500, 16
 LONG_EVERY_S, LONG_FIRST_S = 1.5, 0.75
@@ -34,7 +37,7 @@ MIX_S = 12.0
 TIMEOUT_S = 300.0
 KEPT = ("requests", "finished", "short", "errors", "wall_s", "output_tok_s", "ttft_ms", "tpot_ms")
 # First numbers of the prompts' keys, so that no kind of run repeats the prompts of another.
-CHECK, WARM, CLOSED, STREAMS, LONGS = range(5)
+CHECK, WARM, CLOSED, STREAMS, LONGS, PREFILLS = range(6)
 
 
 @asynccontextmanager
@@ -45,7 +48,7 @@ async def connected(running: Running) -> AsyncIterator[tuple[aiohttp.ClientSessi
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers
     ) as session:
-        yield session, Target(running.url, running.server.model, True, 0, 0, 0.0, 0, TIMEOUT_S)
+        yield session, Target(running.url, "model", True, 0, 0, 0.0, 0, TIMEOUT_S)
 
 
 async def answers(running: Running, rows: list[dict[str, Any]], at_once: int = 8) -> int:
@@ -90,7 +93,13 @@ async def stream(
 
 
 async def closed_loop(
-    running: Running, kind: int, round_: int, total: int, concurrency: int, output: int = OUTPUT
+    running: Running,
+    kind: int,
+    round_: int,
+    total: int,
+    concurrency: int,
+    prompt: int = PROMPT,
+    output: int = OUTPUT,
 ) -> list[Record]:
     """Send `total` requests, `concurrency` at a time."""
     numbers = iter(range(total))
@@ -101,7 +110,7 @@ async def closed_loop(
         async def user() -> None:
             for number in numbers:
                 key = (kind, round_, concurrency, number)
-                records.append(await stream(session, target, running.server, key, PROMPT, output))
+                records.append(await stream(session, target, running.server, key, prompt, output))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
@@ -203,8 +212,15 @@ def metered(running: Running, work: Coroutine[Any, Any, Any]) -> tuple[Any, dict
 
 def measure_closed(running: Running, round_: int, concurrency: int, total: int) -> dict[str, Any]:
     """Warm up, then run one closed loop; return figures and cost."""
-    uvloop.run(closed_loop(running, WARM, round_, concurrency, concurrency, 16))
+    uvloop.run(closed_loop(running, WARM, round_, concurrency, concurrency, output=16))
     records, cost = metered(running, closed_loop(running, CLOSED, round_, total, concurrency))
+    return with_cost(closed_figures(records), cost)
+
+
+def measure_longest(running: Running, round_: int) -> dict[str, Any]:
+    """Send the longest prompts one at a time: their TTFT is what the machine needs for a prompt."""
+    work = closed_loop(running, PREFILLS, round_, LONGEST_REQUESTS, 1, LONGEST, LONGEST_OUTPUT)
+    records, cost = metered(running, work)
     return with_cost(closed_figures(records), cost)
 
 

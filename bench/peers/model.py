@@ -1,4 +1,4 @@
-"""The 30M model of the comparison: weights from a seed, a tokenizer from a formula, a reference.
+"""The models of the comparison: weights from a seed, a tokenizer from a formula, a reference.
 
 Nothing is downloaded and nothing is trained, so every checkout makes the same files. The text of a prompt is the same
 number of tokens for every server, because each of its words is one token. Called by `bench/peers/install.py`;
@@ -20,19 +20,27 @@ CONSONANTS = "bdfghjklmnprstvz"
 VOWELS = "aeiou"
 CHECK_PROMPTS = 16
 CHECK_TOKENS = 64
-CONFIG: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-}
+CONTEXT = 2048
+
+
+def shape(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
+    """Return the configuration of a Llama with four KV heads."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": CONTEXT,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+
+
+SHAPES = {"llama-30m": shape(512, 1408, 8, 8), "llama-380m": shape(1024, 4096, 24, 16)}
 
 
 def byte_letters() -> list[str]:
@@ -82,13 +90,13 @@ def prompt(tokens: int, *key: int) -> str:
 
 
 def make(folder: Path) -> None:
-    """Write the model directory: config.json, model.safetensors (float32), tokenizer files, reference.json."""
+    """Write the directory of the model of that name: config.json, model.safetensors (float32), tokenizer, reference."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    model: Any = LlamaForCausalLM(LlamaConfig(**SHAPES[folder.name]))
     model.float().train(False)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -113,7 +121,7 @@ def _write_tokenizer(folder: Path) -> None:
         "eos_token": EOS,
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": CONFIG["max_position_embeddings"],
+        "model_max_length": CONTEXT,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n")
 

@@ -57,8 +57,9 @@ def _die_with_parent() -> None:
 class Running:
     """A server that answers at `url`. Raises StartError when it does not within its time."""
 
-    def __init__(self, server: Server, log: Path) -> None:
+    def __init__(self, server: Server, model: str, log: Path) -> None:
         self.server = server
+        self.model = model
         self.log = log
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -87,7 +88,7 @@ class Running:
     def _start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.server.command(self.port, self.scratch),
+                self.server.command(self.model, self.port, self.scratch),
                 cwd=ROOT,
                 env=environment(self.server),
                 stdin=subprocess.DEVNULL,
@@ -152,11 +153,11 @@ class Running:
         return total
 
     def memory_mib(self) -> float:
-        """Return the resident memory of all its processes; shared pages count in each."""
+        """Return the memory of all its processes; of a page that several share each has a part (PSS)."""
         total = 0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
+                total += process.memory_full_info().pss
         return total / 2**20
 
     def stop(self) -> None:

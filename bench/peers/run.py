@@ -32,18 +32,21 @@ class Plan:
 
 FULL = Plan(3, client.REQUESTS, client.MIX_S)
 QUICK = Plan(1, {1: 3, 8: 16, 32: 32}, 4.0)
+LARGE = Plan(3, {1: 4, 8: 24, 32: 64}, client.MIX_S)  # of a model that takes ten times as long
 
 
-def measure(servers: Sequence[Server], plan: Plan, command: Sequence[str], say: Say) -> Row:
+def measure(servers: Sequence[Server], model: str, plan: Plan, command: Sequence[str], say: Say) -> Row:
     """Measure everything, and keep the results so far in `.peers/last.json` after each server."""
     result: Row = {
         "bench": "peers",
         **provenance(command),
         "settings": {
+            "model": model,
             "rounds": plan.rounds,
             "requests": plan.requests,
             "prompt_tokens": client.PROMPT,
             "output_tokens": client.OUTPUT,
+            "longest_prompt_tokens": client.LONGEST,
             "mix": {
                 "seconds": plan.mix_s,
                 "streams": client.MIX_STREAMS,
@@ -52,23 +55,24 @@ def measure(servers: Sequence[Server], plan: Plan, command: Sequence[str], say: 
                 "long_every_s": client.LONG_EVERY_S,
             },
         },
-        "rows": [new_row(server) for server in servers],
+        "rows": [new_row(server, model) for server in servers],
     }
-    reference = json.loads((install.MODEL / "reference.json").read_text())
+    reference = json.loads((install.MODELS / model / "reference.json").read_text())
     result["model_sha256"] = reference["weights_sha256"]
     for round_ in range(plan.rounds):
         for server, row in zip(servers, result["rows"], strict=True):
             if row["error"] and not row["rounds"]:
                 continue  # it never ran, so it is not tried again
             say(f"round {round_ + 1} of {plan.rounds}: {server.name}")
-            one_round(server, row, round_, plan, reference["rows"], say)
+            one_round(server, model, row, round_, plan, reference["rows"], say)
             (install.HOME / "last.json").write_text(json.dumps(result, indent=1) + "\n")
     return table.finish(result)
 
 
-def new_row(server: Server) -> Row:
-    found = install.state(server.recipe)
-    shown = versions() if server.recipe == "model" else found.versions
+def new_row(server: Server, model: str) -> Row:
+    found = {name: install.state(name) for name in server.recipes(model)}
+    errors = [f"{name}: {state.error}" for name, state in found.items() if not state.ok]
+    shown = found[server.recipe].versions if server.recipe else versions()
     return {
         "name": server.name,
         "peer": server.peer,
@@ -77,30 +81,31 @@ def new_row(server: Server) -> Row:
         "versions": shown,
         "same_answers": None,
         "of_answers": None,
-        "installed": found.ok,
-        "error": "" if found.ok else f"{server.recipe}: {found.error}",
+        "installed": not errors,
+        "error": (errors or [""])[0],
         "rounds": [],
     }
 
 
-def one_round(server: Server, row: Row, round_: int, plan: Plan, reference: list[Row], say: Say) -> None:
+def one_round(server: Server, model: str, row: Row, round_: int, plan: Plan, reference: list[Row], say: Say) -> None:
     """Start the server, check its answers once, measure, stop it."""
     found: Row = {"round": round_ + 1, "cells": {}}
     log = install.HOME / "logs" / f"{server.name.replace(' ', '-')}.log"
     log.parent.mkdir(exist_ok=True)
     try:
-        with Running(server, log) as running:
+        with Running(server, model, log) as running:
             found["start_s"] = round(running.start_s, 1)
             if row["same_answers"] is None:
                 same = client.check(running, reference)
                 row.update(same_answers=same, of_answers=len(reference))
                 say(f"  up after {running.start_s:.0f} s; {same} of {len(reference)} answers as the reference's")
-            for concurrency in server.concurrency:
-                total = plan.requests[concurrency]
+            for concurrency, total in plan.requests.items():
                 cell = client.measure_closed(running, round_, concurrency, total)
                 found["cells"][f"c{concurrency}"] = cell
                 say(f"  {concurrency:2} at a time: {describe(cell)}")
-            if server.with_mix and plan.mix_s:
+            found["cells"]["longest"] = cell = client.measure_longest(running, round_)
+            say(f"  {client.LONGEST} tokens: TTFT {cell['ttft_ms']['p50']} ms")
+            if plan.mix_s:
                 found["cells"]["mix"] = cell = client.measure_mix(running, round_, plan.mix_s)
                 say(f"  long prompts: {describe(cell)}")
             found["memory_mib"] = round(running.memory_mib())

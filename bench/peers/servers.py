@@ -19,36 +19,46 @@ SLOTS = 32
 CONTEXT = 2048
 OURS = "orcinus"
 SHORT_GAPS = "orcinus:tokens=model-30"  # steps of 30 ms instead of 100: other servers' steps are bounded too
-EXACT, REDUCED, INT8 = "exact", "reduced", "int8"
+EXACT, REDUCED, INT8, INT4 = "exact", "reduced", "int8", "int4"
 CLASSES = {
     EXACT: "float32, the same greedy answers as transformers in float32",
     REDUCED: "16-bit arithmetic or weights",
     INT8: "8-bit weights",
+    INT4: "4-bit weights, with scales 4.25 to 4.5 bits",
 }
+
+
+Command = Callable[[str, int, Path], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One row of the table. `command(port, scratch)` is its command line; `recipe` what must be installed."""
+    """One row of the table. `command(model, port, scratch)` is its command line for a model of `bench/peers/model.py`.
+
+    `recipe` and the files of the model of the kind `files` must be there.
+    """
 
     name: str
     peer: str
     precision: str
     about: str
     recipe: str
-    command: Callable[[int, Path], list[str]]
-    model: str = "model"
+    files: str
+    command: Command
     start_s: float = 120.0
-    concurrency: tuple[int, ...] = (1, 8, 32)
-    with_mix: bool = True
     env: dict[str, str] = field(default_factory=dict)
 
+    def recipes(self, model: str) -> list[str]:
+        """Return what must be installed to serve the model of this name."""
+        return [name for name in (self.recipe, model + self.files) if name]
 
-def orcinus(dtype: str, policy: str = "orcinus") -> Callable[[int, Path], list[str]]:
+
+def orcinus(dtype: str, policy: str = "orcinus", gguf: str = "") -> Command:
     """Return the command of the stack: Redis, gateway, scheduler, worker, started as by a user."""
 
-    def command(port: int, scratch: Path) -> list[str]:
-        words = [sys.executable, "-m", "services.cli", "up", "--stop-with-parent", "--model", str(install.MODEL)]
+    def command(model: str, port: int, scratch: Path) -> list[str]:
+        source = install.gguf(model, gguf) if gguf else install.MODELS / model
+        words = [sys.executable, "-m", "services.cli", "up", "--stop-with-parent", "--model", str(source)]
         words += ["--served-model-name", "model", "--port", str(port), "--run-dir", str(scratch / "run")]
         words += ["--device", "cpu", "--dtype", dtype, "--policy", policy]
         return [*words, "--prefix-cache", "off", "--log-level", "warning"]
@@ -56,9 +66,9 @@ def orcinus(dtype: str, policy: str = "orcinus") -> Callable[[int, Path], list[s
     return command
 
 
-def vllm(dtype: str) -> Callable[[int, Path], list[str]]:
-    def command(port: int, _scratch: Path) -> list[str]:
-        words = [str(install.python_of("vllm").parent / "vllm"), "serve", str(install.MODEL), "--dtype", dtype]
+def vllm(dtype: str) -> Command:
+    def command(model: str, port: int, _scratch: Path) -> list[str]:
+        words = [str(install.python_of("vllm").parent / "vllm"), "serve", str(install.MODELS / model), "--dtype", dtype]
         words += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(port)]
         words += ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(2 * SLOTS)]
         return [*words, "--no-enable-prefix-caching", "--generation-config", "vllm"]
@@ -66,44 +76,23 @@ def vllm(dtype: str) -> Callable[[int, Path], list[str]]:
     return command
 
 
-def openvino(precision: str) -> Callable[[int, Path], list[str]]:
-    def command(port: int, _scratch: Path) -> list[str]:
-        front = str(install.HERE / "openvino_front.py")
-        tokenizer = str(install.MODEL / "tokenizer.json")
-        return [str(install.python_of("openvino")), front, str(install.OPENVINO_MODEL), tokenizer, str(port), precision]
+def openvino(precision: str, width: str = "fp32") -> Command:
+    def command(model: str, port: int, _scratch: Path) -> list[str]:
+        folder, tokenizer = install.openvino_model(model, width), install.MODELS / model / "tokenizer.json"
+        words = [install.python_of("openvino"), install.HERE / "openvino_front.py", folder, tokenizer, port, precision]
+        return [str(word) for word in words]
 
     return command
 
 
-def llama(weights: str, *more: str) -> Callable[[int, Path], list[str]]:
+def llama(weights: str, *more: str) -> Command:
     """Return the command of llama.cpp. All slots share `-c`; prompts are not cached between requests."""
 
-    def command(port: int, _scratch: Path) -> list[str]:
-        words = [
-            str(install.LLAMA_SERVER),
-            "-m",
-            str(install.GGUF[weights]),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-        ]
+    def command(model: str, port: int, _scratch: Path) -> list[str]:
+        words = [str(install.LLAMA_SERVER), "-m", str(install.gguf(model, weights)), "--port", str(port)]
+        words += ["--host", "127.0.0.1"]
         words += ["-a", "model", "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "-cb", "--no-cache-prompt"]
         return [*words, *more]
-
-    return command
-
-
-def transformers(dtype: str, batching: bool) -> Callable[[int, Path], list[str]]:
-    """Return the command of transformers, with a bounded cache: its default takes a large share of memory."""
-
-    def command(port: int, _scratch: Path) -> list[str]:
-        words = [str(install.python_of("transformers").parent / "transformers"), "serve", str(install.MODEL)]
-        words += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", dtype]
-        if batching:
-            words += ["--continuous-batching", "--attn-implementation", "sdpa", "--cb-num-blocks", "1024"]
-            words += ["--cb-block-size", "32", "--cb-max-batch-tokens", "512"]
-        return words
 
     return command
 
@@ -117,57 +106,56 @@ VLLM_ENV = {
 }
 
 SERVERS = (
-    Server("openvino f32", "openvino", EXACT, "compute and KV in f32", "openvino", openvino("f32")),
-    Server("vllm float32", "vllm", EXACT, "both cores", "vllm", vllm("float32"), env=VLLM_ENV, start_s=300),
+    Server("openvino f32", "openvino", EXACT, "compute and KV in f32", "openvino", "-openvino", openvino("f32")),
+    Server("vllm float32", "vllm", EXACT, "both cores", "vllm", "", vllm("float32"), 300, VLLM_ENV),
     Server(
         "llama.cpp F32",
         "llama.cpp",
         EXACT,
         "KV in f32, no flash attention",
         "llama",
+        "-gguf",
         llama("f32", "-ctk", "f32", "-ctv", "f32", "-fa", "off"),
     ),
+    Server("orcinus float32", OURS, EXACT, "the whole stack", "", "", orcinus("float32")),
+    Server("orcinus float32, TBT 30 ms", OURS, EXACT, f"--policy {SHORT_GAPS}", "", "", orcinus("float32", SHORT_GAPS)),
     Server(
-        "transformers CB float32",
-        "transformers",
-        EXACT,
-        "serve --continuous-batching, sdpa",
-        "transformers",
-        transformers("float32", True),
-        model=str(install.MODEL),
-    ),
-    Server(
-        "transformers serve float32",
-        "transformers",
-        EXACT,
-        "serve, one request at a time",
-        "transformers",
-        transformers("float32", False),
-        model=str(install.MODEL),
-        concurrency=(1,),
-        with_mix=False,
-    ),
-    Server("orcinus float32", OURS, EXACT, "the whole stack", "model", orcinus("float32")),
-    Server(
-        "orcinus float32, TBT 30 ms", OURS, EXACT, f"--policy {SHORT_GAPS}", "model", orcinus("float32", SHORT_GAPS)
-    ),
-    Server("openvino default", "openvino", REDUCED, "its own choice of precision", "openvino", openvino("default")),
-    Server("vllm bfloat16", "vllm", REDUCED, "both cores", "vllm", vllm("bfloat16"), env=VLLM_ENV, start_s=300),
-    Server("llama.cpp F16", "llama.cpp", REDUCED, "F16 weights, its default KV", "llama", llama("f16")),
-    Server(
-        "transformers CB bfloat16",
-        "transformers",
+        "openvino default",
+        "openvino",
         REDUCED,
-        "serve --continuous-batching, sdpa",
-        "transformers",
-        transformers("bfloat16", True),
-        model=str(install.MODEL),
+        "its own choice of precision",
+        "openvino",
+        "-openvino",
+        openvino("default"),
     ),
-    Server("orcinus bfloat16", OURS, REDUCED, "the whole stack", "model", orcinus("bfloat16")),
+    Server("vllm bfloat16", "vllm", REDUCED, "both cores", "vllm", "", vllm("bfloat16"), 300, VLLM_ENV),
+    Server("llama.cpp F16", "llama.cpp", REDUCED, "F16 weights, its default KV", "llama", "-gguf", llama("f16")),
+    Server("orcinus bfloat16", OURS, REDUCED, "the whole stack", "", "", orcinus("bfloat16")),
     Server(
-        "orcinus bfloat16, TBT 30 ms", OURS, REDUCED, f"--policy {SHORT_GAPS}", "model", orcinus("bfloat16", SHORT_GAPS)
+        "orcinus bfloat16, TBT 30 ms", OURS, REDUCED, f"--policy {SHORT_GAPS}", "", "", orcinus("bfloat16", SHORT_GAPS)
     ),
-    Server("llama.cpp Q8_0", "llama.cpp", INT8, "Q8_0 weights, its default KV", "llama", llama("q8_0")),
+    Server(
+        "openvino int8",
+        "openvino",
+        INT8,
+        "weights of its exporter, the rest its own choice",
+        "openvino",
+        "-openvino",
+        openvino("default", "int8"),
+    ),
+    Server("llama.cpp Q8_0", "llama.cpp", INT8, "Q8_0 file, its default KV", "llama", "-gguf", llama("q8_0")),
+    Server("orcinus Q8_0", OURS, INT8, "the same file, bfloat16", "", "-gguf", orcinus("bfloat16", gguf="q8_0")),
+    Server(
+        "openvino int4",
+        "openvino",
+        INT4,
+        "weights of its exporter, the rest its own choice",
+        "openvino",
+        "-openvino",
+        openvino("default", "int4"),
+    ),
+    Server("llama.cpp Q4_0", "llama.cpp", INT4, "Q4_0 file, its default KV", "llama", "-gguf", llama("q4_0")),
+    Server("orcinus Q4_0", OURS, INT4, "the same file, bfloat16", "", "-gguf", orcinus("bfloat16", gguf="q4_0")),
 )
 
 
@@ -193,12 +181,8 @@ def environment(server: Server) -> dict[str, str]:
 
 def request(server: Server, prompt: str, tokens: int, stream: bool) -> dict[str, Any]:
     """Return the body of one greedy completion of exactly `tokens` tokens in this server's dialect."""
-    fields: dict[str, Any] = {"model": server.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
+    fields: dict[str, Any] = {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0.0}
     fields["stream"] = stream
-    if server.peer == "transformers":
-        # It refuses fields that it does not know, counts usage unasked, and takes the rest as JSON in a string.
-        fields["generation_config"] = f'{{"eos_token_id": -1, "do_sample": false, "max_new_tokens": {tokens}}}'
-        return fields
     fields["ignore_eos"] = True
     if stream:
         fields["stream_options"] = {"include_usage": True}

@@ -139,14 +139,14 @@ class Peak:
 def stack(options: argparse.Namespace) -> Iterator[Running]:
     """Yield a stack that is ready, with no settings but the model and those given; it ends with the block."""
 
-    def command(port: int, scratch: Path) -> list[str]:
+    def command(_model: str, port: int, scratch: Path) -> list[str]:
         words = [sys.executable, "-m", "services.cli", "up", "--stop-with-parent", "--model", str(options.model)]
         words += ["--served-model-name", "model", "--port", str(port), "--run-dir", str(scratch / "run")]
         return [*words, "--device", "cpu", *options.up]
 
     folder = Path(tempfile.mkdtemp(prefix="footprint-"))
     try:
-        with Running(Server("stack", OURS, EXACT, "", "", command), folder / "up.log") as running:
+        with Running(Server("stack", OURS, EXACT, "", "", "", command), "", folder / "up.log") as running:
             yield running
     finally:
         shutil.rmtree(folder, ignore_errors=True)
