@@ -207,11 +207,12 @@ class RowsByAdapter:
 
     def set(self, numbers: Int32) -> None:
         """Take the number of each row's adapter, [N], 0 for none."""
-        rows = np.flatnonzero(numbers)
-        self.order = rows[np.argsort(numbers[rows], kind="stable")].astype(np.int32)
-        adapters, starts = np.unique(numbers[self.order], return_index=True)
-        self.adapters = adapters.astype(np.int32)  # [A] numbers, ascending
-        self.starts = np.append(starts, len(rows)).astype(np.int32)  # [A + 1] those of adapter i: order[starts[i] : ..]
+        counts = np.bincount(numbers, minlength=1)
+        self.order = np.argsort(numbers, kind="stable")[counts[0] :].astype(np.int32)
+        counts[0] = 0
+        self.adapters = np.flatnonzero(counts).astype(np.int32)  # [A] numbers, ascending
+        self.starts = np.zeros(len(self.adapters) + 1, np.int32)  # those of adapter i: order[starts[i] : starts[i + 1]]
+        np.cumsum(counts[self.adapters], out=self.starts[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,7 @@ class LowRankShape:
     inputs: int
     outputs: tuple[int, ...]  # of each part
     reads: tuple[int, ...]  # of each part: the number of its down matrix, from 0 on
-    dtype: torch.dtype  # of the down matrices and of x; up is in float32
+    dtype: torch.dtype  # of the model: of x and of the down matrices
 
     @property
     def downs(self) -> int:
@@ -236,7 +237,7 @@ class LowRankShape:
 class Up:
     """An up matrix of an adapter: these outputs of the weight, from these of all ranks."""
 
-    matrix: Any  # from pack_linear
+    matrix: Any  # packed
     outputs: range
     ranks: range
 
@@ -247,7 +248,7 @@ class LowRankPairs:
     def __init__(self, ops: AnyOps, shape: LowRankShape) -> None:
         self.shape = shape
         self.by_number: dict[int, tuple[Any, Any]] = {}
-        """All down matrices as one, from pack_linear, and the up matrices, each an Up."""
+        """All down matrices as one, packed, and the up matrices, each an Up."""
         self._ops = ops
 
     def reserve(self, adapters: int, rank: int, rows: int) -> None:
@@ -262,7 +263,8 @@ class LowRankPairs:
         """
         ends = np.cumsum([down.shape[0] for down in downs.values()]).tolist()
         ranks = {at: range(end - down.shape[0], end) for (at, down), end in zip(downs.items(), ends, strict=True)}
-        down = self._ops.pack_linear(downs.values(), ends[-1], self.shape.inputs, None)
+        down = self._pack(torch.cat(list(downs.values())))
+        up_dtype = self._ops.up_dtype(self.shape.dtype)
         made: list[Up] = []
         first = 0
         for reads, parts in groupby(range(len(self.shape.reads)), self.shape.reads.__getitem__):
@@ -270,13 +272,16 @@ class LowRankPairs:
             outputs = range(first, first + sum(self.shape.outputs[part] for part in these))
             first = outputs.stop
             if reads in ranks:
-                rows = (ups[part].contiguous() for part in these)
-                matrix = self._ops.pack_linear(rows, len(outputs), len(ranks[reads]), None)
-                made.append(Up(matrix, outputs, ranks[reads]))
+                matrix = torch.cat([ups[part].to(up_dtype) for part in these])
+                made.append(Up(self._pack(matrix), outputs, ranks[reads]))
         self.by_number[number] = (down, made)
 
     def remove(self, number: int) -> None:
         self.by_number.pop(number, None)
+
+    def _pack(self, matrix: Tensor) -> Any:
+        outputs, inputs = matrix.shape
+        return self._ops.pack_linear([matrix], outputs, inputs, None)
 
 
 class Cache(ABC):
@@ -573,6 +578,10 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         batch, also for a compiled pass.
         """
         call(x)
+
+    def up_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which add_low_rank has the up matrices beside a model of this type."""
+        return torch.float32
 
     def new_rows_by_adapter(self) -> RowsByAdapter:
         """Return what add_low_rank takes."""

@@ -54,15 +54,13 @@ def stored(folder: Path, config: DecoderConfig, count: int) -> list[bytes]:
     return digests
 
 
-def added_work(config: DecoderConfig, case: Case, adapters: int, width: int) -> tuple[float, float]:
-    """Return the bytes of the adapters of a step, each read once, and the operations of its rows.
-
-    width: bytes of a number of the down matrices; those of the up matrices have four.
-    """
-    sizes = linear_layers(config).values()
+def added_work(engine: Engine, case: Case, adapters: int) -> tuple[float, float]:
+    """Return the bytes of the adapters of a step, each read once, and the operations of its rows."""
+    sizes = linear_layers(engine.config).values()
+    down, up = engine.dtype.itemsize, engine.ops.up_dtype(engine.dtype).itemsize
     used, rows = min(adapters, case.sequences), case.decodes + case.prefill * case.prompts
     operations = 2.0 * RANK * rows * sum(outputs + inputs for outputs, inputs in sizes)
-    read = float(used * RANK * sum(4 * outputs + width * inputs for outputs, inputs in sizes))
+    read = float(used * RANK * sum(up * outputs + down * inputs for outputs, inputs in sizes))
     return read, operations if adapters else 0.0
 
 
@@ -83,8 +81,8 @@ def beside(engine: Engine, case: Case, steps: int, digests: Sequence[bytes], cou
             cpu[number].append((time.process_time_ns() - begun) / steps)
             wall[number].append(median(result.timings.forward_ns for result in results))
     engine.reset()
-    width, base = engine.dtype.itemsize, work(engine, case, steps)[0]
-    added = {number: added_work(engine.config, case, number, width)[0] for number in counts}
+    base = work(engine, case, steps)[0]
+    added = {number: added_work(engine, case, number)[0] for number in counts}
     return {
         "case": case.name,
         "forward_ms": median(wall[0]) / 1e6,

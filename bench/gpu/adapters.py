@@ -67,7 +67,7 @@ def steps(context: Context) -> Iterator[tuple[str, Any]]:
             read_bytes, operations = work(engine, case, count)
             for adapters in COUNTS if case.sequences > 1 else COUNTS[:2]:
                 row = timed(engine, case, count, 1, digests[:adapters])
-                more_bytes, more = added_work(engine.config, case, adapters, engine.dtype.itemsize)
+                more_bytes, more = added_work(engine, case, adapters)
                 floor_us = peaks.floor_us(read_bytes + more_bytes, operations + more, engine.dtype)
                 yield "steps", [row | {"adapters": adapters, "floor_us": floor_us, "adapter_bytes": more_bytes}]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import commands
@@ -126,6 +127,7 @@ class CpuLowRankPairs(LowRankPairs):
 
     def __init__(self, ops: CpuOps, shape: LowRankShape) -> None:
         super().__init__(ops, shape)
+        self._lanes = ops.library.lanes
         self.struct = commands.LowRankPairs()
         self._ups: list[ctypes.Array[LowRankUp]] = []  # that the struct points at
 
@@ -143,20 +145,25 @@ class CpuLowRankPairs(LowRankPairs):
         for number, (down, ups) in self.by_number.items():
             parts = [
                 LowRankUp(
-                    weight=up.matrix.memory.data_ptr(),
+                    weight=up.matrix.data_ptr(),
                     first_output=up.outputs.start,
                     outputs=len(up.outputs),
                     first_rank=up.ranks.start,
                     rank=len(up.ranks),
-                    weight_format=up.matrix.weight_format,
                 )
                 for up in ups
             ]
             self._ups.append((LowRankUp * len(parts))(*parts))
-            pairs[number] = LowRankPair(
-                down.memory.data_ptr(), self._ups[-1], len(parts), down.outputs, down.weight_format
-            )
+            rank = max(up.ranks.stop for up in ups)
+            pairs[number] = LowRankPair(down.data_ptr(), self._ups[-1], len(parts), rank)
         self.struct.pairs, self.struct.count = pairs, count
+
+    def _pack(self, matrix: Tensor) -> Tensor:
+        """Return it in panels [outputs / lanes, inputs / depth, lanes, depth], as src/low_rank.cpp reads them."""
+        (outputs, inputs), lanes = matrix.shape, self._lanes
+        depth = 1 if matrix.dtype == torch.float32 else 2
+        padded = F.pad(matrix, (0, -inputs % depth, 0, -outputs % lanes))
+        return padded.view(-1, lanes, padded.shape[1] // depth, depth).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +390,9 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
         self._runner.exchange(x, call)
+
+    def up_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype  # a step is bound by the bytes that it reads
 
     def new_rows_by_adapter(self) -> RowsByAdapter:
         return CpuRowsByAdapter()

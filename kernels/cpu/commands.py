@@ -234,7 +234,6 @@ class LowRankUp(Structure):
         ("outputs", c_int32),
         ("first_rank", c_int32),
         ("rank", c_int32),
-        ("weight_format", c_int64),
     )
 
 
@@ -244,7 +243,6 @@ class LowRankPair(Structure):
         ("ups", POINTER(LowRankUp)),
         ("count", c_int32),
         ("rank", c_int32),
-        ("down_format", c_int64),
     )
 
 

@@ -217,10 +217,14 @@ class Engine:
 
     @property
     def numerics(self) -> str:
-        """Return what decides the numbers of this engine besides the model: kernels, type, weight and KV format."""
-        dtype = str(self.dtype).removeprefix("torch.")
+        """Return what decides the numbers of this engine besides the model: kernels, type, formats of weights, KV and
+        adapters.
+        """
+        dtype, up = (str(one).removeprefix("torch.") for one in (self.dtype, self.ops.up_dtype(self.dtype)))
         kv = "" if self.settings.kv_dtype == "auto" else f" kv {self.settings.kv_dtype}"
-        return f"{self.ops.numerics(self.dtype)} {dtype} {self.settings.quantize}{self._numerics_of_format}{kv}"
+        adapters = "" if self.adapter_dir is None or up == "float32" else f" adapters {up}"
+        weights = f"{self.settings.quantize}{self._numerics_of_format}"
+        return f"{self.ops.numerics(self.dtype)} {dtype} {weights}{kv}{adapters}"
 
     @property
     def adapter_dir(self) -> Path | None:

@@ -330,6 +330,7 @@ class Adapters:
             if ranks[reads[part]]
         }
         self.pairs.set(number, downs, ups)
+        ups = {part: up.to(self.ops.up_dtype(self.dtype)) for part, up in ups.items()}
         self.added[number] = np.concatenate(
             [
                 wide(ups[part]) @ wide(downs[reads[part]]) if part in ups else np.zeros((outputs, inputs))

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <vector>
 
 #include "formats.h"
 #include "gemm_kernel.h"
@@ -22,13 +21,9 @@ constexpr int64_t AHEAD = 8192;             // bytes of weights that a lone tile
 constexpr int64_t UNPACKED_INPUTS = 512;    // of a panel in float32 at once, for several tiles: half of a second cache
 constexpr int64_t LONE_INPUTS = 32;         // for each panel of a lone tile: half of the first cache
 constexpr int64_t COPY_BYTES = 512 * 1024;  // of a block's activations, when they have to be copied
-constexpr int64_t LOW_RANK_ROWS[] = {4, 32};  // of an adapter per piece, at least and at most
 constexpr int64_t TILED_BLOCK = 32;         // tiles of rows per block that tile registers multiply,
 constexpr int64_t TILED_COPY_BYTES = 1024 * 1024;  // and its copy: half of a second cache, which is larger there
 constexpr int64_t TILED_INPUTS = 1024;      // of a panel at once then
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // The packed form of a weight: panels, then one scale per output where the format has them.
 template <class W>
@@ -65,29 +60,6 @@ class Pieces {
   int64_t left_, panels_, most_, share_, at_ = 0;
 };
 
-// Part `index` of `total` cut into `parts` as equal as possible: its begin.
-int64_t cut(int64_t total, int64_t parts, int64_t index) {
-  return total / parts * index + std::min(index, total % parts);
-}
-
-void copy_row(const void* from, int32_t dtype, int64_t count, int64_t padded, float* to) {
-  int64_t i = 0;
-  if (dtype == F32) {
-    memcpy(to, from, count * 4);
-    i = count;
-  } else {
-    const bf16* source = static_cast<const bf16*>(from);
-    for (; i + LANES <= count; i += LANES) store(to + i, load(source + i));
-    for (; i < count; i++) to[i] = widen(source[i]);
-  }
-  for (; i < padded; i++) to[i] = 0;
-}
-
-[[maybe_unused]] void copy_row(const void* from, int32_t, int64_t count, int64_t padded, bf16* to) {
-  memcpy(to, from, count * 2);
-  for (int64_t i = count; i < padded; i++) to[i] = 0;
-}
-
 // Sums of some rows of a panel to `count` outputs each, `stride` apart. A separate function, so that scale and bias are
 // applied by the same instructions for every caller.
 template <class Out>
@@ -113,20 +85,6 @@ __attribute__((noinline)) void finish(const float* sums, int64_t rows, const flo
   }
 }
 
-// Adds them to rows into[0], into[1], .. of out instead.
-template <class Out>
-void add(const float* sums, int64_t rows, const int32_t* into, Out* out, int64_t stride, int64_t count) {
-  for (int64_t r = 0; r < rows; r++, sums += WIDTH) {
-    Out* row = out + into[r] * stride;
-    Out part[WIDTH] = {};
-    Out* to = count == WIDTH ? row : part;
-    if (to == part) memcpy(part, row, count * sizeof(Out));
-    store(to, load(to) + load(sums));
-    store(to + LANES, load(to + LANES) + load(sums + LANES));
-    if (to == part) memcpy(row, part, count * sizeof(Out));
-  }
-}
-
 // How far a thread is in a command of several matrices: the pieces of one follow those of the one before.
 struct Progress {
   int64_t piece;      // of all, which this thread has taken and not done
@@ -140,26 +98,20 @@ constexpr int64_t unpacked_bytes() {
   return W::GROUPED ? UNPACKED_INPUTS * WIDTH * 4 : 0;
 }
 
-// Rows of x and of out; null: all, one after another.
-struct Places {
-  const int32_t* from = nullptr;      // those of x that are multiplied
-  const int32_t* added_to = nullptr;  // those of out that the products are added to, without bias and scales
-  int64_t stride = 0;                 // numbers from a row of x to the next; 0: as many as there are inputs
-};
-
 template <class W>
 class Linear {
   typedef typename W::Input Input;
 
  public:
-  Linear(const LinearArgs& args, int64_t rows, const Places& places, Team& team)
-      : args_(args), rows_(rows), places_(places), team_(team), packed_(args.outputs, args.inputs) {
+  // from: the rows of x that are multiplied; null: all, one after another.
+  Linear(const LinearArgs& args, int64_t rows, const int32_t* from, Team& team)
+      : args_(args), rows_(rows), from_(from), team_(team), packed_(args.outputs, args.inputs) {
     tiles_ = ceil_div(rows, TILE_ROWS);
-    x_stride_ = stride_ = places.stride ? places.stride : args.inputs;
+    stride_ = args.inputs;
     int64_t most = W::TILED ? TILED_BLOCK : BLOCK_TILES;
     const int32_t read_as = sizeof(Input) == 4 ? F32 : BF16;
     // Rows a multiple of 4096 bytes apart fall on each other in the first cache.
-    copied_ = W::TILED || places.from || args.dtype != read_as || args.inputs % DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
+    copied_ = W::TILED || from || args.dtype != read_as || args.inputs % DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
     if (copied_) {
       stride_ = W::TILED ? round_up(args.inputs, TILE_STEP) : round_up(args.inputs, std::max(16, DEPTH)) + 16;
       most = std::clamp<int64_t>((W::TILED ? TILED_COPY_BYTES : COPY_BYTES) / (TILE_ROWS * stride_ * sizeof(Input)), 1, most);
@@ -203,7 +155,7 @@ class Linear {
     end_tile_ = cut(tiles_, blocks_, block + 1);
     begin_ = first_row(first_tile_);
     end_ = first_row(end_tile_);
-    const int64_t row_bytes = x_stride_ * int64_t(args_.dtype == F32 ? 4 : 2);
+    const int64_t row_bytes = args_.inputs * int64_t(args_.dtype == F32 ? 4 : 2);
     const char* source = static_cast<const char*>(args_.x);
     x_ = reinterpret_cast<const Input*>(source + begin_ * row_bytes);
     if (copied_) copy(source, row_bytes);
@@ -217,7 +169,7 @@ class Linear {
 
   void copy(const char* source, int64_t row_bytes) {
     for (int64_t r = 0; r < end_ - begin_; r++) {
-      const char* row = source + (places_.from ? places_.from[begin_ + r] : begin_ + r) * row_bytes;
+      const char* row = source + (from_ ? from_[begin_ + r] : begin_ + r) * row_bytes;
       if constexpr (W::TILED)
         copy_tiled(reinterpret_cast<const bf16*>(row), args_.inputs, copy_ + r / 16 * 16 * stride_ + r % 16 * TILE_STEP);
       else
@@ -409,12 +361,6 @@ class Linear {
     const float* scales = nullptr;
     if constexpr (W::SCALED)
       scales = reinterpret_cast<const float*>(static_cast<const char*>(args_.weight) + packed_.scales_at()) + column;
-    if (places_.added_to) {
-      const int32_t* into = places_.added_to + begin_;
-      if (args_.out_dtype == F32)
-        return add(sums, end_ - begin_, into, static_cast<float*>(args_.out) + column, args_.out_stride, count);
-      return add(sums, end_ - begin_, into, static_cast<bf16*>(args_.out) + column, args_.out_stride, count);
-    }
     const int64_t at = begin_ * args_.out_stride + column;
     if (args_.out_dtype == F32)
       finish(sums, end_ - begin_, scales, bias, static_cast<float*>(args_.out) + at, args_.out_stride, count);
@@ -424,11 +370,11 @@ class Linear {
 
   const LinearArgs& args_;
   const int64_t rows_;
-  const Places places_;
+  const int32_t* const from_;
   Team& team_;
   const Packed<W> packed_;
   int64_t tiles_, blocks_, block_rows_;
-  int64_t x_stride_, stride_;  // of rows of x, and as they are multiplied
+  int64_t stride_;  // of rows as they are multiplied
   bool copied_;
   Input* copy_;
   int64_t groups_ = 0;  // of a row, where sums of activations are needed
@@ -535,11 +481,11 @@ int64_t packed_bytes(int64_t outputs, int64_t inputs) {
 }
 
 template <class W>
-void multiply(const LinearArgs& args, int64_t rows, const Places& places, Progress& progress, Team& team) {
+void multiply(const LinearArgs& args, int64_t rows, const int32_t* from, Progress& progress, Team& team) {
   if (args.dtype == BF16)
-    Linear<typename W::ForBfloat16>(args, rows, places, team).run(progress);
+    Linear<typename W::ForBfloat16>(args, rows, from, team).run(progress);
   else
-    Linear<W>(args, rows, places, team).run(progress);
+    Linear<W>(args, rows, from, team).run(progress);
 }
 
 // ---- the formats by number
@@ -550,7 +496,7 @@ struct Format {
   int64_t (*packed_bytes)(int64_t outputs, int64_t inputs);
   void (*pack)(char*, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count, const Source&);
   void (*unpack)(const char*, int64_t outputs, int64_t inputs, int64_t row, float* out);
-  void (*multiply)(const LinearArgs&, int64_t rows, const Places&, Progress&, Team&);
+  void (*multiply)(const LinearArgs&, int64_t rows, const int32_t* from, Progress&, Team&);
 };
 
 template <class... W>
@@ -560,19 +506,11 @@ constexpr std::array<Format, sizeof...(W)> table_of(Formats<W...>) {
 
 constexpr auto FORMATS = table_of(WeightFormats{});
 
-// By this thread, beside others that do something else.
-void multiply_alone(const LinearArgs& args, int64_t rows, const Places& places) {
-  std::atomic<int64_t> counter{0};
-  Team alone(1, nullptr, &counter);
-  Progress progress{alone.next()};
-  FORMATS[args.weight_format].multiply(args, rows, places, progress, alone);
-}
-
 }  // namespace
 
 void run_linear(const LinearArgs& args, int64_t rows, Team& team) {
   Progress progress{team.next()};
-  FORMATS[args.weight_format].multiply(args, rows, {}, progress, team);
+  FORMATS[args.weight_format].multiply(args, rows, nullptr, progress, team);
 }
 
 void run_experts(const ExpertsArgs& a, Team& team) {
@@ -585,37 +523,7 @@ void run_experts(const ExpertsArgs& a, Team& team) {
     const char* x = static_cast<const char*>(a.x) + (a.order ? 0 : first * a.inputs * item_bytes);
     const LinearArgs args{x, w.weight, w.bias, static_cast<char*>(a.out) + first * a.out_stride * item_bytes,
                           a.inputs, a.outputs, a.out_stride, a.dtype, int32_t(w.weight_format), a.dtype};
-    FORMATS[w.weight_format].multiply(args, rows, {a.order ? a.order + first : nullptr}, progress, team);
-  }
-}
-
-void run_low_rank(const LowRankArgs& a, Team& team) {
-  thread_local std::vector<float> inner;
-  const int64_t item_bytes = a.dtype == F32 ? 4 : 2;
-  const int64_t share = ceil_div(a.adapters->starts[a.adapters->count], 2 * team.threads());
-  const int64_t most = std::clamp(share, LOW_RANK_ROWS[0], LOW_RANK_ROWS[1]);
-  int64_t piece = team.next(), passed = 0;
-  for (int64_t i = 0; i < a.adapters->count; i++) {
-    const int32_t adapter = a.adapters->adapters[i];
-    const LowRankPair pair = adapter < a.pairs->count ? a.pairs->pairs[adapter] : LowRankPair{};
-    if (!pair.rank) continue;
-    const int64_t first = a.adapters->starts[i], rows = a.adapters->starts[i + 1] - first;
-    const int64_t pieces = ceil_div(rows, most);
-    for (; piece < passed + pieces; piece = team.next()) {
-      const int64_t begin = cut(rows, pieces, piece - passed), count = cut(rows, pieces, piece - passed + 1) - begin;
-      const int32_t* order = a.adapters->order + first + begin;
-      inner.resize(most * pair.rank);
-      const LinearArgs down{a.x, pair.down, nullptr, inner.data(), a.inputs, pair.rank, pair.rank,
-                            a.dtype, int32_t(pair.down_format), F32};
-      multiply_alone(down, count, {order});
-      for (const LowRankUp* u = pair.ups; u < pair.ups + pair.count; u++) {
-        const LinearArgs up{inner.data() + u->first_rank, u->weight, nullptr,
-                            static_cast<char*>(a.out) + u->first_output * item_bytes, u->rank, u->outputs, a.outputs,
-                            F32, int32_t(u->weight_format), a.dtype};
-        multiply_alone(up, count, {nullptr, order, pair.rank});
-      }
-    }
-    passed += pieces;
+    FORMATS[w.weight_format].multiply(args, rows, a.order ? a.order + first : nullptr, progress, team);
   }
 }
 

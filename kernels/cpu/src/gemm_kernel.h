@@ -5,14 +5,44 @@
 // whatever R and P are and wherever the chain is interrupted (sums rest in float32, exactly): this is what makes a
 // row's result the same alone and in any batch.
 #pragma once
+#include <algorithm>
 #include <utility>
 
 #include "formats/panel.h"
+#include "ops.h"
 
 constexpr int TILE = LANES == 16 ? 14 : 6;       // rows of a tile: all registers but those of weights and activations
 constexpr int WIDE_SUMS = LANES == 16 ? 24 : 12; // registers of sums when several panels run together
 
-// What a kernel works on. Sums of panel p, row r lie at sums[(p * sums_rows + r) * WIDTH].
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Part `index` of `total` cut into `parts` as equal as possible: its begin.
+inline int64_t cut(int64_t total, int64_t parts, int64_t index) {
+  return total / parts * index + std::min(index, total % parts);
+}
+
+// Copies a row of activations to where a kernel reads it, with zeros up to `padded`.
+inline void copy_row(const void* from, int32_t dtype, int64_t count, int64_t padded, float* to) {
+  int64_t i = 0;
+  if (dtype == F32) {
+    memcpy(to, from, count * 4);
+    i = count;
+  } else {
+    const bf16* source = static_cast<const bf16*>(from);
+    for (; i + LANES <= count; i += LANES) store(to + i, load(source + i));
+    for (; i < count; i++) to[i] = widen(source[i]);
+  }
+  for (; i < padded; i++) to[i] = 0;
+}
+
+inline void copy_row(const void* from, int32_t, int64_t count, int64_t padded, bf16* to) {
+  memcpy(to, from, count * 2);
+  for (int64_t i = count; i < padded; i++) to[i] = 0;
+}
+
+// What a kernel works on. Panels have HALVES * LANES outputs: WIDTH, or half of it, with half a step (low_rank.cpp).
+// Sums of panel p, row r lie at sums[(p * sums_rows + r) * HALVES * LANES].
 template <class Input>
 struct Tile {
   const Input* x;
@@ -30,40 +60,41 @@ struct Tile {
   int64_t ahead_step;  // and how far this moves per step
 };
 
-template <class W, int R, int P>
+template <class W, int R, int P, int HALVES>
 void kernel(const Tile<typename W::Input>& t) {
+  constexpr int C = HALVES * P, BYTES = W::BYTES / 2 * HALVES, ROW = HALVES * LANES;
   float* const rest = t.sums;
-  const int64_t panel = t.sums_rows * WIDTH, x_stride = t.x_stride, panel_bytes = t.panel_bytes;
-  vf sums[R][2 * P];
+  const int64_t panel = t.sums_rows * ROW, x_stride = t.x_stride, panel_bytes = t.panel_bytes;
+  vf sums[R][C];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < 2 * P; c++)
-      sums[r][c] = t.resume ? load(rest + c / 2 * panel + r * WIDTH + c % 2 * LANES) : vf{};
+    for (int c = 0; c < C; c++)
+      sums[r][c] = t.resume ? load(rest + c / HALVES * panel + r * ROW + c % HALVES * LANES) : vf{};
   const typename W::Input* x = t.x;
   const char *w = t.weights, *ahead = t.ahead;
   const int64_t ahead_step = t.ahead_step;
-  for (const char* const end = w + t.steps * W::BYTES; w < end; w += W::BYTES, x += W::DEPTH, ahead += ahead_step) {
+  for (const char* const end = w + t.steps * BYTES; w < end; w += BYTES, x += W::DEPTH, ahead += ahead_step) {
 #pragma GCC unroll 8
     for (int p = 0; p < P * W::PREFETCHED; p++)
 #pragma GCC unroll 2
-      for (int at = 0; at < W::BYTES; at += 64) __builtin_prefetch(ahead + p * panel_bytes + at);
-    typename W::Register weights[2 * P];
+      for (int at = 0; at < BYTES; at += 64) __builtin_prefetch(ahead + p * panel_bytes + at);
+    typename W::Register weights[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < 2 * P; c++)
-      weights[c] = W::load_weights(w + c / 2 * panel_bytes + c % 2 * (W::BYTES / 2));
+    for (int c = 0; c < C; c++)
+      weights[c] = W::load_weights(w + c / HALVES * panel_bytes + c % HALVES * (W::BYTES / 2));
 #pragma GCC unroll 2
     for (int i = 0; i < W::PARTS; i++)
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < 2 * P; c++)
+        for (int c = 0; c < C; c++)
           sums[r][c] = W::add(x + r * x_stride + i, W::part(weights[c], i), sums[r][c]);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < 2 * P; c++) store(rest + c / 2 * panel + r * WIDTH + c % 2 * LANES, sums[r][c]);
+    for (int c = 0; c < C; c++) store(rest + c / HALVES * panel + r * ROW + c % HALVES * LANES, sums[r][c]);
 }
 
 // The same of a format of Groups for few rows: weights are unpacked in registers. `steps` are groups.
@@ -111,11 +142,11 @@ void grouped_kernel(const Tile<float>& t, int64_t rows) {
 }
 
 #ifdef PAIRS_OF_BFLOAT16
+constexpr int PAIRS_AHEAD = 4096;  // bytes of a panel that are fetched before they are unpacked
+
 // R rows of bfloat16 times P panels of Pairs or UnpackedPairs; `steps` are groups of `depth` inputs. The products of a group
 // are one chain over pairs of inputs from zero; the chain of an output adds each group's sum times its scale, then less its
 // minimum times the sum of the activations.
-constexpr int PAIRS_AHEAD = 4096;  // bytes of a panel that are fetched before they are unpacked
-
 template <class W, int R, int P>
 void paired_kernel(const Tile<bf16>& t) {
   const char* step = t.weights;
@@ -174,31 +205,34 @@ inline float sum_pairs(const bf16* x, int64_t count) {
 
 // How many panels run together for a tile of so many rows: few rows alone have too few independent sums to keep the
 // multipliers busy.
+template <int HALVES = 2>
 constexpr int panels_together(int64_t rows) {
-  return 8 * rows <= WIDE_SUMS ? 4 : 4 * rows <= WIDE_SUMS ? 2 : 1;
+  return 4 * HALVES * rows <= WIDE_SUMS ? 4 : 2 * HALVES * rows <= WIDE_SUMS ? 2 : 1;
 }
 
 template <class W>
 using Kernel = void (*)(const Tile<typename W::Input>&);
 
-template <class W, int R, int P>
+template <class W, int R, int P, int HALVES>
 constexpr Kernel<W> kernel_of() {
 #ifdef PAIRS_OF_BFLOAT16
   if constexpr (W::GROUPED) return paired_kernel<W, R, P>;
 #endif
-  if constexpr (!W::GROUPED) return kernel<W, R, P>;
+  if constexpr (!W::GROUPED) return kernel<W, R, P, HALVES>;
 }
 
-template <class W, int P, int... R>
+template <class W, int P, int HALVES, int... R>
 constexpr Kernel<W> pick(int64_t rows, std::integer_sequence<int, R...>) {
-  constexpr Kernel<W> table[] = {kernel_of<W, R + 1, P>()...};
+  constexpr Kernel<W> table[] = {kernel_of<W, R + 1, P, HALVES>()...};
   return table[rows - 1];
 }
 
 // `together` is panels_together(rows) or less: 4, 2 or 1.
-template <class W>
+template <class W, int HALVES = 2>
 Kernel<W> pick(int64_t rows, int together) {
-  if (together == 4) return pick<W, 4>(rows, std::make_integer_sequence<int, WIDE_SUMS / 8>());
-  if (together == 2) return pick<W, 2>(rows, std::make_integer_sequence<int, WIDE_SUMS / 4>());
-  return pick<W, 1>(rows, std::make_integer_sequence<int, TILE>());
+  if (together == 4)
+    return pick<W, 4, HALVES>(rows, std::make_integer_sequence<int, WIDE_SUMS / (4 * HALVES)>());
+  if (together == 2)
+    return pick<W, 2, HALVES>(rows, std::make_integer_sequence<int, WIDE_SUMS / (2 * HALVES)>());
+  return pick<W, 1, HALVES>(rows, std::make_integer_sequence<int, TILE>());
 }

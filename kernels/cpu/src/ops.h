@@ -224,19 +224,17 @@ struct CombineArgs {
 
 // A matrix up of an adapter, for some of the outputs of a weight.
 struct LowRankUp {
-  const void* weight;  // [outputs, rank], packed
+  const void* weight;  // [outputs, rank]
   int32_t first_output, outputs;
   int32_t first_rank, rank;  // those of the pair that it reads
-  int64_t weight_format;     // its place in formats.h
 };
 
-// An adapter's matrices beside a weight.
+// An adapter's matrices beside a weight: in the type of LowRankArgs, in panels of LANES outputs (low_rank.cpp).
 struct LowRankPair {
-  const void* down;  // [rank, inputs], packed: all matrices down as one
+  const void* down;  // [rank, inputs], all matrices down as one
   const LowRankUp* ups;
   int32_t count;  // of ups
   int32_t rank;   // 0: this adapter leaves the weight as it is
-  int64_t down_format;
 };
 
 // Those of all adapters, by number.

@@ -2,7 +2,8 @@
 
 So a read in progress never claims a request that is handed back at that moment, and a command for a newly claimed
 request is kept until the request is held. A shard that is alone claims more requests than can run, so that the policy
-can choose. Beside other shards with workers it claims the requests that run soon, and leaves the rest to a shard with
+can choose. It does so without a worker, too, as while its model sleeps: only what is claimed ends at a cancel or at its
+deadline. Beside other shards with workers it claims the requests that run soon, and leaves the rest to a shard with
 free slots.
 """
 
@@ -135,7 +136,7 @@ class Claims:
     def room(self) -> list[int]:
         """Return how many requests of each class may be claimed now."""
         others = bool(self._shards.others)
-        if not self._slots or (others and self._workerless is not None):
+        if self._workerless is not None and (others or not self._shards.looks):
             return [0] * len(CLASSES)
         return room_by_class(self._max_held(others), self._held.by_class)
 

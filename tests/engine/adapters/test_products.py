@@ -118,6 +118,14 @@ def test_adapted_rows_keep_their_bits_in_any_batch(reference: Reference, dtype: 
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+def test_numerics_name_the_type_that_up_is_rounded_to(reference: Reference, tmp_path: Path) -> None:
+    for dtype, more in (("float32", ""), ("bfloat16", " adapters bfloat16")):
+        settings: dict[str, Any] = {"kernels": "cpu", "block_size": 16, "dtype": dtype}
+        plain = make_engine(reference.path, **settings)
+        adapted = make_engine(reference.path, **settings, adapter_dir=tmp_path)
+        assert adapted.numerics == plain.numerics + more
+
+
 def failing(engine: Engine, named: worker_pb2.Adapter, number: int = 1) -> str:
     driver = Driver(engine)
     driver.enter(0, [1, 2, 3], adapter=number)

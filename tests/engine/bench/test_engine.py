@@ -135,7 +135,7 @@ def test_iterations_with_adapters_stand_beside_those_without(
     found = json.loads(capsys.readouterr().out)
     assert [row["case"] for row in found["results"]] == ["decode-8", "decode-32"]
     layers = linear_layers(load_config(DEMO_MODEL)).values()
-    bytes_of_one = adapters.RANK * sum(4 * outputs + 2 * inputs for outputs, inputs in layers)
+    bytes_of_one = adapters.RANK * sum(2 * (outputs + inputs) for outputs, inputs in layers)
     for row in found["results"]:
         one, eight = row["adapters"]
         assert (one["adapters"], eight["adapters"]) == (1, 8)

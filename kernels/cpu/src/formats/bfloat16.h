@@ -5,8 +5,11 @@
 
 #ifdef TILES
 struct Bfloat16Tiles;
-#elif defined(PAIRS_OF_BFLOAT16)
+#endif
+#ifdef PAIRS_OF_BFLOAT16
 struct Bfloat16Pairs;
+#else
+typedef struct Bfloat16 Bfloat16Pairs;
 #endif
 
 struct Bfloat16 {
@@ -17,10 +20,8 @@ struct Bfloat16 {
   static constexpr bool SCALED = false, GROUPED = false, TILED = false, PREFETCHED = true;
 #ifdef TILES
   typedef Bfloat16Tiles ForBfloat16;
-#elif defined(PAIRS_OF_BFLOAT16)
-  typedef Bfloat16Pairs ForBfloat16;
 #else
-  typedef Bfloat16 ForBfloat16;
+  typedef Bfloat16Pairs ForBfloat16;
 #endif
 
   static Register load_weights(const char* p) {
@@ -47,7 +48,9 @@ struct Bfloat16Tiles : Bfloat16 {
   typedef bf16 Input;
   static constexpr bool TILED = true, IN_PLACE = true;
 };
-#elif defined(PAIRS_OF_BFLOAT16)
+#endif
+
+#ifdef PAIRS_OF_BFLOAT16
 // The same packed form, multiplied as it is.
 struct Bfloat16Pairs : Bfloat16 {
   typedef bf16 Input;
