@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,11 @@ MOST_PLACES = 65_536
 """At a time; the rate of the workers allows fewer in a horizon, unless requests are tiny."""
 DEADLINE_GRACE_S = 0.5
 """The scheduler ends a request at its deadline; after so much more the gateway does."""
+REREAD_BYTES = 192 << 20
+"""Of answers that are read again at a time, in records or as stored; their JSON takes up to seven times as much. One
+tenant, where there are keys of others, may have half.
+"""
+MANY_REREADS = "too_many_answers"
 RECENT = 65_536
 UNSEEN_S = 0.5
 """Mean age of statistics when they are first seen: they are read once a second."""
@@ -372,6 +377,36 @@ class Connections:
     def __init__(self) -> None:
         self.busy: Callable[[], int] = lambda: 0
         """Returns how many there are, without those between two requests; the server sets it."""
+
+
+class Rereads:
+    """Bytes of ended requests and stored responses that are made into answers again, until these are sent: of this
+    process, of all models.
+
+    An answer takes several times the bytes of its record, and a client may ask for it as often as it likes.
+    """
+
+    def __init__(self) -> None:
+        self._held: Counter[str] = Counter()  # by tenant
+
+    def hold(self, caller: Caller, size_bytes: int) -> Callable[[], None]:
+        """Count an answer until what is returned is called. One alone always has room. Raise ApiError(429, 503)."""
+        tenant, held, of_all = caller.tenant, self._held[caller.tenant], self._held.total()
+        if caller.has_others and held and held + size_bytes > (most := REREAD_BYTES // 2):
+            text = f"answers that are read again: {held} bytes of this tenant are on their way, and {size_bytes} more "
+            text += f"would exceed {most}; {RETRY}"
+            raise ApiError(429, text, code=MANY_REREADS, retry_after_s=1)
+        if of_all and of_all + size_bytes > REREAD_BYTES:
+            text = f"answers that are read again: {of_all} bytes are on their way, and {size_bytes} more would exceed "
+            raise unavailable(text + f"{REREAD_BYTES}; {RETRY}", MANY_REREADS)
+        self._held[tenant] += size_bytes
+
+        def release() -> None:
+            self._held[tenant] -= size_bytes
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+        return release
 
 
 class Admission:

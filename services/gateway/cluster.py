@@ -254,9 +254,10 @@ class Cluster:
             await asyncio.sleep(max(0.05, pause - (time.monotonic() - started)))
 
     async def close(self) -> None:
-        """Delete the heartbeat and close the connection."""
+        """Delete the heartbeat, unless Redis does not answer, and close the connection."""
         try:
-            await self._redis.delete(self._keys.alive("gateway", self._gateway_id))
+            if not self.redis_error:
+                await self._redis.delete(self._keys.alive("gateway", self._gateway_id))
         except (*Unreachable, RedisError) as error:
             log.warning("heartbeat not deleted: %s", error)
         await self._redis.aclose()

@@ -103,7 +103,12 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
     if place is not None:
         gateway.siblings = Siblings(place, gateway.metrics.registry, gateway.state)
         await gateway.siblings.start()
-    await gateway.start()
+    asked = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]
+    starting = asyncio.create_task(gateway.start())
+    await asyncio.wait({starting, *asked}, return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        starting.result()
+    await end(starting)  # a stop does not wait for a Redis that is silent
     if grpc_front is not None:
         await grpc_front.start()
         log.info("serving gRPC on %s:%d", gateway.settings.host, gateway.settings.grpc_port)
@@ -114,7 +119,6 @@ async def _serve(gateway: Gateway, public: socket.socket, ops: socket.socket, pl
         for one, listener in zip(servers, (public, ops), strict=True)
     ]
     beating = [asyncio.create_task(beat())] if place is not None else []
-    asked = [asyncio.create_task(each.wait()) for each in (stopping, gateway.cluster.drain_asked)]
     tasks = gateway.tasks
     await asyncio.wait({*asked, *serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     failure = gateway.dead_task()

@@ -118,7 +118,7 @@ class ServedModel:
         await self.dispatcher.stop()
         await end(*watching[1:])
         await self.adapters.close()
-        await self.adopter.close()
+        await self.adopter.close(redis_answers=not self.cluster.redis_error)
         await self.responses.close()
         await self.cluster.close()
 

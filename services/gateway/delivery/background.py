@@ -123,14 +123,15 @@ class OrphanAdopter:
             except (*Unreachable, RedisError) as error:
                 log.debug("background requests were not checked: %s", error)
 
-    async def close(self) -> None:
+    async def close(self, redis_answers: bool = True) -> None:
         """Take this gateway off those with background requests where it has none, and close the connection."""
-        try:
-            await self._forget_ended()
-            if not await self._redis.exists(self._keys.background_of(self._gateway_id)):
-                await self._redis.srem(self._keys.background, self._gateway_id)
-        except (*Unreachable, RedisError) as error:
-            log.warning("background requests of this gateway not checked: %s", error)
+        if redis_answers:
+            try:
+                await self._forget_ended()
+                if not await self._redis.exists(self._keys.background_of(self._gateway_id)):
+                    await self._redis.srem(self._keys.background, self._gateway_id)
+            except (*Unreachable, RedisError) as error:
+                log.warning("background requests of this gateway not checked: %s", error)
         await self._redis.aclose()
 
     async def _forget_ended(self) -> None:

@@ -129,6 +129,8 @@ SILENT_S = 5.0
 was silent for twice as long, until SILENT_MOST_S: those that wait in a long queue are many."""
 SILENT_MOST_S = 30.0
 READ_ENTRIES = 64
+DELIVER_S = 0.01
+"""Time in which entries are delivered before the event loop does other work."""
 BACKLOG_REQUESTS = 4096
 BACKLOG_BYTES = 64 << 20
 BATCH_REQUESTS = 64
@@ -750,25 +752,33 @@ class Dispatcher:
             if attempt:
                 log.info("Redis answers; reading token stream %s from id %s", key, last.decode())
                 attempt = 0
+            begin = time.monotonic()
             for entry_id, fields in entries_of(reply):
                 if entry_id == HIGHEST_ID:
                     is_blocked = True
                     continue
                 last = entry_id
                 self._metrics.read(entry_id)
-                self._letters.read(key, fields, self._deliver)
-                await asyncio.sleep(0)  # handlers take what came before the next entry is put in
+                is_crowded = self._letters.read(key, fields, self._deliver)
+                # One entry a turn would fall behind the steps while new requests make the turns long.
+                if is_crowded or time.monotonic() - begin > DELIVER_S:
+                    await asyncio.sleep(0)
+                    begin = time.monotonic()
 
-    def _deliver(self, fields: dict[bytes, bytes]) -> None:
-        self._route(decode_batch(fields))
+    def _deliver(self, fields: dict[bytes, bytes]) -> bool:
+        """Route an entry. Return whether a handler has to take rows before more come."""
+        return self._route(decode_batch(fields))
 
-    def _route(self, batch: queue_pb2.TokenBatch) -> None:
+    def _route(self, batch: queue_pb2.TokenBatch) -> bool:
+        is_crowded = False
         for request_id, first, row in rows_of(batch):
             stream = self._streams.get(request_id)
             if stream is not None:
                 self._settle(stream, row, first, stream.offer(row, first))
+                is_crowded |= stream.is_crowded
                 if row.cached:
                     self._keep_cached(request_id, row)
+        return is_crowded
 
     def _keep_cached(self, request_id: str, row: Row) -> None:
         """Have the record say what the prefix cache had, for an answer that is read again or elsewhere."""

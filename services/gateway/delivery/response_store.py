@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -110,8 +111,12 @@ class ResponseStore:
             log.warning("response %s is not stored: %s", stored.response["id"], error)
             return Kept.NOT
 
-    async def find(self, response_id: str, tenant: str) -> tuple[StoredResponse | None, bool]:
-        """Return a stored response of a tenant, and whether it was deleted. Raise ApiError(503)."""
+    async def find(
+        self, response_id: str, tenant: str, hold: Callable[[int], None] | None = None
+    ) -> tuple[StoredResponse | None, bool]:
+        """Return a stored response of a tenant, and whether it was deleted. hold: called with its bytes before they are
+        parsed, and may raise. Raise ApiError(503).
+        """
         key = self._keys.response(response_id)
 
         async def read() -> bytes | ResponseError | None:
@@ -124,6 +129,8 @@ class ResponseStore:
         raw = await self._ask(read)
         if raw is None or raw == b"":
             return None, raw is not None
+        if hold is not None and isinstance(raw, bytes):
+            hold(len(raw))
         found = self._letters.read(key, raw, _parsed)
         return (found if found is not None and found.tenant == tenant else None), False
 

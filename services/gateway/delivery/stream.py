@@ -164,6 +164,11 @@ class RequestStream:
     def done(self) -> bool:
         return all(self.finished)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether half of the rows that may wait do."""
+        return 0 < self.bound <= 2 * len(self._rows)
+
     def offer(self, row: Row, first: int) -> Offer:
         """Take a row; `first` is the index of its first token."""
         self.heard_at = time.monotonic()

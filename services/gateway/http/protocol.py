@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -315,7 +315,8 @@ class RequestContext:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
+        at_end: list[Callable[[], None]] = []  # called when the answer is sent, or will not be
+        scope.setdefault("state", {}).update(request_id=request_id, at_end=at_end)
         status = 0
         started = time.monotonic()
 
@@ -340,6 +341,8 @@ class RequestContext:
                 error = ApiError(500, "internal error; see the log of the gateway", code="internal_error")
                 await error.send(stamped, scope["path"])
         finally:
+            for each in at_end:
+                each()
             endpoint = self._endpoint(scope)
             self._metrics.answers.labels(endpoint, str(status or 499)).inc()
             if self._log and scope["path"].startswith("/v1/"):

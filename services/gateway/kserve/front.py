@@ -105,7 +105,7 @@ class GrpcFront:
         """Listen. Raise ConfigurationError for a port or certificate that will not do."""
         self._gateway = gateway
         self._calls: Counter[str] = Counter()  # of each tenant
-        settings = gateway.settings
+        self.settings = settings = gateway.settings
         chain, key = settings.tls_cert, settings.tls_key
         self._certificate = Certificate(chain, key) if chain is not None and key is not None else None
         options = [
@@ -325,20 +325,37 @@ class _Stream:
         self._turn = asyncio.Lock()  # one write at a time
         self._room = asyncio.Semaphore(MOST_OF_A_STREAM)
         self._writes: set[asyncio.Task[None]] = set()
+        settings = front.settings
+        self._idle = asyncio.timeout(settings.read_timeout_s)  # while no request runs
+        self._idle_s = settings.idle_connection_s
+        self._running = 0
 
     async def run(self) -> None:
-        """Serve until the client has sent all and read all. Raise ApiError when it does not read."""
+        """Serve until the client has sent all and read all. Raise ApiError when it does not read, or sends nothing."""
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._idle, asyncio.TaskGroup() as group:
                 async for request in self._requests():
+                    self._begin()
                     await self._room.acquire()
                     group.create_task(self._serve(request))
+        except TimeoutError:
+            text = "stream: no request came in time and none runs; call again when there is one"
+            raise ApiError(408, text, code="request_timeout") from None
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
     async def _requests(self) -> AsyncIterator[kserve.ModelInferRequest]:
         while isinstance(request := await self._context.read(), kserve.ModelInferRequest):
             yield request
+
+    def _begin(self) -> None:
+        self._running += 1
+        self._idle.reschedule(None)
+
+    def _end(self) -> None:
+        self._running -= 1
+        if not self._running:
+            self._idle.reschedule(asyncio.get_running_loop().time() + self._idle_s)
 
     async def _serve(self, request: kserve.ModelInferRequest) -> None:
         try:
@@ -352,6 +369,7 @@ class _Stream:
             )
         finally:
             self._room.release()
+            self._end()
 
     async def _answer(self, request: kserve.ModelInferRequest) -> None:
         generation = await self._front.begin(request, self._call, streams=True)

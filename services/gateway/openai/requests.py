@@ -28,6 +28,7 @@ from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.dead_letters import integer
+from shared.text.logprobs import prompt_record_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,15 @@ def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -
         writer = EventWriter(generation, model.text.fingerprint) if form is None else form.writer(generation)
         return EventStream(generation, writer, gateway.settings.keepalive_s, {"x-orcinus-request": request_id})
 
-    @routes.get("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 503)})
+    @routes.get("/v1/requests/{request_id}", responses={200: FOUND, **errors(404, 429, 503)})
     async def request_status(request_id: str, request: Request) -> Response:
         """Return the state of a request, and its answer for five minutes after its end."""
         model = await gateway.models.holding(request_id, request.state.caller)
         record = await model.dispatcher.raw_record(request_id)
         if record.get(b"tenant", b"") != request.state.tenant.encode():
             raise unknown_request(request_id)
-        answer = await result(request_id, record, model.dispatcher, model.text, forms)
+        hold = holding_bytes(gateway, request)
+        answer = await result(request_id, record, model.dispatcher, model.text, forms, hold)
         state = model.dispatcher.decoded(request_id, record, partial(status, request_id))
         return json_response(state | ({"result": answer} if answer else {}))
 
@@ -82,6 +84,7 @@ def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -
     return routes
 
 
+TOKEN_BYTES = 4
 _NAMES = {"1": "stop", "2": "length", "3": "cancelled", "4": "deadline", "5": "error"}
 _DELIVERED = frozenset({"1", "2", "4"})
 _UNCOUNTED = Metrics()
@@ -112,20 +115,38 @@ def status(request_id: str, record: dict[bytes, bytes]) -> dict[str, Any]:
     return state
 
 
+Hold = Callable[[int], None]
+
+
+def holding_bytes(gateway: Gateway, request: Request) -> Hold:
+    """Return what counts bytes until the answer to this request is sent, and raises ApiError(429, 503) for too many."""
+    state = request.state
+    return lambda size_bytes: state.at_end.append(gateway.rereads.hold(state.caller, size_bytes))
+
+
+def _output_tokens(record: dict[bytes, bytes]) -> int:
+    return sum(integer(part) for part in record.get(b"lengths", b"").split(b",") if part)
+
+
 async def result(
     request_id: str,
     record: dict[bytes, bytes],
     dispatcher: Dispatcher,
     model: ModelText,
     forms: Mapping[str, Form] = MappingProxyType({}),
+    hold: Hold | None = None,
 ) -> dict[str, Any] | None:
     """Return the answer in one piece, made from the record; None while there is none, and for a request that failed or
-    was cancelled. forms: as of `router`. Raise ApiError(503).
+    was cancelled. forms: as of `router`. hold: called with the bytes before they are read. Raise ApiError(429, 503).
     """
     ends = record.get(b"finish", b"").decode("ascii", "replace").split(",")
     if record.get(b"state") != b"finished" or b"delivery" not in record or not _DELIVERED.issuperset(ends):
         return None
     spec = dispatcher.decoded(request_id, record, partial(GenerationSpec.from_record, request_id))
+    if hold is not None:
+        tokens = dispatcher.decoded(request_id, record, _output_tokens)
+        of_prompt = spec.prompt_tokens * prompt_record_bytes(spec.prompt_wanted)
+        hold(tokens * (TOKEN_BYTES + spec.record_bytes) + of_prompt)
     stream = RequestStream(request_id, spec.choices)
     records = await dispatcher.prompt_logprobs(request_id, len(spec.prompts)) if spec.prompt_wanted else []
     generation = Generation(spec, model, stream, _Silent(records), _UNCOUNTED, time.monotonic())

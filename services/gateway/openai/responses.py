@@ -55,7 +55,7 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.openai.chat import chat_spec, encode_chat
 from services.gateway.openai.document import body_of, errors, event_stream
-from services.gateway.openai.requests import result, status
+from services.gateway.openai.requests import Hold, holding_bytes, result, status
 from services.gateway.request import GenerationSpec, SamplingDefaults
 from services.gateway.text.tools.reader import CallPiece
 from shared import ids
@@ -732,15 +732,15 @@ def router(gateway: Gateway) -> APIRouter:
         tokens = await _from_chat(body, before, count)
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
-    @routes.get("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
+    @routes.get("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 429, 503)})
     async def response(response_id: str, request: Request) -> Response:
         """Return a stored response, or one that runs or has ended less than five minutes ago."""
         if request.query_params.get("stream", "false") not in ("false", "False", "0"):
             raise invalid(
                 "stream", f"a response is returned whole here; GET /v1/requests/{response_id[:80]}/stream streams it"
             )
-        found = await Responses(await holding(response_id, request)).find(response_id, request.state.tenant)
-        return json_response(found.response)
+        responses = Responses(await holding(response_id, request), holding_bytes(gateway, request))
+        return json_response((await responses.find(response_id, request.state.tenant)).response)
 
     @routes.delete("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
     async def delete_response(response_id: str, request: Request) -> Response:
@@ -752,7 +752,7 @@ def router(gateway: Gateway) -> APIRouter:
         await model.responses.forget(response_id, request.state.tenant)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @routes.get("/v1/responses/{response_id}/input_items", responses={200: _RESPONSE, **errors(404, 503)})
+    @routes.get("/v1/responses/{response_id}/input_items", responses={200: _RESPONSE, **errors(404, 429, 503)})
     async def input_items(
         response_id: str,
         request: Request,
@@ -761,7 +761,8 @@ def router(gateway: Gateway) -> APIRouter:
         after: Annotated[str, Query(max_length=128)] = "",
     ) -> Response:
         """Return the items of the conversation before a stored response, a page at a time."""
-        found = await Responses(await holding(response_id, request)).find(response_id, request.state.tenant)
+        responses = Responses(await holding(response_id, request), holding_bytes(gateway, request))
+        found = await responses.find(response_id, request.state.tenant)
         if not found.response["store"]:
             raise unknown_request(response_id)
         return json_response(listed(found.input, limit, after, newest_first=order == "desc"))
@@ -782,8 +783,10 @@ def router(gateway: Gateway) -> APIRouter:
 class Responses:
     """Responses of one model as the store and their records have them."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, hold: Hold | None = None) -> None:
+        """hold: called with the bytes of what is read."""
         self._model = model
+        self._hold = hold
 
     async def keep(
         self, tenant: str, conversation: list[dict[str, Any]], response: dict[str, Any], only_new: bool = False
@@ -794,10 +797,10 @@ class Responses:
         return await self._model.responses.keep(StoredResponse(tenant, response, conversation), only_new)
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
-        """Return a response; one that is not stored has no input. Raise ApiError(404, 503)."""
+        """Return a response; one that is not stored has no input. Raise ApiError(404, 429, 503)."""
         if not response_id.startswith(ids.BEGINNINGS[KIND]) or len(response_id) > MOST_ID:
             raise unknown_request(response_id)
-        stored, is_deleted = await self._model.responses.find(response_id, tenant)
+        stored, is_deleted = await self._model.responses.find(response_id, tenant, self._hold)
         if is_deleted:
             raise unknown_request(response_id)
         if stored is not None and not stored.running:
@@ -836,7 +839,7 @@ class Responses:
                 raise unknown_request(response_id)
             error = {"code": "server_error", "message": "the answer was not read in time; send the request again"}
             return replace(stored, response=stored.response | {"status": "failed", "error": error})
-        answer = await result(response_id, record, model.dispatcher, model.text)
+        answer = await result(response_id, record, model.dispatcher, model.text, hold=self._hold)
         state = model.dispatcher.decoded(response_id, record, partial(status, response_id))
         if stored is not None:
             return replace(stored, response=of_record(state, answer, stored.response))

@@ -26,6 +26,7 @@ class Fields:
     raw: Mapping[str, Any]
     where: str  # the file, for errors
     field_names: Mapping[str, str] = field(default_factory=dict)
+    remedy: str = ""
 
     def integer(self, key: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
         value = self._value(key, default)
@@ -69,13 +70,17 @@ class Fields:
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
-            raise ModelError(f"{self.where}: {self.name(key)} is missing")
+            raise ModelError(f"{self.where}: {self.name(key)} is missing{self._remedy}")
         return value
 
     def _refused(self, key: str, value: Any, wanted: str) -> ModelError:
         said = repr(value)
         said = said if len(said) <= 60 else said[:57] + "..."
-        return ModelError(f"{self.where}: {self.name(key)} is {said}, expected {wanted}")
+        return ModelError(f"{self.where}: {self.name(key)} is {said}, expected {wanted}{self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
+        return f"; {self.remedy}" if self.remedy else ""
 
 
 JSON_BYTES = 64 << 20

@@ -52,7 +52,7 @@ def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
         raise ModelError(
             f"{where}: quantization_config ({_short(method)}) is not supported, {', '.join(_READERS)} are; {REMEDY}"
         )
-    return _READERS[method](Fields(given, f"{where}: quantization_config"))
+    return _READERS[method](Fields(given, f"{where}: quantization_config", remedy=REMEDY))
 
 
 HELD_BITS = {"Q4_0": 5, "Q4_1": 6, "Q4_K": 6, "Q5_0": 9, "Q5_1": 10, "Q5_K": 10, "Q6_K": 10, "Q8_0": 9}
@@ -89,8 +89,8 @@ def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
     where = f"{read.where}: config_groups.{_short(name)}"
     if not isinstance(scheme, dict):
         raise ModelError(f"{where} is no object; {REMEDY}")
-    group = Fields(scheme, where)
-    weights = Fields(group.fields("weights"), f"{where}.weights")
+    group = Fields(scheme, where, remedy=REMEDY)
+    weights = Fields(group.fields("weights"), f"{where}.weights", remedy=REMEDY)
     if read.raw["format"] == "float-quantized":
         _demand(weights, "type", ("float",))
         _demand(weights, "num_bits", (8,))

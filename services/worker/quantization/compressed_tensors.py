@@ -15,7 +15,8 @@ from torch import Tensor
 from kernels.ops import Groups
 from services.worker.models.checkpoint import Source
 from services.worker.quantization.base import Matrix
-from services.worker.quantization.stored import StoredMethod, group_order, read_whole, row_steps, unpacked
+from services.worker.quantization.stored import StoredMethod, finite, group_order, read_whole, row_steps, unpacked
+from shared.errors import ModelError
 
 
 class CompressedTensors(StoredMethod):
@@ -33,7 +34,12 @@ class CompressedTensors(StoredMethod):
     def read_stored(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
         name, inputs, columns, bits = matrix.name, matrix.inputs, matrix.columns, self.stored.bits
         groups, words = self.groups(inputs), self._words(inputs)
-        read_whole(source, f"{name}.weight_shape", (2,))  # checked by the shapes of the rest
+        shape = read_whole(source, f"{name}.weight_shape", (2,)).tolist()
+        if shape != [matrix.outputs, inputs]:
+            raise ModelError(
+                f"{source.model}: tensor {name}.weight_shape says {shape[0]} x {shape[1]}, config.json says "
+                f"{matrix.outputs} x {inputs}; fetch or convert the file again"
+            )
         zeros = group_of = None
         if self.stored.zeros:
             packed = read_whole(source, f"{name}.weight_zero_point", (self._words(matrix.outputs), groups))
@@ -43,6 +49,7 @@ class CompressedTensors(StoredMethod):
         for rows in row_steps(matrix.rows, inputs):
             some = source.read(f"{name}.weight_packed", (matrix.outputs, words), rows.start, len(rows))
             scales = source.read(f"{name}.weight_scale", (matrix.outputs, groups), rows.start, len(rows)).float()
+            scales = finite(source, f"{name}.weight_scale", scales)
             yield self.piece(
                 unpacked(some, bits)[:, columns.start : columns.stop],
                 scales,

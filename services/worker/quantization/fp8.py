@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import Source, as_piece
 from services.worker.quantization.base import Matrix
-from services.worker.quantization.stored import SCALES, StoredMethod, read_whole, row_steps
+from services.worker.quantization.stored import SCALES, StoredMethod, finite, read_whole, row_steps
 
 
 class Fp8(StoredMethod):
@@ -25,12 +25,13 @@ class Fp8(StoredMethod):
     def read_stored(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor]:
         columns, shape = matrix.columns, (matrix.outputs, matrix.inputs)
         name, scale_shape = self._scale(source, matrix)
-        scales = read_whole(source, name, scale_shape or (1,)).float()
+        scales = finite(source, name, read_whole(source, name, scale_shape or (1,)).float())
         scales = scales.reshape(scales.shape if scales.ndim == 2 else (1, 1))
         per_row, per_column = (given or size for given, size in zip(self.stored.block, shape, strict=True))
         at = torch.arange(columns.start, columns.stop) // per_column
         for rows in row_steps(matrix.rows, matrix.inputs):
-            numbers = source.read(f"{matrix.name}.weight", shape, rows.start, len(rows)).float()
+            weight = f"{matrix.name}.weight"
+            numbers = finite(source, weight, source.read(weight, shape, rows.start, len(rows)).float())
             some = scales[torch.arange(rows.start, rows.stop) // per_row]
             yield as_piece(numbers[:, columns.start : columns.stop] * some[:, at], dtype)
 

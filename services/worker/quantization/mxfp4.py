@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.ops import Groups
 from services.worker.models.checkpoint import Source, as_piece
 from services.worker.quantization.base import Matrix
-from services.worker.quantization.stored import StoredMethod, row_steps
+from services.worker.quantization.stored import StoredMethod, finite, row_steps
 from shared.errors import ModelError
 
 GROUP, BYTES = 32, 16  # inputs and bytes of a block
@@ -47,7 +47,7 @@ class Mxfp4(StoredMethod):
                 held, above = run[step.start : step.stop], matrix.rows.start
                 at = slice(held.start - above, held.stop - above, held.step)
                 numbers = torch.stack((blocks[at] & 15, blocks[at] >> 4), -1).flatten(1)
-                scales = powers(exponents[at])
+                scales = finite(source, f"{matrix.name}_scales", powers(exponents[at]))
                 if columns.start % GROUP == 0:
                     cut = numbers[:, columns.start : columns.stop].contiguous()
                     yield Groups(4, GROUP, cut, scales[:, some].contiguous(), floats=True)

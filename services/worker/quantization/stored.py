@@ -129,6 +129,16 @@ def read_whole(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
     return source.read(name, shape, 0, shape[0])
 
 
+def finite(source: Source, name: str, found: Tensor) -> Tensor:
+    """Return numbers of a tensor, in a float type, that are all finite. Raise ModelError."""
+    if not (good := torch.isfinite(found)).all():
+        value = float(found[~good][0])
+        raise ModelError(
+            f"{source.model}: tensor {name} holds {value}, expected finite numbers; fetch or convert the file again"
+        )
+    return found
+
+
 def row_steps(rows: range, inputs: int) -> Iterator[range]:
     """Yield the rows in pieces of about PIECE_BYTES numbers, each but the first from a multiple of 8 on."""
     step = max(8, PIECE_BYTES // inputs // 8 * 8)

@@ -132,6 +132,31 @@ def test_gateway_with_a_dead_task_ends_with_its_error(tmp_path: Path, model: Pat
     assert "a task of a test" in ended.stdout + ended.stderr
 
 
+PATIENT = """
+import sys
+from services.gateway import models
+from shared import redis_client
+models.FIRST_LOOK_S = 3600
+redis_client.connect.__defaults__ = (4, 3600.0)  # connections, seconds for an answer
+from services.cli.app import main
+sys.argv = ["orcinus", "gateway"]
+main()
+"""
+
+
+def test_sigterm_ends_a_start_beside_a_silent_redis(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        own = GatewayProcess(tmp_path, model, f"redis://127.0.0.1:{silent.getsockname()[1]}/0", grpc_port=free_port())
+        with subprocess.Popen([sys.executable, "-c", PATIENT], env=own.environment, cwd=ROOT) as process:
+            silent.settimeout(60)
+            with silent.accept()[0]:  # it asks, so it has begun to start
+                process.send_signal(signal.SIGTERM)
+                try:
+                    assert process.wait(60) == 0
+                finally:
+                    process.kill()
+
+
 def test_gateway_without_redis_is_live_and_not_ready(tmp_path: Path, model: Path) -> None:
     server = RedisServer(tmp_path / "redis")
     with running_gateway(tmp_path, model, server) as own:

@@ -328,7 +328,7 @@ FRAGMENTS = [
     "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>",
     "function<｜tool▁sep｜>f", "<｜tool▁sep｜>", "\n```json\n", "{}", "functions.f:0", "<|tool_call_argument_begin|>",
     "[f(", "a=", "1", ")", "'", "<|python_start|>", "<|python_end|>",
-    '"parameters": {"a": [1, "}"]}', "}", "]", "[", ",", ";", '"', "\\", " ", "\n", "<|python_tag|>", "🐋",
+    '"parameters": {"a": [1, "}"]}', "}", "]", "[", ",", ";", '"', "\\", " ", "\n", " \n" * 40, "<|python_tag|>", "🐋",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway import admission
-from services.gateway.admission import CLASS_SHARES, Bounds, Recent, refuse_late
+from services.gateway.admission import CLASS_SHARES, MANY_REREADS, Bounds, Recent, Rereads, refuse_late
 from services.gateway.auth import Caller
 from services.gateway.cluster import Forecast, Snapshot
 from services.gateway.errors import ApiError
@@ -170,3 +170,28 @@ def test_recent_admissions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (1000, 20, 10):
         recent.admitted(spec("normal", prompts=[[1] * tokens]), 100.0)
     assert recent.added_to(Forecast(0.0, 5, RATE), "normal", seen).queued_tokens == 35
+
+
+def test_answers_that_are_read_again_are_bounded_for_a_tenant_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "REREAD_BYTES", 1000)
+    rereads = Rereads()
+    one, other, alone = Caller("one", has_others=True), Caller("other", has_others=True), Caller("alone")
+    big = rereads.hold(one, 5000)  # alone it has room
+    with pytest.raises(ApiError, match="5000 bytes of this tenant") as refused:
+        rereads.hold(one, 1)
+    assert (refused.value.status, refused.value.code, refused.value.headers) == (
+        429,
+        MANY_REREADS,
+        {"Retry-After": "1"},
+    )
+    with pytest.raises(ApiError, match="5000 bytes are on their way") as refused:
+        rereads.hold(other, 1)
+    assert (refused.value.status, refused.value.code) == (503, MANY_REREADS)
+    big()
+    for caller in (one, other):
+        rereads.hold(caller, 100)
+        rereads.hold(caller, 399)
+        with pytest.raises(ApiError) as refused:
+            rereads.hold(caller, 2)
+        assert refused.value.status == 429
+    rereads.hold(alone, 2)()  # without keys of others there is one bound

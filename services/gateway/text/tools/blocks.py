@@ -28,9 +28,12 @@ from typing import Any
 
 from services.gateway.request import ToolUse
 from services.gateway.text.tools.formats import BLOCKS, PYTHON_START
-from services.gateway.text.tools.reader import CallObject, Reader, ToolReader, overlap
+from services.gateway.text.tools.reader import BLANK, CallObject, Reader, ToolReader, overlap
 
 PYTHON_END = "<|python_end|>"
+_UNDECIDED = re.compile(r"[^{>]*")
+"""In a block that begins as a call does: all heads end in one of these, and all closing marks."""
+_IN_LIST = re.compile(r"[^\])}]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class BlockReader(Reader):
             case _ if self._use.forced:
                 self._cut_call()
             case _:
-                self._say(self._raw + self._held)
+                self._say("".join(self._raw) + self._held)
 
     def _cut_call(self) -> None:
         """Tell a call that has to come and was cut: its name, if that was written whole."""
@@ -134,7 +137,7 @@ class BlockReader(Reader):
             return False
         at, mark = min(found)
         self._say(self._held[:at])
-        self._raw, self._held, self._looked = mark, self._held[at + len(mark) :], 0
+        self._raw, self._held, self._looked = [mark], self._held[at + len(mark) :], 0
         self._begins = False
         self._at = _At.BLOCK if mark == self._marks.opening else _At.SECTION
         return True
@@ -145,13 +148,14 @@ class BlockReader(Reader):
             return False
         if not rest.startswith(opening):
             return self._is_text()
-        self._raw, self._held, self._looked = self._raw + opening, rest[len(opening) :], 0
+        self._raw.append(opening)
+        self._held, self._looked = rest[len(opening) :], 0
         self._begins = False
         self._at = _At.BLOCK
         return True
 
     def _read_block(self) -> bool:
-        if not self._begins and (not self._looked or self._held[self._looked :].strip()):  # blanks decide nothing
+        if not self._begins:
             begin = BEGINS[self._use.format].match(self._held)
             if begin is None:
                 return self._is_text()
@@ -162,10 +166,10 @@ class BlockReader(Reader):
         end = self._held.find(closing, max(0, self._looked - len(closing)))
         if end < 0:
             self._looked = len(self._held)
-            return False
+            return self._wait(_UNDECIDED if self._begins else BLANK)
         bare = BARE[self._use.format].fullmatch(self._held, 0, end) if self._use.format in BARE else None
         if bare is None:
-            self._raw += self._held[: end + len(closing)]
+            self._raw.append(self._held[: end + len(closing)])
             self._held = self._held[end + len(closing) :]
             return self._is_text()
         self._begin_call(bare[1])
@@ -290,7 +294,7 @@ class BlockReader(Reader):
         rest, end = self._skip_blanks(), self._marks.section_end
         if not rest or (len(rest) < len(end) and end.startswith(rest)):
             return False
-        self._raw, self._held = "", rest.removeprefix(end) if end else rest
+        self._raw, self._held = [], rest.removeprefix(end) if end else rest
         self._at = _At.TEXT
         return True
 
@@ -409,7 +413,6 @@ class PythonicReader(Reader):
         super().__init__(use, request_id, choice)
         self._may_begin = True
         self._is_behind = False  # the list was read, the mark behind it not
-        self._headless = 0  # so much of what is held was looked through for the head of the list
         self._looked = 0  # so much of what is held was looked through for the end of the list
         self._depth = 0
         self._quote = ""
@@ -420,25 +423,21 @@ class PythonicReader(Reader):
             rest = self._skip_blanks()
             if len(rest) < len(PYTHON_END) and PYTHON_END.startswith(rest):
                 return False
-            self._raw, self._held, self._is_behind = "", rest.removeprefix(PYTHON_END), False
+            self._raw, self._held, self._is_behind = [], rest.removeprefix(PYTHON_END), False
         if not self._may_begin:
             if self._use.parallel or not self.calls:
                 self._say(self._held)
             self._held = ""
             return False
-        if self._headless and not self._held[self._headless :].strip():
-            return False  # blanks decide nothing
         start = _BEGINS_LIST.match(self._held)
         if start is None:
             return self._is_plain()
         if start[1] is None:
-            self._headless = len(self._held)
-            return False  # the head of a list is not there yet
-        self._headless = 0
+            return self._wait(BLANK)  # the head of a list is not there yet
         begin = start.start(1)
         end = self._end_of_list(begin)
         if end < 0:
-            return self._is_plain() if self._depth < 0 else False
+            return self._is_plain() if self._depth < 0 else self._wait(_IN_LIST)
         calls = python_calls(self._held[begin:end], self._use.names)
         if calls is None:
             return self._is_plain()

@@ -24,6 +24,7 @@ from services.gateway.text.tools.formats import CLOSINGS, OPENINGS, PYTHON_TAG, 
 
 ARGUMENTS = ("arguments", "parameters")
 BLANKS = " \t\n\r"
+BLANK = re.compile(r"\s*")
 
 
 class CallObject:
@@ -195,7 +196,9 @@ class Reader(ABC):
         self._use = use
         self._owner = f"{request_id}:{choice}"
         self._held = ""  # not looked at yet
-        self._raw = ""  # of what may be a call, while it may also be text
+        self._idle: re.Pattern[str] | None = None  # text of this form behind what is held decides nothing
+        self._undecided: list[str] = []  # such text; joined when more comes, not with each token
+        self._raw: list[str] = []  # of what may be a call, while it may also be text
         self._blank: list[str] = []  # white space at the end of the text: dropped where a call follows
         self._said = False  # other text than white space came out
         self._behind_call = False  # and none since the last call
@@ -206,18 +209,20 @@ class Reader(ABC):
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
         """Return the text and the calls that are certain now."""
-        self._held += text
-        while self._held and self._go_on():
-            pass
+        self._undecided.append(text)
+        if self._idle is None or self._idle.fullmatch(text) is None:
+            self._join()
+            while self._held and self._go_on():
+                pass
         return self._take()
 
     def flush(self) -> tuple[str, list[CallPiece]]:
         """Return the rest, at the end of the choice."""
+        self._join()
         self._finish()
         if not self.calls:
             self._out.append("".join(self._blank))
-        self._held = self._raw = ""
-        self._blank = []
+        self._held, self._raw, self._blank = "", [], []
         return self._take()
 
     @abstractmethod
@@ -227,6 +232,16 @@ class Reader(ABC):
     @abstractmethod
     def _finish(self) -> None:
         """Say what is held and no call, at the end of the choice."""
+
+    def _join(self) -> None:
+        """Hold all text that has come."""
+        self._held = "".join([self._held, *self._undecided])
+        self._undecided, self._idle = [], None
+
+    def _wait(self, idle: re.Pattern[str] | None = None) -> bool:
+        """Return False. idle: the form of text that changes nothing behind what is held."""
+        self._idle = idle
+        return False
 
     def _take(self) -> tuple[str, list[CallPiece]]:
         self.parts, self._out = self._out, []
@@ -240,7 +255,7 @@ class Reader(ABC):
         call_id = written_id or (digest[:9] if is_short else f"call_{digest[:24]}")
         self._out.append(CallPiece(self.calls, call_id, name, ""))
         self.calls += 1
-        self._raw, self._blank = "", []
+        self._raw, self._blank = [], []
         self._behind_call = True
 
     def _argue(self, arguments: str) -> None:
@@ -249,14 +264,14 @@ class Reader(ABC):
 
     def _skip_blanks(self) -> str:
         rest = self._held.lstrip()
-        self._raw += self._held[: len(self._held) - len(rest)]
+        self._raw.append(self._held[: len(self._held) - len(rest)])
         self._held = rest
         return rest
 
     def _is_text(self) -> bool:
         """Treat the text that began like a call as text."""
-        self._say(self._raw)
-        self._raw, self._said = "", True
+        self._say("".join(self._raw))
+        self._raw, self._said = [], True
         return True
 
     def _say(self, text: str) -> None:
@@ -291,7 +306,7 @@ class ToolReader(Reader):
         elif self._at is _At.TEXT:
             self._say(self._held)
         elif self._at is not _At.BEHIND and self._at is not _At.OVER:
-            self._say(self._raw + ("" if self._at is _At.OBJECT else self._held))
+            self._say("".join(self._raw) + ("" if self._at is _At.OBJECT else self._held))
         self.cut |= self._at is _At.OBJECT and bool(self._object.name) and not self._object.has_whole_arguments
 
     def _go_on(self) -> bool:
@@ -317,7 +332,7 @@ class ToolReader(Reader):
             self._held = self._held[len(self._held) - keep :]
             return False
         self._say(self._held[:at])
-        self._raw, self._held = opening, self._held[at + len(opening) :]
+        self._raw, self._held = [opening], self._held[at + len(opening) :]
         self._at = _At.BEFORE
         return True
 
@@ -326,13 +341,15 @@ class ToolReader(Reader):
         rest = self._held.lstrip()
         tagged = rest.removeprefix(PYTHON_TAG)
         is_first = not self._said and not self.calls
-        if is_first and (PYTHON_TAG.startswith(rest) or not tagged.strip()):
+        if is_first and not tagged.strip():
+            return self._wait(BLANK)
+        if is_first and PYTHON_TAG.startswith(rest):
             return False
         if not is_first or not tagged.lstrip().startswith("{"):
             self._say(self._held)
             self._held = ""
             return False
-        self._raw, self._held = self._held[: len(self._held) - len(tagged)], tagged
+        self._raw, self._held = [self._held[: len(self._held) - len(tagged)]], tagged
         self._at = _At.BEFORE
         return True
 
@@ -341,7 +358,8 @@ class ToolReader(Reader):
         if not rest:
             return False
         if self._may_list and rest[0] == "[" and not self._listed:
-            self._raw, self._held, self._listed = self._raw + "[", rest[1:], True
+            self._raw.append("[")
+            self._held, self._listed = rest[1:], True
             return True
         if self._is_mistral and rest[0] != "{" and not self._listed:
             return self._begin_named(rest)
@@ -355,8 +373,9 @@ class ToolReader(Reader):
         """Begin a call with its name before its arguments, or treat it as text."""
         found = _NAMED.match(rest)
         if found is None or found[2] is None:
-            may_come = _BEGINS_NAMED.fullmatch(rest) if found is None else found.end() == len(rest)
-            return False if may_come else self._is_text()
+            if found is not None and found.end() == len(rest):
+                return self._wait(BLANK)
+            return False if found is None and _BEGINS_NAMED.fullmatch(rest) else self._is_text()
         self._held = rest[found.start(2) :]
         self._object = CallObject(found[1])
         self._begin_call(found[1])
@@ -368,7 +387,7 @@ class ToolReader(Reader):
         has_begun = bool(call.name)
         used, arguments = call.feed(self._held)
         if not has_begun:
-            self._raw += self._held[:used]
+            self._raw.append(self._held[:used])
         self._held = self._held[used:]
         bare = self._use.format == "llama3"
         if call.name and not has_begun and not (bare and call.name not in self._use.names):
@@ -390,10 +409,10 @@ class ToolReader(Reader):
         if not rest or (len(rest) < len(closing) and closing.startswith(rest)):
             return False
         if separator and rest.startswith(separator):
-            self._raw, self._held = "", rest[1:]
+            self._raw, self._held = [], rest[1:]
             self._at = _At.BEFORE
             return True
-        self._raw, self._held = "", rest.removeprefix(closing)
+        self._raw, self._held = [], rest.removeprefix(closing)
         self._listed = self._alone = False
         self._at = _At.TEXT
         return True

@@ -18,15 +18,18 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from protos import queue_pb2
 from services.gateway.cluster import Cluster
 from services.gateway.delivery import dispatcher as dispatcher_module
 from services.gateway.delivery.dispatcher import Command, Dispatcher, Retries
+from services.gateway.delivery.stream import RequestStream
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from services.gateway.openai.bodies import CompletionBody, DetokenizeBody, parse_body
 from services.gateway.openai.completions import completion_spec, encode_text
 from services.gateway.request import Limits
 from services.gateway.text.tokenizer import ModelText
+from shared.columns import pack
 from shared.settings import GatewaySettings
 from tests.support.checkpoints.tokenizers import write_model
 from tests.support.stack import RedisServer
@@ -114,6 +117,43 @@ async def test_error_of_redis_is_503_with_a_retry_time(dispatcher: Dispatcher, e
         await asyncio.wait_for(dispatcher.ask(question), 60)
     assert (caught.value.status, caught.value.code) == (503, code)
     assert int(caught.value.headers["Retry-After"]) >= 1
+
+
+async def test_entries_that_wait_are_delivered_in_few_turns_of_the_loop(tmp_path: Path) -> None:
+    """New requests make the turns long; entries that took one each fell behind the steps. A handler that reads keeps
+    its bound all the same.
+    """
+    steps, turns, got = 60, 0, 0
+    loop = asyncio.get_running_loop()
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        ticking.append(loop.call_soon(turn))
+        del ticking[:-1]
+
+    with RedisServer(tmp_path / "redis") as server:
+        chosen = settings(server.url)
+        for step in range(steps):
+            batch = queue_pb2.TokenBatch(
+                requests=["r"], choices=pack([0]), first=pack([step]), counts=pack([1]), tokens=pack([7]), finish=b"\0"
+            )
+            server.client.xadd(chosen.keys.tokens("gateway-1"), {"b": batch.SerializeToString()})
+        cluster = Cluster(chosen, "gateway-1", LIMITS)
+        reading = Dispatcher(chosen, "gateway-1", cluster, Metrics())
+        reading.streams["r"] = stream = RequestStream("r", 1, bound=16)
+        ticking: list[asyncio.Handle] = []
+        reading.start()
+        while got < steps:
+            async with asyncio.timeout(60):
+                got += len(await stream.take())
+            if not ticking:
+                turn()
+        ticking.pop().cancel()
+        await reading.stop()
+        await cluster.close()
+    assert stream.failure is None
+    assert turns < steps / 2
 
 
 async def test_workers_are_not_searched_at_every_look(tmp_path: Path) -> None:

@@ -256,9 +256,25 @@ def test_hostile_block_takes_work_in_proportion_to_its_size(kind: str, text: str
     assert read([text[at : at + 32] for at in range(0, len(text), 32)], kind) == (content, calls)
 
 
-def test_text_that_is_held_back_is_not_copied_with_each_token() -> None:
-    spaces = reader_of(ToolUse("hermes", NAMES, True), "r", 0)
-    assert bytes_of_one_more(spaces.feed, " " * 1024) < 64 << 10
+HELD = [
+    ("hermes", "", " "), ("hermes", "<tool_call>", " "), ("hermes", '<tool_call>{"x": "', "y"), ("llama3", "", " "),
+    ("llama3", "<|python_tag|>", "\n"), ("llama3", '{"x": "', "y"), ("mistral", "[TOOL_CALLS]add[ARGS]", " "),
+    ("granite", '<|tool_call|>[{"name": "add"}', " "), ("qwen3-coder", "<tool_call>", "\n"),
+    ("qwen3-coder", "<tool_call><function=add>", "y"), ("glm-4.5", "<tool_call>add", " "),
+    ("glm-4.5", "<tool_call>add</tool_call>", " "), ("deepseek-v3", D_SECTION, "\n"),
+    ("kimi-k2", K_OPEN + "add:0", " "), ("pythonic", "", " "), ("pythonic", "[", " "),
+    ("pythonic", "[add(a='", "y"), ("pythonic", "[add()]", "\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "begun", "piece"), HELD)
+def test_text_that_is_held_back_is_not_copied_with_each_token(kind: str, begun: str, piece: str) -> None:
+    reader = reader_of(ToolUse(kind, NAMES, True), "r", 0)
+    reader.feed(begun)
+    assert bytes_of_one_more(reader.feed, piece * 1024) < 64 << 10
+
+
+def test_key_of_a_call_that_is_held_back_is_not_copied_with_each_token() -> None:
     for begun in ('{"x": "', '{"arguments": {"x": "'):
         call = CallObject()
         call.feed(begun)

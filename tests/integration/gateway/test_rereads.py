@@ -1,0 +1,66 @@
+"""Answers that are read again: their bytes are bounded until they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from services.gateway import admission
+from services.gateway.app import public_app
+from services.gateway.gateway import Gateway
+from tests.integration.gateway.conftest import asgi
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import STOP, ScriptedScheduler, answering
+
+
+async def slowly(app: Any, path: str, begun: asyncio.Event, read: asyncio.Event) -> int:
+    """Ask as a client that reads its answer once `read` is set; return the status."""
+    status = 0
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        begun.set()
+        await read.wait()
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": [],
+        "client": None, "server": None,
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return status
+
+
+@pytest.mark.parametrize("kind", ["requests", "responses"])
+async def test_answer_is_refused_while_too_many_bytes_are_on_their_way(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    post = {
+        "requests": ("/v1/completions", {"prompt": "x"}),
+        "responses": ("/v1/responses", {"input": "x"}),
+    }
+    client: httpx.AsyncClient = asgi(local_gateway)
+    address, body = post[kind]
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        made = (await client.post(address, json={"model": local_gateway.first.name, **body})).json()
+    path = f"/v1/{kind}/{made['id']}"
+    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    begun, read = asyncio.Event(), asyncio.Event()
+    reading = asyncio.create_task(slowly(public_app(local_gateway), path, begun, read))
+    async with asyncio.timeout(60):
+        await begun.wait()
+        refused = await client.get(path)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "too_many_answers"
+        read.set()
+        assert await reading == 200
+        again = await client.get(path)
+    assert again.status_code == 200, "alone an answer always has room"
