@@ -236,6 +236,8 @@ class Scheduler:
                     sequence.scored = request.scored[number]
                 record.sequences.append(sequence)
                 self._sequences += 1
+                if outputs.size:
+                    self._resuming[sequence] = sequence.known - 1
         record.left = len(record.sequences)
         out = self.collector()
         self.router.expire(now_ns)
