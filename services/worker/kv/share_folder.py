@@ -44,7 +44,7 @@ LOCK_S, LOCK_AGAIN_S = 20.0, 0.01
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 _ID = re.compile(r"[0-9a-f]{32}")
 _TIER = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}")
-_KEPT = re.compile(r"([0-9a-f]{32}-[0-9]{1,4})\.([0-9a-f]{16})\.kept")
+_KEPT = re.compile(r"([0-9a-f]{32}-[0-9]{1,4})\.[0-9a-f]{16}\.kept")
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 """Of linux/falloc.h: take memory out of a file and leave its size."""
 
@@ -170,7 +170,7 @@ class ShareFolder:
     def remove_unwanted(self, owner: str, wanted: Collection[str]) -> None:
         """Remove the files of an owner that were kept, but those of the `wanted` host tiers, of all ranks."""
         for found in filter(None, map(_KEPT.fullmatch, os.listdir(self._folder))):
-            if found[2] == owner and found[1].partition("-")[0] not in wanted:
+            if found[1].partition("-")[0] not in wanted:
                 self.remove_kept(found[1], owner)
 
     def _open(self, name: str) -> int:

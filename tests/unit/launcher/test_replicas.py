@@ -67,6 +67,7 @@ def test_workers_do_both_or_are_told_their_roles_and_the_folder_that_they_share(
 def test_workers_of_models_that_sleep_share_a_folder_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
     assert up.share_env("both", tmp_path / "kv", True) == {"ORCINUS_KV_SHARE_DIR": str(tmp_path / "kv")}
+    assert up.share_env("both", tmp_path / "kv", False) == {}
     assert up.share_env("both", Path("/disk/kv"), True) == {}, "it would write to a disk"
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     assert up.share_folder(Path("/a/.run")) == Path("/a/.run/kv"), "a container may not let it write there"
