@@ -480,7 +480,7 @@ class WorkerSettings(InternalSettings, AdapterSettings):
         ge=0,
         le=1 << 30,
         description="blocks of the host tier; 0 means none; unset uses as many as KV blocks if these may run out, "
-        "beside a GPU within 10 % of free memory and 16 GiB, on a CPU with kv_share_dir within 5 %, else none",
+        "beside a GPU within 10 % of free memory and 16 GiB, else with kv_share_dir within 5 %, else none",
     )
     worker_role: Literal["both", "prefill", "decode"] = Field(
         "both",
@@ -489,8 +489,8 @@ class WorkerSettings(InternalSettings, AdapterSettings):
     )
     kv_share_dir: Path | None = Field(
         None,
-        description="absolute path of a folder on a tmpfs where the workers of this host keep their host tiers and "
-        "copy from each other; unset or empty means memory of the worker alone",
+        description="absolute path of a folder on a tmpfs where the workers of this host keep their host tiers, "
+        "copy from each other, and leave KV for the workers that follow; unset or empty means private memory",
     )
     threads: int = Field(0, ge=0, description="compute threads of a rank; 0 uses all cores, shared among the ranks")
     step_timeout_s: float = Field(

@@ -31,6 +31,9 @@ from services.launcher.up import (
     read_stacks,
     replica_env,
     service_argv,
+    share_env,
+    share_folder,
+    shared_folder,
     sleeping_services,
     unused_gpu,
 )
@@ -65,11 +68,12 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
     first = stacks[0]
     users = RedisUsers(first.gateway, build(EnginesSettings, values).redis_users)
     run_dir = RunDir(first.launcher.run_dir, another=ANOTHER)
-    specs = engine_specs(stacks, most, users, run_dir)
+    folder = first.worker.kv_share_dir or share_folder(run_dir.path)
+    specs = engine_specs(stacks, most, users, run_dir, folder)
     screen = Screen(logs.setup("engines", first.gateway.log_level, first.gateway.log_json))
     if problem := unused_gpu(first.worker):
         screen.event(f"the GPU of this machine is not used: {problem}")
-    with run_dir:
+    with run_dir, shared_folder(run_dir.path, first.worker.kv_share_dir):
         compile_kernels(first.worker)
 
         def on_ready() -> None:
@@ -172,9 +176,12 @@ def worker_env(worker: WorkerSettings, run_dir: Path, number: int, workers: int)
     return env
 
 
-def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers, run_dir: RunDir) -> list[ServiceSpec]:
+def engine_specs(
+    stacks: Sequence[ModelStack], most: int, users: RedisUsers, run_dir: RunDir, folder: Path
+) -> list[ServiceSpec]:
     """Return workers and a scheduler of each model, and a placer where they take turns. The workers are counted over
-    all models: they share the machine. most: models that are awake at a time; 0 means all.
+    all models: they share the machine. most: models that are awake at a time; 0 means all. folder: for host tiers that
+    outlive their workers.
     """
     launcher, url = stacks[0].launcher, stacks[0].gateway.redis_url
     client = SharedClient(users.client("scheduler"))
@@ -187,6 +194,7 @@ def engine_specs(stacks: Sequence[ModelStack], most: int, users: RedisUsers, run
         for place in range(len(stack.launcher.roles())):
             gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
             own = replica_env(worker, number, total, gpu, running) | worker_env(worker, run_dir.path, number, total)
+            own |= share_env("both", folder, most > 0)
             spec = ServiceSpec(
                 f"worker-{number}",
                 service_argv("worker"),

@@ -169,9 +169,7 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
             "port": held.enter_context(listen(gateway.host, gateway.port, "port")),
             "ops port": held.enter_context(listen(gateway.ops_host, gateway.ops_port, "ops port")),
         }
-        shared = share_folder(run_dir.path)
-        shutil.rmtree(shared, ignore_errors=True)  # of a launcher that was killed
-        folder = worker.kv_share_dir or shared
+        folder = held.enter_context(shared_folder(run_dir.path, worker.kv_share_dir))
         client = redis_server.client(url, **access)
         specs = process_specs(stacks, local_redis, url, access.get("password"), client, folder, sockets, most)
 
@@ -211,7 +209,6 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
             screen.settle()
             if local_redis is not None:
                 local_redis.remove()
-            shutil.rmtree(shared, ignore_errors=True)  # files that a killed worker left in it take memory
 
 
 def read_stacks(values: Values, check_policy: Callable[[str, str], None]) -> tuple[list[ModelStack], int]:
@@ -482,18 +479,37 @@ def replica_env(worker: WorkerSettings, number: int, replicas: int, gpu: int = -
     return env
 
 
-def role_env(role: str, folder: Path) -> dict[str, str]:
-    """Return the settings of a worker's role. folder: for the host tiers that the workers share."""
+def share_env(role: str, folder: Path, sleeps: bool) -> dict[str, str]:
+    """Return the settings of a worker that shares its host tier: with other roles, or with the next worker of a model
+    that sleeps, if that tier would lie in memory. folder: for these tiers.
+    """
     if role == "both":
-        return {}
+        is_in_memory = folder.is_relative_to(SHARED_MEMORY)
+        return {env_name("kv_share_dir"): str(folder)} if sleeps and is_in_memory else {}
     return {env_name("worker_role"): role, env_name("kv_share_dir"): str(folder)}
 
 
 def share_folder(run_dir: Path) -> Path:
     """Return the folder for the host tiers of a stack's workers, the same each time: in memory where possible."""
-    if not SHARED_MEMORY.is_dir():
+    if not (SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)):
         return run_dir / "kv"
     return SHARED_MEMORY / f"orcinus-{os.geteuid()}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:12]}"
+
+
+@contextlib.contextmanager
+def shared_folder(run_dir: Path, given: Path | None) -> Iterator[Path]:
+    """Yield the folder for host tiers: the `given` one, or one that goes with the stack. Files that killed workers, and
+    workers of models that sleep, have left there would keep memory: they are removed at the end.
+    """
+    own = share_folder(run_dir)
+    shutil.rmtree(own, ignore_errors=True)  # of a launcher that was killed
+    try:
+        yield given or own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+        for file in given.glob("*.kept") if given is not None else ():
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 def replica_id(worker_id: str, number: int) -> str:
@@ -530,7 +546,7 @@ def process_specs(
         env = child_env(stack.options.values, stack.launcher, stack.gateway, url, password)
         for place, role in enumerate(stack.launcher.roles()):
             gpu, running = (place, at_once(stacks, most)) if most else (-1, 0)
-            own = replica_env(worker, number, total, gpu, running) | role_env(role, folder)
+            own = replica_env(worker, number, total, gpu, running) | share_env(role, folder, most > 0)
             probe = WorkerProbe(client, keys.worker(replica_id(worker.worker_id, number)))
             argv = service_argv("worker")
             specs.append(

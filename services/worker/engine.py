@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -285,6 +286,11 @@ class Engine:
             self.slots.clear()
             self._begin_run()
 
+    def serve(self, hello: worker_pb2.Hello) -> None:
+        """Learn which scheduler the next Run is of. Before reset()."""
+        self.takes_late = hello.takes_late
+        self._tier.serve(hello.shard, hello.kept)
+
     def end_run(self) -> None:
         """End the Run: unmap the memory of other workers. For the thread that submits."""
         self._transfers.release_peers()
@@ -377,6 +383,8 @@ class Engine:
             with self._lock:
                 inflight, batch = self._begin(step, marks, queued_ns)
             inflight.peers, inflight.adapters = readable, adapters
+            if step.keep:
+                inflight.keep = self._to_keep(unpack(step.keep))
             prepared = None if batch is None else self.ops.prepare(batch, self.cache)
             if self.ops.overlaps:
                 marks.start = self.ops.mark()  # a device that has waited for the host until here was idle
@@ -391,6 +399,15 @@ class Engine:
         self._previous = inflight
         return inflight
 
+    def _to_keep(self, blocks: Int32) -> Int32:
+        """Return which of the host blocks that are to outlive this worker may. Raise ProtocolError."""
+        if np.unique(blocks).size < blocks.size or blocks.min() < 0 or blocks.max() >= self.cache.shape.host_blocks:
+            raise ProtocolError(f"keep: a block twice, or outside 0..{self.cache.shape.host_blocks - 1}")
+        has_bytes = psutil.Process().memory_info().rss
+        if device_of(self.ops) is not None:
+            has_bytes += self.cache.shape.blocks * self.ops.block_bytes(self.cache.shape)
+        return blocks[: self._tier.most_kept(blocks.size, has_bytes)]
+
     def finish(self, inflight: InFlightStep, more: Callable[[], bool] = lambda: False) -> worker_pb2.Result:
         """Wait for the device and answer. Steps are finished in the order in which they were submitted.
 
@@ -401,7 +418,9 @@ class Engine:
         sampled = None if inflight.sampled is None else inflight.sampled.wait()
         with self._lock:
             slots, tokens, counts, records = self._in_flight.settle(inflight, sampled)
-        copied = inflight.transfers.acknowledge(inflight.id, wait=self.parallel.size > 1 or not more())
+        waits = self.parallel.size > 1 or bool(inflight.keep.size) or not more()
+        copied = inflight.transfers.acknowledge(inflight.id, wait=waits)
+        kept = self._tier.keep(inflight.keep)
         are_stale = copied.stale
         if inflight.swaps and self.parallel.size > 1:
             are_stale = self._broadcast.confirm_copies(inflight, copied)
@@ -423,6 +442,7 @@ class Engine:
             adapter_acks=pack(inflight.adapters),
             errors=inflight.all_errors(),
             late_slots=inflight.late_slots(),
+            kept=kept,
         )
         inflight.write_prompt_logprobs(result)
         inflight.write_forced(result)

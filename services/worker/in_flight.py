@@ -86,6 +86,7 @@ class InFlightStep:
     swaps: bool = False
     peers: list[int] = field(default_factory=list)  # new peers of the step with a host tier that can be read
     adapters: list[int] = field(default_factory=list)  # those of the step that are loaded
+    keep: Int32 = field(default_factory=lambda: NO_ROWS)  # host blocks that are to outlive the worker
     begun_ns: int = 0  # time.monotonic_ns() when the device was given it
     sampled: Pending[Sampled] | None = None
     scoring: ScoredTokens | None = None  # prompt tokens with log-probabilities that are wanted

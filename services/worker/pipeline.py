@@ -199,8 +199,8 @@ class Pipeline:
         try:
             if self._ranks is not None:
                 self._ranks.forward(hello)
+            engine.serve(hello.hello)
             engine.reset(run.epoch)
-            engine.takes_late = hello.hello.takes_late
             if self._unproved:
                 self._prove(engine, run)
         except Exception as error:  # the thread must stay alive for the next Run

@@ -31,7 +31,7 @@ WAIT_S = 240.0
 FILE = """
 awake: 1
 models:
-  one: {source: one, kv_blocks: 256}
+  one: {source: one, kv_blocks: 512}
   org/Two: {source: two, kv_blocks: 256}
 """
 
@@ -56,6 +56,13 @@ def run(references: dict[str, Reference], tmp_path_factory: pytest.TempPathFacto
 def states(url: str) -> dict[str, str]:
     listed = httpx.get(f"{url}/v1/models", timeout=60, verify=PLAIN).json()["data"]
     return {card["id"]: card["state"] for card in listed}
+
+
+def recomputed(directory: Path) -> int:
+    """Return the tokens of the first model that were computed again."""
+    url = json.loads((directory / "run" / "stack.json").read_text())["ops_url"]
+    shards = httpx.get(f"{url}/stats", timeout=60, verify=PLAIN).json()["shards"]
+    return int(shards["shard-0"]["recomputed_tokens"])
 
 
 def pids(directory: Path) -> dict[str, int]:
@@ -127,5 +134,8 @@ def test_models_take_turns_and_no_token_differs(run: tuple[str, Path], reference
         for each in busy:
             each.result(WAIT_S)
     assert max(pauses) > PAUSE_S, "a request ran when its model went to sleep, and went on"
+    kept = (directory / "run" / "logs" / "worker-0.log").read_text()
+    assert "stay for the next worker" in kept and "is mapped" in kept
+    assert recomputed(directory) == 0
     until("one is awake again", lambda: states(url)["one"] == "ready")
     assert "worker-1" not in pids(directory)

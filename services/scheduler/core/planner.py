@@ -20,7 +20,7 @@ from services.scheduler.core.replica import Replica
 from services.scheduler.core.state import SchedulerState
 from services.scheduler.core.step import StepBuilder
 from services.scheduler.core.table import DECODING, PREFILLING, Bool
-from services.scheduler.core.types import NO_ROWS, PREFILL, Priority, Rows, StepPlan
+from services.scheduler.core.types import NO_ROWS, PREFILL, Int32, Priority, Rows, StepPlan
 
 LOOK_PAST_LACKING = 64  # sequences without their adapter that one scan skips beside the others
 
@@ -54,6 +54,10 @@ class Planner:
                 if not step.preempted:  # else all rows that were to run were preempted; those that kept memory run now
                     break
         return None
+
+    def leave(self, replica: Replica, keep: Int32, now_ns: int) -> StepPlan:
+        """Return the last step of a replica: the copies that were ordered, and the host blocks to keep."""
+        return StepBuilder(replica, 0, 0, 0, now_ns).commit(keep)
 
     def _build(self, replica: Replica, microbatch: int, now_ns: int, out: OutcomeBuilder) -> StepBuilder:
         state, table = self._state, replica.table

@@ -24,7 +24,7 @@ from services.scheduler.core.policy.step_time import StepTime, SwapTime, TokenTi
 from services.scheduler.core.sequence import SavedKV, Sequence, State
 from services.scheduler.core.speculation import History, Speculation
 from services.scheduler.core.table import Bool, Int64, SlotTable
-from services.scheduler.core.types import Int32, Limits, Rows
+from services.scheduler.core.types import EMPTY, Int32, Limits, Rows
 
 COLD_SHARE = 64  # a step copies at most 1 / 64 of the pool's blocks to the host before they are evicted,
 COLD_BLOCKS = 32  # or so many, or a quarter of a small pool
@@ -53,6 +53,7 @@ class SentStep:
     alone: bool  # no other step of the replica was unanswered then
     adapters: dict[int, bytes]  # that the step announces, by number
     peers: dict[int, Replica | None]  # replicas with a host tier that the step announces; None: gone
+    keep: Int32  # host blocks that are to outlive the worker
 
 
 class KV(enum.Enum):
@@ -146,6 +147,8 @@ class Replica:
         self.memo = AdmissionMemo()
         self.beneficiary: Sequence | None = None  # sequences were preempted for it: no other enters before it does
         self.alive = True
+        self.is_leaving = False  # its worker was asked to keep KV: its host tier is not read until it has left
+        self.kept: Int32 = EMPTY  # host blocks that outlive the worker, as it has acknowledged
         self.last = LastStep()
 
     @property
@@ -258,6 +261,25 @@ class Replica:
             self.host.give(sequence.saved.blocks)
             sequence.lost, sequence.saved = sequence.saved.tokens, None
             sequence.route.generation = -1  # other replicas may take it now
+
+    def swap_all(self) -> list[Sequence]:
+        """Release all rows and swap them out as far as the host tier goes, the best classes first. No step may be in
+        flight."""
+        table = self.table
+        rows = np.flatnonzero(table.active)
+        order = np.lexsort((table.number[rows], table.priority[rows]))
+        return [
+            self.release(slot, KV.DROP if self.transfers.awaits(slot) else KV.SWAP) for slot in rows[order].tolist()
+        ]
+
+    def has_kept(self, sequence: Sequence) -> bool:
+        """Return whether the worker has left behind all of the KV that a sequence has here; else give up its blocks."""
+        if not self.kept.size or sequence.saved is None:
+            return False
+        if np.isin(sequence.saved.blocks, self.kept).all():
+            return True
+        self.host.give(sequence.saved.blocks)
+        return False
 
     def can_swap(self, slot: int) -> bool:
         """Return whether the host tier has room for the KV of this row, which does not wait for KV."""

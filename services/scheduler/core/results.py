@@ -104,9 +104,12 @@ class Results:
             raise ValueError(f"the result of step {step.id} has {result.tokens.size} tokens for {rows.size} slots")
         if spans is None and result.token_counts is not None:
             raise ValueError(f"the result of step {step.id} has token counts, but the step has no drafts")
+        if result.kept > step.keep.size:
+            raise ValueError(f"the result of step {step.id} keeps {result.kept} of {step.keep.size} blocks")
         scored = self._scored(replica, step, result) if result.prompt_logprobs else []
         out = self._endings.collector()
         replica.answered(step)
+        replica.kept = step.keep[: result.kept]
         if replica.speculation.possible:
             replica.speculation.answered(step.planned_ns, result.step_ns, now_ns, step.alone)
         for number in result.stale_peers.tolist():

@@ -85,14 +85,16 @@ class Scheduler:
         self._lengths: Mapping[int, list[int]] = {}  # of the last policy that forecast
         self._ended = dict.fromkeys(Finish, 0)
         self._moved = self._hit = 0  # blocks swapped and tokens hit on replicas that are gone
-        self._resuming: dict[Sequence, int] = {}  # sequences that recompute KV -> tokens that they lost
+        self._resuming: dict[Sequence, int] = {}  # sequences without the KV that they had -> its tokens
 
     def join(self, limits: Limits) -> int:
         """Add a replica with empty slots and blocks; return its number, that of a lost one if there is one.
 
         A sequence that waits and can run on no replica ends with an error in the next Outcome.
         """
-        number = next((r.number for r in self.replicas if not r.alive), len(self.replicas))
+        left = {replica.number for replica in self.router.placement.left}
+        gone = (r.number for r in self.replicas if not r.alive and r.number not in left)
+        number = next(gone, len(self.replicas))
         others = any(r.prefix_cache is not None for r in self.alive)
         if self._prefix_cache and not others and (self._hasher is None or self._hasher.block_size != limits.block_size):
             self._hasher = Hasher(limits.block_size)
@@ -115,9 +117,10 @@ class Scheduler:
     def lose(self, replica: int, now_ns: int) -> None:
         """Take a replica out: its sequences wait again with the tokens applied so far; its steps are forgotten.
 
-        Swapped KV goes with the worker. What it was loading from the host tier of another replica is still there; what
-        another one was loading from its tier may be anything. Step ids begin anew when it joins again, so the caller
-        passes on no answer of the Run that was lost.
+        Swapped KV goes with the worker, except what it has kept (`leave`): other replicas read that as a peer's until
+        no sequence needs it. What it was loading from the host tier of another replica is still there; what another one
+        was loading from its tier may be anything. Step ids begin anew when it joins again, so the caller passes on no
+        answer of the Run that was lost.
         """
         lost = self.replicas[replica]
         self._moved += lost.transfers.swapped_blocks
@@ -140,12 +143,12 @@ class Scheduler:
             self.waiting.requeue(sequence, now_ns, self._pending)
         lost.departed.clear()
         lost.transfers.let_go()
-        for other in self.alive:
+        for other in self.alive if not lost.kept.size else ():
             other.peers.lost(lost)
             for slot in other.transfers.abandon(lost.number):
                 self.waiting.requeue(other.release(slot), now_ns, self._pending)
         for sequence in [s for record in self.records.values() for s in record.sequences]:
-            if sequence.saved_at(lost.number):
+            if sequence.saved_at(lost.number) and not lost.has_kept(sequence):
                 sequence.lost = sequence.computed
                 self._note_resuming(sequence)
                 if sequence.state is State.WAITING:
@@ -156,7 +159,42 @@ class Scheduler:
             self.waiting.put_back(sequence, now_ns)
         lost.handed.clear()
         lost.freed.clear()
+        if lost.kept.size:
+            self.router.left(lost, self.alive)
+        elif lost.is_leaving:
+            self.router.placement.left.remove(lost)
         self.router.changed(self.alive)
+
+    @property
+    def left_tiers(self) -> list[str]:
+        """The host tiers of replicas that leave or have left, with KV that sequences still need (Limits.host_tier)."""
+        return [replica.limits.host_tier for replica in self.router.placement.left]
+
+    def may_leave(self, replica: int) -> bool:
+        """Return whether `leave` has KV of a replica to keep."""
+        leaving = self.replicas[replica]
+        return leaving.limits.keeps and bool(leaving.host.total and (leaving.table.count or leaving.host.referenced))
+
+    def leave(self, replica: int, now_ns: int) -> tuple[StepPlan | None, Outcome]:
+        """Return the last step of a replica with a worker that leaves, or None where no KV is kept.
+
+        It swaps out what runs, as far as the host tier goes, and asks the worker to keep that. Call it once, when no
+        step of the replica is in flight; lose the replica when the step is answered, and plan no other one for it.
+        Nothing is kept while another replica loads from the tier: the worker would take the blocks away meanwhile.
+        """
+        out, leaving = self.collector(), self.replicas[replica]
+        if any(other.transfers.held_of(leaving.host) for other in self.alive):
+            return None, out.build()
+        self.router.leaves(leaving)
+        for sequence in leaving.swap_all():
+            self._note_resuming(sequence)
+            self.waiting.requeue(sequence, now_ns, out)
+        sequences = [s for record in self.records.values() for s in record.sequences if s.saved_at(replica)]
+        sequences.sort(key=lambda sequence: (sequence.priority, sequence.number))
+        kept = [sequence.saved.blocks for sequence in sequences if sequence.saved is not None]
+        for sequence in sequences:
+            self._note_resuming(sequence)
+        return self._planner.leave(leaving, np.concatenate([EMPTY, *kept]), now_ns), out.build()
 
     def confine(self, request_ids: Iterable[str]) -> None:
         """Confine requests to one replica, the dock: they run there only, and no other sequence enters it.
@@ -198,6 +236,8 @@ class Scheduler:
                     sequence.scored = request.scored[number]
                 record.sequences.append(sequence)
                 self._sequences += 1
+                if outputs.size:
+                    self._resuming[sequence] = sequence.known - 1
         record.left = len(record.sequences)
         out = self.collector()
         self.router.expire(now_ns)
@@ -308,6 +348,7 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
         self._change_policy(now_ns)
+        self.router.forget_left()
         here = replica < len(self.replicas) and self.replicas[replica].alive
         step = self._planner.plan(self.replicas[replica], now_ns, out) if here else None
         return step, out.build() if out else None
@@ -399,7 +440,7 @@ class Scheduler:
         self.waiting.check()
         if len(self._deadlines) > 2 * len(self.records) + 64:
             raise RuntimeError(f"{len(self._deadlines)} deadlines are kept for {len(self.records)} requests")
-        check_replicas(self.alive, self.records.values(), self.lookahead)
+        check_replicas(self.alive, self.router.placement.left, self.records.values(), self.lookahead)
         check_records(list(self.records.values()), sum(r.table.count for r in self.replicas), len(self.waiting))
 
     # -- ends; also called by Results
@@ -431,12 +472,13 @@ class Scheduler:
         self._forget(record)
 
     def _note_resuming(self, sequence: Sequence) -> None:
-        """Note how many tokens of KV a sequence lost with its replica: the most that it ever had."""
-        if sequence.lost:
-            self._resuming[sequence] = max(sequence.lost, self._resuming.get(sequence, 0))
+        """Note how many tokens of KV a sequence lost with its replica, or has left there: the most that it ever had."""
+        if tokens := sequence.computed or sequence.lost:
+            self._resuming[sequence] = max(tokens, self._resuming.get(sequence, 0))
 
     def _resumes(self, sequence: Sequence, tokens: int) -> bool:
-        """Return whether a sequence still recomputes KV that it lost with its replica. tokens: as many as it lost."""
+        """Return whether a sequence has not yet recomputed or loaded the KV that it had on its replica. tokens: as many
+        as it had."""
         if sequence.state is State.RUNNING:
             return bool(self.replicas[sequence.replica].table.planned[sequence.slot] < tokens)
         return sequence.state is State.WAITING

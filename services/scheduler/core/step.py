@@ -186,8 +186,9 @@ class StepBuilder:
             if len(self.enters) < fresh:
                 self.replica.freed.remove(row)
 
-    def commit(self) -> StepPlan:
-        """Return the step as it goes on the wire; it is in flight from now on."""
+    def commit(self, keep: Int32 = EMPTY) -> StepPlan:
+        """Return the step as it goes on the wire; it is in flight from now on. keep: host blocks that are to outlive
+        the worker."""
         replica, table = self.replica, self.replica.table
         rows, starts, ends = self.decodes, self._starts, EMPTY
         lengths, samples = ones(rows.size), trues(rows.size)
@@ -235,6 +236,7 @@ class StepBuilder:
             alone=not replica.inflight,
             adapters=adapters,
             peers=news,
+            keep=keep,
         )
         freed, replica.freed = replica.freed, []
         replica.sent(step)
@@ -260,6 +262,7 @@ class StepBuilder:
             adapters=[Adapter(number, digest) for number, digest in adapters.items()],
             peers=to_wire(news) if news else [],
             swap_in_peers=copies.in_peers,
+            keep=keep,
             chunk_drafts=counts,
             drafts=drafts,
         )

@@ -138,6 +138,7 @@ class StepPlan:
     peers: list[Peer] = field(default_factory=list)  # news of other replicas' host tiers
     # By swap-in, the peer that has the host block; -1 means this replica's tier. Empty means that tier for all.
     swap_in_peers: Int32 = field(default_factory=lambda: EMPTY)
+    keep: Int32 = field(default_factory=lambda: EMPTY)  # host blocks that are to outlive the worker, which leaves
     chunk_drafts: Int32 = field(default_factory=lambda: EMPTY)  # [chunks] drafts at the end of each; empty: none
     drafts: Int32 = field(default_factory=lambda: EMPTY)  # their ids, one chunk after another
 
@@ -174,6 +175,7 @@ class StepResult:
     adapter_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's adapters that are loaded
     peer_acks: Int32 = field(default_factory=lambda: EMPTY)  # those of the step's peers that can be read
     stale_peers: Int32 = field(default_factory=lambda: EMPTY)  # what was copied from these here may be anything
+    kept: int = 0  # how many of the step's blocks to keep outlive the worker, the first ones
 
 
 @dataclass(slots=True)
@@ -230,6 +232,8 @@ class Limits:
     run: int = 0  # epoch of the Run, which the worker writes into its host tier
     host_tier: str = ""  # "<folder>/<file>", where replicas with the same folder find its host tier; empty: private
     kv_format: str = ""  # of a block's bytes: between equal ones blocks can be copied
+    numerics: str = ""  # kernels and types that decide the numbers
+    keeps: bool = False  # it can leave a part of its host tier behind, for other workers
     max_drafts: int = 0  # draft tokens that a step may have; 0: none
     masks_behind_drafts: bool = False  # whether sequences with a grammar may have drafts
     experts: int = 0  # of a layer with a mixture of experts; 0: there is none

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 
@@ -75,11 +75,12 @@ class WorkerLink:
         self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
         self._moved_ns = 0  # the last answer
         self.info = worker_pb2.WorkerInfo()
-        self.leaving = False  # the worker drains: no further step may be sent
+        self.leaving = False  # the worker drains: no further step may be sent, but for the last one
 
-    async def open(self) -> Limits:
+    async def open(self, kept: Iterable[str] = ()) -> Limits:
         """Ask for the size of the worker and say hello.
 
+        kept: host tiers that outlived their workers and that sequences need.
         Raises grpc.aio.AioRpcError when it does not answer, ContractError when its answer is out of bounds,
         StaleEpochError when it would refuse the Run's epoch.
         """
@@ -91,7 +92,7 @@ class WorkerLink:
             )
         local = await RunCall.connect(self.info.run_socket) if self.info.run_socket else None
         self._call = local or self._stub.Run()
-        hello = worker_pb2.Hello(shard=self._shard, takes_late=True)
+        hello = worker_pb2.Hello(shard=self._shard, takes_late=True, kept=kept)
         await self._write(worker_pb2.Step(epoch=self.epoch, hello=hello))
         info = self.info
         log.info(
@@ -119,9 +120,10 @@ class WorkerLink:
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:  # the call has ended meanwhile
             raise ProtocolError(f"the stream to worker {self.worker.id} has ended: {error}") from error
 
-    async def results(self) -> AsyncIterator[worker_pb2.Result]:
+    async def results(self, has_last_step: Callable[[], bool]) -> AsyncIterator[worker_pb2.Result]:
         """Yield results in the order of the steps, until the stream ends or a worker that drains has answered all.
 
+        has_last_step: returns whether such a worker gets one further step.
         Raises AioRpcError, ProtocolError, or StepFailedError at the first step that could not be executed.
         """
         if self._call is None:
@@ -129,7 +131,7 @@ class WorkerLink:
         async for result in self._call:
             if result.draining:
                 self.leaving = True
-                if not self._sent:
+                if not self._sent and not has_last_step():
                     return
                 continue
             if not self._sent or result.epoch != self.epoch or result.id != self._sent[0][0]:
@@ -142,7 +144,7 @@ class WorkerLink:
             if result.error:
                 raise StepFailedError(f"step {result.id} failed: {result.error[:ERROR_LENGTH]}")
             yield result
-            if self.leaving and not self._sent:
+            if self.leaving and not self._sent and not has_last_step():
                 return
 
     def waited_s(self) -> float:

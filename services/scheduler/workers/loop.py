@@ -29,6 +29,8 @@ from shared.text.logprobs import prompt_record_bytes, record_bytes
 log = logging.getLogger("orcinus.scheduler")
 
 
+DRAINED = "worker drained: all steps are answered"
+
 SCORE_BYTES = 4
 """Of the record of a sequence with a score (worker.proto, Enter.pooling)."""
 
@@ -161,6 +163,7 @@ class WorkerLoop:
         self._context = context
         self.paused = False  # the publisher has no room
         self.leaves = False  # another shard gets the worker
+        self._has_left = False  # the last step of a worker that drains was planned
         self._later: asyncio.TimerHandle | None = None
 
     @property
@@ -197,16 +200,11 @@ class WorkerLoop:
                 if plan is None:
                     break
                 sent = True
-                self.in_flight.sent(plan)
                 context.stats.step(plan.decode_tokens, plan.prefill_tokens, time.monotonic_ns() - begin)
-                try:
-                    await link.send(step_to_wire(plan, link.epoch))
-                except (grpc.aio.AioRpcError, ProtocolError) as error:
-                    # Results may have come before the end: _receive reads them and then raises. Otherwise the watchdog
-                    # does.
-                    log.debug("step %d not sent: %s", plan.id, brief(error))
-                    await asyncio.Event().wait()
+                await self._send(plan)
             self.paused = full
+            if link.leaving and not (self._has_left or self.leaves or len(self.in_flight)):
+                await self._send_last()
             if self.leaves and not len(self.in_flight):
                 raise WorkerLostError("worker given to a shard that has none")
             if sent and context.core.waiting_count:
@@ -214,6 +212,30 @@ class WorkerLoop:
             self._look_again()
             await self.wake.wait()
             self.wake.clear()
+
+    def _keeps_kv(self) -> bool:
+        """Return whether the worker gets a last step when it drains: to keep KV for the workers that come."""
+        return not (self.leaves or self._has_left) and self._context.core.may_leave(self.replica)
+
+    async def _send_last(self) -> None:
+        """Let the sequences of a worker that drains leave their slots, and ask it to keep their KV, if it can."""
+        plan = None
+        if self._keeps_kv():
+            plan, outcome = self._context.core.leave(self.replica, time.monotonic_ns())
+            self._context.put(outcome, 0)
+        self._has_left = True
+        if plan is None:
+            raise WorkerLostError(DRAINED)
+        await self._send(plan)
+
+    async def _send(self, plan: StepPlan) -> None:
+        self.in_flight.sent(plan)
+        try:
+            await self.link.send(step_to_wire(plan, self.link.epoch))
+        except (grpc.aio.AioRpcError, ProtocolError) as error:
+            # Results may have come before the end: _receive reads them and then raises. Otherwise the watchdog does.
+            log.debug("step %d not sent: %s", plan.id, brief(error))
+            await asyncio.Event().wait()
 
     def _look_again(self) -> None:
         """Wake this loop when its replica may take a sequence that is reserved for another replica."""
@@ -226,7 +248,7 @@ class WorkerLoop:
 
     async def _receive(self) -> None:
         context, link = self._context, self.link
-        async for message in link.results():
+        async for message in link.results(self._keeps_kv):
             begin = time.monotonic_ns()
             try:
                 result = result_from_wire(message, self.replica)
@@ -250,9 +272,7 @@ class WorkerLoop:
                 rows = zip(outcome.requests, outcome.counts.tolist(), strict=True)
                 context.quarantine.progressed({request.id for request, count in rows if count}, begin)
             context.put(outcome, message.id)
-        raise WorkerLostError(
-            "worker drained: all steps are answered" if link.leaving else "the stream of the worker ended"
-        )
+        raise WorkerLostError(DRAINED if link.leaving else "the stream of the worker ended")
 
     async def _watch(self, limit_s: float) -> None:
         """End the link when a step stays unanswered; wake the loop for deadlines."""

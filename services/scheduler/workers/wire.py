@@ -31,6 +31,8 @@ def limits_from_wire(info: worker_pb2.WorkerInfo, speculate: str = "auto", run: 
         run=run,
         host_tier=info.host_tier,
         kv_format=info.kv_format,
+        numerics=info.numerics,
+        keeps=info.keeps,
         max_drafts=info.max_drafts if drafts else 0,
         masks_behind_drafts=info.masks_behind_drafts,
         experts=info.experts,
@@ -92,6 +94,8 @@ def step_to_wire(plan: StepPlan, epoch: int) -> worker_pb2.Step:
         step.peers.add(number=peer.number, host_tier=peer.host_tier, host_blocks=peer.host_blocks, run=peer.run)
     if plan.swap_in_peers.size:
         step.swap_in_peers = pack(plan.swap_in_peers)
+    if plan.keep.size:
+        step.keep = pack(plan.keep)
     if plan.drafts.size:
         step.chunk_drafts, step.drafts = pack(plan.chunk_drafts), pack(plan.drafts)
     return step
@@ -145,4 +149,5 @@ def result_from_wire(result: worker_pb2.Result, replica: int = 0) -> StepResult:
         adapter_acks=unpack(result.adapter_acks) if result.adapter_acks else EMPTY,
         peer_acks=unpack(result.peer_acks) if result.peer_acks else EMPTY,
         stale_peers=unpack(result.stale_peers) if result.stale_peers else EMPTY,
+        kept=result.kept,
     )

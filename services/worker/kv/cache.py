@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from kernels.cpu.build import BuildError
@@ -38,6 +39,10 @@ than this holds wait for their turn in a step anyway, and the memory is taken at
 HOST_SHARE, PINNED_SHARE = 0.05, 0.1
 """Of the free memory, at most, for a host tier without --host-blocks: on a CPU for what other workers copy from it,
 beside a GPU it is memory that the pool does not take."""
+
+KEPT_SHARE = 0.05
+"""Of the memory that a worker has, at most: for a host tier without --host-blocks that is there to outlive the worker,
+and for all tiers in --kv-share-dir that have outlived theirs."""
 
 PINNED_BYTES = 16 << 30
 """At most for the same beside a GPU: pinning more keeps a start waiting for many seconds."""
@@ -142,7 +147,8 @@ def plan_pool(
         on_gpu,
         torch.get_num_threads() * parallel.ranks_here,
     )
-    host_blocks = plan_host_blocks(settings, blocks, lengths, block_bytes, host_bytes, on_gpu)
+    resident = psutil.Process().memory_info().rss
+    host_blocks = plan_host_blocks(settings, blocks, lengths, block_bytes, host_bytes, on_gpu, resident)
     mine = [blocks, host_blocks, lengths.model, lengths.input, lengths.output]
     blocks, host_blocks, *least = parallel.least(mine)
     if settings.worker_role == "prefill" and not host_blocks:
@@ -195,21 +201,34 @@ def plan_blocks(
 
 
 def plan_host_blocks(
-    settings: WorkerSettings, blocks: int, lengths: Lengths, block_bytes: int, free_bytes: int, on_gpu: bool = False
+    settings: WorkerSettings,
+    blocks: int,
+    lengths: Lengths,
+    block_bytes: int,
+    free_bytes: int,
+    on_gpu: bool = False,
+    resident_bytes: int = 0,
 ) -> int:
     """Block of the host tier: as set, else as many as the pool has, within a share of the host's free memory; none
     where every slot's longest sequence fits into the pool, so that no sequence is swapped out for memory, unless the
-    worker hands over what it has prefilled. On a CPU none but for other workers: the pool is the same memory.
+    worker hands over what it has prefilled. On a CPU none but for other workers: the pool is the same memory. A tier
+    that is there only for the worker that comes next has a share of what this one takes, the pool included.
+
+    resident_bytes: what the worker has taken without the pool.
 
     Raise ConfigurationError when what was set is more than pool and machine leave.
     """
     left = free_bytes - (0 if on_gpu else blocks * block_bytes)
     if settings.host_blocks is None:
         enough = settings.max_seqs * -(-lengths.model // settings.block_size)
-        is_shared = on_gpu or settings.kv_share_dir is not None
-        if (blocks >= enough or not is_shared) and settings.worker_role != "prefill":
-            return 0
         most = min(int(free_bytes * PINNED_SHARE), PINNED_BYTES) if on_gpu else int(free_bytes * HOST_SHARE)
+        if settings.worker_role != "prefill" and (blocks >= enough or not on_gpu):
+            if settings.kv_share_dir is None:
+                return 0
+            if settings.worker_role == "both":
+                most = min(most, int(KEPT_SHARE * (resident_bytes + blocks * block_bytes)))
+            elif blocks >= enough:
+                return 0
         return max(0, min(blocks, most // block_bytes, left // block_bytes))
     if settings.host_blocks * block_bytes > left:
         raise ConfigurationError(

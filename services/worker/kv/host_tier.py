@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
+from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import Cache
-from services.worker.kv.cache import NO_HOST_TIER
+from kernels.ops import Cache, Int32
+from services.worker.kv.cache import KEPT_SHARE, NO_HOST_TIER
 from services.worker.kv.peers import Peers, run_place
 from services.worker.kv.share_folder import NoRoomError, ShareFolder
 from services.worker.parallel.state import ParallelState
@@ -34,6 +37,8 @@ class HostTier:
         """Raise ConfigurationError for a folder that cannot be used, or that not all ranks see."""
         self._settings, self._parallel, self._folder, name = settings, parallel, None, ""
         self._run = torch.empty(0, dtype=torch.int64)  # in the file, behind the blocks
+        self._blocks = self._block_bytes = 0  # of the file
+        self._owner = ""  # who may remove the file if it outlives this process
         if settings.kv_share_dir is not None:
             self._folder = ShareFolder(settings.kv_share_dir)
             name = f"{self._folder.id}/{secrets.token_hex(16)}"
@@ -53,13 +58,19 @@ class HostTier:
         for nothing. To be called once with more than 0, on every rank.
 
         Fewer than host_blocks where --host-blocks is not set and the folder has no room for them, as others may
-        take theirs at the same moment. Raise ConfigurationError where there is no room.
+        take theirs at the same moment. Raise ConfigurationError where there is no room for one of a worker with a role.
         """
         if self._folder is None or not host_blocks:
             return host_blocks, None
         if self._settings.host_blocks is not None:
-            size = host_blocks * block_bytes
-            return host_blocks, self._keep(self._make(self._folder, size), size)
+            try:
+                file = self._make(self._folder, host_blocks * block_bytes)
+            except NoRoomError as error:
+                if self._settings.worker_role != "both":
+                    raise
+                log.warning("the host tier lies in memory of this worker alone, and no KV outlives it: %s", error)
+                return host_blocks, None
+            return host_blocks, self._part(file, host_blocks, block_bytes)
         blocks, memory = host_blocks, None
         while blocks := self._parallel.least([min(blocks, self._fitting(self._folder, block_bytes))])[0]:
             with suppress(NoRoomError):
@@ -73,16 +84,21 @@ class HostTier:
             log.warning("%s has room for %d blocks of the host tier instead of %d", where, blocks, host_blocks)
         if not blocks and self._settings.worker_role == "prefill":
             raise ConfigurationError(NO_HOST_TIER)
-        return blocks, self._keep(memory, blocks * block_bytes) if memory is not None else None
+        return blocks, self._part(memory, blocks, block_bytes) if memory is not None else None
 
     def _fitting(self, folder: ShareFolder, block_bytes: int) -> int:
         return int(folder.free_bytes() * FOLDER_SHARE) // self._parallel.ranks_here // block_bytes
 
-    def _make(self, folder: ShareFolder, size: int) -> Tensor:
-        return folder.make(f"{self.name.partition('/')[2]}-{self._parallel.rank}", run_place(size)[1])
+    @property
+    def _file(self) -> str:
+        return f"{self.name.partition('/')[2]}-{self._parallel.rank}"
 
-    def _keep(self, file: Tensor, size: int) -> Tensor:
-        """Return the part of the file that blocks of `size` bytes have."""
+    def _make(self, folder: ShareFolder, size: int) -> Tensor:
+        return folder.make(self._file, run_place(size)[1])
+
+    def _part(self, file: Tensor, blocks: int, block_bytes: int) -> Tensor:
+        """Return the part of the file that the blocks have."""
+        self._blocks, self._block_bytes, size = blocks, block_bytes, blocks * block_bytes
         begin, end = run_place(size)
         self._run = file[begin:end].view(torch.int64)
         return file[:size]
@@ -93,7 +109,47 @@ class HostTier:
 
     def peers(self, cache: Cache, block_bytes: int) -> Peers:
         """Return the peers of a Run that begins. block_bytes: of a block on this rank."""
-        return Peers(cache, block_bytes, self._folder, self._parallel)
+        return Peers(cache, block_bytes, self._folder, self._parallel, self._owner)
+
+    def serve(self, shard: str, wanted: Collection[str]) -> None:
+        """Learn whose Run begins, and remove what earlier workers of the same model and shard have kept.
+
+        wanted: names of host tiers that the scheduler still needs.
+        """
+        if self._folder is None:
+            return
+        model = self._settings.served_model_name
+        self._owner = hashlib.sha256(f"{model}\n{shard}".encode()).hexdigest()[:16]
+        self._folder.remove_unwanted(self._owner, [name.partition("/")[2] for name in wanted])
+
+    def most_kept(self, blocks: int, memory_bytes: int) -> int:
+        """Return how many of so many blocks may outlive this worker, on every rank: those that --host-blocks allows, or
+        a share of the memory that the worker has, less what others have kept."""
+        most = 0
+        if self._run.numel() and self._owner and self._folder is not None:
+            most = blocks
+            if self._settings.host_blocks is None:
+                left = int(memory_bytes * KEPT_SHARE) - self._folder.kept_bytes()
+                most = min(blocks, max(0, left) // self._block_bytes)
+        return self._parallel.least([most])[0]
+
+    def keep(self, blocks: Int32) -> int:
+        """Let these blocks outlive this process, for workers that map them as a peer's, and free the memory of the
+        others. Return how many: none where the system refuses."""
+        if self._folder is None or not blocks.size:
+            return 0
+        block_bytes = self._block_bytes
+        edges = np.unique(np.concatenate([[-1], blocks, [self._blocks]]))
+        begins, sizes = (edges[:-1] + 1) * block_bytes, (np.diff(edges) - 1) * block_bytes
+        gaps = [(begin, size) for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True) if size]
+        try:
+            self._folder.keep(self._file, self._owner, gaps)
+        except OSError as error:
+            log.warning("--kv-share-dir %s: KV is not kept: %s", self._settings.kv_share_dir, error.strerror)
+            return 0
+        mib = blocks.size * block_bytes / 2**20
+        log.info("%d blocks of the host tier (%.0f MiB) stay for the next worker", blocks.size, mib)
+        return int(blocks.size)
 
     def describe(self, cache: Cache, kernels: str, model_hash: str) -> dict[str, Any]:
         """Return fields of WorkerInfo. kv_format: the facts that decide which bytes a block has on each rank: layout
@@ -105,5 +161,6 @@ class HostTier:
         return {
             "role": "" if settings.worker_role == "both" else settings.worker_role,
             "host_tier": self.name,
+            "keeps": bool(self._run.numel()),
             "kv_format": f"{kernels} {cache.layout} {shape.dtype} {size} {ranks} {how} {model_hash}",
         }

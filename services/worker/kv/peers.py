@@ -58,14 +58,22 @@ class Tier:
 class Peers:
     """The peers of one Run, by number."""
 
-    def __init__(self, cache: Cache, block_bytes: int, folder: ShareFolder | None, parallel: ParallelState) -> None:
-        """Create an empty table. block_bytes: of a block on this rank; folder: None if this worker shares nothing."""
+    def __init__(
+        self, cache: Cache, block_bytes: int, folder: ShareFolder | None, parallel: ParallelState, owner: str = ""
+    ) -> None:
+        """Create an empty table. block_bytes: of a block on this rank; folder: None if this worker shares nothing.
+
+        owner: of files that outlived their workers and that this one may remove (ShareFolder.keep).
+        """
         self._cache, self._block_bytes, self._folder, self._parallel = cache, block_bytes, folder, parallel
         self._tiers: dict[int, Tier] = {}
+        self._files: dict[int, str] = {}  # of all peers that were told, by number
+        self._owner = owner
 
     def update(self, peers: Iterable[worker_pb2.Peer]) -> list[int]:
         """Map new peers and unmap those that are gone; return the numbers of the new ones that every rank can read.
 
+        The file of one that is gone is removed where it outlived its worker.
         One that cannot be read is left out, with a warning in the log. Raise ProtocolError for a number that no
         `swap_in_peers` can say.
         """
@@ -74,9 +82,12 @@ class Peers:
             if peer.number > MAX_NUMBER:
                 raise ProtocolError(f"peers: number {peer.number} is outside 0..{MAX_NUMBER}")
             self._tiers.pop(peer.number, None)
+            file = self._files.pop(peer.number, "")
             if peer.host_tier:
                 new.append(peer.number)
                 self._map(peer)
+            elif file and self._folder is not None:
+                self._folder.remove_kept(file, self._owner)
         mapped = self._parallel.least([int(number in self._tiers) for number in new])
         for number, everywhere in zip(new, mapped, strict=True):
             if not everywhere:
@@ -105,7 +116,8 @@ class Peers:
                 raise PeerError("it is not in this worker's --kv-share-dir")
             size = peer.host_blocks * self._block_bytes
             begin, end = run_place(size)
-            file = self._folder.map(f"{name}-{self._parallel.rank}", size, end - size)
+            self._files[peer.number] = f"{name}-{self._parallel.rank}"
+            file = self._folder.map(self._files[peer.number], size, end - size)
         except PeerError as error:
             log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
             return

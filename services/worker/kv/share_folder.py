@@ -1,13 +1,16 @@
 """The folder in which the workers of a host keep their host tiers, a file each, so that each can copy from the others'.
 
 A file belongs to one process: made by it under a random name, mode 0600, locked while it lives. What a killed process
-left behind is not locked any more, and the next one that starts removes it. All room is taken at the start: a write
-into a file that the system has no room for would be SIGBUS. Only files of this process's user are mapped,
-for the same reason: a process that shortens a file kills every process that reads it.
+left behind is not locked any more, and the next one that starts removes it, except a tier that was kept: a worker that
+leaves gives it a longer name, and frees the memory of the blocks that no sequence needs. Workers of the same model and
+shard remove it when the scheduler needs it no more. All room is taken at the start: a write into a file that the system
+has no room for would be SIGBUS. Only files of this process's user are mapped, for the same reason: a process that
+shortens a file kills every process that reads it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -20,7 +23,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -41,6 +44,9 @@ LOCK_S, LOCK_AGAIN_S = 20.0, 0.01
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 _ID = re.compile(r"[0-9a-f]{32}")
 _TIER = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}")
+_KEPT = re.compile(r"([0-9a-f]{32}-[0-9]{1,4})\.[0-9a-f]{16}\.kept")
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+"""Of linux/falloc.h: take memory out of a file and leave its size."""
 
 log = logging.getLogger("orcinus.worker")
 
@@ -115,7 +121,7 @@ class ShareFolder:
         if size < 1:
             raise PeerError(f"{name} has no blocks")
         try:
-            file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._folder)
+            file = self._open(name)
             try:
                 found = os.fstat(file)
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
@@ -134,6 +140,49 @@ class ShareFolder:
                 "ignore"
             )  # torch has no memory that cannot be written, and this memory is never written
             return torch.from_numpy(np.frombuffer(area, np.uint8))
+
+    def keep(self, name: str, owner: str, unused: Iterable[tuple[int, int]]) -> None:
+        """Let a file of this process outlive it, without the memory of `unused` (offset, bytes). Raise OSError.
+
+        owner: 16 hex digits, equal for workers that may remove it.
+        """
+        file = os.open(name, os.O_RDWR | _OPEN, dir_fd=self._folder)
+        try:
+            for offset, size in unused:
+                _free(file, offset, size)
+        finally:
+            os.close(file)
+        os.rename(name, f"{name}.{owner}.kept", src_dir_fd=self._folder, dst_dir_fd=self._folder)
+
+    def kept_bytes(self) -> int:
+        """Return the memory of all files that were kept, of all owners."""
+        total = 0
+        for name in filter(_KEPT.fullmatch, os.listdir(self._folder)):
+            with suppress(OSError):
+                total += os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_blocks * 512
+        return total
+
+    def remove_kept(self, name: str, owner: str) -> None:
+        """Remove a file that was kept, if it is there."""
+        with suppress(OSError):
+            os.unlink(f"{name}.{owner}.kept", dir_fd=self._folder)
+
+    def remove_unwanted(self, owner: str, wanted: Collection[str]) -> None:
+        """Remove the files of an owner that were kept, but those of the `wanted` host tiers, of all ranks."""
+        for found in filter(None, map(_KEPT.fullmatch, os.listdir(self._folder))):
+            if found[1].partition("-")[0] not in wanted:
+                self.remove_kept(found[1], owner)
+
+    def _open(self, name: str) -> int:
+        """Open the file of a host tier to read, also one that was kept. Raise OSError."""
+        flags = os.O_RDONLY | os.O_NONBLOCK | _OPEN
+        try:
+            return os.open(name, flags, dir_fd=self._folder)
+        except FileNotFoundError:
+            kept = (found for found in map(_KEPT.fullmatch, os.listdir(self._folder)) if found and found[1] == name)
+            if (found := next(kept, None)) is None:
+                raise
+            return os.open(found[0], flags, dir_fd=self._folder)
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -184,6 +233,15 @@ class ShareFolder:
             f"{-(-size >> 20)} MiB and {free} MiB{'' if files else ', but no further file,'} are free; lower "
             "--host-blocks or give it more"
         )
+
+
+def _free(file: int, offset: int, size: int) -> None:
+    """Give back the memory of a part of an open file; it reads as zeros. Raise OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if libc.fallocate(file, KEEP_SIZE | PUNCH_HOLE, offset, size):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _locks(file: int) -> bool:

@@ -306,7 +306,7 @@ def test_prefill_worker_has_host_tier_and_roles_need_a_folder(reference: Referen
     model = given.pop("model")
     infos = {role: make_engine(model, **given, worker_role=role).info() for role in ("both", "prefill", "decode")}
     assert [infos[role].role for role in infos] == ["", "prefill", "decode"]
-    assert [infos[role].host_blocks > 0 for role in infos] == [False, True, False]
+    assert [infos[role].host_blocks > 0 for role in infos] == [True, True, False]
     assert all(info.host_tier for info in infos.values()), "without blocks of its own it still reads those of others"
     with pytest.raises(ConfigurationError, match=r"prefill worker.*raise --host-blocks"):
         make_engine(model, **given | {"host_blocks": 0}, worker_role="prefill")

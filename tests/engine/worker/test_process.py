@@ -145,8 +145,7 @@ def test_pool_too_small_cuts_context_unless_lengths_were_asked_for(reference: Re
         (None, 100, 1000, 100),  # as many as the pool has
         (None, 100, 10, 64),  # 5 % of what is free
         (None, 1270, 10, 10),  # what the pool leaves
-        (None, 4096, 1000, 0),  # 256 sequences of 256 tokens fit into the pool
-        (None, 4095, 1000, 4095),
+        (None, 4096, 1000, 3481),  # 5 % of 512 MiB and the pool, also where 256 sequences of 256 tokens fit into that
         (50, 4096, 1000, 50),
         (0, 100, 1000, 0),
         (7, 100, 1000, 7),
@@ -157,7 +156,9 @@ def test_shared_host_tier_is_as_large_as_requested_or_the_pool(
     reference: Reference, tmp_path: Path, wanted: int | None, blocks: int, free_mib: int, expected: int
 ) -> None:
     given = settings(reference.path, host_blocks=wanted, kv_share_dir=tmp_path)
-    assert plan_host_blocks(given, blocks, LENGTHS, SHAPE.block_bytes, free_mib * MIB) == expected
+    resident = 512 * MIB
+    found = plan_host_blocks(given, blocks, LENGTHS, SHAPE.block_bytes, free_mib * MIB, resident_bytes=resident)
+    assert found == expected
 
 
 def test_cpu_worker_alone_has_no_host_tier_unless_requested(reference: Reference) -> None:

@@ -43,7 +43,7 @@ def services(folder: Path, **values: str) -> list[Service]:
     stacks = [up.ModelStack.of(each) for each in up.options_by_model(given | values)]
     users, run_dir = RedisUsers(stacks[0].gateway, folder), RunDir(stacks[0].launcher.run_dir)
     most = stacks[0].gateway.models_file().awake
-    return [Service(spec) for spec in engine_specs(stacks, most, users, run_dir)]
+    return [Service(spec) for spec in engine_specs(stacks, most, users, run_dir, up.SHARED_MEMORY / "kv")]
 
 
 def test_each_process_is_its_own_user_of_redis_and_knows_its_model(folder: Path) -> None:
@@ -55,6 +55,8 @@ def test_each_process_is_its_own_user_of_redis_and_knows_its_model(folder: Path)
         user = spec.env["ORCINUS_REDIS_USERNAME"], spec.env["ORCINUS_REDIS_PASSWORD"]
         assert user == (role, f"of-{role}")
         assert spec.after == (("placer-0",) if role == "worker" else ())
+    shared = {name for name, spec in specs.items() if "ORCINUS_KV_SHARE_DIR" in spec.env}
+    assert shared == {"worker-0", "worker-1", "worker-2"}, "their KV outlives them while their model sleeps"
     of_models = {name: spec.env["ORCINUS_SERVED_MODEL_NAME"] for name, spec in specs.items() if spec.model}
     assert of_models == {name: spec.model for name, spec in specs.items() if spec.model}
     assert of_models == {name: spec.env[logs.MODEL] for name, spec in specs.items() if spec.model}

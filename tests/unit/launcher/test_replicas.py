@@ -54,13 +54,40 @@ def test_workers_do_both_or_are_told_their_roles_and_the_folder_that_they_share(
     assert LauncherSettings(replicas=2).roles() == ["both", "both"]
     roles = LauncherSettings(prefill=1, decode=2).roles()
     assert roles == ["prefill", "decode", "decode"]
-    assert up.role_env("both", tmp_path) == {}
-    assert up.role_env("decode", tmp_path) == {"ORCINUS_WORKER_ROLE": "decode", "ORCINUS_KV_SHARE_DIR": str(tmp_path)}
+    assert up.share_env("both", tmp_path, False) == {}
+    both = {"ORCINUS_WORKER_ROLE": "decode", "ORCINUS_KV_SHARE_DIR": str(tmp_path)}
+    assert up.share_env("decode", tmp_path, False) == both
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
     folders = [up.share_folder(Path(path)) for path in ("/a/.run", "/a/.run", "/b/.run")]
     assert folders[0] == folders[1] != folders[2] and folders[0].parent == tmp_path
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path / "none")
     assert up.share_folder(Path("/a/.run")) == Path("/a/.run/kv")
+
+
+def test_workers_of_models_that_sleep_share_a_folder_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
+    assert up.share_env("both", tmp_path / "kv", True) == {"ORCINUS_KV_SHARE_DIR": str(tmp_path / "kv")}
+    assert up.share_env("both", tmp_path / "kv", False) == {}
+    assert up.share_env("both", Path("/disk/kv"), True) == {}, "it would write to a disk"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    assert up.share_folder(Path("/a/.run")) == Path("/a/.run/kv"), "a container may not let it write there"
+
+
+def test_what_workers_left_goes_with_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
+    own, given = up.share_folder(Path("/a/.run")), tmp_path / "given"
+    own.mkdir()
+    (own / "of-a-killed-stack.kept").touch()
+    with up.shared_folder(Path("/a/.run"), None) as folder:
+        assert folder == own and not own.exists()
+        own.mkdir()
+    assert not own.exists()
+    given.mkdir()
+    (given / "folder-id").touch()
+    with up.shared_folder(Path("/a/.run"), given) as folder:
+        assert folder == given
+        (given / "tier-0.owner.kept").touch()
+    assert os.listdir(given) == ["folder-id"]
 
 
 @pytest.mark.parametrize(

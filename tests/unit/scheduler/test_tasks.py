@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import numpy as np
 import pytest
@@ -123,7 +123,7 @@ class EndingLink:
         self.steps: list[worker_pb2.Step] = []
         self._ended = asyncio.Event()
 
-    async def open(self) -> Limits:
+    async def open(self, kept: Iterable[str]) -> Limits:
         return Limits(slots=4, blocks=64, block_size=16, max_model_len=128, max_step_tokens=64)
 
     async def send(self, step: worker_pb2.Step) -> None:
@@ -132,7 +132,7 @@ class EndingLink:
             self._ended.set()
             raise ProtocolError("the stream has ended")
 
-    async def results(self) -> AsyncIterator[worker_pb2.Result]:
+    async def results(self, has_last_step: Callable[[], bool]) -> AsyncIterator[worker_pb2.Result]:
         await self._ended.wait()
         for _ in range(5):
             await asyncio.sleep(0)

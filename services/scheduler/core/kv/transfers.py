@@ -137,6 +137,10 @@ class Transfers:
         """Return whether the row of `slot` waits for KV, or for the step that enters it."""
         return slot in self._loading or slot in self._arrived
 
+    def awaits(self, slot: int) -> bool:
+        """Return whether KV of the row of `slot` is in flight."""
+        return slot in self._loading
+
     def slots(self) -> list[int]:
         """Return the rows that wait for KV, or for the step that enters them."""
         return [*self._loading, *self._arrived] if self._loading or self._arrived else []

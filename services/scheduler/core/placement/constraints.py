@@ -51,6 +51,8 @@ class Placement:
 
     def __init__(self, state: SchedulerState) -> None:
         self.alive: list[Replica] = []
+        # Those with a worker that leaves, and lost ones with a host tier that outlives them, while a sequence needs it.
+        self.left: list[Replica] = []
         self.generation = 0  # number of the current set of replicas
         self.has_roles = False  # whether there are several replicas and any has a role
         self.feeding: set[int] = set()  # prefill replicas with a host tier that another replica can read
@@ -62,7 +64,7 @@ class Placement:
         self._adapter = AdapterNotRefused(self)
         self._role = Role(self)
         self._rules: tuple[Rule, ...] = (
-            self._quarantine, self._fits, self._adapter, OpenPolicy(state), KVReadable(), self._role,
+            self._quarantine, self._fits, self._adapter, OpenPolicy(state), KVReadable(self), self._role,
         )  # fmt: skip
 
     @property
@@ -238,12 +240,18 @@ class KVReadable(Rule):
     it has memory to compute it again.
     """
 
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
     def allows(self, replica: Replica, sequence: Sequence) -> bool:
         saved = sequence.saved
         if saved is None or saved.replica == replica.number:
             return True
         source = replica.peers.source(sequence)
         if source is None:
+            left = next((other for other in self._placement.left if other.number == saved.replica), None)
+            if left is not None and (left.is_leaving or replica.peers.expects(left.number)):
+                return False  # in a moment it can be loaded
             return replica.available >= replica.blocks_for(sequence.known)
         return source.transfers.saved(sequence)
 

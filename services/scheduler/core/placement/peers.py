@@ -18,6 +18,7 @@ class Reader(Protocol):
 
     number: int
     limits: Limits
+    is_leaving: bool
 
 
 R = TypeVar("R", bound=Reader)
@@ -43,6 +44,11 @@ def obstacle(reader: Limits, owner: Limits) -> str:
 def can_read(reader: Limits, owner: Limits) -> bool:
     """Return whether `reader` may map the host tier of `owner`, another worker."""
     return not obstacle(reader, owner)
+
+
+def can_go_on(reader: Limits, left: Limits) -> bool:
+    """Return whether `reader` may map what another worker left behind, and its numbers are the same."""
+    return can_read(reader, left) and reader.numerics == left.numerics
 
 
 class Peers(Generic[R]):
@@ -95,12 +101,21 @@ class Peers(Generic[R]):
         """Return whether `other` can be read, or is a peer that the worker has not answered for yet."""
         return self._announced.get(other.number) is other and other.number not in self._refused
 
+    def expects(self, number: int) -> bool:
+        """Return whether the worker has not answered yet for a peer with that number."""
+        return number in self._announced and number not in self.readable and number not in self._refused
+
+    def knows(self, number: int) -> bool:
+        """Return whether a peer with that number was announced."""
+        return number in self._announced
+
     def source(self, sequence: Sequence) -> R | None:
         """Return the readable peer that holds the KV of a sequence in its host tier, or None.
 
         Its copies may still be under way.
         """
-        return self.readable.get(sequence.saved.replica) if sequence.saved is not None else None
+        found = self.readable.get(sequence.saved.replica) if sequence.saved is not None else None
+        return None if found is None or found.is_leaving else found
 
 
 def to_wire(news: News[R]) -> list[Peer]:

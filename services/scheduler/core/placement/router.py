@@ -18,7 +18,7 @@ import numpy as np
 from services.scheduler.core.kv.prefix_index import Keys
 from services.scheduler.core.placement.base import MAX_PASSED, Constraint, Verdict
 from services.scheduler.core.placement.constraints import AdapterLoaded, Placement, can_load
-from services.scheduler.core.placement.peers import can_read
+from services.scheduler.core.placement.peers import can_go_on, can_read
 from services.scheduler.core.policy.step_time import StepTime
 from services.scheduler.core.replica import Replica
 from services.scheduler.core.sequence import Record, Sequence, State
@@ -76,6 +76,9 @@ class Router:
         """
         placement = self.placement
         replica.constraints = [*placement.constraints, Price(self), AdapterLoaded()]
+        for left in placement.left:
+            if can_go_on(replica.limits, left.limits):
+                replica.peers.joined(left)
         for other in alive:
             if other is not replica and can_read(replica.limits, other.limits):
                 replica.peers.joined(other)
@@ -86,6 +89,25 @@ class Router:
         if placement.dock < 0 and placement.confined_fitting(replica) == best > 0:
             placement.dock = replica.number
             self.changed(alive)
+
+    def leaves(self, replica: Replica) -> None:
+        """Let no other replica read the host tier of one with a worker that leaves, until that is settled."""
+        replica.is_leaving = True
+        self.placement.left.append(replica)
+
+    def left(self, replica: Replica, alive: list[Replica]) -> None:
+        """Let the others read what the worker of a lost replica has left behind, until no sequence needs it."""
+        replica.is_leaving = False
+        for other in alive:
+            if not other.peers.knows(replica.number) and can_go_on(other.limits, replica.limits):
+                other.peers.joined(replica)
+
+    def forget_left(self) -> None:
+        """Forget host tiers of lost replicas that no sequence needs any more; their readers let them go."""
+        for replica in [r for r in self.placement.left if not (r.is_leaving or r.host.referenced)]:
+            self.placement.left.remove(replica)
+            for other in self.placement.alive:
+                other.peers.lost(replica)
 
     def confine(self, records: Mapping[str, Record]) -> None:
         """Confine these requests to the dock (Scheduler.confine)."""
@@ -109,7 +131,7 @@ class Router:
 
     def evict(self, sequence: Sequence) -> None:
         """Give up the KV of a sequence in the host tier of the replica where it ran."""
-        for replica in self.placement.alive:
+        for replica in [*self.placement.alive, *self.placement.left]:
             if sequence.saved_at(replica.number):
                 replica.evict(sequence)
 

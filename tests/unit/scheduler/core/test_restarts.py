@@ -31,6 +31,18 @@ def test_the_answer_of_a_lost_or_unknown_step_changes_nothing() -> None:
     h.finish()
 
 
+def test_requests_of_the_scheduler_before_resume_until_they_are_computed_again() -> None:
+    h = house(limits=replace(LIMITS, max_step_tokens=4))
+    begun = request("a", 10, 20, seed=1)
+    h.add(replace(begun, outputs=[np.array(answer(begun, 0, LIMITS.max_model_len)[0][:5], np.int32)]))
+    h.add(request("new", 4, 5, seed=2))
+    assert h.core.stats()["resuming"] == 1
+    while h.core.stats()["resuming"]:
+        assert "a" in h.core.records and len(h.published["a", 0]) == 5
+        h.step()
+    h.finish()
+
+
 def test_sequences_resume_until_they_have_computed_again_what_a_lost_worker_had() -> None:
     limits = replace(LIMITS, max_step_tokens=4)
     h = house(limits=limits)

@@ -90,6 +90,7 @@ class TwinWorker:
         self.copies: deque[tuple[int, str, int, int, Kv, int]] = deque()
         self.taken_over = False  # another scheduler has it and its tier; this one has not heard of that
         self.lag = 0  # steps by which copies may lag, as long as there are steps to come
+        self.keeps_most = 1 << 30  # blocks of its host tier that may outlive it
         self.forces = False  # it tells guesses: now and then, and now and then a wrong one
 
     def run(self) -> StepResult:
@@ -147,6 +148,7 @@ class TwinWorker:
         result.forced = self._forced(slots) if self.forces else None
         result.swap_out_acks, result.swap_in_acks, result.stale_peers = self._copy(step.id)
         result.peer_acks, result.adapter_acks = np.array(acks, np.int32), np.array(loaded, np.int32)
+        result.kept = self._keep(step)
         result.step_ns = 5 * MS + int(step.chunk_lengths.sum()) * MS // 20
         return result
 
@@ -173,6 +175,17 @@ class TwinWorker:
         for place in self.host:
             self.host[place] = GARBAGE
         self.host[TAKEN_OVER] = 1
+
+    def _keep(self, step: StepPlan) -> int:
+        """All but the blocks that it keeps is gone from its host tier."""
+        if not step.keep.size:
+            return 0
+        assert not self.copies and not step.chunk_slots.size and not self.queue and not self.rows
+        assert np.unique(step.keep).size == step.keep.size
+        kept = set(step.keep[: self.keeps_most].tolist())
+        for place in [place for place in self.host if place[0] not in kept]:
+            self.host[place] = GARBAGE
+        return len(kept)
 
     def _map(self, step: StepPlan) -> list[int]:
         for peer in step.peers:
@@ -296,6 +309,24 @@ class House:
     def lose(self, replica: int = 0) -> None:
         self.core.lose(replica, self.now)
         self.workers.pop(replica).spoil()
+
+    def leave(self, replica: int = 0) -> StepPlan | None:
+        """Let a worker drain: its steps are answered, it keeps its KV and ends. Return its last step."""
+        worker = self.workers[replica]
+        while worker.queue:
+            self.answer(replica)
+        step = None
+        if self.core.may_leave(replica):
+            step, outcome = self.core.leave(replica, self.now)
+            self.take(outcome)
+            if step is not None:
+                worker.queue.append(step)
+                self.answer(replica)
+        self.core.check()
+        self.core.lose(replica, self.now)
+        self.core.check()
+        del self.workers[replica]
+        return step
 
     def take_over(self, replica: int) -> None:
         """Give the worker to another scheduler. The core hears nothing more, and of that when it is lost."""

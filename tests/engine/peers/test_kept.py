@@ -1,0 +1,182 @@
+"""KV that outlives its worker in a file, taken up by the next one: transformers' tokens; what is amiss is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from protos import worker_pb2
+from services.worker.kv import host_tier
+from services.worker.kv.host_tier import HostTier
+from services.worker.kv.share_folder import ID, ShareFolder
+from services.worker.parallel.state import ParallelState
+from shared.columns import pack, unpack
+from shared.errors import ConfigurationError, ProtocolError
+from shared.settings import WorkerSettings
+from tests.engine.driver import Driver, make_engine
+from tests.engine.peers.test_peers import HOST_BLOCKS, OUTPUTS, goes_on, peer_of, sharing
+from tests.support.checkpoints.models import Reference
+
+MODEL = {"seed": 11, "requests": 2}
+BLOCK_BYTES = 8192
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.kept"))
+
+
+def driver(reference: Reference, folder: Path, run: int, wanted: str = "", **settings: Any) -> Driver:
+    """Return a worker with a Run of this epoch; wanted: the host tier that its scheduler needs."""
+    engine = make_engine(**sharing(reference.path, folder, kernels="cpu", block_size=16, **settings))
+    engine.serve(worker_pb2.Hello(shard="shard-0", kept=[wanted] if wanted else []))
+    engine.reset(run)
+    return Driver(engine)
+
+
+def left(reference: Reference, folder: Path, **settings: Any) -> tuple[worker_pb2.WorkerInfo, list[int], np.ndarray]:
+    """What a worker is that has computed the first prompt and is gone, its first token, and its host blocks."""
+    worker = driver(reference, folder, 5, **settings)
+    info, prompt = worker.engine.info(), reference.prompts[0]
+    assert info.keeps
+    worker.enter(0, prompt)
+    worker.step({0: len(prompt)})
+    used = worker.blocks(0)[: -(-len(prompt) // worker.size)]
+    host = np.random.default_rng(4).permutation(HOST_BLOCKS)[: len(used)].astype(np.int32)
+    worker.free(0)
+    result = worker.step({}, swap_out_gpu=pack(used), swap_out_host=pack(host), keep=pack(host))
+    assert result.kept == len(host) and unpack(result.swap_out_acks).tolist() == used.tolist()
+    first = worker.outputs[0]
+    del worker
+    gc.collect()
+    return info, first, host
+
+
+def test_next_worker_goes_on_with_the_references_tokens_and_removes_the_file(
+    reference: Reference, folder: Path
+) -> None:
+    info, first, host = left(reference, folder)
+    (file,) = kept(folder)
+    found = file.stat()
+    assert found.st_mode & 0o777 == 0o600 and sorted(os.listdir(folder)) == sorted([ID, file.name])
+    assert found.st_size > HOST_BLOCKS * info.block_bytes
+    assert found.st_blocks * 512 <= (2 * len(host) + 1) * max(info.block_bytes, 4096), "it has the memory of all blocks"
+    worker = driver(reference, folder, 6, info.host_tier)
+    assert unpack(worker.step({}, peers=[peer_of(info, 3, run=5)]).peer_acks).tolist() == [3]
+    assert goes_on(worker, reference.prompts[0], first, host, 3) == reference.outputs[0][:OUTPUTS]
+    assert kept(folder) == [file]
+    worker.step({}, peers=[worker_pb2.Peer(number=3)])
+    assert not kept(folder)
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def symlink(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+def of_another_size(file: Path) -> None:
+    os.truncate(file, file.stat().st_size + 4096)
+
+
+@pytest.mark.parametrize("spoil", [truncated, symlink, of_another_size, Path.unlink])
+def test_file_that_is_not_the_one_that_was_kept_is_not_acknowledged(
+    reference: Reference, folder: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    info, *_ = left(reference, folder)
+    spoil(kept(folder)[0])
+    worker = driver(reference, folder, 6, info.host_tier)
+    assert not worker.step({}, peers=[peer_of(info, 3, run=5)]).peer_acks
+    assert "the host tier of peer 3 cannot be read" in caplog.text
+    worker.step({}, peers=[worker_pb2.Peer(number=3)])
+    assert not kept(folder)
+
+
+def test_copies_from_a_file_of_another_run_are_named(reference: Reference, folder: Path) -> None:
+    info, _, host = left(reference, folder)
+    worker = driver(reference, folder, 6, info.host_tier)
+    worker.step({}, peers=[peer_of(info, 3, run=4)])
+    there = worker.blocks(5)[: len(host)]
+    peers = pack([3] * len(host))
+    result = worker.step({}, swap_in_host=pack(host), swap_in_gpu=pack(there), swap_in_peers=peers)
+    assert unpack(result.stale_peers).tolist() == [3]
+
+
+def test_run_of_a_scheduler_that_does_not_need_it_removes_the_file(reference: Reference, folder: Path) -> None:
+    left(reference, folder)
+    foreign = folder / f"{'a' * 32}-0.{'b' * 16}.kept"
+    foreign.touch(0o600)
+    driver(reference, folder, 6)
+    assert kept(folder) == [foreign], "the one of another model stays"
+
+
+@pytest.mark.parametrize("blocks", [[0, 0], [-1], [HOST_BLOCKS]])
+def test_blocks_that_cannot_be_kept_break_the_contract(reference: Reference, folder: Path, blocks: list[int]) -> None:
+    worker = driver(reference, folder, 5)
+    with pytest.raises(ProtocolError, match="keep: a block twice, or outside"):
+        worker.step({}, keep=pack(blocks))
+
+
+def test_worker_without_folder_keeps_nothing(reference: Reference) -> None:
+    engine = make_engine(reference.path, kernels="cpu", block_size=16, host_blocks=4)
+    engine.serve(worker_pb2.Hello(shard="shard-0"))
+    engine.reset(1)
+    assert not engine.info().keeps
+    assert Driver(engine).step({}, keep=pack([1])).kept == 0
+
+
+def tier(folder: Path, **settings: Any) -> HostTier:
+    found = HostTier(WorkerSettings(model=Path("/nowhere"), kv_share_dir=folder, **settings), ParallelState())
+    found.take(64, BLOCK_BYTES)
+    found.serve("shard-0", [])
+    return found
+
+
+def test_files_of_all_models_together_have_a_share_of_the_workers_memory(folder: Path) -> None:
+    given, other = tier(folder, served_model_name="one"), tier(folder, served_model_name="two")
+    memory = int(40 * BLOCK_BYTES / host_tier.KEPT_SHARE)
+    assert given.most_kept(64, memory) == 40
+    assert given.keep(np.arange(0, 20, 2, dtype=np.int32)) == 10
+    assert ShareFolder(folder).kept_bytes() <= 11 * BLOCK_BYTES
+    assert other.most_kept(64, memory) == 40 - 11 and other.most_kept(64, 0) == 0
+    assert tier(folder, host_blocks=64).most_kept(64, 0) == 64, "an operator has said how much"
+
+
+@pytest.mark.parametrize("role", ["both", "decode"])
+def test_tier_without_room_in_the_folder_is_private_without_a_role(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, role: Literal["both", "decode"]
+) -> None:
+    def full(file: int, start: int, size: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    if role == "decode":
+        with pytest.raises(ConfigurationError, match="has no room for the host tier"):
+            tier(folder, host_blocks=64, worker_role=role)
+        return
+    assert tier(folder, host_blocks=64, worker_role=role).most_kept(64, 1 << 40) == 0
+    assert "no KV outlives it" in caplog.text
+
+
+def test_file_system_that_frees_no_part_of_a_file_keeps_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(file: int, offset: int, size: int) -> None:
+        raise OSError(95, os.strerror(95))
+
+    monkeypatch.setattr("services.worker.kv.share_folder._free", refuse)
+    assert tier(folder).keep(np.array([3], np.int32)) == 0
+    assert not kept(folder) and "KV is not kept: Operation not supported" in caplog.text

@@ -1,0 +1,130 @@
+"""A worker that drains gets a last step where it keeps KV; the next one loads that instead of computing it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+
+from protos import queue_pb2, worker_pb2
+from services.scheduler.core.types import Finish, NewRequest
+from shared.columns import pack, unpack
+from shared.settings import SchedulerSettings
+from tests.support.shard import Described, Shard, serving
+from tests.support.waiting import wait_until
+
+SETTINGS = SchedulerSettings(lookahead=1, served_model_name="m")
+PROMPT, TOKENS = 40, 100
+FOLDER = "f" * 32
+
+
+def info(name: str, keeps: bool) -> worker_pb2.WorkerInfo:
+    return worker_pb2.WorkerInfo(
+        id=name, identity=name, model="m", model_hash="h", dtype="float32", block_size=16, block_bytes=64,
+        gpu_blocks=64, host_blocks=64, max_seqs=4, max_model_len=512, max_step_tokens=64, vocab_size=9,
+        host_tier=f"{FOLDER}/{name}", kv_format="k", numerics="n", keeps=keeps,
+    )  # fmt: skip
+
+
+class Leaver(Described):
+    """A worker that samples the same token again and again, and says that it drains when it is told to."""
+
+    def __init__(self, name: str, keeps: bool = True) -> None:
+        super().__init__(info(name, keeps))
+        self.hello = worker_pb2.Hello()
+        self.steps: list[worker_pb2.Step] = []
+        self.drains = asyncio.Event()
+        self._known: dict[int, int] = {}
+
+    async def Run(  # noqa: N802 - the name in worker.proto
+        self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.Result]:
+        results: asyncio.Queue[worker_pb2.Result] = asyncio.Queue()
+
+        async def read() -> None:
+            async for step in requests:
+                if step.HasField("hello"):
+                    self.hello = step.hello
+                else:
+                    self.steps.append(step)
+                    results.put_nowait(self._answer(step))
+
+        async def drain(epoch: int) -> None:
+            await self.drains.wait()
+            results.put_nowait(worker_pb2.Result(epoch=epoch, draining=True))
+
+        tasks = [asyncio.create_task(read()), asyncio.create_task(drain(1))]
+        try:
+            while True:
+                yield await results.get()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _answer(self, step: worker_pb2.Step) -> worker_pb2.Result:
+        self._known |= {enter.slot: len(unpack(enter.tokens)) for enter in step.enters}
+        columns = (unpack(column).tolist() for column in (step.chunk_slots, step.chunk_starts, step.chunk_lengths))
+        slots = [slot for slot, start, length in zip(*columns, strict=True) if start + length >= self._known[slot]]
+        for slot in slots:
+            self._known[slot] += 1
+        return worker_pb2.Result(
+            epoch=step.epoch, id=step.id, slots=pack(slots), tokens=pack([7] * len(slots)),
+            swap_out_acks=step.swap_out_gpu, swap_in_acks=step.swap_in_host,
+            peer_acks=pack([peer.number for peer in step.peers if peer.host_tier]), kept=len(unpack(step.keep)),
+        )  # fmt: skip
+
+    @property
+    def computed(self) -> int:
+        return sum(int(unpack(step.chunk_lengths).sum()) for step in self.steps)
+
+
+def request(name: str) -> NewRequest:
+    prompt = np.arange(PROMPT, dtype=np.int32) % 9
+    return NewRequest(name, [prompt], TOKENS, gateway="g", payload=queue_pb2.Request(n=1))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_next_worker_loads_what_one_kept(keeps: bool) -> None:
+    first, second, shard = Leaver("first", keeps), Leaver("second", keeps), Shard(SETTINGS)
+    async with serving(first, second) as (one, other):
+        shard.add([request("a")])
+        run = asyncio.create_task(shard.fleet.serve(one))
+        await wait_until(lambda: len(first.steps) > 10)
+        first.drains.set()
+        await run
+        assert shard.events == [("worker_left", "worker drained: all steps are answered", "first")]
+        kept = unpack(first.steps[-1].keep)
+        assert (kept.size > 0) == keeps
+        shard.core.check()
+        run = asyncio.create_task(shard.fleet.serve(replace(other, epoch=2)))
+        await wait_until(lambda: "a" in shard.ended or run.done())
+        await wait_until(lambda: not shard.core.left_tiers)
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+    assert (shard.ended["a"].finish, shard.ended["a"].outputs[0].tolist()) == ([Finish.LENGTH], [7] * TOKENS)
+    assert list(second.hello.kept) == ([f"{FOLDER}/first"] if keeps else [])
+    total = PROMPT + TOKENS - 1
+    assert (first.computed + second.computed == total) == keeps
+    if keeps:
+        (enter,) = (enter for step in second.steps for enter in step.enters)
+        assert enter.computed == first.computed and unpack(first.steps[-1].swap_out_host).tolist() == kept.tolist()
+
+
+@pytest.mark.parametrize("ends", ["before", "while it waits"])
+async def test_worker_without_work_leaves_at_once(ends: str) -> None:
+    worker, shard = Leaver("first"), Shard(SETTINGS)
+    async with serving(worker) as (one,):
+        run = asyncio.create_task(shard.fleet.serve(one))
+        if ends != "before":
+            shard.add([request("a")])
+            await wait_until(lambda: len(worker.steps) > 10)
+        worker.drains.set()
+        if ends != "before":
+            shard.core.cancel("a", 1)
+        async with asyncio.timeout(3):
+            await run
+    assert not any(step.keep for step in worker.steps)
