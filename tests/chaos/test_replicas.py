@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -39,18 +38,6 @@ def tells(stack: Stack, worker: str, running: bool) -> bool:
     raw = stack.redis.client.hget(stack.keys.replicas("shard-0"), worker)
     figures = json.loads(raw) if raw else {}
     return bool(figures) and (not running or (figures["running"] > 0 and figures["tok_s"] > 0))
-
-
-def test_second_shard_gets_one_of_two_workers_and_returns_it(stack: Stack, reference: Reference) -> None:
-    """A scheduler that comes without a worker gets one of the first one's; when it ends, the first has both again."""
-    with load(stack, reference, LONG) as under_way:
-        stack.start("scheduler", "scheduler-1", shard="shard-1")
-        until("the second shard has one", lambda: stack.stats("shard-1").get("workers") == "1", 60)
-        under_way.check(LONG)
-    stack.wait_workers(1)
-    assert stack.kill("scheduler-1", signal.SIGTERM) == 0
-    stack.wait_workers(2)
-    stack.settled_empty()
 
 
 def test_one_of_two_workers_is_killed_and_a_third_comes(stack: Stack, reference: Reference) -> None:

@@ -23,15 +23,17 @@ PAIRS = tuple((chunk, m, lookahead) for (chunk, m), lookahead in zip(
 POOLS = {"ample": 4096, "small": 96}  # tokens; the small one holds the longest request and little more
 
 
-# The C++ kernels have blocks of 16 tokens. The reference kernels (blocks of 4) are slow.
+# The C++ kernels have blocks of 16 tokens. The reference kernels (blocks of 4) are slow. The engine sees steps and no
+# policy: every preset runs in test_policies_in_process.
 @pytest.mark.parametrize(
     ("policy", "pool", "block_size", "pairs"),
     [
-        ("orcinus", "ample", 16, PAIRS[::2]), ("orcinus", "small", 16, PAIRS[1::2]), ("sarathi", "small", 16, PAIRS),
-        ("orca", "ample", 16, PAIRS[1::2]), ("orca", "small", 16, PAIRS[::2]), ("sarathi", "small", 4, PAIRS[::2]),
+        ("orcinus", "ample", 16, PAIRS[::2]),
+        ("sarathi", "small", 16, PAIRS[1::2]),
+        ("sarathi", "small", 4, PAIRS[::2]),
     ],
     ids=lambda value: None if isinstance(value, str | int) else f"{len(value)} pairs",
-)  # fmt: skip
+)
 def test_greedy_tokens_equal_transformers_in_every_pair_of_settings(
     reference: Reference, policy: str, pool: str, block_size: int, pairs: tuple[tuple[int, int, int], ...]
 ) -> None:
@@ -44,7 +46,4 @@ def test_greedy_tokens_equal_transformers_in_every_pair_of_settings(
         recorded, core = in_process.run(runner, requests_of(reference.prompts, 10), policy, **settings)
         assert tokens_of(recorded) == reference.outputs, settings
         preemptions += int(core.stats()["preemptions"])
-    if pool == "small" and policy == "sarathi":
-        assert preemptions > 0, "the pool was not small enough to show anything"
-    if pool == "ample" or policy == "orca":  # orca reserves, so it never preempts
-        assert preemptions == 0
+    assert (preemptions > 0) == (pool == "small"), "the pool was not small enough to show anything"

@@ -122,17 +122,5 @@ def test_restart_with_a_policy_of_parts_continues_requests(stack: Stack, load: L
     until("the gateway has seen the scheduler that was restarted", stack.ready)
 
 
-def test_worker_that_dies_with_swapped_kv_loses_no_token(stack: Stack, load: Load) -> None:
-    assert switch("ft-aimd", common(stack), LauncherSettings(), 60, print).changed
-    with ThreadPoolExecutor(len(load.prompts)) as clients:
-        answers = serve(stack, load, clients)
-        until("some are swapped out", lambda: int(stack.stats()["swapped"]) > 0 or all_done(answers))
-        stack.kill("worker")
-        stack.start("worker")
-        check(answers, load)
-    stack.settled_empty()
-    assert stack.stats()["swapped"] == "0"
-
-
 def all_done(answers: list[Any]) -> bool:
     return all(answer.done() for answer in answers)

@@ -1,12 +1,11 @@
 """Scores and vectors end to end: those of transformers, in the forms of Cohere, vLLM and OpenAI, of encoders and of a
-decoder, also across deaths of services."""
+decoder."""
 
 from __future__ import annotations
 
 import base64
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers import AutoTokenizer
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from tests.support.checkpoints.encoders import EncoderReference, make_encoder
-from tests.support.checkpoints.models import Reference, make_llama, random_prompts
+from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
@@ -378,41 +377,6 @@ def test_long_text_is_cut_between_the_tokenizers_own_tokens(
     assert stack.post("/v2/embed", body | {"max_tokens": 128}).json()["embeddings"] == whole["embeddings"]
 
 
-def test_vectors_come_whole_when_scheduler_and_worker_die(judge: tuple[Stack, Reference]) -> None:
-    stack, reference = judge
-    prompts = random_prompts(60, (150, 240), 3, reference.vocab)
-    body = {"model": stack.name, "input": prompts}
-    headers = {**stack.headers, "Idempotency-Key": "vectors"}
-
-    def post() -> dict[str, Any]:
-        answer = httpx.post(f"{stack.url}/v1/embeddings", json=body, headers=headers, timeout=120)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def stored() -> int:
-        return sum(1 for _ in stack.redis.client.scan_iter(f"{stack.keys.prefix}logprobs:*")) - before
-
-    before = 0
-    before = stored()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(post)
-        until("some vectors are there", lambda: stored() > 0, 60)
-        stack.kill("scheduler")
-        assert stored() < len(prompts), "the request was not over"
-        stack.kill("worker")
-        stack.start("worker")
-        stack.start("scheduler")
-        told = answer.result()
-    until("the gateway has seen the scheduler that was restarted", stack.ready)
-    np.testing.assert_allclose(vectors(told), exact(reference, prompts), atol=1e-5)
-    assert post()["data"] == told["data"], "the record has what was answered"
-    found = httpx.get(f"{stack.url}/v1/requests/{told['id']}", headers=stack.headers, timeout=60).json()
-    assert found["result"]["data"] == told["data"]
-    stream = httpx.get(f"{stack.url}/v1/requests/{told['id']}/stream", headers=stack.headers, timeout=60)
-    assert stream.status_code == 400 and "cannot be streamed" in stream.text
-    stack.settled_empty()
-
-
 def test_vectors_are_made_in_the_background(judge: tuple[Stack, Reference]) -> None:
     stack, reference = judge
     answer = stack.post("/v1/embeddings", {"input": [5, 6, 7], "background": True})
@@ -424,3 +388,6 @@ def test_vectors_are_made_in_the_background(judge: tuple[Stack, Reference]) -> N
 
     until("it has ended", lambda: state()["status"] == "finished", 60)
     np.testing.assert_allclose(vectors(state()["result"]), exact(reference, [[5, 6, 7]]), atol=1e-5)
+    stream = httpx.get(f"{address}/stream", headers=stack.headers, timeout=60)
+    assert stream.status_code == 400 and "cannot be streamed" in stream.text
+    stack.settled_empty()

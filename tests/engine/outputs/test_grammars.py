@@ -49,7 +49,7 @@ SCHEMA = {
 }
 PATTERN = r"(\+[0-9]{1,3} )?[0-9]{3}-[0-9]{4}|n/a"
 CHOICES = ["yes", "no", "yesterday", "né🐋"]
-COUNT = 40
+COUNT = 24
 SMALL = {"kv_blocks": 36, "max_seqs": 16, "max_input_tokens": 48, "max_output_tokens": 96, "max_step_tokens": 512}
 """A pool in which sequences have to be preempted."""
 
@@ -109,9 +109,9 @@ def text_of(tokens: list[int]) -> str:
 
 
 def test_outputs_are_valid_and_end_where_the_grammar_is_complete(engine: Engine) -> None:
-    recorded, _ = in_process.run(engine, requests(240), "orcinus", lookahead=1)
+    recorded, _ = in_process.run(engine, requests(120), "orcinus", lookahead=1)
     assert not recorded.errors
-    for at in range(240):
+    for at in range(120):
         grammar, valid = KINDS[at % len(KINDS)]
         if grammar:
             assert recorded.finish[f"r{at}", 0] == Finish.STOP
@@ -120,7 +120,7 @@ def test_outputs_are_valid_and_end_where_the_grammar_is_complete(engine: Engine)
 
 @pytest.mark.parametrize(
     ("engine_is_late", "masks_are_late", "lookahead"),
-    [(False, False, 0), (True, False, 1), (False, True, 1), (True, True, 0)],
+    [(True, False, 1), (False, True, 1), (True, True, 0)],
 )
 def test_tokens_are_the_same_ahead_in_chunks_preempted_and_without_masks(
     model: Path,
@@ -178,7 +178,9 @@ def test_tokens_are_the_same_behind_drafts(
         recorded, core = in_process.run(crowded, predicted, "sarathi", lookahead=lookahead, speculate="suffix")
     finally:
         crowded.grammars.close()
-    assert recorded.tokens == {at: alone.tokens[at] for at in recorded.tokens} and len(recorded.tokens) == 30
+    assert (
+        recorded.tokens == {at: alone.tokens[at] for at in recorded.tokens} and len(recorded.tokens) == COUNT * 3 // 4
+    )
     stats = core.stats()
     assert stats["preemptions"] > 0, "nothing was preempted: the pool is too large"
     assert (crowded.grammars.late > 0) == masks_are_late

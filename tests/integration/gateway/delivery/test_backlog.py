@@ -116,27 +116,6 @@ async def test_long_prompt_travels_in_a_separate_key(gateway: Gateway, scheduler
     generation.close()
 
 
-async def test_urgent_request_is_enqueued_before_a_flood(
-    gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatcher, "BATCH_REQUESTS", 2)
-    ended: list[str] = []
-
-    async def note(name: str, *words: str) -> None:
-        generation = await begin(gateway, name, *words)
-        ended.append(name)
-        generation.close()
-
-    async with Held(gateway):
-        flood = [asyncio.create_task(note(f"low-{n}", "low")) for n in range(6)]
-        await turns(10)
-        late = [asyncio.create_task(note("urgent", "realtime")), asyncio.create_task(note("other", "low", "u"))]
-        await turns(10)
-    await asyncio.gather(*flood, *late)
-    assert set(ended[:2]) == {"urgent", "low-0"}
-    assert "other" in ended[2:4], "another tenant has its turn"
-
-
 async def test_deadline_that_passes_before_redis_answers_is_429(gateway: Gateway, redis_server: RedisServer) -> None:
     async with Held(gateway):
         with pytest.raises(ApiError) as refused:

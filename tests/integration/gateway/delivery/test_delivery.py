@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from shared.text.grammars import NOT_FOLLOWED
 from shared.text.logprobs import pack_record
@@ -89,20 +88,6 @@ def test_record_serves_a_request_after_its_stream_was_trimmed(
     assert (stream.join().tokens(), stream.reason) == (FOX, "length")
 
 
-def test_stop_string_across_tokens_cuts_text_and_stops_the_sequence(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler, tokenizer: Tokenizer
-) -> None:
-    tokens = token_ids("a quick brown fox")
-    needed = next(n for n in range(len(tokens)) if "k br" in tokenizer.decode(tokens[:n]))
-    stream, claimed = streamed(gateway, scheduler, stop=["k br", "zzz"])
-    for index, token in enumerate(tokens):
-        scheduler.publish(Line(claimed.id, index, [token]))
-    stream.join()
-    assert (stream.text(), stream.reason, stream.tokens()) == ("a quic", "stop", tokens[:needed])
-    stop = scheduler.wait_control("stop", claimed.id).stop
-    assert (stop.choice, stop.at_token) == (0, needed)
-
-
 def test_end_by_stop_string_waits_while_redis_takes_no_write(
     gateway: GatewayProcess, scheduler: ScriptedScheduler
 ) -> None:
@@ -171,15 +156,6 @@ def test_grammar_beyond_a_bound_is_a_fault_of_the_request(
     scheduler.publish(Line(claimed.id, 0, [50]))
     scheduler.publish(Line(claimed.id, 1, finish=ERROR, error=why))
     assert stream.join().error == error
-
-
-def test_request_is_cancelled_when_its_client_leaves_the_stream(
-    gateway: GatewayProcess, scheduler: ScriptedScheduler
-) -> None:
-    with gateway.stream({"prompt": "x"}):
-        claimed = scheduler.claim()
-    scheduler.wait_control("cancel", claimed.id)
-    until_idle(gateway)
 
 
 def test_pipelined_stream_is_cancelled_when_its_client_leaves(
