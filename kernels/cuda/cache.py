@@ -36,7 +36,7 @@ class CudaCache(Cache):
 
         host: as Ops.new_cache. Raise ValueError for a shape that the kernels cannot use.
         """
-        shape.demand_plain("cuda")
+        shape.demand_kv_dtype("cuda", "auto")
         slabs = shape.block_size // SLAB
         if shape.block_size % SLAB or slabs & (slabs - 1) or not slabs:
             raise ValueError(f"block size {shape.block_size}: the cuda kernels need 16, 32, 64 ... (--block-size)")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from services.worker.engine import Engine
 from shared.columns import pack, unpack
 from tests.engine.driver import Driver, make_engine
 from tests.engine.test_tokens import all_logits
+from tests.kernels.sequences import coded
 from tests.support.checkpoints.models import MIN_GAP, Reference
 
 MODEL = {"seed": 5, "requests": 3, "output_tokens": 1, "prompt_tokens": (2, 90)}
@@ -24,76 +23,79 @@ LOGITS_ERROR = 1e-3
 """Of the largest logit: where x / scale is within the last bit of a half, engine and oracle may round it apart."""
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Return what 8 bits hold of x [..., head_dim] float32, a scale for each vector."""
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    return torch.round(x / torch.where(scale > 0, scale, 1.0)) * scale
+@pytest.fixture(params=["int8", "fp8"])
+def kv_dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def rounded_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def rounded_cache(monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
     """Let the caches of transformers hold rounded K and V."""
     update = DynamicLayer.update
 
-    def round_and_update(self: Any, keys: Tensor, values: Tensor, *rest: Any, **named: Any) -> Any:
-        return update(self, rounded(keys), rounded(values), *rest, **named)
+    def round_and_update(self: Any, keys: torch.Tensor, values: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        return update(self, coded(keys, kv_dtype), coded(values, kv_dtype), *rest, **named)
 
     monkeypatch.setattr(DynamicLayer, "update", round_and_update)
-    yield
 
 
-def int8_engine(reference: Reference, **settings: Any) -> Engine:
-    return make_engine(reference.path, kernels="cpu", block_size=16, kv_dtype="int8", **settings)
+def engine_of(reference: Reference, kv_dtype: str, **settings: Any) -> Engine:
+    return make_engine(reference.path, kernels="cpu", block_size=16, kv_dtype=kv_dtype, **settings)
 
 
-def greedy(reference: Reference, prompt: list[int]) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(OUTPUTS):
+def greedy(reference: Reference, prompt: list[int], outputs: int = OUTPUTS) -> tuple[list[int], float]:
+    """Return tokens, and the smallest gap between the two best logits."""
+    tokens, gap = list(prompt), np.inf
+    for _ in range(outputs):
         best = reference.logits(tokens)[-1].topk(2)
-        assert best.values[0] - best.values[1] > MIN_GAP, "choose another seed"
+        gap = min(gap, float(best.values[0] - best.values[1]))
         tokens.append(int(best.indices[0]))
-    return tokens[len(prompt) :]
+    return tokens[len(prompt) :], gap
 
 
 @pytest.mark.usefixtures("rounded_cache")
-def test_int8_tokens_and_logits_are_those_of_rounded_cache(reference: Reference) -> None:
-    engine = int8_engine(reference)
+def test_tokens_and_logits_are_those_of_rounded_cache(reference: Reference, kv_dtype: str) -> None:
+    engine = engine_of(reference, kv_dtype)
     found = Driver(engine, reference.prompts).run_all(OUTPUTS)
-    assert found == [greedy(reference, prompt) for prompt in reference.prompts]
+    expected = [greedy(reference, prompt) for prompt in reference.prompts]
+    assert min(gap for _, gap in expected) > MIN_GAP, "choose another seed"
+    assert found == [tokens for tokens, _ in expected]
     tokens = reference.prompts[0] + found[0]
     engine.reset()
     logits, expected = all_logits(engine, tokens), reference.logits(tokens)
     assert float((logits - expected).abs().max()) <= LOGITS_ERROR * float(expected.abs().max())
 
 
-def test_logits_of_plain_cache_are_further_than_the_error_allowed(reference: Reference) -> None:
+def test_logits_of_plain_cache_are_further_than_the_error_allowed(reference: Reference, kv_dtype: str) -> None:
     tokens = reference.prompts[0] * 2
     expected = reference.logits(tokens)
-    error = float((all_logits(int8_engine(reference), tokens) - expected).abs().max())
+    error = float((all_logits(engine_of(reference, kv_dtype), tokens) - expected).abs().max())
     assert error > LOGITS_ERROR * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_int8_tokens_are_the_same_in_chunks_and_with_one_thread(reference: Reference, dtype: str) -> None:
-    whole = Driver(int8_engine(reference, dtype=dtype), reference.prompts).run_all(OUTPUTS)
-    assert Driver(int8_engine(reference, dtype=dtype, threads=1), reference.prompts).run_all(OUTPUTS, 7) == whole
+def test_tokens_are_the_same_in_chunks_and_with_one_thread(reference: Reference, dtype: str, kv_dtype: str) -> None:
+    whole = Driver(engine_of(reference, kv_dtype, dtype=dtype), reference.prompts).run_all(OUTPUTS)
+    assert (
+        Driver(engine_of(reference, kv_dtype, dtype=dtype, threads=1), reference.prompts).run_all(OUTPUTS, 7) == whole
+    )
 
 
 @pytest.mark.parametrize(("dtype", "times"), [("float32", 4), ("bfloat16", 2)])
-def test_int8_blocks_take_a_part_of_the_bytes(reference: Reference, dtype: str, times: int) -> None:
+def test_blocks_take_a_part_of_the_bytes(reference: Reference, dtype: str, times: int, kv_dtype: str) -> None:
     plain = make_engine(reference.path, kernels="cpu", block_size=16, dtype=dtype)
-    held, info = plain.info(), int8_engine(reference, dtype=dtype).info()
+    held, info = plain.info(), engine_of(reference, kv_dtype, dtype=dtype).info()
     numbers = held.block_bytes // plain.dtype.itemsize
     scales = numbers // plain.cache.pool.head_stride
     assert info.block_bytes == numbers + 4 * scales
     assert held.block_bytes == times * numbers
-    assert info.numerics == f"{held.numerics} kv int8" and info.kv_format != held.kv_format
+    assert info.numerics == f"{held.numerics} kv {kv_dtype}" and info.kv_format != held.kv_format
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_int8_blocks_swapped_out_and_back_give_the_same_tokens(reference: Reference, dtype: str) -> None:
+def test_blocks_swapped_out_and_back_give_the_same_tokens(reference: Reference, dtype: str, kv_dtype: str) -> None:
     """Another sequence overwrites the blocks meanwhile, and the KV comes back to others."""
-    engine, prompt = int8_engine(reference, dtype=dtype, host_blocks=32), max(reference.prompts, key=len)
+    engine, prompt = engine_of(reference, kv_dtype, dtype=dtype, host_blocks=32), max(reference.prompts, key=len)
     expected = Driver(engine, [prompt]).run(0, OUTPUTS)
     engine.reset()
     driver = Driver(engine, [prompt])
