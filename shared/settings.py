@@ -438,7 +438,7 @@ class WorkerSettings(InternalSettings, AdapterSettings):
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
         description="type of the KV cache; auto is that of the activations, int8 and fp8 (e4m3) have 8 bits and a "
-        "scale for each token and head and need the cpu kernels",
+        "scale for each token and head; int8 needs the cpu kernels, fp8 these or the cuda kernels",
     )
     deterministic: bool = Field(
         False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from transformers.cache_utils import DynamicLayer
 
 from services.worker.engine import Engine
 from shared.columns import pack, unpack
-from tests.engine.driver import Driver, make_engine
+from tests.engine.driver import Driver, make_engine, tokens_of
+from tests.engine.emulated import GAP, emulated, float16_model
 from tests.engine.test_tokens import all_logits
 from tests.kernels.sequences import coded
-from tests.support.checkpoints.models import MIN_GAP, Reference
+from tests.support import in_process
+from tests.support.checkpoints.models import MIN_GAP, Reference, random_prompts
+from tests.support.compiler import needs_compiler
 
 MODEL = {"seed": 5, "requests": 3, "output_tokens": 1, "prompt_tokens": (2, 90)}
 
@@ -112,3 +116,27 @@ def test_blocks_swapped_out_and_back_give_the_same_tokens(reference: Reference, 
     driver.enter(3, prompt + before, prompt=len(prompt), computed=computed)
     driver.step({3: 1}, swap_in_host=pack(host), swap_in_gpu=pack(others))
     assert driver.run(3, OUTPUTS)[:OUTPUTS] == expected
+
+
+@needs_compiler
+@pytest.mark.usefixtures("rounded_cache")
+@pytest.mark.parametrize("kv_dtype", ["fp8"], indirect=True)
+@pytest.mark.parametrize("order", [1, 3])
+def test_emulated_gpu_with_preemption_swap_and_sharing_gives_tokens_of_rounded_cache(
+    kv_dtype: str, order: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shared = random_prompts(1, (33, 33), 2)[0]
+    prompts = random_prompts(30, (3, 40), 3) + [shared + end for end in random_prompts(10, (1, 9), 4)]
+    reference = float16_model(tmp_path, prompts, 1)
+    expected = [(prompt, *greedy(reference, prompt, 10)) for prompt in reference.prompts]
+    kept = [(prompt, tokens) for prompt, tokens, gap in expected if gap > GAP]
+    assert len(kept) >= 8
+    engine = emulated(monkeypatch, reference.path, order, kv_blocks=9, host_blocks=12, kv_dtype=kv_dtype)
+    engine.warm_up()
+    requests = [in_process.request(f"r{i}", prompt, 10) for i, (prompt, _) in enumerate(kept)]
+    policy = "orcinus:memory=watermark,relief=newest-swap"
+    recorded, core = in_process.run(engine, requests, policy, lookahead=1, prefix_cache=True)
+    assert tokens_of(recorded) == [tokens for _, tokens in kept]
+    stats = core.stats()
+    assert stats["swapped_blocks"] > 0 and stats["prefix_hit_tokens"] > 0
+    assert engine.info().numerics.endswith(" kv fp8")
