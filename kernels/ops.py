@@ -64,6 +64,10 @@ class Done(Pending[ResultT]):
         return self._result
 
 
+MOST_CODE = {"int8": 127, "fp8": 448}
+"""The largest number that a code of K and V in 8 bits stands for, by CacheShape.kv_dtype."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """Size of a paged KV cache. A backend may order the axes as it likes; one block is one unit of copying."""
@@ -75,21 +79,26 @@ class CacheShape:
     block_size: int  # tokens
     head_dim: int
     dtype: torch.dtype
-    int8: bool = False
-    """Whether K and V are held in 8 bits, rounded as they are written; only the cpu backend can. With x the head_dim
-    numbers of a token and KV head, of K or of V: scale = max |x| / 127 in float32, code = x / scale rounded to nearest
-    even, and attention reads code * scale as `dtype`."""
+    kv_dtype: str = "auto"
+    """auto is `dtype`. K and V in 8 bits, of MOST_CODE, are rounded as they are written.
+    With x the head_dim numbers of a token and KV head, of K or of V: scale = max |x| / MOST_CODE[kv_dtype] in float32,
+    code = x / scale rounded to nearest even among the integers (int8) or the numbers of e4m3fn (fp8), and attention
+    reads code * scale as `dtype`."""
+
+    @property
+    def is_8bit(self) -> bool:
+        return self.kv_dtype != "auto"
 
     @property
     def block_bytes(self) -> int:
         """Return the bytes of one block's numbers: all layers, K and V. A backend may take more: Ops.block_bytes."""
-        vector = self.head_dim + 4 if self.int8 else self.head_dim * self.dtype.itemsize
+        vector = self.head_dim + 4 if self.is_8bit else self.head_dim * self.dtype.itemsize
         return 2 * self.layers * self.kv_heads * self.block_size * vector
 
-    def demand_plain(self, backend: str) -> None:
-        """Raise ValueError for K and V in 8 bits, in a backend that has none."""
-        if self.int8:
-            raise ValueError(f"KV in 8 bits: the {backend} backend has no kernels for it (--kv-dtype auto)")
+    def demand_kv_dtype(self, backend: str, *kv_dtypes: str) -> None:
+        """Raise ValueError for another type than these, all that a backend has kernels for."""
+        if self.kv_dtype not in kv_dtypes:
+            raise ValueError(f"KV in {self.kv_dtype}: the {backend} backend has no kernels for it (--kv-dtype auto)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -435,10 +435,10 @@ class WorkerSettings(InternalSettings, AdapterSettings):
         "none",
         description="int8 and int4 round the weights of linear layers to so many bits; int8 needs the cpu kernels",
     )
-    kv_dtype: Literal["auto", "int8"] = Field(
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="type of the KV cache; auto is that of the activations, int8 has 8 bits and a scale for each token "
-        "and head and needs the cpu kernels",
+        description="type of the KV cache; auto is that of the activations, int8 and fp8 (e4m3) have 8 bits and a "
+        "scale for each token and head; int8 needs the cpu kernels, fp8 these or the cuda kernels",
     )
     deterministic: bool = Field(
         False,

@@ -57,6 +57,7 @@ def kernels(has_wgmma: bool = False) -> list[Kernel]:
     merge = calls.attention_merge(BF16, SEQUENCES, heads, head_dim, *[0] * 5)
     merged_bytes = SEQUENCES * heads * head_dim * (4.0 * PARTS + 2)
     rope = calls.rope_and_write(BF16, ROWS, heads, MODEL.kv_heads, head_dim, BLOCK_SIZE, 0, 0, 0, 0, 0, 0)
+    coded = calls.rope_and_write(BF16, 1, heads, MODEL.kv_heads, head_dim, BLOCK_SIZE, 0, 0, 0, 0, 0, 0, fp8=True)
     layer_norm = calls.norm(BF16, ROWS, hidden, 0, 0, 0, 0.0, layer_norm=True)
     copy = calls.copy_blocks(COPIED, 0, 0, (BLOCK_BYTES, BLOCK_BYTES), BLOCK_BYTES)
     wgmma, wgmma_block = calls.WGMMA_HEAD_DIMS, partial(calls.prefill_block, has_wgmma=True)
@@ -65,11 +66,17 @@ def kernels(has_wgmma: bool = False) -> list[Kernel]:
         *_attention("decode", calls.decode_block, f"{SEQUENCES} x 1024"),
         *_attention("prefill", calls.prefill_block, prompt, unused=wgmma if has_wgmma else ()),
         *_attention("prefill", wgmma_block, prompt, wgmma, unused=() if has_wgmma else wgmma),
+        *(
+            kernel
+            for kind, block_of in (("decode", calls.decode_block), ("prefill", calls.prefill_block))
+            for kernel in _attention(kind, partial(block_of, fp8=True), "", calls.FP8_HEAD_DIMS, calls.FP8_HEAD_DIMS)
+        ),
         Kernel(_block(merge), f"{SEQUENCES} of {PARTS} parts", merged_bytes),
         Kernel(_block(sample), f"256 x {MODEL.vocab}, top-p 0.9", part="sampler", op="sample"),
         Kernel(_block(calls.norm(BF16, ROWS, hidden, 0, 0, 0, 0.0)), rows, op="norm"),
         Kernel(_block(layer_norm), rows, 2 * row_bytes),
         Kernel(_block(rope), f"{ROWS} x {MODEL.qkv}", op="rope_and_write"),
+        Kernel(_block(coded), "", checks=()),
         Kernel(_block(calls.gated(BF16, ROWS, width, 0, 0, "silu")), f"{ROWS} x {width}", op="act_and_mul"),
         Kernel(_block(calls.activate(BF16, ROWS, width, 0, 0, "silu")), f"{ROWS} x {width}", 4.0 * ROWS * width),
         Kernel(_block(calls.add(BF16, ROWS, hidden, 0, 0)), rows, 3 * row_bytes),

@@ -11,11 +11,16 @@ from kernels.cpu.memory import large
 from kernels.cpu.program import Runner, address, dtype_code
 from kernels.ops import Cache, CacheShape, Int32
 
+CODES = {"auto": 0, "int8": 1, "fp8": 2}
+"""By CacheShape.kv_dtype, as in src/ops.h."""
+
 
 def block_bytes(library: Library, shape: CacheShape) -> int:
     """Return the bytes of one block; heads are padded (src/kv.h)."""
     code = dtype_code(shape.dtype)
-    return library.block_bytes(shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code, shape.int8)
+    return library.block_bytes(
+        shape.layers, shape.kv_heads, shape.block_size, shape.head_dim, code, CODES[shape.kv_dtype]
+    )
 
 
 class CpuCache(Cache):
@@ -26,8 +31,8 @@ class CpuCache(Cache):
         if shape.block_size % 16:
             raise ValueError(f"block size {shape.block_size}: the cpu kernels need a multiple of 16 (--block-size)")
         self.shape = shape
-        # Of src/kv.h or src/kv_int8.h, the same with every set of instructions; another number when that changes.
-        self.layout = "cpu-int8-1" if shape.int8 else "cpu-1"
+        # Of src/kv.h or src/kv_8bit.h, the same with every set of instructions; another number when that changes.
+        self.layout = f"cpu-{shape.kv_dtype}-1" if shape.is_8bit else "cpu-1"
         self._library = library
         self._runner = runner
         size = block_bytes(library, shape)
@@ -44,7 +49,7 @@ class CpuCache(Cache):
             head_dim=shape.head_dim,
             head_stride=library.head_stride(shape.head_dim),
             dtype=dtype_code(shape.dtype),
-            int8=shape.int8,
+            codes=CODES[shape.kv_dtype],
         )
 
     def copy_out(self, blocks: Int32, host_blocks: Int32) -> None:

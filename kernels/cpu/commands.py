@@ -38,7 +38,7 @@ class Pool(Structure):
         ("head_dim", c_int32),
         ("head_stride", c_int32),
         ("dtype", c_int32),
-        ("int8", c_int32),
+        ("codes", c_int32),
     )
 
 

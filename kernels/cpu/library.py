@@ -93,8 +93,8 @@ class Library:
         """Pack rows first .. first + rows of a weight of that whole shape, [outputs, inputs]."""
         self._pack(weight_format, packed, shape[0], shape[1], first, rows, source, source_dtype, scales, mins)
 
-    def block_bytes(self, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: int, int8: bool) -> int:
-        return int(self._block_bytes(layers, kv_heads, block_size, head_dim, dtype, int8))
+    def block_bytes(self, layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: int, codes: int) -> int:
+        return int(self._block_bytes(layers, kv_heads, block_size, head_dim, dtype, codes))
 
     def head_stride(self, head_dim: int) -> int:
         return int(self._head_stride(head_dim))

@@ -340,6 +340,7 @@ class CudaOps(Ops[CudaPrepared, CudaCache]):
             q_norm=pointer(weights[0]),
             k_norm=pointer(weights[1]),
             eps=(0.0 if q_norm is None else q_norm.eps, 0.0 if k_norm is None else k_norm.eps),
+            fp8=shape.is_8bit,
         )
         launch(self._main, call, qkv, out, cache.pool, columns.tensor, rope, *weights)
         return out

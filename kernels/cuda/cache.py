@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
-from kernels.cuda.calls import SLAB
+from kernels.cuda.calls import SCALE_BYTES, SLAB
 from kernels.cuda.device import Device, Event
 from kernels.ops import Cache, CacheShape, Done, Int32, Pending
 
@@ -21,11 +21,10 @@ from kernels.ops import Cache, CacheShape, Done, Int32, Pending
 class CudaCache(Cache):
     """The pool on the device and a host tier in pinned memory.
 
-    keys(layer) and values(layer) are addresses of that layer's K and V of block 0, [kv_heads, block_size, head_dim];
-    `block_stride` numbers further on, of the pool's dtype, are those of the next block.
+    keys(layer) and values(layer) are addresses of that layer's K and V of block 0, [kv_heads, block_size, head_dim], or
+    with fp8 [kv_heads, slabs, bytes of a slab] (src/fp8.cuh); `block_stride` numbers further on, of the pool's dtype,
+    are those of the next block.
     """
-
-    layout = "plain"
 
     def __init__(
         self, shape: CacheShape, device: Device, layer_major: bool = False, host: Tensor | None = None
@@ -36,24 +35,28 @@ class CudaCache(Cache):
 
         host: as Ops.new_cache. Raise ValueError for a shape that the kernels cannot use.
         """
-        shape.demand_plain("cuda")
+        shape.demand_kv_dtype("cuda", "auto", "fp8")
         slabs = shape.block_size // SLAB
         if shape.block_size % SLAB or slabs & (slabs - 1) or not slabs:
             raise ValueError(f"block size {shape.block_size}: the cuda kernels need 16, 32, 64 ... (--block-size)")
         self.shape, self.device, self.layer_major = shape, device, layer_major
-        part = (shape.kv_heads, shape.block_size, shape.head_dim)
+        part: tuple[int, ...] = (shape.kv_heads, shape.block_size, shape.head_dim)
+        self.layout, self._dtype = "plain", shape.dtype
+        if shape.is_8bit:
+            part = (shape.kv_heads, slabs, SLAB * (shape.head_dim + SCALE_BYTES))
+            self.layout, self._dtype = "fp8-slabs-1", torch.uint8  # another number when src/fp8.cuh changes it
         block = (shape.layers, 2, *part)
         pool = (shape.layers, 2, shape.blocks, *part) if layer_major else (shape.blocks, *block)
-        self.pool = device.empty(pool, shape.dtype)
+        self.pool = device.empty(pool, self._dtype)
         self._block = block
         if host is None:
-            self.host = device.pinned((shape.host_blocks, *block), shape.dtype)
+            self.host = device.pinned((shape.host_blocks, *block), self._dtype)
         else:
-            self.host = device.registered(host).view(shape.dtype).view(-1, *block)
+            self.host = device.registered(host).view(self._dtype).view(-1, *block)
         self._by_block = self.pool.permute(2, 0, 1, 3, 4, 5) if layer_major else self.pool
         self._part_bytes = shape.block_bytes // (2 * shape.layers)
         self.block_stride, *strides = self._by_block.stride()
-        layer_bytes, value_bytes = (stride * shape.dtype.itemsize for stride in strides[:2])
+        layer_bytes, value_bytes = (stride * self._dtype.itemsize for stride in strides[:2])
         first = self.pool.data_ptr()
         self._keys = [first + layer * layer_bytes for layer in range(shape.layers)]
         self._values = [keys + value_bytes for keys in self._keys]
@@ -71,7 +74,7 @@ class CudaCache(Cache):
         self.start_copy_in(host_blocks, blocks, tier).wait()
 
     def host_tier(self, memory: Tensor) -> Tensor:
-        return self.device.registered(memory, read_only=True).view(self.shape.dtype).view(-1, *self._block)
+        return self.device.registered(memory, read_only=True).view(self._dtype).view(-1, *self._block)
 
     def start_copy_out(self, blocks: Int32, host_blocks: Int32) -> Pending[int]:
         return self._start(self.pool, self.host, blocks, host_blocks)
@@ -82,11 +85,18 @@ class CudaCache(Cache):
     def read_block(self, block: int) -> Tensor:
         """Return the block as `main` sees it after all that it was given."""
         shape, main = self._by_block.shape[1:], self.device.main
-        found, read = self.device.empty(shape, self.shape.dtype), self.device.pinned(shape, self.shape.dtype)
+        found, read = self.device.empty(shape, self._dtype), self.device.pinned(shape, self._dtype)
         main.run(lambda: found.copy_(self._by_block[block]))
         main.copy(read, found)
         main.record().wait()
-        return read.clone()
+        return self._decoded(read) if self.shape.is_8bit else read.clone()
+
+    def _decoded(self, block: Tensor) -> Tensor:
+        """Return the numbers of [layers, 2, kv_heads, slabs, bytes of a slab]."""
+        codes, scales = block.split((SLAB * self.shape.head_dim, SLAB * SCALE_BYTES), -1)
+        numbers = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (SLAB, -1))
+        scaled: Tensor = numbers * scales.contiguous().view(torch.float32)[..., None]
+        return scaled.flatten(3, 4).to(self.shape.dtype)
 
     def _start(self, source: Tensor, target: Tensor, from_: Int32, to: Int32) -> Pending[int]:
         if not len(to):

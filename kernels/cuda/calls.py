@@ -142,6 +142,9 @@ EXPERTS_TILE_BYTES = 16  # of an int4 in ROUTE's tiles
 # partial_lse; `attention_merge` then combines the rows of one token, which lie one after another.
 SLAB = 16  # tokens
 HEAD_DIMS = (64, 80, 96, 128, 256)
+FP8_HEAD_DIMS = (64, 128)
+"""Of the kernels with K and V in fp8: their slabs have codes and scales (fp8.cuh), and strides of blocks are bytes."""
+SCALE_BYTES = 4  # fp8.cuh
 LOG2_E = math.log2(math.e)
 
 DECODE_ROWS = 16  # attention_decode.cuh: ROWS
@@ -505,12 +508,13 @@ def rope_and_write(
     q_norm: int = 0,
     k_norm: int = 0,
     eps: tuple[float, float] = (0.0, 0.0),
+    fp8: bool = False,
 ) -> Call:
     """Split qkv, add the bias, norm and rotate, write k and v of each row to slots[row] and q to q.
 
     keys and values: this layer's K and V of block 0, [kv_heads, block_size, head_dim], block_stride numbers from one
-    block to the next. slots: int32, block * block_size + place; below zero neither k nor v is written. eps: of q_norm
-    and of k_norm.
+    block to the next; with fp8 slabs, and bytes. slots: int32, block * block_size + place; below zero neither k nor v
+    is written. eps: of q_norm and of k_norm.
     """
     lane_bits = ((_vectors(head_dim) + 1) // 2 - 1).bit_length()
     if 1 << lane_bits > WARP:
@@ -521,7 +525,7 @@ def rope_and_write(
     sizes = (rows, heads, kv_heads, head_dim, block_size, rotary, lane_bits)
     params = _filled(ROPE, (*pointers, block_stride, *sizes, *eps))
     grid = (-(-_some(rows) * (heads + 2 * kv_heads << lane_bits) // PIECE_THREADS), 1, 1)
-    return Call(f"rope_and_write_{dtype}", grid, (PIECE_THREADS, 1, 1), 0, params)
+    return Call(f"rope_and_write_{_stored(dtype, fp8)}", grid, (PIECE_THREADS, 1, 1), 0, params)
 
 
 def tokens_per_item(head_dim: int, group: int) -> int:
@@ -557,6 +561,7 @@ def attention_decode(
     partial_lse: int = 0,
     slopes: int = 0,
     window: int = 0,
+    fp8: bool = False,
 ) -> Call:
     """Return the call for items of sequences with one row.
 
@@ -566,15 +571,17 @@ def attention_decode(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
         (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse), items,
     )  # fmt: skip
-    name, threads, shared = decode_block(dtype, head_dim)
+    name, threads, shared = decode_block(dtype, head_dim, fp8)
     grid = (-(-heads // kv_heads // DECODE_ROWS), kv_heads, _some(items))
     return Call(name, grid, (threads, 1, 1), shared, params)
 
 
-def decode_block(dtype: str, head_dim: int) -> Block:
+def decode_block(dtype: str, head_dim: int, fp8: bool = False) -> Block:
     """Return the kernel of attention_decode and what one of its blocks takes."""
     warps, units = DECODE_RINGS[head_dim]
-    return Block(f"attention_decode_{dtype}_d{head_dim}", warps * WARP, (1 + warps * units) * SLAB * head_dim * 2)
+    numbers, held = _token_bytes(head_dim, fp8)
+    shared = SLAB * (numbers + warps * (numbers * fp8 + units * held))
+    return Block(f"attention_decode_{_stored(dtype, fp8)}_d{head_dim}", warps * WARP, shared)
 
 
 def attention_prefill(
@@ -600,6 +607,7 @@ def attention_prefill(
     slopes: int = 0,
     window: int = 0,
     wgmma_processors: int = 0,
+    fp8: bool = False,
 ) -> Call:
     """Return the call for items of any number of rows, tokens_per_item each but for the last; causal.
 
@@ -608,8 +616,8 @@ def attention_prefill(
     Raise ValueError as tokens_per_item does, and for more items than a launch has.
     """
     tokens_per_item(head_dim, heads // kv_heads)
-    has_wgmma = wgmma_processors > 0 and head_dim in WGMMA_HEAD_DIMS
-    name, threads, shared = prefill_block(dtype, head_dim, has_wgmma)
+    has_wgmma = wgmma_processors > 0 and head_dim in WGMMA_HEAD_DIMS and not fp8
+    name, threads, shared = prefill_block(dtype, head_dim, has_wgmma, fp8)
     params = _attention_params(
         heads, kv_heads, head_dim, block_size, block_stride, scale, slopes, window,
         (q, out, keys, values, item_array, pages, page_start, context, query_start, partial_out, partial_lse), items,
@@ -621,18 +629,31 @@ def attention_prefill(
     return Call(name, (kv_heads, _some(items), 1), (threads, 1, 1), shared, params)
 
 
-def prefill_block(dtype: str, head_dim: int, has_wgmma: bool = False) -> Block:
+def prefill_block(dtype: str, head_dim: int, has_wgmma: bool = False, fp8: bool = False) -> Block:
     """Return the kernel of attention_prefill and what one of its blocks takes.
 
-    has_wgmma: on compute capability 9.0, which has a kernel of its own for some heads. It runs one block on each of
-    the multiprocessors.
+    has_wgmma: on compute capability 9.0, which has a kernel of its own for some heads, and none for fp8. It runs one
+    block on each of the multiprocessors.
     """
-    if has_wgmma and head_dim in WGMMA_HEAD_DIMS:
+    if has_wgmma and head_dim in WGMMA_HEAD_DIMS and not fp8:
         shared = (WGMMA_ROWS + 2 * WGMMA_STAGES * WGMMA_KEYS) * head_dim * 2 + 2 * WGMMA_WORK_BYTES
         return Block(f"attention_prefill_sm90_{dtype}_d{head_dim}", WGMMA_WARPS * WARP, shared)
     rows, stages = _prefill_tile(head_dim)
-    shared = (rows + stages * PREFILL_WARPS * SLAB) * head_dim * 2 + rows * PREFILL_ROW_BYTES
-    return Block(f"attention_prefill_{dtype}_d{head_dim}", PREFILL_WARPS * WARP, shared)
+    numbers, held = _token_bytes(head_dim, fp8)
+    shared = rows * (numbers + PREFILL_ROW_BYTES) + PREFILL_WARPS * SLAB * (numbers * fp8 + stages * held)
+    return Block(f"attention_prefill_{_stored(dtype, fp8)}_d{head_dim}", PREFILL_WARPS * WARP, shared)
+
+
+def _stored(dtype: str, fp8: bool) -> str:
+    """Return the part of a kernel's name that says what q and out are, and K and V in their blocks."""
+    return f"fp8_{dtype}" if fp8 else dtype
+
+
+def _token_bytes(head_dim: int, fp8: bool) -> tuple[int, int]:
+    """Return the bytes of a token's head, as numbers and in a block. Raise ValueError where there is no kernel."""
+    if fp8 and head_dim not in FP8_HEAD_DIMS:
+        raise ValueError(f"heads of {head_dim} numbers; attention over fp8 has kernels for {FP8_HEAD_DIMS}")
+    return 2 * head_dim, head_dim + SCALE_BYTES if fp8 else 2 * head_dim
 
 
 def attention_merge(

@@ -22,7 +22,7 @@ class ReferenceCache(Cache):
 
     def __init__(self, shape: CacheShape, device: torch.device, host: Tensor | None = None) -> None:
         """Take the memory. host: as Ops.new_cache. Raise ValueError for K and V in 8 bits."""
-        shape.demand_plain("reference")
+        shape.demand_kv_dtype("reference", "auto")
         self.shape = shape
         block = (shape.layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)
         # empty + zero_ touches every page: memory that is missing is missed now, not in the middle of a request.

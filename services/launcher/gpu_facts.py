@@ -117,7 +117,7 @@ def may_use_gpu(worker: WorkerSettings) -> bool:
         return False
     if "cuda" in (worker.device, worker.kernels):
         return True
-    needs_cpu_kernels = worker.deterministic or worker.quantize == "int8" or worker.kv_dtype != "auto"
+    needs_cpu_kernels = worker.deterministic or worker.quantize == "int8" or worker.kv_dtype == "int8"
     return worker.kernels == "auto" and not needs_cpu_kernels
 
 

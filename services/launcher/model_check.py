@@ -220,7 +220,7 @@ def block_bytes(config: DecoderConfig, dtype: str, worker: WorkerSettings) -> in
     if config.family.is_encoder:
         return 0
     head = -(-config.head_dim // HEAD_STEP) * HEAD_STEP
-    vector = head + 4 if worker.kv_dtype == "int8" else head * _held_item_bytes(dtype, worker)
+    vector = head + 4 if worker.kv_dtype != "auto" else head * _held_item_bytes(dtype, worker)
     return 2 * config.layers * config.kv_heads * worker.block_size * vector
 
 

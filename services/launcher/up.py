@@ -270,12 +270,18 @@ def cuda_problem() -> str:
 
 def kv_problem(worker: WorkerSettings) -> str:
     """Return why the KV cache cannot have its type with these kernels, with the remedy; empty when it can."""
-    if worker.kv_dtype == "auto" or (worker.device != "cuda" and worker.kernels in ("auto", "cpu")):
+    without = {"int8": ("reference", "cuda", "emulator"), "fp8": ("reference",)}.get(worker.kv_dtype, ())
+    given = f"--kernels {worker.kernels}" if worker.kernels in without else ""
+    if worker.kv_dtype == "int8" and worker.device == "cuda":
+        given = "DEVICE=cuda"
+    if not given:
         return ""
-    given = "DEVICE=cuda" if worker.device == "cuda" else f"--kernels {worker.kernels}"
+    kernels, remedy = {"int8": ("cpu", "DEVICE=cpu and --kernels cpu"), "fp8": ("cpu or cuda", "--kernels auto")}[
+        worker.kv_dtype
+    ]
     return (
-        f"--kv-dtype {worker.kv_dtype} needs the cpu kernels, and {given} rules them out; "
-        "give DEVICE=cpu and --kernels cpu, or --kv-dtype auto"
+        f"--kv-dtype {worker.kv_dtype} needs the {kernels} kernels, and {given} rules them out; "
+        f"give {remedy}, or --kv-dtype auto"
     )
 
 

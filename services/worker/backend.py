@@ -17,7 +17,7 @@ from kernels import ops as kernel_ops
 from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
 from kernels.cpu.library import Library, load
-from kernels.cuda.calls import MAX_NORM_HIDDEN, VECTOR, tokens_per_item
+from kernels.cuda.calls import BF16, MAX_NORM_HIDDEN, VECTOR, decode_block, tokens_per_item
 from kernels.cuda.device import Device
 from kernels.cuda.loader import CudaError
 from kernels.ops import AnyOps
@@ -169,6 +169,7 @@ def _lacks_kernels(settings: WorkerSettings, config: DecoderConfig, dtype: torch
         return f"rows of {config.hidden_size} numbers, their norms take {MAX_NORM_HIDDEN} at most"
     try:
         tokens_per_item(config.head_dim, config.heads // config.kv_heads)
+        decode_block(BF16, config.head_dim, fp8=settings.kv_dtype == "fp8")
     except ValueError as error:
         return str(error)
     return ""
@@ -180,8 +181,8 @@ def _needs_cpu_kernels(settings: WorkerSettings) -> str | None:
         return "--deterministic"
     if METHODS[settings.quantize].backends == ("cpu",):
         return f"--quantize {settings.quantize}"
-    if settings.kv_dtype != "auto":
-        return f"--kv-dtype {settings.kv_dtype}"
+    if settings.kv_dtype == "int8":
+        return "--kv-dtype int8"
     return "--kernels cpu" if settings.kernels == "cpu" else None
 
 
@@ -189,6 +190,8 @@ def _needs_kernels(settings: WorkerSettings) -> str | None:
     """Return the option, if one is given, that the reference kernels cannot do."""
     if METHODS[settings.quantize].backends:
         return f"--quantize {settings.quantize}"
+    if settings.kv_dtype != "auto":
+        return f"--kv-dtype {settings.kv_dtype}"
     return _needs_cpu_kernels(settings)
 
 

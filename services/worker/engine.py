@@ -140,8 +140,7 @@ class Engine:
         """Take a pool of as many blocks as there may be; on a GPU, of those that weights and the largest step leave."""
         settings, config = self.settings, self.decoder.config
         tokens, heads = settings.block_size, config.kv_heads
-        is_int8 = settings.kv_dtype == "int8"
-        shape = CacheShape(1, 0, config.layers, heads, tokens, config.head_dim, self.dtype, is_int8)
+        shape = CacheShape(1, 0, config.layers, heads, tokens, config.head_dim, self.dtype, settings.kv_dtype)
         gpu_bytes = None
         if (device := device_of(self.ops)) is not None:
             with room_for("the largest step", "lower --max-step-tokens or --max-seqs"):

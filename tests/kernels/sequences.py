@@ -23,7 +23,7 @@ from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import BuildError
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.calls import HEAD_DIMS
-from kernels.ops import AnyOps, Attention, Batch, Cache, CacheShape, Int32, Norm
+from kernels.ops import MOST_CODE, AnyOps, Attention, Batch, Cache, CacheShape, Int32, Norm
 from tests.kernels.cpu_variants import is_one_named, library, names
 
 Float64 = npt.NDArray[np.float64]
@@ -187,10 +187,17 @@ def attended(
     return found
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Return the numbers [..., head_dim] that codes and scales of 8 bits stand for."""
-    scale = x.float().abs().amax(-1, keepdim=True) / 127
-    return (torch.round(x.float() / torch.where(scale > 0, scale, 1.0)) * scale).to(x.dtype)
+def coded(x: Tensor, kv_dtype: str) -> Tensor:
+    """Return the numbers [..., head_dim] that codes of `kv_dtype` and scales stand for, in float32."""
+    scale = x.float().abs().amax(-1, keepdim=True) / MOST_CODE[kv_dtype]
+    numbers = (x.float() / torch.where(scale > 0, scale, torch.inf)).clip(-MOST_CODE[kv_dtype], MOST_CODE[kv_dtype])
+    codes = torch.round(numbers) if kv_dtype == "int8" else numbers.to(torch.float8_e4m3fn).float()
+    return codes * scale
+
+
+def rounded(x: Tensor, kv_dtype: str) -> Tensor:
+    """Return what attention reads of x [..., head_dim] in a pool of `kv_dtype`."""
+    return x if kv_dtype == "auto" else coded(x, kv_dtype).to(x.dtype)
 
 
 class Sequences:
@@ -208,13 +215,13 @@ class Sequences:
         attention: Attention,
         head_dim: int = 64,
         kv_heads: int = 2,
-        int8: bool = False,
+        kv_dtype: str = "auto",
         spread: float = 1.0,
     ) -> None:
         """spread: of the queries."""
-        self.ops, self.dtype, self.attention, self.int8 = ops, dtype, attention, int8
+        self.ops, self.dtype, self.attention, self.kv_dtype = ops, dtype, attention, kv_dtype
         self.block_size, self._used = block_size, [-(-n // block_size) for n in contexts]
-        shape = CacheShape(sum(self._used) + 3, 2, 3, kv_heads, block_size, head_dim, dtype, int8)
+        shape = CacheShape(sum(self._used) + 3, 2, 3, kv_heads, block_size, head_dim, dtype, kv_dtype)
         self.cache = new_cache(ops, shape)
         heads = attention.heads
         self.queries = [spread * random((n, heads, head_dim), 170 + s, dtype) for s, n in enumerate(contexts)]
@@ -249,7 +256,7 @@ class Sequences:
     def check(self, chunks: list[Chunk]) -> None:
         """Run them and compare with float64."""
         found, attention = self.run(chunks), self.attention
-        k, v = ([rounded(x) if self.int8 else x for x in kind] for kind in (self.keys, self.values))
+        k, v = ([rounded(x, self.kv_dtype) for x in kind] for kind in (self.keys, self.values))
         slopes, sinks = (None if x is None else wide(x) for x in (attention.slopes, attention.sinks))
         rest = (attention.scale, slopes, attention.window, attention.softcap, sinks, attention.causal)
         expected = [attended(wide(self.queries[s][a:b]), wide(k[s][:b]), wide(v[s][:b]), *rest) for s, a, b in chunks]

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "kernels.h"
-#include "kv_int8.h"
+#include "kv_8bit.h"
 
 void run_copy(const CopyArgs& a, int64_t rows, Team& team) {
   const int64_t part = 128 << 10;  // small enough that the threads end together
@@ -30,15 +30,15 @@ void read_plain(const Pool& p, int64_t block, T* out) {
       }
 }
 
-template <typename T>
-void read_int8(const Pool& p, int64_t block, T* out) {
+template <typename Code, typename T>
+void read_codes(const Pool& p, int64_t block, T* out) {
   for (int layer = 0; layer < p.layers; layer++)
     for (int kind = 0; kind < 2; kind++)
       for (int head = 0; head < p.kv_heads; head++)
         for (int offset = 0; offset < p.block_size; offset++) {
           char* part = kind ? v_part(p, block, layer, head) : k_part(p, block, layer, head);
-          const Int8Lane lane = int8_lane(p, part, kind == 1, offset);
-          for (int d = 0; d < p.head_dim; d++) write(out++, lane.codes[d * lane.step] * *lane.scale);
+          const CodeLane lane = code_lane(p, part, kind == 1, offset);
+          for (int d = 0; d < p.head_dim; d++) write(out++, Code::decode(lane.codes[d * lane.step]) * *lane.scale);
         }
 }
 
@@ -48,7 +48,7 @@ extern "C" {
 
 int32_t orcinus_head_stride(int32_t head_dim);
 int64_t orcinus_block_bytes(int32_t layers, int32_t kv_heads, int32_t block_size, int32_t head_dim, int32_t dtype,
-                            int32_t int8);
+                            int32_t codes);
 
 // `out`: [layers, 2 (K, V), kv_heads, block_size, head_dim] of the pool's dtype.
 void orcinus_read_block(const Pool* pool, int64_t block, void* out);
@@ -58,13 +58,16 @@ void orcinus_read_block(const Pool* pool, int64_t block, void* out);
 int32_t orcinus_head_stride(int32_t head_dim) { return padded_head(head_dim); }
 
 int64_t orcinus_block_bytes(int32_t layers, int32_t kv_heads, int32_t block_size, int32_t head_dim, int32_t dtype,
-                            int32_t int8) {
-  return int64_t(2) * layers * kv_heads * block_size * token_bytes(padded_head(head_dim), dtype, int8);
+                            int32_t codes) {
+  return int64_t(2) * layers * kv_heads * block_size * token_bytes(padded_head(head_dim), dtype, codes);
 }
 
 void orcinus_read_block(const Pool* pool, int64_t block, void* out) {
-  if (pool->int8 && pool->dtype == F32) return read_int8(*pool, block, static_cast<float*>(out));
-  if (pool->int8) return read_int8(*pool, block, static_cast<bf16*>(out));
+  if (pool->codes)
+    return with_code(*pool, [&](auto code) {
+      if (pool->dtype == F32) return read_codes<decltype(code)>(*pool, block, static_cast<float*>(out));
+      read_codes<decltype(code)>(*pool, block, static_cast<bf16*>(out));
+    });
   if (pool->dtype == F32) return read_plain(*pool, block, static_cast<uint32_t*>(out));
   read_plain(*pool, block, static_cast<uint16_t*>(out));
 }

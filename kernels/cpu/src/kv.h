@@ -1,4 +1,4 @@
-// Where a number lies inside a block of the KV pool (Pool of ops.h). The only file that knows, with kv_int8.h for pools
+// Where a number lies inside a block of the KV pool (Pool of ops.h). The only file that knows, with kv_8bit.h for pools
 // of 8 bits: their tiles have codes and scales in place of numbers.
 //
 // A block: [layer][K part, V part][KV head]. One KV head's part holds block_size x head_stride numbers; those at
@@ -19,13 +19,13 @@ static inline int64_t item_bytes(int32_t dtype) { return dtype == F32 ? 4 : 2; }
 static inline int32_t padded_head(int32_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 // Of one token's K or V.
-static inline int64_t token_bytes(int64_t head_stride, int32_t dtype, bool int8) {
-  return int8 ? head_stride + int64_t(sizeof(float)) : head_stride * item_bytes(dtype);
+static inline int64_t token_bytes(int64_t head_stride, int32_t dtype, int32_t codes) {
+  return codes ? head_stride + int64_t(sizeof(float)) : head_stride * item_bytes(dtype);
 }
 static inline int64_t part_bytes(const Pool& p) {
-  return p.block_size * token_bytes(p.head_stride, p.dtype, p.int8);
+  return p.block_size * token_bytes(p.head_stride, p.dtype, p.codes);
 }
-static inline int64_t tile_bytes(const Pool& p) { return TILE * token_bytes(p.head_stride, p.dtype, p.int8); }
+static inline int64_t tile_bytes(const Pool& p) { return TILE * token_bytes(p.head_stride, p.dtype, p.codes); }
 
 // K of a block, layer and KV head; V lies kv_heads parts behind it.
 static inline char* k_part(const Pool& p, int64_t block, int layer, int kv_head) {

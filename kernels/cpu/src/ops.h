@@ -52,13 +52,15 @@ struct Step {
   const int32_t* sample_rows;   // [R]
 };
 
+enum : int32_t { NO_CODES, INT8_CODES, FP8_CODES };
+
 // The paged KV pool. One block is `block_bytes` long and holds, layer by layer, K then V of every KV head; inside, the
-// layout is that of kv.h. Head dimensions are padded to `head_stride`, a multiple of 16. int8: K and V are held in 8 bits
-// (kv_int8.h), and dtype is that of what reads and writes them.
+// layout is that of kv.h. Head dimensions are padded to `head_stride`, a multiple of 16. codes: K and V are held in 8 bits
+// where it is not NO_CODES (kv_8bit.h), and dtype is that of what reads and writes them.
 struct Pool {
   char* blocks;
   int64_t block_bytes;
-  int32_t layers, kv_heads, block_size, head_dim, head_stride, dtype, int8;
+  int32_t layers, kv_heads, block_size, head_dim, head_stride, dtype, codes;
 };
 
 // out = x @ weight.T + bias. Weights are packed by orcinus_pack.

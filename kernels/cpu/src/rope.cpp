@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "kernels.h"
-#include "kv_int8.h"
+#include "kv_8bit.h"
 #include "vec_exp.h"
 
 namespace {
@@ -70,7 +70,8 @@ void write_lane(char* part, Lane lane, const float* x, int64_t padded) {
 // K or V of one token; `codes`: memory for `head_stride` of them.
 template <typename T>
 void write_token(const Pool& pool, char* part, bool is_value, int64_t offset, const float* x, int8_t* codes) {
-  if (pool.int8) return write_int8(pool, part, is_value, offset, x, codes);
+  if (pool.codes)
+    return with_code(pool, [&](auto code) { write_codes<decltype(code)>(pool, part, is_value, offset, x, codes); });
   write_lane<T>(part, is_value ? v_lane(pool, offset) : k_lane(pool, offset), x, pool.head_stride);
 }
 

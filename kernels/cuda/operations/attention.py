@@ -32,7 +32,8 @@ class PagedAttention:
         """Plan for layers with this attention, as wide as the widest of them."""
         shape, windows = cache.shape, [layer.window for layer in layers]
         group, dtype = layers[0].heads // shape.kv_heads, dtype_name(shape.dtype)
-        blocks = calls.decode_block(dtype, shape.head_dim), self._prefill_block(dtype, shape.head_dim)
+        of_heads, fp8 = (dtype, shape.head_dim), shape.is_8bit
+        blocks = calls.decode_block(*of_heads, fp8=fp8), self._prefill_block(*of_heads, fp8=fp8)
         seats = Seats(*(self._gpu.processors * self._gpu.resident(block) for block in blocks))
         return Planner(seats, shape.kv_heads, group, shape.head_dim, max(windows) if all(windows) else 0)
 
@@ -85,6 +86,7 @@ class PagedAttention:
                 pointer(partial_lse),
                 pointer(attention.slopes),
                 attention.window,
+                fp8=cache.shape.is_8bit,
             )
             read = (q, cache.pool, columns.tensor, plan.tensor, attention.slopes)
             launch(self._gpu.main, call, *read, out, partial_out, partial_lse)

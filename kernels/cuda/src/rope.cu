@@ -3,12 +3,12 @@
 // Some lanes of a warp have one head of one row. Each takes two vectors of it, a number and its partner in the rotation
 // at the same place in both, and has both on the way before it looks at either.
 // Grid: x so many blocks that every head of q, k and v in all rows has 1 << lane_bits threads.
-#include "numbers.cuh"
+#include "fp8.cuh"
 
 struct RopeParams {
   const void* qkv;           // [rows, (heads + 2 kv_heads) * head_dim]: q, k, v
   void* q;                   // [rows, heads * head_dim]
-  void* keys;                // this layer's K of block 0: [kv_heads, block_size, head_dim]
+  void* keys;                // this layer's K of block 0: [kv_heads, block_size, head_dim]; fp8: slabs (fp8.cuh)
   void* values;              // this layer's V of block 0, the same
   const float* bias;         // [(heads + 2 kv_heads) * head_dim] or null
   const float* angles;       // [positions, rotary]: cosines, then sines; or null
@@ -16,7 +16,7 @@ struct RopeParams {
   const float* k_norm;       // [head_dim] or null
   const int32_t* positions;  // [rows]; not read without angles
   const int32_t* slots;      // [rows] block * block_size + place in it; below zero: padding, no K and V are written
-  int64_t block_stride;      // numbers from a block's K to the next block's
+  int64_t block_stride;      // numbers from a block's K to the next block's; fp8: bytes
   int32_t rows;
   int32_t heads;
   int32_t kv_heads;
@@ -93,7 +93,22 @@ __device__ __forceinline__ void rotate_alone(float (&x)[VECTOR], const Head& hea
   }
 }
 
-template <typename T>
+// Writes two vectors of a head of K or V in 8 bits; lane 0 writes the scale. size: of the head's largest number.
+__device__ __forceinline__ void write_codes(const RopeParams& p, int slot, bool is_v, int kv_head, uint32_t size,
+                                            int first, const float (&a)[VECTOR], int second, bool has_second,
+                                            const float (&b)[VECTOR], int lane) {
+  const int place = slot % p.block_size, token = place % SLAB;
+  const int64_t slab = static_cast<int64_t>(kv_head) * (p.block_size / SLAB) + place / SLAB;
+  unsigned char* base = static_cast<unsigned char*>(is_v ? p.values : p.keys) + slot / p.block_size * p.block_stride +
+                        slab * coded_slab(p.head_dim);
+  uint2* to = reinterpret_cast<uint2*>(base) + token * (p.head_dim / VECTOR);
+  const float scale = scale_of(size);
+  to[first] = encode(a, scale);
+  if (has_second) to[second] = encode(b, scale);
+  if (lane == 0) reinterpret_cast<float*>(base + SLAB * p.head_dim)[token] = scale;
+}
+
+template <typename T, bool FP8 = false>
 __device__ __forceinline__ void rope_and_write(const RopeParams& p) {
   const int all_heads = p.heads + 2 * p.kv_heads, vectors = p.head_dim / VECTOR;
   const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x, index = thread >> p.lane_bits;
@@ -126,12 +141,25 @@ __device__ __forceinline__ void rope_and_write(const RopeParams& p) {
     if (from.weight && has_first) from.norm(first, a);
     if (from.weight && has_second) from.norm(second, b);
   }
-  if (!has_first || slot < 0) return;
-  if (is_pair) {
+  const bool is_written = has_first && slot >= 0;
+  if (!FP8 && !is_written) return;
+  if (is_written && is_pair) {
     rotate(a, b, angles, first, half);
-  } else if (!by_vectors) {
+  } else if (is_written && !by_vectors) {
     rotate_alone<T>(a, from, angles, first * VECTOR, half);
     if (has_second) rotate_alone<T>(b, from, angles, second * VECTOR, half);
+  }
+  if constexpr (FP8) {
+    uint32_t size = 0;
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) size = larger_size(larger_size(size, a[k]), b[k]);
+    for (int other = 1 << p.lane_bits >> 1; other; other /= 2)
+      size = max(size, __shfl_xor_sync(0xffffffffu, size, other));
+    if (!is_written) return;
+    if (!is_q) {
+      const int kv_head = is_v ? head - p.heads - p.kv_heads : head - p.heads;
+      return write_codes(p, slot, is_v, kv_head, size, first, a, second, has_second, b, lane);
+    }
   }
   uint4* to;
   if (is_q) {
@@ -149,3 +177,5 @@ __device__ __forceinline__ void rope_and_write(const RopeParams& p) {
 
 KERNEL(rope_and_write_bf16, RopeParams, THREADS, rope_and_write<bf16>)
 KERNEL(rope_and_write_f16, RopeParams, THREADS, rope_and_write<f16>)
+KERNEL(rope_and_write_fp8_bf16, RopeParams, THREADS, rope_and_write<bf16, true>)
+KERNEL(rope_and_write_fp8_f16, RopeParams, THREADS, rope_and_write<f16, true>)

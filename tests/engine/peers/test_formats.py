@@ -25,6 +25,7 @@ def test_what_changes_the_bytes_of_a_block_changes_the_format(reference: Referen
             (reference.path, {"kernels": "cpu", "block_size": 16, "quantize": "int8"}),
             (reference.path, {"kernels": "cpu", "block_size": 16, "deterministic": True}),
             (reference.path, {"kernels": "cpu", "block_size": 16, "kv_dtype": "int8"}),
+            (reference.path, {"kernels": "cpu", "block_size": 16, "kv_dtype": "fp8"}),
         )
     ]
     assert len(set(formats)) == len(formats)

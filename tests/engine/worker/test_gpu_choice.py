@@ -107,6 +107,16 @@ def test_weights_in_4_bits_that_the_cuda_kernels_lack_stay_on_the_cpu(
         chosen(config_of(**config), quantize="int4", device="cuda")
 
 
+def test_fp8_goes_to_a_usable_gpu_but_for_heads_without_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on("usable", monkeypatch)
+    assert chosen(config_of(head_dim=128), kv_dtype="fp8")[0] == "cuda"
+    with pytest.raises(ConfigurationError, match="heads of 80 numbers; attention over fp8 has kernels for"):
+        chosen(config_of(head_dim=80), kv_dtype="fp8", device="cuda")
+    assert chosen(config_of(head_dim=80), kv_dtype="fp8")[1] == "cpu" and "heads of 80 numbers" in caplog.text
+
+
 @pytest.mark.parametrize(
     "given",
     [{"device": "cpu"}, {"deterministic": True}, {"quantize": "int8"}, {"kernels": "reference"}, {"kernels": "cpu"}],
@@ -144,6 +154,11 @@ def test_what_only_a_cpu_can_do_stays_on_the_cpu(given: dict[str, Any], monkeypa
             "--quantize int4 needs the cuda kernels on a GPU: the model is in float32.*; give DEVICE=cpu",
         ),
         ({"kernels": "reference", "kv_dtype": "int8"}, "--kv-dtype int8 needs the cpu kernels; give --kernels auto or"),
+        ({"kernels": "reference", "kv_dtype": "fp8"}, "--kv-dtype fp8 needs the cpu kernels; give --kernels auto or"),
+        (
+            {"kernels": "reference", "device": "cuda", "kv_dtype": "fp8"},
+            "--kv-dtype fp8 needs the cuda kernels on a GPU; give DEVICE=cpu",
+        ),
     ],
 )
 def test_options_that_exclude_each_other_are_named(
@@ -156,12 +171,13 @@ def test_options_that_exclude_each_other_are_named(
 
 
 @pytest.mark.parametrize(
-    "given", [{"deterministic": True}, {"quantize": "int8"}, {"kv_dtype": "int8"}, {"kernels": "cpu"}]
+    "given",
+    [{"deterministic": True}, {"quantize": "int8"}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8"}, {"kernels": "cpu"}],
 )
 def test_block_size_the_cpu_kernels_cannot_use_is_named(
     given: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    named = r"--(deterministic|quantize int8|kv-dtype int8|kernels cpu).*--block-size 8"
+    named = r"--(deterministic|quantize int8|kv-dtype (int8|fp8)|kernels cpu).*--block-size 8"
     with pytest.raises(ConfigurationError, match=named):
         chosen(config_of(torch.float32), block_size=8, **given)
     assert "reference" not in caplog.text

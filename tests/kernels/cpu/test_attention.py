@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,14 @@ from kernels.cpu.commands import CopyArgs
 from kernels.cpu.program import Immediate, address
 from kernels.ops import Attention
 from tests.kernels.cpu_variants import library
-from tests.kernels.sequences import Chunk, Sequences, attended, rounded, wide
+from tests.kernels.sequences import Chunk, Sequences, attended, coded, rounded, wide
 
 pytestmark = pytest.mark.sanitized
 
 F32, BF16 = torch.float32, torch.bfloat16
 CONTEXTS = [1, 17, 200, 64, 130, 33, 400, 15, 47]
 in_its_pools = pytest.mark.parametrize(
-    ("dtype", "int8"), [(F32, False), (F32, True), (BF16, False), (BF16, True)], ids=["f32", "f32-8", "bf16", "bf16-8"]
+    ("dtype", "kv_dtype"), list(product((F32, BF16), ("auto", "int8", "fp8"))), ids=str
 )
 
 
@@ -34,7 +34,7 @@ def written(
     ops: CpuOps,
     contexts: list[int],
     dtype: torch.dtype = F32,
-    int8: bool = False,
+    kv_dtype: str = "auto",
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 64,
     block_size: int = 16,
@@ -45,7 +45,7 @@ def written(
     """Sequences with all their K and V written. heads: of queries and of KV."""
     slopes = 2.0 ** -torch.arange(1.0, heads[0] + 1) if alibi else None
     attention = Attention(heads[0], head_dim**-0.5, slopes=slopes, **fields)
-    made = Sequences(ops, dtype, contexts, block_size, attention, head_dim, heads[1], int8, spread)
+    made = Sequences(ops, dtype, contexts, block_size, attention, head_dim, heads[1], kv_dtype, spread)
     made.write()
     return made
 
@@ -60,30 +60,34 @@ def mixed(contexts: list[int], seed: int) -> list[Chunk]:
 @in_its_pools
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (20, 64), (128, 32), (72, 48), (1, 256)])
 def test_every_variant_is_the_formula(
-    ops: CpuOps, head_dim: int, block_size: int, dtype: torch.dtype, int8: bool
+    ops: CpuOps, head_dim: int, block_size: int, dtype: torch.dtype, kv_dtype: str
 ) -> None:
-    sizes: dict[str, Any] = {"dtype": dtype, "int8": int8, "head_dim": head_dim, "block_size": block_size}
+    sizes: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "head_dim": head_dim, "block_size": block_size}
     written(ops, CONTEXTS, heads=(6, 2), **sizes).check(mixed(CONTEXTS, 1))
     written(ops, CONTEXTS, heads=(7, 1), window=40, alibi=True, **sizes).check(mixed(CONTEXTS, 1))
 
 
 @in_its_pools
 @pytest.mark.parametrize("window", [0, 40])
-def test_sinks_and_capped_scores_are_the_formula(ops: CpuOps, window: int, dtype: torch.dtype, int8: bool) -> None:
+def test_sinks_and_capped_scores_are_the_formula(ops: CpuOps, window: int, dtype: torch.dtype, kv_dtype: str) -> None:
     """Sinks far below and far above every score too; the latter leave hardly anything of the values."""
     sinks = torch.tensor([0.5, -30, 4, 2, 60, -1])
     for seed, (cap, given) in enumerate([(0.0, sinks), (3.0, None), (5.0, sinks)]):
-        world = written(ops, CONTEXTS, dtype, int8, heads=(6, 2), window=window, spread=3.0, softcap=cap, sinks=given)
+        world = written(
+            ops, CONTEXTS, dtype, kv_dtype, heads=(6, 2), window=window, spread=3.0, softcap=cap, sinks=given
+        )
         world.check(mixed(CONTEXTS, seed))
 
 
 @in_its_pools
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (20, 48)])
 def test_attention_both_ways_is_the_formula(
-    ops: CpuOps, head_dim: int, block_size: int, dtype: torch.dtype, int8: bool
+    ops: CpuOps, head_dim: int, block_size: int, dtype: torch.dtype, kv_dtype: str
 ) -> None:
     contexts = [*CONTEXTS, 600]
-    world = written(ops, contexts, dtype, int8, heads=(6, 2), head_dim=head_dim, block_size=block_size, causal=False)
+    world = written(
+        ops, contexts, dtype, kv_dtype, heads=(6, 2), head_dim=head_dim, block_size=block_size, causal=False
+    )
     whole = [(s, 0, context) for s, context in enumerate(contexts)]
     world.check(whole)
     alone = torch.cat([world.run([chunk]) for chunk in whole])
@@ -94,10 +98,10 @@ def test_attention_both_ways_is_the_formula(
 @in_its_pools
 @pytest.mark.parametrize(("window", "threads"), [(0, 1), (700, 2), (0, 5)])
 def test_a_long_sequence_among_short_ones(
-    best_variant: str, window: int, threads: int, dtype: torch.dtype, int8: bool
+    best_variant: str, window: int, threads: int, dtype: torch.dtype, kv_dtype: str
 ) -> None:
     ops = CpuOps(library(best_variant), threads)
-    world = written(ops, [3000, 20, 513, 1024], dtype, int8, window=window, alibi=True)
+    world = written(ops, [3000, 20, 513, 1024], dtype, kv_dtype, window=window, alibi=True)
     world.check([(0, 2999, 3000), (1, 0, 20), (2, 512, 513), (3, 1000, 1024)])
     world.check([(0, 2900, 3000)])
     world.check([(0, 2999, 3000)])
@@ -120,9 +124,11 @@ def test_huge_scores_and_far_ones_stay_finite(ops: CpuOps) -> None:
         {"alibi": True, "dtype": BF16},
         {"alibi": True, "window": 600, "heads": (6, 1), "head_dim": 80},
         {"heads": (14, 2), "head_dim": 16, "block_size": 64, "dtype": BF16, "window": 33},
-        {"int8": True},
-        {"int8": True, "dtype": BF16, "window": 11, "sinks": torch.tensor([0.5, -30, 4, 60])},
-        {"int8": True, "dtype": BF16, "head_dim": 80, "block_size": 32, "window": 150, "alibi": True},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "int8", "dtype": BF16, "window": 11, "sinks": torch.tensor([0.5, -30, 4, 60])},
+        {"kv_dtype": "int8", "dtype": BF16, "head_dim": 80, "block_size": 32, "window": 150, "alibi": True},
+        {"kv_dtype": "fp8"},
+        {"kv_dtype": "fp8", "dtype": BF16, "head_dim": 80, "block_size": 32, "window": 150, "alibi": True},
     ],
     ids=str,
 )
@@ -149,21 +155,23 @@ def test_a_row_is_the_same_bits_however_it_is_computed(ops: CpuOps, setting: dic
 
 
 @in_its_pools
-def test_row_is_unchanged_when_later_rows_are_nan(ops: CpuOps, dtype: torch.dtype, int8: bool) -> None:
-    world = written(ops, [100], dtype, int8)
+def test_row_is_unchanged_when_later_rows_are_nan(ops: CpuOps, dtype: torch.dtype, kv_dtype: str) -> None:
+    world = written(ops, [100], dtype, kv_dtype)
     clean = world.run([(0, 0, 100)])
     world.keys[0][70] = world.values[0][70] = torch.nan
     found = world.run([(0, 0, 100)])
     assert torch.equal(found[:70], clean[:70]) and found[70:].isnan().all()
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("window", [0, 90])
-def test_attention_over_int8_has_the_bits_of_the_numbers_it_stands_for(
-    ops: CpuOps, window: int, dtype: torch.dtype
+def test_attention_over_8_bits_has_the_bits_of_the_numbers_they_stand_for(
+    ops: CpuOps, window: int, dtype: torch.dtype, kv_dtype: str
 ) -> None:
-    held, plain = (written(ops, CONTEXTS, dtype, int8, head_dim=72, block_size=32, window=window) for int8 in (1, 0))
-    plain.keys, plain.values = ([rounded(x) for x in kind] for kind in (plain.keys, plain.values))
+    sizes: dict[str, Any] = {"head_dim": 72, "block_size": 32, "window": window}
+    held, plain = (written(ops, CONTEXTS, dtype, one, **sizes) for one in (kv_dtype, "auto"))
+    plain.keys, plain.values = ([rounded(x, kv_dtype) for x in kind] for kind in (plain.keys, plain.values))
     plain.write()
     chunks = mixed(CONTEXTS, 2)
     assert torch.equal(held.run(chunks), plain.run(chunks))
@@ -185,20 +193,35 @@ HARD_VECTORS = torch.tensor(
 )
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("head_dim", [4, 17, 64])
-def test_int8_block_holds_what_the_formula_rounds(ops: CpuOps, head_dim: int) -> None:
-    world = written(ops, [16], int8=True, head_dim=head_dim)
+def test_block_of_8_bits_holds_what_the_formula_rounds(ops: CpuOps, head_dim: int, kv_dtype: str) -> None:
+    world = written(ops, [len(HARD_VECTORS)], kv_dtype=kv_dtype, head_dim=head_dim)
     for kind in (world.keys, world.values):
-        kind[0][: len(HARD_VECTORS)] = 0
-        kind[0][: len(HARD_VECTORS), :, :4] = HARD_VECTORS[:, None]
+        kind[0][:] = 0
+        kind[0][:, :, :4] = HARD_VECTORS[:, None]
     world.write()
-    found = world.cache.read_block(int(world.tables[0, 0]))[1]
+    found = world.cache.read_block(int(world.tables[0, 0]))[1][:, :, : len(HARD_VECTORS)]
     plain = torch.stack([world.keys[0], world.values[0]]).transpose(1, 2)
     broken = ~plain.isfinite().all(-1)
     assert broken.sum() == 3 * 2 * 2 and found[broken].isnan().all()
-    scale = plain[~broken].abs().amax(-1, keepdim=True) / 127
-    codes = torch.round(plain[~broken] / torch.where(scale > 0, scale, 1.0)).clip(-127, 127)
-    assert torch.equal(found[~broken], torch.where(scale > 0, codes * scale, 0.0))
+    assert torch.equal(found[~broken], coded(plain[~broken], kv_dtype))
+
+
+def test_fp8_codes_are_the_nearest_numbers_of_e4m3(ops: CpuOps) -> None:
+    """All codes, ties between two and the numbers beside these, denormal ones and zeros among them."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    hard = torch.cat([codes, middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])])
+    hard = torch.cat([hard, -hard, torch.zeros(1024 - 2 * len(hard))])
+    world = written(ops, [32], kv_dtype="fp8", head_dim=33)
+    numbers = hard.view(32, 32)
+    for kind in (world.keys, world.values):
+        kind[0][:, :, :32], kind[0][:, :, 32] = numbers[:, None], 448  # the scale is 1
+    world.write()
+    blocks = [world.cache.read_block(int(block))[1] for block in world.tables[0, :2]]
+    found = torch.cat(blocks, dim=2)[..., :32]
+    assert torch.equal(found, numbers.to(torch.float8_e4m3fn).float().expand(2, 2, 32, 32))
 
 
 @pytest.mark.parametrize(("size", "threads"), [(64, 2), (4096, 5), (300_000, 1), (300_000, 5)])

@@ -22,7 +22,7 @@ from kernels.cpu.cache import CpuCache
 from kernels.cpu.library import load
 from kernels.ops import Attention, Batch, CacheShape, Norm
 from tests.kernels.cpu_variants import library, path
-from tests.kernels.sequences import batch_of
+from tests.kernels.sequences import batch_of, coded
 
 pytestmark = pytest.mark.sanitized
 
@@ -95,12 +95,15 @@ def recorded(ops: CpuOps, dtype: torch.dtype = torch.float32, tokens: int = MAX_
     return model, cache, ops.compile(lambda prepared: model.forward(prepared, cache), cache, tokens, MAX_SAMPLES)
 
 
+@pytest.mark.parametrize(("kv_dtype", "error"), [("int8", 0.51 / 127), ("fp8", 2**-4)])
 @pytest.mark.parametrize(("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 3)], ids=str)
-def test_rope_writes_into_int8_pool_what_rounding_leaves(variant: str, dtype: torch.dtype, threads: int) -> None:
+def test_rope_writes_into_8_bit_pool_what_rounding_leaves(
+    variant: str, dtype: torch.dtype, threads: int, kv_dtype: str, error: float
+) -> None:
     """To the bit, but for K in bfloat16, which a plain pool rounds and the other one takes as it was before."""
     ops, head_dim = CpuOps(library(variant), threads), 20
     shape = CacheShape(3, 0, 2, KV_HEADS, BLOCK, head_dim, dtype)
-    plain, held = ops.new_cache(shape), ops.new_cache(replace(shape, int8=True))
+    plain, held = ops.new_cache(shape), ops.new_cache(replace(shape, kv_dtype=kv_dtype))
     random = torch.Generator().manual_seed(1)
     angles = torch.rand(64, 8, generator=random)
     attention = Attention(HEADS, 1.0, torch.cat((angles.cos(), angles.sin()), -1))
@@ -110,12 +113,12 @@ def test_rope_writes_into_int8_pool_what_rounding_leaves(variant: str, dtype: to
     assert torch.equal(*q)
     for block in range(3):
         numbers = plain.read_block(block).float()
-        scale = numbers.abs().amax(-1, keepdim=True) / 127
-        expected = torch.round(numbers / torch.where(scale > 0, scale, 1.0)) * scale
+        expected = coded(numbers, kv_dtype)
         found = held.read_block(block).float()
         exact = found if dtype == torch.float32 else found[:, 1]
         assert torch.equal(exact, (expected if dtype == torch.float32 else expected[:, 1]).to(dtype).float())
-        assert ((found - numbers).abs() <= 0.51 * scale + 1.02 * 2**-7 * numbers.abs()).all()
+        largest = numbers.abs().amax(-1, keepdim=True)
+        assert ((found - numbers).abs() <= error * largest + 1.02 * 2**-7 * numbers.abs()).all()
 
 
 def random_batch(rng: np.random.Generator, lengths: list[int]) -> Batch:

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import loader
-from kernels.cuda.calls import BF16, F16, Call
+from kernels.cuda.calls import BF16, F16, SCALE_BYTES, SLAB, Call
 from kernels.cuda.device import Device
 from kernels.emulator.device import EmulatedDevice
 from kernels.emulator.program import FORWARD, PTX, RACES, REVERSE, SANITIZERS, Program
+from kernels.ops import MOST_CODE
+from tests.kernels.sequences import rounded
 
 GPU = torch.cuda.is_available()
 HAS_WGMMA = not GPU or torch.cuda.get_device_capability() == (9, 0)
@@ -99,6 +101,42 @@ def assert_fences(*tensors: Tensor) -> None:
     for tensor in tensors:
         whole = tensor.new_empty(0).set_(tensor.untyped_storage())
         assert (whole[:FENCE] == UNTOUCHED).all() and (whole[-FENCE:] == UNTOUCHED).all()
+
+
+def part_of(kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, fp8: bool) -> Tensor:
+    """K or V of a layer's block in which nothing was written: NaN, with fp8 in its scales."""
+    if not fp8:
+        return torch.full((kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+    return torch.full((kv_heads, block_size // SLAB, SLAB * (head_dim + SCALE_BYTES)), -1, dtype=torch.int8)
+
+
+def put(part: Tensor, blocks: Tensor, places: Tensor, x: Tensor, fp8: bool) -> Tensor:
+    """Write x [n, kv_heads, head_dim] to places of blocks, and return what attention reads there.
+
+    part: [blocks, ...] as part_of.
+    """
+    if not fp8:
+        part[blocks, :, places] = x
+        return x
+    heads, head_dim = x.shape[1:]
+    scale = x.float().abs().amax(-1, keepdim=True) / MOST_CODE["fp8"]
+    codes = (x.float() / scale).to(torch.float8_e4m3fn)
+    for values, begin in ((codes, 0), (scale, SLAB * head_dim)):
+        held = values.view(torch.int8)
+        at = begin + (places % SLAB)[:, None] * held.shape[-1] + torch.arange(held.shape[-1])
+        part[blocks[:, None, None], torch.arange(heads)[:, None], (places // SLAB)[:, None, None], at[:, None]] = held
+    return rounded(x, "fp8")
+
+
+def take(part: Tensor, block: int, place: int, head_dim: int) -> Tensor:
+    """Return the numbers [kv_heads, head_dim] of a place with fp8, and leave it untouched."""
+    slab, token = part[block, :, place // SLAB], place % SLAB
+    codes = slab[:, token * head_dim : (token + 1) * head_dim]
+    scale = slab[:, SLAB * head_dim + SCALE_BYTES * token :][:, :SCALE_BYTES]
+    numbers = codes.contiguous().view(torch.float8_e4m3fn).float() * scale.contiguous().view(torch.float32)
+    codes.fill_(UNTOUCHED)
+    scale.fill_(UNTOUCHED)
+    return numbers
 
 
 def int32(*values: int) -> Any:

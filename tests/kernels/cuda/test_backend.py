@@ -36,7 +36,7 @@ from tests.kernels.cuda.decoders import (
 from tests.kernels.cuda.decoders import paths as paths  # the fixture
 from tests.kernels.cuda.programs import FLAGS, SEEDS, device_of
 from tests.kernels.cuda.test_races import launch_from
-from tests.kernels.sequences import Sequences, batch_of
+from tests.kernels.sequences import Sequences, batch_of, rounded
 from tests.support.checkpoints.models import VOCAB
 from tests.support.compiler import needs_compiler
 
@@ -152,6 +152,28 @@ def test_split_attention_is_the_formula(kind: str, has_wgmma: bool, monkeypatch:
         world.run([(0, 600, 699), (1, 30, 39)])
         world.check([(2, 559, 560), (0, 699, 700), (1, 39, 40)])
     assert {"attention_merge_f16", f"attention_prefill{'_sm90' * has_wgmma}_f16_d64"} <= set(launched)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 32)])
+def test_attention_over_fp8_has_the_bits_of_the_numbers_it_stands_for(
+    head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Of the kernels without wgmma."""
+    ops, contexts = CudaOps(EmulatedDevice(flags=FLAGS)), [100, 33, 300, 17, 16, 1]
+    held, plain = (
+        Sequences(ops, dtype, contexts, block_size, PLAIN, head_dim, kv_dtype=kv_dtype) for kv_dtype in ("fp8", "auto")
+    )
+    plain.keys, plain.values = ([rounded(x, "fp8") for x in kind] for kind in (plain.keys, plain.values))
+    chunks = [(0, 60, 100), (1, 0, 33), (2, 299, 300), (3, 16, 17), (4, 15, 16), (5, 0, 1)]
+    for world in (held, plain):
+        world.write()
+    assert torch.equal(held.run(chunks), plain.run(chunks))
+    held.check(chunks)
+    for sequence, context in enumerate(contexts):
+        for block, first in zip(held.tables[sequence].tolist(), range(0, context, block_size), strict=False):
+            (a, b), end = (one.cache.read_block(block)[1] for one in (held, plain)), min(block_size, context - first)
+            assert torch.equal(a[:, :, :end], b[:, :, :end])
 
 
 @pytest.mark.parametrize("order", SEEDS[1:])

@@ -90,9 +90,13 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
         "activate": lambda: rows.test_activations_are_those_of_float64(order, sizes.width, dtype, "silu"),
         "add": lambda: rows.test_add_is_in_place_and_rounds_once(order, sizes.width, dtype),
         "attention_decode": lambda: attend(order, decode.Case(head_dim, 1, 4, (33, 300, 15)), dtype),
+        "attention_decode_fp8": lambda: attend(order, decode.Case(head_dim, 1, 4, (33, 300, 15), fp8=True), dtype),
         "attention_merge": lambda: decode.test_the_merge_weighs_any_number_of_parts(order, dtype),
         "attention_prefill": lambda: prefill.check(
             prefill.Case(sizes.chunks, sizes.group, head_dim=head_dim), dtype, order
+        ),
+        "attention_prefill_fp8": lambda: prefill.check(
+            prefill.Case(sizes.chunks, sizes.group, head_dim=head_dim, fp8=True), dtype, order
         ),
         "combine": lambda: test_experts.test_combine_weighs_and_rounds_once(order, sizes.width, dtype),
         "attention_prefill_sm90": lambda: prefill.check(
@@ -114,6 +118,9 @@ def run(kernel: str, order: int, sizes: Sizes = ODD) -> None:
         "rms_norm": lambda: rows.test_norms_are_those_of_float64(order, sizes.hidden, dtype, False),
         "rope_and_write": lambda: test_rope.test_q_is_returned_and_kv_lies_in_its_slots(
             order, "all of it, blocks of 32", dtype
+        ),
+        "rope_and_write_fp8": lambda: test_rope.test_q_is_returned_and_kv_lies_in_its_slots(
+            order, "fp8, blocks of 32", dtype
         ),
         "route": lambda: test_experts.test_rows_are_given_to_experts_and_sorted_by_them(order, 70, 128, 8, True, 16),
         "sample": lambda: sample(order, sizes),
@@ -177,6 +184,7 @@ class Plant(NamedTuple):
 
 
 PACKED = "linear_q4_t2c1_bf16"
+CODED, CODED_PREFILL = "attention_decode_fp8_bf16_d64", "attention_prefill_fp8_f16_d64"
 DECODE, PREFILL, WGMMA = "attention_decode_bf16_d64", "attention_prefill_f16_d96", "attention_prefill_sm90_bf16_d64"
 WGMMA_FILE = "attention/attention_prefill_sm90.cu"
 PLANTS = {
@@ -200,6 +208,9 @@ PLANTS = {
     ),
     "decode, the unit that comes next is filled anew": Plant(
         "attention/attention_decode.cuh", "spare = first + slot *", "spare = first + (slot + 1) % UNITS<D> *", DECODE
+    ),
+    "decode of fp8, a widened unit is read without __syncwarp": Plant(
+        "attention/attention_decode.cuh", "__syncwarp();\n      return wide;", "return wide;", CODED
     ),
     "decode, the query heads are not waited for": Plant(
         "attention/attention_decode.cu", "cp_async_wait<UNITS<D> - 1>", "cp_async_wait<UNITS<D>>", DECODE
@@ -247,6 +258,9 @@ PLANTS = {
     ),
     "prefill, the piece that is read is filled anew": Plant(
         "attention/attention_prefill.cu", "now = 0, next = STAGES - 1", "now = 0, next = 0", PREFILL
+    ),
+    "prefill of fp8, a piece is read before all warps have widened": Plant(
+        "attention/attention_prefill.cu", "PIECE, slab);\n      __syncthreads();", "PIECE, slab);", CODED_PREFILL
     ),
     "4 bits, a unit is read without __syncwarp": Plant(
         "linear_q4.cu", "__syncwarp();  // the unit is there", "// the unit is there", PACKED

@@ -77,3 +77,11 @@ def test_int8_kv_is_refused_before_start_without_cpu_kernels(given: dict[str, An
     said = f"--kv-dtype int8 needs the cpu kernels, and {option} rules them out; give DEVICE=cpu and --kernels cpu"
     problem = up.kv_problem(WorkerSettings(kv_dtype="int8", **given))
     assert problem.startswith(said) if option else problem == ""
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("kernels", ["auto", "cpu", "cuda", "emulator", "reference"])
+def test_fp8_kv_is_refused_before_start_with_reference_kernels(device: Any, kernels: Any) -> None:
+    problem = up.kv_problem(WorkerSettings(kv_dtype="fp8", device=device, kernels=kernels))
+    said = "--kv-dtype fp8 needs the cpu or cuda kernels, and --kernels reference rules them out; give --kernels auto"
+    assert problem.startswith(said) if kernels == "reference" else problem == ""

@@ -11,7 +11,7 @@
 #include "attention_softmax.h"
 #include "attention_tiles.h"
 #include "../kernels.h"
-#include "../kv_int8.h"
+#include "../kv_8bit.h"
 
 namespace {
 
@@ -60,7 +60,7 @@ class Worker {
     wide_ = memory + memory_without_wide(most_rows, stride_, state_size);
   }
   static int64_t memory(const Pool& pool, int64_t most_rows, int64_t state_size) {
-    const int64_t wide = pool.int8 ? 2 * SEGMENT * pool.head_stride * int64_t(sizeof(T)) : 0;
+    const int64_t wide = pool.codes ? 2 * SEGMENT * pool.head_stride * int64_t(sizeof(T)) : 0;
     return memory_without_wide(most_rows, pool.head_stride, state_size) + wide;
   }
 
@@ -100,7 +100,7 @@ class Worker {
         find_tiles(keys_, segment + SEGMENT, next_k_, next_v_);
       else
         memcpy(next_k_, after_k_, sizeof next_k_);
-      if (pool_.int8) widen(segment);
+      if (pool_.codes) with_code(pool_, [&](auto code) { widen<decltype(code)>(segment); });
       for (int b = 0; b < blocks_; b++) attend_segment(segment, b, state);
       memcpy(k_, next_k_, sizeof k_);
       memcpy(v_, next_v_, sizeof v_);
@@ -175,12 +175,13 @@ class Worker {
   }
 
   // Tiles of 8 bits, those that a row of the piece sees, become tiles of T in scratch memory.
+  template <typename Code>
   void widen(int segment) {
     const int lowest = a_.window ? larger(0, keys_.position - a_.window + 1) : 0;
     for (int t = larger(0, lowest - segment) / TILE; t < SEGMENT_TILES && segment + t * TILE < keys_.end; t++) {
       char *k = wide_ + t * wide_tile_bytes_, *v = k + SEGMENT_TILES * wide_tile_bytes_;
-      widen_k<T>(k_[t], next_k_[t], stride_, k);
-      widen_v<T>(v_[t], next_k_[t] + to_v_, stride_, v);
+      widen_k<T, Code>(k_[t], next_k_[t], stride_, k);
+      widen_v<T, Code>(v_[t], next_k_[t] + to_v_, stride_, v);
       k_[t] = k;
       v_[t] = v;
     }
@@ -199,7 +200,7 @@ class Worker {
     const int begin = sees_from(top, segment), end = sees_to(bottom - 1, segment);
     if (begin >= end) return;
     // What comes next is fetched while the first block is worked on, or while a segment of 8 bits is widened.
-    const bool fetches = b == 0 && !pool_.int8;
+    const bool fetches = b == 0 && !pool_.codes;
     const int from = begin / LANES, to = (end + LANES - 1) / LANES;
     if constexpr (BY_TILES<T>) {
       if (fetches) fetch_next();

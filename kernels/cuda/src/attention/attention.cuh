@@ -1,6 +1,8 @@
 // What the attention kernels share: the plan that they read (kernels/cuda/calls.py) and slabs of K and V in
-// shared memory. A slab is SLAB tokens of one KV head, SLAB * D numbers in one piece of a block.
+// shared memory. A slab is SLAB tokens of one KV head, SLAB * D numbers in one piece of a block; where FP8, codes and
+// scales (fp8.cuh), which a warp widens in shared memory to what the numbers would have been.
 #pragma once
+#include "fp8.cuh"
 #include "tiles.cuh"
 
 struct __align__(16) AttentionItem {
@@ -37,7 +39,6 @@ struct AttentionParams {
 
 namespace {
 
-constexpr int SLAB = 16;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -48,15 +49,30 @@ __device__ __forceinline__ int page_of(const AttentionParams& p, const int32_t* 
   return pages[slab >> (__ffs(p.slabs_per_block) - 1)];
 }
 
-// Numbers from the beginning of block 0 to a slab.
+// What a pool holds for T, and how many of these a token and KV head have.
+template <typename T, bool FP8>
+struct Stored {
+  using Type = T;
+};
+template <typename T>
+struct Stored<T, true> {
+  using Type = unsigned char;
+};
+template <int D, bool FP8>
+constexpr int STORED = FP8 ? D + SCALE_BYTES : D;
+// A slab as it lies in a block, in chunks of 16 bytes.
+template <int D, bool FP8>
+constexpr int HELD = FP8 ? SLAB * STORED<D, true> / 16 : SLAB * D / VECTOR;
+
+// From the beginning of block 0 to a slab; D: STORED.
 template <int D>
 __device__ __forceinline__ int64_t slab_offset(const AttentionParams& p, int page, int kv_head, int slab) {
   const int64_t in_block = kv_head * p.slabs_per_block + (slab & (p.slabs_per_block - 1));
   return page * p.block_stride + in_block * (SLAB * D);
 }
 
-// A warp's way of copying a slab: lane by lane in one piece of memory, to rows as above.
-template <int D>
+// A warp's way of copying a slab: lane by lane in one piece of memory, to rows as above, or as it lies.
+template <int D, bool FP8 = false>
 struct SlabCopy {
   static constexpr int CHUNKS = D / VECTOR, STEPS = SLAB * CHUNKS / 32;
   static constexpr bool WHOLE_ROWS = 32 % CHUNKS == 0;  // in a step: then all steps follow from the first
@@ -82,5 +98,33 @@ struct SlabCopy {
     start(shared, to, from, [](int) { return true; });
   }
 };
+template <int D>
+struct SlabCopy<D, true> {
+  const int lane;
+
+  __device__ __forceinline__ explicit SlabCopy(int lane) : lane(lane) {}
+
+  __device__ __forceinline__ void start(uint4* shared, int to, const void* from) const {
+    constexpr int CHUNKS = HELD<D, true>;
+#pragma unroll
+    for (int i = 0; i < (CHUNKS + 31) / 32; i++)
+      if (i * 32 + lane < CHUNKS)
+        cp_async_16(shared + to + i * 32 + lane, static_cast<const uint4*>(from) + i * 32, true);
+  }
+};
+
+// A warp widens the slab at `coded` to rows as above, numbers of tokens that are not seen to zeros. UNROLLED steps are
+// on their way at once, as far as there are registers.
+template <typename T, int D, int UNROLLED, typename Seen>
+__device__ __forceinline__ void widen_slab(uint4* to, const uint4* coded, int lane, Seen is_seen) {
+  constexpr int CHUNKS = D / VECTOR;
+  const uint2* codes = reinterpret_cast<const uint2*>(coded);
+  const float* scales = reinterpret_cast<const float*>(coded + SLAB * D / 16);
+#pragma unroll UNROLLED
+  for (int i = 0; i < SLAB * CHUNKS / 32; i++) {
+    const int at = i * 32 + lane, row = at / CHUNKS;
+    to[swizzled<D>(row, at % CHUNKS)] = widen<T>(codes[at], is_seen(row) ? scales[row] : 0.0f);
+  }
+}
 
 }  // namespace

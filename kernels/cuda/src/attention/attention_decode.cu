@@ -3,6 +3,7 @@
 // A block has one work item and up to 16 query heads of one KV head, which are the rows of mma.m16n8k16. Each warp
 // reads every WARPS-th slab of the item through a private ring in shared memory, K and V in turn, and waits for no
 // other warp until their results are brought together at the end.
+// Kernels of fp8 read slabs of codes, and have the bits of the others over the numbers that these stand for.
 // Grid: x tiles of 16 query heads, which read the same slabs at about the same time, y KV heads, z items. Dynamic
 // shared memory: the query heads, then the rings (calls.py).
 #include "attention_decode.cuh"
@@ -71,8 +72,8 @@ __device__ __forceinline__ void clear_unseen(uint4* values, const Work& work, in
 }
 
 // A warp reads its slabs.
-template <typename T, int D>
-__device__ __forceinline__ void read_slabs(Found<D>& found, Ring<T, D>& ring, const Queries<D>& queries, int warp,
+template <typename T, int D, bool FP8>
+__device__ __forceinline__ void read_slabs(Found<D>& found, Ring<T, D, FP8>& ring, const Queries<D>& queries, int warp,
                                            int lane) {
   const AttentionParams& p = ring.p;
   const Work& work = ring.work;
@@ -157,7 +158,7 @@ __device__ __forceinline__ void store_nothing(const AttentionParams& p, const Wo
   if (partial >= 0 && row < work.heads) p.partial_lse[first + row] = minus_infinity();
 }
 
-template <typename T, int D>
+template <typename T, int D, bool FP8 = false>
 __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   DYNAMIC_SHARED(uint4, shared);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -166,14 +167,15 @@ __device__ __forceinline__ void attention_decode(const AttentionParams& p) {
   const Work work = work_of(p, item);
   if (work.first_slab >= work.end_slab) return store_nothing(p, work, item.partial);
   copy_queries<T, D>(shared, p, work);
-  Ring<T, D> ring(p, work, shared, warp, lane);
+  Ring<T, D, FP8> ring(p, work, shared, warp, lane);
   cp_async_wait<UNITS<D> - 1>();  // the query heads, not yet the ring
   __syncthreads();
   Found<D> found;
-  read_slabs<T, D>(found, ring, Queries<D>(shared, lane), warp, lane);
+  read_slabs<T, D, FP8>(found, ring, Queries<D>(shared, lane), warp, lane);
   __syncthreads();  // all have read their slabs and the query heads: the results take their place
   constexpr int SUMS = WARPS<D> * ROWS * PADDED<D>;
-  static_assert(SUMS * 4 + WARPS<D> * ROWS * 8 <= UNIT<D> * (1 + WARPS<D> * UNITS<D>) * 16, "the results fit");
+  constexpr int CHUNKS_THERE = UNIT<D> + WARPS<D> * (Ring<T, D, FP8>::WIDE + UNITS<D> * HELD<D, FP8>);
+  static_assert(SUMS * 4 + WARPS<D> * ROWS * 8 <= CHUNKS_THERE * 16, "the results fit");
   float* sums = reinterpret_cast<float*>(shared);
   float2* scales = reinterpret_cast<float2*>(sums + SUMS);
   lay_down<D>(found, sums, scales, warp, lane);
@@ -193,3 +195,7 @@ KERNEL(attention_decode_f16_d80, AttentionParams, THREADS<80>, attention_decode<
 KERNEL(attention_decode_f16_d96, AttentionParams, THREADS<96>, attention_decode<f16, 96>)
 KERNEL(attention_decode_f16_d128, AttentionParams, THREADS<128>, attention_decode<f16, 128>)
 KERNEL(attention_decode_f16_d256, AttentionParams, THREADS<256>, attention_decode<f16, 256>)
+KERNEL(attention_decode_fp8_bf16_d64, AttentionParams, THREADS<64>, attention_decode<bf16, 64, true>)
+KERNEL(attention_decode_fp8_bf16_d128, AttentionParams, THREADS<128>, attention_decode<bf16, 128, true>)
+KERNEL(attention_decode_fp8_f16_d64, AttentionParams, THREADS<64>, attention_decode<f16, 64, true>)
+KERNEL(attention_decode_fp8_f16_d128, AttentionParams, THREADS<128>, attention_decode<f16, 128, true>)

@@ -42,40 +42,50 @@ __device__ __forceinline__ Work work_of(const AttentionParams& p, const Attentio
   return work;
 }
 
-// The slabs of a warp on their way to shared memory. Places there are counted in chunks.
-template <typename T, int D>
+// The slabs of a warp on their way to shared memory. Places there are counted in chunks. Where FP8, each warp has room
+// for one widened unit, before the rings.
+template <typename T, int D, bool FP8>
 struct Ring {
+  using Number = typename Stored<T, FP8>::Type;
+  static constexpr int WIDE = FP8 ? UNIT<D> : 0;
   const AttentionParams& p;
   const Work& work;
   uint4* shared;
   const int first;  // unit 0
-  const SlabCopy<D> copy;
-  const T *keys, *values;   // this lane's first numbers of the KV head in block 0
+  const int wide;
+  const SlabCopy<D, FP8> copy;
+  const Number *keys, *values;  // this lane's first 16 bytes of the KV head in block 0
   int next;                 // slab to be fetched
   int page;                 // its block, asked for long before it is needed
   int64_t offset = 0;       // of the slab of the last fetched K
   int slot = UNITS<D> - 1;  // the unit that is being read
 
   __device__ __forceinline__ Ring(const AttentionParams& p, const Work& work, uint4* shared, int warp, int lane)
-      : p(p), work(work), shared(shared), first(UNIT<D> * (1 + warp * UNITS<D>)), copy(lane) {
-    const int64_t head = static_cast<int64_t>(work.kv_head) * p.slabs_per_block * (SLAB * D) + lane * VECTOR;
-    keys = static_cast<const T*>(p.keys) + head;
-    values = static_cast<const T*>(p.values) + head;
+      : p(p),
+        work(work),
+        shared(shared),
+        first(UNIT<D> + WARPS<D> * WIDE + warp * UNITS<D> * HELD<D, FP8>),
+        wide(UNIT<D> + warp * WIDE),
+        copy(lane) {
+    constexpr int SIZE = SLAB * STORED<D, FP8>, CHUNK = 16 / sizeof(Number);
+    const int64_t head = static_cast<int64_t>(work.kv_head) * p.slabs_per_block * SIZE + lane * CHUNK;
+    keys = static_cast<const Number*>(p.keys) + head;
+    values = static_cast<const Number*>(p.values) + head;
     next = work.first_slab + warp;
     find_page();
 #pragma unroll
     for (int unit = 0; unit < UNITS<D> - 1; unit++) {
       if (unit % 2 == 0)
-        fetch_keys(first + unit * UNIT<D>);
+        fetch_keys(first + unit * HELD<D, FP8>);
       else
-        fetch_values(first + unit * UNIT<D>);
+        fetch_values(first + unit * HELD<D, FP8>);
     }
   }
 
   __device__ __forceinline__ void find_page() { page = next < work.end_slab ? page_of(p, work.pages, next) : 0; }
 
   __device__ __forceinline__ void fetch_keys(int to) {
-    offset = slab_offset<D>(p, page, 0, next);
+    offset = slab_offset<STORED<D, FP8>>(p, page, 0, next);
     if (next < work.end_slab) copy.start(shared, to, keys + offset);
     cp_async_commit();
   }
@@ -87,19 +97,26 @@ struct Ring {
     find_page();
   }
 
-  // Where the next unit lies, once it is there. The one before it, which no lane reads any more, is fetched anew: with
-  // the K or V that is UNITS - 1 further on.
+  // Where the next unit lies, once it is there and, where FP8, widened. The one before it, which no lane reads any
+  // more, is fetched anew: with the K or V that is UNITS - 1 further on.
   template <bool is_keys>
   __device__ __forceinline__ int take() {
     cp_async_wait<UNITS<D> - 2>();
     __syncwarp();
-    const int spare = first + slot * UNIT<D>;
+    const int spare = first + slot * HELD<D, FP8>;
     slot = slot == UNITS<D> - 1 ? 0 : slot + 1;
     if constexpr (is_keys == (UNITS<D> % 2 == 1))
       fetch_keys(spare);
     else
       fetch_values(spare);
-    return first + slot * UNIT<D>;
+    const int at = first + slot * HELD<D, FP8>;
+    if constexpr (FP8) {
+      widen_slab<T, D, D / 16>(shared + wide, shared + at, threadIdx.x % 32, [](int) { return true; });
+      __syncwarp();
+      return wide;
+    } else {
+      return at;
+    }
   }
 };
 

@@ -3,7 +3,9 @@
 // A block has a work item and a KV head. Its tile of Q stays in shared memory. K and V come KEYS tokens at a time,
 // as pieces K V K V ..., through a ring of buffers there: while one is worked on, the next ones are on their way. Each
 // warp brings a slab of every piece, and goes through all keys with its rows of the tile.
-// Grid: KV heads, work items: so that the longest items of all heads begin first. Dynamic shared memory: (ROWS + STAGES * KEYS) * head_dim numbers, then a RowTable.
+// Kernels of fp8 bring codes, and each warp widens its slab of a piece to what a plain kernel's ring would have held.
+// Grid: KV heads, work items: so that the longest items of all heads begin first. Dynamic shared memory: ROWS *
+// head_dim numbers, KEYS * head_dim widened ones, STAGES * KEYS tokens as they are stored, then a RowTable.
 #include "attention_prefill.cuh"
 
 namespace {
@@ -26,8 +28,10 @@ __device__ __forceinline__ void copy_queries(const AttentionParams& p, const Wor
 }
 
 // Brings this warp's slab of one piece after another, in the order K V K V ...
-template <typename T, int D>
+template <typename T, int D, bool FP8>
 struct Feed {
+  static constexpr int SLAB_CHUNKS = HELD<D, FP8>;
+
   const AttentionParams& p;
   const Work& work;
   const int32_t* pages;  // of the sequence
@@ -51,27 +55,44 @@ struct Feed {
     constexpr int CHUNKS = Tile<D>::CHUNKS;
     if (first * SLAB < work.end_key) {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slab = first + warp;
-      const T* block = static_cast<const T*>(VALUES ? p.values : p.keys) + slab_offset<D>(p, page, blockIdx.x, slab);
-      const unsigned unseen = (work.first_key - slab * SLAB) * CHUNKS, seen = (work.end_key - work.first_key) * CHUNKS;
-      SlabCopy<D>(lane).start(ring, to + warp * SLAB * CHUNKS, reinterpret_cast<const uint4*>(block) + lane,
-                              [&](int i) { return lane - unseen + i * 32 < seen; });
+      using Number = typename Stored<T, FP8>::Type;
+      const Number* block = static_cast<const Number*>(VALUES ? p.values : p.keys);
+      block += slab_offset<STORED<D, FP8>>(p, page, blockIdx.x, slab);
+      const uint4* from = reinterpret_cast<const uint4*>(block) + lane;
+      const SlabCopy<D, FP8> copy(lane);
+      if constexpr (FP8) {
+        copy.start(ring, to + warp * SLAB_CHUNKS, from);
+      } else {
+        const unsigned unseen = (work.first_key - slab * SLAB) * CHUNKS;
+        const unsigned seen = (work.end_key - work.first_key) * CHUNKS;
+        copy.start(ring, to + warp * SLAB_CHUNKS, from, [&](int i) { return lane - unseen + i * 32 < seen; });
+      }
     }
     cp_async_commit();
     if (VALUES) find_page(first + WARPS);
   }
+
+  // Widens this warp's slab of the piece at `from`, the first slab of which is `first`.
+  __device__ __forceinline__ void widen(uint4* to, const uint4* from, int first) const {
+    const int warp = threadIdx.x / 32, slab = first + warp;
+    const unsigned unseen = work.first_key - slab * SLAB, seen = work.end_key - work.first_key;
+    widen_slab<T, D, 2>(to + warp * SLAB * Tile<D>::CHUNKS, from + warp * SLAB_CHUNKS, threadIdx.x % 32,
+                        [&](int token) { return token - unseen < seen; });
+  }
 };
 
-template <typename T, int D>
+template <typename T, int D, bool FP8 = false>
 __device__ __forceinline__ void prefill(const AttentionParams& p) {
-  constexpr int STAGES = Tile<D>::STAGES, PIECE = Tile<D>::PIECE;
+  constexpr int STAGES = Tile<D>::STAGES, PIECE = WARPS * HELD<D, FP8>;
   DYNAMIC_SHARED(uint4, queries);
-  uint4* ring = queries + Tile<D>::ROWS * Tile<D>::CHUNKS;
+  uint4* wide = queries + Tile<D>::ROWS * Tile<D>::CHUNKS;  // the piece that is worked on, where it must be widened
+  uint4* ring = wide + (FP8 ? Tile<D>::PIECE : 0);
   RowTable<D>& table = *reinterpret_cast<RowTable<D>*>(ring + STAGES * PIECE);
   const AttentionItem item = p.items[blockIdx.y];
   if (item.sequence < 0) return;
   const Work work = work_of<D>(p, item);
   int slab = work.first_key / SLAB;
-  Feed<T, D> feed(p, item, work);
+  Feed<T, D, FP8> feed(p, item, work);
   copy_queries<D>(p, work, queries);
   feed.template copy<false>(ring, 0, slab);  // closes a group of copies, the queries in it
   if (STAGES > 2) feed.template copy<true>(ring, PIECE, slab);
@@ -82,7 +103,12 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
   const auto take = [&] {
     cp_async_wait<STAGES - 2>();
     __syncthreads();
+    if constexpr (FP8) {
+      feed.widen(wide, ring + now * PIECE, slab);
+      __syncthreads();
+    }
   };
+  const auto piece = [&] { return FP8 ? wide : ring + now * PIECE; };
   const auto advance = [&] {
     next = now;
     now = now == STAGES - 1 ? 0 : now + 1;
@@ -92,11 +118,11 @@ __device__ __forceinline__ void prefill(const AttentionParams& p) {
     uint32_t weights[Tile<D>::M_TILES][KEYS / 16][4];
     take();
     feed.template copy<STAGES % 2 == 0>(ring, next * PIECE, slab + (STAGES - 1) / 2 * WARPS);
-    if (seen) rows.weigh(p, work, table, queries, ring + now * PIECE, slab * SLAB, weights);
+    if (seen) rows.weigh(p, work, table, queries, piece(), slab * SLAB, weights);
     advance();
     take();
     feed.template copy<STAGES % 2 == 1>(ring, next * PIECE, slab + STAGES / 2 * WARPS);
-    if (seen) rows.add(weights, ring + now * PIECE);
+    if (seen) rows.add(weights, piece());
     advance();
   }
   cp_async_wait<0>();
@@ -115,3 +141,7 @@ KERNEL(attention_prefill_f16_d80, AttentionParams, THREADS, prefill<f16, 80>)
 KERNEL(attention_prefill_f16_d96, AttentionParams, THREADS, prefill<f16, 96>)
 KERNEL(attention_prefill_f16_d128, AttentionParams, THREADS, prefill<f16, 128>)
 KERNEL(attention_prefill_f16_d256, AttentionParams, THREADS, prefill<f16, 256>)
+KERNEL(attention_prefill_fp8_bf16_d64, AttentionParams, THREADS, prefill<bf16, 64, true>)
+KERNEL(attention_prefill_fp8_bf16_d128, AttentionParams, THREADS, prefill<bf16, 128, true>)
+KERNEL(attention_prefill_fp8_f16_d64, AttentionParams, THREADS, prefill<f16, 64, true>)
+KERNEL(attention_prefill_fp8_f16_d128, AttentionParams, THREADS, prefill<f16, 128, true>)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
-from kernels.cuda.calls import HEAD_DIMS, ITEM, SLAB
+from kernels.cuda.calls import FP8_HEAD_DIMS, HEAD_DIMS, ITEM, SLAB
 from tests.kernels.cuda.programs import (
     ORDERS,
     TYPES,
@@ -26,6 +26,8 @@ from tests.kernels.cuda.programs import (
     int32,
     launch,
     numbers,
+    part_of,
+    put,
     untouched,
 )
 from tests.kernels.sequences import attended, near, wide
@@ -49,6 +51,7 @@ class Case:
     window: int = 0
     alibi: bool = False
     layer_major: bool = False
+    fp8: bool = False
 
     @property
     def heads(self) -> int:
@@ -64,6 +67,11 @@ CASES = {
     "a window over several": Case(80, 2, 2, (20, 39, 40, 41, 200), window=40, block_size=32),
     "alibi": Case(64, 2, 16, (300, 1, 17), alibi=True),
     "alibi, window, two tiles, the second not full": Case(128, 1, 20, (100, 30), alibi=True, window=50),
+    **{f"fp8, heads of {d}, {g} share one": Case(d, 1, g, fp8=True) for d in FP8_HEAD_DIMS for g in (1, 16)},
+    "fp8, blocks of 64": Case(64, 3, 2, (200, 64, 31), block_size=64, fp8=True),
+    "fp8, alibi, window, layer by layer": Case(
+        128, 2, 20, (100, 30), block_size=32, alibi=True, window=50, layer_major=True, fp8=True
+    ),
 }
 SPLIT_CASES = {
     "plain": Case(64, 2, 4, (150, 40, 16, 1)),
@@ -71,6 +79,7 @@ SPLIT_CASES = {
     "heads of 256": Case(256, 1, 2, (130, 33)),
     "window": Case(128, 2, 1, (200, 60), window=70),
     "alibi": Case(96, 1, 20, (130, 50), alibi=True),
+    "fp8": Case(128, 2, 4, (300, 40, 16, 1), fp8=True),
 }
 BORDERS = (0, 1, 1, 3, 99)
 """Of the parts of a sequence, in slabs: one is empty, the others often, and the last is larger than the sequence."""
@@ -86,9 +95,9 @@ class Step:
         held = [-(-length // case.block_size) for length in case.lengths]
         start, blocks = np.cumsum([0, *held]), sum(held) + 2
         pages = generator.permutation(blocks)[: sum(held)]
-        slab = (case.kv_heads, case.block_size, case.head_dim)
-        shape = (LAYERS, 2, blocks, *slab) if case.layer_major else (blocks, LAYERS, 2, *slab)
-        self.pool = fenced(torch.full(shape, torch.nan, dtype=kind))
+        part = part_of(case.kv_heads, case.block_size, case.head_dim, kind, case.fp8)
+        shape = (LAYERS, 2, blocks) if case.layer_major else (blocks, LAYERS, 2)
+        self.pool = fenced(part.expand(*shape, *part.shape).clone())
         layer = self.pool[LAYER] if case.layer_major else self.pool[:, LAYER].transpose(0, 1)
         self.keys, self.values = layer[0], layer[1]
         self.block_stride = self.keys.stride(0)
@@ -112,7 +121,7 @@ class Step:
         v = numbers(*shape, dtype=self.q.dtype, seed=seed + 1)
         block = torch.from_numpy(pages[positions // case.block_size])
         place = torch.from_numpy(positions % case.block_size)
-        self.keys[block, :, place], self.values[block, :, place] = k, v
+        k, v = (put(part, block, place, x, case.fp8) for part, x in ((self.keys, k), (self.values, v)))
         slopes = None if self.slopes is None else wide(self.slopes)
         return attended(wide(self.q[self.rows[sequence]])[None], wide(k), wide(v), self.scale, slopes)[0]
 
@@ -133,7 +142,7 @@ class Step:
             self.scale, self.q.data_ptr(), self.out.data_ptr(), self.keys.data_ptr() - moved_bytes,
             self.values.data_ptr() - moved_bytes, held.data_ptr(), self.pages.ctypes.data, self.page_start.ctypes.data,
             self.context.ctypes.data, self.query_start.ctypes.data, *(part.data_ptr() for part in partial or ()),
-            slopes=0 if self.slopes is None else self.slopes.data_ptr(), window=case.window,
+            slopes=0 if self.slopes is None else self.slopes.data_ptr(), window=case.window, fp8=case.fp8,
         )  # fmt: skip
         launch(call, order)
         assert_fences(self.pool, self.q, self.out, *(partial or ()))

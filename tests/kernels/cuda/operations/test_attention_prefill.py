@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda import calls
-from kernels.cuda.calls import BF16, F16, HEAD_DIMS, ITEM, SLAB, WGMMA_HEAD_DIMS
+from kernels.cuda.calls import BF16, F16, FP8_HEAD_DIMS, HEAD_DIMS, ITEM, SLAB, WGMMA_HEAD_DIMS
 from tests.kernels.cuda.programs import (
     HAS_WGMMA,
     ORDERS,
@@ -27,6 +27,8 @@ from tests.kernels.cuda.programs import (
     int32,
     launch,
     numbers,
+    part_of,
+    put,
     untouched,
 )
 from tests.kernels.sequences import ROUNDING, attended, wide
@@ -39,7 +41,7 @@ LAYERS, LAYER = 2, 1
 SPARE_BLOCKS = 3
 PROCESSORS = 3
 """Where wgmma is: each of its blocks goes through several pieces of work."""
-KINDS: dict[str, dict[str, int]] = {"mma": {}} | (
+KINDS: dict[str, dict[str, int]] = {"mma": {}, "fp8": {"fp8": True}} | (
     {"wgmma": {"head_dim": 128, "processors": PROCESSORS}} if HAS_WGMMA else {}
 )
 HEADS = [(head_dim, 0) for head_dim in HEAD_DIMS] + [(dim, PROCESSORS) for dim in WGMMA_HEAD_DIMS if HAS_WGMMA]
@@ -58,6 +60,7 @@ class Case:
     growth: float = 0.0  # of the scores, from one position to the next
     first_block: int = 0  # the number of the pool's first block, were there more before it
     processors: int = 0  # with wgmma
+    fp8: bool = False
 
     @property
     def heads(self) -> int:
@@ -100,22 +103,22 @@ class Problem:
         case, size = self.case, self.case.block_size
         used = [-(-context // size) for context in contexts]
         order = np.random.default_rng(3).permutation(sum(used) + SPARE_BLOCKS)
-        slab = (case.kv_heads, size, case.head_dim)
+        part = part_of(case.kv_heads, size, case.head_dim, TYPES[self.dtype], case.fp8)
         if case.layer_major:
-            pool = fenced(torch.full((LAYERS, 2, len(order), *slab), torch.nan, dtype=TYPES[self.dtype]))
+            pool = fenced(part.expand(LAYERS, 2, len(order), *part.shape).clone())
             k, v, self.stride = pool[LAYER, 0], pool[LAYER, 1], pool.stride(2)
         else:
-            pool = fenced(torch.full((len(order), LAYERS, 2, *slab), torch.nan, dtype=TYPES[self.dtype]))
+            pool = fenced(part.expand(len(order), LAYERS, 2, *part.shape).clone())
             k, v, self.stride = pool[:, LAYER, 0], pool[:, LAYER, 1], pool.stride(0)
         self.pool, self.pool_keys, self.pool_values = pool, k, v
         self.page_start = int32(*np.cumsum([0, *used[:-1]]).tolist())
         self.pages = int32(*(order + case.first_block).tolist())
         for s, (before, _) in enumerate(case.chunks):
             seen_from = max(0, before - case.window + 1) if case.window else 0
-            for position in range(seen_from, contexts[s]):
-                page = order[self.page_start[s] + position // size]
-                k[page, :, position % size] = self.keys[s][position]
-                v[page, :, position % size] = self.values[s][position]
+            seen = torch.arange(seen_from, contexts[s])
+            pages, places = torch.from_numpy(order)[int(self.page_start[s]) + seen // size], seen % size
+            for pool_part, kind in ((k, self.keys), (v, self.values)):
+                kind[s][seen_from:] = put(pool_part, pages, places, kind[s][seen_from:], case.fp8)
 
     def _plan(self, splits: int) -> tuple[list[tuple[Any, ...]], list[int], list[int]]:
         """Items, and of all tokens: where the parts begin, the row of out. Slabs are cut without regard to tiles."""
@@ -140,6 +143,7 @@ class Problem:
             self.page_start.ctypes.data, self.context.ctypes.data, self.query_start.ctypes.data,
             self.partial_out.data_ptr(), self.partial_lse.data_ptr(),
             self.slopes.data_ptr() if self.slopes is not None else 0, case.window, case.processors,
+            case.fp8,
         )  # fmt: skip
         launch(call, order)
         assert_fences(self.out, self.partial_out, self.partial_lse)
@@ -187,6 +191,13 @@ def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.parametrize(("head_dim", "processors"), HEADS)
 def test_every_head_dim_and_type(head_dim: int, processors: int, dtype: str, order: int) -> None:
     check(Case(((0, 33), (70, 9)), group=3, head_dim=head_dim, processors=processors), dtype, order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("head_dim", FP8_HEAD_DIMS)
+def test_every_head_dim_and_type_of_fp8(head_dim: int, dtype: str, order: int) -> None:
+    check(Case(((0, 33), (70, 9)), group=3, head_dim=head_dim, fp8=True), dtype, order)
 
 
 @pytest.mark.parametrize(("group", "order"), zip(range(1, 17), cycle(ORDERS)))

@@ -11,8 +11,19 @@ import torch
 
 from kernels.cuda import calls
 from kernels.ops import Norm
-from tests.kernels.cuda.programs import ORDERS, TYPES, UNTOUCHED, assert_fences, int32, launch, numbers, untouched
-from tests.kernels.sequences import near, normed, wide
+from tests.kernels.cuda.programs import (
+    ORDERS,
+    TYPES,
+    UNTOUCHED,
+    assert_fences,
+    int32,
+    launch,
+    numbers,
+    part_of,
+    take,
+    untouched,
+)
+from tests.kernels.sequences import coded, near, normed, wide
 from tests.support.compiler import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.sanitized, pytest.mark.parametrize("order", ORDERS)]
@@ -32,6 +43,7 @@ class Case:
     bias: bool = False
     block_size: int = 16
     layer_major: bool = False
+    fp8: bool = False
 
 
 CASES = {
@@ -47,6 +59,8 @@ CASES = {
     "sixteen heads share one": Case(16, 1, 64, 64),
     "the smallest head, layer by layer": Case(1, 1, 8, 4, layer_major=True),
     "opt, nothing turns": Case(4, 4, 64, bias=True),
+    "fp8, blocks of 32": Case(4, 2, 128, 128, norms=True, bias=True, block_size=32, fp8=True),
+    "fp8, an odd half": Case(3, 1, 64, 20, layer_major=True, fp8=True),
 }
 
 
@@ -73,12 +87,13 @@ def test_q_is_returned_and_kv_lies_in_its_slots(order: int, name: str, dtype: st
     table = numbers(POSITIONS, max(2, case.rotary), seed=3).clamp_(-1, 1)
     bias = numbers(all_heads, case.head_dim, seed=4)
     q_weight, k_weight = numbers(case.head_dim, seed=5), numbers(case.head_dim, seed=6)
-    slab = (case.kv_heads, size, case.head_dim)
+    part = part_of(case.kv_heads, size, case.head_dim, kind, case.fp8)
+    slab = part.shape
     if case.layer_major:
-        pool = untouched(LAYERS, 2, BLOCKS, *slab, dtype=kind)
+        pool = untouched(LAYERS, 2, BLOCKS, *slab, dtype=part.dtype)
         keys, values, stride = pool[LAYER, 0], pool[LAYER, 1], pool.stride(2)
     else:
-        pool = untouched(BLOCKS, LAYERS, 2, *slab, dtype=kind)
+        pool = untouched(BLOCKS, LAYERS, 2, *slab, dtype=part.dtype)
         keys, values, stride = pool[:, LAYER, 0], pool[:, LAYER, 1], pool.stride(0)
     q = untouched(rows, case.heads, case.head_dim, dtype=kind)
 
@@ -91,7 +106,7 @@ def test_q_is_returned_and_kv_lies_in_its_slots(order: int, name: str, dtype: st
         given |= {"angles": table.data_ptr(), "rotary": case.rotary, "positions": positions.ctypes.data}
     sizes = (rows, case.heads, case.kv_heads, case.head_dim, size, stride)
     tensors = (qkv.data_ptr(), q.data_ptr(), keys.data_ptr(), values.data_ptr())
-    launch(calls.rope_and_write(dtype, *sizes, *tensors, slots.ctypes.data, **given), order)
+    launch(calls.rope_and_write(dtype, *sizes, *tensors, slots.ctypes.data, **given, fp8=case.fp8), order)
 
     x = wide(qkv) + (wide(bias) if case.bias else 0)
     angles = wide(table)[positions]
@@ -100,7 +115,13 @@ def test_q_is_returned_and_kv_lies_in_its_slots(order: int, name: str, dtype: st
     expected_k = expected_head(x[:, case.heads : first_v], case, k_weight if case.norms else None, 1e-2, angles)
     near(q, expected_q, absolute=3e-6)
     for row, slot in enumerate(slots):
-        if slot >= 0:
+        if slot >= 0 and case.fp8:
+            found_k, found_v = (take(one, slot // size, slot % size, case.head_dim) for one in (keys, values))
+            limit = 2**-4 * np.abs(expected_k[row]) + 2**-18 * np.abs(expected_k[row]).max(-1, keepdims=True)
+            assert (np.abs(wide(found_k) - expected_k[row]) <= limit).all()
+            exact = torch.from_numpy(x[row, first_v:]).float()
+            assert torch.equal(found_v, coded(exact, "fp8"))
+        elif slot >= 0:
             near(keys[slot // size, :, slot % size], expected_k[row], absolute=3e-6)
             near(values[slot // size, :, slot % size], x[row, first_v:])
             keys[slot // size, :, slot % size] = values[slot // size, :, slot % size] = UNTOUCHED

@@ -1,0 +1,182 @@
+// Keys and values in 8 bits (Pool::codes): how a token is rounded, and how its tile becomes one of a plain pool.
+//
+// The head_dim numbers x of a token and KV head, of K or of V, are held as a float32 scale = max |x| / MOST and as
+// codes: x / scale, at most MOST in size, rounded to the nearest number that a code stands for, ties to even.
+//   Int8Code  integers, MOST 127
+//   Fp8Code   e4m3fn, MOST 448: sign, four bits of exponent with bias 7, three of fraction; denormal numbers below 2^-6
+//             (OCP 8-bit Floating Point Specification 1.0, 5.3). The code of its NaN is not written.
+// All codes stand for 0 where the scale is 0; the scale is NaN where a number is infinite or NaN. The codes stand for
+// code * scale in float32, which is rounded once more to bfloat16 in a pool of that dtype: attention over them is
+// attention over a plain pool that holds these numbers.
+//
+// A tile of 16 tokens has its codes first, then 16 scales:
+//   K  [head_stride][16]
+//   V  [16][head_stride]
+#pragma once
+#include "kv.h"
+#include "vec_exp.h"
+
+typedef int8_t codes8 __attribute__((vector_size(LANES)));
+
+// LANES codes as integers of 32 bits, with their sign.
+static inline vi load_codes(const int8_t* p) {
+#if LANES == 16
+  __m128i bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  return (vi)_mm512_maskz_cvtepi8_epi32(0xffff, bytes);
+#elif LANES == 8
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  codes8 bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  return __builtin_convertvector(bytes, vi);
+#endif
+}
+
+// A sum with it has no bits below `unit`, and ends in the number of units.
+static inline float whole(float unit) { return 12582912.0f * unit; }  // 1.5 * 2^23
+
+struct Int8Code {
+  static constexpr float MOST = 127;
+  static inline vi encode(vf x) { return (vi)(x + whole(1)) - (vi)splat(whole(1)); }
+  static inline vf decode(const int8_t* p) {
+#if LANES == 16
+    return (vf)_mm512_maskz_cvtepi32_ps(0xffff, (__m512i)load_codes(p));
+#elif LANES == 8
+    return (vf)_mm256_cvtepi32_ps((__m256i)load_codes(p));
+#else
+    return __builtin_convertvector(load_codes(p), vf);
+#endif
+  }
+  static inline float decode(int8_t code) { return code; }
+};
+
+struct Fp8Code {
+  static constexpr float MOST = 448;
+  static inline vi encode(vf x) {
+    const vu bits = (vu)x, size = bits & 0x7fffffff;
+    const vu denormal = (vu)((vf)size + whole(0x1p-9f)) - (vu)splat(whole(0x1p-9f));
+    const vu normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);  // 120: the biases' distance
+    return (vi)((size < 0x3c800000 ? denormal : normal) | (bits >> 24 & 0x80));  // 2^-6
+  }
+  // The fields of a code are those of a float32 that is 2^120 times smaller.
+  static inline vf decode(const int8_t* p) { return (vf)(load_codes(p) << 20 & (int32_t)0x87f00000) * 0x1p120f; }
+  static inline float decode(int8_t code) {
+    const uint32_t bits = uint32_t(int32_t(code)) << 20 & 0x87f00000;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x * 0x1p120f;
+  }
+};
+
+// Calls `with` with an object of the pool's code.
+template <typename F>
+static inline auto with_code(const Pool& p, F with) {
+  return p.codes == FP8_CODES ? with(Fp8Code()) : with(Int8Code());
+}
+
+static inline float code_scale(const float* x, int64_t padded, float most_code) {
+  vu most = {};  // the bits of |x| ascend as |x| does, those of infinity and NaN come last
+  for (int64_t i = 0; i < padded; i += LANES) {
+    const vu size = (vu)load(x + i) & 0x7fffffff;
+    most = size > most ? size : most;
+  }
+  uint32_t largest = 0;
+  for (int lane = 0; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
+  if (largest >= 0x7f800000) return __builtin_nanf("");
+  float size;
+  memcpy(&size, &largest, 4);
+  return size / most_code;
+}
+
+template <typename Code>
+static inline void encode(const float* x, float scale, int64_t padded, int8_t* codes) {
+  const float divisor = scale > 0 ? scale : __builtin_inff();
+  for (int64_t i = 0; i < padded; i += LANES) {
+    // More than MOST only where the scale is denormal.
+    const vf number = vec_max(vec_min(load(x + i) / divisor, splat(Code::MOST)), splat(-Code::MOST));
+    const codes8 code = __builtin_convertvector(Code::encode(number), codes8);
+    memcpy(codes + i, &code, sizeof code);
+  }
+}
+
+// Where the codes and the scale of the token at `offset` of a part lie, and the distance between its codes.
+struct CodeLane {
+  int8_t* codes;
+  float* scale;
+  int64_t step;
+};
+static inline CodeLane code_lane(const Pool& p, char* part, bool is_value, int64_t offset) {
+  char* tile = part + offset / TILE * tile_bytes(p);
+  float* scales = reinterpret_cast<float*>(tile + TILE * p.head_stride);
+  int8_t* codes = reinterpret_cast<int8_t*>(tile);
+  const int64_t place = offset % TILE;
+  if (is_value) return {codes + place * p.head_stride, scales + place, 1};
+  return {codes + place, scales + place, TILE};
+}
+
+// Rounds `head_stride` numbers, the padding's zeros with them, into a part; `codes`: memory for as many.
+template <typename Code>
+static inline void write_codes(const Pool& p, char* part, bool is_value, int64_t offset, const float* x,
+                               int8_t* codes) {
+  const CodeLane lane = code_lane(p, part, is_value, offset);
+  *lane.scale = code_scale(x, p.head_stride, Code::MOST);
+  encode<Code>(x, *lane.scale, p.head_stride, codes);
+  if (is_value) {
+    memcpy(lane.codes, codes, p.head_stride);
+    return;
+  }
+  for (int64_t d = 0; d < p.head_stride; d++) lane.codes[d * TILE] = codes[d];
+}
+
+// Two vectors as bfloat16, side by side in 32-bit words; a NaN of code_scale stays NaN.
+static inline vu bfloat16_words(vf low, vf high) {
+  const vu l = (vu)low, h = (vu)high;
+  return (l + 0x7fff + (l >> 16 & 1)) >> 16 | ((h + 0x7fff + (h >> 16 & 1)) & 0xffff0000u);
+}
+static inline void store_words(char* p, vu words) { memcpy(p, &words, sizeof words); }
+
+// A tile of K and one of V as a plain pool of T holds them. `ahead`: a tile that will be wanted soon.
+template <typename T, typename Code>
+static inline void widen_k(const char* tile, const char* ahead, int64_t stride, char* out) {
+  const int8_t* codes = reinterpret_cast<const int8_t*>(tile);
+  const float* scales = reinterpret_cast<const float*>(codes + TILE * stride);
+  vf scale[TILE / LANES];
+  for (int c = 0; c < TILE / LANES; c++) scale[c] = load(scales + c * LANES);
+  for (int64_t at = 0; at < TILE * stride; at += TILE * 4) {
+    __builtin_prefetch(ahead + at);
+    for (int64_t d = at; d < at + TILE * 4; d += TILE * 2)
+      for (int c = 0; c < TILE / LANES; c++) {
+        const vf even = Code::decode(codes + d + c * LANES) * scale[c];
+        const vf odd = Code::decode(codes + d + TILE + c * LANES) * scale[c];
+        if constexpr (sizeof(T) == 4) {
+          store(reinterpret_cast<float*>(out) + d + c * LANES, even);
+          store(reinterpret_cast<float*>(out) + d + TILE + c * LANES, odd);
+        } else {
+          store_words(out + (d / 2 + c * LANES) * 4, bfloat16_words(even, odd));
+        }
+      }
+  }
+  __builtin_prefetch(ahead + TILE * stride);
+}
+
+template <typename T, typename Code>
+static inline void widen_v(const char* tile, const char* ahead, int64_t stride, char* out) {
+  const int8_t* codes = reinterpret_cast<const int8_t*>(tile);
+  const float* scales = reinterpret_cast<const float*>(codes + TILE * stride);
+  for (int64_t at = 0; at < TILE * stride; at += 64) __builtin_prefetch(ahead + at);
+  __builtin_prefetch(ahead + TILE * stride);
+  for (int j = 0; j < TILE; j += 2, codes += 2 * stride) {
+    const vf scale = splat(scales[j]), next_scale = splat(scales[j + 1]);
+    for (int64_t i = 0; i < stride; i += LANES) {
+      const vf first = Code::decode(codes + i) * scale;
+      const vf second = Code::decode(codes + stride + i) * next_scale;
+      if constexpr (sizeof(T) == 4) {
+        store(reinterpret_cast<float*>(out) + j * stride + i, first);
+        store(reinterpret_cast<float*>(out) + (j + 1) * stride + i, second);
+      } else {
+        store_words(out + (j / 2 * stride + i) * 4, bfloat16_words(first, second));
+      }
+    }
+  }
+}
