@@ -516,7 +516,8 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
     def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> Any:
         """Return a matrix as pack_linear, of parts that are all of one of the backend's group_formats.
 
-        `linear` multiplies it as a matrix of `Groups.plain` in float32; on a CPU as pack_linear's, to the bit.
+        `linear` multiplies it as a matrix of `Groups.plain` in float32. On a CPU the product has that matrix's bits,
+        but where `group_numerics` says otherwise.
         """
         raise ValueError(f"weights in groups: the {self.name} backend has no kernels for them")
 

@@ -115,10 +115,11 @@ class State:
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Return a digest of the recipe and of the model that it converts, so that older files are made again."""
+    """Return a digest of the recipe, of those before it and of its model, so that older files are made again."""
     made_of: list[object] = [recipe]
     if recipe.name == "llama":
         made_of += [LLAMA_SDIST, LLAMA_FLAGS]
+    made_of += [fingerprint(RECIPES[name]) for name in recipe.after]
     if recipe.model:
         made_of += [model.SHAPES[recipe.model], model.vocabulary(), model.prompt(128, 0)]
         made_of += [GGUF_KINDS, OPENVINO_WIDTHS]

@@ -24,7 +24,7 @@ CLASSES = {
     EXACT: "float32, the same greedy answers as transformers in float32",
     REDUCED: "16-bit arithmetic or weights",
     INT8: "8-bit weights",
-    INT4: "4-bit weights, with scales 4.25 to 4.5 bits",
+    INT4: "4-bit weights",
 }
 
 

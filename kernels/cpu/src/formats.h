@@ -20,6 +20,7 @@
 //                 has IN_PLACE, whether tiles read the packed form as it is, or else unpack_pairs
 //   GROUPED       whether it is packed from Groups (kernels/ops.py). Such a format is multiplied as float32: instead of
 //                 Register, PARTS, part, add and PREFETCHED it has unpack_piece, load_scale and value
+//   PAIRED        of a GROUPED format: whether it is multiplied in pairs of bfloat16 instead, by its Kernel
 #pragma once
 #include "formats/bfloat16.h"
 #include "formats/float32.h"

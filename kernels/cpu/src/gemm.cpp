@@ -18,7 +18,7 @@ constexpr int64_t BLOCK_TILES = 8;          // tiles of rows per block
 constexpr int64_t GROUP = 4;                // panels per piece, at most
 constexpr int64_t PASS_STEPS = 512;         // of a panel that the tiles of a block go through before the next one
 constexpr int64_t AHEAD = 8192;             // bytes of weights that a lone tile fetches ahead: 53 GB/s times latency
-constexpr int64_t UNPACKED_INPUTS = 512;    // of a panel in float32 at once, for several tiles: half of a second cache
+constexpr int64_t UNPACKED_INPUTS = 512;    // of a panel unpacked at once, for several tiles: half of a second cache
 constexpr int64_t LONE_INPUTS = 32;         // for each panel of a lone tile: half of the first cache
 constexpr int64_t COPY_BYTES = 512 * 1024;  // of a block's activations, when they have to be copied
 constexpr int64_t TILED_BLOCK = 32;         // tiles of rows per block that tile registers multiply,
@@ -244,12 +244,12 @@ class Linear {
 #ifdef PAIRS_OF_BFLOAT16
   // The same for pairs of bfloat16: a lone tile unpacks them in registers, of several tiles each reads them unpacked.
   void multiply_paired(int64_t panel, int64_t count) {
-    typedef typename W::Numbers Numbers;
+    typedef typename W::Kernel Kernel;
     const int64_t rows = end_ - begin_, groups = ceil_div(args_.inputs, DEPTH), at_once = UNPACKED_INPUTS / DEPTH;
     if (end_tile_ - first_tile_ == 1) {
       for (int64_t p = 0, together = std::min(panels_together(rows), 2); p < count; p += together) {
         while (together > count - p) together /= 2;
-        pick<Numbers>(rows, together)(tile_of(first_tile_, p, weights(panel + p, 0), packed_.panel_bytes, 0, groups));
+        pick<Kernel>(rows, together)(tile_of(first_tile_, p, weights(panel + p, 0), packed_.panel_bytes, 0, groups));
       }
       return;
     }
@@ -257,8 +257,8 @@ class Linear {
       for (int64_t first = 0; first < groups; first += at_once) {
         const int64_t last = std::min(groups, first + at_once);
         for (int64_t group = first; group < last; group++)
-          UnpackedPairs::unpack<Numbers>(weights(panel + p, group), DEPTH,
-                                         unpacked_ + (group - first) * UnpackedPairs::bytes(DEPTH));
+          UnpackedPairs::unpack<Kernel>(weights(panel + p, group), DEPTH,
+                                        unpacked_ + (group - first) * UnpackedPairs::bytes(DEPTH));
         for (int64_t tile = first_tile_; tile < end_tile_; tile++)
           pick<UnpackedPairs>(first_row(tile + 1) - first_row(tile), 1)(tile_of(tile, p, unpacked_, 0, first, last));
       }

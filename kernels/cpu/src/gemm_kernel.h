@@ -1,9 +1,9 @@
 // The inner loop of the linear layers: R rows of activations times P panels of packed weights.
 //
 // Weights are packed in panels of WIDTH outputs; inside a panel the inputs follow each other, so that a kernel reads
-// one stream per panel. Every output number is ONE chain of fused multiply-adds over the inputs in ascending order,
-// whatever R and P are and wherever the chain is interrupted (sums rest in float32, exactly): this is what makes a
-// row's result the same alone and in any batch.
+// one stream per panel. Every output number is ONE chain of fused multiply-adds over the inputs in ascending order
+// (paired_kernel: over the groups, and each group's sum one over its inputs), whatever R and P are and wherever the chain
+// is interrupted (sums rest in float32, exactly). This makes a row's result the same alone and in any batch.
 #pragma once
 #include <algorithm>
 #include <utility>

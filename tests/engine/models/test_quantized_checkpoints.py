@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.cpu.library import load
 from kernels.cuda.backend import CudaOps
 from kernels.cuda.backend import Packed as PlainOnDevice
 from kernels.cuda.operations.quantized import Quantized
@@ -29,9 +30,10 @@ from services.worker.quantization.base import Matrix
 from services.worker.quantization.int4 import rounded as int4_rounded
 from services.worker.quantization.stored import unpacked
 from shared.errors import ConfigurationError, ModelError
-from tests.engine.driver import assert_tokens, generated
+from tests.engine.driver import assert_tokens, generated, make_engine
 from tests.engine.emulated import GAP, emulated
 from tests.kernels.cuda.programs import device_of
+from tests.support.checkpoints.gguf import write_model
 from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.checkpoints.quantized import Format, add_config, words, write_quantized
 from tests.support.compiler import demand_compiler
@@ -88,6 +90,19 @@ def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: P
             assert torch.equal(plain(part), weight[rows.start : rows.stop, columns.start : columns.stop]), name
     kernels = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
     assert_tokens(Reference(tmp_path / "plain"), model, *kernels)
+
+
+def test_numerics_say_where_groups_are_multiplied_in_pairs(tmp_path: Path) -> None:
+    demand_compiler()
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES)
+    write_quantized(tmp_path / "plain", tmp_path / "awq", Format("awq", group=64))
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: "Q8_0")
+    pairs = " pairs" if load().multiplies_pairs else ""
+    for model, quantize in (("plain", "int4"), ("awq", "none"), ("x.gguf", "none"), ("plain", "none")):
+        for dtype in ("float32", "bfloat16"):
+            engine = make_engine(tmp_path / model, kernels="cpu", dtype=dtype, quantize=quantize, block_size=16)
+            in_pairs = dtype == "bfloat16" and (model, quantize) != ("plain", "none")
+            assert engine.info().numerics.endswith(f" {dtype} {quantize}{pairs if in_pairs else ''}"), (model, dtype)
 
 
 @pytest.mark.parametrize(

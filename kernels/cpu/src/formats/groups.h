@@ -153,7 +153,8 @@ struct Pairs {
 // Such steps with their words unpacked: scales, minima where the format has them, and pairs of inputs, [depth / 2][WIDTH].
 struct UnpackedPairs {
   typedef bf16 Input;
-  static constexpr bool GROUPED = true, MINS = true, PREFETCHED = false;
+  static constexpr bool GROUPED = true, PREFETCHED = false;
+  static constexpr bool MINS = true;  // has room for them
   static constexpr int SCALE_BYTES = 2 * WIDTH * 4, NUMBERS = 2, EACH = 1;
 
   static int64_t bytes(int64_t depth) { return SCALE_BYTES + depth / 2 * WIDTH * 4; }
@@ -184,7 +185,7 @@ struct UnpackedPairs {
 template <class W>
 struct GroupPairs : W {
   typedef bf16 Input;
-  typedef Pairs<W::BITS_EACH, W::MINS, W::FLOATS> Numbers;
+  typedef Pairs<W::BITS_EACH, W::MINS, W::FLOATS> Kernel;
   static constexpr bool PAIRED = true;
 };
 template <class W>
