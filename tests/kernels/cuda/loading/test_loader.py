@@ -27,16 +27,17 @@ STRUCTS = {
     "embed": calls.EMBED,
     "select_rows": calls.SELECT,
     "copy_blocks": calls.COPY,
-    "rope_and_write": calls.ROPE,
+    **{f"rope_and_write{kv}": calls.ROPE for kv in ("", "_fp8")},
     **{f"low_rank_{name}": calls.LOW_RANK for name in ("down", "up")},
     **{f"linear_q4_t{tiles}c{columns}": calls.LINEAR_Q4 for tiles, columns in calls.Q4_SHAPES},
     "unpack_q4": calls.UNPACK_Q4,
     "route": calls.ROUTE,
     **{f"experts_r{rows}": calls.EXPERTS for rows in calls.EXPERTS_TILES},
     "combine": calls.COMBINE,
-    "attention_decode": calls.ATTENTION,
-    "attention_prefill": calls.ATTENTION,
-    "attention_prefill_sm90": calls.ATTENTION,
+    **{
+        f"attention_{kind}": calls.ATTENTION
+        for kind in ("decode", "decode_fp8", "prefill", "prefill_fp8", "prefill_sm90")
+    },
     "attention_merge": calls.MERGE,
     "sample": calls.SAMPLER,
 }
