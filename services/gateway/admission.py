@@ -34,8 +34,10 @@ from services.gateway.metrics import Metrics
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from services.gateway.tracing import Tracing
+from shared.dead_letters import integer
 from shared.keys import CLASSES
 from shared.settings import GatewaySettings
+from shared.text.logprobs import prompt_record_bytes
 
 CLASS_SHARES = {"realtime": 1.0, "high": 0.95, "normal": 0.8, "low": 0.5}
 """Share of ORCINUS_MAX_QUEUED_TOKENS and of ORCINUS_MAX_WAIT_S up to which a class is accepted."""
@@ -67,6 +69,7 @@ REREAD_BYTES = 192 << 20
 """Of answers that are read again at a time, in records or as stored; their JSON takes up to seven times as much. One
 tenant, where there are keys of others, may have half.
 """
+TOKEN_BYTES = 4
 MANY_REREADS = "too_many_answers"
 RECENT = 65_536
 UNSEEN_S = 0.5
@@ -389,16 +392,19 @@ class Rereads:
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()  # by tenant
 
-    def hold(self, caller: Caller, size_bytes: int) -> Callable[[], None]:
-        """Count an answer until what is returned is called. One alone always has room. Raise ApiError(429, 503)."""
+    def hold(self, caller: Caller, size_bytes: int, of_request: int = 0) -> Callable[[], None]:
+        """Count bytes of an answer until what is returned is called. One answer alone always has room.
+
+        of_request: bytes that are held for the same answer. Raise ApiError(429, 503).
+        """
         tenant, held, of_all = caller.tenant, self._held[caller.tenant], self._held.total()
-        if caller.has_others and held and held + size_bytes > (most := REREAD_BYTES // 2):
-            text = f"answers that are read again: {held} bytes of this tenant are on their way, and {size_bytes} more "
-            text += f"would exceed {most}; {RETRY}"
-            raise ApiError(429, text, code=MANY_REREADS, retry_after_s=1)
-        if of_all and of_all + size_bytes > REREAD_BYTES:
-            text = f"answers that are read again: {of_all} bytes are on their way, and {size_bytes} more would exceed "
-            raise unavailable(text + f"{REREAD_BYTES}; {RETRY}", MANY_REREADS)
+        tenant_bytes = REREAD_BYTES // 2
+        if caller.has_others and held > of_request and held + size_bytes > tenant_bytes:
+            text = f"answers that are read again: too many bytes of this tenant are on their way (limit {tenant_bytes})"
+            raise ApiError(429, f"{text}; {RETRY}", code=MANY_REREADS, retry_after_s=1)
+        if of_all > of_request and of_all + size_bytes > REREAD_BYTES:
+            text = f"answers that are read again: too many bytes are on their way (limit {REREAD_BYTES})"
+            raise unavailable(f"{text}; {RETRY}", MANY_REREADS)
         self._held[tenant] += size_bytes
 
         def release() -> None:
@@ -407,6 +413,17 @@ class Rereads:
                 del self._held[tenant]
 
         return release
+
+
+Hold = Callable[[int], None]
+"""Counts bytes of an answer until it is sent. Raises ApiError(429, 503)."""
+
+
+def answer_bytes(spec: GenerationSpec, record: dict[bytes, bytes]) -> int:
+    """Return the bytes of the answer in the record of a request. Raise ValueError for a broken one."""
+    tokens = sum(integer(part) for part in record.get(b"lengths", b"").split(b",") if part)
+    of_prompt = spec.prompt_tokens * prompt_record_bytes(spec.prompt_wanted)
+    return tokens * (TOKEN_BYTES + spec.record_bytes) + of_prompt
 
 
 class Admission:
@@ -446,11 +463,13 @@ class Admission:
         started: float,
         last_event: str = "",
         refusal: ApiError | None = None,
+        hold: Hold | None = None,
     ) -> Generation:
         """Admit and enqueue a request; continue one that an Idempotency-Key names and that was enqueued before.
 
         started: time.monotonic() at its arrival. last_event: the last event of it that the client has read. refusal:
-        why a new request is refused; one that was enqueued goes on. Raise ApiError; the Generation must be closed.
+        why a new request is refused; one that was enqueued goes on. hold: as `resume`. Raise ApiError; the Generation
+        must be closed.
         """
         tenant = caller.tenant
         spec.priority = caller.priority(spec.priority)
@@ -467,7 +486,7 @@ class Admission:
         except ApiError as error:
             if not (spec.survives_client and await self._dispatcher.record(spec.id)):
                 raise self._placed(error, content, spec) from None
-            return await self.resume(spec.id, tenant, started, same_as=spec)  # an old request is no new work
+            return await self.resume(spec.id, tenant, started, same_as=spec, hold=hold)  # it is no new work
         stream = self._open_stream(spec)
         generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started)
         generation.span = self._tracing.begin(spec, started) if self._tracing is not None else None
@@ -487,7 +506,7 @@ class Admission:
             raise
         if answer[0] == b"duplicate" and spec.survives_client:
             self._dispatcher.close(stream)
-            return await self.resume(spec.id, tenant, started, same_as=spec)
+            return await self.resume(spec.id, tenant, started, same_as=spec, hold=hold)
         self._metrics.prompt_tokens.inc(spec.prompt_tokens)
         self._recent.admitted(spec, time.monotonic())
         self._places.admitted(spec.priority, self._wait_s(spec.prompt_tokens), time.monotonic())
@@ -517,11 +536,13 @@ class Admission:
         last_event: str = "",
         same_as: GenerationSpec | None = None,
         left_by: str = "",
+        hold: Hold | None = None,
     ) -> Generation:
         """Deliver a request that exists, wherever it was delivered before, from `last_event` on.
 
         same_as: the request that the client sent again. left_by: read it in the background, if that gateway was the
-        last to do so. Raise ApiError; the Generation must be closed.
+        last to do so. hold: called with the bytes of an answer that is delivered whole, before they are read. Raise
+        ApiError; the Generation must be closed.
         """
         record = await self._dispatcher.raw_record(request_id)
         if b"delivery" not in record or record.get(b"tenant", b"") != tenant.encode():
@@ -549,6 +570,8 @@ class Admission:
                 "request_id: a request with log-probabilities of its prompt cannot be streamed; "
                 f"read its answer at /v1/requests/{request_id}",
             )
+        if hold is not None and not spec.stream and record.get(b"state") == b"finished":
+            hold(self._dispatcher.decoded(request_id, record, partial(answer_bytes, spec)))
         stream = self._open_stream(spec)
         left = partial(self._background.left.add, request_id) if spec.background and not left_by else None
         generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started, position, left)

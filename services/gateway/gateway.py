@@ -38,8 +38,7 @@ class Gateway:
         entries = settings.models_file().models
         self.keyring = Keyring(settings, self.letters, [entry.name for entry in entries])
         self.connections = Connections()
-        self.rereads = Rereads()
-        parts = Parts(self.id, self.keyring, self.metrics, self.tracing, self.letters, self.connections)
+        parts = Parts(self.id, self.keyring, self.metrics, self.tracing, self.letters, self.connections, Rereads())
         aliases = next((entry.aliases for entry in entries if entry.name == settings.served_model_name), ())
         self.first = ServedModel(settings, model, parts, aliases)
         self.models = ModelTable(self.first, parts, entries)

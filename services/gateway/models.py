@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
-from services.gateway.admission import Admission, Connections, unknown_request
+from services.gateway.admission import Admission, Connections, Rereads, unknown_request
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import STALE_S, Cluster, PlacerSeen, placed, placement_of
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
@@ -67,6 +67,7 @@ class Parts:
     tracing: Tracing | None
     letters: DeadLetters
     connections: Connections
+    rereads: Rereads
 
 
 async def first_look(*looked: asyncio.Event) -> None:
@@ -97,6 +98,7 @@ class ServedModel:
         self.dispatcher = Dispatcher(settings, gateway_id, self.cluster, metrics, letters)
         self.responses = ResponseStore(settings, self.dispatcher, letters)
         self.adapters = AdapterNames(settings, letters)
+        self.rereads = parts.rereads
         self.background = BackgroundTasks()
         self.admission = Admission(
             settings, text, parts.keyring, self.cluster, self.dispatcher, self.background, metrics, parts.tracing,

@@ -114,8 +114,8 @@ class ResponseStore:
     async def find(
         self, response_id: str, tenant: str, hold: Callable[[int], None] | None = None
     ) -> tuple[StoredResponse | None, bool]:
-        """Return a stored response of a tenant, and whether it was deleted. hold: called with its bytes before they are
-        parsed, and may raise. Raise ApiError(503).
+        """Return a stored response of a tenant, and whether it was deleted. hold: called with its bytes, and may raise.
+        Raise ApiError(503).
         """
         key = self._keys.response(response_id)
 
@@ -129,10 +129,12 @@ class ResponseStore:
         raw = await self._ask(read)
         if raw is None or raw == b"":
             return None, raw is not None
+        found = self._letters.read(key, raw, _parsed)
+        if found is None or found.tenant != tenant:
+            return None, False
         if hold is not None and isinstance(raw, bytes):
             hold(len(raw))
-        found = self._letters.read(key, raw, _parsed)
-        return (found if found is not None and found.tenant == tenant else None), False
+        return found, False
 
     async def forget(self, response_id: str, tenant: str, hidden_ms: int = 2 * KEPT_TTL_MS) -> None:
         """Delete a response, and hide the record of its request for a while. Raise ApiError(503)."""

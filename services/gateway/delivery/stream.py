@@ -153,6 +153,7 @@ class RequestStream:
     _rows: list[Row] = field(default_factory=list)
     _parts: deque[Row] = field(default_factory=deque)  # of a row that was begun to be taken, before all others
     _goes_on: bool = False  # whether the last `take` left rows
+    _is_awaited: bool = False  # while its owner waits in `take`
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _deliver: Callable[[Row], bool] | None = None  # while its owner waits in `take`
 
@@ -166,8 +167,10 @@ class RequestStream:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether half of the rows that may wait do."""
-        return 0 < self.bound <= 2 * len(self._rows)
+        """Whether half of the rows that may wait do, and one turn of the event loop lets their owner take them. An
+        owner that waits for the socket takes none.
+        """
+        return self._is_awaited and 0 < self.bound <= 2 * len(self._rows)
 
     def offer(self, row: Row, first: int) -> Offer:
         """Take a row; `first` is the index of its first token."""
@@ -237,17 +240,18 @@ class RequestStream:
         It returns AT_ONCE tokens at most. The next call returns more, after one turn of the event loop.
         deliver: called with rows that come meanwhile and are no ends; those that it takes (True) are not given here.
         """
-        if self._goes_on:
-            await asyncio.sleep(0)
-        elif not self._rows and self.failure is None:
-            self._deliver = deliver
-            try:
+        self._is_awaited = True
+        try:
+            if self._goes_on:
+                await asyncio.sleep(0)
+            elif not self._rows and self.failure is None:
+                self._deliver = deliver
                 async with asyncio.timeout(timeout_s):
                     await self._wake.wait()
-            except TimeoutError:
-                return []
-            finally:
-                self._deliver = None
+        except TimeoutError:
+            return []
+        finally:
+            self._is_awaited, self._deliver = False, None
         self._wake.clear()
         if self.failure is not None:
             raise self.failure

@@ -325,9 +325,8 @@ class _Stream:
         self._turn = asyncio.Lock()  # one write at a time
         self._room = asyncio.Semaphore(MOST_OF_A_STREAM)
         self._writes: set[asyncio.Task[None]] = set()
-        settings = front.settings
-        self._idle = asyncio.timeout(settings.read_timeout_s)  # while no request runs
-        self._idle_s = settings.idle_connection_s
+        self._idle_s = front.settings.idle_connection_s
+        self._idle = asyncio.timeout(self._idle_s)  # while no request runs
         self._running = 0
 
     async def run(self) -> None:

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.admission import Hold
 from services.gateway.auth import Caller
 from services.gateway.delivery.stream import NOTHING, PREAMBLE, Delta, Generation, Position, Row, Usage
 from services.gateway.errors import ApiError, invalid, shown
@@ -112,8 +113,22 @@ async def begin(
     """
     caller: Caller = request.state.caller
     refusal = choose_adapter(model, spec)
-    request.state.generation = generation = await model.admission.begin(spec, caller, started, last_event, refusal)
+    hold = holding_bytes(model, request)
+    generation = await model.admission.begin(spec, caller, started, last_event, refusal, hold)
+    request.state.generation = generation
     return generation, {"x-orcinus-request": spec.id, **caller.rates.headers(*generation.stream.left)}
+
+
+def holding_bytes(model: ServedModel, request: Request) -> Hold:
+    """Return what counts bytes of the answer to this request, until it is sent."""
+    state, of_request = request.state, 0
+
+    def hold(size_bytes: int) -> None:
+        nonlocal of_request
+        state.at_end.append(model.rereads.hold(state.caller, size_bytes, of_request))
+        of_request += size_bytes
+
+    return hold
 
 
 async def whole_response(answer: Awaitable[dict[str, Any]], headers: dict[str, str]) -> Response:

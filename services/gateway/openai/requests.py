@@ -16,19 +16,26 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.gateway.admission import unknown_request
+from services.gateway.admission import Hold, answer_bytes, unknown_request
 from services.gateway.delivery.dispatcher import Dispatcher
 from services.gateway.delivery.stream import Generation, RequestStream
 from services.gateway.gateway import Gateway
 from services.gateway.metrics import Metrics
-from services.gateway.openai.answers import GENERATION_ERRORS, EventStream, EventWriter, Writer, json_response, whole
+from services.gateway.openai.answers import (
+    GENERATION_ERRORS,
+    EventStream,
+    EventWriter,
+    Writer,
+    holding_bytes,
+    json_response,
+    whole,
+)
 from services.gateway.openai.completions import THREAD_TOKENS
 from services.gateway.openai.document import FOUND, errors, event_stream
 from services.gateway.request import GenerationSpec
 from services.gateway.text.tokenizer import ModelText
 from shared import ids
 from shared.dead_letters import integer
-from shared.text.logprobs import prompt_record_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -
         record = await model.dispatcher.raw_record(request_id)
         if record.get(b"tenant", b"") != request.state.tenant.encode():
             raise unknown_request(request_id)
-        hold = holding_bytes(gateway, request)
+        hold = holding_bytes(model, request)
         answer = await result(request_id, record, model.dispatcher, model.text, forms, hold)
         state = model.dispatcher.decoded(request_id, record, partial(status, request_id))
         return json_response(state | ({"result": answer} if answer else {}))
@@ -84,7 +91,6 @@ def router(gateway: Gateway, forms: Mapping[str, Form] = MappingProxyType({})) -
     return routes
 
 
-TOKEN_BYTES = 4
 _NAMES = {"1": "stop", "2": "length", "3": "cancelled", "4": "deadline", "5": "error"}
 _DELIVERED = frozenset({"1", "2", "4"})
 _UNCOUNTED = Metrics()
@@ -115,19 +121,6 @@ def status(request_id: str, record: dict[bytes, bytes]) -> dict[str, Any]:
     return state
 
 
-Hold = Callable[[int], None]
-
-
-def holding_bytes(gateway: Gateway, request: Request) -> Hold:
-    """Return what counts bytes until the answer to this request is sent, and raises ApiError(429, 503) for too many."""
-    state = request.state
-    return lambda size_bytes: state.at_end.append(gateway.rereads.hold(state.caller, size_bytes))
-
-
-def _output_tokens(record: dict[bytes, bytes]) -> int:
-    return sum(integer(part) for part in record.get(b"lengths", b"").split(b",") if part)
-
-
 async def result(
     request_id: str,
     record: dict[bytes, bytes],
@@ -144,9 +137,7 @@ async def result(
         return None
     spec = dispatcher.decoded(request_id, record, partial(GenerationSpec.from_record, request_id))
     if hold is not None:
-        tokens = dispatcher.decoded(request_id, record, _output_tokens)
-        of_prompt = spec.prompt_tokens * prompt_record_bytes(spec.prompt_wanted)
-        hold(tokens * (TOKEN_BYTES + spec.record_bytes) + of_prompt)
+        hold(dispatcher.decoded(request_id, record, partial(answer_bytes, spec)))
     stream = RequestStream(request_id, spec.choices)
     records = await dispatcher.prompt_logprobs(request_id, len(spec.prompts)) if spec.prompt_wanted else []
     generation = Generation(spec, model, stream, _Silent(records), _UNCOUNTED, time.monotonic())

@@ -22,7 +22,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field, WithJsonSchema
 from starlette.responses import Response
 
-from services.gateway.admission import unknown_request
+from services.gateway.admission import Hold, unknown_request
 from services.gateway.delivery.response_store import Kept, StoredResponse
 from services.gateway.delivery.stream import Delta, Generation, Usage
 from services.gateway.errors import ApiError, failed, invalid, shown
@@ -34,6 +34,7 @@ from services.gateway.openai.answers import (
     EventStream,
     begin,
     collect,
+    holding_bytes,
     json_response,
     listed,
     take_headers,
@@ -55,7 +56,7 @@ from services.gateway.openai.bodies import (
 )
 from services.gateway.openai.chat import chat_spec, encode_chat
 from services.gateway.openai.document import body_of, errors, event_stream
-from services.gateway.openai.requests import Hold, holding_bytes, result, status
+from services.gateway.openai.requests import result, status
 from services.gateway.request import GenerationSpec, SamplingDefaults
 from services.gateway.text.tools.reader import CallPiece
 from shared import ids
@@ -739,7 +740,8 @@ def router(gateway: Gateway) -> APIRouter:
             raise invalid(
                 "stream", f"a response is returned whole here; GET /v1/requests/{response_id[:80]}/stream streams it"
             )
-        responses = Responses(await holding(response_id, request), holding_bytes(gateway, request))
+        model = await holding(response_id, request)
+        responses = Responses(model, holding_bytes(model, request))
         return json_response((await responses.find(response_id, request.state.tenant)).response)
 
     @routes.delete("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
@@ -761,7 +763,8 @@ def router(gateway: Gateway) -> APIRouter:
         after: Annotated[str, Query(max_length=128)] = "",
     ) -> Response:
         """Return the items of the conversation before a stored response, a page at a time."""
-        responses = Responses(await holding(response_id, request), holding_bytes(gateway, request))
+        model = await holding(response_id, request)
+        responses = Responses(model, holding_bytes(model, request))
         found = await responses.find(response_id, request.state.tenant)
         if not found.response["store"]:
             raise unknown_request(response_id)

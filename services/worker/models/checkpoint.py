@@ -269,6 +269,19 @@ def memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
+def finite(source: Source, name: str, found: Tensor, largest: float = 1.0) -> Tensor:
+    """Return numbers of a tensor, in float32, of which `largest` times each is finite, in bfloat16 too. largest: the
+    largest number that a scale multiplies. Raise ModelError.
+    """
+    good = found.abs() * largest <= torch.finfo(torch.bfloat16).max
+    if not good.all():
+        value = float(found[~good][0])
+        raise ModelError(
+            f"{source.model}: tensor {name} holds {value:g}, expected finite weights; fetch or convert the file again"
+        )
+    return found
+
+
 def as_piece(found: Tensor, dtype: torch.dtype) -> Tensor:
     """Return it contiguous and in `dtype`; a copy unless it is so already."""
     if found.dtype == dtype and found.is_contiguous():

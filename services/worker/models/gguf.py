@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Groups
-from services.worker.models.checkpoint import DTYPES, FLOATS, Progress, Source, memory, read_into, sample
+from services.worker.models.checkpoint import DTYPES, FLOATS, Progress, Source, finite, memory, read_into, sample
 from services.worker.models.config import DecoderConfig
 from services.worker.models.registry import Names
 from shared.errors import ModelError
@@ -82,10 +82,12 @@ class GgufWeights(Source):
         return self._rows(name, first, rows, DTYPES[self.dtype(name)]).view(rows, *shape[1:])
 
     def read_groups(self, name: str, first: int, rows: int) -> Groups:
-        """Return rows of a packed tensor, [rows, inputs]."""
+        """Return rows of a packed tensor, [rows, inputs]. Raise ModelError for scales that are not finite."""
         kind = self._places[name].type
         raw = self._rows(name, first, rows, torch.uint8)
-        return UNPACK[kind.name](raw.view(rows, -1, kind.size_bytes))
+        groups = UNPACK[kind.name](raw.view(rows, -1, kind.size_bytes))
+        finite(self, name, groups.scales if groups.mins is None else groups.scales + groups.mins)
+        return groups
 
     def fingerprint(self) -> str:
         """Return 16 hex digits over the header, the file's size, and samples of each tensor."""

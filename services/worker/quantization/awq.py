@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Groups
-from services.worker.models.checkpoint import Source
+from services.worker.models.checkpoint import Source, finite
 from services.worker.quantization.base import Matrix
-from services.worker.quantization.stored import StoredMethod, finite, read_whole, row_steps, unpacked
+from services.worker.quantization.stored import StoredMethod, read_whole, row_steps, unpacked
 from shared.errors import ModelError
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -35,7 +35,7 @@ class Awq(StoredMethod):
         # Words of these rows, copied: parts of one matrix are held side by side.
         held = slice(matrix.rows.start // 8, -(-matrix.rows.stop // 8))
         scales = read_whole(source, f"{name}.scales", (groups, matrix.outputs))[:, 8 * held.start : 8 * held.stop]
-        scales = finite(source, f"{name}.scales", scales.float().t())
+        scales = finite(source, f"{name}.scales", scales.float().t(), self.largest)
         zeros = _in_order(read_whole(source, f"{name}.qzeros", (groups, words))[:, held]).t().float()
         stored = source.read(f"{name}.qweight", (inputs, words), columns.start, len(columns))[:, held].contiguous()
         for rows in row_steps(matrix.rows, inputs):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Groups
-from services.worker.models.checkpoint import Source
+from services.worker.models.checkpoint import Source, finite
 from services.worker.quantization.base import Matrix
-from services.worker.quantization.stored import StoredMethod, finite, group_order, read_whole, row_steps, unpacked
+from services.worker.quantization.stored import StoredMethod, group_order, read_whole, row_steps, unpacked
 from shared.errors import ModelError
 
 
@@ -49,7 +49,7 @@ class CompressedTensors(StoredMethod):
         for rows in row_steps(matrix.rows, inputs):
             some = source.read(f"{name}.weight_packed", (matrix.outputs, words), rows.start, len(rows))
             scales = source.read(f"{name}.weight_scale", (matrix.outputs, groups), rows.start, len(rows)).float()
-            scales = finite(source, f"{name}.weight_scale", scales)
+            scales = finite(source, f"{name}.weight_scale", scales, self.largest)
             yield self.piece(
                 unpacked(some, bits)[:, columns.start : columns.stop],
                 scales,

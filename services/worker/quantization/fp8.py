@@ -11,9 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from services.worker.models.checkpoint import Source, as_piece
+from services.worker.models.checkpoint import Source, as_piece, finite
 from services.worker.quantization.base import Matrix
-from services.worker.quantization.stored import SCALES, StoredMethod, finite, read_whole, row_steps
+from services.worker.quantization.stored import SCALES, StoredMethod, read_whole, row_steps
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Fp8(StoredMethod):
@@ -25,7 +27,7 @@ class Fp8(StoredMethod):
     def read_stored(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor]:
         columns, shape = matrix.columns, (matrix.outputs, matrix.inputs)
         name, scale_shape = self._scale(source, matrix)
-        scales = finite(source, name, read_whole(source, name, scale_shape or (1,)).float())
+        scales = finite(source, name, read_whole(source, name, scale_shape or (1,)).float(), LARGEST)
         scales = scales.reshape(scales.shape if scales.ndim == 2 else (1, 1))
         per_row, per_column = (given or size for given, size in zip(self.stored.block, shape, strict=True))
         at = torch.arange(columns.start, columns.stop) // per_column

@@ -17,7 +17,7 @@ from kernels.ops import AnyOps, Groups
 from services.worker.models.checkpoint import Source, as_piece
 from services.worker.models.gguf import UNPACK, GgufWeights
 from services.worker.quantization.base import Matrix
-from services.worker.quantization.stored import StoredMethod, finite, row_steps
+from services.worker.quantization.stored import StoredMethod, row_steps
 from shared.errors import ModelError
 
 
@@ -36,9 +36,7 @@ class Gguf(StoredMethod):
             raise ModelError(f"{source.model}: no GGUF file; choose another model")
         columns = matrix.columns
         for rows in row_steps(matrix.rows, matrix.inputs):
-            name = f"{matrix.name}.weight"
-            groups = source.read_groups(name, rows.start, len(rows))
-            finite(source, name, groups.scales if groups.mins is None else groups.scales + groups.mins)
+            groups = source.read_groups(f"{matrix.name}.weight", rows.start, len(rows))
             if columns.start % groups.group:
                 yield as_piece(groups.plain()[:, columns.start : columns.stop], dtype)
             else:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Groups
-from services.worker.models.checkpoint import Source
+from services.worker.models.checkpoint import Source, finite
 from services.worker.quantization.base import Matrix
-from services.worker.quantization.stored import StoredMethod, finite, group_order, read_whole, row_steps, unpacked
+from services.worker.quantization.stored import StoredMethod, group_order, read_whole, row_steps, unpacked
 from shared.errors import ModelError
 
 
@@ -42,7 +42,7 @@ class Gptq(StoredMethod):
             group_of = group_order(source, f"{name}.g_idx", inputs, self.stored.group, groups)
         held = slice(matrix.rows.start, matrix.rows.stop)  # copies: parts of one matrix are held side by side
         scales = read_whole(source, f"{name}.scales", (groups, outputs))[:, held].float().t()
-        scales = finite(source, f"{name}.scales", scales)
+        scales = finite(source, f"{name}.scales", scales, self.largest)
         packed = unpacked(read_whole(source, f"{name}.qzeros", (groups, outputs // many)), bits)
         zeros = packed.t().float() + self.stored.zero_offset
         symmetric = bool(zeros.eq(1 << bits - 1).all())  # as with `sym`: no minima to hold

@@ -2,7 +2,7 @@
 
 `NAME_blocks` [experts, outputs, inputs / 32, 16] has two numbers a byte, the lower bits first, `NAME_scales` [experts,
 outputs, inputs / 32] the exponents, 127 above their values; 255 stands for NaN. A weight is FLOAT4[number] *
-2^(scale - 127), exact in float32 and in bfloat16 below a scale of 2^126.
+2^(scale - 127), exact in float32 and in bfloat16; scales that could give larger ones are refused.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.ops import Groups
-from services.worker.models.checkpoint import Source, as_piece
+from kernels.ops import FLOAT4, Groups
+from services.worker.models.checkpoint import Source, as_piece, finite
 from services.worker.quantization.base import Matrix
-from services.worker.quantization.stored import StoredMethod, finite, row_steps
+from services.worker.quantization.stored import StoredMethod, row_steps
 from shared.errors import ModelError
 
 GROUP, BYTES = 32, 16  # inputs and bytes of a block
 BYTE = ("U8",)
+LARGEST = max(FLOAT4)
 
 
 class Mxfp4(StoredMethod):
@@ -47,7 +48,7 @@ class Mxfp4(StoredMethod):
                 held, above = run[step.start : step.stop], matrix.rows.start
                 at = slice(held.start - above, held.stop - above, held.step)
                 numbers = torch.stack((blocks[at] & 15, blocks[at] >> 4), -1).flatten(1)
-                scales = finite(source, f"{matrix.name}_scales", powers(exponents[at]))
+                scales = finite(source, f"{matrix.name}_scales", powers(exponents[at]), LARGEST)
                 if columns.start % GROUP == 0:
                     cut = numbers[:, columns.start : columns.stop].contiguous()
                     yield Groups(4, GROUP, cut, scales[:, some].contiguous(), floats=True)

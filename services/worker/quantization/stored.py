@@ -70,6 +70,11 @@ class StoredMethod(LinearMethod):
     def read_stored(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:
         """Read a quantized matrix, as `read`."""
 
+    @property
+    def largest(self) -> int:
+        """Return the largest number, or zero point, that a scale multiplies."""
+        return 1 << self.stored.bits
+
     def groups(self, inputs: int) -> int:
         """Return how many scales a row has."""
         return -(-inputs // self.stored.group) if self.stored.group else 1
@@ -127,16 +132,6 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 def read_whole(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return all of a tensor that was checked, as it is stored."""
     return source.read(name, shape, 0, shape[0])
-
-
-def finite(source: Source, name: str, found: Tensor) -> Tensor:
-    """Return numbers of a tensor, in a float type, that are all finite. Raise ModelError."""
-    if not (good := torch.isfinite(found)).all():
-        value = float(found[~good][0])
-        raise ModelError(
-            f"{source.model}: tensor {name} holds {value}, expected finite numbers; fetch or convert the file again"
-        )
-    return found
 
 
 def row_steps(rows: range, inputs: int) -> Iterator[range]:

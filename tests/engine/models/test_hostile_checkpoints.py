@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kernels.ops import Groups
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import load_config
 from services.worker.models.gguf import GgufWeights
@@ -68,14 +69,15 @@ def write_fp8(plain: Path, target: Path) -> None:
     add_config(target, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 64]})
 
 
-def read(model: Path) -> None:
-    """Read one matrix as the loader does."""
+def read(model: Path) -> Tensor:
+    """Read one matrix as the loader does, and return its weights."""
     config = load_config(model)
     matrix = Matrix(NAME, 128, 128, range(128), range(128))
     if (mixture := config.mixture) is not None:
         inputs = mixture.intermediate_size
         matrix = Matrix(EXPERTS, 128, inputs, range(128), range(inputs), stack=Stack(1, mixture.experts))
-    list(method_of("none", config.stored).read(Checkpoint(model), matrix, torch.float32))
+    pieces = method_of("none", config.stored).read(Checkpoint(model), matrix, torch.float32)
+    return torch.cat([piece.plain() if isinstance(piece, Groups) else piece for piece in pieces])
 
 
 def at(value: float) -> Spoil:
@@ -89,6 +91,11 @@ def at(value: float) -> Spoil:
     return spoil
 
 
+def large(good: Tensor) -> Tensor:
+    """Return scales that are finite, of weights that are not."""
+    return torch.full_like(good, 3e38, dtype=torch.bfloat16)
+
+
 def cut(good: Tensor) -> Tensor:
     return good[:-1].contiguous()
 
@@ -97,6 +104,7 @@ def flat(good: Tensor) -> Tensor:
     return good.reshape(-1).contiguous()
 
 
+BIG = r"\d\.\d*e\+38"
 SPOILT: dict[str, tuple[str, str, Spoil, str]] = {
     f"{kind} {part} {said}": (kind, part, spoil, said)
     for kind, part, spoil, said in (
@@ -126,6 +134,10 @@ SPOILT: dict[str, tuple[str, str, Spoil, str]] = {
         ("fp8", "weight_scale_inv", at(math.inf), "weight_scale_inv holds inf"),
         ("fp8", "weight_scale_inv", cut, r"weight_scale_inv has shape \[1, 2\]"),
         ("mxfp4", "scales", lambda good: good.fill_(255), "down_proj_scales holds nan"),
+        ("mxfp4", "scales", lambda good: good.fill_(253), r"down_proj_scales holds 8\.50706e\+37"),
+        *((kind, scales, large, rf"{scales} holds {BIG}")
+          for kind, scales in (("compressed", "weight_scale"), ("gptq", "scales"), ("awq", "scales"),
+                               ("fp8", "weight_scale_inv"))),
         ("mxfp4", "scales", cut, r"down_proj_scales has shape"),
         ("mxfp4", "blocks", flat, r"down_proj_blocks has shape"),
     )
@@ -162,8 +174,11 @@ def test_scale_of_a_gguf_file_that_is_no_number_is_refused(tmp_path: Path, kind:
     raw[place.start + scale : place.start + scale + 2] = b"\x00\x7e"
     path.write_bytes(raw)
     matrix = Matrix(NAME, 256, 256, range(256), range(256))
-    with pytest.raises(ModelError, match=r"o_proj\.weight holds nan, expected finite numbers; fetch"):
+    said = r"o_proj\.weight holds nan, expected finite weights; fetch"
+    with pytest.raises(ModelError, match=said):
         list(method_of("none", config.stored).read(GgufWeights(config, path), matrix, torch.float32))
+    with pytest.raises(ModelError, match=said):  # unpacked, as embedding and head in bfloat16
+        GgufWeights(config, path).read(f"{NAME}.weight", (256, 256), 0, 256)
 
 
 def test_header_with_a_tensor_of_many_dimensions_is_refused(models: Callable[[str], Path], tmp_path: Path) -> None:
@@ -179,14 +194,14 @@ HOSTILE: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("kind", [*KINDS, "fp8", "mxfp4"])
 def test_spoilt_header_is_refused_or_changes_nothing(models: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
-    rng, refused = random.Random(kind), 0
+    rng, refused, good = random.Random(kind), 0, read(models(kind))
     wanted = EXPERTS if kind == "mxfp4" else NAME
 
     def spoil(entries: dict[str, Any]) -> None:
         entry = entries[rng.choice([name for name in entries if name.startswith(wanted)])]
         field = rng.choice(["dtype", "shape", "data_offsets"])
         if field == "dtype":
-            entry[field] = rng.choice(["I64", "F8_E5M2", "U8", "BF16", "F4", "", *HOSTILE])
+            entry[field] = rng.choice(["I64", "F8_E5M2", "U8", "F64", "F4", "", *HOSTILE])  # none of which has the size
         elif rng.random() < 0.3:
             entry[field] = rng.choice(HOSTILE)
         else:
@@ -196,9 +211,11 @@ def test_spoilt_header_is_refused_or_changes_nothing(models: Callable[[str], Pat
         model = tmp_path / str(number)
         rewritten(models(kind), model, spoil)
         try:
-            read(model)
+            found = read(model)
         except ModelError:
             refused += 1
+        else:
+            torch.testing.assert_close(found, good, rtol=0, atol=0)
         shutil.rmtree(model)
     assert refused > 40
 

@@ -10,7 +10,10 @@ import pytest
 
 from services.gateway import admission
 from services.gateway.app import public_app
+from services.gateway.delivery.response_store import RUNNING
+from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
+from services.gateway.openai.responses import Responses
 from tests.integration.gateway.conftest import asgi
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, ScriptedScheduler, answering
@@ -64,3 +67,62 @@ async def test_answer_is_refused_while_too_many_bytes_are_on_their_way(
         assert await reading == 200
         again = await client.get(path)
     assert again.status_code == 200, "alone an answer always has room"
+
+
+async def test_request_sent_again_is_refused_while_too_many_bytes_are_on_their_way(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    client: httpx.AsyncClient = asgi(local_gateway)
+    body, headers = {"model": local_gateway.first.name, "prompt": "x"}, {"Idempotency-Key": "k"}
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        made = (await client.post("/v1/completions", json=body, headers=headers)).json()
+    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    begun, read = asyncio.Event(), asyncio.Event()
+    path = f"/v1/requests/{made['id']}"
+    reading = asyncio.create_task(slowly(public_app(local_gateway), path, begun, read))
+    async with asyncio.timeout(60):
+        await begun.wait()
+        refused = await client.post("/v1/completions", json=body, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_answers")
+        read.set()
+        assert await reading == 200
+        for _ in range(2):  # each is released when it is sent
+            again = await client.post("/v1/completions", json=body, headers=headers)
+            assert (again.status_code, again.json()["choices"]) == (200, made["choices"])
+
+
+async def test_response_alone_is_read_from_store_and_record_at_once(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ended(_responses: Responses, _id: str) -> None:
+        """Leave the end of a response to its next reader."""
+
+    monkeypatch.setattr(Responses, "ended", ended)
+    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    client: httpx.AsyncClient = asgi(local_gateway)
+    body = {"model": local_gateway.first.name, "input": "x", "background": True}
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        made = (await client.post("/v1/responses", json=body)).json()
+        async with asyncio.timeout(60):
+            while (found := await client.get(f"/v1/responses/{made['id']}")).json().get("status") in RUNNING:
+                pass
+    assert (found.status_code, found.json()["status"]) == (200, "completed")
+
+
+async def test_stored_response_of_another_tenant_is_not_counted(
+    local_gateway: Gateway, redis_server: RedisServer
+) -> None:
+    def refuse(size_bytes: int) -> None:
+        raise ApiError(503, f"{size_bytes} bytes too many")
+
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    client: httpx.AsyncClient = asgi(local_gateway)
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        made = (await client.post("/v1/responses", json={"model": local_gateway.first.name, "input": "x"})).json()
+    store = local_gateway.first.responses
+    tenant = (await local_gateway.dispatcher.raw_record(made["id"]))[b"tenant"].decode()
+    assert await store.find(made["id"], "another", refuse) == (None, False)
+    with pytest.raises(ApiError, match="bytes too many"):
+        await store.find(made["id"], tenant, refuse)

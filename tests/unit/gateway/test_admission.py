@@ -177,16 +177,20 @@ def test_answers_that_are_read_again_are_bounded_for_a_tenant_and_for_all(monkey
     rereads = Rereads()
     one, other, alone = Caller("one", has_others=True), Caller("other", has_others=True), Caller("alone")
     big = rereads.hold(one, 5000)  # alone it has room
-    with pytest.raises(ApiError, match="5000 bytes of this tenant") as refused:
+    with pytest.raises(ApiError, match="too many bytes of this tenant") as refused:
         rereads.hold(one, 1)
     assert (refused.value.status, refused.value.code, refused.value.headers) == (
         429,
         MANY_REREADS,
         {"Retry-After": "1"},
     )
-    with pytest.raises(ApiError, match="5000 bytes are on their way") as refused:
+    with pytest.raises(ApiError, match="too many bytes are on their way") as refused:
         rereads.hold(other, 1)
     assert (refused.value.status, refused.value.code) == (503, MANY_REREADS)
+    assert "5000" not in refused.value.message
+    rereads.hold(one, 5000, of_request=5000)()  # of the same answer
+    with pytest.raises(ApiError):
+        rereads.hold(other, 1, of_request=5000 - 1)
     big()
     for caller in (one, other):
         rereads.hold(caller, 100)

@@ -33,7 +33,8 @@ from services.gateway.text.tools.reader import BLANK, CallObject, Reader, ToolRe
 PYTHON_END = "<|python_end|>"
 _UNDECIDED = re.compile(r"[^{>]*")
 """In a block that begins as a call does: all heads end in one of these, and all closing marks."""
-_IN_LIST = re.compile(r"[^\])}]*")
+MOST_HEAD = 1024
+"""More characters than a match of HEADS has. In a block with so many and no head, only the closing mark decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class BlockReader(Reader):
         self._marks = BLOCKS[use.format]
         self._at = _At.TEXT
         self._looked = 0  # so much of a block was looked through for its end
+        self._tail = ""  # of the text that came, as much as may begin the closing mark
         self._begins = False  # the block begins as a call does
         self._ids: set[str] = set()  # that the model wrote
         self._object = CallObject()
@@ -166,7 +168,10 @@ class BlockReader(Reader):
         end = self._held.find(closing, max(0, self._looked - len(closing)))
         if end < 0:
             self._looked = len(self._held)
-            return self._wait(_UNDECIDED if self._begins else BLANK)
+            if self._begins and self._looked >= MOST_HEAD:
+                self._tail = self._held[1 - len(closing) :]
+                return self._wait(self._lacks_closing)
+            return self._wait(_UNDECIDED.fullmatch if self._begins else BLANK.fullmatch)
         bare = BARE[self._use.format].fullmatch(self._held, 0, end) if self._use.format in BARE else None
         if bare is None:
             self._raw.append(self._held[: end + len(closing)])
@@ -175,6 +180,12 @@ class BlockReader(Reader):
         self._begin_call(bare[1])
         self._argue("{}")
         return self._end_call(end + len(closing))
+
+    def _lacks_closing(self, text: str) -> bool:
+        """Return whether the closing mark does not end in a text that comes."""
+        closing, seen = self._marks.closing, self._tail + text
+        self._tail = seen[1 - len(closing) :]
+        return closing not in seen
 
     def _begin_arguments(self) -> bool:
         """Begin a call of which the head has come, with the beginning of its arguments."""
@@ -413,7 +424,8 @@ class PythonicReader(Reader):
         super().__init__(use, request_id, choice)
         self._may_begin = True
         self._is_behind = False  # the list was read, the mark behind it not
-        self._looked = 0  # so much of what is held was looked through for the end of the list
+        self._looked = 0  # so much of the text was looked through for the end of the list
+        self._end = 0  # of the list, once it was seen
         self._depth = 0
         self._quote = ""
         self._escaped = False
@@ -433,18 +445,19 @@ class PythonicReader(Reader):
         if start is None:
             return self._is_plain()
         if start[1] is None:
-            return self._wait(BLANK)  # the head of a list is not there yet
+            return self._wait(BLANK.fullmatch)  # the head of a list is not there yet
         begin = start.start(1)
-        end = self._end_of_list(begin)
-        if end < 0:
-            return self._is_plain() if self._depth < 0 else self._wait(_IN_LIST)
-        calls = python_calls(self._held[begin:end], self._use.names)
+        if not self._end:
+            self._looked = begin
+            if self._stays_in_list(self._held[begin:]):
+                return self._wait(self._stays_in_list)
+        calls = python_calls(self._held[begin : self._end], self._use.names)
         if calls is None:
             return self._is_plain()
         for call in calls if self._use.parallel else calls[:1]:
             self._begin_call(call.name)
             self._argue(call.arguments)
-        self._held = self._held[end:]
+        self._held = self._held[self._end :]
         self._may_begin, self._is_behind = False, True
         return True
 
@@ -464,10 +477,9 @@ class PythonicReader(Reader):
         self._may_begin = False
         return True
 
-    def _end_of_list(self, begin: int) -> int:
-        """Return where the list that begins there ends, -1 while it has not."""
-        for at in range(max(begin, self._looked), len(self._held)):
-            char = self._held[at]
+    def _stays_in_list(self, text: str) -> bool:
+        """Look through more text for the end of the list. Return whether it has not ended."""
+        for at, char in enumerate(text, self._looked + 1):
             if self._quote:
                 if self._escaped:
                     self._escaped = False
@@ -482,9 +494,10 @@ class PythonicReader(Reader):
             elif char in "])}":
                 self._depth -= 1
                 if self._depth <= 0:
-                    return at + 1
-        self._looked = len(self._held)
-        return -1
+                    self._end = at
+                    return False
+        self._looked += len(text)
+        return True
 
 
 _START = re.escape(PYTHON_START)

@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -196,7 +197,7 @@ class Reader(ABC):
         self._use = use
         self._owner = f"{request_id}:{choice}"
         self._held = ""  # not looked at yet
-        self._idle: re.Pattern[str] | None = None  # text of this form behind what is held decides nothing
+        self._idle: Callable[[str], object] | None = None  # whether text behind what is held decides nothing
         self._undecided: list[str] = []  # such text; joined when more comes, not with each token
         self._raw: list[str] = []  # of what may be a call, while it may also be text
         self._blank: list[str] = []  # white space at the end of the text: dropped where a call follows
@@ -210,7 +211,7 @@ class Reader(ABC):
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
         """Return the text and the calls that are certain now."""
         self._undecided.append(text)
-        if self._idle is None or self._idle.fullmatch(text) is None:
+        if self._idle is None or not self._idle(text):
             self._join()
             while self._held and self._go_on():
                 pass
@@ -238,8 +239,8 @@ class Reader(ABC):
         self._held = "".join([self._held, *self._undecided])
         self._undecided, self._idle = [], None
 
-    def _wait(self, idle: re.Pattern[str] | None = None) -> bool:
-        """Return False. idle: the form of text that changes nothing behind what is held."""
+    def _wait(self, idle: Callable[[str], object] | None = None) -> bool:
+        """Return False. idle: called once with each text that comes; whether it decides nothing behind what is held."""
         self._idle = idle
         return False
 
@@ -342,7 +343,7 @@ class ToolReader(Reader):
         tagged = rest.removeprefix(PYTHON_TAG)
         is_first = not self._said and not self.calls
         if is_first and not tagged.strip():
-            return self._wait(BLANK)
+            return self._wait(BLANK.fullmatch)
         if is_first and PYTHON_TAG.startswith(rest):
             return False
         if not is_first or not tagged.lstrip().startswith("{"):
@@ -374,7 +375,7 @@ class ToolReader(Reader):
         found = _NAMED.match(rest)
         if found is None or found[2] is None:
             if found is not None and found.end() == len(rest):
-                return self._wait(BLANK)
+                return self._wait(BLANK.fullmatch)
             return False if found is None and _BEGINS_NAMED.fullmatch(rest) else self._is_text()
         self._held = rest[found.start(2) :]
         self._object = CallObject(found[1])

@@ -22,7 +22,7 @@ from protos import queue_pb2
 from services.gateway.cluster import Cluster
 from services.gateway.delivery import dispatcher as dispatcher_module
 from services.gateway.delivery.dispatcher import Command, Dispatcher, Retries
-from services.gateway.delivery.stream import RequestStream
+from services.gateway.delivery.stream import RequestStream, Row
 from services.gateway.errors import ApiError
 from services.gateway.metrics import Metrics
 from services.gateway.openai.bodies import CompletionBody, DetokenizeBody, parse_body
@@ -36,6 +36,8 @@ from tests.support.stack import RedisServer
 from tests.support.waiting import free_port
 
 LIMITS = Limits(max_model_len=100_000)
+WAITING = 100
+"""Rows of a client that reads nothing."""
 
 
 @functools.cache
@@ -119,9 +121,10 @@ async def test_error_of_redis_is_503_with_a_retry_time(dispatcher: Dispatcher, e
     assert int(caught.value.headers["Retry-After"]) >= 1
 
 
-async def test_entries_that_wait_are_delivered_in_few_turns_of_the_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_stalled", [False, True], ids=["alone", "beside a stalled client"])
+async def test_entries_that_wait_are_delivered_in_few_turns_of_the_loop(tmp_path: Path, has_stalled: bool) -> None:
     """New requests make the turns long; entries that took one each fell behind the steps. A handler that reads keeps
-    its bound all the same.
+    its bound all the same, and one that waits for its socket delays no other.
     """
     steps, turns, got = 60, 0, 0
     loop = asyncio.get_running_loop()
@@ -136,12 +139,22 @@ async def test_entries_that_wait_are_delivered_in_few_turns_of_the_loop(tmp_path
         chosen = settings(server.url)
         for step in range(steps):
             batch = queue_pb2.TokenBatch(
-                requests=["r"], choices=pack([0]), first=pack([step]), counts=pack([1]), tokens=pack([7]), finish=b"\0"
+                requests=["r", "stalled"],
+                choices=pack([0, 0]),
+                first=pack([step, WAITING + step]),
+                counts=pack([1, 1]),
+                tokens=pack([7, 7]),
+                finish=b"\0\0",
             )
             server.client.xadd(chosen.keys.tokens("gateway-1"), {"b": batch.SerializeToString()})
         cluster = Cluster(chosen, "gateway-1", LIMITS)
         reading = Dispatcher(chosen, "gateway-1", cluster, Metrics())
         reading.streams["r"] = stream = RequestStream("r", 1, bound=16)
+        stalled = RequestStream("stalled", 1, bound=2 * WAITING)
+        if has_stalled:
+            reading.streams["stalled"] = stalled
+            for index in range(WAITING):
+                stalled.offer(Row(0, [7]), index)
         ticking: list[asyncio.Handle] = []
         reading.start()
         while got < steps:
@@ -152,7 +165,7 @@ async def test_entries_that_wait_are_delivered_in_few_turns_of_the_loop(tmp_path
         ticking.pop().cancel()
         await reading.stop()
         await cluster.close()
-    assert stream.failure is None
+    assert stream.failure is None and stalled.failure is None
     assert turns < steps / 2
 
 

@@ -377,7 +377,7 @@ def test_a_stream_without_a_request_ends_after_a_time(
     tmp_path: Path, model: Path, redis_server: RedisServer, ended: threading.Event
 ) -> None:
     port, requests = free_port(), queue.SimpleQueue[Request | None]()
-    bounds = {"read_timeout_s": 0.2, "idle_connection_s": 1}
+    bounds = {"read_timeout_s": 0.2, "idle_connection_s": 2}
     with (
         led_gateway(tmp_path, model, redis_server, api_key=KEY, grpc_port=port, **bounds) as (gateway, scheduler),
         grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -386,8 +386,12 @@ def test_a_stream_without_a_request_ends_after_a_time(
         running = calls.ModelStreamInfer(iter(requests.get, None), metadata=METADATA, timeout=60)
         requests.put(request_of(gateway, "The", max_tokens=2))
         claimed = scheduler.claim()
+        early = calls.ModelStreamInfer(never(ended), metadata=METADATA, timeout=60)  # opened before there is a request
+        with pytest.raises(grpc.RpcError, match=r"request incomplete after 0\.2 s"):
+            channel.stream_unary(f"/{SERVICE}/ModelInfer")(never(ended), metadata=METADATA, timeout=60)
+        assert early.is_active()
         with pytest.raises(grpc.RpcError, match="no request came in time") as late:
-            list(calls.ModelStreamInfer(never(ended), metadata=METADATA, timeout=60))
+            list(early)
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         scheduler.serve(claimed, [50, 51])  # a stream that runs one has no such limit
         with pytest.raises(grpc.RpcError, match="no request came in time"):

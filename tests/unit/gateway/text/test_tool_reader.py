@@ -242,6 +242,9 @@ HOSTILE = {
     "qwen: ends of values": (
         "qwen3-coder", f"<tool_call><function=add><parameter=a>{'</parameter> ' * 50_000}</function></tool_call>",
     ),
+    "qwen: marks where a head may come": ("qwen3-coder", f"<tool_call><function=add>{'> ' * 50_000}</tool_call>"),
+    "kimi: braces where a head may come": ("kimi-k2", f"{K_OPEN}add:0<{'{ ' * 50_000}{K_CLOSE}"),
+    "pythonic: brackets in a text": ("pythonic", f"[add(a='{'])} ' * 50_000}')]"),
     "qwen: blanks at the beginning": ("qwen3-coder", "<tool_call>" + BLANKS),
     "qwen: blanks around the head": ("qwen3-coder", f"<tool_call>{' ' * 256_000}<function=add>{BLANKS}no"),
 }  # fmt: skip
@@ -263,7 +266,9 @@ HELD = [
     ("qwen3-coder", "<tool_call><function=add>", "y"), ("glm-4.5", "<tool_call>add", " "),
     ("glm-4.5", "<tool_call>add</tool_call>", " "), ("deepseek-v3", D_SECTION, "\n"),
     ("kimi-k2", K_OPEN + "add:0", " "), ("pythonic", "", " "), ("pythonic", "[", " "),
-    ("pythonic", "[add(a='", "y"), ("pythonic", "[add()]", "\n"),
+    ("pythonic", "[add(a='", "y"), ("pythonic", "[add()]", "\n"), ("pythonic", "[add(a='", "])}"),
+    ("qwen3-coder", "<tool_call><function=add>", "a > "), ("glm-4.5", "<tool_call>add<", "a > "),
+    ("deepseek-v3", D_OPEN + "add<", "{}"), ("kimi-k2", K_OPEN + "add:0<", "{}"),
 ]  # fmt: skip
 
 
