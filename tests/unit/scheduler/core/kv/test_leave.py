@@ -146,6 +146,26 @@ def test_worker_that_is_lost_before_its_answer_has_kept_nothing() -> None:
     h.finish()
 
 
+def test_kept_blocks_without_all_their_copies_are_refused() -> None:
+    h = house()
+    while h.workers[0].queue:
+        h.answer()
+    step, outcome = h.core.leave(0, h.now)
+    h.take(outcome)
+    assert step is not None
+    h.workers[0].queue.append(step)
+    result = h.workers[0].run()
+    assert result.kept > 3
+    result.swap_out_acks = result.swap_out_acks[:3]
+    with pytest.raises(ValueError, match=f"{step.swap_out_gpu.size - 3} copies are not acknowledged"):
+        h.core.apply(result, h.now)
+    h.lose()
+    assert not h.core.left_tiers and h.core.stats()["swapped"] == 0
+    h.join(LIMITS)
+    h.finish()
+    assert recomputed(h) > 0
+
+
 @pytest.mark.parametrize("answered", [0, 1])
 def test_worker_that_is_lost_while_it_loads_leaves_it_to_the_next(answered: int) -> None:
     h = house()
