@@ -167,8 +167,13 @@ class Scheduler:
 
     @property
     def left_tiers(self) -> list[str]:
-        """The host tiers of replicas that leave or have left, with KV that sequences still need (Limits.host_tier)."""
+        """The host tiers of replicas that leave or have left, until they are forgotten (Limits.host_tier)."""
         return [replica.limits.host_tier for replica in self.router.placement.left]
+
+    def needed_tiers(self) -> list[str]:
+        """Forget the host tiers that no sequence needs any more, and return the others: what a new worker is told."""
+        self.router.forget_left()
+        return self.left_tiers
 
     def may_leave(self, replica: int) -> bool:
         """Return whether `leave` has KV of a replica to keep."""

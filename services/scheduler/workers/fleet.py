@@ -232,7 +232,7 @@ class Fleet:
         link = WorkerLink(worker, self._settings)
         try:
             try:
-                limits = await link.open(self._context.core.left_tiers)
+                limits = await link.open(self._context.core.needed_tiers)
                 linked = [loop.link.info for loop in self.loops.values()]
                 check_same(link.info, linked, self._settings.mixed_numerics)
                 replica = self._join(limits)

@@ -123,7 +123,7 @@ class EndingLink:
         self.steps: list[worker_pb2.Step] = []
         self._ended = asyncio.Event()
 
-    async def open(self, kept: Iterable[str]) -> Limits:
+    async def open(self, kept: Callable[[], Iterable[str]]) -> Limits:
         return Limits(slots=4, blocks=64, block_size=16, max_model_len=128, max_step_tokens=64)
 
     async def send(self, step: worker_pb2.Step) -> None:
