@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Limits
+from services.scheduler.core.types import EMPTY, Limits
 from tests.unit.scheduler.core.twin import House, request
 
 LIMITS = Limits(
@@ -86,6 +86,21 @@ def test_only_what_the_worker_acknowledges_counts_as_kept() -> None:
     h.join(LIMITS)
     h.finish()
     assert recomputed(h) > 0
+
+
+def test_worker_that_keeps_few_blocks_keeps_those_of_the_best_class() -> None:
+    h = House(Scheduler("orcinus"), LIMITS)
+    h.add_many(3, 10, 20, name="low", priority=3)
+    h.add_many(1, 10, 20, name="high", priority=1)
+    h.steps(4)
+    h.workers[0].keeps_most = 4
+    step = h.leave()
+    assert step is not None and step.keep.size > 4
+    assert [s.record.request.id for record in h.core.records.values() for s in record.sequences if s.swapped] == [
+        "high0"
+    ]
+    h.join(LIMITS)
+    h.finish()
 
 
 @pytest.mark.parametrize(
@@ -270,6 +285,37 @@ def test_sequence_swapped_out_before_is_kept_too() -> None:
     h.add(request("new", 10, 4, seed=99))
     h.finish()
     assert recomputed(h) == before
+
+
+def test_row_that_still_loads_its_kv_is_not_swapped_out() -> None:
+    limits = replace(LIMITS, blocks=26, host_blocks=60)
+    h = House(Scheduler("orcinus:relief=newest-swap", lookahead=0), limits)
+    h.add_many(6, 10, 20)
+    worker = h.workers[0]
+    while (step := h.plan()) is not None and not step.swap_in_host.size:
+        h.answer()
+    assert step is not None
+    loading = h.core.replicas[0].transfers.slots()
+    result = worker.run()
+    late, result.swap_in_acks = result.swap_in_acks, EMPTY
+    h.take(h.core.apply(result, h.now))
+    running = h.core.replicas[0].table.count
+    last, outcome = h.core.leave(0, h.now)
+    h.take(outcome)
+    assert last is not None and loading and running > len(loading)
+    worker.queue.append(last)
+    result = worker.run()
+    result.swap_in_acks = late
+    h.take(h.core.apply(result, h.now))
+    h.core.check()
+    waiting = [s for record in h.core.records.values() for s in record.sequences]
+    assert sum(not s.swapped for s in waiting) == len(loading), "their KV was on its way"
+    h.core.lose(0, h.now)
+    h.core.check()
+    del h.workers[0]
+    h.join(limits)
+    h.finish()
+    assert recomputed(h) > 0
 
 
 @pytest.mark.parametrize("seed", range(12))
