@@ -75,7 +75,7 @@ class WorkerLink:
         self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
         self._moved_ns = 0  # the last answer
         self.info = worker_pb2.WorkerInfo()
-        self.leaving = False  # the worker drains: no further step may be sent, but for the last one
+        self.drains = False  # the worker drains: no further step may be sent, but for the last one
 
     async def open(self, kept: Callable[[], Iterable[str]]) -> Limits:
         """Ask for the size of the worker and say hello.
@@ -130,7 +130,7 @@ class WorkerLink:
             raise ProtocolError("results were read before hello")
         async for result in self._call:
             if result.draining:
-                self.leaving = True
+                self.drains = True
                 if not self._sent and not has_last_step():
                     return
                 continue
@@ -144,7 +144,7 @@ class WorkerLink:
             if result.error:
                 raise StepFailedError(f"step {result.id} failed: {result.error[:ERROR_LENGTH]}")
             yield result
-            if self.leaving and not self._sent and not has_last_step():
+            if self.drains and not self._sent and not has_last_step():
                 return
 
     def waited_s(self) -> float:

@@ -112,7 +112,7 @@ async def test_next_worker_loads_what_one_kept(keeps: bool) -> None:
         shard.core.check()
         run = asyncio.create_task(shard.fleet.serve(replace(other, epoch=2)))
         await wait_until(lambda: "a" in shard.ended or run.done())
-        await wait_until(lambda: not shard.core.left_tiers)
+        await wait_until(lambda: not shard.core.kept_tiers)
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)
     assert (shard.ended["a"].finish, shard.ended["a"].outputs[0].tolist()) == ([Finish.LENGTH], [7] * TOKENS)
@@ -136,7 +136,7 @@ async def test_hello_names_what_was_kept_since_the_worker_was_dialed(needed: boo
         await wait_until(second.was_asked.is_set)
         first.drains.set()
         await run
-        assert shard.core.left_tiers == [f"{FOLDER}/first"]
+        assert shard.core.kept_tiers == [f"{FOLDER}/first"]
         if not needed:
             shard.core.cancel("a", 1)
             shard.add([request("b")])

@@ -116,7 +116,7 @@ class EndingLink:
 
     worker = Registration("worker-0", "nowhere", "identity")
     epoch = 1
-    leaving = False
+    drains = False
     info = worker_pb2.WorkerInfo(vocab_size=512)
 
     def __init__(self) -> None:
