@@ -480,7 +480,8 @@ class WorkerSettings(InternalSettings, AdapterSettings):
         ge=0,
         le=1 << 30,
         description="blocks of the host tier; 0 means none; unset uses as many as KV blocks if these may run out, "
-        "beside a GPU within 10 % of free memory and 16 GiB, else with kv_share_dir within 5 %, else none",
+        "beside a GPU within 10 % of free memory and 16 GiB; else, with kv_share_dir and role both, within 5 % of this "
+        "worker's memory; else none",
     )
     worker_role: Literal["both", "prefill", "decode"] = Field(
         "both",

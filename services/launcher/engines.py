@@ -33,6 +33,7 @@ from services.launcher.up import (
     service_argv,
     share_env,
     share_folder,
+    share_problem,
     shared_folder,
     sleeping_services,
     unused_gpu,
@@ -73,7 +74,9 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
     screen = Screen(logs.setup("engines", first.gateway.log_level, first.gateway.log_json))
     if problem := unused_gpu(first.worker):
         screen.event(f"the GPU of this machine is not used: {problem}")
-    with run_dir, shared_folder(run_dir.path, first.worker.kv_share_dir):
+    if most and first.worker.kv_share_dir is None and (problem := share_problem(run_dir.path)):
+        screen.event(f"the KV of a model that sleeps is not kept: {problem}")
+    with run_dir, shared_folder(run_dir.path, first.worker.kv_share_dir, stacks):
         compile_kernels(first.worker)
 
         def on_ready() -> None:

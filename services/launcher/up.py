@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ from services.launcher.screen import Screen
 from services.launcher.supervisor import StackSupervisor
 from services.worker.models.config import check_split, load_config
 from services.worker.models.stored import read_stored
+from shared import kept_files
 from shared.errors import ConfigurationError
 from shared.keys import PLACER, PLACER_KEYS
 from shared.models.hub import as_hub_name, parse_name
@@ -169,7 +171,9 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
             "port": held.enter_context(listen(gateway.host, gateway.port, "port")),
             "ops port": held.enter_context(listen(gateway.ops_host, gateway.ops_port, "ops port")),
         }
-        folder = held.enter_context(shared_folder(run_dir.path, worker.kv_share_dir))
+        folder = held.enter_context(shared_folder(run_dir.path, worker.kv_share_dir, stacks))
+        if most and worker.kv_share_dir is None and (problem := share_problem(run_dir.path)):
+            screen.event(f"the KV of a model that sleeps is not kept: {problem}")
         client = redis_server.client(url, **access)
         specs = process_specs(stacks, local_redis, url, access.get("password"), client, folder, sockets, most)
 
@@ -497,15 +501,34 @@ def share_env(role: str, folder: Path, sleeps: bool) -> dict[str, str]:
 
 def share_folder(run_dir: Path) -> Path:
     """Return the folder for the host tiers of a stack's workers, the same each time: in memory where possible."""
+    return run_dir / "kv" if share_problem(run_dir) else _folder_in_memory(run_dir)
+
+
+def share_problem(run_dir: Path) -> str:
+    """Return why the host tiers of a stack's workers do not lie in memory; empty if they do."""
     if not (SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)):
-        return run_dir / "kv"
-    return SHARED_MEMORY / f"orcinus-{os.geteuid()}-{hashlib.sha256(bytes(run_dir)).hexdigest()[:12]}"
+        return f"{SHARED_MEMORY}: is not there or cannot be written; name a folder with {env_name('kv_share_dir')}"
+    folder = _folder_in_memory(run_dir)
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return ""
+    if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode):
+        return ""
+    return f"{folder}: is no folder of user {os.geteuid()}; remove it, or choose another --run-dir"
+
+
+def _folder_in_memory(run_dir: Path) -> Path:
+    """Return a name of its own for each run directory of a user and a host: containers may share the memory."""
+    place = f"{socket.gethostname()}\n{run_dir}"
+    return SHARED_MEMORY / f"orcinus-{os.geteuid()}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}"
 
 
 @contextlib.contextmanager
-def shared_folder(run_dir: Path, given: Path | None) -> Iterator[Path]:
+def shared_folder(run_dir: Path, given: Path | None, stacks: Sequence[ModelStack]) -> Iterator[Path]:
     """Yield the folder for host tiers: the `given` one, or one that goes with the stack. Files that killed workers, and
-    workers of models that sleep, have left there would keep memory: they are removed at the end.
+    workers of models that sleep, have left there would keep memory: they are removed at the end. In a given folder only
+    those of `stacks` are.
     """
     own = share_folder(run_dir)
     shutil.rmtree(own, ignore_errors=True)  # of a launcher that was killed
@@ -513,7 +536,8 @@ def shared_folder(run_dir: Path, given: Path | None) -> Iterator[Path]:
         yield given or own
     finally:
         shutil.rmtree(own, ignore_errors=True)
-        for file in given.glob("*.kept") if given is not None else ():
+        owners = {kept_files.owner_of(stack.gateway.served_model_name, stack.scheduler.shard) for stack in stacks}
+        for file in (file for owner in owners if given for file in given.glob(f"*.{owner}.kept")):
             with contextlib.suppress(OSError):
                 file.unlink()
 

@@ -14,10 +14,10 @@ from services.scheduler.core.sequence import Record, State
 from services.scheduler.core.types import EMPTY, Int32
 
 
-def check_replicas(alive: list[Replica], left: list[Replica], records: Iterable[Record], lookahead: int) -> None:
-    """Raise RuntimeError on a broken invariant of the replicas, or of the host tiers of those that left."""
+def check_replicas(alive: list[Replica], keepers: list[Replica], records: Iterable[Record], lookahead: int) -> None:
+    """Raise RuntimeError on a broken invariant of the replicas, or of the host tiers of lost ones that have kept KV."""
     saved = [s.saved for record in records for s in record.sequences if s.saved is not None]
-    for replica in [*alive, *(replica for replica in left if not replica.alive)]:
+    for replica in [*alive, *(replica for replica in keepers if not replica.alive)]:
         held = [kv.blocks for kv in saved if kv.replica == replica.number]
         held += [blocks for other in alive for blocks in other.transfers.held_of(replica.host)]
         if replica.alive:

@@ -55,7 +55,7 @@ class Planner:
                     break
         return None
 
-    def leave(self, replica: Replica, keep: Int32, now_ns: int) -> StepPlan:
+    def last_step(self, replica: Replica, keep: Int32, now_ns: int) -> StepPlan:
         """Return the last step of a replica: the copies that were ordered, and the host blocks to keep."""
         return StepBuilder(replica, 0, 0, 0, now_ns).commit(keep)
 

@@ -147,7 +147,7 @@ class Replica:
         self.memo = AdmissionMemo()
         self.beneficiary: Sequence | None = None  # sequences were preempted for it: no other enters before it does
         self.alive = True
-        self.is_leaving = False  # its worker was asked to keep KV: its host tier is not read until it has left
+        self.is_keeping = False  # its worker was asked to keep KV: its host tier is not read until it has left
         self.kept: Int32 = EMPTY  # host blocks that outlive the worker, as it has acknowledged
         self.last = LastStep()
 

@@ -109,12 +109,17 @@ class Results:
         scored = self._scored(replica, step, result) if result.prompt_logprobs else []
         out = self._endings.collector()
         replica.answered(step)
-        replica.kept = step.keep[: result.kept]
         if replica.speculation.possible:
             replica.speculation.answered(step.planned_ns, result.step_ns, now_ns, step.alone)
         for number in result.stale_peers.tolist():
             self._taken_over(replica, number, now_ns, out)
         self._learn(replica, step, result)
+        if result.kept:
+            if missing := replica.transfers.queued_out - replica.transfers.copied_out:
+                raise ValueError(
+                    f"the result of step {step.id} keeps blocks, but {missing} copies are not acknowledged"
+                )
+            replica.kept = step.keep[: result.kept]
         news = step.adapters or result.adapter_acks.size
         if news and replica.adapters.acknowledged(step.adapters, result.adapter_acks, now_ns):
             self._router.changed(self._router.placement.alive)

@@ -92,8 +92,8 @@ class Scheduler:
 
         A sequence that waits and can run on no replica ends with an error in the next Outcome.
         """
-        left = {replica.number for replica in self.router.placement.left}
-        gone = (r.number for r in self.replicas if not r.alive and r.number not in left)
+        keepers = {replica.number for replica in self.router.placement.keepers}
+        gone = (r.number for r in self.replicas if not r.alive and r.number not in keepers)
         number = next(gone, len(self.replicas))
         others = any(r.prefix_cache is not None for r in self.alive)
         if self._prefix_cache and not others and (self._hasher is None or self._hasher.block_size != limits.block_size):
@@ -117,7 +117,7 @@ class Scheduler:
     def lose(self, replica: int, now_ns: int) -> None:
         """Take a replica out: its sequences wait again with the tokens applied so far; its steps are forgotten.
 
-        Swapped KV goes with the worker, except what it has kept (`leave`): other replicas read that as a peer's until
+        Swapped KV goes with the worker, except what it has kept (`keep_kv`): other replicas read that as a peer's until
         no sequence needs it. What it was loading from the host tier of another replica is still there; what another one
         was loading from its tier may be anything. Step ids begin anew when it joins again, so the caller passes on no
         answer of the Run that was lost.
@@ -160,33 +160,38 @@ class Scheduler:
         lost.handed.clear()
         lost.freed.clear()
         if lost.kept.size:
-            self.router.left(lost, self.alive)
-        elif lost.is_leaving:
-            self.router.placement.left.remove(lost)
+            self.router.end_keeping(lost, self.alive)
+        elif lost.is_keeping:
+            self.router.placement.keepers.remove(lost)
         self.router.changed(self.alive)
 
     @property
-    def left_tiers(self) -> list[str]:
-        """The host tiers of replicas that leave or have left, with KV that sequences still need (Limits.host_tier)."""
-        return [replica.limits.host_tier for replica in self.router.placement.left]
+    def kept_tiers(self) -> list[str]:
+        """The host tiers of replicas that keep KV, until they are forgotten (Limits.host_tier)."""
+        return [replica.limits.host_tier for replica in self.router.placement.keepers]
 
-    def may_leave(self, replica: int) -> bool:
-        """Return whether `leave` has KV of a replica to keep."""
-        leaving = self.replicas[replica]
-        return leaving.limits.keeps and bool(leaving.host.total and (leaving.table.count or leaving.host.referenced))
+    def needed_tiers(self) -> list[str]:
+        """Forget the host tiers that no sequence needs any more, and return the others: what a new worker is told."""
+        self.router.forget_keepers()
+        return self.kept_tiers
 
-    def leave(self, replica: int, now_ns: int) -> tuple[StepPlan | None, Outcome]:
+    def can_keep_kv(self, replica: int) -> bool:
+        """Return whether `keep_kv` has KV of a replica to keep."""
+        keeper = self.replicas[replica]
+        return keeper.limits.keeps and bool(keeper.host.total and (keeper.table.count or keeper.host.referenced))
+
+    def keep_kv(self, replica: int, now_ns: int) -> tuple[StepPlan | None, Outcome]:
         """Return the last step of a replica with a worker that leaves, or None where no KV is kept.
 
         It swaps out what runs, as far as the host tier goes, and asks the worker to keep that. Call it once, when no
         step of the replica is in flight; lose the replica when the step is answered, and plan no other one for it.
         Nothing is kept while another replica loads from the tier: the worker would take the blocks away meanwhile.
         """
-        out, leaving = self.collector(), self.replicas[replica]
-        if any(other.transfers.held_of(leaving.host) for other in self.alive):
+        out, keeper = self.collector(), self.replicas[replica]
+        if any(other.transfers.held_of(keeper.host) for other in self.alive):
             return None, out.build()
-        self.router.leaves(leaving)
-        for sequence in leaving.swap_all():
+        self.router.begin_keeping(keeper)
+        for sequence in keeper.swap_all():
             self._note_resuming(sequence)
             self.waiting.requeue(sequence, now_ns, out)
         sequences = [s for record in self.records.values() for s in record.sequences if s.saved_at(replica)]
@@ -194,7 +199,7 @@ class Scheduler:
         kept = [sequence.saved.blocks for sequence in sequences if sequence.saved is not None]
         for sequence in sequences:
             self._note_resuming(sequence)
-        return self._planner.leave(leaving, np.concatenate([EMPTY, *kept]), now_ns), out.build()
+        return self._planner.last_step(keeper, np.concatenate([EMPTY, *kept]), now_ns), out.build()
 
     def confine(self, request_ids: Iterable[str]) -> None:
         """Confine requests to one replica, the dock: they run there only, and no other sequence enters it.
@@ -348,7 +353,7 @@ class Scheduler:
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             self._end_all(heapq.heappop(self._deadlines)[2], Finish.DEADLINE, "", out)
         self._change_policy(now_ns)
-        self.router.forget_left()
+        self.router.forget_keepers()
         here = replica < len(self.replicas) and self.replicas[replica].alive
         step = self._planner.plan(self.replicas[replica], now_ns, out) if here else None
         return step, out.build() if out else None
@@ -440,7 +445,7 @@ class Scheduler:
         self.waiting.check()
         if len(self._deadlines) > 2 * len(self.records) + 64:
             raise RuntimeError(f"{len(self._deadlines)} deadlines are kept for {len(self.records)} requests")
-        check_replicas(self.alive, self.router.placement.left, self.records.values(), self.lookahead)
+        check_replicas(self.alive, self.router.placement.keepers, self.records.values(), self.lookahead)
         check_records(list(self.records.values()), sum(r.table.count for r in self.replicas), len(self.waiting))
 
     # -- ends; also called by Results

@@ -220,19 +220,19 @@ class Fleet:
 
     async def _give(self) -> None:
         """Give one worker to a shard that has none."""
-        if any(loop.leaves for loop in self.loops.values()):
+        if any(loop.is_given_away for loop in self.loops.values()):
             return  # one at a time
         replicas = self._context.core.replicas
         running = {name: replicas[loop.replica].table.count for name, loop in self.loops.items()}
         if name := self._workers.to_give(running):
-            self.loops[name].leave()
+            self.loops[name].give_away()
 
     async def serve(self, worker: Registration) -> None:
         """Lead one Run: dial the worker, run its loop, and close the link."""
         link = WorkerLink(worker, self._settings)
         try:
             try:
-                limits = await link.open(self._context.core.left_tiers)
+                limits = await link.open(self._context.core.needed_tiers)
                 linked = [loop.link.info for loop in self.loops.values()]
                 check_same(link.info, linked, self._settings.mixed_numerics)
                 replica = self._join(limits)
@@ -275,7 +275,7 @@ class Fleet:
         try:
             await loop.run(self._patience.get(worker.id, 1) * limit_s)
         except (grpc.aio.AioRpcError, ProtocolError, WorkerLostError, ValueError) as error:
-            left = loop.link.leaving or loop.leaves
+            left = loop.link.drains or loop.is_given_away
             if isinstance(error, ContractError):
                 self._refuse(worker, error)
             elif left:
@@ -294,7 +294,7 @@ class Fleet:
                 self._patience[worker.id] = min(2 * self._patience.get(worker.id, 1), MAX_PATIENCE)
             self.lose(worker, loop.replica, loop.in_flight, reason)
             self.wake()
-        if loop.leaves:
+        if loop.is_given_away:
             try:
                 await self._workers.give_back(worker)
             except Unavailable as error:

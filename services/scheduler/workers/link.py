@@ -75,12 +75,12 @@ class WorkerLink:
         self._sent: deque[tuple[int, int]] = deque()  # (step id, monotonic ns), unanswered
         self._moved_ns = 0  # the last answer
         self.info = worker_pb2.WorkerInfo()
-        self.leaving = False  # the worker drains: no further step may be sent, but for the last one
+        self.drains = False  # the worker drains: no further step may be sent, but for the last one
 
-    async def open(self, kept: Iterable[str] = ()) -> Limits:
+    async def open(self, kept: Callable[[], Iterable[str]]) -> Limits:
         """Ask for the size of the worker and say hello.
 
-        kept: host tiers that outlived their workers and that sequences need.
+        kept: returns the host tiers that outlived their workers and that sequences need, as of the hello.
         Raises grpc.aio.AioRpcError when it does not answer, ContractError when its answer is out of bounds,
         StaleEpochError when it would refuse the Run's epoch.
         """
@@ -92,7 +92,7 @@ class WorkerLink:
             )
         local = await RunCall.connect(self.info.run_socket) if self.info.run_socket else None
         self._call = local or self._stub.Run()
-        hello = worker_pb2.Hello(shard=self._shard, takes_late=True, kept=kept)
+        hello = worker_pb2.Hello(shard=self._shard, takes_late=True, kept=kept())
         await self._write(worker_pb2.Step(epoch=self.epoch, hello=hello))
         info = self.info
         log.info(
@@ -130,7 +130,7 @@ class WorkerLink:
             raise ProtocolError("results were read before hello")
         async for result in self._call:
             if result.draining:
-                self.leaving = True
+                self.drains = True
                 if not self._sent and not has_last_step():
                     return
                 continue
@@ -144,7 +144,7 @@ class WorkerLink:
             if result.error:
                 raise StepFailedError(f"step {result.id} failed: {result.error[:ERROR_LENGTH]}")
             yield result
-            if self.leaving and not self._sent and not has_last_step():
+            if self.drains and not self._sent and not has_last_step():
                 return
 
     def waited_s(self) -> float:

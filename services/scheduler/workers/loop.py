@@ -162,14 +162,14 @@ class WorkerLoop:
         self.wake = asyncio.Event()  # set when there is something to plan, or room to publish
         self._context = context
         self.paused = False  # the publisher has no room
-        self.leaves = False  # another shard gets the worker
-        self._has_left = False  # the last step of a worker that drains was planned
+        self.is_given_away = False  # another shard gets the worker
+        self._last_step_planned = False  # the last step of a worker that drains was planned
         self._later: asyncio.TimerHandle | None = None
 
     @property
     def state(self) -> str:
         """Return serving, draining (the worker leaves) or leaving (another shard gets the worker)."""
-        return "draining" if self.link.leaving else "leaving" if self.leaves else "serving"
+        return "draining" if self.link.drains else "leaving" if self.is_given_away else "serving"
 
     async def run(self, limit_s: float) -> None:
         """Run until the link ends: raises AioRpcError, ProtocolError, WorkerLostError or ValueError.
@@ -182,9 +182,9 @@ class WorkerLoop:
             if self._later is not None:
                 self._later.cancel()
 
-    def leave(self) -> None:
+    def give_away(self) -> None:
         """Send no further steps, and end when all are answered: another shard gets the worker."""
-        self.leaves = True
+        self.is_given_away = True
         self.wake.set()
 
     async def _pump(self) -> None:
@@ -192,7 +192,7 @@ class WorkerLoop:
         context, link = self._context, self.link
         while True:
             sent = False
-            while not ((full := context.full()) or link.leaving or self.leaves):
+            while not ((full := context.full()) or link.drains or self.is_given_away):
                 begin = time.monotonic_ns()
                 plan, outcome = context.core.plan(begin, self.replica)
                 context.put(outcome, 0)
@@ -203,9 +203,9 @@ class WorkerLoop:
                 context.stats.step(plan.decode_tokens, plan.prefill_tokens, time.monotonic_ns() - begin)
                 await self._send(plan)
             self.paused = full
-            if link.leaving and not (self._has_left or self.leaves or len(self.in_flight)):
+            if link.drains and not (self._last_step_planned or self.is_given_away or len(self.in_flight)):
                 await self._send_last()
-            if self.leaves and not len(self.in_flight):
+            if self.is_given_away and not len(self.in_flight):
                 raise WorkerLostError("worker given to a shard that has none")
             if sent and context.core.waiting_count:
                 context.wake_idle()
@@ -215,15 +215,15 @@ class WorkerLoop:
 
     def _keeps_kv(self) -> bool:
         """Return whether the worker gets a last step when it drains: to keep KV for the workers that come."""
-        return not (self.leaves or self._has_left) and self._context.core.may_leave(self.replica)
+        return not (self.is_given_away or self._last_step_planned) and self._context.core.can_keep_kv(self.replica)
 
     async def _send_last(self) -> None:
         """Let the sequences of a worker that drains leave their slots, and ask it to keep their KV, if it can."""
         plan = None
         if self._keeps_kv():
-            plan, outcome = self._context.core.leave(self.replica, time.monotonic_ns())
+            plan, outcome = self._context.core.keep_kv(self.replica, time.monotonic_ns())
             self._context.put(outcome, 0)
-        self._has_left = True
+        self._last_step_planned = True
         if plan is None:
             raise WorkerLostError(DRAINED)
         await self._send(plan)
@@ -272,7 +272,7 @@ class WorkerLoop:
                 rows = zip(outcome.requests, outcome.counts.tolist(), strict=True)
                 context.quarantine.progressed({request.id for request, count in rows if count}, begin)
             context.put(outcome, message.id)
-        raise WorkerLostError(DRAINED if link.leaving else "the stream of the worker ended")
+        raise WorkerLostError(DRAINED if link.drains else "the stream of the worker ended")
 
     async def _watch(self, limit_s: float) -> None:
         """End the link when a step stays unanswered; wake the loop for deadlines."""

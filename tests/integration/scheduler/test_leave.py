@@ -38,7 +38,17 @@ class Leaver(Described):
         self.hello = worker_pb2.Hello()
         self.steps: list[worker_pb2.Step] = []
         self.drains = asyncio.Event()
+        self.was_asked = asyncio.Event()
+        self.may_describe = asyncio.Event()
+        self.may_describe.set()
         self._known: dict[int, int] = {}
+
+    async def Describe(  # noqa: N802 - the name in worker.proto
+        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerInfo:
+        self.was_asked.set()
+        await self.may_describe.wait()
+        return self.info
 
     async def Run(  # noqa: N802 - the name in worker.proto
         self, requests: AsyncIterator[worker_pb2.Step], context: grpc.aio.ServicerContext
@@ -102,7 +112,7 @@ async def test_next_worker_loads_what_one_kept(keeps: bool) -> None:
         shard.core.check()
         run = asyncio.create_task(shard.fleet.serve(replace(other, epoch=2)))
         await wait_until(lambda: "a" in shard.ended or run.done())
-        await wait_until(lambda: not shard.core.left_tiers)
+        await wait_until(lambda: not shard.core.kept_tiers)
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)
     assert (shard.ended["a"].finish, shard.ended["a"].outputs[0].tolist()) == ([Finish.LENGTH], [7] * TOKENS)
@@ -112,6 +122,31 @@ async def test_next_worker_loads_what_one_kept(keeps: bool) -> None:
     if keeps:
         (enter,) = (enter for step in second.steps for enter in step.enters)
         assert enter.computed == first.computed and unpack(first.steps[-1].swap_out_host).tolist() == kept.tolist()
+
+
+@pytest.mark.parametrize("needed", [True, False])
+async def test_hello_names_what_was_kept_since_the_worker_was_dialed(needed: bool) -> None:
+    first, second, shard = Leaver("first"), Leaver("second"), Shard(SETTINGS)
+    second.may_describe.clear()
+    async with serving(first, second) as (one, other):
+        shard.add([request("a")])
+        run = asyncio.create_task(shard.fleet.serve(one))
+        await wait_until(lambda: len(first.steps) > 10)
+        next_run = asyncio.create_task(shard.fleet.serve(replace(other, epoch=2)))
+        await wait_until(second.was_asked.is_set)
+        first.drains.set()
+        await run
+        assert shard.core.kept_tiers == [f"{FOLDER}/first"]
+        if not needed:
+            shard.core.cancel("a", 1)
+            shard.add([request("b")])
+        second.may_describe.set()
+        await wait_until(lambda: len(second.steps) > 3 or next_run.done())
+        next_run.cancel()
+        await asyncio.gather(next_run, return_exceptions=True)
+    assert list(second.hello.kept) == ([f"{FOLDER}/first"] if needed else [])
+    announced = [peer.number for step in second.steps for peer in step.peers if peer.host_tier]
+    assert announced == ([0] if needed else []), "what no request needs is forgotten before"
 
 
 @pytest.mark.parametrize("ends", ["before", "while it waits"])

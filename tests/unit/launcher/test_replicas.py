@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from services.launcher import up
 from shared.errors import ConfigurationError
+from shared.kept_files import owner_of
 from shared.settings import LauncherSettings, WorkerSettings
 
 
@@ -60,6 +62,9 @@ def test_workers_do_both_or_are_told_their_roles_and_the_folder_that_they_share(
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
     folders = [up.share_folder(Path(path)) for path in ("/a/.run", "/a/.run", "/b/.run")]
     assert folders[0] == folders[1] != folders[2] and folders[0].parent == tmp_path
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "another-container")
+        assert up.share_folder(Path("/a/.run")) not in folders, "both may share /dev/shm"
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path / "none")
     assert up.share_folder(Path("/a/.run")) == Path("/a/.run/kv")
 
@@ -73,21 +78,43 @@ def test_workers_of_models_that_sleep_share_a_folder_in_memory(tmp_path: Path, m
     assert up.share_folder(Path("/a/.run")) == Path("/a/.run/kv"), "a container may not let it write there"
 
 
+@pytest.mark.parametrize("made", ["of another user", "a file", "a link"])
+def test_folder_that_was_made_first_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str) -> None:
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
+    run_dir, user = Path("/a/.run"), os.geteuid()
+    assert not up.share_problem(run_dir)
+    if made == "of another user":
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        up.share_folder(run_dir).mkdir()
+    elif made == "a file":
+        up.share_folder(run_dir).touch()
+    else:
+        up.share_folder(run_dir).symlink_to(tmp_path)
+    assert "is no folder of user" in up.share_problem(run_dir)
+    folder = up.share_folder(run_dir)
+    assert folder == run_dir / "kv" and up.share_env("both", folder, True) == {}
+    with up.shared_folder(run_dir, None, []) as used:
+        assert used == folder
+
+
 def test_what_workers_left_goes_with_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
     own, given = up.share_folder(Path("/a/.run")), tmp_path / "given"
     own.mkdir()
     (own / "of-a-killed-stack.kept").touch()
-    with up.shared_folder(Path("/a/.run"), None) as folder:
+    with up.shared_folder(Path("/a/.run"), None, []) as folder:
         assert folder == own and not own.exists()
         own.mkdir()
     assert not own.exists()
     given.mkdir()
     (given / "folder-id").touch()
-    with up.shared_folder(Path("/a/.run"), given) as folder:
+    stacks = [up.ModelStack.of(up.ModelOptions({"served_model_name": name})) for name in ("one", "two")]
+    kept = {name: f"tier-0.{owner_of(name, 'shard-0')}.kept" for name in ("one", "two", "of another stack")}
+    with up.shared_folder(Path("/a/.run"), given, stacks) as folder:
         assert folder == given
-        (given / "tier-0.owner.kept").touch()
-    assert os.listdir(given) == ["folder-id"]
+        for name in kept.values():
+            (given / name).touch()
+    assert sorted(os.listdir(given)) == ["folder-id", kept["of another stack"]]
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ async def test_figures_of_replicas_add_up_to_those_of_all() -> None:
         shard.round()
     fleet, context = shard.fleet()
     for number, role in enumerate(("", "decode")):
-        link: Any = SimpleNamespace(info=SimpleNamespace(role=role, vector_size=0), epoch=7 + number, leaving=False)
+        link: Any = SimpleNamespace(info=SimpleNamespace(role=role, vector_size=0), epoch=7 + number, drains=False)
         fleet.loops[f"w{number}"] = WorkerLoop(link, number, LIMITS.slots, context)
-    fleet.loops["w1"].leave()
+    fleet.loops["w1"].give_away()
     rows, all_of = fleet.replicas(), shard.core.stats()
     assert [(row["role"], row["state"], row["epoch"], row["number"], row["slots"]) for row in rows.values()] == [
         ("", "serving", 7, 0, LIMITS.slots), ("decode", "leaving", 8, 1, LIMITS.slots),

@@ -116,14 +116,14 @@ class EndingLink:
 
     worker = Registration("worker-0", "nowhere", "identity")
     epoch = 1
-    leaving = False
+    drains = False
     info = worker_pb2.WorkerInfo(vocab_size=512)
 
     def __init__(self) -> None:
         self.steps: list[worker_pb2.Step] = []
         self._ended = asyncio.Event()
 
-    async def open(self, kept: Iterable[str]) -> Limits:
+    async def open(self, kept: Callable[[], Iterable[str]]) -> Limits:
         return Limits(slots=4, blocks=64, block_size=16, max_model_len=128, max_step_tokens=64)
 
     async def send(self, step: worker_pb2.Step) -> None:

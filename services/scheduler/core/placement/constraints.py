@@ -51,8 +51,8 @@ class Placement:
 
     def __init__(self, state: SchedulerState) -> None:
         self.alive: list[Replica] = []
-        # Those with a worker that leaves, and lost ones with a host tier that outlives them, while a sequence needs it.
-        self.left: list[Replica] = []
+        # Those with a worker that is asked to keep KV, and lost ones with kept KV, while a sequence needs it.
+        self.keepers: list[Replica] = []
         self.generation = 0  # number of the current set of replicas
         self.has_roles = False  # whether there are several replicas and any has a role
         self.feeding: set[int] = set()  # prefill replicas with a host tier that another replica can read
@@ -249,8 +249,8 @@ class KVReadable(Rule):
             return True
         source = replica.peers.source(sequence)
         if source is None:
-            left = next((other for other in self._placement.left if other.number == saved.replica), None)
-            if left is not None and (left.is_leaving or replica.peers.expects(left.number)):
+            keeper = next((other for other in self._placement.keepers if other.number == saved.replica), None)
+            if keeper is not None and (keeper.is_keeping or replica.peers.expects(keeper.number)):
                 return False  # in a moment it can be loaded
             return replica.available >= replica.blocks_for(sequence.known)
         return source.transfers.saved(sequence)

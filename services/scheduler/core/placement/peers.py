@@ -18,7 +18,7 @@ class Reader(Protocol):
 
     number: int
     limits: Limits
-    is_leaving: bool
+    is_keeping: bool
 
 
 R = TypeVar("R", bound=Reader)
@@ -46,9 +46,9 @@ def can_read(reader: Limits, owner: Limits) -> bool:
     return not obstacle(reader, owner)
 
 
-def can_go_on(reader: Limits, left: Limits) -> bool:
-    """Return whether `reader` may map what another worker left behind, and its numbers are the same."""
-    return can_read(reader, left) and reader.numerics == left.numerics
+def can_go_on(reader: Limits, keeper: Limits) -> bool:
+    """Return whether `reader` may map the KV that another worker has kept, and its numbers are the same."""
+    return can_read(reader, keeper) and reader.numerics == keeper.numerics
 
 
 class Peers(Generic[R]):
@@ -115,7 +115,7 @@ class Peers(Generic[R]):
         Its copies may still be under way.
         """
         found = self.readable.get(sequence.saved.replica) if sequence.saved is not None else None
-        return None if found is None or found.is_leaving else found
+        return None if found is None or found.is_keeping else found
 
 
 def to_wire(news: News[R]) -> list[Peer]:

@@ -76,9 +76,9 @@ class Router:
         """
         placement = self.placement
         replica.constraints = [*placement.constraints, Price(self), AdapterLoaded()]
-        for left in placement.left:
-            if can_go_on(replica.limits, left.limits):
-                replica.peers.joined(left)
+        for keeper in placement.keepers:
+            if can_go_on(replica.limits, keeper.limits):
+                replica.peers.joined(keeper)
         for other in alive:
             if other is not replica and can_read(replica.limits, other.limits):
                 replica.peers.joined(other)
@@ -90,22 +90,22 @@ class Router:
             placement.dock = replica.number
             self.changed(alive)
 
-    def leaves(self, replica: Replica) -> None:
+    def begin_keeping(self, replica: Replica) -> None:
         """Let no other replica read the host tier of one with a worker that leaves, until that is settled."""
-        replica.is_leaving = True
-        self.placement.left.append(replica)
+        replica.is_keeping = True
+        self.placement.keepers.append(replica)
 
-    def left(self, replica: Replica, alive: list[Replica]) -> None:
+    def end_keeping(self, replica: Replica, alive: list[Replica]) -> None:
         """Let the others read what the worker of a lost replica has left behind, until no sequence needs it."""
-        replica.is_leaving = False
+        replica.is_keeping = False
         for other in alive:
             if not other.peers.knows(replica.number) and can_go_on(other.limits, replica.limits):
                 other.peers.joined(replica)
 
-    def forget_left(self) -> None:
+    def forget_keepers(self) -> None:
         """Forget host tiers of lost replicas that no sequence needs any more; their readers let them go."""
-        for replica in [r for r in self.placement.left if not (r.is_leaving or r.host.referenced)]:
-            self.placement.left.remove(replica)
+        for replica in [r for r in self.placement.keepers if not (r.is_keeping or r.host.referenced)]:
+            self.placement.keepers.remove(replica)
             for other in self.placement.alive:
                 other.peers.lost(replica)
 
@@ -131,7 +131,7 @@ class Router:
 
     def evict(self, sequence: Sequence) -> None:
         """Give up the KV of a sequence in the host tier of the replica where it ran."""
-        for replica in [*self.placement.alive, *self.placement.left]:
+        for replica in [*self.placement.alive, *self.placement.keepers]:
             if sequence.saved_at(replica.number):
                 replica.evict(sequence)
 

@@ -316,8 +316,8 @@ class House:
         while worker.queue:
             self.answer(replica)
         step = None
-        if self.core.may_leave(replica):
-            step, outcome = self.core.leave(replica, self.now)
+        if self.core.can_keep_kv(replica):
+            step, outcome = self.core.keep_kv(replica, self.now)
             self.take(outcome)
             if step is not None:
                 worker.queue.append(step)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.types import Limits
+from services.scheduler.core.types import EMPTY, Limits
 from tests.unit.scheduler.core.twin import House, request
 
 LIMITS = Limits(
@@ -40,13 +40,13 @@ def test_sequences_go_on_with_their_kv_at_the_next_worker(lag: int, lookahead: i
     h.steps(3)
     stats = h.core.stats()
     assert stats["swapped"] == stats["resuming"] == 6
-    (tier,) = h.core.left_tiers
+    (tier,) = h.core.kept_tiers
     number = h.join(LIMITS)
     assert number == 1, "the number of the one that left names its host tier"
     first = h.plan(number)
     assert first is not None and [peer.host_tier for peer in first.peers] == [tier] and not first.enters
     gone = [peer for _, step in h.run_out() for peer in step.peers if not peer.host_tier]
-    assert [peer.number for peer in gone] == [0] and not h.core.left_tiers
+    assert [peer.number for peer in gone] == [0] and not h.core.kept_tiers
     assert recomputed(h) == 0 and h.core.stats()["resuming"] == 0
     assert len(h.ended) == 6
     assert h.join(LIMITS) == 0, "its number is free again"
@@ -88,6 +88,21 @@ def test_only_what_the_worker_acknowledges_counts_as_kept() -> None:
     assert recomputed(h) > 0
 
 
+def test_worker_that_keeps_few_blocks_keeps_those_of_the_best_class() -> None:
+    h = House(Scheduler("orcinus"), LIMITS)
+    h.add_many(3, 10, 20, name="low", priority=3)
+    h.add_many(1, 10, 20, name="high", priority=1)
+    h.steps(4)
+    h.workers[0].keeps_most = 4
+    step = h.leave()
+    assert step is not None and step.keep.size > 4
+    assert [s.record.request.id for record in h.core.records.values() for s in record.sequences if s.swapped] == [
+        "high0"
+    ]
+    h.join(LIMITS)
+    h.finish()
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -103,7 +118,7 @@ def test_worker_that_could_not_read_it_computes_all_again(other: Limits) -> None
     h.leave()
     h.join(other)
     h.finish()
-    assert recomputed(h) > 0 and not h.core.left_tiers
+    assert recomputed(h) > 0 and not h.core.kept_tiers
 
 
 def test_file_that_cannot_be_mapped_is_computed_again() -> None:
@@ -112,7 +127,7 @@ def test_file_that_cannot_be_mapped_is_computed_again() -> None:
     number = h.join(LIMITS)
     h.workers[number].unmappable = set(h.tiers)
     h.finish()
-    assert recomputed(h) > 0 and not h.core.left_tiers
+    assert recomputed(h) > 0 and not h.core.kept_tiers
 
 
 def test_file_of_another_run_is_computed_again() -> None:
@@ -128,7 +143,7 @@ def test_file_of_another_run_is_computed_again() -> None:
 def test_worker_without_the_step_or_without_host_tier_leaves_as_ever() -> None:
     for limits in (replace(LIMITS, keeps=False), replace(LIMITS, host_blocks=0)):
         h = house(limits)
-        assert h.leave() is None and not h.core.left_tiers
+        assert h.leave() is None and not h.core.kept_tiers
         h.join(limits)
         h.finish()
 
@@ -137,13 +152,33 @@ def test_worker_that_is_lost_before_its_answer_has_kept_nothing() -> None:
     h = house()
     while h.workers[0].queue:
         h.answer()
-    step, outcome = h.core.leave(0, h.now)
+    step, outcome = h.core.keep_kv(0, h.now)
     h.take(outcome)
     assert step is not None and step.keep.size
     h.lose()
-    assert not h.core.left_tiers and h.core.stats()["swapped"] == 0
+    assert not h.core.kept_tiers and h.core.stats()["swapped"] == 0
     h.join(LIMITS)
     h.finish()
+
+
+def test_kept_blocks_without_all_their_copies_are_refused() -> None:
+    h = house()
+    while h.workers[0].queue:
+        h.answer()
+    step, outcome = h.core.keep_kv(0, h.now)
+    h.take(outcome)
+    assert step is not None
+    h.workers[0].queue.append(step)
+    result = h.workers[0].run()
+    assert result.kept > 3
+    result.swap_out_acks = result.swap_out_acks[:3]
+    with pytest.raises(ValueError, match=f"{step.swap_out_gpu.size - 3} copies are not acknowledged"):
+        h.core.apply(result, h.now)
+    h.lose()
+    assert not h.core.kept_tiers and h.core.stats()["swapped"] == 0
+    h.join(LIMITS)
+    h.finish()
+    assert recomputed(h) > 0
 
 
 @pytest.mark.parametrize("answered", [0, 1])
@@ -168,7 +203,7 @@ def test_ended_requests_free_what_was_kept_for_them() -> None:
     for name in list(h.requests):
         h.take(h.core.cancel(name, h.now))
     _, outcome = h.core.plan(h.now)
-    assert outcome is None and not h.core.left_tiers
+    assert outcome is None and not h.core.kept_tiers
     assert h.join(LIMITS) == 0
     h.finish()
 
@@ -178,9 +213,9 @@ def test_other_worker_reads_what_one_left_and_then_lets_it_go() -> None:
     number = h.join(LIMITS)
     h.steps(2)
     h.leave(0)
-    assert h.core.left_tiers
+    assert h.core.kept_tiers
     h.finish()
-    assert recomputed(h) == 0 and not h.core.left_tiers and number in h.workers
+    assert recomputed(h) == 0 and not h.core.kept_tiers and number in h.workers
 
 
 def test_nothing_is_kept_while_another_worker_loads_from_the_tier() -> None:
@@ -206,7 +241,7 @@ def test_other_worker_waits_while_one_is_asked_to_keep_its_kv() -> None:
     h.steps(2)
     while h.workers[0].queue:
         h.answer(0)
-    step, outcome = h.core.leave(0, h.now)
+    step, outcome = h.core.keep_kv(0, h.now)
     h.take(outcome)
     assert step is not None
     h.workers[0].queue.append(step)
@@ -228,7 +263,7 @@ def test_two_leave_one_after_another_and_one_comes_back() -> None:
     h.steps(4)
     h.leave(0)
     h.leave(1)
-    assert len(h.core.left_tiers) == 2
+    assert len(h.core.kept_tiers) == 2
     h.steps(2)
     h.join(limits)
     h.finish()
@@ -250,6 +285,37 @@ def test_sequence_swapped_out_before_is_kept_too() -> None:
     h.add(request("new", 10, 4, seed=99))
     h.finish()
     assert recomputed(h) == before
+
+
+def test_row_that_still_loads_its_kv_is_not_swapped_out() -> None:
+    limits = replace(LIMITS, blocks=26, host_blocks=60)
+    h = House(Scheduler("orcinus:relief=newest-swap", lookahead=0), limits)
+    h.add_many(6, 10, 20)
+    worker = h.workers[0]
+    while (step := h.plan()) is not None and not step.swap_in_host.size:
+        h.answer()
+    assert step is not None
+    loading = h.core.replicas[0].transfers.slots()
+    result = worker.run()
+    late, result.swap_in_acks = result.swap_in_acks, EMPTY
+    h.take(h.core.apply(result, h.now))
+    running = h.core.replicas[0].table.count
+    last, outcome = h.core.keep_kv(0, h.now)
+    h.take(outcome)
+    assert last is not None and loading and running > len(loading)
+    worker.queue.append(last)
+    result = worker.run()
+    result.swap_in_acks = late
+    h.take(h.core.apply(result, h.now))
+    h.core.check()
+    waiting = [s for record in h.core.records.values() for s in record.sequences]
+    assert sum(not s.swapped for s in waiting) == len(loading), "their KV was on its way"
+    h.core.lose(0, h.now)
+    h.core.check()
+    del h.workers[0]
+    h.join(limits)
+    h.finish()
+    assert recomputed(h) > 0
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -286,4 +352,4 @@ def test_no_token_differs_whatever_leaves_and_comes(seed: int) -> None:
         h.join(limits)
     h.finish()
     h.core.plan(h.now)
-    assert not h.core.left_tiers
+    assert not h.core.kept_tiers
