@@ -150,6 +150,7 @@ class ShareFolder:
         try:
             for offset, size in unused:
                 _free(file, offset, size)
+            os.fsync(file)  # a file with a kept name is whole, also on a disk after a crash of the host
         finally:
             os.close(file)
         os.rename(name, f"{name}.{owner}.kept", src_dir_fd=self._folder, dst_dir_fd=self._folder)
