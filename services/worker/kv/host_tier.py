@@ -120,7 +120,9 @@ class HostTier:
             return
         model = self._settings.served_model_name
         self._owner = hashlib.sha256(f"{model}\n{shard}".encode()).hexdigest()[:16]
-        self._folder.remove_unwanted(self._owner, [name.partition("/")[2] for name in wanted])
+        names = {name.partition("/")[2] for name in wanted}
+        files = self._folder.kept_files()
+        self._folder.remove_kept(file for file in files if file.owner == self._owner and file.tier not in names)
 
     def most_kept(self, blocks: int, memory_bytes: int) -> int:
         """Return how many of so many blocks may outlive this worker, on every rank: those that --host-blocks allows, or
@@ -129,7 +131,7 @@ class HostTier:
         if self._run.numel() and self._owner and self._folder is not None:
             most = blocks
             if self._settings.host_blocks is None:
-                left = int(memory_bytes * KEPT_SHARE) - self._folder.kept_bytes()
+                left = int(memory_bytes * KEPT_SHARE) - sum(file.size_bytes for file in self._folder.kept_files())
                 most = min(blocks, max(0, left) // self._block_bytes)
         return self._parallel.least([most])[0]
 

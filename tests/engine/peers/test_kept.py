@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
-from services.worker.kv import host_tier
+from services.worker.kv.cache import KEPT_SHARE
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.share_folder import ID, ShareFolder
 from services.worker.parallel.state import ParallelState
@@ -123,6 +123,18 @@ def test_run_of_a_scheduler_that_does_not_need_it_removes_the_file(reference: Re
     assert kept(folder) == [foreign], "the one of another model stays"
 
 
+def test_peer_with_a_path_as_name_removes_nothing_elsewhere(reference: Reference, folder: Path) -> None:
+    left(reference, folder)
+    name = f"{'a' * 32}-0.{kept(folder)[0].name.split('.')[1]}.kept"
+    elsewhere = folder.parent / name
+    elsewhere.touch()
+    worker = driver(reference, folder, 6)
+    here = worker.engine.info().host_tier.partition("/")[0]
+    worker.step({}, peers=[worker_pb2.Peer(number=3, host_tier=f"{here}/../{'a' * 32}", host_blocks=1)])
+    worker.step({}, peers=[worker_pb2.Peer(number=3)])
+    assert elsewhere.exists()
+
+
 @pytest.mark.parametrize("blocks", [[0, 0], [-1], [HOST_BLOCKS]])
 def test_blocks_that_cannot_be_kept_break_the_contract(reference: Reference, folder: Path, blocks: list[int]) -> None:
     worker = driver(reference, folder, 5)
@@ -147,10 +159,11 @@ def tier(folder: Path, **settings: Any) -> HostTier:
 
 def test_files_of_all_models_together_have_a_share_of_the_workers_memory(folder: Path) -> None:
     given, other = tier(folder, served_model_name="one"), tier(folder, served_model_name="two")
-    memory = int(40 * BLOCK_BYTES / host_tier.KEPT_SHARE)
+    memory = int(40 * BLOCK_BYTES / KEPT_SHARE)
     assert given.most_kept(64, memory) == 40
     assert given.keep(np.arange(0, 20, 2, dtype=np.int32)) == 10
-    assert ShareFolder(folder).kept_bytes() <= 11 * BLOCK_BYTES
+    (file,) = ShareFolder(folder).kept_files()
+    assert file.size_bytes <= 11 * BLOCK_BYTES
     assert other.most_kept(64, memory) == 40 - 11 and other.most_kept(64, 0) == 0
     assert tier(folder, host_blocks=64).most_kept(64, 0) == 64, "an operator has said how much"
 
