@@ -405,7 +405,7 @@ class Engine:
         has_bytes = psutil.Process().memory_info().rss
         if device_of(self.ops) is not None:
             has_bytes += self.cache.shape.blocks * self.ops.block_bytes(self.cache.shape)
-        return blocks[: self._tier.most_kept(blocks.size, has_bytes)]
+        return blocks[: self._tier.make_room(blocks.size, has_bytes)]
 
     def finish(self, inflight: InFlightStep, more: Callable[[], bool] = lambda: False) -> worker_pb2.Result:
         """Wait for the device and answer. Steps are finished in the order in which they were submitted.

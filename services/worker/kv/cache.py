@@ -42,7 +42,7 @@ beside a GPU it is memory that the pool does not take."""
 
 KEPT_SHARE = 0.05
 """Of the memory that a worker has, at most: for a host tier without --host-blocks that is there to outlive the worker,
-and for all tiers in --kv-share-dir that have outlived theirs."""
+and for all tiers in --kv-share-dir that have outlived theirs, of which a model has a half at most."""
 
 PINNED_BYTES = 16 << 30
 """At most for the same beside a GPU: pinning more keeps a start waiting for many seconds."""

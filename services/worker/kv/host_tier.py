@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import secrets
 from collections.abc import Collection
 from contextlib import suppress
@@ -16,7 +17,7 @@ from torch import Tensor
 from kernels.ops import Cache, Int32
 from services.worker.kv.cache import KEPT_SHARE, NO_HOST_TIER
 from services.worker.kv.peers import Peers, run_place
-from services.worker.kv.share_folder import NoRoomError, ShareFolder
+from services.worker.kv.share_folder import KeptFile, NoRoomError, ShareFolder
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 
@@ -38,7 +39,7 @@ class HostTier:
         self._settings, self._parallel, self._folder, name = settings, parallel, None, ""
         self._run = torch.empty(0, dtype=torch.int64)  # in the file, behind the blocks
         self._blocks = self._block_bytes = 0  # of the file
-        self._owner = ""  # who may remove the file if it outlives this process
+        self._owner = ""  # of the file if it outlives this process: equal for workers of the same model and shard
         if settings.kv_share_dir is not None:
             self._folder = ShareFolder(settings.kv_share_dir)
             name = f"{self._folder.id}/{secrets.token_hex(16)}"
@@ -124,16 +125,48 @@ class HostTier:
         files = self._folder.kept_files()
         self._folder.remove_kept(file for file in files if file.owner == self._owner and file.tier not in names)
 
-    def most_kept(self, blocks: int, memory_bytes: int) -> int:
-        """Return how many of so many blocks may outlive this worker, on every rank: those that --host-blocks allows, or
-        a share of the memory that the worker has, less what others have kept."""
+    def make_room(self, blocks: int, memory_bytes: int) -> int:
+        """Return how many of so many blocks may outlive this worker, on every rank, and remove what other models have
+        kept where there is no room beside it, oldest first.
+
+        All with --host-blocks, else as many as fit into this model's part of KEPT_SHARE of `memory_bytes`, the memory
+        that the worker has: all models that keep KV have equal parts, of a half at most.
+        """
         most = 0
         if self._run.numel() and self._owner and self._folder is not None:
             most = blocks
             if self._settings.host_blocks is None:
-                left = int(memory_bytes * KEPT_SHARE) - sum(file.size_bytes for file in self._folder.kept_files())
-                most = min(blocks, max(0, left) // self._block_bytes)
+                most = min(blocks, self._room(self._folder, memory_bytes))
+                self._remove_oldest(self._folder, most, memory_bytes)
         return self._parallel.least([most])[0]
+
+    def _room(self, folder: ShareFolder, memory_bytes: int) -> int:
+        """Return the blocks in this model's part of the memory for kept files."""
+        files = folder.kept_files()
+        part = self._budget(memory_bytes) // max(2, len({file.owner for file in files} | {self._owner}))
+        part -= sum(file.size_bytes for file in files if file.owner == self._owner)
+        return max(0, part // self._parallel.ranks_here - mmap.PAGESIZE) // self._block_bytes
+
+    def _remove_oldest(self, folder: ShareFolder, blocks: int, memory_bytes: int) -> None:
+        """Remove files of other models until so many blocks have room.
+
+        The worker of another model may have more memory than this one. It has kept a half of its budget at most, so
+        the largest host tier that was kept tells of the largest budget.
+        """
+        tiers: dict[str, list[KeptFile]] = {}  # oldest first
+        for file in folder.kept_files():
+            tiers.setdefault(file.tier, []).append(file)
+        sizes = {tier: sum(file.size_bytes for file in files) for tier, files in tiers.items()}
+        excess = blocks * self._block_bytes * self._parallel.ranks_here + sum(sizes.values())
+        excess -= max(self._budget(memory_bytes), 2 * max(sizes.values(), default=0))
+        for tier, files in tiers.items():
+            if excess > 0 and files[0].owner != self._owner:
+                folder.remove_kept(files)
+                excess -= sizes[tier]
+
+    def _budget(self, memory_bytes: int) -> int:
+        """Return the bytes that all kept files may have, if the workers of all models have as much memory as this."""
+        return int(memory_bytes * KEPT_SHARE) * self._parallel.ranks_here
 
     def keep(self, blocks: Int32) -> int:
         """Let these blocks outlive this process, for workers that map them as a peer's, and free the memory of the
