@@ -28,6 +28,8 @@ FOLDER_SHARE = 0.5
 """Of what is free in --kv-share-dir, at most, for a tier without --host-blocks: another worker may be about to take the
 rest."""
 
+PRIVATE = "the host tier lies in memory of this worker alone, and no KV outlives it: %s"
+
 log = logging.getLogger("orcinus.worker")
 
 
@@ -54,12 +56,14 @@ class HostTier:
                 )
         self.name = said[0].rpartition(" ")[2]
 
-    def take(self, host_blocks: int, block_bytes: int) -> tuple[int, Tensor | None]:
+    def take(self, host_blocks: int, block_bytes: int, is_for_memory: bool = False) -> tuple[int, Tensor | None]:
         """Return how many blocks the tier has, and their memory, which other workers can read; None if not shared, or
         for nothing. To be called once with more than 0, on every rank.
 
         Fewer than host_blocks where --host-blocks is not set and the folder has no room for them, as others may
-        take theirs at the same moment. Raise ConfigurationError where there is no room for one of a worker with a role.
+        take theirs at the same moment; but all of them, not shared, for a worker without a role that has a tier also
+        without a folder, for sequences that its pool has no room for (is_for_memory).
+        Raise ConfigurationError where there is no room for one of a worker with a role.
         """
         if self._folder is None or not host_blocks:
             return host_blocks, None
@@ -69,7 +73,7 @@ class HostTier:
             except NoRoomError as error:
                 if self._settings.worker_role != "both":
                     raise
-                log.warning("the host tier lies in memory of this worker alone, and no KV outlives it: %s", error)
+                log.warning(PRIVATE, error)
                 return host_blocks, None
             return host_blocks, self._part(file, host_blocks, block_bytes)
         blocks, memory = host_blocks, None
@@ -81,11 +85,17 @@ class HostTier:
             memory = None  # another rank may be short of it
             blocks //= 2
         if blocks < host_blocks:
-            where = f"--kv-share-dir {self._settings.kv_share_dir}"
-            log.warning("%s has room for %d blocks of the host tier instead of %d", where, blocks, host_blocks)
+            if is_for_memory and self._settings.worker_role == "both":
+                log.warning(PRIVATE, f"{self._said} has room for {blocks} blocks instead of {host_blocks}")
+                return host_blocks, None
+            log.warning("%s has room for %d blocks of the host tier instead of %d", self._said, blocks, host_blocks)
         if not blocks and self._settings.worker_role == "prefill":
             raise ConfigurationError(NO_HOST_TIER)
         return blocks, self._part(memory, blocks, block_bytes) if memory is not None else None
+
+    @property
+    def _said(self) -> str:
+        return f"--kv-share-dir {self._settings.kv_share_dir}"
 
     def _fitting(self, folder: ShareFolder, block_bytes: int) -> int:
         return int(folder.free_bytes() * FOLDER_SHARE) // self._parallel.ranks_here // block_bytes
