@@ -378,7 +378,10 @@ class Engine:
         with torch.inference_mode():
             if self.parallel.size > 1:
                 self._learn(self.slots.slots_of(step.chunk_slots))
-            readable = self._transfers.peers.update(step.peers) if step.peers else []
+            peers = self._transfers.peers
+            readable = peers.update(step.peers) if step.peers else []
+            if step.epoch:  # else of a warm-up
+                peers.remove_unannounced()
             adapters = self.adapters.update(step.adapters) if step.adapters else []
             marks = Marks(self._last_end, self.ops.mark())
             with self._lock:

@@ -42,8 +42,11 @@ class HostTier:
         self._run = torch.empty(0, dtype=torch.int64)  # in the file, behind the blocks
         self._blocks = self._block_bytes = 0  # of the file
         self._owner = ""  # of the file if it outlives this process: equal for workers of the same model and shard
+        self._needed: set[str] = set()  # names of tiers with kept files, of the last Hello
+        self._older: list[KeptFile] = []  # files from before it
         if settings.kv_share_dir is not None:
             self._folder = ShareFolder(settings.kv_share_dir)
+            self._older = self._folder.kept_files()
             name = f"{self._folder.id}/{secrets.token_hex(16)}"
         # Also without a folder: a rank that did not take part would block the others.
         given = "any" if settings.host_blocks is None else "given"
@@ -120,20 +123,22 @@ class HostTier:
 
     def peers(self, cache: Cache, block_bytes: int) -> Peers:
         """Return the peers of a Run that begins. block_bytes: of a block on this rank."""
-        return Peers(cache, block_bytes, self._folder, self._parallel, self._owner)
+        return Peers(cache, block_bytes, self._folder, self._parallel, self._owner, self._needed)
 
     def serve(self, shard: str, wanted: Collection[str]) -> None:
         """Learn whose Run begins, and remove what earlier workers of the same model and shard have kept.
 
-        wanted: names of host tiers that the scheduler still needs.
+        wanted: names of host tiers that the scheduler still needs. Files that came while it wrote them stay: those
+        that were not there at the start of this process, or at the Hello before.
         """
         if self._folder is None:
             return
         model = self._settings.served_model_name
         self._owner = hashlib.sha256(f"{model}\n{shard}".encode()).hexdigest()[:16]
-        names = {name.partition("/")[2] for name in wanted}
-        files = self._folder.kept_files()
-        self._folder.remove_kept(file for file in files if file.owner == self._owner and file.tier not in names)
+        self._needed = {name.partition("/")[2] for name in wanted}
+        old = self._older
+        self._folder.remove_kept(file for file in old if file.owner == self._owner and file.tier not in self._needed)
+        self._older = self._folder.kept_files()
 
     def make_room(self, blocks: int, memory_bytes: int) -> int:
         """Return how many of so many blocks may outlive this worker, on every rank, and remove what other models have

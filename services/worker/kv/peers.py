@@ -59,21 +59,29 @@ class Peers:
     """The peers of one Run, by number."""
 
     def __init__(
-        self, cache: Cache, block_bytes: int, folder: ShareFolder | None, parallel: ParallelState, owner: str = ""
+        self,
+        cache: Cache,
+        block_bytes: int,
+        folder: ShareFolder | None,
+        parallel: ParallelState,
+        owner: str = "",
+        needed: Collection[str] = (),
     ) -> None:
         """Create an empty table. block_bytes: of a block on this rank; folder: None if this worker shares nothing.
 
-        owner: of files that outlived their workers and that this one may remove (ShareFolder.keep).
+        owner: of files that outlived their workers and that this one may remove (ShareFolder.keep). needed: names of
+        tiers with such files that the scheduler needed at the begin of the Run.
         """
         self._cache, self._block_bytes, self._folder, self._parallel = cache, block_bytes, folder, parallel
         self._tiers: dict[int, Tier] = {}
         self._names: dict[int, str] = {}  # of the files of all peers that were announced, by number, without the rank
         self._owner = owner
+        self._needed = set(needed)  # none after the first step
 
     def update(self, peers: Iterable[worker_pb2.Peer]) -> list[int]:
         """Map new peers and unmap those that are gone; return the numbers of the new ones that every rank can read.
 
-        The file of one that is gone is removed where it outlived its worker.
+        The file of one that is gone, or has another tier now, is removed where it outlived its worker.
         One that cannot be read is left out, with a warning in the log. Raise ProtocolError for a number that no
         `swap_in_peers` can say.
         """
@@ -86,13 +94,20 @@ class Peers:
             if peer.host_tier:
                 new.append(peer.number)
                 self._map(peer)
-            elif name:
+            if name and name != self._names.get(peer.number):
                 self._remove({name})
         mapped = self._parallel.least([int(number in self._tiers) for number in new])
         for number, everywhere in zip(new, mapped, strict=True):
             if not everywhere:
                 self._tiers.pop(number, None)
         return [number for number in new if number in self._tiers]
+
+    def remove_unannounced(self) -> None:
+        """Remove files that were needed when the Run began, but of which no step has announced a peer: it is gone
+        meanwhile, or has KV that this worker cannot use. For the first step, which announces all peers."""
+        if unannounced := self._needed - set(self._names.values()):
+            self._remove(unannounced)
+        self._needed.clear()
 
     def forget(self) -> None:
         """Unmap all. A tier that is being read stays mapped until the copy ends."""

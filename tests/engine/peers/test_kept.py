@@ -37,10 +37,10 @@ def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.kept"))
 
 
-def driver(reference: Reference, folder: Path, run: int, wanted: str = "", **settings: Any) -> Driver:
-    """Return a worker with a Run of this epoch; wanted: the host tier that its scheduler needs."""
+def driver(reference: Reference, folder: Path, run: int, *wanted: str, **settings: Any) -> Driver:
+    """Return a worker with a Run of this epoch; wanted: the host tiers that its scheduler needs."""
     engine = make_engine(**sharing(reference.path, folder, kernels="cpu", block_size=16, **settings))
-    engine.serve(worker_pb2.Hello(shard="shard-0", kept=[wanted] if wanted else []))
+    engine.serve(worker_pb2.Hello(shard="shard-0", kept=wanted))
     engine.reset(run)
     return Driver(engine)
 
@@ -122,6 +122,69 @@ def test_run_of_a_scheduler_that_does_not_need_it_removes_the_file(reference: Re
     foreign.touch(0o600)
     driver(reference, folder, 6)
     assert kept(folder) == [foreign], "the one of another model stays"
+
+
+def announced(info: worker_pb2.WorkerInfo) -> list[worker_pb2.Peer]:
+    return [peer_of(info, 3, run=5)]
+
+
+def gone(info: worker_pb2.WorkerInfo) -> list[worker_pb2.Peer]:
+    return [worker_pb2.Peer(number=3)]
+
+
+def unrelated(info: worker_pb2.WorkerInfo) -> list[worker_pb2.Peer]:
+    return [worker_pb2.Peer(number=4, host_tier="a/b", host_blocks=1)]
+
+
+def no_peers(info: worker_pb2.WorkerInfo) -> list[worker_pb2.Peer]:
+    return []
+
+
+@pytest.mark.parametrize(("news", "stays"), [(announced, 1), (gone, 0), (unrelated, 0), (no_peers, 0)])
+def test_file_stays_after_the_first_step_only_if_that_announces_its_tier(
+    reference: Reference,
+    folder: Path,
+    news: Callable[[worker_pb2.WorkerInfo], list[worker_pb2.Peer]],
+    stays: int,
+) -> None:
+    """The requests that needed it end between the hello and the first step, or this worker has another kv_format."""
+    info, *_ = left(reference, folder)
+    worker = driver(reference, folder, 6, info.host_tier)
+    worker.engine.prove()
+    assert len(kept(folder)) == 1
+    worker.step({}, peers=news(info))
+    assert len(kept(folder)) == stays
+    worker.step({})
+    assert len(kept(folder)) == stays
+
+
+def test_number_that_means_another_tier_removes_the_file_of_the_first(reference: Reference, folder: Path) -> None:
+    info, *_ = left(reference, folder)
+    (file,) = kept(folder)
+    here, _, name = info.host_tier.partition("/")
+    other = file.with_name(file.name.replace(name, "c" * 32))
+    other.touch()
+    unreadable = worker_pb2.Peer(number=1, host_tier=f"{here}/{'c' * 32}", host_blocks=1)
+    worker = driver(reference, folder, 6, info.host_tier, unreadable.host_tier)
+    worker.step({}, peers=[peer_of(info, 0, run=5), unreadable])
+    worker.step({}, peers=[peer_of(info, 0, run=5)])
+    assert file.exists() and other.exists()
+    unreadable.number = 0
+    worker.step({}, peers=[unreadable])
+    assert kept(folder) == [other]
+
+
+def test_file_that_was_kept_while_a_worker_started_stays(folder: Path) -> None:
+    """The scheduler may have written its hello before; at the next one it knows the file."""
+    later = HostTier(WorkerSettings(model=Path("/nowhere"), kv_share_dir=folder), ParallelState())
+    first = tier(folder)
+    assert first.keep(np.arange(first.make_room(64, memory_for(40)), dtype=np.int32)) == 20
+    later.serve("shard-0", [])
+    assert len(kept(folder)) == 1
+    later.serve("shard-0", [first.name])
+    assert len(kept(folder)) == 1
+    later.serve("shard-0", [])
+    assert not kept(folder)
 
 
 def test_peer_with_a_path_as_name_removes_nothing_elsewhere(reference: Reference, folder: Path) -> None:
