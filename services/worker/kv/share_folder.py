@@ -3,9 +3,9 @@
 A file belongs to one process: made by it under a random name, mode 0600, locked while it lives. What a killed process
 left behind is not locked any more, and the next one that starts removes it, except a tier that was kept: a worker that
 leaves gives it a longer name, and frees the memory of the blocks that no sequence needs. Workers of the same model and
-shard remove it when the scheduler needs it no more. All room is taken at the start: a write into a file that the system
-has no room for would be SIGBUS. Only files of this process's user are mapped, for the same reason: a process that
-shortens a file kills every process that reads it.
+shard remove it when the scheduler needs it no more, those of other models when they need its room. All room is taken at
+the start: a write into a file that the system has no room for would be SIGBUS. Only files of this process's user are
+mapped, for the same reason: a process that shortens a file kills every process that reads it.
 """
 
 from __future__ import annotations
