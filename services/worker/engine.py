@@ -27,7 +27,7 @@ from services.worker.adapters.table import AdapterTable
 from services.worker.backend import choose, device_of, set_threads
 from services.worker.grammar import SlotGrammars
 from services.worker.in_flight import GRAMMAR, NO_ROWS, InFlightStep, InFlightSteps, Marks
-from services.worker.kv.cache import Lengths, plan_pool, room_for, wanted_lengths
+from services.worker.kv.cache import Lengths, has_room_for_all, plan_pool, room_for, wanted_lengths
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.transfers import KVTransfers
 from services.worker.models.checkpoint import Progress, Source, open_weights
@@ -172,7 +172,9 @@ class Engine:
         return max(0, left)
 
     def _take_pool(self, shape: CacheShape) -> None:
-        host_blocks, host = self._tier.take(shape.host_blocks, self.ops.block_bytes(shape))
+        on_gpu = device_of(self.ops) is not None
+        swaps = on_gpu and not has_room_for_all(self.settings, shape.blocks, self.lengths)
+        host_blocks, host = self._tier.take(shape.host_blocks, self.ops.block_bytes(shape), swaps)
         shape = dataclasses.replace(shape, host_blocks=host_blocks)
         self.cache: Cache = self.ops.new_cache(shape, host)
         self.slots = SlotTable(
@@ -376,7 +378,10 @@ class Engine:
         with torch.inference_mode():
             if self.parallel.size > 1:
                 self._learn(self.slots.slots_of(step.chunk_slots))
-            readable = self._transfers.peers.update(step.peers) if step.peers else []
+            peers = self._transfers.peers
+            readable = peers.update(step.peers) if step.peers else []
+            if step.epoch:  # else of a warm-up
+                peers.remove_unannounced()
             adapters = self.adapters.update(step.adapters) if step.adapters else []
             marks = Marks(self._last_end, self.ops.mark())
             with self._lock:
@@ -405,7 +410,7 @@ class Engine:
         has_bytes = psutil.Process().memory_info().rss
         if device_of(self.ops) is not None:
             has_bytes += self.cache.shape.blocks * self.ops.block_bytes(self.cache.shape)
-        return blocks[: self._tier.most_kept(blocks.size, has_bytes)]
+        return blocks[: self._tier.make_room(blocks.size, has_bytes)]
 
     def finish(self, inflight: InFlightStep, more: Callable[[], bool] = lambda: False) -> worker_pb2.Result:
         """Wait for the device and answer. Steps are finished in the order in which they were submitted.

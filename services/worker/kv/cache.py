@@ -42,7 +42,7 @@ beside a GPU it is memory that the pool does not take."""
 
 KEPT_SHARE = 0.05
 """Of the memory that a worker has, at most: for a host tier without --host-blocks that is there to outlive the worker,
-and for all tiers in --kv-share-dir that have outlived theirs."""
+and for all tiers in --kv-share-dir that have outlived theirs, of which a model has a half at most."""
 
 PINNED_BYTES = 16 << 30
 """At most for the same beside a GPU: pinning more keeps a start waiting for many seconds."""
@@ -200,6 +200,11 @@ def plan_blocks(
     return blocks, Lengths(model=fits, input=min(lengths.input, fits - 1), output=min(lengths.output, fits - 1))
 
 
+def has_room_for_all(settings: WorkerSettings, blocks: int, lengths: Lengths) -> bool:
+    """Return whether every slot's longest sequence fits into a pool of so many blocks."""
+    return blocks >= settings.max_seqs * -(-lengths.model // settings.block_size)
+
+
 def plan_host_blocks(
     settings: WorkerSettings,
     blocks: int,
@@ -220,14 +225,14 @@ def plan_host_blocks(
     """
     left = free_bytes - (0 if on_gpu else blocks * block_bytes)
     if settings.host_blocks is None:
-        enough = settings.max_seqs * -(-lengths.model // settings.block_size)
+        fits = has_room_for_all(settings, blocks, lengths)
         most = min(int(free_bytes * PINNED_SHARE), PINNED_BYTES) if on_gpu else int(free_bytes * HOST_SHARE)
-        if settings.worker_role != "prefill" and (blocks >= enough or not on_gpu):
+        if settings.worker_role != "prefill" and (fits or not on_gpu):
             if settings.kv_share_dir is None:
                 return 0
             if settings.worker_role == "both":
                 most = min(most, int(KEPT_SHARE * (resident_bytes + blocks * block_bytes)))
-            elif blocks >= enough:
+            elif fits:
                 return 0
         return max(0, min(blocks, most // block_bytes, left // block_bytes))
     if settings.host_blocks * block_bytes > left:

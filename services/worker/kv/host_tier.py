@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import secrets
 from collections.abc import Collection
 from contextlib import suppress
@@ -16,7 +17,7 @@ from torch import Tensor
 from kernels.ops import Cache, Int32
 from services.worker.kv.cache import KEPT_SHARE, NO_HOST_TIER
 from services.worker.kv.peers import Peers, run_place
-from services.worker.kv.share_folder import NoRoomError, ShareFolder
+from services.worker.kv.share_folder import KeptFile, NoRoomError, ShareFolder
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 FOLDER_SHARE = 0.5
 """Of what is free in --kv-share-dir, at most, for a tier without --host-blocks: another worker may be about to take the
 rest."""
+
+PRIVATE = "the host tier lies in memory of this worker alone, and no KV outlives it: %s"
 
 log = logging.getLogger("orcinus.worker")
 
@@ -38,9 +41,12 @@ class HostTier:
         self._settings, self._parallel, self._folder, name = settings, parallel, None, ""
         self._run = torch.empty(0, dtype=torch.int64)  # in the file, behind the blocks
         self._blocks = self._block_bytes = 0  # of the file
-        self._owner = ""  # who may remove the file if it outlives this process
+        self._owner = ""  # of the file if it outlives this process: equal for workers of the same model and shard
+        self._needed: set[str] = set()  # names of tiers with kept files, of the last Hello
+        self._older: list[KeptFile] = []  # files from before it
         if settings.kv_share_dir is not None:
             self._folder = ShareFolder(settings.kv_share_dir)
+            self._older = self._folder.kept_files()
             name = f"{self._folder.id}/{secrets.token_hex(16)}"
         # Also without a folder: a rank that did not take part would block the others.
         given = "any" if settings.host_blocks is None else "given"
@@ -53,12 +59,14 @@ class HostTier:
                 )
         self.name = said[0].rpartition(" ")[2]
 
-    def take(self, host_blocks: int, block_bytes: int) -> tuple[int, Tensor | None]:
+    def take(self, host_blocks: int, block_bytes: int, is_for_memory: bool = False) -> tuple[int, Tensor | None]:
         """Return how many blocks the tier has, and their memory, which other workers can read; None if not shared, or
         for nothing. To be called once with more than 0, on every rank.
 
         Fewer than host_blocks where --host-blocks is not set and the folder has no room for them, as others may
-        take theirs at the same moment. Raise ConfigurationError where there is no room for one of a worker with a role.
+        take theirs at the same moment; but all of them, not shared, for a worker without a role that has a tier also
+        without a folder, for sequences that its pool has no room for (is_for_memory).
+        Raise ConfigurationError where there is no room for one of a worker with a role.
         """
         if self._folder is None or not host_blocks:
             return host_blocks, None
@@ -68,7 +76,7 @@ class HostTier:
             except NoRoomError as error:
                 if self._settings.worker_role != "both":
                     raise
-                log.warning("the host tier lies in memory of this worker alone, and no KV outlives it: %s", error)
+                log.warning(PRIVATE, error)
                 return host_blocks, None
             return host_blocks, self._part(file, host_blocks, block_bytes)
         blocks, memory = host_blocks, None
@@ -80,11 +88,17 @@ class HostTier:
             memory = None  # another rank may be short of it
             blocks //= 2
         if blocks < host_blocks:
-            where = f"--kv-share-dir {self._settings.kv_share_dir}"
-            log.warning("%s has room for %d blocks of the host tier instead of %d", where, blocks, host_blocks)
+            if is_for_memory and self._settings.worker_role == "both":
+                log.warning(PRIVATE, f"{self._said} has room for {blocks} blocks instead of {host_blocks}")
+                return host_blocks, None
+            log.warning("%s has room for %d blocks of the host tier instead of %d", self._said, blocks, host_blocks)
         if not blocks and self._settings.worker_role == "prefill":
             raise ConfigurationError(NO_HOST_TIER)
         return blocks, self._part(memory, blocks, block_bytes) if memory is not None else None
+
+    @property
+    def _said(self) -> str:
+        return f"--kv-share-dir {self._settings.kv_share_dir}"
 
     def _fitting(self, folder: ShareFolder, block_bytes: int) -> int:
         return int(folder.free_bytes() * FOLDER_SHARE) // self._parallel.ranks_here // block_bytes
@@ -109,29 +123,65 @@ class HostTier:
 
     def peers(self, cache: Cache, block_bytes: int) -> Peers:
         """Return the peers of a Run that begins. block_bytes: of a block on this rank."""
-        return Peers(cache, block_bytes, self._folder, self._parallel, self._owner)
+        return Peers(cache, block_bytes, self._folder, self._parallel, self._owner, self._needed)
 
     def serve(self, shard: str, wanted: Collection[str]) -> None:
         """Learn whose Run begins, and remove what earlier workers of the same model and shard have kept.
 
-        wanted: names of host tiers that the scheduler still needs.
+        wanted: names of host tiers that the scheduler still needs. Files that came while it wrote them stay: those
+        that were not there at the start of this process, or at the Hello before.
         """
         if self._folder is None:
             return
         model = self._settings.served_model_name
         self._owner = hashlib.sha256(f"{model}\n{shard}".encode()).hexdigest()[:16]
-        self._folder.remove_unwanted(self._owner, [name.partition("/")[2] for name in wanted])
+        self._needed = {name.partition("/")[2] for name in wanted}
+        old = self._older
+        self._folder.remove_kept(file for file in old if file.owner == self._owner and file.tier not in self._needed)
+        self._older = self._folder.kept_files()
 
-    def most_kept(self, blocks: int, memory_bytes: int) -> int:
-        """Return how many of so many blocks may outlive this worker, on every rank: those that --host-blocks allows, or
-        a share of the memory that the worker has, less what others have kept."""
+    def make_room(self, blocks: int, memory_bytes: int) -> int:
+        """Return how many of so many blocks may outlive this worker, on every rank, and remove what other models have
+        kept where there is no room beside it, oldest first.
+
+        All with --host-blocks, else as many as fit into this model's part of KEPT_SHARE of `memory_bytes`, the memory
+        that the worker has: all models that keep KV have equal parts, of a half at most.
+        """
         most = 0
         if self._run.numel() and self._owner and self._folder is not None:
             most = blocks
             if self._settings.host_blocks is None:
-                left = int(memory_bytes * KEPT_SHARE) - self._folder.kept_bytes()
-                most = min(blocks, max(0, left) // self._block_bytes)
+                most = min(blocks, self._room(self._folder, memory_bytes))
+                self._remove_oldest(self._folder, most, memory_bytes)
         return self._parallel.least([most])[0]
+
+    def _room(self, folder: ShareFolder, memory_bytes: int) -> int:
+        """Return the blocks in this model's part of the memory for kept files."""
+        files = folder.kept_files()
+        part = self._budget(memory_bytes) // max(2, len({file.owner for file in files} | {self._owner}))
+        part -= sum(file.size_bytes for file in files if file.owner == self._owner)
+        return max(0, part // self._parallel.ranks_here - mmap.PAGESIZE) // self._block_bytes
+
+    def _remove_oldest(self, folder: ShareFolder, blocks: int, memory_bytes: int) -> None:
+        """Remove files of other models until so many blocks have room.
+
+        The worker of another model may have more memory than this one. It has kept a half of its budget at most, so
+        the largest host tier that was kept tells of the largest budget.
+        """
+        tiers: dict[str, list[KeptFile]] = {}  # oldest first
+        for file in folder.kept_files():
+            tiers.setdefault(file.tier, []).append(file)
+        sizes = {tier: sum(file.size_bytes for file in files) for tier, files in tiers.items()}
+        excess = blocks * self._block_bytes * self._parallel.ranks_here + sum(sizes.values())
+        excess -= max(self._budget(memory_bytes), 2 * max(sizes.values(), default=0))
+        for tier, files in tiers.items():
+            if excess > 0 and files[0].owner != self._owner:
+                folder.remove_kept(files)
+                excess -= sizes[tier]
+
+    def _budget(self, memory_bytes: int) -> int:
+        """Return the bytes that all kept files may have, if the workers of all models have as much memory as this."""
+        return int(memory_bytes * KEPT_SHARE) * self._parallel.ranks_here
 
     def keep(self, blocks: Int32) -> int:
         """Let these blocks outlive this process, for workers that map them as a peer's, and free the memory of the

@@ -7,7 +7,7 @@ memory that it reads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,21 +59,29 @@ class Peers:
     """The peers of one Run, by number."""
 
     def __init__(
-        self, cache: Cache, block_bytes: int, folder: ShareFolder | None, parallel: ParallelState, owner: str = ""
+        self,
+        cache: Cache,
+        block_bytes: int,
+        folder: ShareFolder | None,
+        parallel: ParallelState,
+        owner: str = "",
+        needed: Collection[str] = (),
     ) -> None:
         """Create an empty table. block_bytes: of a block on this rank; folder: None if this worker shares nothing.
 
-        owner: of files that outlived their workers and that this one may remove (ShareFolder.keep).
+        owner: of files that outlived their workers and that this one may remove (ShareFolder.keep). needed: names of
+        tiers with such files that the scheduler needed at the begin of the Run.
         """
         self._cache, self._block_bytes, self._folder, self._parallel = cache, block_bytes, folder, parallel
         self._tiers: dict[int, Tier] = {}
-        self._files: dict[int, str] = {}  # of all peers that were told, by number
+        self._names: dict[int, str] = {}  # of the files of all peers that were announced, by number, without the rank
         self._owner = owner
+        self._needed = set(needed)  # none after the first step
 
     def update(self, peers: Iterable[worker_pb2.Peer]) -> list[int]:
         """Map new peers and unmap those that are gone; return the numbers of the new ones that every rank can read.
 
-        The file of one that is gone is removed where it outlived its worker.
+        The file of one that is gone, or has another tier now, is removed where it outlived its worker.
         One that cannot be read is left out, with a warning in the log. Raise ProtocolError for a number that no
         `swap_in_peers` can say.
         """
@@ -82,17 +90,24 @@ class Peers:
             if peer.number > MAX_NUMBER:
                 raise ProtocolError(f"peers: number {peer.number} is outside 0..{MAX_NUMBER}")
             self._tiers.pop(peer.number, None)
-            file = self._files.pop(peer.number, "")
+            name = self._names.pop(peer.number, "")
             if peer.host_tier:
                 new.append(peer.number)
                 self._map(peer)
-            elif file and self._folder is not None:
-                self._folder.remove_kept(file, self._owner)
+            if name and name != self._names.get(peer.number):
+                self._remove({name})
         mapped = self._parallel.least([int(number in self._tiers) for number in new])
         for number, everywhere in zip(new, mapped, strict=True):
             if not everywhere:
                 self._tiers.pop(number, None)
         return [number for number in new if number in self._tiers]
+
+    def remove_unannounced(self) -> None:
+        """Remove files that were needed when the Run began, but of which no step has announced a peer: it is gone
+        meanwhile, or has KV that this worker cannot use. For the first step, which announces all peers."""
+        if unannounced := self._needed - set(self._names.values()):
+            self._remove(unannounced)
+        self._needed.clear()
 
     def forget(self) -> None:
         """Unmap all. A tier that is being read stays mapped until the copy ends."""
@@ -109,6 +124,12 @@ class Peers:
         """Return whether the number still means this tier, of this Run."""
         return tier is not None and self._tiers.get(number) is tier
 
+    def _remove(self, names: Collection[str]) -> None:
+        """Remove the files of host tiers that outlived their workers, of all ranks."""
+        if self._folder is not None:
+            files = self._folder.kept_files()
+            self._folder.remove_kept(file for file in files if file.owner == self._owner and file.tier in names)
+
     def _map(self, peer: worker_pb2.Peer) -> None:
         folder, _, name = peer.host_tier.partition("/")
         try:
@@ -116,8 +137,8 @@ class Peers:
                 raise PeerError("it is not in this worker's --kv-share-dir")
             size = peer.host_blocks * self._block_bytes
             begin, end = run_place(size)
-            self._files[peer.number] = f"{name}-{self._parallel.rank}"
-            file = self._folder.map(self._files[peer.number], size, end - size)
+            self._names[peer.number] = name
+            file = self._folder.map(f"{name}-{self._parallel.rank}", size, end - size)
         except PeerError as error:
             log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
             return

@@ -3,9 +3,9 @@
 A file belongs to one process: made by it under a random name, mode 0600, locked while it lives. What a killed process
 left behind is not locked any more, and the next one that starts removes it, except a tier that was kept: a worker that
 leaves gives it a longer name, and frees the memory of the blocks that no sequence needs. Workers of the same model and
-shard remove it when the scheduler needs it no more. All room is taken at the start: a write into a file that the system
-has no room for would be SIGBUS. Only files of this process's user are mapped, for the same reason: a process that
-shortens a file kills every process that reads it.
+shard remove it when the scheduler needs it no more, those of other models when they need its room. All room is taken at
+the start: a write into a file that the system has no room for would be SIGBUS. Only files of this process's user are
+mapped, for the same reason: a process that shortens a file kills every process that reads it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ LOCK_S, LOCK_AGAIN_S = 20.0, 0.01
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 _ID = re.compile(r"[0-9a-f]{32}")
 _TIER = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}")
-_KEPT = re.compile(r"([0-9a-f]{32}-[0-9]{1,4})\.[0-9a-f]{16}\.kept")
+_KEPT = re.compile(r"([0-9a-f]{32})-[0-9]{1,4}\.([0-9a-f]{16})\.kept")
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 """Of linux/falloc.h: take memory out of a file and leave its size."""
 
@@ -57,6 +58,16 @@ class PeerError(Exception):
 
 class NoRoomError(ConfigurationError):
     """The file system is full."""
+
+
+class KeptFile(NamedTuple):
+    """A file that outlived its process. tier: its name without the rank; size_bytes: the memory that it takes."""
+
+    name: str
+    tier: str
+    owner: str
+    size_bytes: int
+    kept_ns: int
 
 
 class ShareFolder:
@@ -150,28 +161,26 @@ class ShareFolder:
         try:
             for offset, size in unused:
                 _free(file, offset, size)
+            os.utime(file)  # KeptFile.kept_ns
+            os.fsync(file)  # a file with a kept name is whole, also on a disk after a crash of the host
         finally:
             os.close(file)
         os.rename(name, f"{name}.{owner}.kept", src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
-    def kept_bytes(self) -> int:
-        """Return the memory of all files that were kept, of all owners."""
-        total = 0
-        for name in filter(_KEPT.fullmatch, os.listdir(self._folder)):
-            with suppress(OSError):
-                total += os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_blocks * 512
-        return total
-
-    def remove_kept(self, name: str, owner: str) -> None:
-        """Remove a file that was kept, if it is there."""
-        with suppress(OSError):
-            os.unlink(f"{name}.{owner}.kept", dir_fd=self._folder)
-
-    def remove_unwanted(self, owner: str, wanted: Collection[str]) -> None:
-        """Remove the files of an owner that were kept, but those of the `wanted` host tiers, of all ranks."""
+    def kept_files(self) -> list[KeptFile]:
+        """Return the files that were kept, of all owners, oldest first."""
+        files = []
         for found in filter(None, map(_KEPT.fullmatch, os.listdir(self._folder))):
-            if found[1].partition("-")[0] not in wanted:
-                self.remove_kept(found[1], owner)
+            with suppress(OSError):  # another worker removes it just now
+                stat_of = os.stat(found[0], dir_fd=self._folder, follow_symlinks=False)
+                files.append(KeptFile(found[0], found[1], found[2], stat_of.st_blocks * 512, stat_of.st_mtime_ns))
+        return sorted(files, key=lambda file: file.kept_ns)
+
+    def remove_kept(self, files: Iterable[KeptFile]) -> None:
+        """Remove files that were kept, those that are there."""
+        for file in files:
+            with suppress(OSError):
+                os.unlink(file.name, dir_fd=self._folder)
 
     def _open(self, name: str) -> int:
         """Open the file of a host tier to read, also one that was kept. Raise OSError."""
@@ -179,10 +188,10 @@ class ShareFolder:
         try:
             return os.open(name, flags, dir_fd=self._folder)
         except FileNotFoundError:
-            kept = (found for found in map(_KEPT.fullmatch, os.listdir(self._folder)) if found and found[1] == name)
+            kept = (each for each in filter(_KEPT.fullmatch, os.listdir(self._folder)) if each.startswith(f"{name}."))
             if (found := next(kept, None)) is None:
                 raise
-            return os.open(found[0], flags, dir_fd=self._folder)
+            return os.open(found, flags, dir_fd=self._folder)
 
     @contextmanager
     def _locked(self) -> Iterator[int]:

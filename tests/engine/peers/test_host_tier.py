@@ -75,6 +75,22 @@ def test_a_file_system_without_limit_bounds_no_tier(folder: Path, monkeypatch: p
     assert blocks == 10 and memory is not None and memory.numel() == 10 * BLOCK_BYTES
 
 
+@pytest.mark.parametrize(("role", "is_for_memory"), [("both", True), ("both", False), ("decode", True)])
+def test_tier_for_sequences_without_room_is_private_where_the_folder_is_small(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, role: str, is_for_memory: bool
+) -> None:
+    """As in a container, the /dev/shm of which has 64 MiB."""
+    small = SimpleNamespace(f_blocks=9, f_bavail=8, f_frsize=BLOCK_BYTES, f_files=0, f_favail=0)
+    monkeypatch.setattr(os, "fstatvfs", lambda file: small)
+    tier = HostTier(settings(folder, worker_role=role), ParallelState())
+    blocks, memory = tier.take(100, BLOCK_BYTES, is_for_memory)
+    if role == "both" and is_for_memory:
+        assert (blocks, memory) == (100, None) and not tiers(folder)
+        assert "no KV outlives it" in caplog.text and "room for 4 blocks instead of 100" in caplog.text
+    else:
+        assert blocks == 4 and memory is not None and memory.numel() == 4 * BLOCK_BYTES
+
+
 def settings(folder: Path | None, **values: Any) -> WorkerSettings:
     return WorkerSettings(model=Path("/nowhere"), kv_share_dir=folder, **values)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from protos import worker_pb2
-from services.worker.kv import host_tier
+from services.worker.kv.cache import KEPT_SHARE
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.share_folder import ID, ShareFolder
 from services.worker.parallel.state import ParallelState
@@ -36,10 +37,10 @@ def kept(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.kept"))
 
 
-def driver(reference: Reference, folder: Path, run: int, wanted: str = "", **settings: Any) -> Driver:
-    """Return a worker with a Run of this epoch; wanted: the host tier that its scheduler needs."""
+def driver(reference: Reference, folder: Path, run: int, *wanted: str, **settings: Any) -> Driver:
+    """Return a worker with a Run of this epoch; wanted: the host tiers that its scheduler needs."""
     engine = make_engine(**sharing(reference.path, folder, kernels="cpu", block_size=16, **settings))
-    engine.serve(worker_pb2.Hello(shard="shard-0", kept=[wanted] if wanted else []))
+    engine.serve(worker_pb2.Hello(shard="shard-0", kept=wanted))
     engine.reset(run)
     return Driver(engine)
 
@@ -123,6 +124,81 @@ def test_run_of_a_scheduler_that_does_not_need_it_removes_the_file(reference: Re
     assert kept(folder) == [foreign], "the one of another model stays"
 
 
+def announced(info: worker_pb2.WorkerInfo) -> list[worker_pb2.Peer]:
+    return [peer_of(info, 3, run=5)]
+
+
+def gone(info: worker_pb2.WorkerInfo) -> list[worker_pb2.Peer]:
+    return [worker_pb2.Peer(number=3)]
+
+
+def unrelated(info: worker_pb2.WorkerInfo) -> list[worker_pb2.Peer]:
+    return [worker_pb2.Peer(number=4, host_tier="a/b", host_blocks=1)]
+
+
+def no_peers(info: worker_pb2.WorkerInfo) -> list[worker_pb2.Peer]:
+    return []
+
+
+@pytest.mark.parametrize(("news", "stays"), [(announced, 1), (gone, 0), (unrelated, 0), (no_peers, 0)])
+def test_file_stays_after_the_first_step_only_if_that_announces_its_tier(
+    reference: Reference,
+    folder: Path,
+    news: Callable[[worker_pb2.WorkerInfo], list[worker_pb2.Peer]],
+    stays: int,
+) -> None:
+    """The requests that needed it end between the hello and the first step, or this worker has another kv_format."""
+    info, *_ = left(reference, folder)
+    worker = driver(reference, folder, 6, info.host_tier)
+    worker.engine.prove()
+    assert len(kept(folder)) == 1
+    worker.step({}, peers=news(info))
+    assert len(kept(folder)) == stays
+    worker.step({})
+    assert len(kept(folder)) == stays
+
+
+def test_number_that_means_another_tier_removes_the_file_of_the_first(reference: Reference, folder: Path) -> None:
+    info, *_ = left(reference, folder)
+    (file,) = kept(folder)
+    here, _, name = info.host_tier.partition("/")
+    other = file.with_name(file.name.replace(name, "c" * 32))
+    other.touch()
+    unreadable = worker_pb2.Peer(number=1, host_tier=f"{here}/{'c' * 32}", host_blocks=1)
+    worker = driver(reference, folder, 6, info.host_tier, unreadable.host_tier)
+    worker.step({}, peers=[peer_of(info, 0, run=5), unreadable])
+    worker.step({}, peers=[peer_of(info, 0, run=5)])
+    assert file.exists() and other.exists()
+    unreadable.number = 0
+    worker.step({}, peers=[unreadable])
+    assert kept(folder) == [other]
+
+
+def test_file_that_was_kept_while_a_worker_started_stays(folder: Path) -> None:
+    """The scheduler may have written its hello before; at the next one it knows the file."""
+    later = HostTier(WorkerSettings(model=Path("/nowhere"), kv_share_dir=folder), ParallelState())
+    first = tier(folder)
+    assert first.keep(np.arange(first.make_room(64, memory_for(40)), dtype=np.int32)) == 20
+    later.serve("shard-0", [])
+    assert len(kept(folder)) == 1
+    later.serve("shard-0", [first.name])
+    assert len(kept(folder)) == 1
+    later.serve("shard-0", [])
+    assert not kept(folder)
+
+
+def test_peer_with_a_path_as_name_removes_nothing_elsewhere(reference: Reference, folder: Path) -> None:
+    left(reference, folder)
+    name = f"{'a' * 32}-0.{kept(folder)[0].name.split('.')[1]}.kept"
+    elsewhere = folder.parent / name
+    elsewhere.touch()
+    worker = driver(reference, folder, 6)
+    here = worker.engine.info().host_tier.partition("/")[0]
+    worker.step({}, peers=[worker_pb2.Peer(number=3, host_tier=f"{here}/../{'a' * 32}", host_blocks=1)])
+    worker.step({}, peers=[worker_pb2.Peer(number=3)])
+    assert elsewhere.exists()
+
+
 @pytest.mark.parametrize("blocks", [[0, 0], [-1], [HOST_BLOCKS]])
 def test_blocks_that_cannot_be_kept_break_the_contract(reference: Reference, folder: Path, blocks: list[int]) -> None:
     worker = driver(reference, folder, 5)
@@ -138,21 +214,74 @@ def test_worker_without_folder_keeps_nothing(reference: Reference) -> None:
     assert Driver(engine).step({}, keep=pack([1])).kept == 0
 
 
-def tier(folder: Path, **settings: Any) -> HostTier:
+def tier(folder: Path, wanted: Collection[str] = (), **settings: Any) -> HostTier:
     found = HostTier(WorkerSettings(model=Path("/nowhere"), kv_share_dir=folder, **settings), ParallelState())
     found.take(64, BLOCK_BYTES)
-    found.serve("shard-0", [])
+    found.serve("shard-0", wanted)
     return found
 
 
-def test_files_of_all_models_together_have_a_share_of_the_workers_memory(folder: Path) -> None:
-    given, other = tier(folder, served_model_name="one"), tier(folder, served_model_name="two")
-    memory = int(40 * BLOCK_BYTES / host_tier.KEPT_SHARE)
-    assert given.most_kept(64, memory) == 40
-    assert given.keep(np.arange(0, 20, 2, dtype=np.int32)) == 10
-    assert ShareFolder(folder).kept_bytes() <= 11 * BLOCK_BYTES
-    assert other.most_kept(64, memory) == 40 - 11 and other.most_kept(64, 0) == 0
-    assert tier(folder, host_blocks=64).most_kept(64, 0) == 64, "an operator has said how much"
+def memory_for(blocks: int) -> int:
+    """Return the bytes of a worker with a budget of so many kept blocks, in two files."""
+    return int((blocks * BLOCK_BYTES + 2 * mmap.PAGESIZE) / KEPT_SHARE) + 1
+
+
+def sleep(folder: Path, model: str, memory_bytes: int, blocks: int = 64) -> int:
+    """Return how many blocks a worker of the model keeps at its end. Its start removes the file of the one before."""
+    worker = tier(folder, served_model_name=model)
+    most = worker.make_room(blocks, memory_bytes)
+    return worker.keep(np.arange(most, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("models", "rounds"),
+    [("ab", [[20, 20], [20, 20], [20, 20]]), ("abc", [[20, 20, 13], [13, 13, 13], [13, 13, 13]])],
+)
+def test_models_that_take_turns_keep_equal_parts_at_full_demand(
+    folder: Path, models: str, rounds: list[list[int]]
+) -> None:
+    """The file of a model is there until its next worker starts, after the end of the other model's."""
+    memory, found = memory_for(40), []
+    for _ in rounds:
+        found.append([sleep(folder, model, memory) for model in models])
+        assert sum(file.size_bytes for file in ShareFolder(folder).kept_files()) <= memory * KEPT_SHARE
+        assert len(kept(folder)) >= 2
+    assert found == rounds
+    assert len(kept(folder)) == len(models)
+
+
+def test_small_model_leaves_what_a_large_one_has_kept(folder: Path) -> None:
+    for _ in range(2):
+        assert sleep(folder, "large", memory_for(80)) == 40
+        assert sleep(folder, "small", memory_for(10)) == 5
+    assert len(kept(folder)) == 2
+
+
+def test_oldest_file_of_another_model_goes_where_room_is_short(folder: Path) -> None:
+    """A model that sleeps for good, with requests that have ended, takes no room from the others for ever."""
+    memory = memory_for(40)
+    assert sleep(folder, "gone", memory) == 20
+    (oldest,) = kept(folder)
+    assert sleep(folder, "one", memory, 10) == 10
+    assert oldest.exists(), "there is room for both"
+    assert sleep(folder, "two", memory) == 13
+    assert not oldest.exists() and len(kept(folder)) == 2
+
+
+def test_file_that_requests_of_the_same_model_need_stays_where_room_is_short(folder: Path) -> None:
+    memory = memory_for(40)
+    first = tier(folder, served_model_name="one")
+    assert first.keep(np.arange(first.make_room(10, memory), dtype=np.int32)) == 10
+    (needed,) = kept(folder)
+    assert [sleep(folder, "two", memory), sleep(folder, "three", memory, 9)] == [20, 9]
+    again = tier(folder, [first.name], served_model_name="one")
+    assert again.make_room(64, memory) == 2
+    assert needed.exists() and len(kept(folder)) == 2
+
+
+def test_worker_with_host_blocks_may_keep_all(folder: Path) -> None:
+    assert tier(folder, host_blocks=64).make_room(64, 0) == 64
+    assert tier(folder).make_room(64, 0) == 0
 
 
 @pytest.mark.parametrize("role", ["both", "decode"])
@@ -167,7 +296,7 @@ def test_tier_without_room_in_the_folder_is_private_without_a_role(
         with pytest.raises(ConfigurationError, match="has no room for the host tier"):
             tier(folder, host_blocks=64, worker_role=role)
         return
-    assert tier(folder, host_blocks=64, worker_role=role).most_kept(64, 1 << 40) == 0
+    assert tier(folder, host_blocks=64, worker_role=role).make_room(64, 1 << 40) == 0
     assert "no KV outlives it" in caplog.text
 
 

@@ -116,6 +116,23 @@ def test_a_folder_is_refused_with_what_to_do(path: Path, tmp_path: Path) -> None
             ShareFolder(tmp_path)
 
 
+def test_kept_file_is_on_disk_before_it_has_its_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, name = ShareFolder(path), tier()
+    memory, synced = folder.make(name, SIZE), os.fsync
+    at_sync: list[list[str]] = []
+
+    def sync(file: int) -> None:
+        assert os.readlink(f"/proc/self/fd/{file}") == str(path / name)
+        at_sync.append(os.listdir(path))
+        synced(file)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    memory.fill_(7)
+    folder.keep(name, "a" * 16, [])
+    assert [sorted(names) for names in at_sync] == [sorted([ID, name])]
+    assert (path / f"{name}.{'a' * 16}.kept").read_bytes() == bytes([7]) * SIZE
+
+
 def test_halted_holder_of_the_lock_is_not_waited_for_forever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(share_folder, "LOCK_S", 0.0)
     ShareFolder(path)
