@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import mmap
 import secrets
@@ -20,6 +19,7 @@ from services.worker.kv.peers import Peers, run_place
 from services.worker.kv.share_folder import KeptFile, NoRoomError, ShareFolder
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
+from shared.kept_files import owner_of
 
 if TYPE_CHECKING:
     from shared.settings import WorkerSettings  # pydantic: an engine in process does without
@@ -134,7 +134,7 @@ class HostTier:
         if self._folder is None:
             return
         model = self._settings.served_model_name
-        self._owner = hashlib.sha256(f"{model}\n{shard}".encode()).hexdigest()[:16]
+        self._owner = owner_of(model, shard)
         self._needed = {name.partition("/")[2] for name in wanted}
         old = self._older
         self._folder.remove_kept(file for file in old if file.owner == self._owner and file.tier not in self._needed)
