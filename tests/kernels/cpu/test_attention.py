@@ -14,7 +14,16 @@ from kernels.cpu.commands import CopyArgs
 from kernels.cpu.program import Immediate, address
 from kernels.ops import Attention
 from tests.kernels.cpu_variants import library
-from tests.kernels.sequences import Chunk, Sequences, attended, coded, rounded, wide
+from tests.kernels.sequences import (
+    HARD_VECTORS,
+    Chunk,
+    Sequences,
+    attended,
+    coded,
+    e4m3_neighbours,
+    rounded,
+    wide,
+)
 
 pytestmark = pytest.mark.sanitized
 
@@ -177,22 +186,6 @@ def test_attention_over_8_bits_has_the_bits_of_the_numbers_they_stand_for(
     assert torch.equal(held.run(chunks), plain.run(chunks))
 
 
-HARD_VECTORS = torch.tensor(
-    [
-        [0, 0, 0, 0],
-        [127, 0.5, 1.5, -2.5],  # ties
-        [-127, 126.5, -0.5, 3.49],
-        [1e-44, -1e-44, 0, 1e-45],  # the scale is 0
-        [3e-43, -3e-43, 1e-43, 0],  # the scale is denormal, and a quotient above 127
-        [3e38, -3e38, 1, 1e-30],
-        [np.nan, 1, 2, 3],
-        [-np.inf, 1, 2, 3],
-        [1, np.inf, np.nan, 3],
-        [-1, -2, -3, -4],
-    ]
-)
-
-
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("head_dim", [4, 17, 64])
 def test_block_of_8_bits_holds_what_the_formula_rounds(ops: CpuOps, head_dim: int, kv_dtype: str) -> None:
@@ -209,13 +202,8 @@ def test_block_of_8_bits_holds_what_the_formula_rounds(ops: CpuOps, head_dim: in
 
 
 def test_fp8_codes_are_the_nearest_numbers_of_e4m3(ops: CpuOps) -> None:
-    """All codes, ties between two and the numbers beside these, denormal ones and zeros among them."""
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    middles = (codes[1:] + codes[:-1]) / 2
-    hard = torch.cat([codes, middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])])
-    hard = torch.cat([hard, -hard, torch.zeros(1024 - 2 * len(hard))])
     world = written(ops, [32], kv_dtype="fp8", head_dim=33)
-    numbers = hard.view(32, 32)
+    numbers = e4m3_neighbours(1024).view(32, 32)
     for kind in (world.keys, world.values):
         kind[0][:, :, :32], kind[0][:, :, 32] = numbers[:, None], 448  # the scale is 1
     world.write()
