@@ -175,7 +175,7 @@ def test_row_is_unchanged_when_later_rows_are_nan(ops: CpuOps, dtype: torch.dtyp
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("window", [0, 90])
-def test_attention_over_8_bits_has_the_bits_of_the_numbers_they_stand_for(
+def test_attention_over_8_bits_is_that_over_the_decoded_numbers(
     ops: CpuOps, window: int, dtype: torch.dtype, kv_dtype: str
 ) -> None:
     sizes: dict[str, Any] = {"head_dim": 72, "block_size": 32, "window": window}
