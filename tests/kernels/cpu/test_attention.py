@@ -201,6 +201,17 @@ def test_block_of_8_bits_holds_what_the_formula_rounds(ops: CpuOps, head_dim: in
     assert torch.equal(found[~broken], coded(plain[~broken], kv_dtype))
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_attention_over_one_token_reads_all_codes_of_fp8(ops: CpuOps, dtype: torch.dtype) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0).view(8, 32)
+    world = written(ops, [1] * 8, dtype, "fp8", head_dim=33)
+    for place, v in enumerate(world.values):
+        v[..., :32], v[..., 32] = numbers[place], 448  # the scale is 1
+    world.write()
+    found = world.run([(sequence, 0, 1) for sequence in range(8)]).float().view(8, 4, 33)[..., :32]
+    assert torch.equal(found, numbers[:, None].expand(8, 4, 32))
+
+
 def test_fp8_codes_are_the_nearest_numbers_of_e4m3(ops: CpuOps) -> None:
     world = written(ops, [32], kv_dtype="fp8", head_dim=33)
     numbers = e4m3_neighbours(1024).view(32, 32)
