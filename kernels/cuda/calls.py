@@ -652,7 +652,8 @@ def _stored(dtype: str, fp8: bool) -> str:
 def _token_bytes(head_dim: int, fp8: bool) -> tuple[int, int]:
     """Return the bytes of a token's head, as numbers and in a block. Raise ValueError where there is no kernel."""
     if fp8 and head_dim not in FP8_HEAD_DIMS:
-        raise ValueError(f"heads of {head_dim} numbers; attention over fp8 has kernels for {FP8_HEAD_DIMS}")
+        kernels = " and ".join(map(str, FP8_HEAD_DIMS))
+        raise ValueError(f"heads of {head_dim} numbers, attention over fp8 has kernels for {kernels} (--kv-dtype auto)")
     return 2 * head_dim, head_dim + SCALE_BYTES if fp8 else 2 * head_dim
 
 

@@ -94,7 +94,7 @@ def _on_gpu(settings: WorkerSettings, config: DecoderConfig) -> bool:
         return False
     if lack := _lacks_gpu():
         log.warning("the GPU is not used: %s", lack)
-    elif option := _needs_kernels(settings):
+    elif settings.kv_dtype == "auto" and (option := _needs_kernels(settings)):  # fp8: _gpu refuses what they lack
         lack = _lacks_kernels(settings, config, gpu_dtype(settings.dtype, config))
         if lack:
             log.warning("the GPU is not used: %s needs the cuda kernels there: %s", option, lack)
@@ -119,7 +119,8 @@ def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch
         raise ConfigurationError(f"--kernels cuda: {lack}")
     name = "reference" if lack or settings.kernels == "reference" else "cuda"
     if name == "reference" and (option := _needs_kernels(settings)):
-        raise ConfigurationError(f"{option} needs the cuda kernels on a GPU{lack and f': {lack}'}; give DEVICE=cpu")
+        remedy = "DEVICE=cpu" if settings.kv_dtype == "auto" else "DEVICE=cpu or --kv-dtype auto"
+        raise ConfigurationError(f"{option} needs the cuda kernels on a GPU{lack and f': {lack}'}; give {remedy}")
     if lack:
         log.warning("the slower reference kernels are used on the GPU: %s", lack)
     return _created(name, torch.device("cuda", 0)), dtype

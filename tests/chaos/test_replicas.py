@@ -21,7 +21,7 @@ MODEL = {"requests": STREAMS, "output_tokens": 64, "max_position_embeddings": 40
 @pytest.fixture(scope="module")
 def stack(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("stack")
-    settings = {"dtype": "float32", "max_seqs": SLOTS, "threads": 1, "stats_ms": 100}
+    settings = {"dtype": "float32", "max_seqs": SLOTS, "threads": 1, "stats_ms": 100, "microbatches": 3, "lookahead": 2}
     with running_stack(directory, reference.path, **settings) as running:
         running.start("worker", "worker-1", worker_id="worker-1")
         running.wait_workers(2)

@@ -29,7 +29,7 @@ POOLS = {"ample": 4096, "small": 96}  # tokens; the small one holds the longest 
     ("policy", "pool", "block_size", "pairs"),
     [
         ("orcinus", "ample", 16, PAIRS[::2]),
-        ("sarathi", "small", 16, PAIRS[1::2]),
+        ("sarathi", "small", 16, PAIRS),
         ("sarathi", "small", 4, PAIRS[::2]),
     ],
     ids=lambda value: None if isinstance(value, str | int) else f"{len(value)} pairs",
@@ -40,10 +40,9 @@ def test_greedy_tokens_equal_transformers_in_every_pair_of_settings(
     lengths = {"max_seqs": REQUESTS, "max_input_tokens": 64, "max_output_tokens": 32}
     blocks = POOLS[pool] // block_size
     runner = make_engine(reference.path, kernels="auto", block_size=block_size, kv_blocks=blocks, **lengths)
-    preemptions = 0
     for chunk, microbatches, lookahead in pairs:
         settings = {"microbatches": microbatches, "lookahead": lookahead, "step_tokens": chunk}
         recorded, core = in_process.run(runner, requests_of(reference.prompts, 10), policy, **settings)
         assert tokens_of(recorded) == reference.outputs, settings
-        preemptions += int(core.stats()["preemptions"])
-    assert (preemptions > 0) == (pool == "small"), "the pool was not small enough to show anything"
+        fills_pool = pool == "small" and chunk * microbatches not in (1, 2)  # so narrow steps run few sequences at once
+        assert (int(core.stats()["preemptions"]) > 0) == fills_pool, settings

@@ -33,6 +33,23 @@ BACKENDS = ["cpu"] if is_one_named() else [name for name in kernel_ops.names() i
 """Not `cuda`: these tests read results without waiting. bench.gpu.__main__ tests that backend on a GPU."""
 
 
+HARD_VECTORS = torch.tensor(
+    [
+        [0, 0, 0, 0],
+        [127, 0.5, 1.5, -2.5],  # ties
+        [-127, 126.5, -0.5, 3.49],
+        [1e-44, -1e-44, 0, 1e-45],  # the scale is 0
+        [9e-43, -9e-43, 1e-43, 0],  # the scale is denormal, and a quotient above the largest code
+        [3e38, -3e38, 1, 1e-30],
+        [np.nan, 1, 2, 3],
+        [-np.inf, 1, 2, 3],
+        [1, np.inf, np.nan, 3],
+        [-1, -2, -3, -4],
+    ]
+)
+"""Of K and V in 8 bits. Three of them, 6 to 8, are not finite."""
+
+
 def _types_of(backends: list[str]) -> pytest.MarkDecorator:
     cases = [
         pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
@@ -193,6 +210,14 @@ def coded(x: Tensor, kv_dtype: str) -> Tensor:
     numbers = (x.float() / torch.where(scale > 0, scale, torch.inf)).clip(-MOST_CODE[kv_dtype], MOST_CODE[kv_dtype])
     codes = torch.round(numbers) if kv_dtype == "int8" else numbers.to(torch.float8_e4m3fn).float()
     return codes * scale
+
+
+def e4m3_neighbours(count: int) -> Tensor:
+    """Return all numbers of e4m3, ties of two and the float32 numbers beside ties, then zeros up to `count`."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (codes[1:] + codes[:-1]) / 2
+    found = torch.cat([codes, middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])])
+    return torch.cat([found, -found, torch.zeros(count - 2 * len(found))])
 
 
 def rounded(x: Tensor, kv_dtype: str) -> Tensor:

@@ -1,11 +1,12 @@
 """Scores and vectors end to end: those of transformers, in the forms of Cohere, vLLM and OpenAI, of encoders and of a
-decoder."""
+decoder, also across deaths of services."""
 
 from __future__ import annotations
 
 import base64
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import AutoTokenizer
 from shared.security import api_keys
 from shared.security.api_keys import KeyRecord
 from tests.support.checkpoints.encoders import EncoderReference, make_encoder
-from tests.support.checkpoints.models import Reference, make_llama
+from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.stack import Stack, running_stack
 from tests.support.waiting import until
 
@@ -375,6 +376,38 @@ def test_long_text_is_cut_between_the_tokenizers_own_tokens(
     whole = stack.post("/v2/embed", body).json()
     assert whole["meta"]["billed_units"] == {"input_tokens": 128 + 3}
     assert stack.post("/v2/embed", body | {"max_tokens": 128}).json()["embeddings"] == whole["embeddings"]
+
+
+def test_vectors_come_whole_when_scheduler_and_worker_die(judge: tuple[Stack, Reference]) -> None:
+    stack, reference = judge
+    prompts = random_prompts(60, (150, 240), 3, reference.vocab)
+    body = {"model": stack.name, "input": prompts}
+    headers = {**stack.headers, "Idempotency-Key": "vectors"}
+
+    def post() -> dict[str, Any]:
+        response = httpx.post(f"{stack.url}/v1/embeddings", json=body, headers=headers, timeout=120)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stored() -> int:
+        return sum(1 for _ in stack.redis.client.scan_iter(f"{stack.keys.prefix}logprobs:*"))
+
+    before = stored()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(post)
+        until("some vectors are there", lambda: stored() > before, 60)
+        stack.kill("scheduler")
+        assert stored() < before + len(prompts), "the request is not over"
+        stack.kill("worker")
+        stack.start("worker")
+        stack.start("scheduler")
+        answer = future.result()
+    until("the gateway has seen the scheduler that was restarted", stack.ready)
+    np.testing.assert_allclose(vectors(answer), exact(reference, prompts), atol=1e-5)
+    assert post()["data"] == answer["data"], "the record holds the answer"
+    record = httpx.get(f"{stack.url}/v1/requests/{answer['id']}", headers=stack.headers, timeout=60).json()
+    assert record["result"]["data"] == answer["data"]
+    stack.settled_empty()
 
 
 def test_vectors_are_made_in_the_background(judge: tuple[Stack, Reference]) -> None:

@@ -97,7 +97,7 @@ def test_weights_in_4_bits_go_to_a_usable_gpu(monkeypatch: pytest.MonkeyPatch) -
     ("config", "words"),
     [({"dtype": torch.float32}, "the model is in float32"), ({"mixture": EXPERTS}, "experts in 16")],
 )
-def test_weights_in_4_bits_that_the_cuda_kernels_lack_stay_on_the_cpu(
+def test_int4_that_the_cuda_kernels_lack_stays_on_the_cpu(
     config: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on("usable", monkeypatch)
@@ -107,14 +107,22 @@ def test_weights_in_4_bits_that_the_cuda_kernels_lack_stay_on_the_cpu(
         chosen(config_of(**config), quantize="int4", device="cuda")
 
 
-def test_fp8_goes_to_a_usable_gpu_but_for_heads_without_a_kernel(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"head_dim": 80}, "heads of 80 numbers, attention over fp8 has kernels for 64 and 128"),
+        ({"dtype": torch.float32}, "the model is in float32.*--dtype bfloat16"),
+        ({"score_softcap": 50.0}, "the model caps its scores"),
+    ],
+)
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_fp8_without_a_kernel_is_refused_on_a_usable_gpu(
+    device: str, config: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on("usable", monkeypatch)
-    assert chosen(config_of(head_dim=128), kv_dtype="fp8")[0] == "cuda"
-    with pytest.raises(ConfigurationError, match="heads of 80 numbers; attention over fp8 has kernels for"):
-        chosen(config_of(head_dim=80), kv_dtype="fp8", device="cuda")
-    assert chosen(config_of(head_dim=80), kv_dtype="fp8")[1] == "cpu" and "heads of 80 numbers" in caplog.text
+    assert chosen(config_of(head_dim=128), kv_dtype="fp8", device=device)[0] == "cuda"
+    with pytest.raises(ConfigurationError, match=f"{words}.*; give DEVICE=cpu or --kv-dtype auto"):
+        chosen(config_of(**config), kv_dtype="fp8", device=device)
 
 
 @pytest.mark.parametrize(

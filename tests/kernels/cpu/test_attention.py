@@ -14,7 +14,16 @@ from kernels.cpu.commands import CopyArgs
 from kernels.cpu.program import Immediate, address
 from kernels.ops import Attention
 from tests.kernels.cpu_variants import library
-from tests.kernels.sequences import Chunk, Sequences, attended, coded, rounded, wide
+from tests.kernels.sequences import (
+    HARD_VECTORS,
+    Chunk,
+    Sequences,
+    attended,
+    coded,
+    e4m3_neighbours,
+    rounded,
+    wide,
+)
 
 pytestmark = pytest.mark.sanitized
 
@@ -166,7 +175,7 @@ def test_row_is_unchanged_when_later_rows_are_nan(ops: CpuOps, dtype: torch.dtyp
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("window", [0, 90])
-def test_attention_over_8_bits_has_the_bits_of_the_numbers_they_stand_for(
+def test_attention_over_8_bits_is_that_over_the_decoded_numbers(
     ops: CpuOps, window: int, dtype: torch.dtype, kv_dtype: str
 ) -> None:
     sizes: dict[str, Any] = {"head_dim": 72, "block_size": 32, "window": window}
@@ -175,22 +184,6 @@ def test_attention_over_8_bits_has_the_bits_of_the_numbers_they_stand_for(
     plain.write()
     chunks = mixed(CONTEXTS, 2)
     assert torch.equal(held.run(chunks), plain.run(chunks))
-
-
-HARD_VECTORS = torch.tensor(
-    [
-        [0, 0, 0, 0],
-        [127, 0.5, 1.5, -2.5],  # ties
-        [-127, 126.5, -0.5, 3.49],
-        [1e-44, -1e-44, 0, 1e-45],  # the scale is 0
-        [3e-43, -3e-43, 1e-43, 0],  # the scale is denormal, and a quotient above 127
-        [3e38, -3e38, 1, 1e-30],
-        [np.nan, 1, 2, 3],
-        [-np.inf, 1, 2, 3],
-        [1, np.inf, np.nan, 3],
-        [-1, -2, -3, -4],
-    ]
-)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -208,14 +201,20 @@ def test_block_of_8_bits_holds_what_the_formula_rounds(ops: CpuOps, head_dim: in
     assert torch.equal(found[~broken], coded(plain[~broken], kv_dtype))
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_attention_over_one_token_reads_all_codes_of_fp8(ops: CpuOps, dtype: torch.dtype) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0).view(8, 32)
+    world = written(ops, [1] * 8, dtype, "fp8", head_dim=33)
+    for place, v in enumerate(world.values):
+        v[..., :32], v[..., 32] = numbers[place], 448  # the scale is 1
+    world.write()
+    found = world.run([(sequence, 0, 1) for sequence in range(8)]).float().view(8, 4, 33)[..., :32]
+    assert torch.equal(found, numbers[:, None].expand(8, 4, 32))
+
+
 def test_fp8_codes_are_the_nearest_numbers_of_e4m3(ops: CpuOps) -> None:
-    """All codes, ties between two and the numbers beside these, denormal ones and zeros among them."""
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    middles = (codes[1:] + codes[:-1]) / 2
-    hard = torch.cat([codes, middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])])
-    hard = torch.cat([hard, -hard, torch.zeros(1024 - 2 * len(hard))])
     world = written(ops, [32], kv_dtype="fp8", head_dim=33)
-    numbers = hard.view(32, 32)
+    numbers = e4m3_neighbours(1024).view(32, 32)
     for kind in (world.keys, world.values):
         kind[0][:, :, :32], kind[0][:, :, 32] = numbers[:, None], 448  # the scale is 1
     world.write()

@@ -156,7 +156,7 @@ def test_split_attention_is_the_formula(kind: str, has_wgmma: bool, monkeypatch:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 32)])
-def test_attention_over_fp8_has_the_bits_of_the_numbers_it_stands_for(
+def test_attention_over_fp8_is_that_over_the_decoded_numbers(
     head_dim: int, block_size: int, dtype: torch.dtype
 ) -> None:
     """Of the kernels without wgmma."""

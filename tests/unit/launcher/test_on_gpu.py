@@ -16,6 +16,7 @@ ON_CPU: list[dict[str, Any]] = [
 ]  # fmt: skip
 ON_GPU: list[dict[str, Any]] = [
     {}, {"device": "cuda"}, {"kernels": "cuda"}, {"device": "cuda", "kernels": "reference"}, {"quantize": "int4"},
+    {"kv_dtype": "fp8"},
 ]  # fmt: skip
 
 

@@ -43,7 +43,8 @@ def end_at_stop(scheduler: ScriptedScheduler, claimed: Claimed) -> None:
     """All tokens are produced before the stop of the gateway comes; the record keeps what counts."""
     tokens = token_ids(TEXT)
     scheduler.publish(Line(claimed.id, 0, tokens))
-    scheduler.wait_control("stop", claimed.id)
+    stop = scheduler.wait_control("stop", claimed.id).stop
+    assert (stop.choice, stop.at_token) == (0, len(token_ids("a quick brown"))), "the token that ends k br is the last"
     scheduler.end(claimed, [tokens], [LENGTH])
 
 

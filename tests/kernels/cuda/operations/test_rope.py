@@ -16,6 +16,7 @@ from tests.kernels.cuda.programs import (
     TYPES,
     UNTOUCHED,
     assert_fences,
+    fenced,
     int32,
     launch,
     numbers,
@@ -23,7 +24,7 @@ from tests.kernels.cuda.programs import (
     take,
     untouched,
 )
-from tests.kernels.sequences import coded, near, normed, wide
+from tests.kernels.sequences import HARD_VECTORS, coded, e4m3_neighbours, near, normed, wide
 from tests.support.compiler import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.sanitized, pytest.mark.parametrize("order", ORDERS)]
@@ -127,6 +128,33 @@ def test_q_is_returned_and_kv_lies_in_its_slots(order: int, name: str, dtype: st
             keys[slot // size, :, slot % size] = values[slot // size, :, slot % size] = UNTOUCHED
     assert (pool == UNTOUCHED).all(), "and nowhere else"
     assert_fences(pool, q, qkv)
+
+
+def test_fp8_holds_the_formulas_codes_of_hard_vectors(order: int) -> None:
+    """Vectors come by the bias, in float32. Beside e4m3's numbers lies 448, so that their scale is 1."""
+    codes = e4m3_neighbours(17 * 63).view(17, 63)
+    vectors = torch.cat([
+        torch.nn.functional.pad(HARD_VECTORS, (0, 60)),
+        torch.nn.functional.pad(codes, (1, 0), value=448),
+    ])  # fmt: skip
+    heads, slot, slots = len(vectors), 5, int32(5)
+    bias = fenced(torch.cat([torch.zeros(1, 64), vectors, -vectors]))
+    qkv, q = fenced(torch.zeros(1, 1 + 2 * heads, 64, dtype=torch.bfloat16)), untouched(1, 1, 64, dtype=torch.bfloat16)
+    pool = untouched(2, *part_of(heads, 16, 64, torch.bfloat16, True).shape, dtype=torch.int8)
+    addresses = (qkv.data_ptr(), q.data_ptr(), pool[0].data_ptr(), pool[1].data_ptr(), slots.ctypes.data)
+    sizes = (1, 1, heads, 64, 16, pool.stride(0))
+    launch(calls.rope_and_write("bf16", *sizes, *addresses, bias=bias.data_ptr(), fp8=True), order)
+
+    expected = torch.stack([vectors, -vectors])
+    scales = pool[..., 16 * 64 + 4 * slot :][..., :4].contiguous().view(torch.float32)[:, :, 0, 0]
+    held = pool[:, :, 0, 64 * slot : 64 * (slot + 1)].contiguous().view(torch.float8_e4m3fn).float()
+    assert held.isfinite().all() and not held[scales == 0].any()
+    found = torch.stack([take(part[None], 0, slot, 64) for part in pool])
+    broken = ~expected.isfinite().all(-1)
+    assert broken.sum() == 2 * 3 and found[broken].isnan().all()
+    assert torch.equal(found[~broken], coded(expected[~broken], "fp8"))
+    assert (pool == UNTOUCHED).all(), "and nowhere else"
+    assert_fences(pool, q, qkv, bias)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
