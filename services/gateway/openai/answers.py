@@ -120,8 +120,10 @@ async def begin(
 
 
 def holding_bytes(model: ServedModel, request: Request) -> Hold:
-    """Return what counts bytes of the answer to this request, until it is sent."""
+    """Return what counts bytes of the answer to this request, until it is sent; lines of batches count nowhere."""
     state, of_request = request.state, 0
+    if not hasattr(state, "at_end"):
+        return lambda size_bytes: None
 
     def hold(size_bytes: int) -> None:
         nonlocal of_request

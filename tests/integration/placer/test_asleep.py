@@ -108,7 +108,7 @@ class Sleeper:
 
     def is_awake(self, name: str) -> bool:
         placed = read_placements(self.redis.client.hgetall(PLACER_KEYS.placements))  # type: ignore[arg-type]
-        return placed[name].awake
+        return name in placed and placed[name].awake
 
     def entries(self) -> int:
         """Return how many requests of the model have not ended."""
