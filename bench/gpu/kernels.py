@@ -119,7 +119,7 @@ def rings(context: Context) -> Iterator[tuple[str, Any]]:
 
 
 def with_units(units: int, head_dim: int) -> str:
-    """Return the source with its header inlined, with rings of this many units and only the kernels of that head_dim.
+    """Return the source with its header inlined, with rings of this many units and the plain kernels of that head_dim.
 
     Raises ValueError where the two are not written as expected.
     """
@@ -128,7 +128,8 @@ def with_units(units: int, head_dim: int) -> str:
         r"^constexpr int UNITS = [^;]*;", f"constexpr int UNITS = {units};", header, flags=re.MULTILINE
     )
     text = SOURCE.read_text().replace(f'#include "{HEADER.name}"\n', header)
-    lines = [line for line in text.splitlines() if not line.startswith("KERNEL(") or f"_d{head_dim}," in line]
+    kept = re.compile(rf"(?!KERNEL\()|KERNEL\(attention_decode_b?f16_d{head_dim},")
+    lines = [line for line in text.splitlines() if kept.match(line)]
     if found != 1 or HEADER.name in text or not lines[-1].startswith("KERNEL("):
         raise ValueError(f"{SOURCE.name}: {found} definitions of UNITS, {lines[-1]!r}")
     return "\n".join([*lines, ""])

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -27,7 +26,14 @@ from services.worker.adapters.table import AdapterTable
 from services.worker.backend import choose, device_of, set_threads
 from services.worker.grammar import SlotGrammars
 from services.worker.in_flight import GRAMMAR, NO_ROWS, InFlightStep, InFlightSteps, Marks
-from services.worker.kv.cache import Lengths, has_room_for_all, plan_pool, room_for, wanted_lengths
+from services.worker.kv.cache import (
+    Lengths,
+    has_room_for_all,
+    plan_pool,
+    resident_memory_bytes,
+    room_for,
+    wanted_lengths,
+)
 from services.worker.kv.host_tier import HostTier
 from services.worker.kv.transfers import KVTransfers
 from services.worker.models.checkpoint import Progress, Source, open_weights
@@ -407,7 +413,7 @@ class Engine:
         """Return which of the host blocks that are to outlive this worker may. Raise ProtocolError."""
         if np.unique(blocks).size < blocks.size or blocks.min() < 0 or blocks.max() >= self.cache.shape.host_blocks:
             raise ProtocolError(f"keep: a block twice, or outside 0..{self.cache.shape.host_blocks - 1}")
-        has_bytes = psutil.Process().memory_info().rss
+        has_bytes = resident_memory_bytes()
         if device_of(self.ops) is not None:
             has_bytes += self.cache.shape.blocks * self.ops.block_bytes(self.cache.shape)
         return blocks[: self._tier.make_room(blocks.size, has_bytes)]

@@ -9,13 +9,13 @@ import dataclasses
 import errno
 import logging
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from kernels.cpu.build import BuildError
@@ -67,6 +67,11 @@ class Lengths:
     model: int
     input: int
     output: int
+
+
+def resident_memory_bytes() -> int:
+    """Return the memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def free_memory_bytes() -> int:
@@ -147,7 +152,7 @@ def plan_pool(
         on_gpu,
         torch.get_num_threads() * parallel.ranks_here,
     )
-    resident = psutil.Process().memory_info().rss
+    resident = resident_memory_bytes()
     host_blocks = plan_host_blocks(settings, blocks, lengths, block_bytes, host_bytes, on_gpu, resident)
     mine = [blocks, host_blocks, lengths.model, lengths.input, lengths.output]
     blocks, host_blocks, *least = parallel.least(mine)

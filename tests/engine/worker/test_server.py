@@ -291,6 +291,9 @@ def test_late_hello_of_a_replaced_run_resets_nothing() -> None:
         overlaps, max_in_flight, settings = False, 1, SimpleNamespace(step_timeout_s=0.0)
         grammars = SimpleNamespace(step_came=lambda: None)
 
+        def serve(self, hello: worker_pb2.Hello) -> None:
+            assert hello.shard == "a"
+
         def reset(self, epoch: int) -> None:
             resets.append(epoch)
 
