@@ -39,6 +39,8 @@ HEARTBEAT_MS = 5000
 MEMORY_MOST = 0.75
 STALE_S = 5.0
 """A snapshot older than this is not used."""
+CLOSE_S = 1.0
+"""That a gateway which ends waits for Redis to delete its heartbeat."""
 FIRST_LOAD_S = 120.0
 """A model that was woken may load for so long while its load has not been measured."""
 PLACER_S = 15.0
@@ -254,11 +256,11 @@ class Cluster:
             await asyncio.sleep(max(0.05, pause - (time.monotonic() - started)))
 
     async def close(self) -> None:
-        """Delete the heartbeat, unless Redis does not answer, and close the connection."""
+        """Delete the heartbeat, for which a silent Redis has a second, and close the connection."""
         try:
-            if not self.redis_error:
+            async with asyncio.timeout(CLOSE_S):
                 await self._redis.delete(self._keys.alive("gateway", self._gateway_id))
-        except (*Unreachable, RedisError) as error:
+        except (TimeoutError, *Unreachable, RedisError) as error:
             log.warning("heartbeat not deleted: %s", error)
         await self._redis.aclose()
 

@@ -70,6 +70,12 @@ def both(stack: Stack) -> dict[int, str]:
     return until("both processes are ready", found, 60)
 
 
+def is_listed_as_ready(stack: Stack) -> bool:
+    """Ask whichever process takes a new connection. Its look at Redis may be a second old."""
+    (model,) = httpx.get(f"{stack.url}/v1/models", timeout=60).json()["data"]
+    return bool(model["state"] == "ready")
+
+
 def pid(gateway: str) -> int:
     return int(gateway.split("-")[-2])
 
@@ -110,6 +116,7 @@ def test_both_processes_get_requests_and_count_their_own(stack: Stack) -> None:
 
 def test_calls_over_grpc_are_spread_too(stack: Stack) -> None:
     both(stack)
+    until("both know the model as ready", lambda: all(is_listed_as_ready(stack) for _ in range(ASKED)))
     for _ in range(ASKED):
         own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
         with grpc.insecure_channel(f"127.0.0.1:{stack.settings['grpc_port']}", own) as channel:
