@@ -184,6 +184,8 @@ def test_drained_process_leaves_its_port_the_last_ends_the_gateway(stack: Stack,
         assert [stream.resumed for stream in under_way.streams] == [0] * STREAMS
     until("it has left", lambda: processes(stack) == {1: there[1]})
     until("the parent has noticed", lambda: "process 0 was drained" in stack.log("gateway"))
+    alive = stack.keys.alive("gateway", "*")
+    until("heartbeats of killed ones have run out", lambda: len(list(stack.redis.client.scan_iter(alive))) == 1)
     (last,) = drained(stack, "gateway")
     assert last["id"] == there[1]
     assert stack.wait("gateway") == 0
