@@ -29,7 +29,7 @@ PROMPT, OUTPUT = 128, 64
 REQUESTS = {1: 12, 8: 64, 32: 128}
 """Requests of a closed loop by how many run at a time."""
 LONGEST, LONGEST_OUTPUT, LONGEST_REQUESTS = 2000, 8, 4
-"""A closed loop of one request at a time whose prompts nearly fill the context."""
+"""A closed loop of one request at a time. Its prompts nearly fill the context."""
 MIX_STREAMS, MIX_OUTPUT = 8, 128
 LONG_PROMPT, LONG_OUTPUT = 1500, 16
 LONG_EVERY_S, LONG_FIRST_S = 1.5, 0.75

@@ -206,7 +206,7 @@ def plan_blocks(
 
 
 def has_room_for_all(settings: WorkerSettings, blocks: int, lengths: Lengths) -> bool:
-    """Return whether every slot's longest sequence fits into a pool of so many blocks."""
+    """Return whether every slot's longest sequence fits into a pool of `blocks` blocks."""
     return blocks >= settings.max_seqs * -(-lengths.model // settings.block_size)
 
 

@@ -126,7 +126,7 @@ class HostTier:
         return Peers(cache, block_bytes, self._folder, self._parallel, self._owner, self._needed)
 
     def serve(self, shard: str, wanted: Collection[str]) -> None:
-        """Learn whose Run begins, and remove what earlier workers of the same model and shard have kept.
+        """Take the shard of a Run that begins, and remove what earlier workers of the same model and shard have kept.
 
         wanted: names of host tiers that the scheduler still needs. Files that came while it wrote them stay: those
         that were not there at the start of this process, or at the Hello before.
@@ -141,8 +141,9 @@ class HostTier:
         self._older = self._folder.kept_files()
 
     def make_room(self, blocks: int, memory_bytes: int) -> int:
-        """Return how many of so many blocks may outlive this worker, on every rank, and remove what other models have
-        kept where there is no room beside it, oldest first.
+        """Return how many of `blocks` may outlive this worker, on every rank.
+
+        Where room is short, what other models have kept is removed, the oldest first.
 
         All with --host-blocks, else as many as fit into this model's part of KEPT_SHARE of `memory_bytes`, the memory
         that the worker has: all models that keep KV have equal parts, of a half at most.
@@ -163,7 +164,7 @@ class HostTier:
         return max(0, part // self._parallel.ranks_here - mmap.PAGESIZE) // self._block_bytes
 
     def _remove_oldest(self, folder: ShareFolder, blocks: int, memory_bytes: int) -> None:
-        """Remove files of other models until so many blocks have room.
+        """Remove files of other models until `blocks` blocks have room.
 
         The worker of another model may have more memory than this one. It has kept a half of its budget at most, so
         the largest host tier that was kept tells of the largest budget.

@@ -222,7 +222,7 @@ def tier(folder: Path, wanted: Collection[str] = (), **settings: Any) -> HostTie
 
 
 def memory_for(blocks: int) -> int:
-    """Return the bytes of a worker with a budget of so many kept blocks, in two files."""
+    """Return the bytes of a worker that may keep this number of blocks, in two files."""
     return int((blocks * BLOCK_BYTES + 2 * mmap.PAGESIZE) / KEPT_SHARE) + 1
 
 

@@ -97,7 +97,11 @@ class Sleeper:
         self.gateway.start().wait_live()
 
     def stats(self) -> dict[bytes, bytes]:
-        return dict(self.redis.client.hgetall(self.keys.stats("shard-0")))  # type: ignore[arg-type]
+        return self.hash(self.keys.stats("shard-0"))
+
+    def hash(self, key: str) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = self.redis.client.hgetall(key)  # type: ignore[assignment]  # its stubs allow awaitables
+        return found
 
     def batch(self, name: str) -> dict[str, Any]:
         return dict(self.gateway.get(f"/v1/batches/{name}").json())
@@ -107,7 +111,7 @@ class Sleeper:
         return next(str(card["state"]) for card in cards if card["id"] == ASLEEP)
 
     def is_awake(self, name: str) -> bool:
-        placed = read_placements(self.redis.client.hgetall(PLACER_KEYS.placements))  # type: ignore[arg-type]
+        placed = read_placements(self.hash(PLACER_KEYS.placements))
         return name in placed and placed[name].awake
 
     def entries(self) -> int:
@@ -127,7 +131,7 @@ class Sleeper:
     def check_nothing_is_left(self) -> None:
         """No request of the model waits, in the queue's counts neither, and another model that has one wakes."""
         until("the request has ended", lambda: self.entries() == 0)
-        counts: dict[bytes, bytes] = self.redis.client.hgetall(self.keys.queue)  # type: ignore[assignment]
+        counts = self.hash(self.keys.queue)
         assert {name for name, count in counts.items() if count != b"0"} <= {b"bytes"}
         self.redis.client.xadd(Keys(OTHER).requests("low"), {"r": "x"})
         self.rest()
