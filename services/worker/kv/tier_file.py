@@ -1,0 +1,60 @@
+"""The file of a host tier: its blocks, the epoch of the Run that has it, and a digest of each block that outlived its
+worker. Its worker writes it, readers map it (`peers.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.ops import Int32
+
+NUMBER_BYTES = 8
+WRITTEN = 1 << 32
+"""Beside the checksum in each digest: a block that was not kept has 0."""
+ALONE_BYTES = 16 << 20
+"""Fewer bytes are summed by one thread."""
+
+Digests = npt.NDArray[np.int64]
+
+
+class Layout(NamedTuple):
+    """Where the parts of a file end: the blocks, the epoch (an int64 behind `run`), a digest (int64) of each block."""
+
+    blocks: int
+    run: int
+    epoch: int
+    digests: int
+
+
+def layout(blocks: int, block_bytes: int) -> Layout:
+    """Return the layout of a file of so many blocks."""
+    size = blocks * block_bytes
+    run = -(-size // NUMBER_BYTES) * NUMBER_BYTES
+    return Layout(size, run, run + NUMBER_BYTES, run + NUMBER_BYTES * (1 + blocks))
+
+
+def digests(memory: npt.NDArray[np.uint8], blocks: Int32) -> Digests:
+    """Return the digests of `blocks`: CRC-32 of the bytes, which begins at the number of the block.
+
+    memory: [blocks, block_bytes]. It finds damage, and no forgery: whoever may write the file may write digests.
+    """
+
+    def digest(block: int) -> int:
+        return WRITTEN | zlib.crc32(memory[block], block)
+
+    return np.fromiter(_map(digest, blocks.tolist(), memory.shape[1]), np.int64, blocks.size)
+
+
+def _map(digest: Callable[[int], int], blocks: list[int], block_bytes: int) -> list[int]:
+    """Return the digest of each block; by several threads where that takes long, as zlib does without the GIL."""
+    if len(blocks) * block_bytes < ALONE_BYTES:
+        return list(map(digest, blocks))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(digest, blocks))
