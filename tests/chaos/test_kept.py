@@ -4,7 +4,6 @@ again, whether the worker ends well or is killed when it has kept the KV. A kill
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 from collections.abc import Iterator
@@ -53,21 +52,11 @@ def events(stack: Stack) -> list[str]:
 
 
 def change(file: Path) -> None:
-    """Invert a byte of each page that has memory."""
+    """Invert a bit of the first block that was kept."""
     with file.open("r+b") as opened:
-        at = 0
-        while (at := next_data(opened.fileno(), at)) >= 0:
-            byte = os.pread(opened.fileno(), 1, at)
-            os.pwrite(opened.fileno(), bytes([byte[0] ^ 1]), at)
-            at += mmap.PAGESIZE
-
-
-def next_data(file: int, at: int) -> int:
-    """Return where the next page with memory begins; -1 behind the last one."""
-    try:
-        return os.lseek(file, at, os.SEEK_DATA)
-    except OSError:  # ENXIO
-        return -1
+        at = os.lseek(opened.fileno(), 0, os.SEEK_DATA)
+        (byte,) = os.pread(opened.fileno(), 1, at)
+        os.pwrite(opened.fileno(), bytes([byte ^ 1]), at)
 
 
 def drain(stack: Stack, how: int | None = None) -> None:

@@ -290,7 +290,7 @@ def test_models_that_take_turns_lose_nothing_under_faults(tmp_path: Path) -> Non
     figures = run(tmp_path, len(names), SEED, names, print)
     assert (figures["lost"], figures["doubled"], figures["diverged"]) == ([], [], [])
     assert figures["faults"] == dict.fromkeys(sorted(names), 1)
-    assert figures["targets"].keys() == {*MODELS, *ADAPTERS} and figures["kept"] and figures["mapped"]
+    assert figures["requests"] > len(names)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,8 @@ class Peers:
             log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
             return
         content = file[: ends.blocks].view(peer.host_blocks, self._block_bytes).numpy()
-        numbers = [file[begin:end].numpy().view(np.int64) for begin, end in itertools.pairwise(ends[1:])]
+        written, stored = (file[begin:end].numpy().view(np.int64) for begin, end in itertools.pairwise(ends[1:]))
         memory = self._cache.host_tier(file[: ends.blocks])
-        self._tiers[peer.number] = Tier(memory, peer.host_blocks, peer.run, content, *numbers, is_kept)
+        tier = Tier(memory, peer.host_blocks, peer.run, content, written, stored, is_kept)
+        self._tiers[peer.number] = tier
         log.info("the host tier of peer %d is mapped: %d blocks", peer.number, peer.host_blocks)

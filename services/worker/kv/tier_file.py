@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -46,15 +45,11 @@ def digests(memory: npt.NDArray[np.uint8], blocks: Int32) -> Digests:
     memory: [blocks, block_bytes]. It finds damage, and no forgery: whoever may write the file may write digests.
     """
 
-    def digest(block: int) -> int:
-        return WRITTEN | zlib.crc32(memory[block], block)
+    threads = 1 if blocks.size * memory.shape[1] < ALONE_BYTES else len(os.sched_getaffinity(0))
 
-    return np.fromiter(_map(digest, blocks.tolist(), memory.shape[1]), np.int64, blocks.size)
+    def digest(part: Int32) -> list[int]:
+        return [WRITTEN | zlib.crc32(memory[block], block) for block in part.tolist()]
 
-
-def _map(digest: Callable[[int], int], blocks: list[int], block_bytes: int) -> list[int]:
-    """Return the digest of each block; by several threads where that takes long, as zlib does without the GIL."""
-    if len(blocks) * block_bytes < ALONE_BYTES:
-        return list(map(digest, blocks))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(digest, blocks))
+    with ThreadPoolExecutor(threads) as pool:  # zlib works without the GIL
+        found = list(pool.map(digest, np.array_split(blocks, threads))) if threads > 1 else [digest(blocks)]
+    return np.concatenate([np.array(part, np.int64) for part in found])
