@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,6 +16,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +59,8 @@ CLASSES: tuple[type[BaseSettings], ...] = (GatewaySettings, WorkerSettings, Sche
 PR_SET_PDEATHSIG = 1
 MODEL_SOURCES = "MODEL=, --model or ORCINUS_MODEL"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder in it, which the workers check
+OWN_FOLDER_S, OWN_FOLDER_AGAIN_S = 5.0, 0.02
+"""How long the lock of a stack's folder there is waited for, and between two tries."""
 DEMO_PROMPT = "Read and return a line from the stream."
 """The docstring of a function: the demo model was trained to answer with one."""
 
@@ -509,35 +514,111 @@ def share_problem(run_dir: Path) -> str:
     if not (SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)):
         return f"{SHARED_MEMORY}: is not there or cannot be written; name a folder with {env_name('kv_share_dir')}"
     folder = _folder_in_memory(run_dir)
+    if not os.path.lexists(folder) or _is_private(folder):
+        return ""
+    return f"{folder}: is no folder of user {os.geteuid()}; remove it, or choose another --run-dir"
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether it is a folder of this user, not a link to one."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
-        return ""
-    if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode):
-        return ""
-    return f"{folder}: is no folder of user {os.geteuid()}; remove it, or choose another --run-dir"
+        return False
+    return found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode)
 
 
 def _folder_in_memory(run_dir: Path) -> Path:
     """Return a name of its own for each run directory of a user and a host: containers may share the memory."""
     place = f"{socket.gethostname()}\n{run_dir}"
-    return SHARED_MEMORY / f"orcinus-{os.geteuid()}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}"
+    return SHARED_MEMORY / f"{_prefix()}{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}"
+
+
+def _prefix() -> str:
+    return f"orcinus-{os.geteuid()}-"
+
+
+def _held(path: Path) -> int | None:
+    """Return an open file or folder that this process locks now; None where another one has the lock, or it is gone."""
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(opened), path.lstat()):
+            return opened
+    except OSError:
+        pass
+    os.close(opened)
+    return None
+
+
+def remove_abandoned() -> None:
+    """Remove the folders in memory of launchers that were killed, whatever their run directories.
+
+    A launcher holds the lock of its folder while it lives, and a worker that of its file: neither is free by then. An
+    older launcher holds none, so the files decide, too.
+    """
+    names = re.compile(re.escape(_prefix()) + "[0-9a-f]{12}")
+    try:
+        folders = [SHARED_MEMORY / name for name in filter(names.fullmatch, os.listdir(SHARED_MEMORY))]
+    except OSError:
+        return
+    for folder in filter(_is_private, folders):
+        if (opened := _held(folder)) is None:
+            continue
+        with contextlib.ExitStack() as closed:
+            closed.callback(os.close, opened)
+            files = [_held(file) for file in folder.iterdir()]
+            for file in files:
+                if file is not None:
+                    closed.callback(os.close, file)
+            if None not in files:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _own_folder(folder: Path) -> Iterator[None]:
+    """Make the folder anew, hold its lock, and remove it at the end. Raise ConfigurationError."""
+    deadline = time.monotonic() + OWN_FOLDER_S
+    while True:
+        try:
+            folder.mkdir(0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"{folder}: {error.strerror}; choose another --run-dir") from error
+        if (opened := _held(folder)) is not None:
+            break
+        if time.monotonic() > deadline:
+            raise ConfigurationError(f"{folder}: another stack uses it; choose another --run-dir")
+        time.sleep(OWN_FOLDER_AGAIN_S)  # a launcher that looks for abandoned ones holds it for a moment
+    try:
+        for left in folder.iterdir():  # by a launcher of this run directory that was killed
+            with contextlib.suppress(OSError):
+                left.unlink()
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(opened)
 
 
 @contextlib.contextmanager
 def shared_folder(run_dir: Path, given: Path | None, stacks: Sequence[ModelStack]) -> Iterator[Path]:
     """Yield the folder for host tiers: the `given` one, or one that goes with the stack. Files that killed workers, and
     workers of models that sleep, have left there would keep memory: they are removed at the end. In a given folder only
-    those of `stacks` are.
+    those of `stacks` are. What killed launchers have left in memory is removed at the begin. Raise ConfigurationError.
     """
-    own = share_folder(run_dir)
-    shutil.rmtree(own, ignore_errors=True)  # of a launcher that was killed
+    remove_abandoned()
+    if given is None:
+        own = share_folder(run_dir)
+        with _own_folder(own):
+            yield own
+        return
     try:
-        yield given or own
+        yield given
     finally:
-        shutil.rmtree(own, ignore_errors=True)
         owners = {kept_files.owner_of(stack.gateway.served_model_name, stack.scheduler.shard) for stack in stacks}
-        for file in (file for owner in owners if given for file in given.glob(f"*.{owner}.kept")):
+        for file in (file for owner in owners for file in given.glob(f"*.{owner}.kept")):
             with contextlib.suppress(OSError):
                 file.unlink()
 

@@ -431,11 +431,17 @@ class Engine:
         waits = self.parallel.size > 1 or bool(inflight.keep.size) or not more()
         copied = inflight.transfers.acknowledge(inflight.id, wait=waits)
         kept = self._tier.keep(inflight.keep)
-        are_stale = copied.stale
+        are_stale = tuple(map(bool, copied.faults))
         if inflight.swaps and self.parallel.size > 1:
             are_stale = self._broadcast.confirm_copies(inflight, copied)
-        rows = zip(copied.peers, are_stale, copied.replaced, strict=True)
-        stale = [number for number, is_stale, is_replaced in rows if is_stale and not is_replaced]
+        rows = zip(copied.peers, are_stale, copied.replaced, copied.faults, strict=True)
+        stale = {
+            number: f"KV in the host tier of peer {number} is computed again: {fault or 'another rank cannot use it'}"
+            for number, is_stale, is_replaced, fault in rows
+            if is_stale and not is_replaced
+        }
+        for reason in stale.values():
+            log.warning("%s", reason)
         result = worker_pb2.Result(
             epoch=inflight.epoch,
             id=inflight.id,
@@ -447,7 +453,8 @@ class Engine:
             timings=inflight.timings(self.ops, copied.ns),
             swap_out_acks=copied.out_gpu,
             swap_in_acks=copied.in_host,
-            stale_peers=pack(stale),
+            stale_peers=pack(list(stale)),
+            stale_reasons=list(stale.values()),
             peer_acks=pack(inflight.peers),
             adapter_acks=pack(inflight.adapters),
             errors=inflight.all_errors(),

@@ -45,6 +45,7 @@ REFUSED = {
 """Fields of adapter_config.json that must be unset, and what they stand for."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """init_lora_weights that leave the base as it is."""
+OTHER_BASE = "the adapter is of another base: load it for that one, with `model`, or train one for this base"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.-]{1,200})\.(?P<part>lora_A|lora_B)\.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(?P<index>[0-9]{1,9})\.")
 _PATTERN = re.compile(r"[\w.-]{1,200}")
@@ -151,7 +152,7 @@ def check_hidden_size(modules: Mapping[str, Shape], hidden_size: int) -> None:
         if hidden_size not in (shape.inputs, shape.outputs):
             raise ModelError(
                 f"{WEIGHTS}: {module} is [{shape.outputs}, {shape.inputs}], the served model has hidden size "
-                f"{hidden_size}; the adapter is of another base"
+                f"{hidden_size}; {OTHER_BASE}"
             )
 
 
@@ -160,9 +161,7 @@ def check_layers(modules: Mapping[str, Shape], layers: int) -> None:
     for module in modules:
         found = _LAYER.search(module)
         if found is not None and int(found["index"]) >= layers:
-            raise ModelError(
-                f"{WEIGHTS}: {module}: the served model has {layers} layers; the adapter is of another base"
-            )
+            raise ModelError(f"{WEIGHTS}: {module}: the served model has {layers} layers; {OTHER_BASE}")
 
 
 def check_modules(modules: Mapping[str, Shape], stored: Mapping[str, tuple[int, ...]]) -> None:
@@ -182,13 +181,11 @@ def check_modules(modules: Mapping[str, Shape], stored: Mapping[str, tuple[int, 
             shapes.append(shape)
     for module, adapted in modules.items():
         if (weights := found.get(_from_layer(module))) is None:
-            raise ModelError(
-                f"{WEIGHTS}: {module}: the served model has no such module; the adapter is of another base"
-            )
+            raise ModelError(f"{WEIGHTS}: {module}: the served model has no such module; {OTHER_BASE}")
         if weights and sorted((adapted.outputs, adapted.inputs)) not in map(sorted, weights):
             raise ModelError(
                 f"{WEIGHTS}: {module} is [{adapted.outputs}, {adapted.inputs}], "
-                f"the served model has {list(weights[0])}; the adapter is of another base"
+                f"the served model has {list(weights[0])}; {OTHER_BASE}"
             )
 
 

@@ -36,12 +36,13 @@ class Stream:
     request: str = ""
     reason: str = ""
     resumed: int = 0
+    read_s: float = READ_S
     _last: str = ""
 
     def read(self) -> list[int]:
         """All token ids. Raises RuntimeError for an answer that is neither a stream nor a gateway's leaving."""
         turn = 0
-        by = time.monotonic() + READ_S
+        by = time.monotonic() + self.read_s
         while not self.reason and not self.leave.is_set() and time.monotonic() < by:
             url = self.urls[turn % len(self.urls)]
             with contextlib.suppress(httpx.TransportError), self._asked(url) as answer:

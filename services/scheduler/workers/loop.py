@@ -20,7 +20,7 @@ from services.scheduler.core.types import Outcome, StepPlan
 from services.scheduler.quarantine import Quarantine
 from services.scheduler.telemetry import Reports, Stats
 from services.scheduler.workers.contract import ContractError, check_result
-from services.scheduler.workers.link import WorkerLink, WorkerLostError, brief
+from services.scheduler.workers.link import ERROR_LENGTH, WorkerLink, WorkerLostError, brief
 from services.scheduler.workers.wire import result_from_wire, step_to_wire
 from shared.errors import ProtocolError
 from shared.tasks import first_of
@@ -257,6 +257,8 @@ class WorkerLoop:
             except ValueError as error:  # a column of a wrong length, other slots, a copy that was not under way
                 raise ContractError(f"result of step {message.id}: {error}; repair the worker") from error
             plan = self.in_flight.answered(message.id)  # not before: apply raises for an invalid answer
+            for reason in message.stale_reasons[: result.stale_peers.size]:
+                context.reports.event("kv_discarded", reason[:ERROR_LENGTH], worker=link.worker.id)
             context.reports.last_step = message.id
             context.reports.answered += 1
             self.answered += 1

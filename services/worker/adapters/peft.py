@@ -56,7 +56,7 @@ def read_adapter(folder: Path, digest: bytes, config: DecoderConfig, max_rank: i
         if (shape.outputs, shape.inputs) != (outputs, inputs):
             raise ModelError(
                 f"{module}: the adapter is of [{shape.outputs}, {shape.inputs}], the base has [{outputs}, {inputs}]; "
-                "it is of another base"
+                "it is of another base: load it for that one, or train one for this base"
             )
         down, up = (tensors[f"{PREFIX}{module}.{part}.weight"] for part in ("lora_A", "lora_B"))
         if not (torch.isfinite(down).all() and torch.isfinite(up).all()):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import mmap
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kernels.ops import Cache, Int32
 from services.worker.kv.cache import KEPT_SHARE, NO_HOST_TIER
-from services.worker.kv.peers import Peers, run_place
-from services.worker.kv.share_folder import KeptFile, NoRoomError, ShareFolder
+from services.worker.kv.peers import Peers
+from services.worker.kv.share_folder import KeptFile, NoRoomError, Reservation, ShareFolder
+from services.worker.kv.tier_file import digests, layout
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from shared.kept_files import owner_of
@@ -30,6 +31,11 @@ rest."""
 
 PRIVATE = "the host tier lies in memory of this worker alone, and no KV outlives it: %s"
 
+NOT_KEPT = "--kv-share-dir %s: KV is not kept: %s"
+
+RESERVE_S = 1.0
+"""How long a worker that leaves waits for the folder's lock: its scheduler waits for a few seconds."""
+
 log = logging.getLogger("orcinus.worker")
 
 
@@ -39,11 +45,14 @@ class HostTier:
     def __init__(self, settings: WorkerSettings, parallel: ParallelState) -> None:
         """Raise ConfigurationError for a folder that cannot be used, or that not all ranks see."""
         self._settings, self._parallel, self._folder, name = settings, parallel, None, ""
-        self._run = torch.empty(0, dtype=torch.int64)  # in the file, behind the blocks
-        self._blocks = self._block_bytes = 0  # of the file
+        # Parts of the file: its blocks, the epoch and the digests.
+        self._memory = torch.empty((0, 0), dtype=torch.uint8)
+        self._run = self._digests = torch.empty(0, dtype=torch.int64)
+        self._blocks = self._block_bytes = self._rest_bytes = 0  # rest: behind the blocks
         self._owner = ""  # of the file if it outlives this process: equal for workers of the same model and shard
         self._needed: set[str] = set()  # names of tiers with kept files, of the last Hello
         self._older: list[KeptFile] = []  # files from before it
+        self._release: Callable[[], object] = lambda: None  # gives back the room that is reserved
         if settings.kv_share_dir is not None:
             self._folder = ShareFolder(settings.kv_share_dir)
             self._older = self._folder.kept_files()
@@ -72,7 +81,7 @@ class HostTier:
             return host_blocks, None
         if self._settings.host_blocks is not None:
             try:
-                file = self._make(self._folder, host_blocks * block_bytes)
+                file = self._make(self._folder, host_blocks, block_bytes)
             except NoRoomError as error:
                 if self._settings.worker_role != "both":
                     raise
@@ -82,7 +91,7 @@ class HostTier:
         blocks, memory = host_blocks, None
         while blocks := self._parallel.least([min(blocks, self._fitting(self._folder, block_bytes))])[0]:
             with suppress(NoRoomError):
-                memory = self._make(self._folder, blocks * block_bytes)
+                memory = self._make(self._folder, blocks, block_bytes)
             if self._parallel.least([int(memory is not None)])[0]:
                 break
             memory = None  # another rank may be short of it
@@ -104,22 +113,29 @@ class HostTier:
         return int(folder.free_bytes() * FOLDER_SHARE) // self._parallel.ranks_here // block_bytes
 
     @property
-    def _file(self) -> str:
-        return f"{self.name.partition('/')[2]}-{self._parallel.rank}"
+    def _tier_id(self) -> str:
+        return self.name.partition("/")[2]
 
-    def _make(self, folder: ShareFolder, size: int) -> Tensor:
-        return folder.make(self._file, run_place(size)[1])
+    @property
+    def _file(self) -> str:
+        return f"{self._tier_id}-{self._parallel.rank}"
+
+    def _make(self, folder: ShareFolder, blocks: int, block_bytes: int) -> Tensor:
+        return folder.make(self._file, layout(blocks, block_bytes).digests)
 
     def _part(self, file: Tensor, blocks: int, block_bytes: int) -> Tensor:
         """Return the part of the file that the blocks have."""
-        self._blocks, self._block_bytes, size = blocks, block_bytes, blocks * block_bytes
-        begin, end = run_place(size)
-        self._run = file[begin:end].view(torch.int64)
-        return file[:size]
+        ends = layout(blocks, block_bytes)
+        self._blocks, self._block_bytes, self._rest_bytes = blocks, block_bytes, ends.digests - ends.blocks
+        self._run = file[ends.run : ends.epoch].view(torch.int64)
+        self._digests = file[ends.epoch : ends.digests].view(torch.int64)
+        self._memory = file[: ends.blocks].view(blocks, block_bytes)
+        return file[: ends.blocks]
 
     def begin_run(self, epoch: int) -> None:
         """Tell readers that a Run of this epoch has the tier now. No copy of the Run before may be running."""
         self._run.fill_(epoch)
+        self._digests.zero_()
 
     def peers(self, cache: Cache, block_bytes: int) -> Peers:
         """Return the peers of a Run that begins. block_bytes: of a block on this rank."""
@@ -136,67 +152,67 @@ class HostTier:
         model = self._settings.served_model_name
         self._owner = owner_of(model, shard)
         self._needed = {name.partition("/")[2] for name in wanted}
+        self._release()
         old = self._older
         self._folder.remove_kept(file for file in old if file.owner == self._owner and file.tier not in self._needed)
         self._older = self._folder.kept_files()
 
     def make_room(self, blocks: int, memory_bytes: int) -> int:
-        """Return how many of `blocks` may outlive this worker, on every rank.
+        """Return how many of `blocks` may outlive this worker, on every rank, and reserve the room for them.
 
         Where room is short, what other models have kept is removed, the oldest first.
 
         All with --host-blocks, else as many as fit into this model's part of KEPT_SHARE of `memory_bytes`, the memory
-        that the worker has: all models that keep KV have equal parts, of a half at most.
+        that the worker has: all models that keep KV have equal parts, of a half at most. Workers of one model that
+        leave at one time share its part: the first one takes what it needs.
         """
-        most = 0
-        if self._run.numel() and self._owner and self._folder is not None:
-            most = blocks
-            if self._settings.host_blocks is None:
-                most = min(blocks, self._room(self._folder, memory_bytes))
-                self._remove_oldest(self._folder, most, memory_bytes)
+        most = blocks if self._run.numel() and self._owner else 0
+        most, memory_bytes, block_bytes = self._parallel.least([most, memory_bytes, -self._block_bytes])
+        if most and self._folder is not None and self._parallel.is_leader:  # one rank decides for all
+            try:
+                most = self._reserve(self._folder, most, memory_bytes, -block_bytes)
+            except OSError as error:
+                log.warning(NOT_KEPT, self._settings.kv_share_dir, error.strerror)
+                most = 0
         return self._parallel.least([most])[0]
 
-    def _room(self, folder: ShareFolder, memory_bytes: int) -> int:
-        """Return the blocks in this model's part of the memory for kept files."""
-        files = folder.kept_files()
-        part = self._budget(memory_bytes) // max(2, len({file.owner for file in files} | {self._owner}))
-        part -= sum(file.size_bytes for file in files if file.owner == self._owner)
-        return max(0, part // self._parallel.ranks_here - mmap.PAGESIZE) // self._block_bytes
+    def _reserve(self, folder: ShareFolder, blocks: int, memory_bytes: int, block_bytes: int) -> int:
+        """Reserve room for at most `blocks` blocks of `block_bytes` on each rank. Return how many. Raise OSError."""
+        self._release()
+        ranks = self._parallel.ranks_here
+        rest = -(-self._rest_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with folder.locked(RESERVE_S):
+            if self._settings.host_blocks is None:
+                tiers, budget = _kept_tiers(folder), int(memory_bytes * KEPT_SHARE) * ranks
+                blocks = min(blocks, max(0, self._room(tiers, budget) // ranks - rest) // block_bytes)
+                size = (blocks * block_bytes + rest) * ranks if blocks else 0
+                _remove_oldest(folder, tiers, self._owner, size, budget)
+            if blocks:
+                size = (blocks * block_bytes + rest) * ranks
+                self._release = folder.reserve(Reservation(self._tier_id, self._owner, size))
+        return blocks
 
-    def _remove_oldest(self, folder: ShareFolder, blocks: int, memory_bytes: int) -> None:
-        """Remove files of other models until `blocks` blocks have room.
-
-        The worker of another model may have more memory than this one. It has kept a half of its budget at most, so
-        the largest host tier that was kept tells of the largest budget.
-        """
-        tiers: dict[str, list[KeptFile]] = {}  # oldest first
-        for file in folder.kept_files():
-            tiers.setdefault(file.tier, []).append(file)
-        sizes = {tier: sum(file.size_bytes for file in files) for tier, files in tiers.items()}
-        excess = blocks * self._block_bytes * self._parallel.ranks_here + sum(sizes.values())
-        excess -= max(self._budget(memory_bytes), 2 * max(sizes.values(), default=0))
-        for tier, files in tiers.items():
-            if excess > 0 and files[0].owner != self._owner:
-                folder.remove_kept(files)
-                excess -= sizes[tier]
-
-    def _budget(self, memory_bytes: int) -> int:
-        """Return the bytes that all kept files may have, if the workers of all models have as much memory as this."""
-        return int(memory_bytes * KEPT_SHARE) * self._parallel.ranks_here
+    def _room(self, tiers: Sequence[_KeptTier], budget: int) -> int:
+        """Return the bytes that all ranks have in this model's part of the memory for kept files."""
+        part = budget // max(2, len({tier.owner for tier in tiers} | {self._owner}))
+        part -= sum(tier.size_bytes for tier in tiers if tier.owner == self._owner)
+        stays = sum(tier.size_bytes for tier in tiers if tier.owner == self._owner or tier.is_reserved)
+        return min(part, _most_kept(tiers, budget) - stays)
 
     def keep(self, blocks: Int32) -> int:
-        """Let these blocks outlive this process, for workers that map them as a peer's, and free the memory of the
-        others. Return how many: none where the system refuses."""
+        """Let these blocks outlive this process with their digests, for workers that map them as a peer's, and free
+        the memory of the others. Return how many: none where the system refuses."""
         if self._folder is None or not blocks.size:
             return 0
         block_bytes = self._block_bytes
         edges = np.unique(np.concatenate([[-1], blocks, [self._blocks]]))
         begins, sizes = (edges[:-1] + 1) * block_bytes, (np.diff(edges) - 1) * block_bytes
         gaps = [(begin, size) for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True) if size]
+        self._digests.numpy()[blocks] = digests(self._memory.numpy(), blocks)
         try:
             self._folder.keep(self._file, self._owner, gaps)
         except OSError as error:
-            log.warning("--kv-share-dir %s: KV is not kept: %s", self._settings.kv_share_dir, error.strerror)
+            log.warning(NOT_KEPT, self._settings.kv_share_dir, error.strerror)
             return 0
         mib = blocks.size * block_bytes / 2**20
         log.info("%d blocks of the host tier (%.0f MiB) stay for the next worker", blocks.size, mib)
@@ -215,3 +231,44 @@ class HostTier:
             "keeps": bool(self._run.numel()),
             "kv_format": f"{kernels} {cache.layout} {shape.dtype} {size} {ranks} {how} {model_hash}",
         }
+
+
+class _KeptTier(NamedTuple):
+    """A host tier that was kept, or that a worker which leaves has reserved room for."""
+
+    owner: str
+    size_bytes: int  # of all ranks
+    files: list[KeptFile]
+    is_reserved: bool
+
+
+def _kept_tiers(folder: ShareFolder) -> list[_KeptTier]:
+    """Return the tiers that were kept, or are about to be, oldest first."""
+    files: dict[str, list[KeptFile]] = {}
+    for file in folder.kept_files():
+        files.setdefault(file.tier, []).append(file)
+    rooms = {room.tier: room for room in folder.reservations()}
+    tiers = []
+    for tier in {**files, **rooms}:
+        kept, room = files.get(tier, []), rooms.get(tier)
+        size = max(sum(file.size_bytes for file in kept), room.size_bytes if room else 0)
+        tiers.append(_KeptTier((room or kept[0]).owner, size, kept, room is not None))
+    return tiers
+
+
+def _remove_oldest(folder: ShareFolder, tiers: Sequence[_KeptTier], owner: str, size: int, budget: int) -> None:
+    """Remove files of other models until `size` bytes of `owner` have room."""
+    excess = size + sum(tier.size_bytes for tier in tiers) - _most_kept(tiers, budget)
+    for tier in tiers:
+        if excess > 0 and tier.owner != owner and not tier.is_reserved:
+            folder.remove_kept(tier.files)
+            excess -= tier.size_bytes
+
+
+def _most_kept(tiers: Sequence[_KeptTier], budget: int) -> int:
+    """Return the bytes that all kept files may have.
+
+    The worker of another model may have more memory than this one with `budget`. It has kept a half of its own at
+    most, so the largest host tier tells of the largest budget.
+    """
+    return max(budget, 2 * max((tier.size_bytes for tier in tiers), default=0))

@@ -6,16 +6,19 @@ memory that it reads.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from kernels.ops import Cache
+from kernels.ops import Cache, Int32
 from protos import worker_pb2
 from services.worker.kv.share_folder import PeerError, ShareFolder
+from services.worker.kv.tier_file import Digests, digests, layout
 from services.worker.parallel.state import ParallelState
 from shared.errors import ProtocolError
 
@@ -24,35 +27,39 @@ log = logging.getLogger("orcinus.worker")
 OWN_TIER = -1
 """In Step.swap_in_peers: a block of this worker's host tier."""
 
-RUN_BYTES = 8
-
 MAX_NUMBER = (1 << 31) - 1
 """The largest number: columns are int32."""
-
-
-def run_place(size: int) -> tuple[int, int]:
-    """Return where in the file of a host tier, behind blocks of `size` bytes, the epoch of its Run stands: an int64."""
-    begin = -(-size // RUN_BYTES) * RUN_BYTES
-    return begin, begin + RUN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
     """The host tier of a worker; of several ranks the part that this rank's counterpart has.
 
+    memory: the blocks as the cache copies them; content: [host_blocks, block_bytes] uint8, the same bytes.
     run: the epoch of the Run of which the scheduler knows the blocks; written: [1] int64, the epoch of the Run that
-    has the tier, empty in the file of an older worker.
+    has the tier, empty in the file of an older worker. digests: [host_blocks] int64, 0 for a block that was not kept;
+    empty as `written`. is_kept: whether the file had outlived its worker when it was mapped.
     """
 
     memory: Tensor
     host_blocks: int
     run: int
-    written: Tensor
+    content: npt.NDArray[np.uint8]
+    written: Digests
+    digests: Digests
+    is_kept: bool
 
-    @property
-    def is_stale(self) -> bool:
-        """Return whether another Run has the tier: what was read before may be anything."""
-        return bool(self.run) and bool((self.written != self.run).any())
+    def fault(self, blocks: Int32) -> str:
+        """Return why copies of these blocks that were made before may be anything; empty if they are right."""
+        if self.run and (self.written != self.run).any():
+            return "another Run has it"
+        stored = self.digests[blocks] if self.digests.size else np.zeros(blocks.size, np.int64)
+        kept = np.ones(blocks.size, np.bool_) if self.is_kept else stored != 0
+        if not kept.any():
+            return ""
+        blocks, stored = blocks[kept], stored[kept]
+        wrong = blocks[digests(self.content, blocks) != stored]
+        return f"block {wrong[0]} is not as it was kept, nor are {wrong.size - 1} further ones" if wrong.size else ""
 
 
 class Peers:
@@ -135,13 +142,16 @@ class Peers:
         try:
             if self._folder is None or folder != self._folder.id:
                 raise PeerError("it is not in this worker's --kv-share-dir")
-            size = peer.host_blocks * self._block_bytes
-            begin, end = run_place(size)
             self._names[peer.number] = name
-            file = self._folder.map(f"{name}-{self._parallel.rank}", size, end - size)
+            ends = layout(peer.host_blocks, self._block_bytes)
+            sizes = (ends.digests, ends.epoch, ends.blocks)  # the last ones of older workers
+            file, is_kept = self._folder.map(f"{name}-{self._parallel.rank}", sizes)
         except PeerError as error:
             log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
             return
-        memory = self._cache.host_tier(file[:size])
-        self._tiers[peer.number] = Tier(memory, peer.host_blocks, peer.run, file[begin:end].view(torch.int64))
+        content = file[: ends.blocks].view(peer.host_blocks, self._block_bytes).numpy()
+        written, stored = (file[begin:end].numpy().view(np.int64) for begin, end in itertools.pairwise(ends[1:]))
+        memory = self._cache.host_tier(file[: ends.blocks])
+        tier = Tier(memory, peer.host_blocks, peer.run, content, written, stored, is_kept)
+        self._tiers[peer.number] = tier
         log.info("the host tier of peer %d is mapped: %d blocks", peer.number, peer.host_blocks)

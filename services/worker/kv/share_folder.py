@@ -2,10 +2,11 @@
 
 A file belongs to one process: made by it under a random name, mode 0600, locked while it lives. What a killed process
 left behind is not locked any more, and the next one that starts removes it, except a tier that was kept: a worker that
-leaves gives it a longer name, and frees the memory of the blocks that no sequence needs. Workers of the same model and
-shard remove it when the scheduler needs it no more, those of other models when they need its room. All room is taken at
-the start: a write into a file that the system has no room for would be SIGBUS. Only files of this process's user are
-mapped, for the same reason: a process that shortens a file kills every process that reads it.
+leaves gives it a longer name, and frees the memory of the blocks that no sequence needs. It reserves the room before,
+in an empty file, as several workers may leave at one time. Workers of the same model and shard remove a kept file when
+the scheduler needs it no more, those of other models when they need its room. All room is taken at the start: a write
+into a file that the system has no room for would be SIGBUS. Only files of this process's user are mapped, for the same
+reason: a process that shortens a file kills every process that reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +47,7 @@ _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
 _ID = re.compile(r"[0-9a-f]{32}")
 _TIER = re.compile(r"[0-9a-f]{32}-[0-9]{1,4}")
 _KEPT = re.compile(r"([0-9a-f]{32})-[0-9]{1,4}\.([0-9a-f]{16})\.kept")
+_RESERVED = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9]{1,18})\.reserved")
 KEEP_SIZE, PUNCH_HOLE = 1, 2
 """Of linux/falloc.h: take memory out of a file and leave its size."""
 
@@ -70,8 +72,16 @@ class KeptFile(NamedTuple):
     kept_ns: int
 
 
+class Reservation(NamedTuple):
+    """The bytes that all ranks of a replica that leaves may keep, in files of their own. tier: their name."""
+
+    tier: str
+    owner: str
+    size_bytes: int
+
+
 class ShareFolder:
-    """The folder, and at most one file of this process in it."""
+    """The folder, and at most one file of this process in it, beside that of its reservation."""
 
     def __init__(self, path: Path) -> None:
         """Make it if it is not there. Raise ConfigurationError where other users may write there, or no process can."""
@@ -90,7 +100,7 @@ class ShareFolder:
                 f"others would read prompts; name a folder inside it, to be made for user {os.geteuid()} with mode 700"
             )
         try:
-            with self._locked() as file:
+            with self.locked() as file:
                 if not (said := os.pread(file, 64, 0)):
                     os.pwrite(file, said := secrets.token_hex(16).encode(), 0)
                 self.id = said.decode("ascii", "replace")
@@ -112,9 +122,9 @@ class ShareFolder:
         """
         with ExitStack() as undo:
             try:
-                with self._locked():
+                with self.locked():
                     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=self._folder)
-                    undo.callback(self._remove, name, file)
+                    undo.callback(self._remove, self._folder, name, file)
                     fcntl.flock(file, fcntl.LOCK_EX)
                 os.posix_fallocate(file, 0, size)
                 area = mmap.mmap(file, size)
@@ -124,24 +134,22 @@ class ShareFolder:
             weakref.finalize(memory, undo.pop_all().close)
         return torch.from_numpy(memory)
 
-    def map(self, name: str, size: int, more: int = 0) -> Tensor:
-        """Map [size] uint8 of another process's file, or [size + more] if it has so many, read only, until its last
-        holder is gone. Raise PeerError."""
+    def map(self, name: str, sizes: Sequence[int]) -> tuple[Tensor, bool]:
+        """Map another process's file of one of these sizes, read only, until its last holder is gone; return it
+        (uint8), and whether it was kept: it then has the first size. Raise PeerError."""
         if not _TIER.fullmatch(name):
             raise PeerError(f"{name!r} is no name of a host tier")
-        if size < 1:
+        if min(sizes) < 1:
             raise PeerError(f"{name} has no blocks")
         try:
-            file = self._open(name)
+            file, is_kept = self._open(name)
             try:
                 found = os.fstat(file)
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                     raise PeerError(f"{name} is no file of this user")
-                if found.st_size == size + more:
-                    size += more
-                elif found.st_size != size:
-                    raise PeerError(f"{name} has {found.st_size} bytes instead of {size}")
-                area = mmap.mmap(file, size, prot=mmap.PROT_READ)
+                if found.st_size not in (sizes[:1] if is_kept else sizes):
+                    raise PeerError(f"{name} has {found.st_size} bytes instead of {sizes[0]}")
+                area = mmap.mmap(file, found.st_size, prot=mmap.PROT_READ)
             finally:
                 os.close(file)
         except OSError as error:
@@ -150,7 +158,7 @@ class ShareFolder:
             warnings.simplefilter(
                 "ignore"
             )  # torch has no memory that cannot be written, and this memory is never written
-            return torch.from_numpy(np.frombuffer(area, np.uint8))
+            return torch.from_numpy(np.frombuffer(area, np.uint8)), is_kept
 
     def keep(self, name: str, owner: str, unused: Iterable[tuple[int, int]]) -> None:
         """Let a file of this process outlive it, without the memory of `unused` (offset, bytes). Raise OSError.
@@ -176,32 +184,53 @@ class ShareFolder:
                 files.append(KeptFile(found[0], found[1], found[2], stat_of.st_blocks * 512, stat_of.st_mtime_ns))
         return sorted(files, key=lambda file: file.kept_ns)
 
+    def reserve(self, room: Reservation) -> Callable[[], None]:
+        """Reserve room until this process ends or calls what is returned. For use under `locked`. Raise OSError."""
+        name = f"{room.tier}.{room.owner}.{room.size_bytes}.reserved"
+        file = os.open(name, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=self._folder)
+        release = weakref.finalize(self, self._remove, self._folder, name, file)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return release
+
+    def reservations(self) -> list[Reservation]:
+        """Return the room that processes which live have reserved."""
+        rooms = []
+        for found in filter(None, map(_RESERVED.fullmatch, os.listdir(self._folder))):
+            with suppress(FileNotFoundError):  # its process ends just now
+                if self._is_held(found[0]):
+                    rooms.append(Reservation(found[1], found[2], int(found[3])))
+        return rooms
+
     def remove_kept(self, files: Iterable[KeptFile]) -> None:
         """Remove files that were kept, those that are there."""
         for file in files:
             with suppress(OSError):
                 os.unlink(file.name, dir_fd=self._folder)
 
-    def _open(self, name: str) -> int:
-        """Open the file of a host tier to read, also one that was kept. Raise OSError."""
+    def _open(self, name: str) -> tuple[int, bool]:
+        """Open the file of a host tier to read; return also whether it is one that was kept. Raise OSError."""
         flags = os.O_RDONLY | os.O_NONBLOCK | _OPEN
         try:
-            return os.open(name, flags, dir_fd=self._folder)
+            return os.open(name, flags, dir_fd=self._folder), False
         except FileNotFoundError:
             kept = (each for each in filter(_KEPT.fullmatch, os.listdir(self._folder)) if each.startswith(f"{name}."))
             if (found := next(kept, None)) is None:
                 raise
-            return os.open(found, flags, dir_fd=self._folder)
+            return os.open(found, flags, dir_fd=self._folder), True
 
     @contextmanager
-    def _locked(self) -> Iterator[int]:
-        """Hold the folder's lock: only a process that ends may remove a file meanwhile. Yield the open file `ID`."""
+    def locked(self, wait_s: float | None = None) -> Iterator[int]:
+        """Hold the folder's lock: only a process that ends may remove a file meanwhile. Yield the open file `ID`.
+
+        wait_s: for the lock, LOCK_S where it is None. Raise OSError.
+        """
+        wait_s = LOCK_S if wait_s is None else wait_s
         file = os.open(ID, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=self._folder)
         try:
-            by = time.monotonic() + LOCK_S
+            by = time.monotonic() + wait_s
             while not _locks(file):
                 if time.monotonic() > by:
-                    raise TimeoutError(errno.ETIMEDOUT, f"another process has held the lock of {ID} for {LOCK_S:.0f} s")
+                    raise TimeoutError(errno.ETIMEDOUT, f"another process has held the lock of {ID} for {wait_s:.0f} s")
                 time.sleep(LOCK_AGAIN_S)
             yield file
         finally:
@@ -209,23 +238,30 @@ class ShareFolder:
 
     def _sweep(self) -> None:
         """Remove what processes that are gone left behind."""
-        for name in filter(_TIER.fullmatch, os.listdir(self._folder)):
+        for name in os.listdir(self._folder):
+            if not (_TIER.fullmatch(name) or _RESERVED.fullmatch(name)):
+                continue
             try:
-                file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._folder)
-                try:
-                    if _locks(file):  # else its process lives
-                        os.unlink(name, dir_fd=self._folder)
-                finally:
-                    os.close(file)
+                if not self._is_held(name):
+                    os.unlink(name, dir_fd=self._folder)
             except FileNotFoundError:
                 continue  # its process ends just now
             except OSError as error:
                 log.warning("--kv-share-dir %s: %s is not removed: %s", self.path, name, error.strerror)
 
-    def _remove(self, name: str, file: int) -> None:
+    def _is_held(self, name: str) -> bool:
+        """Return whether the process of a file lives. Raise OSError."""
+        file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _OPEN, dir_fd=self._folder)
+        try:
+            return not _locks(file)
+        finally:
+            os.close(file)
+
+    @staticmethod
+    def _remove(folder: int, name: str, file: int) -> None:
         """Take no lock: this may run in the middle of anything else of this process, which may have it."""
         with suppress(OSError):
-            os.unlink(name, dir_fd=self._folder)
+            os.unlink(name, dir_fd=folder)
         os.close(file)
 
     def _refused(self, error: OSError) -> ConfigurationError:

@@ -17,13 +17,13 @@ from services.worker.kv.peers import OWN_TIER, Peers, Tier
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """int32 columns of a Result, the peers that blocks came from, whether each of these is stale (Tier.is_stale),
+    """int32 columns of a Result, the peers that blocks came from, why what came from each may be wrong (Tier.fault),
     whether its number means another tier or none by now, and the ns that the copies took; 0 without any."""
 
     out_gpu: bytes = b""
     in_host: bytes = b""
     peers: tuple[int, ...] = ()
-    stale: tuple[bool, ...] = ()
+    faults: tuple[str, ...] = ()  # empty texts where it is right
     replaced: tuple[bool, ...] = ()
     ns: int = 0
 
@@ -37,7 +37,7 @@ class _Begun:
     out_gpu: bytes
     in_host: bytes
     pending: list[Pending[int]]
-    reads: dict[int, Tier | None]  # by peer, the tiers that stay mapped meanwhile
+    reads: dict[int, tuple[Tier, Int32] | None]  # by peer, the tiers that stay mapped meanwhile, and their blocks
 
 
 class KVTransfers:
@@ -55,7 +55,7 @@ class KVTransfers:
         in_peers: the peer of each `in_host` block, OWN_TIER for this worker's tier; empty means OWN_TIER for all.
         """
         pending: list[Pending[int]] = []
-        reads: dict[int, Tier | None] = {}
+        reads: dict[int, tuple[Tier, Int32] | None] = {}
         if out_gpu.size:
             pending.append(self._cache.start_copy_out(out_gpu, out_host))
         if in_host.size and not in_peers.size:
@@ -63,8 +63,8 @@ class KVTransfers:
         for number in np.unique(in_peers).tolist():
             rows, memory = in_peers == number, None
             if number != OWN_TIER:
-                reads[number] = tier = self.peers.tier(number)
-                memory = tier.memory
+                tier = self.peers.tier(number)
+                reads[number], memory = (tier, in_host[rows]), tier.memory
             pending.append(self._cache.start_copy_in(in_host[rows], in_gpu[rows], memory))
         if pending:
             self._last = pending[-1]
@@ -88,8 +88,8 @@ class KVTransfers:
             in_host=b"".join(one.in_host for one in done),
             peers=tuple(number for number, _ in reads),
             # After the copies: a tier that still has its Run had it while they were made.
-            stale=tuple(tier is not None and tier.is_stale for _, tier in reads),
-            replaced=tuple(not self.peers.has(number, tier) for number, tier in reads),
+            faults=tuple("" if read is None else read[0].fault(read[1]) for _, read in reads),
+            replaced=tuple(read is None or not self.peers.has(number, read[0]) for number, read in reads),
             ns=ns,
         )
 

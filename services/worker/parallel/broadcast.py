@@ -124,13 +124,13 @@ class TokenBroadcast:
                 self._parallel.send(sent, rank, TOKENS)
 
     def confirm_copies(self, inflight: InFlightStep, copied: Acknowledged) -> tuple[bool, ...]:
-        """Say that this rank's transfers of a step are complete, and which of their peers were stale; at the leader,
-        return when those of all ranks are, with those that were stale for one of them."""
+        """Say that this rank's transfers of a step are complete, and which of their peers had a fault; at the leader,
+        return when those of all ranks are, with those that had one for one of them."""
         parallel = self._parallel
-        confirmed = torch.tensor([inflight.id, *copied.stale], dtype=torch.int64)
+        confirmed = torch.tensor([inflight.id, *map(bool, copied.faults)], dtype=torch.int64)
         if not parallel.is_leader:
             parallel.send(confirmed, 0, COPIES)
-            return copied.stale
+            return tuple(map(bool, copied.faults))
         found = confirmed[1:].bool()
         for rank in range(1, parallel.size):
             received = torch.empty_like(confirmed)

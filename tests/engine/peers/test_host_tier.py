@@ -60,7 +60,7 @@ def test_tier_that_is_not_set_is_smaller_where_others_were_quicker(
     second = make_engine(reference.path, **given)
     assert second.info().host_blocks == planned // 4
     assert f"room for {planned // 4} blocks of the host tier instead of {planned}" in caplog.text
-    assert [path.stat().st_size for path in tiers(folder) if path not in others] == [planned // 4 * size + 8]
+    assert [path.stat().st_size for path in tiers(folder) if path not in others] == [planned // 4 * (size + 8) + 8]
     narrow(monkeypatch, 0)
     with pytest.raises(ConfigurationError, match=r"prefill worker.*would be empty: raise --host-blocks"):
         make_engine(reference.path, **given)
@@ -112,7 +112,7 @@ def test_ranks_have_as_many_blocks_as_one_with_least_room(folder: Path, monkeypa
     narrow(monkeypatch, 60 * BLOCK_BYTES, "-1")
     made = on_two_ranks([settings(folder)] * 2)
     assert [blocks for _, (blocks, _) in made] == [50, 50] and made[0][0].name == made[1][0].name
-    assert [path.stat().st_size for path in tiers(folder)] == [50 * BLOCK_BYTES + 8] * 2
+    assert [path.stat().st_size for path in tiers(folder)] == [50 * (BLOCK_BYTES + 8) + 8] * 2
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,44 @@ def test_copies_from_a_file_of_another_run_are_named(reference: Reference, folde
     assert unpack(result.stale_peers).tolist() == [3]
 
 
+def test_kept_file_without_digests_is_not_acknowledged(
+    reference: Reference, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    info, *_ = left(reference, folder)
+    (file,) = kept(folder)
+    os.truncate(file, file.stat().st_size - 8 * HOST_BLOCKS)
+    worker = driver(reference, folder, 6, info.host_tier)
+    assert not worker.step({}, peers=[peer_of(info, 3, run=5)]).peer_acks
+    assert "cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("is_mapped_before", [False, True])
+def test_block_that_is_not_as_it_was_kept_is_named_with_its_peer(
+    reference: Reference, folder: Path, caplog: pytest.LogCaptureFixture, is_mapped_before: bool
+) -> None:
+    """Name, size and Run of the file stay. A worker of the same shard may map it while its own worker lives."""
+    leaving, reader = driver(reference, folder, 5), driver(reference, folder, 6)
+    info, host = leaving.engine.info(), np.array([7, 9], np.int32)
+    copies = [
+        {"swap_in_host": pack([block]), "swap_in_gpu": pack([at]), "swap_in_peers": pack([3])}
+        for at, block in enumerate(host.tolist())
+    ]
+    if is_mapped_before:
+        reader.step({}, peers=[peer_of(info, 3, run=5)])
+        assert not reader.step({}, **copies[0]).stale_peers, "it has no digest while its worker lives"
+    assert leaving.step({}, keep=pack(host)).kept == 2
+    with kept(folder)[0].open("r+b") as file:
+        file.seek(9 * info.block_bytes + 5)
+        file.write(b"\x01")
+    if not is_mapped_before:
+        assert unpack(reader.step({}, peers=[peer_of(info, 3, run=5)]).peer_acks).tolist() == [3]
+    results = [reader.step({}, **copy) for copy in copies]
+    assert [unpack(result.stale_peers).tolist() for result in results] == [[], [3]]
+    (reason,) = results[1].stale_reasons
+    assert reason.startswith("KV in the host tier of peer 3 is computed again: block 9 is not as it was kept")
+    assert reason in caplog.text
+
+
 def test_run_of_a_scheduler_that_does_not_need_it_removes_the_file(reference: Reference, folder: Path) -> None:
     left(reference, folder)
     foreign = folder / f"{'a' * 32}-0.{'b' * 16}.kept"
@@ -231,6 +269,53 @@ def sleep(folder: Path, model: str, memory_bytes: int, blocks: int = 64) -> int:
     worker = tier(folder, served_model_name=model)
     most = worker.make_room(blocks, memory_bytes)
     return worker.keep(np.arange(most, dtype=np.int32))
+
+
+def test_workers_that_leave_at_one_time_keep_what_one_may(folder: Path) -> None:
+    """None has kept anything when the last one asks: all workers of a model are drained together."""
+    memory = memory_for(40)
+    workers = [tier(folder, served_model_name="one") for _ in range(3)]
+    rooms = [worker.make_room(12, memory) for worker in workers]
+    assert rooms[0] == 12 and 0 < rooms[1] <= 8 and rooms[2] == 0
+    for worker, most in zip(workers, rooms, strict=True):
+        assert worker.keep(np.arange(most, dtype=np.int32)) == most
+    assert sum(file.size_bytes for file in ShareFolder(folder).kept_files()) <= memory * KEPT_SHARE / 2
+
+
+def test_models_that_leave_at_one_time_keep_within_the_whole(folder: Path) -> None:
+    """The part of the first is a half: it sees no other model."""
+    memory = memory_for(40)
+    workers = [tier(folder, served_model_name=name) for name in "abcd"]
+    rooms = [worker.make_room(64, memory) for worker in workers]
+    assert rooms[0] == 20 and sum(rooms) <= 40
+    for worker, most in zip(workers, rooms, strict=True):
+        worker.keep(np.arange(most, dtype=np.int32))
+    assert sum(file.size_bytes for file in ShareFolder(folder).kept_files()) <= memory * KEPT_SHARE
+
+
+def test_room_reserved_by_a_worker_that_is_gone_is_free_again(folder: Path) -> None:
+    memory = memory_for(40)
+    worker = tier(folder, served_model_name="one")
+    assert worker.make_room(64, memory) == 20
+    (reserved,) = folder.glob("*.reserved")
+    assert reserved.stat().st_blocks == 0
+    del worker
+    gc.collect()
+    assert not reserved.exists()
+    reserved.touch()  # as SIGKILL leaves it
+    assert tier(folder, served_model_name="one").make_room(64, memory) == 20
+    assert not reserved.exists()
+
+
+def test_folder_that_another_process_holds_keeps_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("services.worker.kv.host_tier.RESERVE_S", 0.0)
+    worker = tier(folder)
+    with ShareFolder(folder).locked():
+        assert worker.make_room(64, memory_for(40)) == 0
+    assert "KV is not kept" in caplog.text
+    assert worker.make_room(64, memory_for(40)) == 20
 
 
 @pytest.mark.parametrize(

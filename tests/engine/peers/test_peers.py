@@ -14,6 +14,7 @@ import pytest
 
 from protos import worker_pb2
 from services.worker.kv.share_folder import ID
+from services.worker.kv.tier_file import layout
 from shared.columns import pack, unpack
 from shared.errors import ConfigurationError, ProtocolError
 from tests.engine.driver import Driver, make_engine
@@ -238,8 +239,9 @@ def test_run_of_an_older_worker_or_scheduler_is_not_compared(reference: Referenc
     owner, reader = (make_engine(**sharing(reference.path, folder)) for _ in range(2))
     owner.reset(7)
     file = folder / f"{owner.info().host_tier.partition('/')[2]}-0"
+    ends = layout(HOST_BLOCKS, owner.info().block_bytes)
     blocks = HOST_BLOCKS * owner.info().block_bytes
-    assert file.stat().st_size == blocks + 8
+    assert file.stat().st_size == ends.digests and ends.epoch == blocks + 8
     older = "6" * 32
     (folder / f"{older}-0").write_bytes(file.read_bytes()[:blocks])
     untold, without = peer_of(owner.info(), 0), peer_of(owner.info(), 1, run=9)
@@ -279,7 +281,7 @@ def test_each_rank_copies_from_its_counterpart_when_all_can(
         driver = Driver(replica)
         ours = peer_of(replica.info())
         first, host = prefilled(driver, prompt)
-        own = ours.host_tier.partition("/")[2]
+        own, block_bytes = ours.host_tier.partition("/")[2], replica.info().block_bytes
         for rank in range(2):  # as if its processes went on
             (kept / f"{name}-{rank}").write_bytes((folder / f"{own}-{rank}").read_bytes())
         ours.host_tier = ours.host_tier.replace(own, name)
@@ -292,7 +294,7 @@ def test_each_rank_copies_from_its_counterpart_when_all_can(
         again = worker_pb2.Peer(number=0, host_tier=ours.host_tier, host_blocks=HOST_BLOCKS, run=2)
         for rank, epoch in ((0, 2), (1, 3)):  # one rank of the owner has begun its next Run
             with (folder / f"{name}-{rank}").open("r+b") as file:
-                file.seek(-8, os.SEEK_END)
+                file.seek(layout(HOST_BLOCKS, block_bytes).run)
                 file.write(epoch.to_bytes(8, "little"))
         driver.step({}, peers=[again])
         assert unpack(driver.step({}, **copy_of(host)).stale_peers).tolist() == [0]

@@ -67,6 +67,11 @@ def test_every_rank_releases_what_it_read_when_the_run_ends(
     assert not replica.lost
 
 
+def epoch_of(file: Path) -> bytes:
+    """Return the bytes between the four blocks and their digests."""
+    return file.read_bytes()[-8 * 5 : -8 * 4]
+
+
 def test_every_rank_writes_the_epoch_of_its_run_behind_its_blocks(folder: Path, replica: Replica) -> None:
     files = [folder / name for name in tiers(folder)]
     with grpc.insecure_channel(replica.leader.address, options=OPTIONS) as channel:
@@ -75,7 +80,7 @@ def test_every_rank_writes_the_epoch_of_its_run_behind_its_blocks(folder: Path, 
             run.send(1)
             next(run.call)
             written = epoch.to_bytes(8, "little")
-            until("every rank has begun the Run", lambda w=written: all(f.read_bytes()[-8:] == w for f in files))
+            until("every rank has begun the Run", lambda w=written: all(epoch_of(f) == w for f in files))
             run.call.cancel()
     assert len(files) == 3
 

@@ -146,11 +146,11 @@ def test_only_files_of_the_own_user_are_mapped(path: Path) -> None:
     folder, pipe, good = ShareFolder(path), tier(), tier()
     os.mkfifo(path / pipe)
     (path / good).write_bytes(bytes(SIZE))
-    assert folder.map(good, SIZE).numel() == SIZE
+    assert folder.map(good, [SIZE])[0].numel() == SIZE
     with pytest.raises(PeerError, match="is no file of this user"):
-        folder.map(pipe, 1)
+        folder.map(pipe, [1])
     with pytest.raises(PeerError, match="has no blocks"):
-        folder.map(good, 0)
+        folder.map(good, [8, 0])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
@@ -159,7 +159,7 @@ def test_a_file_of_another_user_is_not_mapped(path: Path) -> None:
     (path / strange).write_bytes(bytes(SIZE))
     os.chown(path / strange, 65534, 65534)
     with pytest.raises(PeerError, match="is no file of this user"):
-        folder.map(strange, SIZE)
+        folder.map(strange, [SIZE])
 
 
 def test_empty_setting_is_no_folder_and_relative_one_is_refused(

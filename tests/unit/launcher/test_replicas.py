@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +83,10 @@ def test_workers_of_models_that_sleep_share_a_folder_in_memory(tmp_path: Path, m
 
 @pytest.mark.parametrize("made", ["of another user", "a file", "a link"])
 def test_folder_that_was_made_first_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str) -> None:
-    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
-    run_dir, user = Path("/a/.run"), os.geteuid()
+    memory, run_dir, user = tmp_path / "memory", tmp_path / "run", os.geteuid()
+    memory.mkdir()
+    run_dir.mkdir()
+    monkeypatch.setattr(up, "SHARED_MEMORY", memory)
     assert not up.share_problem(run_dir)
     if made == "of another user":
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
@@ -89,7 +94,7 @@ def test_folder_that_was_made_first_is_not_used(tmp_path: Path, monkeypatch: pyt
     elif made == "a file":
         up.share_folder(run_dir).touch()
     else:
-        up.share_folder(run_dir).symlink_to(tmp_path)
+        up.share_folder(run_dir).symlink_to(memory)
     assert "is no folder of user" in up.share_problem(run_dir)
     folder = up.share_folder(run_dir)
     assert folder == run_dir / "kv" and up.share_env("both", folder, True) == {}
@@ -103,8 +108,7 @@ def test_what_workers_left_goes_with_the_stack(tmp_path: Path, monkeypatch: pyte
     own.mkdir()
     (own / "of-a-killed-stack.kept").touch()
     with up.shared_folder(Path("/a/.run"), None, []) as folder:
-        assert folder == own and not own.exists()
-        own.mkdir()
+        assert folder == own and not os.listdir(own)
     assert not own.exists()
     given.mkdir()
     (given / "folder-id").touch()
@@ -115,6 +119,78 @@ def test_what_workers_left_goes_with_the_stack(tmp_path: Path, monkeypatch: pyte
         for name in kept.values():
             (given / name).touch()
     assert sorted(os.listdir(given)) == ["folder-id", kept["of another stack"]]
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from services.launcher import up
+up.SHARED_MEMORY = Path(sys.argv[1])
+with up.shared_folder(Path("/killed/.run"), None, []) as folder:
+    (folder / "a.kept").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_folder_of_a_killed_launcher_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one has another run directory. The folder stays while its launcher lives."""
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        folder = Path(launcher.stdout.readline().strip())
+        with up.shared_folder(Path("/another/.run"), None, []):
+            assert os.listdir(folder) == ["a.kept"]
+        launcher.kill()
+        launcher.wait()
+        with up.shared_folder(Path("/another/.run"), None, []) as other:
+            assert os.listdir(tmp_path) == [other.name]
+
+
+@pytest.mark.parametrize("kind", ["of another user", "a link", "with a worker", "with another name", "a file"])
+def test_what_may_be_in_use_or_is_no_folder_of_a_stack_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(up, "SHARED_MEMORY", memory)
+    user, folder = os.geteuid(), memory / f"orcinus-{os.geteuid()}-{'a' * 12}"
+    if kind == "with another name":
+        folder = folder.with_name(f"{folder.name}b")
+    if kind == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif kind == "a file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        (folder / "tier").touch()
+    if kind == "of another user":
+        monkeypatch.setattr(up, "_prefix", lambda: f"orcinus-{user}-")
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with (folder / "tier" if kind == "with a worker" else memory / "none").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        up.remove_abandoned()
+    assert os.path.lexists(folder)
+    if kind == "a link":
+        assert (tmp_path / "elsewhere").exists()
+    if kind == "with a worker":
+        up.remove_abandoned()
+        assert not folder.exists()
+
+
+def test_folder_of_a_stack_that_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers may have one host name, one path and one /dev/shm."""
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(up, "OWN_FOLDER_S", 0.0)
+    with (
+        up.shared_folder(Path("/a/.run"), None, []) as folder,
+        pytest.raises(ConfigurationError, match=f"{folder}: another stack uses it; choose another --run-dir"),
+        up.shared_folder(Path("/a/.run"), None, []),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
