@@ -40,7 +40,6 @@ def test_planted_bug_fails_with_the_command_that_repeats_it() -> None:
     [
         "epoch-not-risen",
         "epoch-given-twice",
-        "epoch-of-worker-forgotten",
         "ends-before-its-tokens",
         "refill-repeats",
         "refill-not-copied",
