@@ -66,8 +66,8 @@ MOST_PLACES = 65_536
 DEADLINE_GRACE_S = 0.5
 """The scheduler ends a request at its deadline; after so much more the gateway does."""
 REREAD_BYTES = 192 << 20
-"""Of answers that are read again at a time, in records or as stored; their JSON takes up to seven times as much. One
-tenant, where there are keys of others, may have half.
+"""Of answers and conversations that are read again at a time, as they are stored; what is made of them takes up to
+seven times as much. One tenant, where there are keys of others, may have half.
 """
 TOKEN_BYTES = 4
 MANY_REREADS = "too_many_answers"
@@ -383,10 +383,10 @@ class Connections:
 
 
 class Rereads:
-    """Bytes of ended requests and stored responses that are made into answers again, until these are sent: of this
-    process, of all models.
+    """Bytes of ended requests and stored responses that are read again, until the requests that read them are answered:
+    of this process, of all models.
 
-    An answer takes several times the bytes of its record, and a client may ask for it as often as it likes.
+    What is made of them takes several times their bytes, and a client may ask as often as it likes.
     """
 
     def __init__(self) -> None:

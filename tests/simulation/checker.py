@@ -6,6 +6,7 @@ It knows the tokens of every request beforehand: the simulated worker computes t
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,7 @@ class Checker:
         lib = len(source("lib")) // 2
         self._heads = {source(name)[lib:].splitlines()[0]: name for name in (*FENCED, "lease", "control")}
         self._holders: dict[str, str] = {}  # key of a lease -> process that acquired it last
+        self._acquired: Counter[str] = Counter()  # how often, by key of a lease
         self._node, self._call = node, node.local()
         self._was_held = False
         self._epoch = 0  # the highest that a lease or a Run was given
@@ -107,6 +109,10 @@ class Checker:
                 wanted.harmed |= wanted.sent
 
         return lose
+
+    def holder(self, lease: str) -> tuple[str, int]:
+        """Return the process that acquired a lease last, or "", and how often it was acquired."""
+        return self._holders.get(lease, ""), self._acquired[lease]
 
     def asked(self, request: str, kind: str) -> None:
         """Note a command that the running gateway was given: Redis has to carry it out while the gateway lives."""
@@ -180,6 +186,7 @@ class Checker:
             if self._was_held:
                 self.violation(f"{owner} took {lease}, which {self._holders.get(lease)} held")
             self._holders[lease] = owner
+            self._acquired[lease] += 1
         if reply and (name == "take_worker" or (name == "lease" and words[6] == b"acquire")):
             if reply <= self._epoch:
                 self.violation(f"{owner} was given epoch {reply} by {name}, after epoch {self._epoch}")

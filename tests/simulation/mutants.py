@@ -24,6 +24,7 @@ from services.scheduler.core.placement.peers import Peers
 from services.scheduler.core.results import Results
 from services.scheduler.requests.claims import Claims
 from shared import redis_client
+from shared.lease import Lease
 from shared.redis_client import source
 from tests.chaos.harness.planted import BUGS
 
@@ -101,6 +102,11 @@ MUTANTS: dict[str, Plant] = {
     **{name.replace("_", "-"): plant for name, (_, plant) in BUGS.items()},
     "publish-unfenced": _fence("publish"),
     "claim-unfenced": _fence("claim"),
+    "commands-unfenced": _fence("fenced"),
+    "worker-taken-unfenced": _fence("take_worker"),
+    "lease-without-token": _code(Lease, "take", "secrets.token_hex(8)", '""'),
+    "epoch-given-twice": _script("lib", "redis.pcall('INCR', counter)", "whole(redis.pcall('GET', counter), 1)"),
+    "epoch-of-worker-forgotten": _script("lib", "math.max(counted, now, least)", "math.max(counted, now)"),
     "lease-taken-twice": _script("lease", "if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end", ""),
     "started-counted-twice": _script("publish", "if record[2] and not record[1] then", "if record[2] then"),
     "bytes-not-counted-back": _script("lib", "if bytes > 0 then count_bytes(queue, tenant, -bytes) end", ""),

@@ -39,6 +39,7 @@ def test_planted_bug_fails_with_the_command_that_repeats_it() -> None:
     "bug",
     [
         "epoch-not-risen",
+        "epoch-given-twice",
         "ends-before-its-tokens",
         "refill-repeats",
         "refill-not-copied",

@@ -55,6 +55,8 @@ ROLES = (
 """Roles of the workers of a stack; empty: both."""
 LOST = ("record_lost", "request_not_found", "cancelled", "generation_failed")
 """Errors of requests that Redis has lost, or tokens of."""
+AHEAD_S = 100.0
+"""How far Redis's clock is ahead in what it loses."""
 UNHEARD_S = 2.0
 """How long a scheduler goes on without hearing that another one has its worker."""
 SETTLE_S = 40.0
@@ -97,6 +99,7 @@ class World:
         self.numbers = 0
         self.apart = random.Random(seed)  # so that all else of a seed stays what it was
         self.takes = self.apart.choice([0, 1, 2]) if PREFILL in self.roles else 0
+        self.loses_lease = self.standby and self.faults > 0 and self.apart.random() < 0.2
 
     # Processes
 
@@ -414,6 +417,38 @@ class World:
         self.loop.call_later(UNHEARD_S, self.network.heal, context=contextvars.Context())
         Process(self.loop, "another scheduler").spawn(taken.take())
 
+    async def lose_lease(self) -> None:
+        """Let Redis lose that a shard has another leader, which is paused meanwhile.
+
+        Either the clock was set back and all epochs follow the counter: then the next leader gets the same epoch.
+        Or the clock is ahead in what is lost: then workers have seen epochs far above the counter and the clock.
+        """
+        draw, node, lease = self.apart, self.node, self.keys.lease("shard-0")
+        ahead_s = draw.choice([0.0, AHEAD_S])
+        await asyncio.sleep(draw.uniform(0.5, self.span_s))
+        if not ahead_s:
+            node.move_clock(-self.loop.now_s - 1.0)
+            await asyncio.sleep(draw.uniform(0.3, 0.8))  # leases are renewed by the clock as it is now
+        leader, acquired = self.checker.holder(lease)
+        if leader not in self.processes:
+            return
+        self.loop.note(f"fault lost lease {leader}")
+        restore, lose = node.keep(), self.checker.loss()
+        node.move_clock(ahead_s)
+        self.kill(leader)
+        end_s = self.loop.now_s + 6.0
+        while self.checker.holder(lease)[1] == acquired and self.loop.now_s < end_s:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(draw.choice([0.05, 0.2, 0.5]))
+        paused = self.processes.get(self.checker.holder(lease)[0])
+        if paused is not None:
+            paused.pause()
+            self.loop.call_later(draw.choice([1.5, 3.0, 7.0]), paused.resume, context=contextvars.Context())
+        self._end_redis()
+        restore()
+        node.move_clock(-ahead_s)
+        lose()
+
     def _end_redis(self) -> None:
         """End Redis; it starts again after a while."""
         self.node.end()
@@ -438,11 +473,14 @@ class World:
             self.start(name)
         clients = Process(self.loop, "clients")
         tasks = [clients.spawn(self.client(self.draw.uniform(0.5, self.span_s))) for _ in range(self.requests)]
+        losing = self.loop.create_task(self.lose_lease()) if self.loses_lease else None
         moments = sorted(self.draw.uniform(0.3, self.span_s + 2) for _ in range(self.faults))
         for moment in moments:
             await asyncio.sleep(moment - self.loop.now_s)
             self.fault()
         await asyncio.sleep(max(0.0, self.span_s - self.loop.now_s))
+        if losing is not None:
+            await losing
         self._calm_down()
         end_s = self.loop.now_s + SETTLE_S
         while self.loop.now_s < end_s and not self.checker.violations:

@@ -120,15 +120,17 @@ async def begin(
 
 
 def holding_bytes(model: ServedModel, request: Request) -> Hold:
-    """Return what counts bytes of the answer to this request, until it is sent; lines of batches count nowhere."""
-    state, of_request = request.state, 0
+    """Return what counts bytes that are read again for this request, until its answer is sent; lines of batches count
+    nowhere.
+    """
+    state = request.state
     if not hasattr(state, "at_end"):
         return lambda size_bytes: None
 
     def hold(size_bytes: int) -> None:
-        nonlocal of_request
+        of_request = getattr(state, "reread_bytes", 0)
         state.at_end.append(model.rereads.hold(state.caller, size_bytes, of_request))
-        of_request += size_bytes
+        state.reread_bytes = of_request + size_bytes
 
     return hold
 

@@ -647,12 +647,16 @@ def router(gateway: Gateway) -> APIRouter:
     async def holding(response_id: str, request: Request) -> ServedModel:
         return await gateway.models.holding(response_id, request.state.caller)
 
+    async def find(model: ServedModel, response_id: str, request: Request) -> StoredResponse:
+        """Return a response, with its bytes counted until the request is answered. Raise ApiError(404, 429, 503)."""
+        return await Responses(model, holding_bytes(model, request)).find(response_id, request.state.tenant)
+
     async def conversation_before(name: str | None, model: ServedModel, request: Request) -> list[dict[str, Any]]:
-        """Return the conversation that a request of a model goes on from. Raise ApiError(400, 503)."""
+        """Return the conversation that a request of a model goes on from. Raise ApiError(400, 429, 503)."""
         if name is None:
             return []
         try:
-            found = await Responses(await holding(name, request)).find(name, request.state.tenant)
+            found = await find(await holding(name, request), name, request)
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -715,7 +719,7 @@ def router(gateway: Gateway) -> APIRouter:
 
     @routes.post(
         "/v1/responses/input_tokens",
-        responses={200: _COUNTED, **errors(403, 404, 415, 503)},
+        responses={200: _COUNTED, **errors(403, 404, 415, 429, 503)},
         openapi_extra=body_of(InputTokensBody),
     )
     async def input_tokens(request: Request) -> Response:
@@ -741,14 +745,13 @@ def router(gateway: Gateway) -> APIRouter:
                 "stream", f"a response is returned whole here; GET /v1/requests/{response_id[:80]}/stream streams it"
             )
         model = await holding(response_id, request)
-        responses = Responses(model, holding_bytes(model, request))
-        return json_response((await responses.find(response_id, request.state.tenant)).response)
+        return json_response((await find(model, response_id, request)).response)
 
-    @routes.delete("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
+    @routes.delete("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 429, 503)})
     async def delete_response(response_id: str, request: Request) -> Response:
         """Cancel a response that runs, and forget it."""
         model = await holding(response_id, request)
-        found = await Responses(model).find(response_id, request.state.tenant)
+        found = await find(model, response_id, request)
         if found.running:
             await model.dispatcher.cancel_for(response_id, request.state.tenant)
         await model.responses.forget(response_id, request.state.tenant)
@@ -764,17 +767,16 @@ def router(gateway: Gateway) -> APIRouter:
     ) -> Response:
         """Return the items of the conversation before a stored response, a page at a time."""
         model = await holding(response_id, request)
-        responses = Responses(model, holding_bytes(model, request))
-        found = await responses.find(response_id, request.state.tenant)
+        found = await find(model, response_id, request)
         if not found.response["store"]:
             raise unknown_request(response_id)
         return json_response(listed(found.input, limit, after, newest_first=order == "desc"))
 
-    @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 503)})
+    @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 429, 503)})
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Cancel a response, wherever it runs."""
         model = await holding(response_id, request)
-        found = await Responses(model).find(response_id, request.state.tenant)
+        found = await find(model, response_id, request)
         if found.running:
             verdict = await model.dispatcher.cancel_for(response_id, request.state.tenant)
             found.response["status"] = "cancelled" if verdict != "finished" else found.response["status"]

@@ -17,6 +17,7 @@ from services.gateway.openai.responses import Responses
 from tests.integration.gateway.conftest import asgi
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, ScriptedScheduler, answering
+from tests.support.waiting import wait_until
 
 
 async def slowly(app: Any, path: str, begun: asyncio.Event, read: asyncio.Event) -> int:
@@ -67,6 +68,69 @@ async def test_answer_is_refused_while_too_many_bytes_are_on_their_way(
         assert await reading == 200
         again = await client.get(path)
     assert again.status_code == 200, "alone an answer always has room"
+
+
+@pytest.mark.parametrize("verb, path", [
+    ("POST", ""), ("POST", "/input_tokens"), ("POST", "/{id}/cancel"), ("DELETE", "/{id}"),
+])  # fmt: skip
+async def test_conversation_is_not_read_while_too_many_bytes_are_on_their_way(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, verb: str, path: str
+) -> None:
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    client: httpx.AsyncClient = asgi(local_gateway)
+    body = {"model": local_gateway.first.name, "input": "x"}
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        made = (await client.post("/v1/responses", json=body)).json()
+    further = body | {"previous_response_id": made["id"]}
+    address = "/v1/responses" + path.format(id=made["id"])
+    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    begun, read = asyncio.Event(), asyncio.Event()
+    held = asyncio.create_task(slowly(public_app(local_gateway), f"/v1/responses/{made['id']}", begun, read))
+    async with asyncio.timeout(60):
+        await begun.wait()
+        refused = await client.request(verb, address, json=further)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_answers")
+        read.set()
+        assert await held == 200
+        with answering(scheduler, lambda _: [50, 51], STOP):
+            for _ in range(1 if verb == "DELETE" else 2):  # each is released when it is sent
+                assert (await client.request(verb, address, json=further)).status_code == 200
+
+
+async def test_conversation_is_counted_until_the_answer_behind_it_is_sent(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    client: httpx.AsyncClient = asgi(local_gateway)
+    body = {"model": local_gateway.first.name, "input": "x"}
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        made = (await client.post("/v1/responses", json=body)).json()
+    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    further, queue = body | {"previous_response_id": made["id"]}, local_gateway.settings.keys.queue
+    waiting = asyncio.create_task(client.post("/v1/responses", json=further))
+    async with asyncio.timeout(60):
+        await wait_until(lambda: redis_server.client.hget(queue, "requests") == b"1")
+        refused = await client.post("/v1/responses", json=further)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_answers")
+        with answering(scheduler, lambda _: [50, 51], STOP):
+            assert (await waiting).status_code == 200
+
+
+async def test_conversation_and_answer_of_a_request_sent_again_are_read_at_once(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    client: httpx.AsyncClient = asgi(local_gateway)
+    body = {"model": local_gateway.first.name, "input": "x"}
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        made = (await client.post("/v1/responses", json=body)).json()
+        further = body | {"previous_response_id": made["id"]}
+        first, again = [
+            await client.post("/v1/responses", json=further, headers={"Idempotency-Key": "k"}) for _ in range(2)
+        ]
+    assert (first.status_code, again.status_code) == (200, 200)
+    assert first.json()["id"] == again.json()["id"]
 
 
 async def test_request_sent_again_is_refused_while_too_many_bytes_are_on_their_way(
