@@ -23,6 +23,7 @@ from services.scheduler.core.waiting import WaitingQueue
 
 _NONE: npt.NDArray[np.uint8] = np.zeros(4096, np.uint8)
 _NONE.setflags(write=False)
+_LENGTH = np.uint8(Finish.LENGTH)
 
 
 def none_finish(count: int) -> npt.NDArray[np.uint8]:
@@ -349,7 +350,7 @@ class Results:
             which = slice(tokens.size) if in_order else spans.flat(at, counts)
         finish = none_finish(rows.size)
         if ended:
-            kinds = np.where(done, np.uint8(Finish.LENGTH), np.uint8(0))
+            kinds = done * _LENGTH
             if stopped is not None:
                 kinds[stopped] = Finish.STOP
             finish = kinds[at]
@@ -384,7 +385,7 @@ class Results:
         table.checkpointed[which] = stop
         table.due[which] = stop + self._checkpoint_tokens
         table.checkpoint_ns[which] = now_ns
-        if (sizes == sizes[0]).all():  # in steady decode all have as many: one gather
+        if not np.count_nonzero(sizes != sizes[0]):  # in steady decode all have as many: one gather
             tokens = list(table.tokens_flat[(table.base[which] + start)[:, None] + np.arange(sizes[0])])
         else:
             first = table.base[which] + start

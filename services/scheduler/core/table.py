@@ -431,8 +431,9 @@ class SlotTable:
             return kept
         gateways = self.gateway[sampled]
         rows: RowIndex = self.rows(sampled)
-        if sampled.size and (gateways != gateways[0]).any():
-            order = gateways.argsort(kind="stable")
+        if sampled.size and np.count_nonzero(gateways != gateways[0]):
+            # Numbers of 16 bits are sorted by radix.
+            order = (gateways.astype(np.uint16) if names.size <= 1 << 16 else gateways).argsort(kind="stable")
             rows, gateways = sampled[order], gateways[order]
         self._deliveries[microbatch] = delivery = DeliveryRows(
             self.roster,
