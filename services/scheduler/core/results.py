@@ -368,7 +368,7 @@ class Results:
         """Return, by row of the Outcome, the prompt tokens that the prefix cache had, of rows with a first token."""
         if replica.prefix_cache is None or not (rows := (first[at] == 0).nonzero()[0]).size:
             return {}
-        sequences = replica.table.sequence[at][rows].tolist()
+        sequences = replica.table.sequence[rows if isinstance(at, slice) else at[rows]].tolist()  # a slice begins at 0
         return {row: s.cached for row, s in zip(rows.tolist(), sequences, strict=True) if s.cached > 0}
 
     def _checkpoints(self, replica: Replica, going: Bool, now_ns: int, out: OutcomeBuilder) -> None:

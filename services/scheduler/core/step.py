@@ -211,8 +211,11 @@ class StepBuilder:
             starts = np.concatenate([starts, chunks[1]])
             lengths = np.concatenate([lengths, chunks[2]])
             samples = np.concatenate([samples, chunks[3] > 0])
-            sampled = rows[samples]
-            computed, samples_of = self.n[: table.high] > 0, table.mask(sampled)
+            computed = samples_of = self.n[: table.high] > 0
+            sampled = rows
+            if not all(chunk.samples for chunk in self._chunks):
+                sampled = rows[samples]
+                samples_of = table.mask(sampled)
             if guesses is not None:
                 counts = np.concatenate([counts, np.zeros(len(self._chunks), np.int32)])
         wire = table.wire(rows, self.microbatch)
