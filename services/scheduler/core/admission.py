@@ -417,17 +417,19 @@ class Admission:
             return [], np.zeros(0, np.int64)
         before = entrants.cached[: len(candidates)]
         rest = entrants.known[: len(candidates)] - before
-        runs = np.array([not candidate.loads for candidate in candidates])
-        if not runs.any():
+        runs = [i for i, candidate in enumerate(candidates) if not candidate.loads]
+        if not runs:
             return candidates, np.zeros(0, np.int64)
+        if len(runs) < len(candidates):
+            rest, before = rest[runs], before[runs]
         batch = self._state.policy.batch
         if isinstance(batch, Pooled):
-            lengths = batch.entering(rest[runs], step.tokens_left)
+            lengths = batch.entering(rest, step.tokens_left)
             step.tokens_left -= int(lengths.sum())
         else:
-            lengths = step.chunks(batch, rest[runs], before[runs])
-        if lengths.size < int(runs.sum()):
-            candidates = candidates[: int(np.flatnonzero(runs)[lengths.size])]
+            lengths = step.chunks(batch, rest, before)
+        if lengths.size < len(runs):
+            candidates = candidates[: runs[lengths.size]]
         return candidates, lengths[:0] if isinstance(batch, Pooled) else lengths
 
     def _enter_all(

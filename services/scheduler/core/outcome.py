@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from services.scheduler.core.sequence import Record, Sequence
 from services.scheduler.core.table import DeliveryRows, ramp
-from services.scheduler.core.types import Finish, FinishedRequest, Int32, Outcome, Records
+from services.scheduler.core.types import EMPTY, Finish, FinishedRequest, Int32, Outcome, Records
 
 
 class Names:
@@ -107,16 +107,25 @@ class OutcomeBuilder:
 
     def build(self, columns: Columns | None = None) -> Outcome:
         """Return the Outcome, rows sorted by gateway. Lists of a steady step are shared by Outcomes: read only."""
-        outcome = Outcome(checkpoints=self.checkpoints, started=self.started, ended=self.ended)
-        outcome.prompt_logprobs = self.prompt_logprobs
-        if columns is not None:
+        if columns is None:
+            outcome = Outcome()
+        else:  # all columns are given here: the defaults are not made
             delivery = columns.delivery
-            outcome.requests, outcome.gateways, outcome.choices = delivery.requests, delivery.gateways, delivery.choices
-            outcome.first, outcome.tokens, outcome.finish = columns.first, columns.tokens, columns.finish
-            outcome.counts = _ones(columns.first.size) if columns.counts is None else columns.counts
-            outcome.logprobs = columns.logprobs
-            outcome.drafts = columns.drafts if columns.drafts is not None else outcome.drafts
-            outcome.waits_ns, outcome.cached = columns.waits_ns, columns.cached
+            outcome = Outcome(
+                requests=delivery.requests,
+                gateways=delivery.gateways,
+                choices=delivery.choices,
+                first=columns.first,
+                counts=_ones(columns.first.size) if columns.counts is None else columns.counts,
+                tokens=columns.tokens,
+                logprobs=columns.logprobs,
+                drafts=EMPTY if columns.drafts is None else columns.drafts,
+                waits_ns=columns.waits_ns,
+                finish=columns.finish,
+                cached=columns.cached,
+            )
+        outcome.checkpoints, outcome.prompt_logprobs = self.checkpoints, self.prompt_logprobs
+        outcome.started, outcome.ended = self.started, self.ended
         if self.rows:
             self._merge(outcome)
         return outcome

@@ -23,6 +23,7 @@ from services.scheduler.core.waiting import WaitingQueue
 
 _NONE: npt.NDArray[np.uint8] = np.zeros(4096, np.uint8)
 _NONE.setflags(write=False)
+_LENGTH = np.uint8(Finish.LENGTH)
 
 
 def none_finish(count: int) -> npt.NDArray[np.uint8]:
@@ -349,7 +350,7 @@ class Results:
             which = slice(tokens.size) if in_order else spans.flat(at, counts)
         finish = none_finish(rows.size)
         if ended:
-            kinds = np.where(done, np.uint8(Finish.LENGTH), np.uint8(0))
+            kinds = done * _LENGTH
             if stopped is not None:
                 kinds[stopped] = Finish.STOP
             finish = kinds[at]
@@ -367,7 +368,7 @@ class Results:
         """Return, by row of the Outcome, the prompt tokens that the prefix cache had, of rows with a first token."""
         if replica.prefix_cache is None or not (rows := (first[at] == 0).nonzero()[0]).size:
             return {}
-        sequences = replica.table.sequence[at][rows].tolist()
+        sequences = replica.table.sequence[rows if isinstance(at, slice) else at[rows]].tolist()  # a slice begins at 0
         return {row: s.cached for row, s in zip(rows.tolist(), sequences, strict=True) if s.cached > 0}
 
     def _checkpoints(self, replica: Replica, going: Bool, now_ns: int, out: OutcomeBuilder) -> None:
@@ -384,7 +385,7 @@ class Results:
         table.checkpointed[which] = stop
         table.due[which] = stop + self._checkpoint_tokens
         table.checkpoint_ns[which] = now_ns
-        if (sizes == sizes[0]).all():  # in steady decode all have as many: one gather
+        if not np.count_nonzero(sizes != sizes[0]):  # in steady decode all have as many: one gather
             tokens = list(table.tokens_flat[(table.base[which] + start)[:, None] + np.arange(sizes[0])])
         else:
             first = table.base[which] + start

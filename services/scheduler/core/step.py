@@ -153,22 +153,25 @@ class StepBuilder:
         two chunks of one sequence cannot share a step.
         """
         table, replica, size = self.replica.table, self.replica, self.replica.limits.block_size
-        chunks = []
-        total = 0
+        chunks, growth = [], []
+        reserved = 0
         for row, length in zip(rows.tolist(), tokens.tolist(), strict=True):
             if self.n[row]:
                 raise ValueError(f"row {row}: already in step {replica.next_step}; plan once")
             start, held = table.planned.item(row), table.held.item(row)
             more = max(-(-(start + length) // size) - held, 0)
-            total += more
-            chunks.append((row, start, length, held, more))
+            reserved += min(max(table.reserved.item(row) - held, 0), more)
+            chunks.append((row, start, length))
+            growth.append(more)
             self.n[row] = length
-        blocks = replica.pool.take(total) if total else EMPTY
-        for row, start, length, held, more in chunks:
-            if more:
-                first, blocks = blocks[:more], blocks[more:]
-                table.append(row, first)
-                self._append(np.full(more, row), first, min(max(table.reserved.item(row) - held, 0), more))
+        if total := sum(growth):
+            blocks = replica.pool.take(total)
+            self._append(rows.repeat(growth), blocks, reserved)
+            for (row, _, _), more in zip(chunks, growth, strict=True):
+                if more:
+                    table.append(row, blocks[:more])
+                    blocks = blocks[more:]
+        for row, start, length in chunks:
             end = start + length
             self._chunks.append(Chunk(row, start, length, table.advance(row, end), end))
             self.prefill_tokens += length
@@ -208,8 +211,11 @@ class StepBuilder:
             starts = np.concatenate([starts, chunks[1]])
             lengths = np.concatenate([lengths, chunks[2]])
             samples = np.concatenate([samples, chunks[3] > 0])
-            sampled = rows[samples]
-            computed, samples_of = self.n[: table.high] > 0, table.mask(sampled)
+            computed = samples_of = self.n[: table.high] > 0
+            sampled = rows
+            if not all(chunk.samples for chunk in self._chunks):
+                sampled = rows[samples]
+                samples_of = table.mask(sampled)
             if guesses is not None:
                 counts = np.concatenate([counts, np.zeros(len(self._chunks), np.int32)])
         wire = table.wire(rows, self.microbatch)

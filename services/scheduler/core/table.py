@@ -391,8 +391,8 @@ class SlotTable:
         if self.stop_width:
             at = rows.repeat(counts)
             hit: Bool = self.stop_ids[0, at] == tokens
-            for ids in self.stop_ids[1 : self.stop_width]:
-                hit |= ids[at] == tokens
+            for i in range(1, self.stop_width):
+                hit |= self.stop_ids[i, at] == tokens
             if np.count_nonzero(hit):
                 hit &= ramp(applied, counts) >= self.floor[at] - 1
             if np.count_nonzero(hit):
@@ -412,8 +412,8 @@ class SlotTable:
         if not self.stop_width:
             return None
         hit: Bool = self.stop_ids[0, : tokens.size] == tokens
-        for ids in self.stop_ids[1 : self.stop_width, : tokens.size]:
-            hit |= ids == tokens
+        for i in range(1, self.stop_width):
+            hit |= self.stop_ids[i, : tokens.size] == tokens
         hit &= sampled
         if not np.count_nonzero(hit):
             return None
@@ -423,16 +423,17 @@ class SlotTable:
     def delivery_rows(self, sampled: Rows, microbatch: int, names: npt.NDArray[np.object_]) -> DeliveryRows:
         """Return where the tokens of `sampled` go. Kept per microbatch: in steady decode it stays the same."""
         kept = self._deliveries.get(microbatch)
-        if (
-            kept is not None
-            and kept.roster == self.roster
-            and (kept.sampled is sampled or np.array_equal(kept.sampled, sampled))
-        ):
-            return kept
+        if kept is not None and kept.roster == self.roster:
+            if kept.sampled is sampled:
+                return kept
+            if np.array_equal(kept.sampled, sampled):
+                kept.sampled = sampled  # the next step probably has the same object
+                return kept
         gateways = self.gateway[sampled]
         rows: RowIndex = self.rows(sampled)
-        if sampled.size and (gateways != gateways[0]).any():
-            order = gateways.argsort(kind="stable")
+        if sampled.size and np.count_nonzero(gateways != gateways[0]):
+            # Numbers of 16 bits are sorted by radix.
+            order = (gateways.astype(np.uint16) if names.size <= 1 << 16 else gateways).argsort(kind="stable")
             rows, gateways = sampled[order], gateways[order]
         self._deliveries[microbatch] = delivery = DeliveryRows(
             self.roster,

@@ -6,8 +6,6 @@ free + cached + referenced + draining == total.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from services.scheduler.core.kv.prefix_index import Index, Keys, Mask
@@ -107,13 +105,13 @@ class BlockPool:
         """Return how many of the first keys of a chain are registered. Draining blocks count, unlike in match()."""
         return self._index.match_length(keys)
 
-    def register(self, blocks: Int32, keys: Iterable[int]) -> None:
+    def register(self, blocks: Int32, keys: list[int]) -> None:
         """Register [n] distinct, referenced, full blocks with computed KV under [n] keys, so that match() finds them.
 
         A block with key 0, or with a key that is registered already, is left out. Raise ValueError if a block has no
         reference or is registered.
         """
-        if blocks.size and self.refs.take(blocks).min() <= 0:
+        if np.count_nonzero(self.refs.take(blocks) <= 0):
             raise ValueError("a block without a reference cannot be registered")
         self._index.register(blocks, keys)
 
@@ -169,7 +167,7 @@ class BlockPool:
         """Drop a reference of each of distinct blocks; return those that have none left, in the given order."""
         refs = self.refs.take(blocks)
         refs -= 1
-        if refs.size and refs.min() < 0:
+        if np.count_nonzero(refs < 0):
             raise ValueError("a block without a reference was given back")
         self.refs[blocks] = refs
         gone: Int32 = blocks[refs == 0]

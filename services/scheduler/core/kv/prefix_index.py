@@ -6,7 +6,6 @@ bits identifies a salt and all tokens up to the end of a block. Equal keys mean 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import blake2b
 
 import numpy as np
@@ -55,7 +54,7 @@ class Index:
 
     def __init__(self, blocks: int) -> None:
         self.indexed: Mask = np.zeros(blocks, np.bool_)
-        self._keys = [0] * blocks  # by block; 0 means not indexed
+        self._keys: Keys = np.full(blocks, 0, np.object_)  # by block; 0 means not indexed
         self._block_of: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -79,35 +78,37 @@ class Index:
         """Return how many of the first keys are indexed."""
         return len(self._leading(keys))
 
-    def register(self, blocks: Int32, keys: Iterable[int]) -> None:
+    def register(self, blocks: Int32, keys: list[int]) -> None:
         """Index `blocks` under `keys`, except blocks with a key that is 0 or indexed already.
 
         Raise ValueError if a block is indexed already.
         """
-        fresh = []
-        for block, key in zip(blocks.tolist(), keys, strict=True):
-            if self._keys[block]:
-                raise ValueError("a block is registered already")
-            if key and self._block_of.setdefault(key, block) == block:
-                self._keys[block] = key
-                fresh.append(block)
-        self.indexed[fresh] = True
+        if np.count_nonzero(self.indexed.take(blocks)):
+            raise ValueError("a block is registered already")
+        numbers = blocks.tolist()
+        owners = list(map(self._block_of.setdefault, keys, numbers))
+        if owners != numbers or 0 in keys:
+            self._block_of.pop(0, None)
+            fresh = [i for i, block in enumerate(numbers) if keys[i] and owners[i] == block]
+            blocks, keys = blocks[fresh], [keys[i] for i in fresh]
+        self._keys[blocks] = keys
+        self.indexed[blocks] = True
 
     def keys_of(self, blocks: Int32) -> list[int]:
         """Return the keys of [n] blocks; 0 for a block that is not indexed."""
-        return [self._keys[block] for block in blocks.tolist()]
+        keys: list[int] = self._keys[blocks].tolist()
+        return keys
 
     def forget(self, blocks: Int32) -> None:
         """Remove blocks from the index; ignore those that are not indexed."""
         self.indexed[blocks] = False
-        for block in blocks.tolist():
-            if key := self._keys[block]:
-                del self._block_of[key]
-                self._keys[block] = 0
+        for key in filter(None, self._keys[blocks].tolist()):
+            del self._block_of[key]
+        self._keys[blocks] = 0
 
     def check(self) -> None:
         """Raise RuntimeError where keys and blocks contradict each other."""
-        held = {key: block for block, key in enumerate(self._keys) if key}
+        held = {key: block for block, key in enumerate(self._keys.tolist()) if key}
         if held != self._block_of or sorted(held.values()) != np.flatnonzero(self.indexed).tolist():
             raise RuntimeError(f"{len(self._block_of)} keys are indexed, {len(held)} blocks have one")
 

@@ -81,7 +81,11 @@ class Order(ABC):
     by_class: bool = False  # waiting sequences of a better class go before all of worse classes, except for ageing
     age_ns: int = 0  # time of waiting that lifts a sequence by one class; 0 means never
     prefixes: bool = False  # reads `hits`: prefixes of all waiting sequences are looked up, up to LOOKED_AT of them
-    counts: bool = False  # served() has to be called
+
+    @property
+    def counts(self) -> bool:
+        """Whether served() has to be called for the step that is planned; never by default."""
+        return False
 
     @abstractmethod
     def queue(self) -> Queue:

@@ -129,13 +129,18 @@ class ModelBudget(Budget):
         prefilling: Bool = table.phase[: table.high] == PREFILLING
         if low_yields:
             prefilling &= table.priority[: table.high] < Priority.LOW
-        prompts = waiting + int(np.count_nonzero(prefilling))
+        computed = int(np.count_nonzero(prefilling))
+        prompts = waiting + computed
         self._presence.prompts = prompts
         if not count and replica.limits.role != PREFILL:
             return most
         if replica.model.observed < 16:
             return min(max(512, count), most)
-        depth = max(depth, int(table.planned[: table.high][prefilling].max(initial=0)))
+        rest = waiting_tokens
+        if computed:
+            planned = table.planned[: table.high][prefilling]
+            depth = max(depth, int(planned.max()))
+            rest += int((table.known[: table.high][prefilling] - planned).sum())
         if not count:
             default_ns = self._tbt_ns or TBT_NS
             limits = table.tbt_slo_ns[: table.high]
@@ -148,7 +153,6 @@ class ModelBudget(Budget):
             others = decodes[table.priority[decodes] < Priority.LOW]
         share = (prompts / max(prompts + others.size, 1) + TTFT_WEIGHT) / (1.0 + TTFT_WEIGHT)
         tokens = max(replica.model.balanced(share, count, context, depth), ALIGN)
-        rest = waiting_tokens + int((table.known[: table.high] - table.planned[: table.high])[prefilling].sum())
         if rest > tokens:
             tokens = self._fewer_steps(replica, rest, tokens, prompts, others.size, count, context)
         if low_yields or (table.low_rows and self._steps_of_low < LATELY):

@@ -79,7 +79,6 @@ class ClassThenSlack(Order):
     """
 
     by_class = True
-    counts = True
 
     def __init__(self, age_ns: int = AGE_NS, ttft_ns: int = TTFT_NS, token_ns: int = TOKEN_NS) -> None:
         self.age_ns, self._ttft_ns, self._token_ns = age_ns, ttft_ns, token_ns
@@ -87,6 +86,10 @@ class ClassThenSlack(Order):
         self._late_sizes: list[deque[int]] = []  # by class, tokens of the sequences that became late last
         self._late_ns = [-EVER] * CLASS_COUNT  # by class, when the last one did
         self._spares = Spare(), Spare()  # for the classes before Priority.NORMAL, and for the rest
+
+    @property
+    def counts(self) -> bool:
+        return any([share.several for share in self._shares])
 
     def queue(self) -> Queue:
         urgent, others = self._spares = Spare(), Spare()
@@ -128,7 +131,7 @@ class ClassThenSlack(Order):
     def keep_slots(self, table: SlotTable, max_running: int, waiting: int) -> None:
         urgent, others = self._spares
         left = max_running - table.count - max_running // SPARE
-        if waiting <= left or not any(share.several for share in self._shares):
+        if waiting <= left or not self.counts:
             urgent.open()
             others.open()
             return

@@ -53,6 +53,22 @@ def test_wrong_registrations_are_refused() -> None:
     pool.check()
 
 
+def test_a_refused_registration_changes_nothing() -> None:
+    pool = BlockPool(4, indexed=True)
+    registered, fresh = enter(pool, [1]), pool.take(1)
+    with pytest.raises(ValueError, match="registered already"):
+        pool.register(np.concatenate([fresh, registered]), [2, 3])
+    assert pool.keys_of(fresh) == [0]
+    pool.check()
+
+
+def test_one_block_is_registered_for_equal_keys() -> None:
+    pool = BlockPool(4, indexed=True)
+    assert pool.keys_of(enter(pool, [5, 6, 5])) == [5, 6, 0]
+    assert pool.keys_of(enter(pool, [6])) == [0]
+    pool.check()
+
+
 def test_a_block_without_a_key_is_not_registered() -> None:
     pool = BlockPool(4, indexed=True)
     blocks = enter(pool, [5, 0])
