@@ -145,7 +145,7 @@ class Wire(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         answer = self._answer = loop.create_future()
         late = None if timeout_s is None else loop.call_later(timeout_s, self._settle, TimeoutError())
-        self._transport.write(hiredis.pack_command(tuple(words)))
+        self._transport.write(hiredis.pack_command(cast(Any, tuple(words))))
         try:
             return await answer
         finally:
