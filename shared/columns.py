@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +23,14 @@ def pack(values: npt.NDArray[np.generic] | Sequence[int]) -> bytes:
 def unpack(column: bytes) -> Int32:
     """Return [n] int32, read-only. Raises ValueError if the length is not a multiple of 4."""
     return np.frombuffer(column, dtype="<i4")
+
+
+def unpack_list(column: bytes) -> list[int]:
+    """Return the same as a list, for a few rows at less cost than an array's."""
+    values = array("i", column)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
 
 
 def pack_float(values: npt.NDArray[np.generic] | Sequence[float]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from protos import queue_pb2
-from shared.columns import unpack
+from shared.columns import unpack_list
 
 LAST_FINISH = 5
 
@@ -14,16 +14,16 @@ def decode_batch(fields: Mapping[bytes, bytes]) -> queue_pb2.TokenBatch:
     """Return the batch of a stream entry. Raises KeyError, DecodeError, or ValueError for columns that do not fit."""
     batch = queue_pb2.TokenBatch.FromString(fields[b"b"])
     rows = len(batch.requests)
-    choices, first, counts = unpack(batch.choices), unpack(batch.first), unpack(batch.counts)
-    if not choices.size == first.size == counts.size == len(batch.finish) == rows:
+    choices, first, counts = unpack_list(batch.choices), unpack_list(batch.first), unpack_list(batch.counts)
+    if not len(choices) == len(first) == len(counts) == len(batch.finish) == rows:
         raise ValueError(f"token batch: columns of other lengths than its {rows} rows")
-    if rows and min(int(choices.min()), int(first.min()), int(counts.min())) < 0:
+    if rows and min(min(choices), min(first), min(counts)) < 0:
         raise ValueError("token batch: a negative choice, index or count")
-    if 4 * int(counts.sum(dtype="i8")) != len(batch.tokens):
-        raise ValueError(f"token batch: {len(batch.tokens)} bytes of tokens in rows of {int(counts.sum())}")
+    if 4 * sum(counts) != len(batch.tokens):
+        raise ValueError(f"token batch: {len(batch.tokens)} bytes of tokens in rows of {sum(counts)}")
     if rows and max(batch.finish) > LAST_FINISH:
         raise ValueError(f"token batch: finish {max(batch.finish)}; at most {LAST_FINISH}")
-    drafts = unpack(batch.drafts)
-    if drafts.size and (drafts.size != rows or int(drafts.min()) < 0):
-        raise ValueError(f"token batch: {drafts.size} counts of drafts for {rows} rows, or a negative one")
+    drafts = unpack_list(batch.drafts)
+    if drafts and (len(drafts) != rows or min(drafts) < 0):
+        raise ValueError(f"token batch: {len(drafts)} counts of drafts for {rows} rows, or a negative one")
     return batch

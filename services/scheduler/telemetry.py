@@ -47,18 +47,17 @@ class Iterations:
     """A ring of the last ROWS answered steps, for the live page and `orcinus top`."""
 
     def __init__(self) -> None:
-        self._rows = np.zeros((ROWS, len(COLUMNS)), np.int32)
+        self._rows: deque[tuple[int, ...]] = deque(maxlen=ROWS)
         self._count = 0
 
     def add(self, idle_ns: int, step_ns: int, decode: int, prefill: int, replica: int) -> None:
         """Add a step that was answered."""
-        idle_us, step_us = min(idle_ns // 1000, _INT32_MAX), min(step_ns // 1000, _INT32_MAX)
-        self._rows[self._count % ROWS] = idle_us, step_us, decode, prefill, replica
+        self._rows.append((idle_ns // 1000, step_ns // 1000, decode, prefill, replica))
         self._count += 1
 
     def fields(self) -> dict[str, int | bytes]:
         """Return the hash: `last`, the number of steps answered so far, and each column as int32, oldest first."""
-        rows = np.roll(self._rows, -(self._count % ROWS), axis=0)[max(0, ROWS - self._count) :]
+        rows = np.minimum(np.array(self._rows, np.int64).reshape(-1, len(COLUMNS)), _INT32_MAX)
         return {"last": self._count, **{name: pack(rows[:, at]) for at, name in enumerate(COLUMNS)}}
 
 
@@ -181,6 +180,8 @@ MIN_STARTS = 2  # and at least as many as run: every slot was taken anew once
 
 
 EMPTY_NS = np.zeros(0, np.int64)
+COUNTED_AT_ONCE = 16
+"""Outcomes."""
 
 
 class Window:
@@ -383,6 +384,7 @@ class Stats:
         self._step_ns = self._idle_ns = self._schedule_ns = self._steps = 0
         self._step_tokens = self._step_decode = self._step_prefill = 0
         self._mean_step_ms = 0.0  # of the last interval with a step
+        self._uncounted: list[tuple[Outcome, int]] = []  # with the times of `outcome`
 
     def arrives(self, request: NewRequest, first_tokens: FirstTokens, now_ns: int) -> None:
         """Predict the first token of a request that is added to the core next."""
@@ -391,9 +393,23 @@ class Stats:
         self.forecasts.arrived(request.id, request.priority, waited_ns / 1e6, wait_ns / 1e6)
 
     def outcome(self, outcome: Outcome | None, now_ns: int) -> None:
-        """Take one outcome: waits and SLO violations of its rows, starts and ends of requests."""
+        """Take one outcome: waits and SLO violations of its rows, starts and ends of requests.
+
+        Those of steady decode are counted some at a time, since a scheduler that comes to each out of cold caches takes
+        ten times as long.
+        """
         if outcome is None:
             return
+        self._uncounted.append((outcome, now_ns))
+        if outcome.started or outcome.ended or len(self._uncounted) >= COUNTED_AT_ONCE:
+            self._count_all()
+
+    def _count_all(self) -> None:
+        uncounted, self._uncounted = self._uncounted, []
+        for outcome, now_ns in uncounted:
+            self._count(outcome, now_ns)
+
+    def _count(self, outcome: Outcome, now_ns: int) -> None:
         self._request_times.record(outcome, now_ns)
         waits_ns = outcome.waits_ns
         has = waits_ns >= 0
@@ -475,6 +491,7 @@ class Stats:
         predicted_ns: the core's predicted time to first token by class; 0 while no step was timed. unclaimed_ms: age of
         the oldest request that no shard has claimed, by class.
         """
+        self._count_all()
         seconds = max(1e-9, (now_ns - self._since_ns) / 1e9)
         steps = max(1, self._steps)
         self._learn_rate(workers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,14 +52,18 @@ class SamplingTable:
         self.has_grammar = np.zeros(max_seqs, np.bool_)
         self._has_ids = np.zeros(max_seqs, np.bool_)
         self._ids: dict[int, SlotIds] = {}
+        # Slots of the last iteration and its rows, where nothing but positions changes until a sequence enters.
+        self._steady: tuple[bytes, SamplingRows] | None = None
 
     def clear(self) -> None:
         """Forget every slot. Columns of slots that are not in use are never read."""
         self._ids.clear()
+        self._steady = None
 
     def enter(self, slot: int, message: worker_pb2.Sampling) -> str:
         """Take the sampling of an entering sequence; return what is wrong with it, or nothing."""
         self._ids.pop(slot, None)
+        self._steady = None
         temperature = message.temperature
         self.temperature[slot] = 0.0 if temperature < GREEDY_BELOW else temperature
         self.top_p[slot] = message.top_p
@@ -90,11 +94,13 @@ class SamplingTable:
 
         masks: by row the ids that its token may have: bit i of little-endian word w allows id 32 w + i.
         """
+        if not masks and self._steady is not None and self._steady[0] == slots.tobytes():
+            return replace(self._steady[1], position=known.astype(np.int64))
         masked = [(row, np.frombuffer(mask, "<u4")) for row, mask in sorted(masks.items())] if masks else []
         penalised = self.penalised[slots].nonzero()[0]
         bias, banned = self._sparse(slots, known - prompt)
         logprobs = self.logprobs[slots]
-        return SamplingRows(
+        rows = SamplingRows(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
             top_p=self.top_p[slots],
@@ -112,6 +118,9 @@ class SamplingTable:
             frequency=self.frequency[slots] if penalised.size else None,
             repetition=self.repetition[slots] if penalised.size else None,
         )
+        if not (masked or penalised.size or self._has_ids[slots].any()):
+            self._steady = slots.tobytes(), rows
+        return rows
 
     def _sparse(self, slots: Int32, produced: Int32) -> tuple[Sparse | None, Sparse | None]:
         """Return the bias and bans of the rows that have any; a Python loop over those alone."""

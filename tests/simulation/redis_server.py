@@ -314,9 +314,17 @@ class Connection(_Connection):
         return await self._reader.receive()
 
 
-def pack_words(connection: Connection, words: Any) -> list[list[bytes]]:
-    """Take the place of redis_client.pack_words."""
-    return connection.pack_command(*words)
+class Wire:
+    """Takes the place of redis_client.Wire."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def call(self, words: Any, timeout_s: float | None) -> Any:
+        """Send a command and return the answer; errors are raised."""
+        async with asyncio.timeout(timeout_s):
+            await self._connection.send_packed_command(self._connection.pack_command(*words), check_health=False)
+            return await self._connection.read_response()
 
 
 class _NoParser:

@@ -559,7 +559,7 @@ def simulated(seed: int) -> Iterator[World]:
     clock.use(world.loop)
     replaced = [
         (redis_client, "BlockingConnectionPool", redis_server.Pool),
-        (redis_client, "pack_words", redis_server.pack_words),
+        (redis_client, "Wire", redis_server.Wire),
         (link, "aio_channel", worker.Channel),
         (quarantine, "ABANDONED_S", ABANDONED_S),
         (dispatcher, "SILENT_S", world.silent_s),

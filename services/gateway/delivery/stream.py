@@ -40,7 +40,7 @@ from services.gateway.text.tokenizer import ModelText
 from services.gateway.text.tools.blocks import reader_of
 from services.gateway.text.tools.reader import CallPiece, Reader
 from services.gateway.tracing import RequestSpan
-from shared.columns import unpack
+from shared.columns import unpack, unpack_list
 from shared.dead_letters import integer
 from shared.text.logprobs import split_records
 
@@ -294,14 +294,16 @@ def finishes(record: dict[bytes, bytes], choices: int) -> list[tuple[int, int]]:
 
 def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
     """Yield request, index of the first token, and row, for each row of a batch. Raise ValueError for a broken one."""
-    choices, first = unpack(batch.choices).tolist(), unpack(batch.first).tolist()
-    counts, tokens = unpack(batch.counts).tolist(), unpack(batch.tokens).tolist()
-    logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts)).tolist()
-    drafts = unpack(batch.drafts).tolist() or [0] * len(counts)
-    finish, offset = batch.finish, 0
+    choices, first = unpack_list(batch.choices), unpack_list(batch.first)
+    counts, tokens = unpack_list(batch.counts), unpack_list(batch.tokens)
+    logprobs = [b""] * len(counts)
+    if batch.logprobs:
+        logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts)).tolist()
+    drafts = unpack_list(batch.drafts) or [0] * len(counts)
+    finish, errors, cached, offset = batch.finish, dict(batch.errors), dict(batch.cached), 0
     for index, request_id in enumerate(batch.requests):
         end = offset + counts[index]
-        error = batch.errors.get(index, "")
+        error = errors.get(index, "")
         row = Row(
             choices[index],
             tokens[offset:end],
@@ -309,7 +311,7 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
             error,
             logprobs[index],
             drafts[index],
-            batch.cached.get(index, 0),
+            cached.get(index, 0),
         )
         yield request_id, first[index], row
         offset = end

@@ -227,19 +227,21 @@ class Speculation:
         table, model = self._table, self._model
         if not model.observed or not rows.size:
             return None
+        total, every = rows.size, table.rows(rows)
+        if np.count_nonzero(new := self._seen[every] != table.generation[every]):
+            self._begin(rows[new])
+        due = self._next[every] <= table.applied[every]
+        may = (self._size[every] > self._at[every]) | due
+        may &= self._willing[every]
+        if not np.count_nonzero(may):  # as in most steps of texts that do not repeat themselves
+            return None
         step_ns = model.predict(rows.size, context)
         draft_ns = (model.predict(rows.size + 8, context) - step_ns) / 8 + model.c3 * context / rows.size
         least = self._least(rows.size, step_ns, draft_ns)
         room = min(tokens_left, self._limits.max_drafts, self._affordable(rows, context))
         if least >= 1.0 or room < 1:
             return None
-        total, every = rows.size, table.rows(rows)
         left = table.limit[every] - table.known[every]
-        if np.count_nonzero(new := self._seen[every] != table.generation[every]):
-            self._begin(rows[new])
-        due = self._next[every] <= table.applied[every]
-        may = (self._size[every] > self._at[every]) | due
-        may &= self._willing[every]
         may &= left > 0
         share = self._first_share(rows)
         timid = may & (share < least)

@@ -103,6 +103,8 @@ def batches(outcome: Outcome, epoch: int, step: int) -> list[tuple[str, bytes]]:
 def _finishes(outcome: Outcome) -> dict[tuple[str, int], tuple[int, int]]:
     """Return (request, choice) -> (finish, tokens) of the choices that ended."""
     ended = np.flatnonzero(outcome.finish).tolist()
+    if not ended:
+        return {}
     lengths = (outcome.first + outcome.counts).tolist()
     return {
         (outcome.requests[row].id, int(outcome.choices[row])): (int(outcome.finish[row]), lengths[row]) for row in ended
