@@ -2,10 +2,11 @@
 // kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers, 32 bits for some inputs of an
 // output, the even ones in the lower half. gemm.cpp writes some steps as float32 panels and multiplies these, so that a
 // product has the bits of the float32 weight; where the machine multiplies pairs of bfloat16, it does so for activations
-// in bfloat16 (GroupPairs).
+// in bfloat16, by tiles where it has them (GroupTiles), else by VDPBF16PS (GroupPairs).
 #pragma once
 #include <array>
 
+#include "../tiles.h"
 #include "float32.h"
 
 // The panels that unpacked steps become; they lie in the first cache already.
@@ -133,8 +134,9 @@ struct Pairs {
       memcpy(&table, TABLE.data(), sizeof table);
       return (vu)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)words, table);
     }
-    const vf even = __builtin_convertvector((vi)(words & 0xff), vf) - ZERO;
-    const vf odd = __builtin_convertvector((vi)(words >> 16 & 0xff), vf) - ZERO;
+    // A float32 of 2^23 and a little more has its lowest 8 bits for that.
+    const vf even = (vf)((words & 0xff) | 0x4b000000) - (8388608 + ZERO);
+    const vf odd = (vf)((words >> 16 & 0xff) | 0x4b000000) - (8388608 + ZERO);
     return (vu)even >> 16 | ((vu)odd & 0xffff0000u);
   }
 
@@ -156,8 +158,9 @@ struct UnpackedPairs {
   static constexpr bool GROUPED = true, PREFETCHED = false;
   static constexpr bool MINS = true;  // has room for them
   static constexpr int SCALE_BYTES = 2 * WIDTH * 4, NUMBERS = 2, EACH = 1;
+  static constexpr int AHEAD = 2048;  // bytes of a panel that are fetched before they are unpacked
 
-  static int64_t bytes(int64_t depth) { return SCALE_BYTES + depth / 2 * WIDTH * 4; }
+  static constexpr int64_t bytes(int64_t depth) { return SCALE_BYTES + depth / 2 * WIDTH * 4; }
   static void load_scale(const char* step, int h, vf& scale, vf& below) {
     Groups<4, 32, true>::load_scale(step, h, scale, below);
   }
@@ -166,12 +169,13 @@ struct UnpackedPairs {
   template <class P>
   static void unpack(const char* step, int64_t depth, char* out) {
     memcpy(out, step, P::SCALE_BYTES);
+    for (int at = 0; at < P::SCALE_BYTES; at += 64) __builtin_prefetch(step + AHEAD + at);
     step += P::SCALE_BYTES, out += SCALE_BYTES;
     for (int64_t word = 0; word < depth / P::NUMBERS; word++, out += P::EACH * WIDTH * 4)
       for (int h = 0; h < 2; h++, step += LANES * 4) {
         vu words;
         memcpy(&words, step, sizeof words);
-        __builtin_prefetch(step + P::Step::AHEAD);
+        __builtin_prefetch(step + AHEAD);
 #pragma GCC unroll 4
         for (int i = 0; i < P::EACH; i++) {
           const vu both = P::pair(words, i);
@@ -188,6 +192,17 @@ struct GroupPairs : W {
   typedef Pairs<W::BITS_EACH, W::MINS, W::FLOATS> Kernel;
   static constexpr bool PAIRED = true;
 };
+#endif
+
+#ifdef TILES
+// The same: some groups at a time become UnpackedPairs, which tiles multiply (GroupTileKernel).
+template <class W>
+struct GroupTiles : GroupPairs<W> {
+  static constexpr bool PAIRED = false, TILED = true, IN_PLACE = false;
+};
+template <class W>
+using GroupsForBfloat16 = GroupTiles<W>;
+#elif defined(PAIRS_OF_BFLOAT16)
 template <class W>
 using GroupsForBfloat16 = GroupPairs<W>;
 #else
