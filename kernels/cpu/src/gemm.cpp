@@ -570,7 +570,8 @@ const char* orcinus_weight_format(int32_t number) {
   return number < int32_t(FORMATS.size()) ? FORMATS[number].name : nullptr;
 }
 
-// How formats of Groups are multiplied where activations are bfloat16; empty: as float32.
+// How formats of Groups are multiplied where activations are bfloat16; empty: as float32. "tiles": the long ones, and
+// the others in pairs.
 const char* orcinus_group_order() {
 #if defined(TILES)
   return "tiles";

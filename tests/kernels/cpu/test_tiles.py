@@ -136,7 +136,7 @@ def test_int8_product_has_the_bits_of_the_stated_order(gemm: Gemm, outputs: int,
         assert np.array_equal(found, expected[:rows]), rows
 
 
-@pytest.mark.parametrize("kind", GROUPS, ids=[f"{bits}-{group}-{what}" for bits, group, what in GROUPS])
+@pytest.mark.parametrize("kind", [kind for kind in GROUPS if kind[1] >= 128], ids=lambda kind: "-".join(map(str, kind)))
 def test_group_product_has_the_bits_of_the_stated_order(gemm: Gemm, kind: tuple[int, int, str]) -> None:
     rng = np.random.default_rng(13)
     for outputs, inputs in ((1, 1), (33, 40), (70, 600)):

@@ -2,9 +2,10 @@
 // kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers, 32 bits for some inputs of an
 // output, the even ones in the lower half. gemm.cpp writes some steps as float32 panels and multiplies these, so that a
 // product has the bits of the float32 weight; where the machine multiplies pairs of bfloat16, it does so for activations
-// in bfloat16, by tiles where it has them (GroupTiles), else by VDPBF16PS (GroupPairs).
+// in bfloat16: by VDPBF16PS (GroupPairs), or by tiles where it has them and groups are long (GroupTiles).
 #pragma once
 #include <array>
+#include <type_traits>
 
 #include "../tiles.h"
 #include "float32.h"
@@ -200,53 +201,54 @@ template <class W>
 struct GroupTiles : GroupPairs<W> {
   static constexpr bool PAIRED = false, TILED = true, IN_PLACE = false;
 };
-template <class W>
-using GroupsForBfloat16 = GroupTiles<W>;
+// Groups of few inputs are multiplied in pairs at any number of rows: at one row tiles would take up to half more time.
+template <class W, int GROUP>
+using GroupsForBfloat16 = std::conditional_t<GROUP >= 128, GroupTiles<W>, GroupPairs<W>>;
 #elif defined(PAIRS_OF_BFLOAT16)
-template <class W>
+template <class W, int GROUP>
 using GroupsForBfloat16 = GroupPairs<W>;
 #else
-template <class W>
+template <class W, int GROUP>
 using GroupsForBfloat16 = W;
 #endif
 
 struct Int4x32 : Groups<4, 32, false> {
-  typedef GroupsForBfloat16<Int4x32> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x32, 32> ForBfloat16;
   static constexpr const char* NAME = "int4-32";
 };
 struct Int4x32Mins : Groups<4, 32, true> {
-  typedef GroupsForBfloat16<Int4x32Mins> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x32Mins, 32> ForBfloat16;
   static constexpr const char* NAME = "int4-32-mins";
 };
 struct Int4x128 : Groups<4, 128, false> {
-  typedef GroupsForBfloat16<Int4x128> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x128, 128> ForBfloat16;
   static constexpr const char* NAME = "int4-128";
 };
 struct Int4x128Mins : Groups<4, 128, true> {
-  typedef GroupsForBfloat16<Int4x128Mins> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x128Mins, 128> ForBfloat16;
   static constexpr const char* NAME = "int4-128-mins";
 };
 struct Float4x32 : Groups<4, 32, false, true> {
-  typedef GroupsForBfloat16<Float4x32> ForBfloat16;
+  typedef GroupsForBfloat16<Float4x32, 32> ForBfloat16;
   static constexpr const char* NAME = "float4-32";
 };
 struct Int8x16 : Groups<8, 16, false> {
-  typedef GroupsForBfloat16<Int8x16> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x16, 16> ForBfloat16;
   static constexpr const char* NAME = "int8-16";
 };
 struct Int8x32 : Groups<8, 32, false> {
-  typedef GroupsForBfloat16<Int8x32> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x32, 32> ForBfloat16;
   static constexpr const char* NAME = "int8-32";
 };
 struct Int8x32Mins : Groups<8, 32, true> {
-  typedef GroupsForBfloat16<Int8x32Mins> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x32Mins, 32> ForBfloat16;
   static constexpr const char* NAME = "int8-32-mins";
 };
 struct Int8x128 : Groups<8, 128, false> {
-  typedef GroupsForBfloat16<Int8x128> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x128, 128> ForBfloat16;
   static constexpr const char* NAME = "int8-128";
 };
 struct Int8x128Mins : Groups<8, 128, true> {
-  typedef GroupsForBfloat16<Int8x128Mins> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x128Mins, 128> ForBfloat16;
   static constexpr const char* NAME = "int8-128-mins";
 };
