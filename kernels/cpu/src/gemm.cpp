@@ -25,6 +25,7 @@ constexpr int64_t TILED_BLOCK = 32;         // tiles of rows per block that tile
 constexpr int64_t TILED_COPY_BYTES = 1024 * 1024;  // and its copy: half of a second cache, which is larger there
 constexpr int64_t TILED_INPUTS = 1024;      // of a panel at once then
 constexpr int64_t TILED_GROUPS[] = {64, 256};  // of groups, for a lone tile and for more: memory is read meanwhile
+constexpr int64_t LONE_UNPACKED = 64;       // the same of other formats, for a lone tile
 
 // The packed form of a weight: panels, then one scale per output where the format has them.
 template <class W>
@@ -298,7 +299,8 @@ class Linear {
   // what is unpacked is paid once for all of them.
   void multiply_tiled(int64_t panel, int64_t count) {
     const int64_t inputs = args_.inputs, rows = end_ - begin_;
-    const int64_t at_once = !W::IN_PLACE ? UNPACKED_INPUTS : rows <= TILED_ROWS ? inputs : TILED_INPUTS;
+    const int64_t unpacked = rows <= 16 ? LONE_UNPACKED : UNPACKED_INPUTS;
+    const int64_t at_once = !W::IN_PLACE ? unpacked : rows <= TILED_ROWS ? inputs : TILED_INPUTS;
     for (int64_t first = 0; first < inputs; first += at_once) {
       const int64_t these = std::min(inputs - first, at_once);
       for (int64_t p = 0; p < count; p++) {
