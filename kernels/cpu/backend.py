@@ -204,7 +204,8 @@ class CpuOps(Ops[CpuPrepared, CpuCache]):
         return f"{self.name} {self.library.numerics(dtype_code(dtype))}"
 
     def group_numerics(self, dtype: torch.dtype) -> str:
-        return " pairs" if dtype == torch.bfloat16 and self.library.multiplies_pairs else ""
+        order = self.library.group_order if dtype == torch.bfloat16 else ""
+        return f" {order}" if order else ""
 
     def block_bytes(self, shape: CacheShape) -> int:
         return block_bytes(self.library, shape)

@@ -64,8 +64,9 @@ class Library:
         """Name of a weight format (src/formats.h) -> its number."""
         self.group_formats = frozenset(n for n, number in self.weight_formats.items() if lib.orcinus_is_grouped(number))
         """Those that are packed from Groups."""
-        self.multiplies_pairs = bool(lib.orcinus_multiplies_pairs())
-        """Whether these multiply activations in bfloat16 by pairs, in an order of its own (src/gemm_kernel.h)."""
+        lib.orcinus_group_order.restype = ctypes.c_char_p
+        self.group_order = bytes(lib.orcinus_group_order()).decode()
+        """How these multiply activations in bfloat16: pairs or, the long ones, tiles; empty: as float32."""
 
     def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None:
         """Run `count` Commands at an address with the Step at another; release the GIL meanwhile."""

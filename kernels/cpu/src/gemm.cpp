@@ -24,6 +24,8 @@ constexpr int64_t COPY_BYTES = 512 * 1024;  // of a block's activations, when th
 constexpr int64_t TILED_BLOCK = 32;         // tiles of rows per block that tile registers multiply,
 constexpr int64_t TILED_COPY_BYTES = 1024 * 1024;  // and its copy: half of a second cache, which is larger there
 constexpr int64_t TILED_INPUTS = 1024;      // of a panel at once then
+constexpr int64_t TILED_GROUPS[] = {64, 256};  // of groups, for a lone tile and for more: memory is read meanwhile
+constexpr int64_t LONE_UNPACKED = 64;       // the same of other formats, for a lone tile
 
 // The packed form of a weight: panels, then one scale per output where the format has them.
 template <class W>
@@ -94,6 +96,9 @@ struct Progress {
 // Memory of a thread for weights of a format that are unpacked before they are multiplied.
 template <class W>
 constexpr int64_t unpacked_bytes() {
+#ifdef TILES
+  if constexpr (W::TILED && W::GROUPED) return TILED_GROUPS[1] / W::DEPTH * UnpackedPairs::bytes(W::DEPTH);
+#endif
   if constexpr (W::TILED) return W::IN_PLACE ? 0 : UNPACKED_INPUTS * WIDTH * 2;
   return W::GROUPED ? UNPACKED_INPUTS * WIDTH * 4 : 0;
 }
@@ -113,14 +118,14 @@ class Linear {
     // Rows a multiple of 4096 bytes apart fall on each other in the first cache.
     copied_ = W::TILED || from || args.dtype != read_as || args.inputs % DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
     if (copied_) {
-      stride_ = W::TILED ? round_up(args.inputs, TILE_STEP) : round_up(args.inputs, std::max(16, DEPTH)) + 16;
+      stride_ = W::TILED ? round_up(args.inputs, TILED_MULTIPLE) : round_up(args.inputs, std::max(16, DEPTH)) + 16;
       most = std::clamp<int64_t>((W::TILED ? TILED_COPY_BYTES : COPY_BYTES) / (TILE_ROWS * stride_ * sizeof(Input)), 1, most);
     }
     blocks_ = ceil_div(tiles_, most);
     block_rows_ = most * TILE_ROWS;
     const int64_t copy_bytes = copied_ ? round_up(block_rows_ * stride_ * sizeof(Input), 64) : 0;
     const int64_t sums_bytes = GROUP * block_rows_ * WIDTH * 4;
-    if constexpr (W::GROUPED) groups_ = W::PAIRED && W::MINS ? ceil_div(args.inputs, W::DEPTH) : 0;
+    if constexpr (W::GROUPED && sizeof(Input) == 2) groups_ = W::MINS ? ceil_div(args.inputs, W::DEPTH) : 0;
     const int64_t x_sums_bytes = round_up(block_rows_ * groups_ * 4, 64);
     char* memory = team.scratch(copy_bytes + sums_bytes + x_sums_bytes + unpacked_bytes<W>());
     copy_ = reinterpret_cast<Input*>(memory);
@@ -145,6 +150,7 @@ class Linear {
  private:
   static constexpr int DEPTH = W::DEPTH;  // activations are read in multiples of it
   static constexpr int64_t TILE_ROWS = W::TILED ? 16 : TILE;
+  static constexpr int64_t TILED_MULTIPLE = std::max<int64_t>(TILE_STEP, DEPTH);  // of inputs that tiles multiply
 
   int64_t first_row(int64_t tile) const { return cut(rows_, tiles_, tile); }
 
@@ -163,7 +169,8 @@ class Linear {
     if constexpr (W::GROUPED && sizeof(Input) == 2)
       for (int64_t r = 0; r < end_ - begin_; r++)
         for (int64_t g = 0; g < groups_; g++)
-          x_sums_[r * groups_ + g] = sum_pairs(x_ + r * stride_ + g * DEPTH, DEPTH);
+          x_sums_[r * groups_ + g] = W::TILED ? sum_pairs(tiled_row(r) + tiled_at(g * DEPTH), DEPTH, X_STEP)
+                                              : sum_pairs(x_ + r * stride_ + g * DEPTH, DEPTH, TILE_STEP);
 #endif
   }
 
@@ -171,19 +178,24 @@ class Linear {
     for (int64_t r = 0; r < end_ - begin_; r++) {
       const char* row = source + (from_ ? from_[begin_ + r] : begin_ + r) * row_bytes;
       if constexpr (W::TILED)
-        copy_tiled(reinterpret_cast<const bf16*>(row), args_.inputs, copy_ + r / 16 * 16 * stride_ + r % 16 * TILE_STEP);
+        copy_tiled(reinterpret_cast<const bf16*>(row), args_.inputs, stride_, tiled_row(r));
       else
         copy_row(row, args_.dtype, args_.inputs, round_up(args_.inputs, DEPTH), copy_ + r * stride_);
     }
     x_ = copy_;
   }
+  Input* tiled_row(int64_t r) const { return copy_ + r / 16 * 16 * stride_ + r % 16 * TILE_STEP; }
 
   // Some panels of the block at hand; while it computes, each kernel fetches weights that are needed soon.
   void multiply(int64_t panel, int64_t count) {
-    if constexpr (W::TILED)
+    if constexpr (W::TILED && !W::GROUPED)
       multiply_tiled(panel, count);
     else if constexpr (!W::GROUPED)
       multiply_packed(panel, count);
+#ifdef TILES
+    else if constexpr (W::TILED)
+      multiply_tiled_groups(panel, count);
+#endif
 #ifdef PAIRS_OF_BFLOAT16
     else if constexpr (W::PAIRED)
       multiply_paired(panel, count);
@@ -287,7 +299,8 @@ class Linear {
   // what is unpacked is paid once for all of them.
   void multiply_tiled(int64_t panel, int64_t count) {
     const int64_t inputs = args_.inputs, rows = end_ - begin_;
-    const int64_t at_once = !W::IN_PLACE ? UNPACKED_INPUTS : rows <= TILED_ROWS ? inputs : TILED_INPUTS;
+    const int64_t unpacked = rows <= 16 ? LONE_UNPACKED : UNPACKED_INPUTS;
+    const int64_t at_once = !W::IN_PLACE ? unpacked : rows <= TILED_ROWS ? inputs : TILED_INPUTS;
     for (int64_t first = 0; first < inputs; first += at_once) {
       const int64_t these = std::min(inputs - first, at_once);
       for (int64_t p = 0; p < count; p++) {
@@ -302,6 +315,27 @@ class Linear {
       }
     }
   }
+
+#ifdef TILES
+  // The same for groups.
+  void multiply_tiled_groups(int64_t panel, int64_t count) {
+    const int64_t rows = end_ - begin_, groups = ceil_div(args_.inputs, DEPTH);
+    const int64_t at_once = std::max<int64_t>(1, TILED_GROUPS[rows > 16] / DEPTH);
+    for (int64_t p = 0; p < count; p++)
+      for (int64_t first = 0; first < groups; first += at_once) {
+        const int64_t last = std::min(groups, first + at_once);
+        for (int64_t group = first; group < last; group++)
+          UnpackedPairs::unpack<typename W::Kernel>(weights(panel + p, group), DEPTH,
+                                                    unpacked_ + (group - first) * UnpackedPairs::bytes(DEPTH));
+        for (int64_t row = 0; row < rows; row += 16) {
+          const TiledGroups these{unpacked_, last - first, DEPTH, x_ + row * stride_ + tiled_at(first * DEPTH),
+                                  groups_ ? x_sums_ + row * groups_ + first : nullptr, groups_,
+                                  sums_ + (p * block_rows_ + row) * WIDTH, first > 0};
+          tile_kernel_.multiply(these, std::min<int64_t>(rows - row, 16));
+        }
+      }
+  }
+#endif
 
   void multiply_packed(int64_t panel, int64_t count) {
     if (end_tile_ - first_tile_ == 1) return stream(panel, count);
@@ -385,7 +419,7 @@ class Linear {
   int64_t next_ = 0;  // panel of the piece that this thread will likely take next
   const Input* x_ = nullptr;
   struct NoTiles {};
-  std::conditional_t<W::TILED, TileKernel, NoTiles> tile_kernel_;
+  std::conditional_t<!W::TILED, NoTiles, std::conditional_t<W::GROUPED, GroupTileKernel, TileKernel>> tile_kernel_;
 };
 
 // ---- packing
@@ -538,12 +572,15 @@ const char* orcinus_weight_format(int32_t number) {
   return number < int32_t(FORMATS.size()) ? FORMATS[number].name : nullptr;
 }
 
-// Whether formats of Groups are multiplied as pairs where activations are bfloat16.
-int32_t orcinus_multiplies_pairs() {
-#ifdef PAIRS_OF_BFLOAT16
-  return 1;
+// How formats of Groups are multiplied where activations are bfloat16; empty: as float32. "tiles": the long ones, and
+// the others in pairs.
+const char* orcinus_group_order() {
+#if defined(TILES)
+  return "tiles";
+#elif defined(PAIRS_OF_BFLOAT16)
+  return "pairs";
 #else
-  return 0;
+  return "";
 #endif
 }
 

@@ -191,10 +191,10 @@ void paired_kernel(const Tile<bf16>& t) {
   }
 }
 
-// The sum of a group of activations, `count` of them, a multiple of 16.
-inline float sum_pairs(const bf16* x, int64_t count) {
+// The sum of a group of activations, `count` of them, a multiple of 16; each 32 lie together, `stride` from the next.
+inline float sum_pairs(const bf16* x, int64_t count, int64_t stride) {
   vf sums = {};
-  for (int64_t i = 0; i < count; i += LANES) sums += load(x + i);
+  for (int64_t i = 0; i < count; i += LANES) sums += load(x + i / 32 * stride + i % 32);
   float lanes[LANES];
   store(lanes, sums);
   for (int half = LANES / 2; half; half /= 2)

@@ -5,25 +5,32 @@
 // rest in memory between two steps touches that order.
 #pragma once
 #include <algorithm>
+#include <utility>
 
+#include "formats/groups.h"
 #include "formats/panel.h"
 #include "tiles.h"
 
 constexpr int64_t TILED_ROWS = 32;  // that are multiplied together: two registers
 constexpr int64_t TILE_STEP = 32;   // inputs of a register
 
-// Copies a row to where TileKernel reads it: its steps lie 16 * TILE_STEP numbers apart, those of 16 rows beside it
-// between them, so that a register is loaded from memory that lies together. Padding to whole steps is zero.
-inline void copy_tiled(const bf16* from, int64_t inputs, bf16* to) {
-  for (; inputs >= TILE_STEP; inputs -= TILE_STEP, from += TILE_STEP, to += 16 * TILE_STEP)
-    memcpy(to, from, TILE_STEP * sizeof *to);
-  if (inputs == 0) return;
-  memset(to, 0, TILE_STEP * sizeof *to);
-  memcpy(to, from, inputs * sizeof *to);
+constexpr int64_t X_STEP = 16 * TILE_STEP;  // numbers from one step of a row to the next one
+
+// Copies a row to where tiles read it: its steps lie X_STEP numbers apart, those of 16 rows beside it between them, so
+// that a register is loaded from memory that lies together. Up to `padded`, a multiple of TILE_STEP, there are zeros.
+inline void copy_tiled(const bf16* from, int64_t inputs, int64_t padded, bf16* to) {
+  for (; padded > 0; inputs -= TILE_STEP, padded -= TILE_STEP, from += TILE_STEP, to += X_STEP) {
+    if (inputs < TILE_STEP) memset(to, 0, TILE_STEP * sizeof *to);
+    if (inputs > 0) memcpy(to, from, std::min(inputs, TILE_STEP) * sizeof *to);
+  }
 }
+
+// How far input `input` of such a row lies behind its first one.
+inline int64_t tiled_at(int64_t input) { return input / TILE_STEP * X_STEP + input % TILE_STEP; }
 
 #ifndef TILES
 class TileKernel;  // no format is TILED
+class GroupTileKernel;
 #else
 
 static_assert(WIDTH == 32, "a panel is two registers of weights side by side");
@@ -48,7 +55,6 @@ class TileKernel {
   }
 
  private:
-  static constexpr int64_t X_STEP = 16 * TILE_STEP;                                              // numbers
   static constexpr int64_t X_STRIDE = TILE_STEP * 2, SUMS_STRIDE = WIDTH * 4, PANEL_STRIDE = WIDTH * 4;  // bytes
 
   void run(const bf16* x, int64_t lower, const char* panel, int64_t steps, int64_t inputs, int64_t rows, float* sums,
@@ -106,6 +112,127 @@ class TileKernel {
     if (LOWER) {
       tiles_.store<2>(lower_sums, SUMS_STRIDE);
       tiles_.store<3>(lower_sums + 16, SUMS_STRIDE);
+    }
+  }
+
+  Tiles tiles_;
+  int64_t rows_ = 0, inputs_ = 0;
+};
+
+// Some groups of a panel as UnpackedPairs, and what they are multiplied by.
+struct TiledGroups {
+  const char* unpacked;
+  int64_t count, depth;
+  const bf16* x;        // as copy_tiled has it, from the first group's first input on
+  const float* x_sums;  // of the groups of each row, x_groups apart; null without minima
+  int64_t x_groups;
+  float* sums;          // of the rows, WIDTH apart
+  bool resume;          // sums hold what earlier groups gave
+};
+
+// The same for up to 16 rows times groups: the products of a group are summed in a register from zero. Each output adds
+// that sum times its scale, then less its minimum times the sum of the activations, in float32, as paired_kernel does.
+//
+// Registers: products of two groups in turn with each half of the panel in 0 .. 3, rows in 4, weights in 6 and 7.
+class GroupTileKernel {
+ public:
+  ~GroupTileKernel() {
+    if (rows_) tiles_.release();
+  }
+
+  void multiply(const TiledGroups& g, int64_t rows) {
+    shape(rows, std::min(g.depth, TILE_STEP));
+    pick(rows, std::make_integer_sequence<int, 16>())(*this, g);
+  }
+
+ private:
+  typedef void (*Run)(GroupTileKernel&, const TiledGroups&);
+  typedef float Products[2][16][LANES];
+
+  void shape(int64_t rows, int64_t inputs) {
+    if (rows == rows_ && inputs == inputs_) return;
+    rows_ = rows, inputs_ = inputs;
+    TileShapes shapes;
+    for (int tile = 0; tile < 4; tile++) shapes.set(tile, rows, 64);
+    shapes.set(4, rows, 2 * inputs), shapes.set(6, inputs / 2, 64), shapes.set(7, inputs / 2, 64);
+    tiles_.configure(shapes);
+  }
+
+  template <int... R>
+  static Run pick(int64_t rows, std::integer_sequence<int, R...>) {
+    constexpr Run table[] = {run<R + 1>...};
+    return table[rows - 1];
+  }
+
+  // As many sums as the vector registers hold: of few rows those of both halves of the panel.
+  template <int R>
+  static void run(GroupTileKernel& kernel, const TiledGroups& g) {
+    if constexpr (2 * R <= 16) {
+      kernel.run<R, 2>(g, 0);
+    } else {
+      kernel.run<R, 1>(g, 0);
+      kernel.run<R, 1>(g, 1);
+    }
+  }
+
+  template <int R, int HALVES>
+  void run(const TiledGroups& g, int half) {
+    float* const at = g.sums + half * LANES;
+    vf sums[R][HALVES];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; h++) sums[r][h] = g.resume ? load(at + r * WIDTH + h * LANES) : vf{};
+    alignas(64) Products products[2];
+    for (int64_t group = 0; group <= g.count; group++) {  // a group is added while the next one is multiplied
+      if (group < g.count) {
+        if (group % 2)
+          multiply<HALVES, 2>(g, group, half, products[1]);
+        else
+          multiply<HALVES, 0>(g, group, half, products[0]);
+      }
+      if (group > 0) add<R, HALVES>(g, group - 1, half, products[(group - 1) % 2], sums);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int h = 0; h < HALVES; h++) ::store(at + r * WIDTH + h * LANES, sums[r][h]);
+  }
+
+  static const char* step(const TiledGroups& g, int64_t group) {
+    return g.unpacked + group * UnpackedPairs::bytes(g.depth);
+  }
+
+  template <int HALVES, int T>
+  void multiply(const TiledGroups& g, int64_t group, int half, Products& products) {
+    const bf16* x = g.x + tiled_at(group * g.depth);
+    const char* pairs = step(g, group) + UnpackedPairs::SCALE_BYTES + half * LANES * 4;
+    tiles_.zero<T>();
+    if (HALVES == 2) tiles_.zero<T + 1>();
+    for (int64_t k = 0; k < g.depth; k += TILE_STEP, x += X_STEP, pairs += TILE_STEP * WIDTH * 2) {
+      tiles_.load<4>(x, TILE_STEP * 2);
+      tiles_.load<6>(pairs, WIDTH * 4);
+      tiles_.multiply<T, 4, 6>();
+      if (HALVES == 2) {
+        tiles_.load<7>(pairs + LANES * 4, WIDTH * 4);
+        tiles_.multiply<T + 1, 4, 7>();
+      }
+    }
+    tiles_.store<T>(products[0], LANES * 4);
+    if (HALVES == 2) tiles_.store<T + 1>(products[1], LANES * 4);
+  }
+
+  template <int R, int HALVES>
+  static void add(const TiledGroups& g, int64_t group, int half, const Products& products, vf (&sums)[R][HALVES]) {
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; h++) {
+      vf scale, below;
+      UnpackedPairs::load_scale(step(g, group), half + h, scale, below);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        sums[r][h] = fused(load(products[h][r]), scale, sums[r][h]);
+        if (g.x_sums) sums[r][h] = fused(splat(g.x_sums[r * g.x_groups + group]), below, sums[r][h]);
+      }
     }
   }
 

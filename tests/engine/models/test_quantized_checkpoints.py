@@ -92,17 +92,17 @@ def test_quantized_weights_are_read_to_the_bit_and_give_their_tokens(tmp_path: P
     assert_tokens(Reference(tmp_path / "plain"), model, *kernels)
 
 
-def test_numerics_say_where_groups_are_multiplied_in_pairs(tmp_path: Path) -> None:
+def test_numerics_say_how_groups_are_multiplied(tmp_path: Path) -> None:
     demand_compiler()
     make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **SIZES)
     write_quantized(tmp_path / "plain", tmp_path / "awq", Format("awq", group=64))
     write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: "Q8_0")
-    pairs = " pairs" if load().multiplies_pairs else ""
+    order = f" {load().group_order}".rstrip()
     for model, quantize in (("plain", "int4"), ("awq", "none"), ("x.gguf", "none"), ("plain", "none")):
         for dtype in ("float32", "bfloat16"):
             engine = make_engine(tmp_path / model, kernels="cpu", dtype=dtype, quantize=quantize, block_size=16)
-            in_pairs = dtype == "bfloat16" and (model, quantize) != ("plain", "none")
-            assert engine.info().numerics.endswith(f" {dtype} {quantize}{pairs if in_pairs else ''}"), (model, dtype)
+            in_groups = dtype == "bfloat16" and (model, quantize) != ("plain", "none")
+            assert engine.info().numerics.endswith(f" {dtype} {quantize}{order if in_groups else ''}"), (model, dtype)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ class Gemm:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self.has_pairs = library.multiplies_pairs
+        self.has_group_order = bool(library.group_order)
 
     def pack(self, name: str, parts: list[Array], source: int) -> Weight:
         """Parts, [rows, inputs] each, packed last one first into memory that was not zero."""
@@ -225,7 +225,7 @@ def test_row_is_equal_to_the_bit_in_any_batch(gemm: Gemm, kind: tuple[str, int, 
         assert np.array_equal(gemm.linear(x[places], dtype, weight, bias, out_dtype), whole[places])
 
 
-def check_pairs(gemm: Gemm, part: Groups, x: NDArray[np.uint16], bias: NDArray[np.float32]) -> None:
+def check_group_order(gemm: Gemm, part: Groups, x: NDArray[np.uint16], bias: NDArray[np.float32]) -> None:
     """Products in float64 within what float32 sums may be off, the same bits in any batch, and exact ones exactly."""
     packed, weight, wide_x = gemm.pack_groups([part]), exact(part), read(x, BFLOAT16)
     whole = gemm.linear(x, BFLOAT16, packed, bias, FLOAT32)
@@ -249,8 +249,8 @@ def check_pairs(gemm: Gemm, part: Groups, x: NDArray[np.uint16], bias: NDArray[n
 
 
 @pytest.mark.parametrize("kind", GROUPS, ids=[f"{bits}-{group}-{what}" for bits, group, what in GROUPS])
-def test_groups_multiply_as_their_float32_weights_or_in_pairs(gemm: Gemm, kind: tuple[int, int, str]) -> None:
-    """To the bit as float32 weights; where bfloat16 activations are multiplied in pairs, with no weight rounded."""
+def test_groups_multiply_as_their_float32_weights_or_by_numbers(gemm: Gemm, kind: tuple[int, int, str]) -> None:
+    """To the bit as float32 weights; where bfloat16 activations are multiplied by numbers, with no weight rounded."""
     rng = np.random.default_rng(7)
     for outputs, inputs in ((1, 1), (33, 40), (200, 1111), (65, 1024)):
         part = groups(rng, kind, (outputs, inputs))
@@ -261,9 +261,9 @@ def test_groups_multiply_as_their_float32_weights_or_in_pairs(gemm: Gemm, kind: 
         plain = gemm.pack("float32", [weight.astype(np.float32)], FLOAT32)
         bias = rng.standard_normal(outputs, np.float32)
         x = rng.standard_normal((MANY_ROWS, inputs), np.float32)
-        if gemm.has_pairs:
-            check_pairs(gemm, part, to_bf16(x), bias)
-        for dtype in (FLOAT32,) if gemm.has_pairs else (FLOAT32, BFLOAT16):
+        if gemm.has_group_order:
+            check_group_order(gemm, part, to_bf16(x), bias)
+        for dtype in (FLOAT32,) if gemm.has_group_order else (FLOAT32, BFLOAT16):
             for rows in (1, 2, 3, 4, 7, 14, 15, 29, 113, MANY_ROWS):
                 some = stored(x[:rows], dtype)
                 found = gemm.linear(some, dtype, packed, bias, dtype, 1 + rows // MANY_ROWS)

@@ -21,7 +21,7 @@ from kernels.cpu.build import SOURCES
 from kernels.cpu.commands import BFLOAT16, FLOAT32
 from tests.kernels import cpu_variants
 from tests.kernels.cpu.test_attention import written
-from tests.kernels.cpu.test_gemm import Gemm, from_bf16, to_bf16
+from tests.kernels.cpu.test_gemm import GROUPS, Gemm, from_bf16, groups, to_bf16
 
 HERE = Path(__file__).parent
 RECORDED = np.dtype(
@@ -63,6 +63,29 @@ def by_tiles(x: Floats, w: Floats) -> Floats:
             chains[k % 2] += np.outer(x[:, k], w[:, k])
         sums += chains[0] + chains[1]
     return sums
+
+
+def fused(a: Floats, b: Floats, c: Floats) -> Floats:
+    """a * b + c, rounded once: the product is exact in float64, whose sum is rounded to odd before it is to float32."""
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    bits = total.view(np.int64)
+    away = np.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error != 0) & (bits % 2 == 0)
+    return (bits + np.where(inexact, away, 0)).view(np.float64).astype(np.float32)
+
+
+def lanes_sum(x: Floats) -> Floats:
+    """The sum of each row of a group as the kernels have it: 16 chains, then halves onto halves."""
+    lanes = np.zeros((len(x), 16), np.float32)
+    for first in range(0, x.shape[1], 16):
+        lanes += x[:, first : first + 16]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes
 
 
 def test_tile_product_equals_recorded_results_of_the_instruction(tiled: str, tmp_path: Path) -> None:
@@ -111,6 +134,32 @@ def test_int8_product_has_the_bits_of_the_stated_order(gemm: Gemm, outputs: int,
     for rows in range(1, 41):
         found = gemm.linear(x[:rows], BFLOAT16, weight, None, FLOAT32, 1 + rows % 2)
         assert np.array_equal(found, expected[:rows]), rows
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GROUPS if kind[1] >= 128], ids=lambda kind: "-".join(map(str, kind)))
+def test_group_product_has_the_bits_of_the_stated_order(gemm: Gemm, kind: tuple[int, int, str]) -> None:
+    rng = np.random.default_rng(13)
+    for outputs, inputs in ((1, 1), (33, 40), (70, 600)):
+        part = groups(rng, kind, (outputs, inputs))
+        part.scales.add_(torch.from_numpy(rng.random(part.scales.shape, np.float32) * np.float32(2**-12)))
+        one = groups(rng, kind, (outputs, inputs))
+        one.numbers.copy_(part.numbers), one.scales.fill_(1)
+        if one.mins is not None:
+            one.mins.zero_()
+        numbers = one.plain().float().numpy()
+        x = to_bf16(rng.standard_normal((70, inputs), np.float32))
+        wide = np.pad(from_bf16(x), ((0, 0), (0, -inputs % part.group)))
+        expected = np.zeros((len(x), outputs), np.float32)
+        for group, first in enumerate(range(0, inputs, part.group)):
+            these = slice(first, first + part.group)
+            products = by_tiles(from_bf16(x)[:, these], numbers[:, these])
+            expected = fused(products, part.scales[:, group].numpy()[None], expected)
+            if part.mins is not None:
+                expected = fused(lanes_sum(wide[:, these]), -part.mins[:, group].numpy()[None], expected)
+        packed = gemm.pack_groups([part])
+        for rows in (*range(1, 41), 70):
+            found = gemm.linear(x[-rows:], BFLOAT16, packed, None, FLOAT32, 1 + rows % 2)
+            assert np.array_equal(found, expected[-rows:]), rows
 
 
 def test_denormal_numbers_count_as_zero_in_bfloat16_products(gemm: Gemm) -> None:

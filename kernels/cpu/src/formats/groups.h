@@ -2,10 +2,12 @@
 // kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers, 32 bits for some inputs of an
 // output, the even ones in the lower half. gemm.cpp writes some steps as float32 panels and multiplies these, so that a
 // product has the bits of the float32 weight; where the machine multiplies pairs of bfloat16, it does so for activations
-// in bfloat16 (GroupPairs).
+// in bfloat16: by VDPBF16PS (GroupPairs), or by tiles where it has them and groups are long (GroupTiles).
 #pragma once
 #include <array>
+#include <type_traits>
 
+#include "../tiles.h"
 #include "float32.h"
 
 // The panels that unpacked steps become; they lie in the first cache already.
@@ -133,8 +135,9 @@ struct Pairs {
       memcpy(&table, TABLE.data(), sizeof table);
       return (vu)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)words, table);
     }
-    const vf even = __builtin_convertvector((vi)(words & 0xff), vf) - ZERO;
-    const vf odd = __builtin_convertvector((vi)(words >> 16 & 0xff), vf) - ZERO;
+    // A float32 of 2^23 and a little more has its lowest 8 bits for that.
+    const vf even = (vf)((words & 0xff) | 0x4b000000) - (8388608 + ZERO);
+    const vf odd = (vf)((words >> 16 & 0xff) | 0x4b000000) - (8388608 + ZERO);
     return (vu)even >> 16 | ((vu)odd & 0xffff0000u);
   }
 
@@ -156,8 +159,9 @@ struct UnpackedPairs {
   static constexpr bool GROUPED = true, PREFETCHED = false;
   static constexpr bool MINS = true;  // has room for them
   static constexpr int SCALE_BYTES = 2 * WIDTH * 4, NUMBERS = 2, EACH = 1;
+  static constexpr int AHEAD = 2048;  // bytes of a panel that are fetched before they are unpacked
 
-  static int64_t bytes(int64_t depth) { return SCALE_BYTES + depth / 2 * WIDTH * 4; }
+  static constexpr int64_t bytes(int64_t depth) { return SCALE_BYTES + depth / 2 * WIDTH * 4; }
   static void load_scale(const char* step, int h, vf& scale, vf& below) {
     Groups<4, 32, true>::load_scale(step, h, scale, below);
   }
@@ -166,12 +170,13 @@ struct UnpackedPairs {
   template <class P>
   static void unpack(const char* step, int64_t depth, char* out) {
     memcpy(out, step, P::SCALE_BYTES);
+    for (int at = 0; at < P::SCALE_BYTES; at += 64) __builtin_prefetch(step + AHEAD + at);
     step += P::SCALE_BYTES, out += SCALE_BYTES;
     for (int64_t word = 0; word < depth / P::NUMBERS; word++, out += P::EACH * WIDTH * 4)
       for (int h = 0; h < 2; h++, step += LANES * 4) {
         vu words;
         memcpy(&words, step, sizeof words);
-        __builtin_prefetch(step + P::Step::AHEAD);
+        __builtin_prefetch(step + AHEAD);
 #pragma GCC unroll 4
         for (int i = 0; i < P::EACH; i++) {
           const vu both = P::pair(words, i);
@@ -188,50 +193,62 @@ struct GroupPairs : W {
   typedef Pairs<W::BITS_EACH, W::MINS, W::FLOATS> Kernel;
   static constexpr bool PAIRED = true;
 };
+#endif
+
+#ifdef TILES
+// The same: some groups at a time become UnpackedPairs, which tiles multiply (GroupTileKernel).
 template <class W>
+struct GroupTiles : GroupPairs<W> {
+  static constexpr bool PAIRED = false, TILED = true, IN_PLACE = false;
+};
+// Groups of few inputs are multiplied in pairs at any number of rows: at one row tiles would take up to half more time.
+template <class W, int GROUP>
+using GroupsForBfloat16 = std::conditional_t<GROUP >= 128, GroupTiles<W>, GroupPairs<W>>;
+#elif defined(PAIRS_OF_BFLOAT16)
+template <class W, int GROUP>
 using GroupsForBfloat16 = GroupPairs<W>;
 #else
-template <class W>
+template <class W, int GROUP>
 using GroupsForBfloat16 = W;
 #endif
 
 struct Int4x32 : Groups<4, 32, false> {
-  typedef GroupsForBfloat16<Int4x32> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x32, 32> ForBfloat16;
   static constexpr const char* NAME = "int4-32";
 };
 struct Int4x32Mins : Groups<4, 32, true> {
-  typedef GroupsForBfloat16<Int4x32Mins> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x32Mins, 32> ForBfloat16;
   static constexpr const char* NAME = "int4-32-mins";
 };
 struct Int4x128 : Groups<4, 128, false> {
-  typedef GroupsForBfloat16<Int4x128> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x128, 128> ForBfloat16;
   static constexpr const char* NAME = "int4-128";
 };
 struct Int4x128Mins : Groups<4, 128, true> {
-  typedef GroupsForBfloat16<Int4x128Mins> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x128Mins, 128> ForBfloat16;
   static constexpr const char* NAME = "int4-128-mins";
 };
 struct Float4x32 : Groups<4, 32, false, true> {
-  typedef GroupsForBfloat16<Float4x32> ForBfloat16;
+  typedef GroupsForBfloat16<Float4x32, 32> ForBfloat16;
   static constexpr const char* NAME = "float4-32";
 };
 struct Int8x16 : Groups<8, 16, false> {
-  typedef GroupsForBfloat16<Int8x16> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x16, 16> ForBfloat16;
   static constexpr const char* NAME = "int8-16";
 };
 struct Int8x32 : Groups<8, 32, false> {
-  typedef GroupsForBfloat16<Int8x32> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x32, 32> ForBfloat16;
   static constexpr const char* NAME = "int8-32";
 };
 struct Int8x32Mins : Groups<8, 32, true> {
-  typedef GroupsForBfloat16<Int8x32Mins> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x32Mins, 32> ForBfloat16;
   static constexpr const char* NAME = "int8-32-mins";
 };
 struct Int8x128 : Groups<8, 128, false> {
-  typedef GroupsForBfloat16<Int8x128> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x128, 128> ForBfloat16;
   static constexpr const char* NAME = "int8-128";
 };
 struct Int8x128Mins : Groups<8, 128, true> {
-  typedef GroupsForBfloat16<Int8x128Mins> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x128Mins, 128> ForBfloat16;
   static constexpr const char* NAME = "int8-128-mins";
 };

@@ -53,12 +53,14 @@ struct Int8 {
 struct Int8Tiles : Int8 {
   typedef bf16 Input;
   static constexpr bool TILED = true, IN_PLACE = false;
+  static constexpr int AHEAD = 2048;  // bytes of a panel that are fetched before they are unpacked
 
   // `count` inputs of a panel from `step` on as pairs, [count / 2][WIDTH][2]; behind an odd number there is a zero.
   static void unpack_pairs(const char* step, int64_t count, char* out) {
     for (int64_t k = 0; k < count; k += 2)
       for (int h = 0; h < 2; h++, out += LANES * 4) {
         const char* numbers = step + k * WIDTH + h * LANES;
+        if (h == 0) __builtin_prefetch(numbers + AHEAD);
         const vu even = (vu)load_weights(numbers) >> 16;
         const vu pairs = k + 1 < count ? even | (vu)load_weights(numbers + WIDTH) : even;
         memcpy(out, &pairs, sizeof pairs);
