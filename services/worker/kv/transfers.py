@@ -7,6 +7,8 @@ in which they began.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +40,19 @@ class _Begun:
     in_host: bytes
     pending: list[Pending[int]]
     reads: dict[int, tuple[Tier, Int32] | None]  # by peer, the tiers that stay mapped meanwhile, and their blocks
+    faults: dict[int, Future[str]]  # by peer, of blocks that are compared with their digests beside the steps
+
+    def ready(self) -> bool:
+        """Return whether the copies are complete, and their blocks compared."""
+        return all(pending.ready() for pending in self.pending) and all(fault.done() for fault in self.faults.values())
+
+    def wait_faults(self) -> Iterator[str]:
+        """Yield why what was copied from each peer may be wrong, once the copies are complete."""
+        for number, read in self.reads.items():
+            if number in self.faults:
+                yield self.faults[number].result()
+            else:  # after the copies: a tier that still has its Run had it while they were made
+                yield "" if read is None else read[0].fault(read[1])
 
 
 class KVTransfers:
@@ -56,6 +71,7 @@ class KVTransfers:
         """
         pending: list[Pending[int]] = []
         reads: dict[int, tuple[Tier, Int32] | None] = {}
+        faults: dict[int, Future[str]] = {}
         if out_gpu.size:
             pending.append(self._cache.start_copy_out(out_gpu, out_host))
         if in_host.size and not in_peers.size:
@@ -66,29 +82,30 @@ class KVTransfers:
                 tier = self.peers.tier(number)
                 reads[number], memory = (tier, in_host[rows]), tier.memory
             pending.append(self._cache.start_copy_in(in_host[rows], in_gpu[rows], memory))
+            if number != OWN_TIER and tier.has_digests(in_host[rows]):
+                faults[number] = _start_comparing(pending[-1], tier, in_host[rows])
         if pending:
             self._last = pending[-1]
-            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads))
+            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads, faults))
 
     def acknowledge(self, step: int, wait: bool) -> Acknowledged:
         """Return the transfers up to `step` that are complete and not acknowledged yet; with `wait`, wait for all."""
         if not self._begun:
             return NONE
-        done: list[_Begun] = []
+        complete: list[_Begun] = []
         while self._begun and self._begun[0].step <= step:
-            if not wait and not all(pending.ready() for pending in self._begun[0].pending):
+            if not wait and not self._begun[0].ready():
                 break
-            done.append(self._begun.popleft())
-        if not done:
+            complete.append(self._begun.popleft())
+        if not complete:
             return NONE
-        ns = max(1, sum(pending.wait() for one in done for pending in one.pending))
-        reads = [read for one in done for read in one.reads.items()]
+        ns = max(1, sum(pending.wait() for one in complete for pending in one.pending))
+        reads = [read for one in complete for read in one.reads.items()]
         return Acknowledged(
-            out_gpu=b"".join(one.out_gpu for one in done),
-            in_host=b"".join(one.in_host for one in done),
+            out_gpu=b"".join(one.out_gpu for one in complete),
+            in_host=b"".join(one.in_host for one in complete),
             peers=tuple(number for number, _ in reads),
-            # After the copies: a tier that still has its Run had it while they were made.
-            faults=tuple("" if read is None else read[0].fault(read[1]) for _, read in reads),
+            faults=tuple(fault for one in complete for fault in one.wait_faults()),
             replaced=tuple(read is None or not self.peers.has(number, read[0]) for number, read in reads),
             ns=ns,
         )
@@ -104,3 +121,16 @@ class KVTransfers:
         """Return when no copy runs any more, acknowledged or not."""
         if self._last is not None:
             self._last.wait()
+
+
+def _start_comparing(copy: Pending[int], tier: Tier, blocks: Int32) -> Future[str]:
+    """Begin `tier.fault`, which may take long, in a thread of its own when the copy is complete."""
+
+    def fault() -> str:
+        copy.wait()
+        return tier.fault(blocks)
+
+    pool = ThreadPoolExecutor(1, "compare-kv")
+    future = pool.submit(fault)
+    pool.shutdown(wait=False)  # the thread ends behind it
+    return future
