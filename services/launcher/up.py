@@ -546,19 +546,19 @@ def _prefix() -> str:
 def _held(path: str | Path, folder: int | None = None) -> int | None:
     """Return an open file or folder that this process locks now; None where another one has the lock, or it is gone.
 
-    path: relative to the open `folder`, where it is given. Raise OSError for one that cannot be opened.
+    path: relative to the open `folder`, where it is given. Raise OSError for one that cannot be descriptor.
     """
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(opened), os.stat(path, dir_fd=folder, follow_symlinks=False)):
-            return opened
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path, dir_fd=folder, follow_symlinks=False)):
+            return descriptor
     except (BlockingIOError, FileNotFoundError):
         pass
-    os.close(opened)
+    os.close(descriptor)
     return None
 
 
@@ -574,14 +574,14 @@ def remove_abandoned() -> None:
     except OSError:
         return
     for folder in folders:
-        with contextlib.ExitStack() as closed, contextlib.suppress(OSError):
-            if _folder_problem(folder) or (opened := _held(folder)) is None:
+        with contextlib.ExitStack() as descriptors, contextlib.suppress(OSError):
+            if _folder_problem(folder) or (descriptor := _held(folder)) is None:
                 continue
-            closed.callback(os.close, opened)
-            files = [_held(name, opened) for name in os.listdir(opened)]
+            descriptors.callback(os.close, descriptor)
+            files = [_held(name, descriptor) for name in os.listdir(descriptor)]
             for file in files:
                 if file is not None:
-                    closed.callback(os.close, file)
+                    descriptors.callback(os.close, file)
             if None not in files:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -596,27 +596,27 @@ def _own_folder(folder: Path) -> Iterator[None]:
                 folder.mkdir(0o700)
             if problem := _folder_problem(folder):
                 raise ConfigurationError(problem)
-            opened = _held(folder)
+            descriptor = _held(folder)
         except OSError as error:
             raise ConfigurationError(f"{folder}: {error.strerror}; choose another --run-dir") from error
-        if opened is not None:
+        if descriptor is not None:
             break
         if time.monotonic() > deadline:
             raise ConfigurationError(f"{folder}: another stack uses it; choose another --run-dir")
         time.sleep(OWN_FOLDER_AGAIN_S)  # a launcher that looks for abandoned ones holds it for a moment
     try:
-        if not _is_private(os.fstat(opened)):  # another user has made it since
+        if not _is_private(os.fstat(descriptor)):  # another user has made it since
             raise ConfigurationError(_not_private(folder))
-        os.fchmod(opened, 0o700)  # workers refuse any other mode
-        for name in os.listdir(opened):  # of a launcher of this run directory that was killed
+        os.fchmod(descriptor, 0o700)  # workers refuse any other mode
+        for name in os.listdir(descriptor):  # of a launcher of this run directory that was killed
             with contextlib.suppress(OSError):
-                _remove_unlocked(name, opened)
+                _remove_unlocked(name, descriptor)
         try:
             yield
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -645,17 +645,17 @@ def shared_folder(run_dir: Path, given: Path | None, stacks: Sequence[ModelStack
 
 
 def _remove_unlocked(path: str | Path, folder: int | None = None) -> None:
-    """Remove a file, or a folder with all in it, unless a process has its lock. Raise OSError. folder: as for `_held`."""
+    """Remove a file that no process has locked, or a folder with all in it. Raise OSError. folder: as for `_held`."""
     status = os.stat(path, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISDIR(status.st_mode):
         shutil.rmtree(path, dir_fd=folder)
     elif not stat.S_ISREG(status.st_mode):
         os.unlink(path, dir_fd=folder)
-    elif (opened := _held(path, folder)) is not None:
+    elif (descriptor := _held(path, folder)) is not None:
         try:
             os.unlink(path, dir_fd=folder)
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
 
 def replica_id(worker_id: str, number: int) -> str:

@@ -157,9 +157,7 @@ def test_folder_of_a_killed_launcher_goes_with_the_next_one(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("kind", ["of another user", "a link", "with a worker", "with another name", "a file"])
-def test_folder_in_use_or_of_no_stack_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_folder_in_use_or_of_no_stack_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     monkeypatch.setattr(up, "SHARED_MEMORY", memory)
@@ -204,7 +202,7 @@ def test_folder_of_a_stack_that_runs_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_folder_that_is_swapped_while_it_opens_is_not_emptied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: str
 ) -> None:
-    user, held, target = os.geteuid(), up._held, tmp_path / "target"
+    user, hold, target = os.geteuid(), up._held, tmp_path / "target"
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
     target.mkdir()
     (target / "file").touch()
@@ -212,21 +210,23 @@ def test_folder_that_is_swapped_while_it_opens_is_not_emptied(
     folder.mkdir()
     (folder / "file").touch()
 
-    def opened(path: str | Path, parent: int | None = None) -> int | None:
-        found = held(path, parent)
+    def swap_after(path: str | Path, parent: int | None = None) -> int | None:
+        descriptor = hold(path, parent)
         if path == folder and swap == "a link":
             folder.rename(tmp_path / "before")
             folder.symlink_to(target)
         elif path == folder:
             monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-        return found
+        return descriptor
 
-    monkeypatch.setattr(up, "_held", opened)
+    monkeypatch.setattr(up, "_held", swap_after)
     monkeypatch.setattr(up, "remove_abandoned", lambda: None)
     refused = pytest.raises(ConfigurationError, match="is no folder of user")
-    with refused if swap == "of another user" else contextlib.nullcontext():
-        with up.shared_folder(Path("/a/.run"), None, STACK, True):
-            pass
+    with (
+        refused if swap == "of another user" else contextlib.nullcontext(),
+        up.shared_folder(Path("/a/.run"), None, STACK, True),
+    ):
+        pass
     assert (target / "file").exists()
     assert (folder / "file").exists()
 
