@@ -1,7 +1,7 @@
 """Transfers of KV blocks between the device and the host tier, or from the host tiers of peers, of one Run.
 
 The thread that submits steps begins them, the thread that finishes a step acknowledges them; they complete in the order
-in which they began.
+in which they began. Blocks that outlived their worker are compared with their digests in a thread beside these two.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -40,18 +40,24 @@ class _Begun:
     in_host: bytes
     pending: list[Pending[int]]
     reads: dict[int, tuple[Tier, Int32] | None]  # by peer, the tiers that stay mapped meanwhile, and their blocks
-    faults: dict[int, Future[str]]  # by peer, of blocks that are compared with their digests beside the steps
+    faults: dict[int, Future[str]] = field(default_factory=dict)  # by peer, of blocks that are compared meanwhile
 
-    def ready(self) -> bool:
-        """Return whether the copies are complete, and their blocks compared."""
-        return all(pending.ready() for pending in self.pending) and all(fault.done() for fault in self.faults.values())
+    def is_complete(self) -> bool:
+        """Return whether the copies are complete and their blocks compared with their digests, which this begins."""
+        if not all(pending.ready() for pending in self.pending):
+            return False
+        for number, read in self.reads.items():
+            if number not in self.faults and read is not None and read[0].has_digests(read[1]):
+                self.faults[number] = _start_comparing(*read)
+        return all(fault.done() for fault in self.faults.values())
 
     def wait_faults(self) -> Iterator[str]:
-        """Yield why what was copied from each peer may be wrong, once the copies are complete."""
+        """Yield why what was copied from each peer may be wrong. For complete copies: a tier that still has its Run had
+        it while they were made."""
         for number, read in self.reads.items():
             if number in self.faults:
                 yield self.faults[number].result()
-            else:  # after the copies: a tier that still has its Run had it while they were made
+            else:
                 yield "" if read is None else read[0].fault(read[1])
 
 
@@ -71,7 +77,6 @@ class KVTransfers:
         """
         pending: list[Pending[int]] = []
         reads: dict[int, tuple[Tier, Int32] | None] = {}
-        faults: dict[int, Future[str]] = {}
         if out_gpu.size:
             pending.append(self._cache.start_copy_out(out_gpu, out_host))
         if in_host.size and not in_peers.size:
@@ -82,11 +87,9 @@ class KVTransfers:
                 tier = self.peers.tier(number)
                 reads[number], memory = (tier, in_host[rows]), tier.memory
             pending.append(self._cache.start_copy_in(in_host[rows], in_gpu[rows], memory))
-            if number != OWN_TIER and tier.has_digests(in_host[rows]):
-                faults[number] = _start_comparing(pending[-1], tier, in_host[rows])
         if pending:
             self._last = pending[-1]
-            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads, faults))
+            self._begun.append(_Begun(step, out_gpu.tobytes(), in_host.tobytes(), pending, reads))
 
     def acknowledge(self, step: int, wait: bool) -> Acknowledged:
         """Return the transfers up to `step` that are complete and not acknowledged yet; with `wait`, wait for all."""
@@ -94,7 +97,7 @@ class KVTransfers:
             return NONE
         complete: list[_Begun] = []
         while self._begun and self._begun[0].step <= step:
-            if not wait and not self._begun[0].ready():
+            if not wait and not self._begun[0].is_complete():
                 break
             complete.append(self._begun.popleft())
         if not complete:
@@ -123,14 +126,9 @@ class KVTransfers:
             self._last.wait()
 
 
-def _start_comparing(copy: Pending[int], tier: Tier, blocks: Int32) -> Future[str]:
-    """Begin `tier.fault`, which may take long, in a thread of its own when the copy is complete."""
-
-    def fault() -> str:
-        copy.wait()
-        return tier.fault(blocks)
-
+def _start_comparing(tier: Tier, blocks: Int32) -> Future[str]:
+    """Begin `tier.fault`, which may take long, in a thread of its own."""
     pool = ThreadPoolExecutor(1, "compare-kv")
-    future = pool.submit(fault)
+    future = pool.submit(tier.fault, blocks)
     pool.shutdown(wait=False)  # the thread ends behind it
     return future
