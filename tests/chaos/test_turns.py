@@ -46,7 +46,7 @@ FEW_TOKENS = 300
 WAIT_S = 600.0
 AGAIN_S = 0.1
 """A client waits so long before it asks the next gateway."""
-GAP_S, STOPPED_S, ANSWER_S = (0.5, 3.0), (0.5, 4.0), 15.0
+GAP_S, STOPPED_S, ANSWER_S, KEEPS_S = (0.5, 3.0), (0.5, 4.0), 15.0, 120.0
 MODELS, ADAPTERS = ("one", "org/Two"), ("first", "second", "third")
 TARGETS = (*MODELS, "org/Two", *ADAPTERS)
 FILE = """
@@ -299,7 +299,7 @@ def run(
                 say(f"fault {hits.total() + 1}: {kind}; {tally.requests} requests; lost, doubled, diverged: {counts}")
                 KINDS[kind](box, rng)
                 hits[kind] += 1
-            until("a worker keeps KV", lambda: box.said(KEPT) or failed(clients), WAIT_S)
+            until("a worker keeps KV", lambda: box.said(KEPT) or failed(clients), KEEPS_S)
         finally:
             stop.set()
         for client in clients:

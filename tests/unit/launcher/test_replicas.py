@@ -241,7 +241,7 @@ def test_stack_without_use_for_the_folder_makes_none(tmp_path: Path, monkeypatch
         assert folder.is_dir()
 
 
-def test_folder_of_a_killed_launcher_is_emptied_but_for_living_workers(
+def test_folder_of_killed_launcher_is_emptied_but_for_living_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
