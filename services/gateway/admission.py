@@ -71,6 +71,7 @@ seven times as much. One tenant, where there are keys of others, may have half.
 """
 TOKEN_BYTES = 4
 MANY_REREADS = "too_many_answers"
+REREADS = "answers and conversations that are read again"
 RECENT = 65_536
 UNSEEN_S = 0.5
 """Mean age of statistics when they are first seen: they are read once a second."""
@@ -383,8 +384,8 @@ class Connections:
 
 
 class Rereads:
-    """Bytes of ended requests and stored responses that are read again, until the requests that read them are answered:
-    of this process, of all models.
+    """Bytes of ended requests and stored responses that are read again, until the requests that read them are answered,
+    or drop them before: of this process, of all models.
 
     What is made of them takes several times their bytes, and a client may ask as often as it likes.
     """
@@ -400,10 +401,10 @@ class Rereads:
         tenant, held, of_all = caller.tenant, self._held[caller.tenant], self._held.total()
         tenant_bytes = REREAD_BYTES // 2
         if caller.has_others and held > of_request and held + size_bytes > tenant_bytes:
-            text = f"answers that are read again: too many bytes of this tenant are on their way (limit {tenant_bytes})"
+            text = f"{REREADS}: too many bytes of this tenant are on their way (limit {tenant_bytes})"
             raise ApiError(429, f"{text}; {RETRY}", code=MANY_REREADS, retry_after_s=1)
         if of_all > of_request and of_all + size_bytes > REREAD_BYTES:
-            text = f"answers that are read again: too many bytes are on their way (limit {REREAD_BYTES})"
+            text = f"{REREADS}: too many bytes are on their way (limit {REREAD_BYTES})"
             raise unavailable(f"{text}; {RETRY}", MANY_REREADS)
         self._held[tenant] += size_bytes
 

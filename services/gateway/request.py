@@ -128,6 +128,7 @@ class GenerationSpec:
     markers: list[str] = field(default_factory=list)  # as MARKERS of text/reasoning.py; empty: the model's
     grammar_field: str = ""  # field of the body that brought the grammar of `sampling`
     prompt_tokens: int = 0  # counted from `prompts` unless given
+    conversation_bytes: int = 0  # of a response, that its gateway holds until the end, when it is stored
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.prompt_tokens or sum(map(len, self.prompts))

@@ -8,7 +8,7 @@
 --       needs to continue), id if in the background or '', bound of this tenant's waiting prompt tokens, 1 if the wait is
 --       too long for tenants that hold their even share of the queue or more, bound of the bytes of requests that have not
 --       ended or are kept behind it, bound of this tenant's (0: no bound), bytes of it that stay
---       for KEPT_MS behind its end
+--       for KEPT_MS behind its end, bytes that its gateway holds until its end
 -- Returns for each request: {ok, entry id, requests and tokens that the key has left (-1: no limit)} | {duplicate, state}
 --       | {full, waiting tokens} | {tenant, its waiting tokens, waiting tenants} | {late} | {rate, retry ms, limit}
 --       | {memory, bytes used, bound in bytes} | {bytes, held bytes, bytes of this request, ms, waiting tokens}
@@ -16,7 +16,7 @@
 -- ms: until enough of what is kept has gone, and where more is needed until the last of it; 0: the ends of requests free
 -- enough
 local queue, ttl, gateway, share = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
-local PER_KEYS, PER_ARGV = 4, 17
+local PER_KEYS, PER_ARGV = 4, 18
 local KEPT_MS = 300000  -- the lifetime of what is read behind the end of a request
 local LONG_DELIVERY = 8192  -- bytes from which a delivery is counted behind the end, such as one with texts to echo
 local time = redis.call('TIME')
@@ -49,7 +49,7 @@ local function expires_ms(held, wanted, tenant)
 end
 
 local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, most_tokens, cost, per_request, per_token,
-  most, tenant, class, delivery, background, tenant_tokens, is_late, most_bytes, tenant_most_bytes, kept_bytes)
+  most, tenant, class, delivery, background, tenant_tokens, is_late, most_bytes, tenant_most_bytes, kept_bytes, gateway_bytes)
   local state = redis.call('HGET', req, 'state')
   if state then return {'duplicate', state} end
 
@@ -63,8 +63,9 @@ local function enqueue(req, stream, bucket, prompt, request, prompts, tokens, mo
   local held, waiters = whole(redis.call('HGET', tenants, tenant), 0), redis.call('HLEN', tenants)
   if held > 0 and held + tokens > tenant_tokens then return {'tenant', held, waiters} end
 
-  -- Bytes as they lie in Redis until the request ends: message, prompts, and the record with its keys and fields.
-  local bytes = #request + #prompts + #delivery + 2048 + kept_bytes
+  -- Bytes as they lie in Redis until the request ends: message, prompts, and the record with its keys and fields. The
+  -- conversation that its gateway holds comes to Redis at its end.
+  local bytes = #request + #prompts + #delivery + 2048 + kept_bytes + gateway_bytes
   local function exceeds(total, most) return most > 0 and total > 0 and total + bytes > most end
   local function held_bytes()
     return whole(redis.call('HGET', queue, 'bytes'), 0), whole(redis.call('HGET', queue .. ':bytes', tenant), 0)
@@ -146,7 +147,8 @@ for i = 0, (#KEYS - 3) / PER_KEYS - 1 do
   local done, answer = pcall(enqueue, KEYS[k + 1], KEYS[k + 2], KEYS[k + 3], KEYS[k + 4], ARGV[a + 1], ARGV[a + 2],
     tonumber(ARGV[a + 3]), tonumber(ARGV[a + 4]), tonumber(ARGV[a + 5]), tonumber(ARGV[a + 6]), tonumber(ARGV[a + 7]),
     tonumber(ARGV[a + 8]), ARGV[a + 9], ARGV[a + 10], ARGV[a + 11], ARGV[a + 12], tonumber(ARGV[a + 13]),
-    ARGV[a + 14] == '1', tonumber(ARGV[a + 15]), tonumber(ARGV[a + 16]), tonumber(ARGV[a + 17]))
+    ARGV[a + 14] == '1', tonumber(ARGV[a + 15]), tonumber(ARGV[a + 16]), tonumber(ARGV[a + 17]),
+    tonumber(ARGV[a + 18]))
   if not done then answer = {'error', type(answer) == 'table' and answer.err or tostring(answer)} end
   answers[i + 1] = answer
 end

@@ -158,6 +158,7 @@ class Node:
         self.data = Server()
         self.offset_s = 0.0  # of Redis's clock from the wall clock
         self.set_back = False  # whether its clock was ever set back
+        self.restores = 0  # how often data was lost
         self.before: list[Callable[[str, Sequence[bytes]], None]] = []
         self.after: list[Callable[[str, Sequence[bytes], Any], None]] = []
         self.commands = 0
@@ -182,15 +183,21 @@ class Node:
         self.offset_s += by_s
         self.set_back |= by_s < 0
 
-    def keep(self) -> Callable[[], None]:
-        """Return what restores the data as it is now, as from a log without its tail."""
-        database = self.data.dbs[0]
+    def keep(self) -> Callable[[], bool]:
+        """Return what restores the data as it is now, as from a log without its tail. It does nothing and returns False
+        after another restore: that one may have lost this data.
+        """
+        database, restores = self.data.dbs[0], self.restores
         kept = copy.deepcopy(dict(database.items()))
 
-        def restore() -> None:
+        def restore() -> bool:
+            if self.restores != restores:
+                return False
+            self.restores += 1
             with self.data.lock:
                 database.clear()
             database.update(kept)
+            return True
 
         return restore
 

@@ -147,7 +147,7 @@ def play(both: Both, seed: int, calls: int) -> None:
                     draw.randrange(1, 500), 0, 0, draw.choice([0, 2]), draw.choice(["alice", "bob"]), class_name,
                     b"\x00\xffdelivery", draw.choice(["", one]), draw.choice([60, 100]), draw.choice([0, 0, 1]),
                     draw.choice([0, 9000]), draw.choice([0, 5000]),
-                    draw.choice([0, 0, 700]),
+                    draw.choice([0, 0, 700]), draw.choice([0, 0, 600]),
                 ]  # fmt: skip
             for real, fake in zip(*both.script("enqueue", keys, *args), strict=True):
                 if real[0] == b"ok":

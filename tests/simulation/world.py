@@ -99,7 +99,8 @@ class World:
         self.numbers = 0
         self.apart = random.Random(seed)  # so that all else of a seed stays what it was
         self.takes = self.apart.choice([0, 1, 2]) if PREFILL in self.roles else 0
-        self.loses_lease = self.standby and self.faults > 0 and self.apart.random() < 0.2
+        self.losses = random.Random(seed ^ 0x105E)  # the same for what `take_over` draws
+        self.loses_lease = self.standby and self.faults > 0 and self.losses.random() < 0.2
 
     # Processes
 
@@ -399,9 +400,9 @@ class World:
             def lose_tail() -> None:
                 if not self.calm:
                     self._end_redis()
-                    restore()
-                    self.node.move_clock(-back_s)
-                    lose()
+                    if restore():
+                        self.node.move_clock(-back_s)
+                        lose()
 
             loop.call_later(draw.choice([0.05, 0.2, 0.5, 1.5]), lose_tail, context=empty)
             if back_s or draw.random() < 0.7:
@@ -423,7 +424,7 @@ class World:
         Either the clock was set back and all epochs follow the counter: then the next leader gets the same epoch.
         Or the clock is ahead in what is lost: then workers have seen epochs far above the counter and the clock.
         """
-        draw, node, lease = self.apart, self.node, self.keys.lease("shard-0")
+        draw, node, lease = self.losses, self.node, self.keys.lease("shard-0")
         ahead_s = draw.choice([0.0, AHEAD_S])
         await asyncio.sleep(draw.uniform(0.5, self.span_s))
         if not ahead_s:
@@ -445,9 +446,9 @@ class World:
             paused.pause()
             self.loop.call_later(draw.choice([1.5, 3.0, 7.0]), paused.resume, context=contextvars.Context())
         self._end_redis()
-        restore()
-        node.move_clock(-ahead_s)
-        lose()
+        if restore():
+            node.move_clock(-ahead_s)
+            lose()
 
     def _end_redis(self) -> None:
         """End Redis; it starts again after a while."""

@@ -320,7 +320,7 @@ def entry_of(
             request.SerializeToString(), prompts, spec.prompt_tokens, bounds.class_tokens, spec.cost_tokens,
             *caller.rates.arguments, caller.tenant, spec.priority, delivery, spec.id if spec.background else "",
             bounds.tenant_tokens, int(bounds.is_late), bounds.class_bytes, bounds.tenant_bytes,
-            spec.kept_bytes,
+            spec.kept_bytes, spec.conversation_bytes,
         ]  # fmt: skip
 
     return Entry(

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from services.gateway.delivery.dispatcher import Dispatcher
 from shared.dead_letters import DeadLetters
-from shared.redis_client import KEPT_TTL_MS, Scripts, Unreachable, Value, connect
+from shared.redis_client import KEPT_TTL_MS, WRONG_TYPE, Scripts, Unreachable, Value, connect
 from shared.settings import GatewaySettings
 
 log = logging.getLogger("orcinus.gateway")
@@ -39,7 +39,7 @@ class Kept(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """What lies in Redis."""
+    """What lies in Redis, as JSON."""
 
     tenant: str
     response: dict[str, Any]
@@ -80,6 +80,11 @@ def _parsed(raw: bytes | ResponseError) -> StoredResponse:
     return found
 
 
+def _owner(entry: bytes | None) -> str:
+    """Return the tenant in an entry of `responses:sizes`: bytes and tenant."""
+    return (entry or b"").decode().partition(" ")[2]
+
+
 class ResponseStore:
     """The stored responses of all gateways."""
 
@@ -99,42 +104,63 @@ class ResponseStore:
         """Return whether responses are stored at all."""
         return self._retention_ms > 0 and self._bytes > 0
 
-    async def keep(self, stored: StoredResponse, only_new: bool = False) -> Kept:
-        """Store a response, or its next state; only_new: leave one that is there."""
+    async def keep(self, tenant: str, conversation: bytes, response: dict[str, Any], only_new: bool = False) -> Kept:
+        """Store a response, or its next state. conversation: the items before its answer, JSON; only_new: leave one
+        that is there.
+        """
         if not self.stores:
             return Kept.NOT
-        value = orjson.dumps(stored)
+        value = orjson.dumps({"tenant": tenant, "response": response, "input": orjson.Fragment(conversation)})
         try:
             async with asyncio.timeout(PATIENCE_S):
-                return await self._run(stored.response["id"], stored.tenant, value, self._retention_ms, only_new)
+                return await self._run(response["id"], tenant, value, self._retention_ms, only_new)
         except (*Unreachable, RedisError) as error:
-            log.warning("response %s is not stored: %s", stored.response["id"], error)
+            log.warning("response %s is not stored: %s", response["id"], error)
             return Kept.NOT
 
     async def find(
         self, response_id: str, tenant: str, hold: Callable[[int], None] | None = None
     ) -> tuple[StoredResponse | None, bool]:
-        """Return a stored response of a tenant, and whether it was deleted. hold: called with its bytes, and may raise.
-        Raise ApiError(503).
+        """Return a stored response of a tenant, and whether it was deleted. hold: called with its bytes before they are
+        read, and may raise. Raise ApiError(503).
         """
+        stored_bytes, is_deleted = await self.look(response_id, tenant)
+        if not stored_bytes:
+            return None, is_deleted
+        if hold is not None:
+            hold(stored_bytes)
         key = self._keys.response(response_id)
 
-        async def read() -> bytes | ResponseError | None:
-            try:
-                value: bytes | None = await self._redis.get(key)
-            except ResponseError as error:  # a key of another type
-                return error
+        async def read() -> bytes | None:
+            value: bytes | None = await self._redis.get(key)
             return value
 
         raw = await self._ask(read)
-        if raw is None or raw == b"":
+        if not raw:  # it has gone just now
             return None, raw is not None
         found = self._letters.read(key, raw, _parsed)
-        if found is None or found.tenant != tenant:
-            return None, False
-        if hold is not None and isinstance(raw, bytes):
-            hold(len(raw))
-        return found, False
+        return (found, False) if found is not None and found.tenant == tenant else (None, False)
+
+    async def look(self, response_id: str, tenant: str) -> tuple[int, bool]:
+        """Return the bytes of a stored response of a tenant, 0 where there is none, and whether it was deleted. Raise
+        ApiError(503).
+        """
+        key, sizes = self._keys.response(response_id), f"{self._keys.responses}:sizes"
+
+        async def read() -> list[Any]:
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.exists(key).strlen(key).hget(sizes, response_id)
+            replies: list[Any] = await pipe.execute(raise_on_error=False)
+            for reply in replies:
+                if isinstance(reply, RedisError) and WRONG_TYPE not in str(reply):
+                    raise reply
+            return replies
+
+        exists, size, entry = await self._ask(read)
+        stored_bytes = self._letters.read(key, size, int) or 0
+        owner = self._letters.read(sizes, entry, _owner)
+        is_deleted = bool(exists) and size == 0
+        return (stored_bytes if owner == tenant else 0), is_deleted
 
     async def forget(self, response_id: str, tenant: str, hidden_ms: int = 2 * KEPT_TTL_MS) -> None:
         """Delete a response, and hide the record of its request for a while. Raise ApiError(503)."""

@@ -135,6 +135,14 @@ def holding_bytes(model: ServedModel, request: Request) -> Hold:
     return hold
 
 
+def release_bytes(request: Request) -> None:
+    """Count what was read again for this request no longer: it is dropped before the answer is sent."""
+    state = request.state
+    while getattr(state, "at_end", None):
+        state.at_end.pop()()
+    state.reread_bytes = 0
+
+
 async def whole_response(answer: Awaitable[dict[str, Any]], headers: dict[str, str]) -> Response:
     """Await the body of an answer and return the response; a client that has left gets an empty one. Raise ApiError."""
     try:

@@ -22,7 +22,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field, WithJsonSchema
 from starlette.responses import Response
 
-from services.gateway.admission import Hold, unknown_request
+from services.gateway.admission import MANY_REREADS, Hold, unknown_request
 from services.gateway.delivery.response_store import Kept, StoredResponse
 from services.gateway.delivery.stream import Delta, Generation, Usage
 from services.gateway.errors import ApiError, failed, invalid, shown
@@ -37,6 +37,7 @@ from services.gateway.openai.answers import (
     holding_bytes,
     json_response,
     listed,
+    release_bytes,
     take_headers,
     whole,
     whole_response,
@@ -652,12 +653,16 @@ def router(gateway: Gateway) -> APIRouter:
         return await Responses(model, holding_bytes(model, request)).find(response_id, request.state.tenant)
 
     async def conversation_before(name: str | None, model: ServedModel, request: Request) -> list[dict[str, Any]]:
-        """Return the conversation that a request of a model goes on from. Raise ApiError(400, 429, 503)."""
+        """Return the conversation that a request of a model goes on from, counted as `find` does. Raise
+        ApiError(400, 429, 503).
+        """
         if name is None:
             return []
         try:
             found = await find(await holding(name, request), name, request)
         except ApiError as error:
+            if error.code == MANY_REREADS:
+                error.param = "previous_response_id"
             if error.status != 404:
                 raise
             found = None
@@ -690,7 +695,11 @@ def router(gateway: Gateway) -> APIRouter:
         response = shell(body, spec.id, spec.created, model.text.defaults)
         response["store"] &= model.responses.stores
         conversation = [*before, *stored_items(items_of(body), spec.id)] if response["store"] else []
-        keep = partial(Responses(model).keep, request.state.tenant, conversation)
+        stored_input = orjson.dumps(conversation)
+        keep = partial(Responses(model).keep, request.state.tenant, stored_input)
+        spec.conversation_bytes = 0 if spec.background else len(stored_input)
+        del before, conversation  # the request may wait for long; from here on the queue counts its bytes
+        release_bytes(request)
         if spec.background:
             response["status"] = "queued"
             kept = await keep(response, only_new=True)  # an earlier call of the same name has it already
@@ -747,14 +756,11 @@ def router(gateway: Gateway) -> APIRouter:
         model = await holding(response_id, request)
         return json_response((await find(model, response_id, request)).response)
 
-    @routes.delete("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 429, 503)})
+    @routes.delete("/v1/responses/{response_id}", responses={200: _RESPONSE, **errors(404, 503)})
     async def delete_response(response_id: str, request: Request) -> Response:
         """Cancel a response that runs, and forget it."""
         model = await holding(response_id, request)
-        found = await find(model, response_id, request)
-        if found.running:
-            await model.dispatcher.cancel_for(response_id, request.state.tenant)
-        await model.responses.forget(response_id, request.state.tenant)
+        await Responses(model).delete(response_id, request.state.tenant)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @routes.get("/v1/responses/{response_id}/input_items", responses={200: _RESPONSE, **errors(404, 429, 503)})
@@ -775,14 +781,21 @@ def router(gateway: Gateway) -> APIRouter:
     @routes.post("/v1/responses/{response_id}/cancel", responses={200: _RESPONSE, **errors(404, 429, 503)})
     async def cancel_response(response_id: str, request: Request) -> Response:
         """Cancel a response, wherever it runs."""
+        check_name(response_id)
         model = await holding(response_id, request)
+        verdict = await model.dispatcher.cancel_for(response_id, request.state.tenant)  # also where no more may be read
         found = await find(model, response_id, request)
-        if found.running:
-            verdict = await model.dispatcher.cancel_for(response_id, request.state.tenant)
-            found.response["status"] = "cancelled" if verdict != "finished" else found.response["status"]
+        if found.running and verdict != "finished":
+            found.response["status"] = "cancelled"
         return json_response(found.response)
 
     return routes
+
+
+def check_name(response_id: str) -> None:
+    """Raise ApiError(404) for what is no id of a response."""
+    if not response_id.startswith(ids.BEGINNINGS[KIND]) or len(response_id) > MOST_ID:
+        raise unknown_request(response_id)
 
 
 class Responses:
@@ -793,18 +806,17 @@ class Responses:
         self._model = model
         self._hold = hold
 
-    async def keep(
-        self, tenant: str, conversation: list[dict[str, Any]], response: dict[str, Any], only_new: bool = False
-    ) -> Kept:
-        """Store a response unless its request asked for none; return whether it is stored."""
+    async def keep(self, tenant: str, conversation: bytes, response: dict[str, Any], only_new: bool = False) -> Kept:
+        """Store a response unless its request asked for none; return whether it is stored. conversation: as of
+        ResponseStore.keep.
+        """
         if not response["store"]:
             return Kept.NOT
-        return await self._model.responses.keep(StoredResponse(tenant, response, conversation), only_new)
+        return await self._model.responses.keep(tenant, conversation, response, only_new)
 
     async def find(self, response_id: str, tenant: str) -> StoredResponse:
         """Return a response; one that is not stored has no input. Raise ApiError(404, 429, 503)."""
-        if not response_id.startswith(ids.BEGINNINGS[KIND]) or len(response_id) > MOST_ID:
-            raise unknown_request(response_id)
+        check_name(response_id)
         stored, is_deleted = await self._model.responses.find(response_id, tenant, self._hold)
         if is_deleted:
             raise unknown_request(response_id)
@@ -812,8 +824,19 @@ class Responses:
             return stored
         now = await self._recorded(response_id, tenant, stored)
         if now.response["store"] and not now.running:
-            await self._model.responses.keep(now)
+            await self._model.responses.keep(tenant, orjson.dumps(now.input), now.response)
         return now
+
+    async def delete(self, response_id: str, tenant: str) -> None:
+        """Cancel a response that runs, and forget it, without reading it. Raise ApiError(404, 503)."""
+        check_name(response_id)
+        stored_bytes, is_deleted = await self._model.responses.look(response_id, tenant)
+        if is_deleted:
+            raise unknown_request(response_id)
+        verdict = await self._model.dispatcher.cancel_for(response_id, tenant)
+        if not stored_bytes and verdict in ("unknown", "forbidden"):
+            raise unknown_request(response_id)
+        await self._model.responses.forget(response_id, tenant)
 
     async def ended(self, response_id: str) -> None:
         """Store the end of a response in the background. Redis may be away, and behind a stop string a record ends a

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from services.gateway import admission
@@ -14,7 +16,9 @@ from services.gateway.delivery.response_store import RUNNING
 from services.gateway.errors import ApiError
 from services.gateway.gateway import Gateway
 from services.gateway.openai.responses import Responses
-from tests.integration.gateway.conftest import asgi
+from shared.settings import GatewaySettings
+from tests.integration.gateway.conftest import asgi, in_process
+from tests.support import generations
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import STOP, ScriptedScheduler, answering
 from tests.support.waiting import wait_until
@@ -70,11 +74,9 @@ async def test_answer_is_refused_while_too_many_bytes_are_on_their_way(
     assert again.status_code == 200, "alone an answer always has room"
 
 
-@pytest.mark.parametrize("verb, path", [
-    ("POST", ""), ("POST", "/input_tokens"), ("POST", "/{id}/cancel"), ("DELETE", "/{id}"),
-])  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
 async def test_conversation_is_not_read_while_too_many_bytes_are_on_their_way(
-    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, verb: str, path: str
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
@@ -82,38 +84,119 @@ async def test_conversation_is_not_read_while_too_many_bytes_are_on_their_way(
     with answering(scheduler, lambda _: [50, 51], STOP):
         made = (await client.post("/v1/responses", json=body)).json()
     further = body | {"previous_response_id": made["id"]}
-    address = "/v1/responses" + path.format(id=made["id"])
     monkeypatch.setattr(admission, "REREAD_BYTES", 1)
     begun, read = asyncio.Event(), asyncio.Event()
     held = asyncio.create_task(slowly(public_app(local_gateway), f"/v1/responses/{made['id']}", begun, read))
     async with asyncio.timeout(60):
         await begun.wait()
-        refused = await client.request(verb, address, json=further)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_answers")
+        refused = await client.post(path, json=further)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (
+            503, "too_many_answers", "previous_response_id",
+        )  # fmt: skip
+        assert error["message"].startswith("answers and conversations that are read again: too many bytes")
         read.set()
         assert await held == 200
         with answering(scheduler, lambda _: [50, 51], STOP):
-            for _ in range(1 if verb == "DELETE" else 2):  # each is released when it is sent
-                assert (await client.request(verb, address, json=further)).status_code == 200
+            for _ in range(2):  # each is released when it is sent
+                assert (await client.post(path, json=further)).status_code == 200
 
 
-async def test_conversation_is_counted_until_the_answer_behind_it_is_sent(
+async def test_refused_bytes_are_never_read_from_redis(
     local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(size_bytes: int) -> None:
+        sizes.append(size_bytes)
+        raise ApiError(503, "too many bytes")
+
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    body, sizes = {"model": local_gateway.first.name, "input": "x"}, list[int]()
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        made = (await asgi(local_gateway).post("/v1/responses", json=body)).json()
+    tenant = (await local_gateway.dispatcher.raw_record(made["id"]))[b"tenant"].decode()
+    before = redis_server.client.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"]
+    with pytest.raises(ApiError, match="too many bytes"):
+        await local_gateway.first.responses.find(made["id"], tenant, refuse)
+    assert redis_server.client.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"] == before
+    assert sizes == [redis_server.client.strlen(local_gateway.settings.keys.response(made["id"]))]
+
+
+@pytest.mark.parametrize("verb, path", [("DELETE", "/{id}"), ("POST", "/{id}/cancel")])
+async def test_running_response_is_cancelled_while_too_much_is_read(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, verb: str, path: str
 ) -> None:
     scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
     body = {"model": local_gateway.first.name, "input": "x"}
     with answering(scheduler, lambda _: [50, 51], STOP):
-        made = (await client.post("/v1/responses", json=body)).json()
+        ended = (await client.post("/v1/responses", json=body)).json()
+    running = (await client.post("/v1/responses", json=body | {"background": True})).json()
     monkeypatch.setattr(admission, "REREAD_BYTES", 1)
-    further, queue = body | {"previous_response_id": made["id"]}, local_gateway.settings.keys.queue
-    waiting = asyncio.create_task(client.post("/v1/responses", json=further))
+    begun, read = asyncio.Event(), asyncio.Event()
+    held = asyncio.create_task(slowly(public_app(local_gateway), f"/v1/responses/{ended['id']}", begun, read))
     async with asyncio.timeout(60):
-        await wait_until(lambda: redis_server.client.hget(queue, "requests") == b"1")
-        refused = await client.post("/v1/responses", json=further)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_answers")
+        await begun.wait()
+        answer = await client.request(verb, "/v1/responses" + path.format(id=running["id"]))
+        assert answer.status_code == (200 if verb == "DELETE" else 503)
+        assert (await local_gateway.dispatcher.raw_record(running["id"]))[b"cancelled"] == b"1"
+        read.set()
+        assert await held == 200
+
+
+KEYS = ["a" * 40, "b" * 40, "c" * 40]
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True, "store": False}])
+async def test_waiting_conversations_leave_room_for_answers_of_other_tenants(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    redis_server.client.flushall()
+    (tmp_path / "keys").write_text("".join(f"{key}\n" for key in KEYS))
+    settings = GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url, api_key_file=tmp_path / "keys")
+    scheduler = ScriptedScheduler(redis_server.client, settings.keys).lead()
+    async with in_process(settings, generations.model()) as gateway, asyncio.timeout(60):
+        client, body = asgi(gateway), {"model": gateway.first.name, "input": "x"}
+        as_key = {key: {"Authorization": f"Bearer {key}"} for key in KEYS}
         with answering(scheduler, lambda _: [50, 51], STOP):
-            assert (await waiting).status_code == 200
+            made = [
+                (await client.post("/v1/responses", json=body, headers=headers)).json() for headers in as_key.values()
+            ]
+        monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+        waiting: list[asyncio.Task[httpx.Response]] = []
+        for key, before in zip(KEYS[:2], made, strict=False):
+            further = {**body, **options, "previous_response_id": before["id"]}
+            for _ in range(2):
+                waiting.append(asyncio.create_task(client.post("/v1/responses", json=further, headers=as_key[key])))
+                await wait_until(
+                    lambda: (
+                        any(task.done() for task in waiting)
+                        or redis_server.client.hget(settings.keys.queue, "requests") == b"%d" % len(waiting)
+                    )
+                )
+        assert not [task.result().text for task in waiting if task.done()]
+        found = await client.get(f"/v1/requests/{made[2]['id']}", headers=as_key[KEYS[2]])
+        assert found.status_code == 200
+        with answering(scheduler, lambda _: [50, 51], STOP):
+            assert [(await task).status_code for task in waiting] == [200] * 4
+
+
+async def test_conversation_that_waits_for_its_answer_counts_in_the_queue(
+    local_gateway: Gateway, redis_server: RedisServer
+) -> None:
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    keys, client = local_gateway.settings.keys, asgi(local_gateway)
+    held = {}
+    for store in (False, True):
+        body = {"model": local_gateway.first.name, "input": "x" * 50, "store": store}
+        waiting = asyncio.create_task(client.post("/v1/responses", json=body))
+        async with asyncio.timeout(60):
+            await wait_until(lambda: redis_server.client.hget(keys.queue, "requests") == b"1")
+            held[store] = int(redis_server.client.hget(keys.queue, "bytes"))
+            with answering(scheduler, lambda _: [50, 51], STOP):
+                made = (await waiting).json()
+    items = (await client.get(f"/v1/responses/{made['id']}/input_items")).json()["data"]
+    assert held[True] - held[False] == len(orjson.dumps(items)) - len(b"[]")
+    assert redis_server.client.hget(keys.queue, "bytes") == b"0"
 
 
 async def test_conversation_and_answer_of_a_request_sent_again_are_read_at_once(

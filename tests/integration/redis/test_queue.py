@@ -124,6 +124,14 @@ async def test_bytes_are_bounded_in_all_and_by_tenant(client: Redis, scripts: Sc
     assert await client.exists(KEYS.req("c"), KEYS.req("e")) == 0
 
 
+async def test_conversation_that_a_gateway_holds_counts(client: Redis, scripts: Scripts) -> None:
+    bounds = {"tokens": 1, "most_bytes": 3 * SIZE}
+    assert (await enqueue(scripts, "a", conversation=SIZE, **bounds))[0] == b"ok"
+    assert await counted(client) == (2 * SIZE, {b"alice": b"%d" % (2 * SIZE)})
+    assert await enqueue(scripts, "b", conversation=1, **bounds) == [b"bytes", 2 * SIZE, SIZE + 1, 0, 1]
+    assert (await enqueue(scripts, "c", **bounds))[0] == b"ok"
+
+
 async def test_counted_bytes_cover_what_redis_holds(client: Redis, scripts: Scripts) -> None:
     parts = {"request": bytes(40_000), "delivery": bytes(300), "most": 1 << 30, "of_tenant": 1 << 30}
     before = (await client.info("memory"))["used_memory"]

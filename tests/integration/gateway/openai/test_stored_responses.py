@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import openai
+import orjson
 import pytest
 
-from services.gateway.delivery.response_store import Kept, ResponseStore, StoredResponse
+from services.gateway.delivery.response_store import Kept, ResponseStore
 from services.gateway.gateway import Gateway
 from tests.integration.conftest import OTHER, TEXT
 from tests.support.checkpoints.tokenizers import token_ids
@@ -198,6 +199,6 @@ async def test_bytes_of_a_tenant_are_a_setting(local_gateway: Gateway, tenant_by
     names = ["resp_1", "resp_2", "resp_3"]
     for name in names:
         response = {"id": name, "status": "completed", "store": True, "output": []}
-        assert await store.keep(StoredResponse("a", response, [{"text": "x" * 1900}])) is Kept.NEW
+        assert await store.keep("a", orjson.dumps([{"text": "x" * 1900}]), response) is Kept.NEW
     assert [name for name in names if (await store.find(name, "a"))[0] is not None] == left
     await store.close()
