@@ -117,7 +117,7 @@ simulation: install-dev ## the services on one virtual clock, with faults, one r
 	$(PY) -m pytest tests/simulation
 	$(PY) -m tests.simulation $(call option,seeds,$(SEEDS)) $(ARGS)
 
-simulation-mutants: install-dev ## plant bugs one after another, until a seed finds each (SEEDS=200; ARGS="--mutants NAME" for one)
+simulation-mutants: install-dev ## plant bugs one after another, until a seed finds each (SEEDS=1000; ARGS="--mutants NAME" for one)
 	$(PY) -m tests.simulation $(call option,seeds,$(SEEDS)) $(if $(ARGS),$(ARGS),--mutants)
 
 soak: install-dev ## half an hour of load with clients of all kinds: does anything grow? (ARGS="--minutes 1")

@@ -104,7 +104,9 @@ class ServedModel:
             settings, text, parts.keyring, self.cluster, self.dispatcher, self.background, metrics, parts.tracing,
             parts.connections,
         )  # fmt: skip
-        self.adopter = OrphanAdopter(settings, gateway_id, self.background, self.admission.adopt, letters)
+        self.adopter = OrphanAdopter(
+            settings, gateway_id, self.background, self.admission.adopt, self.dispatcher.streams, letters
+        )
         self._watching: list[asyncio.Task[None]] = []
 
     def start(self) -> None:

@@ -81,7 +81,7 @@ class Checker:
         self._heads = {source(name)[lib:].splitlines()[0]: name for name in (*FENCED, "lease", "control")}
         self._holders: dict[str, str] = {}  # key of a lease -> process that acquired it last
         self._acquired: Counter[str] = Counter()  # how often, by key of a lease
-        self._node, self._call = node, node.local()
+        self._call = node.local()
         self._was_held = False
         self._epoch = 0  # the highest that a lease or a Run was given, and that Redis has not lost
         self._lost_epoch = 0  # the highest that it has lost
@@ -189,8 +189,10 @@ class Checker:
             self._holders[lease] = owner
             self._acquired[lease] += 1
         if reply and (name == "take_worker" or (name == "lease" and words[6] == b"acquire")):
-            # Set back, before the loss or behind it, the clock knows no more than the counter of what was lost.
-            known = self._epoch if self._node.set_back else max(self._epoch, self._lost_epoch)
+            # A clock that was set back, before the loss or behind it, may not have reached what was lost.
+            seconds, microseconds = map(int, self._call("TIME"))
+            is_passed = 100 * seconds + microseconds // 10_000 > self._lost_epoch
+            known = max(self._epoch, self._lost_epoch) if is_passed else self._epoch
             if reply <= known:
                 self.violation(f"{owner} was given epoch {reply} by {name}, after epoch {known}")
             self._epoch = max(self._epoch, reply)

@@ -157,7 +157,6 @@ class Node:
         self.loop = loop
         self.data = Server()
         self.offset_s = 0.0  # of Redis's clock from the wall clock
-        self.set_back = False  # whether its clock was ever set back
         self.restores = 0  # how often data was lost
         self.before: list[Callable[[str, Sequence[bytes]], None]] = []
         self.after: list[Callable[[str, Sequence[bytes], Any], None]] = []
@@ -181,7 +180,6 @@ class Node:
     def move_clock(self, by_s: float) -> None:
         """Set Redis's clock forward or back."""
         self.offset_s += by_s
-        self.set_back |= by_s < 0
 
     def keep(self) -> Callable[[], bool]:
         """Return what restores the data as it is now, as from a log without its tail. It does nothing and returns False

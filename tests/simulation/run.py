@@ -65,7 +65,7 @@ def hunt(names: list[str], seeds: range, jobs: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=200, help="number of seeds")
+    parser.add_argument("--seeds", type=int, help="number of seeds: 200, or 1000 to find a bug, without it")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; all cores without it")
     parser.add_argument("--plant", default="", help="plant this bug")
@@ -74,6 +74,7 @@ def main() -> int:
         "--mutants", nargs="*", help="plant these bugs, or all, one after another, until a seed finds each"
     )
     given = parser.parse_args()
+    given.seeds = given.seeds or (200 if given.mutants is None else 1000)
     if given.mutants is not None:
         return hunt(given.mutants, range(given.first, given.first + given.seeds), given.jobs)
     begun, failed = clock.REAL["monotonic"](), 0

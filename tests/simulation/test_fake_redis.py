@@ -217,7 +217,8 @@ def play(both: Both, seed: int, calls: int) -> None:
             both.script("give_worker", [lease, KEYS.worker("w")], epoch, shard, draw.choice([epoch, 3]))
         elif kind == "forget":
             gateway, several = draw.choice("gh"), draw.sample(NAMES, draw.randrange(1, 4))
-            both.script("forget", [KEYS.background_of(gateway), *map(KEYS.req, several)], gateway, *several)
+            args = [gateway, *(word for one in several for word in (one, draw.randrange(-1, 3)))]
+            both.script("forget", [KEYS.background_of(gateway), *map(KEYS.req, several)], *args)
         elif kind == "lapse" and draw.random() < 0.3:
             both.call("DEL", draw.choice([lease, KEYS.req(name), KEYS.bucket("a"), KEYS.queue]))
         assert both.keyspace(0) == both.keyspace(1), f"after {kind} of {name}"

@@ -4,7 +4,8 @@ Stop strings are matched by a gateway, so each background request needs one that
 requests of this gateway and keeps nothing; the answer is made from the record (openai/requests.py). `OrphanAdopter`
 looks every two seconds for gateways without a heartbeat; a key with SET NX lets one gateway adopt a request. The sets
 `background` (gateways) and `background:{gateway}` (requests) are written with the requests; entries that stay too
-long, as when a gateway died before it removed an ended request, do no harm.
+long, as when a gateway died before it removed an ended request, do no harm. Each look also compares the gateway's own
+set with what it reads: ended requests leave the set, and a request there without a reader is read again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -35,9 +36,9 @@ class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.left: set[str] = set()
-        """Requests to take back: a client streamed them and has disconnected, or Redis has lost their ends."""
-        self.ended: set[str] = set()
-        """Requests that have ended, until the adopter has removed them in Redis."""
+        """Requests to take back: a client streamed them and has disconnected, or nothing reads them."""
+        self.ended: dict[str, int] = {}
+        """Choices of requests that were read to their ends, until they are removed in Redis; 0 of a failure."""
         self.on_end: Callable[[str], Awaitable[None]] | None = None
         """Called with the id of each request that has ended, well or not."""
 
@@ -70,7 +71,7 @@ class BackgroundTasks:
             return
         if self.on_end is not None:
             await self.on_end(request_id)  # when this process ends meanwhile, another gateway adopts the request
-        self.ended.add(request_id)
+        self.ended[request_id] = generation.spec.choices if generation.done else 0
 
     def _gone(self, request_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(request_id) is task:
@@ -83,14 +84,16 @@ EVERY_S = 2.0
 GONE_S = 1.5
 """Time for which a heartbeat must be missing, after it expired: a Redis that was away has no heartbeat at all."""
 ADOPTING_MS = 10_000
-LEFT_S = 60.0
-"""A gateway leaves a request of another build to the other gateways for so long."""
 """Time for one gateway to adopt a request, before another one tries."""
+LEFT_S = 60.0
+"""A gateway leaves a request that it cannot read, as of another build, to the other gateways for so long."""
 BATCH = 256
 
 
 class OrphanAdopter:
-    """Adopt background requests of gateways that have died: a task and its connection."""
+    """Adopt background requests of gateways that have died, and take back those of this gateway without a reader: a
+    task and its connection.
+    """
 
     def __init__(
         self,
@@ -98,55 +101,76 @@ class OrphanAdopter:
         gateway_id: str,
         background: BackgroundTasks,
         adopt: Callable[[str, str], Awaitable[None]],
+        streams: Iterable[str],
         letters: DeadLetters | None = None,
     ) -> None:
-        """adopt(request, gateway): deliver a request here that `gateway` delivered. Raise ApiError."""
+        """adopt(request, gateway): deliver a request here that `gateway` delivered. Raise ApiError. streams: the
+        requests that are delivered here, with or without a client.
+        """
         self._keys: Keys = settings.keys
         self._gateway_id = gateway_id
         self._background = background
         self._adopt = adopt
+        self._streams = streams
         self._redis: Any = connect(settings, connections=1)
         self._scripts = Scripts(self._redis)
         self._missing: dict[str, float] = {}
-        self._unreadable: dict[str, float] = {}  # requests of another build, and until when they are left to others
+        self._unread: set[str] = set()  # requests that had no reader at the last look
+        self._unreadable: dict[str, float] = {}  # requests, and until when they are left to other gateways
         self._letters = letters or DeadLetters()
 
     async def run(self) -> None:
         """Look every two seconds, until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S * random.uniform(0.8, 1.2))  # noqa: S311 - jitter, no secret
-            try:
-                await self._forget_ended()
-                for request_id in list(self._background.left):
-                    await self._bring_back(request_id)
-                for gateway in await self._gone():
-                    await self.adopt_from(gateway)
-            except (*Unreachable, RedisError) as error:
-                log.debug("background requests were not checked: %s", error)
+            now = time.monotonic()
+            self._unreadable = {name: until for name, until in self._unreadable.items() if until > now}
+            for look in (self._look_after_own, self._look_for_orphans):  # a fault of one must not keep the other
+                try:
+                    await look()
+                except (*Unreachable, RedisError) as error:
+                    log.debug("background requests were not checked: %s", error)
 
     async def close(self, redis_answers: bool = True) -> None:
         """Take this gateway off those with background requests where it has none, and close the connection."""
         if redis_answers:
             try:
-                await self._forget_ended()
+                await self._compare_own()
                 if not await self._redis.exists(self._keys.background_of(self._gateway_id)):
                     await self._redis.srem(self._keys.background, self._gateway_id)
             except (*Unreachable, RedisError) as error:
                 log.warning("background requests of this gateway not checked: %s", error)
         await self._redis.aclose()
 
-    async def _forget_ended(self) -> None:
-        """Take requests that have ended out of this gateway's set, and take back those with ends that Redis lost."""
-        if ended := list(self._background.ended):
-            keys = [self._keys.background_of(self._gateway_id), *map(self._keys.req, ended)]
-            unfinished = await self._scripts.forget(keys, [self._gateway_id, *ended])
-            self._background.left |= {name.decode() for name in unfinished}
-            self._background.ended -= set(ended)
+    async def _look_after_own(self) -> None:
+        """Compare this gateway's set with what it reads, and read requests again that are left."""
+        await self._compare_own()
+        for request_id in list(self._background.left):
+            if await self._tried(request_id, self._gateway_id) or request_id in self._unreadable:
+                self._background.left.discard(request_id)
 
-    async def _bring_back(self, request_id: str) -> None:
-        """Read a request of this gateway again that a client has read for a while."""
-        if await self._tried(request_id, self._gateway_id):
-            self._background.left.discard(request_id)
+    async def _compare_own(self) -> None:
+        """Take requests that were read to their ends out of this gateway's set; find those without a reader there, as
+        where Redis has lost their ends. A scheduler may write an end after its tokens: only the second look counts.
+        """
+        key, background = self._keys.background_of(self._gateway_id), self._background
+        members = self._letters.read_all(key, await self._redis.smembers(key), text)
+        is_read = {*background.kept, *background.left, *self._streams}
+        names = {*members, *background.ended} - is_read
+        waiting, unread = set[str](), set[str]()
+        if names:
+            rows = [word for name in names for word in (name, background.ended.get(name, -1))]
+            answer = await self._scripts.forget([key, *map(self._keys.req, names)], [self._gateway_id, *rows])
+            waiting, unread = ({name.decode() for name in part} for part in answer)
+        again = unread & self._unread
+        background.left |= again - self._unreadable.keys()
+        self._unread = unread
+        for name in again | (names - waiting - unread):
+            background.ended.pop(name, None)
+
+    async def _look_for_orphans(self) -> None:
+        for gateway in await self._gone():
+            await self.adopt_from(gateway)
 
     async def _gone(self) -> list[str]:
         """Gateways without a heartbeat that may leave requests behind."""
@@ -166,8 +190,7 @@ class OrphanAdopter:
         if not found:
             await self._redis.srem(self._keys.background, gateway)
             return
-        adopted, now = 0, time.monotonic()
-        self._unreadable = {name: until for name, until in self._unreadable.items() if until > now}
+        adopted = 0
         for request_id in self._letters.read_all(key, found, text):
             if request_id in self._unreadable:
                 continue
@@ -183,18 +206,20 @@ class OrphanAdopter:
             log.info("adopted %d background requests of gateway %s, which has died", adopted, gateway)
 
     async def _tried(self, request_id: str, gateway: str) -> bool:
-        """Adopt one request. Return False when it is to be tried again."""
+        """Adopt one request. Return False when it is to be tried again, after a while if it is in `_unreadable`."""
         try:
             await self._adopt(request_id, gateway)
         except ApiError as error:
-            if error.code == "record_version":
+            is_temporary = error.status == 503 or error.code == TAKEN_OVER
+            if error.code == "record_version" or not is_temporary:
                 self._unreadable[request_id] = time.monotonic() + LEFT_S
-            if error.status == 503 or error.code == TAKEN_OVER:
+            if is_temporary:
                 return False
             log.info("background request %s not adopted: %s", request_id, error.message)
         except (*Unreachable, RedisError):
             raise
         except Exception:  # a record that this version cannot read must not end the gateway, and each one after it
             log.exception("background request %s cannot be adopted", request_id)
+            self._unreadable[request_id] = time.monotonic() + LEFT_S
             return False
         return True

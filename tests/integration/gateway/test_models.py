@@ -735,12 +735,16 @@ async def test_model_that_was_just_let_go_refuses_requests(gateway: Gateway) -> 
 
 async def test_model_is_in_use_until_a_while_after_its_last_request(gateway: Gateway) -> None:
     model = await gateway.models.opened(SECOND, None)
-    parts: list[set[str]] = [model.background.left, model.background.ended]
-    for part in parts:
+    background = model.background
+    parts: list[tuple[Callable[[], object], Callable[[], object]]] = [
+        (lambda: background.left.add("cmpl-1"), background.left.clear),
+        (lambda: background.ended.update({"cmpl-1": 1}), background.ended.clear),
+    ]
+    for begin, end in parts:
         model.used_at -= 2 * LEAST_IDLE_S
-        part.add("cmpl-1")
+        begin()
         assert model.unused_s() == 0
-        part.discard("cmpl-1")
+        end()
         assert model.unused_s() < LEAST_IDLE_S
 
 

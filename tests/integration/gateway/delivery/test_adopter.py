@@ -1,20 +1,25 @@
 """Adopters of orphans on a real Redis: which of two adopts those of a gateway that is gone, what is tried again, and
-what a gateway takes back where Redis has lost its end.
+the requests that a gateway takes back because Redis has lost their ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import pytest
 
 from services.gateway.delivery import background
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
-from services.gateway.errors import taken_over, unavailable
+from services.gateway.errors import ApiError, broken_record, taken_over, unavailable
+from services.gateway.gateway import Gateway
 from shared.settings import GatewaySettings
 from shared.tasks import end
+from tests.integration.gateway.conftest import asgi
+from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import LENGTH, Line, ScriptedScheduler
 from tests.support.waiting import wait_until
 
 IDS = [f"request-{number}" for number in range(20)]
@@ -25,7 +30,7 @@ def adopter(server: RedisServer, name: str, take_up: Callable[[str, str], Awaita
     settings = GatewaySettings(redis_url=server.url, api_keys=["k"])
     server.client.sadd(settings.keys.background, "gone")
     server.client.sadd(settings.keys.background_of("gone"), *IDS)
-    return OrphanAdopter(settings, name, BackgroundTasks(), take_up)
+    return OrphanAdopter(settings, name, BackgroundTasks(), take_up, ())
 
 
 def left(server: RedisServer) -> set[str]:
@@ -69,42 +74,171 @@ async def test_orphan_that_cannot_be_adopted_stays_for_the_next_try(
     await one.close()
 
 
-def with_ends(server: RedisServer, take_up: Callable[[str, str], Awaitable[None]]) -> OrphanAdopter:
-    """Return the adopter of a gateway that has seen the ends of requests; Redis has lost that of the first."""
-    server.client.flushall()
-    settings = GatewaySettings(redis_url=server.url, api_keys=["k"])
-    keys, tasks = settings.keys, BackgroundTasks()
-    server.client.sadd(keys.background, "one")
-    server.client.sadd(keys.background_of("one"), *IDS[:4])
-    server.client.hset(keys.req(IDS[0]), mapping={"state": "running", "gateway": "one"})
-    server.client.hset(keys.req(IDS[1]), mapping={"state": "finished", "gateway": "one"})
-    server.client.hset(keys.req(IDS[2]), mapping={"state": "running", "gateway": "other"})
-    tasks.ended |= set(IDS[:4])  # the record of the last has expired
-    return OrphanAdopter(settings, "one", tasks, take_up)
+class Own:
+    """A gateway `one` with its adopter, and what Redis has of four requests that it has read to their ends: it has lost
+    the end of the first. `adopted`: requests that it takes back.
+    """
+
+    def __init__(self, server: RedisServer, streams: Iterable[str] = (), error: Exception | None = None) -> None:
+        self.client = server.client
+        self.client.flushall()
+        settings = GatewaySettings(redis_url=server.url, api_keys=["k"])
+        self.keys, self.tasks, self.error = settings.keys, BackgroundTasks(), error
+        self.adopted: list[tuple[str, str]] = []
+        self.client.sadd(self.keys.background, "one")
+        self.client.sadd(self.keys.background_of("one"), *IDS[:4])
+        self.write(IDS[0], state="running")
+        self.write(IDS[1], state="finished")
+        self.write(IDS[2], state="running", gateway="other")
+        self.tasks.ended |= dict.fromkeys(IDS[:4], 2)  # the record of the last has expired
+        self.adopter = OrphanAdopter(settings, "one", self.tasks, self.take_up, streams)
+
+    def write(self, name: str, **fields: str | int) -> None:
+        """Write fields of a record."""
+        self.client.hset(self.keys.req(name), mapping={"gateway": "one", **fields})
+
+    @property
+    def own(self) -> set[str]:
+        return {name.decode() for name in self.client.smembers(self.keys.background_of("one"))}
+
+    async def take_up(self, request_id: str, gateway: str) -> None:
+        self.adopted.append((request_id, gateway))
+        if self.error is not None:
+            raise self.error
 
 
-async def test_request_with_a_lost_end_is_read_again(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def looks(server: RedisServer) -> int:
+    """Return how often adopters have looked: each look reads two sets."""
+    calls: int = server.client.info("commandstats").get("cmdstat_smembers", {}).get("calls", 0)
+    return calls // 2
+
+
+@contextlib.asynccontextmanager
+async def running(own: Own) -> AsyncIterator[None]:
+    task = asyncio.create_task(own.adopter.run())
+    try:
+        yield
+    finally:
+        await end(task)
+        await own.adopter.close()
+
+
+async def look_often(server: RedisServer) -> None:
+    """Wait for five looks."""
+    before = looks(server)
+    await wait_until(lambda: looks(server) >= before + 5)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let gateways look without a pause."""
     monkeypatch.setattr(background, "EVERY_S", 0.01)
-    adopted: list[tuple[str, str]] = []
-
-    async def take_up(request_id: str, gateway: str) -> None:
-        adopted.append((request_id, gateway))
-
-    one = with_ends(redis_server, take_up)
-    running = asyncio.create_task(one.run())
-    await wait_until(lambda: bool(adopted))
-    await end(running)
-    assert adopted == [(IDS[0], "one")]
-    await one.close()
 
 
-async def test_request_with_a_lost_end_is_left_to_others_when_its_gateway_ends(redis_server: RedisServer) -> None:
-    async def take_up(_request_id: str, _gateway: str) -> None:
-        raise AssertionError
+async def test_request_with_a_lost_end_is_read_again(redis_server: RedisServer, often: None) -> None:
+    own = Own(redis_server)
+    async with running(own):
+        await wait_until(lambda: own.adopted)
+    assert own.adopted[0] == (IDS[0], "one")
+    assert own.own == {IDS[0]}
 
-    await with_ends(redis_server, take_up).close()
-    keys = GatewaySettings(redis_url=redis_server.url, api_keys=["k"]).keys
-    assert redis_server.client.smembers(keys.background_of("one")) == {IDS[0].encode()}
-    assert redis_server.client.smembers(keys.background) == {b"one"}
+
+async def test_end_that_is_lost_after_its_removal_is_noticed(redis_server: RedisServer, often: None) -> None:
+    own = Own(redis_server)
+    own.write(IDS[0], state="finished")
+    async with running(own):
+        await wait_until(lambda: not (own.own or own.tasks.ended))
+        assert not own.adopted
+        own.write(IDS[0], state="running")
+        own.client.sadd(own.keys.background_of("one"), IDS[0])
+        await wait_until(lambda: own.adopted)
+    assert own.adopted[0] == (IDS[0], "one")
+
+
+@pytest.mark.parametrize("fields", [{"cancelled": 1}, {"stop:0": 3, "finish:1": 2}, {"stop:0": 3, "stop:1": 0}])
+async def test_request_that_its_scheduler_has_yet_to_end_stays(
+    redis_server: RedisServer, often: None, fields: dict[str, int]
+) -> None:
+    own = Own(redis_server)
+    own.write(IDS[0], **fields)
+    async with running(own):
+        await look_often(redis_server)
+        assert (own.adopted, own.own, set(own.tasks.ended)) == ([], {IDS[0]}, {IDS[0]})
+        own.write(IDS[0], state="finished")
+        await wait_until(lambda: not (own.own or own.tasks.ended))
+
+
+@pytest.mark.parametrize("fields, choices", [({"stop:0": 3}, 2), ({"stop:0": 3, "stop:1": 0}, 0)])
+async def test_stop_string_of_another_choice_is_no_end(
+    redis_server: RedisServer, often: None, fields: dict[str, int], choices: int
+) -> None:
+    own = Own(redis_server)
+    own.write(IDS[0], **fields)
+    own.tasks.ended[IDS[0]] = choices
+    async with running(own):
+        await wait_until(lambda: own.adopted)
+
+
+async def test_request_with_a_reader_is_not_taken_back(redis_server: RedisServer, often: None) -> None:
+    own = Own(redis_server, streams=[IDS[0]])
+    async with running(own):
+        await look_often(redis_server)
+    assert not own.adopted
+
+
+@pytest.mark.parametrize("error", [
+    ApiError(503, "another build", code="record_version"), broken_record(), ValueError("unreadable"),
+])  # fmt: skip
+async def test_request_that_cannot_be_read_is_tried_rarely(
+    redis_server: RedisServer, often: None, error: Exception
+) -> None:
+    own = Own(redis_server, error=error)
+    own.tasks.left.add(IDS[0])
+    async with running(own):
+        await look_often(redis_server)
+        assert own.adopted == [(IDS[0], "one")]
+        assert not (own.tasks.left or own.tasks.ended), "its model can close"
+    assert own.own == {IDS[0]}, "another gateway can adopt it"
+
+
+async def test_request_is_tried_again_where_redis_was_silent(redis_server: RedisServer, often: None) -> None:
+    own = Own(redis_server, error=unavailable("Redis does not answer", "redis_unavailable"))
+    async with running(own):
+        await wait_until(lambda: len(own.adopted) > 2)
+
+
+async def test_end_that_no_gateway_has_read_is_read(redis_server: RedisServer, often: None) -> None:
+    own = Own(redis_server)
+    own.write(IDS[0], state="finished")
+    del own.tasks.ended[IDS[0]]  # as when a client has read it to its end
+    async with running(own):
+        await wait_until(lambda: own.adopted)
+        own.tasks.ended[IDS[0]] = 2
+        await wait_until(lambda: not own.own)
+
+
+async def test_unread_requests_are_left_to_others_when_their_gateway_ends(redis_server: RedisServer) -> None:
+    own = Own(redis_server)
+    del own.tasks.ended[IDS[1]]  # handed over; it has ended since
+    await own.adopter.close()
+    assert (own.own, own.adopted) == (set(IDS[:2]), [])
+    assert own.client.smembers(own.keys.background) == {b"one"}
+
+
+async def test_stop_string_is_sent_once_while_the_scheduler_is_silent(
+    often: None, local_gateway: Gateway, redis_server: RedisServer
+) -> None:
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    body = {"model": local_gateway.first.name, "prompt": "The", "max_tokens": 400, "background": True, "stop": ["k br"]}
+    async with asgi(local_gateway) as client:
+        begun = (await client.post("/v1/completions", json=body)).json()
+    claimed = await asyncio.to_thread(scheduler.claim)
+    tokens = token_ids("a quick brown fox")
+    scheduler.publish(Line(claimed.id, 0, tokens))
+    read = local_gateway.first.background
+    await wait_until(lambda: begun["id"] in read.ended)
+    await look_often(redis_server)
+    assert [control.WhichOneof("command") for control in scheduler.controls()] == ["stop"]
+    scheduler.end(claimed, [tokens], [LENGTH])
+    await wait_until(lambda: not read.ended)
+    assert redis_server.client.hget(local_gateway.settings.keys.req(claimed.id), "finish") == b"1"
