@@ -285,3 +285,4 @@ class Scripts:
         self.give = Script(client, "give", observe)
         self.drop = Script(client, "drop", observe)
         self.keep = Script(client, "keep", observe)
+        self.forget = Script(client, "forget", observe)

@@ -214,7 +214,7 @@ def test_each_missing_service_is_named(open_page: OpenPage, written: WrittenStac
 def test_model_that_takes_turns_sleeps_loads_and_serves(
     open_page: OpenPage, written: WrittenStack, redis_server: RedisServer
 ) -> None:
-    redis_server.client.set(PLACER_KEYS.lease(PLACER), "1")
+    redis_server.client.set(PLACER_KEYS.lease(PLACER), "1", px=60_000)
     written.lead()
     written.tell(running=0, waiting=0)
     visit = open_page()

@@ -83,7 +83,8 @@ class Checker:
         self._acquired: Counter[str] = Counter()  # how often, by key of a lease
         self._node, self._call = node, node.local()
         self._was_held = False
-        self._epoch = 0  # the highest that a lease or a Run was given
+        self._epoch = 0  # the highest that a lease or a Run was given, and that Redis has not lost
+        self._lost_epoch = 0  # the highest that it has lost
         self._asked: dict[tuple[str, str], Process] = {}  # commands of gateways that Redis has not carried out
         self._claimers: list[tuple[str, int, int, list[int], int, bytes | None]] = []
         self.published = 0
@@ -103,8 +104,8 @@ class Checker:
 
         def lose() -> None:
             self._holders = holders
-            if self._node.set_back:  # neither the counter nor the clock knows the epochs since then
-                self._epoch = epoch
+            self._lost_epoch = max(self._lost_epoch, self._epoch)
+            self._epoch = epoch
             for wanted in self.requests.values():
                 wanted.harmed |= wanted.sent
 
@@ -188,8 +189,10 @@ class Checker:
             self._holders[lease] = owner
             self._acquired[lease] += 1
         if reply and (name == "take_worker" or (name == "lease" and words[6] == b"acquire")):
-            if reply <= self._epoch:
-                self.violation(f"{owner} was given epoch {reply} by {name}, after epoch {self._epoch}")
+            # Set back, before the loss or behind it, the clock knows no more than the counter of what was lost.
+            known = self._epoch if self._node.set_back else max(self._epoch, self._lost_epoch)
+            if reply <= known:
+                self.violation(f"{owner} was given epoch {reply} by {name}, after epoch {known}")
             self._epoch = max(self._epoch, reply)
         if name == "control":
             request, kind = lease.rpartition(":")[2], words[5].decode()

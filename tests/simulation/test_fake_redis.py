@@ -24,7 +24,7 @@ KEYS = Keys("tiny")
 SHARDS = ("shard-0", "shard-1")
 NAMES = [f"r{number}" for number in range(6)]
 SCRIPTS = {name: source(name) for name in ("enqueue", "claim", "publish", "release", "control", "lease", "give", "drop",
-                                           "fenced", "take_worker", "give_worker")}  # fmt: skip
+                                           "fenced", "take_worker", "give_worker", "forget")}  # fmt: skip
 ID = re.compile(rb"^\d{13}-\d+$")
 CLOCK_MS = re.compile(rb"^1[789]\d{11}$")
 CLOCK_CS = re.compile(rb"^1[789]\d{10}$")
@@ -135,7 +135,7 @@ def play(both: Both, seed: int, calls: int) -> None:
         epoch: Any = both.epochs.get(shard, (1, 1)) if draw.random() < 0.9 else 7
         lease = KEYS.lease(shard)
         kind = draw.choice(["enqueue", "enqueue", "lease", "claim", "publish", "publish", "control", "release", "give",
-                            "drop", "fenced", "worker", "lapse"])  # fmt: skip
+                            "drop", "fenced", "worker", "forget", "lapse"])  # fmt: skip
         if kind == "enqueue":
             keys = [KEYS.queue, KEYS.background, KEYS.background_of("g")]
             args: list[Any] = [LIVE_TTL_MS, "g", 0.75]
@@ -215,6 +215,9 @@ def play(both: Both, seed: int, calls: int) -> None:
             keys = [lease, KEYS.worker("w"), KEYS.epoch, KEYS.worker("w")]
             both.script("take_worker", keys, epoch, shard, KEYS.prefix, draw.choice([0, 0, 199_900_000_000]))
             both.script("give_worker", [lease, KEYS.worker("w")], epoch, shard, draw.choice([epoch, 3]))
+        elif kind == "forget":
+            gateway, several = draw.choice("gh"), draw.sample(NAMES, draw.randrange(1, 4))
+            both.script("forget", [KEYS.background_of(gateway), *map(KEYS.req, several)], gateway, *several)
         elif kind == "lapse" and draw.random() < 0.3:
             both.call("DEL", draw.choice([lease, KEYS.req(name), KEYS.bucket("a"), KEYS.queue]))
         assert both.keyspace(0) == both.keyspace(1), f"after {kind} of {name}"

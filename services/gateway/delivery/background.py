@@ -22,7 +22,7 @@ from services.gateway.delivery.stream import Generation
 from services.gateway.errors import HANDED_OVER, TAKEN_OVER, ApiError
 from shared.dead_letters import DeadLetters, text
 from shared.keys import Keys
-from shared.redis_client import Unreachable, connect
+from shared.redis_client import Scripts, Unreachable, connect
 from shared.settings import GatewaySettings
 from shared.tasks import end
 
@@ -35,7 +35,7 @@ class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.left: set[str] = set()
-        """Requests to take back: a client streamed them and has disconnected."""
+        """Requests to take back: a client streamed them and has disconnected, or Redis has lost their ends."""
         self.ended: set[str] = set()
         """Requests that have ended, until the adopter has removed them in Redis."""
         self.on_end: Callable[[str], Awaitable[None]] | None = None
@@ -106,6 +106,7 @@ class OrphanAdopter:
         self._background = background
         self._adopt = adopt
         self._redis: Any = connect(settings, connections=1)
+        self._scripts = Scripts(self._redis)
         self._missing: dict[str, float] = {}
         self._unreadable: dict[str, float] = {}  # requests of another build, and until when they are left to others
         self._letters = letters or DeadLetters()
@@ -135,8 +136,11 @@ class OrphanAdopter:
         await self._redis.aclose()
 
     async def _forget_ended(self) -> None:
+        """Take requests that have ended out of this gateway's set, and take back those with ends that Redis lost."""
         if ended := list(self._background.ended):
-            await self._redis.srem(self._keys.background_of(self._gateway_id), *ended)
+            keys = [self._keys.background_of(self._gateway_id), *map(self._keys.req, ended)]
+            unfinished = await self._scripts.forget(keys, [self._gateway_id, *ended])
+            self._background.left |= {name.decode() for name in unfinished}
             self._background.ended -= set(ended)
 
     async def _bring_back(self, request_id: str) -> None:

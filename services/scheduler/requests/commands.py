@@ -69,8 +69,9 @@ class Commands:
     async def run(self) -> None:
         """Read commands until cancelled.
 
-        A command stays in the stream until its outcome is written. After a crash the next scheduler reads it again, so
-        a command about a request may be carried out twice.
+        A command stays in the stream until its outcome is written. After a crash the next scheduler reads it again, and
+        after an error this one does: a Redis that lost its last writes gives ids again that were read, where its clock
+        was set back. So a command may be carried out twice.
         """
         last, attempt = "0", 0
         kept: deque[tuple[int, str]] = deque()  # outcomes that must be written first, last id read by then
@@ -99,6 +100,8 @@ class Commands:
                     raise
                 if attempt == 0:
                     log.warning("waiting for Redis to read commands: %s", error)
+                last = "0"
+                kept.clear()
                 await asyncio.sleep(backoff_s(attempt))
                 attempt += 1
 

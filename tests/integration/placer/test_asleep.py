@@ -56,7 +56,7 @@ class Sleeper:
     def __enter__(self) -> Sleeper:
         self.redis.client.flushall()
         busy = Keys(AWAKE)
-        self.redis.client.set(busy.lease("shard-0"), "1")
+        self.redis.client.set(busy.lease("shard-0"), "1", px=60_000)
         self.redis.client.hset(busy.stats("shard-0"), mapping={"workers": 1})
         self.redis.client.xadd(busy.requests("low"), {"r": "x"})
         self.redis.client.hset(PLACER_KEYS.placements, ASLEEP, Placement(False, self._load_ms).encode())

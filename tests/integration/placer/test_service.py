@@ -53,7 +53,7 @@ def awake(client: Any, *names: str) -> Callable[[], bool]:
 def live(client: Any) -> None:
     """Leave in Redis what a placer for NAMES does that lives."""
     client.hset(PLACER_KEYS.placements, mapping={name: Placement(name == "a").encode() for name in NAMES})
-    client.set(PLACER_KEYS.lease(PLACER), "7:living")
+    client.set(PLACER_KEYS.lease(PLACER), "7:living", px=60_000)
 
 
 def hash_reads(client: Any) -> int:
@@ -68,7 +68,7 @@ def clock_reads(client: Any) -> int:
 
 def serve(client: Any, name: str, workers: int) -> None:
     keys = Keys(name)
-    client.set(keys.lease("shard-0"), "1")
+    client.set(keys.lease("shard-0"), "1", px=60_000)
     client.hset(keys.stats("shard-0"), mapping={"workers": workers, "parked": 0, "waiting": 0, "running": 0})
 
 
