@@ -183,7 +183,7 @@ def test_group_product_of_one_row_has_its_bits_in_a_batch(gemm: Gemm, kind: tupl
         part.scales.copy_(torch.from_numpy(np.exp2(rng.integers(-3, 4, part.scales.shape)).astype(np.float32)))
         bits = rng.integers(0, 1 << 16, (17, inputs), np.uint16) & 0x807F
         ends = np.array([(0, 4), (120, 130), (0, 200)])[np.arange(17) % 3]
-        x = bits | rng.integers(ends[:, :1], ends[:, 1:], bits.shape).astype(np.uint16) << 7
+        x = (bits | rng.integers(ends[:, :1], ends[:, 1:], bits.shape) << 7).astype(np.uint16)
         packed = gemm.pack_groups([part])
         whole = gemm.linear(x, BFLOAT16, packed, None, FLOAT32)
         assert np.isfinite(whole).all()
