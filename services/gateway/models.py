@@ -221,9 +221,11 @@ class ModelTable:
         there = [each for each in self.names() if self.state(each) != "unavailable"]
         listed = ", ".join(each for each in there if caller is None or caller.may_use(each)) or "none now"
         is_here = name in self._named and (caller is None or caller.may_use(self._named[name].name))
-        problem, code = ("has no worker", UNAVAILABLE) if is_here else ("does not exist", "model_not_found")
-        text = f"The model {shown(name)} {problem}; this server has {listed}"
-        return ApiError(404, text, param="model", code=code)
+        if is_here:
+            text = f"The model {shown(name)} has no worker; this server has {listed}; start its scheduler and a worker"
+            return ApiError(404, text, param="model", code=UNAVAILABLE)
+        text = f"The model {shown(name)} does not exist; this server has {listed}"
+        return ApiError(404, text, param="model", code="model_not_found")
 
     def has(self, name: str) -> bool:
         """Return whether a model, open or not, has this name or alias."""

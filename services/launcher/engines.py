@@ -76,7 +76,7 @@ def engines(values: Values, check_policy: Callable[[str, str], None]) -> int:
         screen.event(f"the GPU of this machine is not used: {problem}")
     if most and first.worker.kv_share_dir is None and (problem := share_problem(run_dir.path)):
         screen.event(f"the KV of a model that sleeps is not kept: {problem}")
-    with run_dir, shared_folder(run_dir.path, first.worker.kv_share_dir, stacks):
+    with run_dir, shared_folder(run_dir.path, first.worker.kv_share_dir, stacks, most > 0):
         compile_kernels(first.worker)
 
         def on_ready() -> None:

@@ -176,7 +176,7 @@ def up(values: Values, check_policy: Callable[[str, str], None], stop_with_paren
             "port": held.enter_context(listen(gateway.host, gateway.port, "port")),
             "ops port": held.enter_context(listen(gateway.ops_host, gateway.ops_port, "ops port")),
         }
-        folder = held.enter_context(shared_folder(run_dir.path, worker.kv_share_dir, stacks))
+        folder = held.enter_context(shared_folder(run_dir.path, worker.kv_share_dir, stacks, most > 0))
         if most and worker.kv_share_dir is None and (problem := share_problem(run_dir.path)):
             screen.event(f"the KV of a model that sleeps is not kept: {problem}")
         client = redis_server.client(url, **access)
@@ -513,19 +513,24 @@ def share_problem(run_dir: Path) -> str:
     """Return why the host tiers of a stack's workers do not lie in memory; empty if they do."""
     if not (SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)):
         return f"{SHARED_MEMORY}: is not there or cannot be written; name a folder with {env_name('kv_share_dir')}"
-    folder = _folder_in_memory(run_dir)
-    if not os.path.lexists(folder) or _is_private(folder):
+    return _folder_problem(_folder_in_memory(run_dir))
+
+
+def _folder_problem(folder: Path) -> str:
+    """Return why this user may not use a folder; empty for a folder of this user, not a link to one, or for none."""
+    try:
+        return "" if _is_private(folder.lstat()) else _not_private(folder)
+    except FileNotFoundError:
         return ""
+
+
+def _not_private(folder: Path) -> str:
     return f"{folder}: is no folder of user {os.geteuid()}; remove it, or choose another --run-dir"
 
 
-def _is_private(folder: Path) -> bool:
-    """Return whether it is a folder of this user, not a link to one."""
-    try:
-        found = folder.lstat()
-    except FileNotFoundError:
-        return False
-    return found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode)
+def _is_private(status: os.stat_result) -> bool:
+    """Return whether this is the status of a folder of this user."""
+    return status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
 
 
 def _folder_in_memory(run_dir: Path) -> Path:
@@ -538,19 +543,22 @@ def _prefix() -> str:
     return f"orcinus-{os.geteuid()}-"
 
 
-def _held(path: Path) -> int | None:
-    """Return an open file or folder that this process locks now; None where another one has the lock, or it is gone."""
+def _held(path: str | Path, folder: int | None = None) -> int | None:
+    """Return an open file or folder that this process locks now; None where another one has the lock, or it is gone.
+
+    path: relative to the open `folder`, where it is given. Raise OSError for one that cannot be descriptor.
+    """
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+    except FileNotFoundError:
         return None
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(opened), path.lstat()):
-            return opened
-    except OSError:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path, dir_fd=folder, follow_symlinks=False)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
         pass
-    os.close(opened)
+    os.close(descriptor)
     return None
 
 
@@ -565,62 +573,89 @@ def remove_abandoned() -> None:
         folders = [SHARED_MEMORY / name for name in filter(names.fullmatch, os.listdir(SHARED_MEMORY))]
     except OSError:
         return
-    for folder in filter(_is_private, folders):
-        if (opened := _held(folder)) is None:
-            continue
-        with contextlib.ExitStack() as closed:
-            closed.callback(os.close, opened)
-            files = [_held(file) for file in folder.iterdir()]
+    for folder in folders:
+        with contextlib.ExitStack() as descriptors, contextlib.suppress(OSError):
+            if _folder_problem(folder) or (descriptor := _held(folder)) is None:
+                continue
+            descriptors.callback(os.close, descriptor)
+            files = [_held(name, descriptor) for name in os.listdir(descriptor)]
             for file in files:
                 if file is not None:
-                    closed.callback(os.close, file)
+                    descriptors.callback(os.close, file)
             if None not in files:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _own_folder(folder: Path) -> Iterator[None]:
-    """Make the folder anew, hold its lock, and remove it at the end. Raise ConfigurationError."""
+    """Make the folder, or empty it, hold its lock, and remove it at the end. Raise ConfigurationError."""
     deadline = time.monotonic() + OWN_FOLDER_S
     while True:
         try:
-            folder.mkdir(0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(0o700)
+            if problem := _folder_problem(folder):
+                raise ConfigurationError(problem)
+            descriptor = _held(folder)
         except OSError as error:
             raise ConfigurationError(f"{folder}: {error.strerror}; choose another --run-dir") from error
-        if (opened := _held(folder)) is not None:
+        if descriptor is not None:
             break
         if time.monotonic() > deadline:
             raise ConfigurationError(f"{folder}: another stack uses it; choose another --run-dir")
         time.sleep(OWN_FOLDER_AGAIN_S)  # a launcher that looks for abandoned ones holds it for a moment
     try:
-        for left in folder.iterdir():  # by a launcher of this run directory that was killed
+        if not _is_private(os.fstat(descriptor)):  # another user has made it since
+            raise ConfigurationError(_not_private(folder))
+        os.fchmod(descriptor, 0o700)  # workers refuse any other mode
+        for name in os.listdir(descriptor):  # of a launcher of this run directory that was killed
             with contextlib.suppress(OSError):
-                left.unlink()
-        yield
+                _remove_unlocked(name, descriptor)
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(opened)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
-def shared_folder(run_dir: Path, given: Path | None, stacks: Sequence[ModelStack]) -> Iterator[Path]:
-    """Yield the folder for host tiers: the `given` one, or one that goes with the stack. Files that killed workers, and
-    workers of models that sleep, have left there would keep memory: they are removed at the end. In a given folder only
-    those of `stacks` are. What killed launchers have left in memory is removed at the begin. Raise ConfigurationError.
+def shared_folder(run_dir: Path, given: Path | None, stacks: Sequence[ModelStack], sleeps: bool) -> Iterator[Path]:
+    """Yield the folder for host tiers: the `given` one, or one that goes with the stack. It is made where workers of
+    the stack use it. sleeps: as for `share_env`.
+
+    Files that killed workers, and workers of models that sleep, have left there would keep memory: they are removed at
+    the end. In a given folder only those of `stacks` are. Folders in memory of killed launchers are removed at the
+    start. Raise ConfigurationError.
     """
     remove_abandoned()
     if given is None:
         own = share_folder(run_dir)
-        with _own_folder(own):
+        is_used = any(share_env(role, own, sleeps) for stack in stacks for role in stack.launcher.roles())
+        with _own_folder(own) if is_used else contextlib.nullcontext():
             yield own
         return
     try:
         yield given
     finally:
-        owners = {kept_files.owner_of(stack.gateway.served_model_name, stack.scheduler.shard) for stack in stacks}
-        for file in (file for owner in owners for file in given.glob(f"*.{owner}.kept")):
-            with contextlib.suppress(OSError):
-                file.unlink()
+        for owner in {kept_files.owner_of(stack.gateway.served_model_name, stack.scheduler.shard) for stack in stacks}:
+            for file in [*given.glob(f"*.{owner}.kept"), *given.glob(f"*.{owner}.*.reserved")]:
+                with contextlib.suppress(OSError):
+                    _remove_unlocked(file)
+
+
+def _remove_unlocked(path: str | Path, folder: int | None = None) -> None:
+    """Remove a file that no process has locked, or a folder with all in it. Raise OSError. folder: as for `_held`."""
+    status = os.stat(path, dir_fd=folder, follow_symlinks=False)
+    if stat.S_ISDIR(status.st_mode):
+        shutil.rmtree(path, dir_fd=folder)
+    elif not stat.S_ISREG(status.st_mode):
+        os.unlink(path, dir_fd=folder)
+    elif (descriptor := _held(path, folder)) is not None:
+        try:
+            os.unlink(path, dir_fd=folder)
+        finally:
+            os.close(descriptor)
 
 
 def replica_id(worker_id: str, number: int) -> str:

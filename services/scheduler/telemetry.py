@@ -181,7 +181,7 @@ MIN_STARTS = 2  # and at least as many as run: every slot was taken anew once
 
 EMPTY_NS = np.zeros(0, np.int64)
 COUNTED_AT_ONCE = 16
-"""Outcomes."""
+"""Outcomes of steady decode that are counted in one go. Reports miss none: each counts all before."""
 
 
 class Window:
@@ -395,13 +395,14 @@ class Stats:
     def outcome(self, outcome: Outcome | None, now_ns: int) -> None:
         """Take one outcome: waits and SLO violations of its rows, starts and ends of requests.
 
-        Those of steady decode are counted some at a time, since a scheduler that comes to each out of cold caches takes
-        ten times as long.
+        Outcomes of steady decode, without a start, a first token or an end, are counted COUNTED_AT_ONCE at a time and
+        before each snapshot: one at a time out of cold caches takes ten times as long.
         """
         if outcome is None:
             return
         self._uncounted.append((outcome, now_ns))
-        if outcome.started or outcome.ended or len(self._uncounted) >= COUNTED_AT_ONCE:
+        is_steady = outcome.first.all() and not (outcome.started or outcome.ended)
+        if not is_steady or len(self._uncounted) >= COUNTED_AT_ONCE:
             self._count_all()
 
     def _count_all(self) -> None:

@@ -435,10 +435,13 @@ class Engine:
         if inflight.swaps and self.parallel.size > 1:
             are_stale = self._broadcast.confirm_copies(inflight, copied)
         rows = zip(copied.peers, are_stale, copied.replaced, copied.faults, strict=True)
+        faults: dict[int, str] = {}  # by peer, the first one that this rank has seen of several steps
+        for number, is_stale, is_replaced, fault in rows:
+            if is_stale and not is_replaced:
+                faults[number] = faults.get(number) or fault
         stale = {
             number: f"KV in the host tier of peer {number} is computed again: {fault or 'another rank cannot use it'}"
-            for number, is_stale, is_replaced, fault in rows
-            if is_stale and not is_replaced
+            for number, fault in faults.items()
         }
         for reason in stale.values():
             log.warning("%s", reason)

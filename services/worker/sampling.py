@@ -52,7 +52,8 @@ class SamplingTable:
         self.has_grammar = np.zeros(max_seqs, np.bool_)
         self._has_ids = np.zeros(max_seqs, np.bool_)
         self._ids: dict[int, SlotIds] = {}
-        # Slots of the last iteration and its rows, where nothing but positions changes until a sequence enters.
+        # Slots and rows of the last iteration. Set only if no row has masks, penalties or ids; then only positions
+        # change until `enter`.
         self._steady: tuple[bytes, SamplingRows] | None = None
 
     def clear(self) -> None:

@@ -127,7 +127,7 @@ def load(stack: Stack, reference: Reference, tokens: int, *others: str) -> Itera
             raise
 
 
-def failed(answers: Sequence[Future[list[int]]]) -> bool:
+def failed(answers: Sequence[Future[Any]]) -> bool:
     return any(answer.done() and answer.exception() for answer in answers)
 
 

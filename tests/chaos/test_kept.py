@@ -113,5 +113,5 @@ def test_kv_that_cannot_be_read_is_computed_again(stack: Stack, reference: Refer
     stack.settled_empty()
     assert recomputed(stack) > before
     if kept == "changed":
-        assert said(stack, "is not as it was kept")
+        assert said(stack, "from its checksum")
         assert "kv_discarded" in events(stack)

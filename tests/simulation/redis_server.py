@@ -23,6 +23,7 @@ from fakeredis._socket import FakeSocket
 from fakeredis.commands_mixins.scripting_mixin import LUA_MODULE, _convert_redis_arg
 from redis.asyncio import BlockingConnectionPool
 from redis.asyncio import Connection as _Connection
+from redis.exceptions import ResponseError
 
 from tests.simulation.clock import Loop
 from tests.simulation.network import Endpoint, Network
@@ -320,11 +321,14 @@ class Wire:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
-    async def call(self, words: Any, timeout_s: float | None) -> Any:
-        """Send a command and return the answer; errors are raised."""
-        async with asyncio.timeout(timeout_s):
+    async def call(self, words: Any, deadline_s: float | None) -> Any:
+        """Send a command and return the answer, which may be an error."""
+        async with asyncio.timeout_at(deadline_s):
             await self._connection.send_packed_command(self._connection.pack_command(*words), check_health=False)
-            return await self._connection.read_response()
+            try:
+                return await self._connection.read_response()
+            except ResponseError as error:
+                return error
 
 
 class _NoParser:

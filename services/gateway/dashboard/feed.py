@@ -146,6 +146,6 @@ def _event(name: str, value: Any) -> bytes:
 
 async def _close(redis: Redis) -> None:
     try:
-        await redis.aclose(close_connection_pool=True)
+        await redis.aclose()
     except FAILED as error:
         log.debug("the feed's connection did not close: %s", error)

@@ -297,7 +297,7 @@ def rows_of(batch: queue_pb2.TokenBatch) -> Iterator[tuple[str, int, Row]]:
     choices, first = unpack_list(batch.choices), unpack_list(batch.first)
     counts, tokens = unpack_list(batch.counts), unpack_list(batch.tokens)
     logprobs = [b""] * len(counts)
-    if batch.logprobs:
+    if batch.logprobs or batch.logprob_sizes:
         logprobs = split_records(batch.logprobs, unpack(batch.logprob_sizes), len(counts)).tolist()
     drafts = unpack_list(batch.drafts) or [0] * len(counts)
     finish, errors, cached, offset = batch.finish, dict(batch.errors), dict(batch.cached), 0

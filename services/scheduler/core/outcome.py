@@ -82,6 +82,7 @@ class OutcomeBuilder:
     checkpoints: list[tuple[str, int, int, Int32]] = field(default_factory=list)
     prompt_logprobs: list[tuple[str, int, int, int, bytes]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
+    lost_peers: list[int] = field(default_factory=list)
     ended: list[FinishedRequest] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -126,6 +127,7 @@ class OutcomeBuilder:
             )
         outcome.checkpoints, outcome.prompt_logprobs = self.checkpoints, self.prompt_logprobs
         outcome.started, outcome.ended = self.started, self.ended
+        outcome.lost_peers = self.lost_peers
         if self.rows:
             self._merge(outcome)
         return outcome

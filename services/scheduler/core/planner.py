@@ -228,7 +228,7 @@ class Planner:
         state.counters.iteration += 1
         replica.memory.stepped(replica, step.preempted)
         replica.tokens.stepped(replica, plan.decode_tokens, plan.decode_tokens + plan.prefill_tokens, len(plan.enters))
-        if state.policy.order.counts:
+        if state.policy.order.counts_tokens:
             rows, tokens = step.scheduled
             state.policy.order.served(replica.table.tenant[rows], replica.table.priority[rows], tokens)
         return plan

@@ -171,6 +171,7 @@ class Results:
         """Let sequences wait again that load KV from a peer with a newer Run: it is computed again."""
         if replica.peers.taken_over(number) is None:
             return  # it was lost, and with it the loads
+        out.lost_peers.append(number)
         for slot in replica.transfers.loading_from(number):
             self._waiting.requeue(replica.release(slot), now_ns, out)
         self._router.changed(self._router.placement.alive)

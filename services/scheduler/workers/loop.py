@@ -257,8 +257,10 @@ class WorkerLoop:
             except ValueError as error:  # a column of a wrong length, other slots, a copy that was not under way
                 raise ContractError(f"result of step {message.id}: {error}; repair the worker") from error
             plan = self.in_flight.answered(message.id)  # not before: apply raises for an invalid answer
-            for reason in message.stale_reasons[: result.stale_peers.size]:
-                context.reports.event("kv_discarded", reason[:ERROR_LENGTH], worker=link.worker.id)
+            reasons = dict(zip(result.stale_peers.tolist(), message.stale_reasons, strict=False))  # older: none
+            for number in outcome.lost_peers:
+                if reason := reasons.get(number):
+                    context.reports.event("kv_discarded", reason[:ERROR_LENGTH], worker=link.worker.id)
             context.reports.last_step = message.id
             context.reports.answered += 1
             self.answered += 1

@@ -17,7 +17,7 @@ from kernels.ops import Cache, Int32
 from services.worker.kv.cache import KEPT_SHARE, NO_HOST_TIER
 from services.worker.kv.peers import Peers
 from services.worker.kv.share_folder import KeptFile, NoRoomError, Reservation, ShareFolder
-from services.worker.kv.tier_file import digests, layout
+from services.worker.kv.tier_file import compute_digests, layout
 from services.worker.parallel.state import ParallelState
 from shared.errors import ConfigurationError
 from shared.kept_files import owner_of
@@ -49,6 +49,7 @@ class HostTier:
         self._memory = torch.empty((0, 0), dtype=torch.uint8)
         self._run = self._digests = torch.empty(0, dtype=torch.int64)
         self._blocks = self._block_bytes = self._rest_bytes = 0  # rest: behind the blocks
+        self._threads = 1  # of this rank
         self._owner = ""  # of the file if it outlives this process: equal for workers of the same model and shard
         self._needed: set[str] = set()  # names of tiers with kept files, of the last Hello
         self._older: list[KeptFile] = []  # files from before it
@@ -77,6 +78,7 @@ class HostTier:
         without a folder, for sequences that its pool has no room for (is_for_memory).
         Raise ConfigurationError where there is no room for one of a worker with a role.
         """
+        self._threads = torch.get_num_threads()
         if self._folder is None or not host_blocks:
             return host_blocks, None
         if self._settings.host_blocks is not None:
@@ -185,10 +187,10 @@ class HostTier:
             if self._settings.host_blocks is None:
                 tiers, budget = _kept_tiers(folder), int(memory_bytes * KEPT_SHARE) * ranks
                 blocks = min(blocks, max(0, self._room(tiers, budget) // ranks - rest) // block_bytes)
-                size = (blocks * block_bytes + rest) * ranks if blocks else 0
+            size = (blocks * block_bytes + rest) * ranks if blocks else 0
+            if self._settings.host_blocks is None:
                 _remove_oldest(folder, tiers, self._owner, size, budget)
             if blocks:
-                size = (blocks * block_bytes + rest) * ranks
                 self._release = folder.reserve(Reservation(self._tier_id, self._owner, size))
         return blocks
 
@@ -208,7 +210,7 @@ class HostTier:
         edges = np.unique(np.concatenate([[-1], blocks, [self._blocks]]))
         begins, sizes = (edges[:-1] + 1) * block_bytes, (np.diff(edges) - 1) * block_bytes
         gaps = [(begin, size) for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True) if size]
-        self._digests.numpy()[blocks] = digests(self._memory.numpy(), blocks)
+        self._digests.numpy()[blocks] = compute_digests(self._memory.numpy(), blocks, self._threads)
         try:
             self._folder.keep(self._file, self._owner, gaps)
         except OSError as error:
@@ -268,7 +270,8 @@ def _remove_oldest(folder: ShareFolder, tiers: Sequence[_KeptTier], owner: str, 
 def _most_kept(tiers: Sequence[_KeptTier], budget: int) -> int:
     """Return the bytes that all kept files may have.
 
-    The worker of another model may have more memory than this one with `budget`. It has kept a half of its own at
-    most, so the largest host tier tells of the largest budget.
+    The worker of another model may have more memory than this one with `budget`. It has kept a half of its own budget
+    at most, so the largest host tier tells of the largest budget. One with --host-blocks may have kept more than that:
+    beside its tier the bound is higher than any worker's budget.
     """
     return max(budget, 2 * max((tier.size_bytes for tier in tiers), default=0))

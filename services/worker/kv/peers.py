@@ -18,9 +18,10 @@ from torch import Tensor
 from kernels.ops import Cache, Int32
 from protos import worker_pb2
 from services.worker.kv.share_folder import PeerError, ShareFolder
-from services.worker.kv.tier_file import Digests, digests, layout
+from services.worker.kv.tier_file import Digests, compute_digests, layout
 from services.worker.parallel.state import ParallelState
 from shared.errors import ProtocolError
+from shared.plurals import counted
 
 log = logging.getLogger("orcinus.worker")
 
@@ -36,30 +37,36 @@ class Tier:
     """The host tier of a worker; of several ranks the part that this rank's counterpart has.
 
     memory: the blocks as the cache copies them; content: [host_blocks, block_bytes] uint8, the same bytes.
-    run: the epoch of the Run of which the scheduler knows the blocks; written: [1] int64, the epoch of the Run that
-    has the tier, empty in the file of an older worker. digests: [host_blocks] int64, 0 for a block that was not kept;
-    empty as `written`. is_kept: whether the file had outlived its worker when it was mapped.
+    run: the epoch of the Run of which the scheduler knows the blocks; epoch: [1] int64, that of the Run that has the
+    tier, empty in the file of an older worker. stored_digests: [host_blocks] int64, 0 for a block that was not kept;
+    empty as `epoch`. is_kept: whether the file had outlived its worker when it was mapped.
     """
 
     memory: Tensor
     host_blocks: int
     run: int
     content: npt.NDArray[np.uint8]
-    written: Digests
-    digests: Digests
+    epoch: Digests
+    stored_digests: Digests
     is_kept: bool
+
+    def has_digests(self, blocks: Int32) -> bool:
+        """Return whether `fault` reads any of these blocks, which takes a while."""
+        return self.is_kept or bool(self.stored_digests.size and self.stored_digests[blocks].any())
 
     def fault(self, blocks: Int32) -> str:
         """Return why copies of these blocks that were made before may be anything; empty if they are right."""
-        if self.run and (self.written != self.run).any():
+        if self.run and (self.epoch != self.run).any():
             return "another Run has it"
-        stored = self.digests[blocks] if self.digests.size else np.zeros(blocks.size, np.int64)
-        kept = np.ones(blocks.size, np.bool_) if self.is_kept else stored != 0
-        if not kept.any():
+        if not self.has_digests(blocks):
             return ""
-        blocks, stored = blocks[kept], stored[kept]
-        wrong = blocks[digests(self.content, blocks) != stored]
-        return f"block {wrong[0]} is not as it was kept, nor are {wrong.size - 1} further ones" if wrong.size else ""
+        if not self.is_kept:
+            blocks = blocks[self.stored_digests[blocks] != 0]
+        digests = self.stored_digests[blocks] if self.stored_digests.size else np.zeros(blocks.size, np.int64)
+        mismatches = blocks[compute_digests(self.content, blocks) != digests]
+        if mismatches.size < 2:
+            return f"block {mismatches[0]} differs from its checksum" if mismatches.size else ""
+        return f"block {mismatches[0]} and {counted(mismatches.size - 1, 'further block')} differ from their checksums"
 
 
 class Peers:
@@ -150,8 +157,8 @@ class Peers:
             log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
             return
         content = file[: ends.blocks].view(peer.host_blocks, self._block_bytes).numpy()
-        written, stored = (file[begin:end].numpy().view(np.int64) for begin, end in itertools.pairwise(ends[1:]))
+        epoch, digests = (file[begin:end].numpy().view(np.int64) for begin, end in itertools.pairwise(ends[1:]))
         memory = self._cache.host_tier(file[: ends.blocks])
-        tier = Tier(memory, peer.host_blocks, peer.run, content, written, stored, is_kept)
+        tier = Tier(memory, peer.host_blocks, peer.run, content, epoch, digests, is_kept)
         self._tiers[peer.number] = tier
         log.info("the host tier of peer %d is mapped: %d blocks", peer.number, peer.host_blocks)

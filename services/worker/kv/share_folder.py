@@ -124,7 +124,7 @@ class ShareFolder:
             try:
                 with self.locked():
                     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=self._folder)
-                    undo.callback(self._remove, self._folder, name, file)
+                    undo.callback(self._remove, name, file)  # which keeps the folder open until then
                     fcntl.flock(file, fcntl.LOCK_EX)
                 os.posix_fallocate(file, 0, size)
                 area = mmap.mmap(file, size)
@@ -188,7 +188,7 @@ class ShareFolder:
         """Reserve room until this process ends or calls what is returned. For use under `locked`. Raise OSError."""
         name = f"{room.tier}.{room.owner}.{room.size_bytes}.reserved"
         file = os.open(name, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=self._folder)
-        release = weakref.finalize(self, self._remove, self._folder, name, file)
+        release = weakref.finalize(self, _remove, self._folder, name, file)  # runs before the folder is closed
         fcntl.flock(file, fcntl.LOCK_EX)
         return release
 
@@ -257,12 +257,8 @@ class ShareFolder:
         finally:
             os.close(file)
 
-    @staticmethod
-    def _remove(folder: int, name: str, file: int) -> None:
-        """Take no lock: this may run in the middle of anything else of this process, which may have it."""
-        with suppress(OSError):
-            os.unlink(name, dir_fd=folder)
-        os.close(file)
+    def _remove(self, name: str, file: int) -> None:
+        _remove(self._folder, name, file)
 
     def _refused(self, error: OSError) -> ConfigurationError:
         return ConfigurationError(
@@ -278,6 +274,16 @@ class ShareFolder:
             f"{-(-size >> 20)} MiB and {free} MiB{'' if files else ', but no further file,'} are free; lower "
             "--host-blocks or give it more"
         )
+
+
+def _remove(folder: int, name: str, file: int) -> None:
+    """Remove an open file of a folder, and close it.
+
+    Take no lock: this may run in the middle of anything else of this process, which may have it.
+    """
+    with suppress(OSError):
+        os.unlink(name, dir_fd=folder)
+    os.close(file)
 
 
 def _free(file: int, offset: int, size: int) -> None:

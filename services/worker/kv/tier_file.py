@@ -4,7 +4,7 @@ worker. Its worker writes it, readers map it (`peers.py`).
 
 from __future__ import annotations
 
-import os
+import itertools
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from kernels.ops import Int32
 
 NUMBER_BYTES = 8
-WRITTEN = 1 << 32
-"""Beside the checksum in each digest: a block that was not kept has 0."""
+IS_KEPT = 1 << 32
+"""A bit beside the checksum in each digest: a block that was not kept has 0."""
 ALONE_BYTES = 16 << 20
 """Fewer bytes are summed by one thread."""
 
@@ -39,17 +39,16 @@ def layout(blocks: int, block_bytes: int) -> Layout:
     return Layout(size, run, run + NUMBER_BYTES, run + NUMBER_BYTES * (1 + blocks))
 
 
-def digests(memory: npt.NDArray[np.uint8], blocks: Int32) -> Digests:
+def compute_digests(memory: npt.NDArray[np.uint8], blocks: Int32, threads: int = 1) -> Digests:
     """Return the digests of `blocks`: CRC-32 of the bytes, which begins at the number of the block.
 
-    memory: [blocks, block_bytes]. It finds damage, and no forgery: whoever may write the file may write digests.
+    memory: [blocks, block_bytes]. It finds damage, and no forgery: a process that may write the file may write digests.
     """
 
-    threads = 1 if blocks.size * memory.shape[1] < ALONE_BYTES else len(os.sched_getaffinity(0))
-
     def digest(part: Int32) -> list[int]:
-        return [WRITTEN | zlib.crc32(memory[block], block) for block in part.tolist()]
+        return [IS_KEPT | zlib.crc32(memory[block], block) for block in part.tolist()]
 
+    if threads == 1 or blocks.size * memory.shape[1] < ALONE_BYTES:
+        return np.array(digest(blocks), np.int64)
     with ThreadPoolExecutor(threads) as pool:  # zlib works without the GIL
-        found = list(pool.map(digest, np.array_split(blocks, threads))) if threads > 1 else [digest(blocks)]
-    return np.concatenate([np.array(part, np.int64) for part in found])
+        return np.array([*itertools.chain.from_iterable(pool.map(digest, np.array_split(blocks, threads)))], np.int64)

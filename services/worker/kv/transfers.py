@@ -1,13 +1,15 @@
 """Transfers of KV blocks between the device and the host tier, or from the host tiers of peers, of one Run.
 
 The thread that submits steps begins them, the thread that finishes a step acknowledges them; they complete in the order
-in which they began.
+in which they began. Blocks that outlived their worker are compared with their digests in a thread beside these two.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,6 +40,25 @@ class _Begun:
     in_host: bytes
     pending: list[Pending[int]]
     reads: dict[int, tuple[Tier, Int32] | None]  # by peer, the tiers that stay mapped meanwhile, and their blocks
+    faults: dict[int, Future[str]] = field(default_factory=dict)  # by peer, of blocks that are compared meanwhile
+
+    def is_complete(self) -> bool:
+        """Return whether the copies are complete and their blocks compared with their digests, which this begins."""
+        if not all(pending.ready() for pending in self.pending):
+            return False
+        for number, read in self.reads.items():
+            if number not in self.faults and read is not None and read[0].has_digests(read[1]):
+                self.faults[number] = _start_comparing(*read)
+        return all(fault.done() for fault in self.faults.values())
+
+    def wait_faults(self) -> Iterator[str]:
+        """Yield why what was copied from each peer may be wrong. For complete copies: a tier that still has its Run had
+        it while they were made."""
+        for number, read in self.reads.items():
+            if number in self.faults:
+                yield self.faults[number].result()
+            else:
+                yield "" if read is None else read[0].fault(read[1])
 
 
 class KVTransfers:
@@ -74,21 +95,20 @@ class KVTransfers:
         """Return the transfers up to `step` that are complete and not acknowledged yet; with `wait`, wait for all."""
         if not self._begun:
             return NONE
-        done: list[_Begun] = []
+        complete: list[_Begun] = []
         while self._begun and self._begun[0].step <= step:
-            if not wait and not all(pending.ready() for pending in self._begun[0].pending):
+            if not wait and not self._begun[0].is_complete():
                 break
-            done.append(self._begun.popleft())
-        if not done:
+            complete.append(self._begun.popleft())
+        if not complete:
             return NONE
-        ns = max(1, sum(pending.wait() for one in done for pending in one.pending))
-        reads = [read for one in done for read in one.reads.items()]
+        ns = max(1, sum(pending.wait() for one in complete for pending in one.pending))
+        reads = [read for one in complete for read in one.reads.items()]
         return Acknowledged(
-            out_gpu=b"".join(one.out_gpu for one in done),
-            in_host=b"".join(one.in_host for one in done),
+            out_gpu=b"".join(one.out_gpu for one in complete),
+            in_host=b"".join(one.in_host for one in complete),
             peers=tuple(number for number, _ in reads),
-            # After the copies: a tier that still has its Run had it while they were made.
-            faults=tuple("" if read is None else read[0].fault(read[1]) for _, read in reads),
+            faults=tuple(fault for one in complete for fault in one.wait_faults()),
             replaced=tuple(read is None or not self.peers.has(number, read[0]) for number, read in reads),
             ns=ns,
         )
@@ -104,3 +124,11 @@ class KVTransfers:
         """Return when no copy runs any more, acknowledged or not."""
         if self._last is not None:
             self._last.wait()
+
+
+def _start_comparing(tier: Tier, blocks: Int32) -> Future[str]:
+    """Begin `tier.fault`, which may take long, in a thread of its own."""
+    pool = ThreadPoolExecutor(1, "compare-kv")
+    future = pool.submit(tier.fault, blocks)
+    pool.shutdown(wait=False)  # the thread ends behind it
+    return future

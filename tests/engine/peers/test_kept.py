@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import threading
+import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
@@ -128,7 +130,7 @@ def test_kept_file_without_digests_is_not_acknowledged(
 
 
 @pytest.mark.parametrize("is_mapped_before", [False, True])
-def test_block_that_is_not_as_it_was_kept_is_named_with_its_peer(
+def test_damaged_block_is_named_with_its_peer(
     reference: Reference, folder: Path, caplog: pytest.LogCaptureFixture, is_mapped_before: bool
 ) -> None:
     """Name, size and Run of the file stay. A worker of the same shard may map it while its own worker lives."""
@@ -150,8 +152,42 @@ def test_block_that_is_not_as_it_was_kept_is_named_with_its_peer(
     results = [reader.step({}, **copy) for copy in copies]
     assert [unpack(result.stale_peers).tolist() for result in results] == [[], [3]]
     (reason,) = results[1].stale_reasons
-    assert reason.startswith("KV in the host tier of peer 3 is computed again: block 9 is not as it was kept")
+    assert reason.startswith("KV in the host tier of peer 3 is computed again: block 9 differs from its checksum")
     assert reason in caplog.text
+
+
+def test_steps_are_answered_while_copied_blocks_are_compared(
+    reference: Reference, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later result names the first block that differs, of all steps that it acknowledges."""
+    leaving, reader, host = driver(reference, folder, 5), driver(reference, folder, 6), np.array([9, 7], np.int32)
+    info, engine = leaving.engine.info(), reader.engine
+    leaving.step({}, keep=pack(host))
+    with kept(folder)[0].open("r+b") as file:
+        for block in host.tolist():
+            file.seek(block * info.block_bytes)
+            file.write(b"\x01")
+    reader.step({}, peers=[peer_of(info, 3, run=5)])
+    may_compare, crc32 = threading.Event(), zlib.crc32
+
+    def slow(*given: Any) -> int:
+        assert may_compare.wait(10)
+        return crc32(*given)
+
+    monkeypatch.setattr(zlib, "crc32", slow)
+    steps = [
+        worker_pb2.Step(
+            epoch=1, id=reader.next_id + at, swap_in_host=pack([block]), swap_in_gpu=pack([at]), swap_in_peers=pack([3])
+        )
+        for at, block in enumerate(host.tolist())
+    ]
+    first = engine.finish(engine.submit(steps[0]), lambda: True)
+    assert not first.swap_in_acks and not first.stale_peers
+    may_compare.set()
+    last = engine.finish(engine.submit(steps[1]))
+    assert unpack(last.swap_in_acks).tolist() == host.tolist()
+    assert unpack(last.stale_peers).tolist() == [3]
+    assert "block 9 differs from its checksum" in last.stale_reasons[0]
 
 
 def test_run_of_a_scheduler_that_does_not_need_it_removes_the_file(reference: Reference, folder: Path) -> None:
@@ -301,7 +337,7 @@ def test_room_reserved_by_a_worker_that_is_gone_is_free_again(folder: Path) -> N
     assert reserved.stat().st_blocks == 0
     del worker
     gc.collect()
-    assert not reserved.exists()
+    assert os.listdir(folder) == [ID]
     reserved.touch()  # as SIGKILL leaves it
     assert tier(folder, served_model_name="one").make_room(64, memory) == 20
     assert not reserved.exists()

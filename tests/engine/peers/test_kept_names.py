@@ -24,11 +24,12 @@ def keep(folder: Path, model: str) -> None:
 
 def test_file_that_a_worker_kept_goes_with_its_stack(tmp_path: Path) -> None:
     folder, stack = tmp_path / "kv", up.ModelStack.of(up.ModelOptions({"served_model_name": "one"}))
-    with up.shared_folder(tmp_path / "run", folder, [stack]):
+    with up.shared_folder(tmp_path / "run", folder, [stack], sleeps=True):
         keep(folder, "one")
         keep(folder, "two")
         assert len(list(folder.glob("*.kept"))) == 2
     (left,) = folder.glob("*.kept")
-    with up.shared_folder(tmp_path / "run", folder, [up.ModelStack.of(up.ModelOptions({"served_model_name": "two"}))]):
+    other = up.ModelStack.of(up.ModelOptions({"served_model_name": "two"}))
+    with up.shared_folder(tmp_path / "run", folder, [other], sleeps=True):
         assert left.exists()
     assert not left.exists()

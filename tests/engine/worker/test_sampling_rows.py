@@ -37,8 +37,9 @@ def test_rows_with_penalties_see_new_tokens() -> None:
     table.enter(0, worker_pb2.Sampling(top_p=1.0))
     table.enter(1, worker_pb2.Sampling(top_p=1.0, presence_penalty=1.0))
     slots, prompt = np.array([0, 1], np.int32), np.array([3, 3], np.int32)
-    found = [table.rows(slots, np.array([n, n], np.int32), prompt, np.zeros((2, 64), np.int32)).history for n in (5, 6)]
-    assert [None if history is None else len(history.ids) for history in found] == [5, 6]
+    tokens = np.zeros((2, 64), np.int32)
+    histories = [table.rows(slots, np.array([n, n], np.int32), prompt, tokens).history for n in (5, 6)]
+    assert [None if history is None else len(history.ids) for history in histories] == [5, 6]
 
 
 def test_rows_with_a_mask_are_not_kept() -> None:
@@ -48,5 +49,40 @@ def test_rows_with_a_mask_are_not_kept() -> None:
     slots = np.array([0, 1], np.int32)
     arguments = slots, slots + 5, slots + 3, np.zeros((2, 64), np.int32)
     for masks in (None, {1: b"\1" * 8}, None, {0: b"\2" * 8}):
-        found = table.rows(*arguments, masks).mask_rows
-        assert (None if found is None else found.tolist()) == (list(masks) if masks else None)
+        mask_rows = table.rows(*arguments, masks).mask_rows
+        assert (None if mask_rows is None else mask_rows.tolist()) == (list(masks) if masks else None)
+
+
+def test_rows_follow_the_order_of_the_slots() -> None:
+    table = SamplingTable(3, vocab=64)
+    for slot, temperature in enumerate((0.5, 1.0, 2.0)):
+        table.enter(slot, worker_pb2.Sampling(temperature=temperature, top_p=1.0))
+    for order in ([0, 1, 2], [2, 0, 1], [2, 0], [1], [0, 1, 2]):
+        slots = np.array(order, np.int32)
+        rows = table.rows(slots, slots + 5, slots + 3, np.zeros((3, 64), np.int32))
+        assert rows.temperature.tolist() == [(0.5, 1.0, 2.0)[slot] for slot in order]
+        assert rows.position.tolist() == [slot + 5 for slot in order]
+
+
+def test_rows_after_clear_are_those_of_the_columns() -> None:
+    table = SamplingTable(2, vocab=100)
+    for slot in (0, 1):
+        table.enter(slot, worker_pb2.Sampling(temperature=0.5, top_p=1.0))
+    assert rows_of(table, 5)[0] == 0.5
+    table.clear()
+    table.temperature[1] = 2.0
+    assert rows_of(table, 5)[0] == 2.0
+
+
+def test_rows_keep_the_log_probabilities_of_their_slots() -> None:
+    table = SamplingTable(2, vocab=100)
+    table.enter(0, worker_pb2.Sampling(top_p=1.0))
+    table.enter(1, worker_pb2.Sampling(top_p=1.0, logprobs=3))
+    slots = np.array([0, 1], np.int32)
+    for known in (5, 6):
+        rows = table.rows(slots, slots + known, slots + 3, np.zeros((2, 64), np.int32))
+        assert rows.want_logprob.tolist() == [False, True] and rows.position.tolist() == [known, known + 1]
+        assert rows.likely is not None and rows.likely.tolist() == [0, 2]
+    table.enter(1, worker_pb2.Sampling(top_p=1.0))
+    rows = table.rows(slots, slots + 7, slots + 3, np.zeros((2, 64), np.int32))
+    assert rows.likely is None and not rows.want_logprob.any()

@@ -283,12 +283,12 @@ async def test_bodies_are_those_of_all_endpoints_with_a_model(client: httpx.Asyn
 
 async def test_model_without_a_worker_is_a_404_that_lists_the_others(client: httpx.AsyncClient) -> None:
     for path, body in BODIES.items():
-        for name, problem, code in (
-            (THIRD, "has no worker", "model_unavailable"),
-            ("gpt-5", "does not exist", "model_not_found"),
+        for name, problem, remedy, code in (
+            (THIRD, "has no worker", "; start its scheduler and a worker", "model_unavailable"),
+            ("gpt-5", "does not exist", "", "model_not_found"),
         ):
             answer = await client.post(path, json={"model": name, **body})
-            message = f"The model '{name}' {problem}; this server has first, org/Second"
+            message = f"The model '{name}' {problem}; this server has first, org/Second{remedy}"
             error = answer.json()["error"]
             assert (answer.status_code, error["message"]) == (404, message), path
             assert path.startswith("/v1/messages") or error["code"] == code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -16,6 +17,8 @@ from services.launcher import up
 from shared.errors import ConfigurationError
 from shared.kept_files import owner_of
 from shared.settings import LauncherSettings, WorkerSettings
+
+STACK = [up.ModelStack.of(up.ModelOptions({}))]
 
 
 def test_workers_on_a_cpu_have_names_and_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +101,7 @@ def test_folder_that_was_made_first_is_not_used(tmp_path: Path, monkeypatch: pyt
     assert "is no folder of user" in up.share_problem(run_dir)
     folder = up.share_folder(run_dir)
     assert folder == run_dir / "kv" and up.share_env("both", folder, True) == {}
-    with up.shared_folder(run_dir, None, []) as used:
+    with up.shared_folder(run_dir, None, STACK, True) as used:
         assert used == folder
 
 
@@ -107,18 +110,22 @@ def test_what_workers_left_goes_with_the_stack(tmp_path: Path, monkeypatch: pyte
     own, given = up.share_folder(Path("/a/.run")), tmp_path / "given"
     own.mkdir()
     (own / "of-a-killed-stack.kept").touch()
-    with up.shared_folder(Path("/a/.run"), None, []) as folder:
+    with up.shared_folder(Path("/a/.run"), None, STACK, True) as folder:
         assert folder == own and not os.listdir(own)
     assert not own.exists()
     given.mkdir()
     (given / "folder-id").touch()
     stacks = [up.ModelStack.of(up.ModelOptions({"served_model_name": name})) for name in ("one", "two")]
     kept = {name: f"tier-0.{owner_of(name, 'shard-0')}.kept" for name in ("one", "two", "of another stack")}
-    with up.shared_folder(Path("/a/.run"), given, stacks) as folder:
+    with contextlib.ExitStack() as files, up.shared_folder(Path("/a/.run"), given, stacks, True) as folder:
         assert folder == given
         for name in kept.values():
             (given / name).touch()
-    assert sorted(os.listdir(given)) == ["folder-id", kept["of another stack"]]
+        (given / f"tier.{owner_of('one', 'shard-0')}.64.reserved").touch()
+        living = given / f"other.{owner_of('one', 'shard-0')}.64.reserved"
+        file = files.enter_context(living.open("w"))
+        fcntl.flock(file, fcntl.LOCK_EX)
+    assert sorted(os.listdir(given)) == sorted(["folder-id", kept["of another stack"], living.name])
 
 
 HOLDER = """
@@ -126,7 +133,7 @@ import sys, time
 from pathlib import Path
 from services.launcher import up
 up.SHARED_MEMORY = Path(sys.argv[1])
-with up.shared_folder(Path("/killed/.run"), None, []) as folder:
+with up.shared_folder(Path("/killed/.run"), None, [up.ModelStack.of(up.ModelOptions({}))], True) as folder:
     (folder / "a.kept").touch()
     print(folder, flush=True)
     sys.stdin.read()
@@ -141,18 +148,16 @@ def test_folder_of_a_killed_launcher_goes_with_the_next_one(tmp_path: Path, monk
     ) as launcher:
         assert launcher.stdout is not None
         folder = Path(launcher.stdout.readline().strip())
-        with up.shared_folder(Path("/another/.run"), None, []):
+        with up.shared_folder(Path("/another/.run"), None, STACK, True):
             assert os.listdir(folder) == ["a.kept"]
         launcher.kill()
         launcher.wait()
-        with up.shared_folder(Path("/another/.run"), None, []) as other:
+        with up.shared_folder(Path("/another/.run"), None, STACK, True) as other:
             assert os.listdir(tmp_path) == [other.name]
 
 
 @pytest.mark.parametrize("kind", ["of another user", "a link", "with a worker", "with another name", "a file"])
-def test_what_may_be_in_use_or_is_no_folder_of_a_stack_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_folder_in_use_or_of_no_stack_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     monkeypatch.setattr(up, "SHARED_MEMORY", memory)
@@ -186,9 +191,79 @@ def test_folder_of_a_stack_that_runs_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(up, "OWN_FOLDER_S", 0.0)
     with (
-        up.shared_folder(Path("/a/.run"), None, []) as folder,
+        up.shared_folder(Path("/a/.run"), None, STACK, True) as folder,
         pytest.raises(ConfigurationError, match=f"{folder}: another stack uses it; choose another --run-dir"),
-        up.shared_folder(Path("/a/.run"), None, []),
+        up.shared_folder(Path("/a/.run"), None, STACK, True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("swap", ["of another user", "a link"])
+def test_folder_that_is_swapped_while_it_opens_is_not_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: str
+) -> None:
+    user, hold, target = os.geteuid(), up._held, tmp_path / "target"
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
+    target.mkdir()
+    (target / "file").touch()
+    folder = up.share_folder(Path("/a/.run"))
+    folder.mkdir()
+    (folder / "file").touch()
+
+    def swap_after(path: str | Path, parent: int | None = None) -> int | None:
+        descriptor = hold(path, parent)
+        if path == folder and swap == "a link":
+            folder.rename(tmp_path / "before")
+            folder.symlink_to(target)
+        elif path == folder:
+            monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        return descriptor
+
+    monkeypatch.setattr(up, "_held", swap_after)
+    monkeypatch.setattr(up, "remove_abandoned", lambda: None)
+    refused = pytest.raises(ConfigurationError, match="is no folder of user")
+    with (
+        refused if swap == "of another user" else contextlib.nullcontext(),
+        up.shared_folder(Path("/a/.run"), None, STACK, True),
+    ):
+        pass
+    assert (target / "file").exists()
+    assert (folder / "file").exists()
+
+
+def test_stack_without_use_for_the_folder_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers without it may have one host name, one path and one /dev/shm."""
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
+    with up.shared_folder(Path("/a/.run"), None, STACK, False) as folder:
+        assert folder.parent == tmp_path and not folder.exists()
+    roles = [up.ModelStack.of(up.ModelOptions({"prefill": 1, "decode": 1}))]
+    with up.shared_folder(Path("/a/.run"), None, roles, False) as folder:
+        assert folder.is_dir()
+
+
+def test_folder_of_killed_launcher_is_emptied_but_for_living_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path)
+    folder = up.share_folder(Path("/a/.run"))
+    (folder / "subfolder").mkdir(parents=True)
+    folder.chmod(0o755)
+    (folder / "link").symlink_to("/nowhere")
+    (folder / "tier").touch()
+    with (folder / "living").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with up.shared_folder(Path("/a/.run"), None, STACK, True):
+            assert os.listdir(folder) == ["living"]
+            assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_folder_on_disk_that_is_a_link_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "SHARED_MEMORY", tmp_path / "none")
+    (tmp_path / "kv").symlink_to(tmp_path)
+    roles = [up.ModelStack.of(up.ModelOptions({"prefill": 1, "decode": 1}))]
+    with (
+        pytest.raises(ConfigurationError, match=f"{tmp_path}/kv: is no folder of user .*; remove it"),
+        up.shared_folder(tmp_path, None, roles, False),
     ):
         pass
 

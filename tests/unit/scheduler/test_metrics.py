@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
 from services.scheduler.metrics import ALIASES, Metrics
-from services.scheduler.telemetry import COLUMNS, ROWS, Iterations, Stats
+from services.scheduler.telemetry import COLUMNS, COUNTED_AT_ONCE, ROWS, Iterations, Stats
 from services.scheduler.tracing import RequestTimes, Timeline
 from services.scheduler.workers.loop import WorkerRates
 from shared.columns import unpack
@@ -79,6 +80,44 @@ def test_metrics_of_the_scheduler_are_what_its_statistics_were_fed() -> None:
     assert found['orcinus_scheduler_redis_call_seconds_count{script="publish"}'] == 1
     assert found['vllm:num_preemptions_total{engine="0",model_name="demo"}'] == 6
     assert len({name.partition("{")[0] for name in found if name.startswith("vllm:")}) >= len(ALIASES)
+
+
+def test_first_tokens_are_counted_at_once_and_steady_decode_in_groups() -> None:
+    counts = [0, 0]
+
+    class Counter(Metrics):
+        def waits(self, first_ns: npt.NDArray[np.int64], between_ns: npt.NDArray[np.int64]) -> None:
+            counts[0] += first_ns.size
+            counts[1] += between_ns.size
+
+    stats = Stats(0, Counter("demo"))
+
+    def counted(first: int, outcomes: int = 1) -> list[int]:
+        """Return how many first and later tokens are counted after outcomes of one token each."""
+        for index in range(first, first + outcomes):
+            stats.outcome(
+                Outcome(
+                    requests=[NewRequest("a", [np.zeros(5, np.int32)], max_tokens=99)],
+                    gateways=["g"],
+                    choices=np.zeros(1, np.int32),
+                    first=np.array([index], np.int32),
+                    counts=np.ones(1, np.int32),
+                    tokens=np.ones(1, np.int32),
+                    waits_ns=np.ones(1, np.int64),
+                    finish=np.zeros(1, np.uint8),
+                ),
+                1_000_000_000,
+            )
+        return counts
+
+    assert counted(0) == [1, 0]
+    assert counted(1, COUNTED_AT_ONCE - 1) == [1, 0]
+    assert counted(COUNTED_AT_ONCE) == [1, COUNTED_AT_ONCE]
+    assert counted(5) == [1, COUNTED_AT_ONCE]
+    assert counted(0) == [2, COUNTED_AT_ONCE + 1]
+    assert counted(5) == [2, COUNTED_AT_ONCE + 1]
+    stats.snapshot({}, 2_000_000_000, 1000, 4, "orcinus", 1)
+    assert counts == [2, COUNTED_AT_ONCE + 2]
 
 
 def test_each_replica_has_its_own_series_until_it_is_lost() -> None:

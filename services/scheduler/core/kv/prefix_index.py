@@ -81,8 +81,10 @@ class Index:
     def register(self, blocks: Int32, keys: list[int]) -> None:
         """Index `blocks` under `keys`, except blocks with a key that is 0 or indexed already.
 
-        Raise ValueError if a block is indexed already.
+        Raise ValueError, and change nothing, if a block is indexed already or the numbers of blocks and keys differ.
         """
+        if len(keys) != blocks.size:
+            raise ValueError(f"{len(keys)} keys for {blocks.size} blocks")
         if np.count_nonzero(self.indexed.take(blocks)):
             raise ValueError("a block is registered already")
         numbers = blocks.tolist()
@@ -100,7 +102,7 @@ class Index:
         return keys
 
     def forget(self, blocks: Int32) -> None:
-        """Remove blocks from the index; ignore those that are not indexed."""
+        """Remove distinct blocks from the index; ignore those that are not indexed."""
         self.indexed[blocks] = False
         for key in filter(None, self._keys[blocks].tolist()):
             del self._block_of[key]

@@ -83,7 +83,7 @@ class Order(ABC):
     prefixes: bool = False  # reads `hits`: prefixes of all waiting sequences are looked up, up to LOOKED_AT of them
 
     @property
-    def counts(self) -> bool:
+    def counts_tokens(self) -> bool:
         """Whether served() has to be called for the step that is planned; never by default."""
         return False
 

@@ -100,11 +100,13 @@ Rank = tuple[int, int, int]  # of a tenant: tokens served; arrival (ns) and numb
 class Fair(Order):
     """Serve the tenant with the least counter, whatever the class; inside a tenant by arrival."""
 
-    counts = True
-
     def __init__(self) -> None:
         self.counters = Counters(lambda: self._queue.waiting())
         self._queue = FairQueue(self.counters)
+
+    @property
+    def counts_tokens(self) -> bool:
+        return True
 
     def queue(self) -> Queue:
         self.counters.settle()

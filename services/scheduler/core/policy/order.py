@@ -88,8 +88,8 @@ class ClassThenSlack(Order):
         self._spares = Spare(), Spare()  # for the classes before Priority.NORMAL, and for the rest
 
     @property
-    def counts(self) -> bool:
-        return any([share.several for share in self._shares])
+    def counts_tokens(self) -> bool:
+        return any(share.several for share in self._shares)
 
     def queue(self) -> Queue:
         urgent, others = self._spares = Spare(), Spare()
@@ -131,7 +131,7 @@ class ClassThenSlack(Order):
     def keep_slots(self, table: SlotTable, max_running: int, waiting: int) -> None:
         urgent, others = self._spares
         left = max_running - table.count - max_running // SPARE
-        if waiting <= left or not self.counts:
+        if waiting <= left or not self.counts_tokens:
             urgent.open()
             others.open()
             return

@@ -214,7 +214,10 @@ def test_broken_entry_in_the_stream_is_skipped(gateway: GatewayProcess, schedule
     stream, claimed = streamed(gateway, scheduler)
     broken = scheduler.batch([Line(claimed.id, 0, [50])])
     broken.counts = b"\x01"
-    for entry in ({"b": b"\xff\xff\xff"}, {"other": b""}, {"b": broken.SerializeToString()}):
+    broken_sizes = scheduler.batch([Line(claimed.id, 0, [60])])
+    broken_sizes.logprob_sizes = b"\x01"
+    batches = [{"b": batch.SerializeToString()} for batch in (broken, broken_sizes)]
+    for entry in ({"b": b"\xff\xff\xff"}, {"other": b""}, *batches):
         scheduler.client.xadd(gateway.keys.tokens(claimed.request.gateway), entry)
     scheduler.serve(claimed, [50, 51])
     assert stream.join().tokens() == [50, 51]

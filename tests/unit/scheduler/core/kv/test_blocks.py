@@ -58,6 +58,9 @@ def test_a_refused_registration_changes_nothing() -> None:
     registered, fresh = enter(pool, [1]), pool.take(1)
     with pytest.raises(ValueError, match="registered already"):
         pool.register(np.concatenate([fresh, registered]), [2, 3])
+    for keys in ([2], [2, 3, 4]):
+        with pytest.raises(ValueError, match="keys for 2 blocks"):
+            pool.register(np.concatenate([fresh, pool.take(1)]), keys)
     assert pool.keys_of(fresh) == [0]
     pool.check()
 
