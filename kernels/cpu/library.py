@@ -66,7 +66,7 @@ class Library:
         """Those that are packed from Groups."""
         lib.orcinus_group_order.restype = ctypes.c_char_p
         self.group_order = bytes(lib.orcinus_group_order()).decode()
-        """How these multiply activations in bfloat16: pairs or, the long ones, tiles; empty: as float32."""
+        """How these multiply activations in bfloat16: pairs or tiles, each in its own order; empty: as float32."""
 
     def run(self, commands: int, count: int, step: int, threads: int, nanoseconds: int | None = None) -> None:
         """Run `count` Commands at an address with the Step at another; release the GIL meanwhile."""

@@ -169,21 +169,30 @@ class Linear {
     if constexpr (W::GROUPED && sizeof(Input) == 2)
       for (int64_t r = 0; r < end_ - begin_; r++)
         for (int64_t g = 0; g < groups_; g++)
-          x_sums_[r * groups_ + g] = W::TILED ? sum_pairs(tiled_row(r) + tiled_at(g * DEPTH), DEPTH, X_STEP)
-                                              : sum_pairs(x_ + r * stride_ + g * DEPTH, DEPTH, TILE_STEP);
+          x_sums_[r * groups_ + g] = W::TILED && !is_chained()
+                                         ? sum_pairs(tiled_row(r) + tiled_at(g * DEPTH), DEPTH, X_STEP)
+                                         : sum_pairs(x_ + r * stride_ + g * DEPTH, DEPTH, TILE_STEP);
+#endif
+#ifdef TILES
+    if constexpr (W::TILED && W::GROUPED)
+      if (is_chained()) chain_inputs(copy_, stride_);
 #endif
   }
 
   void copy(const char* source, int64_t row_bytes) {
     for (int64_t r = 0; r < end_ - begin_; r++) {
       const char* row = source + (from_ ? from_[begin_ + r] : begin_ + r) * row_bytes;
-      if constexpr (W::TILED)
+      if (is_chained())
+        copy_row(row, args_.dtype, args_.inputs, stride_, copy_ + r * stride_);
+      else if constexpr (W::TILED)
         copy_tiled(reinterpret_cast<const bf16*>(row), args_.inputs, stride_, tiled_row(r));
       else
         copy_row(row, args_.dtype, args_.inputs, round_up(args_.inputs, DEPTH), copy_ + r * stride_);
     }
     x_ = copy_;
   }
+  // A lone row of groups: tiles would take more time, and have the same bits.
+  bool is_chained() const { return W::TILED && W::GROUPED && rows_ == 1; }
   Input* tiled_row(int64_t r) const { return copy_ + r / 16 * 16 * stride_ + r % 16 * TILE_STEP; }
 
   // Some panels of the block at hand; while it computes, each kernel fetches weights that are needed soon.
@@ -320,6 +329,7 @@ class Linear {
   // The same for groups.
   void multiply_tiled_groups(int64_t panel, int64_t count) {
     const int64_t rows = end_ - begin_, groups = ceil_div(args_.inputs, DEPTH);
+    if (is_chained()) return multiply_chained(panel, count);
     const int64_t at_once = std::max<int64_t>(1, TILED_GROUPS[rows > 16] / DEPTH);
     for (int64_t p = 0; p < count; p++)
       for (int64_t first = 0; first < groups; first += at_once) {
@@ -334,6 +344,15 @@ class Linear {
           tile_kernel_.multiply(these, std::min<int64_t>(rows - row, 16));
         }
       }
+  }
+
+  // One row: two panels at a time, unpacked in registers.
+  void multiply_chained(int64_t panel, int64_t count) {
+    typedef typename W::Kernel Kernel;
+    for (int64_t p = 0; p < count; p += 2) {
+      const auto kernel = p + 1 < count ? chained_kernel<Kernel, DEPTH, 2> : chained_kernel<Kernel, DEPTH, 1>;
+      kernel(tile_of(first_tile_, p, weights(panel + p, 0), packed_.panel_bytes, 0, ceil_div(args_.inputs, DEPTH)));
+    }
   }
 #endif
 
@@ -572,8 +591,7 @@ const char* orcinus_weight_format(int32_t number) {
   return number < int32_t(FORMATS.size()) ? FORMATS[number].name : nullptr;
 }
 
-// How formats of Groups are multiplied where activations are bfloat16; empty: as float32. "tiles": the long ones, and
-// the others in pairs.
+// How formats of Groups are multiplied where activations are bfloat16; empty: as float32.
 const char* orcinus_group_order() {
 #if defined(TILES)
   return "tiles";

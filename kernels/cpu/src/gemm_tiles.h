@@ -9,6 +9,7 @@
 
 #include "formats/groups.h"
 #include "formats/panel.h"
+#include "gemm_kernel.h"
 #include "tiles.h"
 
 constexpr int64_t TILED_ROWS = 32;  // that are multiplied together: two registers
@@ -239,5 +240,60 @@ class GroupTileKernel {
   Tiles tiles_;
   int64_t rows_ = 0, inputs_ = 0;
 };
+
+// One row times P panels of Pairs, with the bits of GroupTileKernel: weights take longer to unpack into memory than to
+// multiply by one row. Of each 32 inputs (16 in groups of 16) the even and the odd ones are two chains from zero, which
+// chain_pair goes on with by two inputs at a time. The row is as chain_inputs leaves it.
+template <class W, int DEPTH, int P>
+void chained_kernel(const Tile<bf16>& t) {
+  constexpr int C = 2 * P, STEP = DEPTH < TILE_STEP ? DEPTH : TILE_STEP;
+  const char* step = t.weights;
+  const bf16* x = t.x;
+  vf sums[C] = {};
+  for (int64_t group = 0; group < t.steps; group++, step += W::bytes(DEPTH)) {
+    vf products[C] = {};
+    const char* numbers = step + W::SCALE_BYTES;
+    for (int k = 0; k < DEPTH; k += STEP) {
+      vf chains[2][C] = {};
+#pragma GCC unroll 8
+      for (int word = 0; word < STEP / W::NUMBERS; word++, numbers += WIDTH * 4, x += W::NUMBERS) {
+        vu words[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+          const char* at = numbers + c / 2 * t.panel_bytes + c % 2 * LANES * 4;
+          memcpy(&words[c], at, sizeof words[c]);
+          __builtin_prefetch(at + PAIRS_AHEAD);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < W::EACH; i++)
+#pragma GCC unroll 4
+          for (int c = 0; c < C; c++)
+            chains[i % 2][c] = chain_pair(x + 2 * i, W::chained(words[c], i % 2, i / 2), chains[i % 2][c]);
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        const vf both = flushed(chains[0][c] + chains[1][c]);
+        products[c] = k == 0 ? both : flushed(products[c] + both);
+      }
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+      vf scale, below;
+      W::load_scale(step + c / 2 * t.panel_bytes, c % 2, scale, below);
+      sums[c] = fused(products[c], scale, sums[c]);
+      if (W::MINS) sums[c] = fused(splat(t.x_sums[group]), below, sums[c]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < C; c++) store(t.sums + c / 2 * t.sums_rows * WIDTH + c % 2 * LANES, sums[c]);
+}
+
+// Puts each 4 of `inputs`, a multiple of 4, in the order in which chained_kernel reads them: 2 and 0, then 3 and 1.
+inline void chain_inputs(bf16* x, int64_t inputs) {
+  for (int64_t i = 0; i < inputs; i += 4) {
+    const bf16 four[] = {x[i + 2], x[i], x[i + 3], x[i + 1]};
+    memcpy(x + i, four, sizeof four);
+  }
+}
 
 #endif

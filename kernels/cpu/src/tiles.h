@@ -1,10 +1,11 @@
-// Tile registers of AMX with the one instruction that is needed of them, TDPBF16PS, or their twin in plain C++.
+// Tile registers of AMX with the one instruction that is needed of them, TDPBF16PS, and the two by which a lone row is
+// multiplied in the same order, chain_pair and flushed; or their twins in plain C++.
 //
 // The twin is compiled with -DTILES_TWIN, for tests on CPUs without AMX. It has the bits of the instruction
 // (tests/kernels/cpu/test_tiles.py compares recorded ones) and traps where the CPU would raise an exception. TILES is
 // defined where either is there.
 #pragma once
-#include "vec.h"
+#include "formats/panel.h"
 
 #if LANES == 16 && defined(__AVX512BF16__) && (defined(TILES_TWIN) || (defined(__AMX_TILE__) && defined(__AMX_BF16__)))
 #define TILES 1
@@ -22,6 +23,22 @@ struct alignas(64) TileShapes {
 };
 
 #ifdef TILES_TWIN
+
+// Denormal numbers become zero; the sign stays.
+inline vf flushed(vf x) {
+  const vu bits = (vu)x, denormal = (vu)((bits & 0x7fffffff) < 0x00800000u);
+  return (vf)(bits & ~(denormal & 0x7fffffff));
+}
+inline vf flushed_fma(vf a, vf b, vf sum) {
+  return flushed((vf)_mm512_fmadd_ps((__m512)flushed(a), (__m512)flushed(b), (__m512)flushed(sum)));
+}
+
+// Sums plus, for each output, x[1] times the upper half of its pair, then plus x[0] times the lower half: VDPBF16PS as
+// CPUs with AMX have it. Each is a fused multiply-add; denormal numbers count as zero and become zero.
+inline vf chain_pair(const bf16* x, vu pairs, vf sums) {
+  sums = flushed_fma(splat(widen(x[1])), (vf)(pairs & 0xffff0000u), sums);
+  return flushed_fma(splat(widen(x[0])), (vf)(pairs << 16), sums);
+}
 
 class Tiles {
  public:
@@ -61,11 +78,11 @@ class Tiles {
       for (int k = 0; k < pairs; k++) {
         vu pair;
         memcpy(&pair, numbers_[B][k], sizeof pair);
-        even = flush(fma(splat(input(A, m, 2 * k)), (vf)(pair << 16), even));
-        odd = flush(fma(splat(input(A, m, 2 * k + 1)), (vf)(pair & 0xffff0000u), odd));
+        even = flushed_fma(splat(input(A, m, 2 * k)), (vf)(pair << 16), even);
+        odd = flushed_fma(splat(input(A, m, 2 * k + 1)), (vf)(pair & 0xffff0000u), odd);
       }
       float* const sums = reinterpret_cast<float*>(numbers_[C][m]);
-      ::store(sums, flush(flush(::load(sums)) + flush(even + odd)));
+      ::store(sums, flushed(flushed(::load(sums)) + flushed(even + odd)));
     }
   }
 
@@ -73,11 +90,6 @@ class Tiles {
   static void check(bool right) {
     if (!right) __builtin_trap();
   }
-  static vf flush(vf x) {
-    const vu bits = (vu)x, denormal = (vu)((bits & 0x7fffffff) < 0x00800000u);
-    return (vf)(bits & ~(denormal & 0x7fffffff));  // the sign stays
-  }
-  static vf fma(vf a, vf b, vf sum) { return (vf)_mm512_fmadd_ps((__m512)flush(a), (__m512)flush(b), (__m512)sum); }
   float input(int tile, int row, int column) const {
     bf16 number;
     memcpy(&number, numbers_[tile][row] + column * sizeof number, sizeof number);
@@ -89,6 +101,9 @@ class Tiles {
 };
 
 #else
+
+inline vf flushed(vf x) { return (vf)_mm512_dpbf16_ps((__m512)x, __m512bh{}, __m512bh{}); }
+inline vf chain_pair(const bf16* x, vu pairs, vf sums) { return dot_pair(x, pairs, sums); }
 
 class Tiles {
  public:

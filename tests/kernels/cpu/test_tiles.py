@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kernels.cpu.backend import CpuOps
 from kernels.cpu.build import SOURCES
 from kernels.cpu.commands import BFLOAT16, FLOAT32
+from kernels.ops import Groups
 from tests.kernels import cpu_variants
 from tests.kernels.cpu.test_attention import written
 from tests.kernels.cpu.test_gemm import GROUPS, Gemm, from_bf16, groups, to_bf16
@@ -54,14 +55,23 @@ def gemm(tiled: str) -> Gemm:
     return Gemm(cpu_variants.library(tiled))
 
 
+def flushed(x: Floats) -> Floats:
+    """Denormal numbers as zero."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
+
+
 def by_tiles(x: Floats, w: Floats) -> Floats:
-    """x @ w.T in the order of TDPBF16PS. Products of bfloat16 are exact in float32, so that an addition rounds once."""
-    sums = np.zeros((len(x), len(w)), np.float32)
+    """x @ w.T in the order of TDPBF16PS.
+
+    Products of bfloat16 are exact in float32, those of denormal numbers too where weights are 0.5 and more, so an
+    addition rounds once.
+    """
+    x, sums = flushed(x), np.zeros((len(x), len(w)), np.float32)
     for first in range(0, x.shape[1], STEP):
         chains = np.zeros((2, len(x), len(w)), np.float32)
         for k in range(first, min(first + STEP, x.shape[1])):
-            chains[k % 2] += np.outer(x[:, k], w[:, k])
-        sums += chains[0] + chains[1]
+            chains[k % 2] = flushed(chains[k % 2] + np.outer(x[:, k], w[:, k]))
+        sums = flushed(sums + flushed(chains[0] + chains[1]))
     return sums
 
 
@@ -86,6 +96,20 @@ def lanes_sum(x: Floats) -> Floats:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
     return lanes
+
+
+def by_groups(x: Floats, part: Groups) -> Floats:
+    """x times a matrix in groups: the products of each by tiles, scaled and added in float32."""
+    none = None if part.mins is None else torch.zeros_like(part.mins)
+    one = Groups(part.bits, part.group, part.numbers, torch.ones_like(part.scales), none, floats=part.floats)
+    numbers = one.plain().numpy()
+    wide, sums = np.pad(x, ((0, 0), (0, -x.shape[1] % part.group))), np.zeros((len(x), len(numbers)), np.float32)
+    for group, first in enumerate(range(0, x.shape[1], part.group)):
+        these = slice(first, first + part.group)
+        sums = fused(by_tiles(x[:, these], numbers[:, these]), part.scales[:, group].numpy()[None], sums)
+        if part.mins is not None:
+            sums = fused(lanes_sum(wide[:, these]), -part.mins[:, group].numpy()[None], sums)
+    return sums
 
 
 def test_tile_product_equals_recorded_results_of_the_instruction(tiled: str, tmp_path: Path) -> None:
@@ -136,30 +160,40 @@ def test_int8_product_has_the_bits_of_the_stated_order(gemm: Gemm, outputs: int,
         assert np.array_equal(found, expected[:rows]), rows
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GROUPS if kind[1] >= 128], ids=lambda kind: "-".join(map(str, kind)))
+@pytest.mark.parametrize("kind", GROUPS, ids=lambda kind: "-".join(map(str, kind)))
 def test_group_product_has_the_bits_of_the_stated_order(gemm: Gemm, kind: tuple[int, int, str]) -> None:
     rng = np.random.default_rng(13)
     for outputs, inputs in ((1, 1), (33, 40), (70, 600)):
         part = groups(rng, kind, (outputs, inputs))
         part.scales.add_(torch.from_numpy(rng.random(part.scales.shape, np.float32) * np.float32(2**-12)))
-        one = groups(rng, kind, (outputs, inputs))
-        one.numbers.copy_(part.numbers), one.scales.fill_(1)
-        if one.mins is not None:
-            one.mins.zero_()
-        numbers = one.plain().float().numpy()
         x = to_bf16(rng.standard_normal((70, inputs), np.float32))
-        wide = np.pad(from_bf16(x), ((0, 0), (0, -inputs % part.group)))
-        expected = np.zeros((len(x), outputs), np.float32)
-        for group, first in enumerate(range(0, inputs, part.group)):
-            these = slice(first, first + part.group)
-            products = by_tiles(from_bf16(x)[:, these], numbers[:, these])
-            expected = fused(products, part.scales[:, group].numpy()[None], expected)
-            if part.mins is not None:
-                expected = fused(lanes_sum(wide[:, these]), -part.mins[:, group].numpy()[None], expected)
+        expected = by_groups(from_bf16(x), part)
         packed = gemm.pack_groups([part])
         for rows in (*range(1, 41), 70):
             found = gemm.linear(x[-rows:], BFLOAT16, packed, None, FLOAT32, 1 + rows % 2)
             assert np.array_equal(found, expected[-rows:]), rows
+
+
+@pytest.mark.parametrize("kind", GROUPS, ids=lambda kind: "-".join(map(str, kind)))
+def test_group_product_of_one_row_has_its_bits_in_a_batch(gemm: Gemm, kind: tuple[int, int, str]) -> None:
+    """Of rows in turn with activations that are denormal or near the smallest normal number, normal, and far apart."""
+    rng = np.random.default_rng(14)
+    for outputs, inputs in ((65, 424), (200, 1111)):
+        part = groups(rng, kind, (outputs, inputs))
+        part.scales.copy_(torch.from_numpy(np.exp2(rng.integers(-3, 4, part.scales.shape)).astype(np.float32)))
+        bits = rng.integers(0, 1 << 16, (17, inputs), np.uint16) & 0x807F
+        ends = np.array([(0, 4), (120, 130), (0, 200)])[np.arange(17) % 3]
+        x = (bits | rng.integers(ends[:, :1], ends[:, 1:], bits.shape) << 7).astype(np.uint16)
+        packed = gemm.pack_groups([part])
+        whole = gemm.linear(x, BFLOAT16, packed, None, FLOAT32)
+        assert np.isfinite(whole).all()
+        near = from_bf16(x[::3])
+        assert (np.abs(near) < np.finfo(np.float32).tiny).any()
+        assert np.array_equal(whole[::3], by_groups(near, part))
+        for rows in range(1, 17):
+            for first in range(0, 18 - rows, rows):
+                found = gemm.linear(x[first : first + rows], BFLOAT16, packed, None, FLOAT32, 1 + rows % 2)
+                assert np.array_equal(found.view(np.uint32), whole[first : first + rows].view(np.uint32)), (rows, first)
 
 
 def test_denormal_numbers_count_as_zero_in_bfloat16_products(gemm: Gemm) -> None:

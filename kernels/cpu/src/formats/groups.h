@@ -2,10 +2,9 @@
 // kernels/ops.py says what a number is. A step is a group: scales, minima, then the numbers, 32 bits for some inputs of an
 // output, the even ones in the lower half. gemm.cpp writes some steps as float32 panels and multiplies these, so that a
 // product has the bits of the float32 weight; where the machine multiplies pairs of bfloat16, it does so for activations
-// in bfloat16: by VDPBF16PS (GroupPairs), or by tiles where it has them and groups are long (GroupTiles).
+// in bfloat16, by tiles where it has them (GroupTiles), else by VDPBF16PS (GroupPairs).
 #pragma once
 #include <array>
-#include <type_traits>
 
 #include "../tiles.h"
 #include "float32.h"
@@ -130,19 +129,38 @@ struct Pairs {
   // The i-th pair of inputs of each word.
   static vu pair(vu words, int i) {
     words >>= i * BITS;
-    if (BITS == 4) {  // the lowest 5 bits of each half choose
-      __m512i table;
-      memcpy(&table, TABLE.data(), sizeof table);
-      return (vu)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)words, table);
+    if (BITS == 4) return chosen(words);
+    return halves(number(words), number(words >> 16));
+  }
+
+  // The i-th pair of the even inputs of each word, or of the odd ones. The earlier input is in the upper half, which
+  // chain_pair multiplies first.
+  static vu chained(vu words, int odd, int i) {
+    if (BITS == 4) {
+      const int at = odd * 0x02020202;  // one half of each word twice
+      const __m512i bytes = _mm512_set4_epi32(0x0d0c0d0c + at, 0x09080908 + at, 0x05040504 + at, 0x01000100 + at);
+      const __m512i half = _mm512_shuffle_epi8((__m512i)words, bytes);
+      const __m512i shifts = _mm512_set1_epi32(8 * i << 16 | (8 * i + 4));
+      return chosen((vu)_mm512_maskz_srlv_epi16(~0u, half, shifts));
     }
-    // A float32 of 2^23 and a little more has its lowest 8 bits for that.
-    const vf even = (vf)((words & 0xff) | 0x4b000000) - (8388608 + ZERO);
-    const vf odd = (vf)((words >> 16 & 0xff) | 0x4b000000) - (8388608 + ZERO);
-    return (vu)even >> 16 | ((vu)odd & 0xffff0000u);
+    words >>= odd * 16;
+    return halves(number(words >> 8), number(words));
   }
 
  private:
   static constexpr float ZERO = MINS ? 0 : Step::MIDDLE;
+
+  // The number of 4 bits that the lowest 5 bits of each half choose.
+  static vu chosen(vu words) {
+    __m512i table;
+    memcpy(&table, TABLE.data(), sizeof table);
+    return (vu)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)words, table);
+  }
+
+  // The number of the lowest 8 bits. A float32 of 2^23 and a little more has its lowest bits for that.
+  static vu number(vu words) { return (vu)((vf)((words & 0xff) | 0x4b000000) - (8388608 + ZERO)); }
+  static vu halves(vu lower, vu upper) { return lower >> 16 | (upper & 0xffff0000u); }
+
   static constexpr std::array<bf16, 32> TABLE = [] {
     std::array<bf16, 32> table{};
     for (int i = 0; i < 32; i++) {
@@ -196,59 +214,59 @@ struct GroupPairs : W {
 #endif
 
 #ifdef TILES
-// The same: some groups at a time become UnpackedPairs, which tiles multiply (GroupTileKernel).
+// The same: some groups at a time become UnpackedPairs, which tiles multiply (GroupTileKernel). A lone row is multiplied
+// in the same order without tiles (chained_kernel).
 template <class W>
 struct GroupTiles : GroupPairs<W> {
   static constexpr bool PAIRED = false, TILED = true, IN_PLACE = false;
 };
-// Groups of few inputs are multiplied in pairs at any number of rows: at one row tiles would take up to half more time.
-template <class W, int GROUP>
-using GroupsForBfloat16 = std::conditional_t<GROUP >= 128, GroupTiles<W>, GroupPairs<W>>;
+template <class W>
+using GroupsForBfloat16 = GroupTiles<W>;
 #elif defined(PAIRS_OF_BFLOAT16)
-template <class W, int GROUP>
+template <class W>
 using GroupsForBfloat16 = GroupPairs<W>;
 #else
-template <class W, int GROUP>
+template <class W>
 using GroupsForBfloat16 = W;
 #endif
 
 struct Int4x32 : Groups<4, 32, false> {
-  typedef GroupsForBfloat16<Int4x32, 32> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x32> ForBfloat16;
   static constexpr const char* NAME = "int4-32";
 };
 struct Int4x32Mins : Groups<4, 32, true> {
-  typedef GroupsForBfloat16<Int4x32Mins, 32> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x32Mins> ForBfloat16;
   static constexpr const char* NAME = "int4-32-mins";
 };
 struct Int4x128 : Groups<4, 128, false> {
-  typedef GroupsForBfloat16<Int4x128, 128> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x128> ForBfloat16;
   static constexpr const char* NAME = "int4-128";
 };
 struct Int4x128Mins : Groups<4, 128, true> {
-  typedef GroupsForBfloat16<Int4x128Mins, 128> ForBfloat16;
+  typedef GroupsForBfloat16<Int4x128Mins> ForBfloat16;
   static constexpr const char* NAME = "int4-128-mins";
 };
 struct Float4x32 : Groups<4, 32, false, true> {
-  typedef GroupsForBfloat16<Float4x32, 32> ForBfloat16;
+  typedef GroupsForBfloat16<Float4x32> ForBfloat16;
   static constexpr const char* NAME = "float4-32";
 };
 struct Int8x16 : Groups<8, 16, false> {
-  typedef GroupsForBfloat16<Int8x16, 16> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x16> ForBfloat16;
   static constexpr const char* NAME = "int8-16";
 };
 struct Int8x32 : Groups<8, 32, false> {
-  typedef GroupsForBfloat16<Int8x32, 32> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x32> ForBfloat16;
   static constexpr const char* NAME = "int8-32";
 };
 struct Int8x32Mins : Groups<8, 32, true> {
-  typedef GroupsForBfloat16<Int8x32Mins, 32> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x32Mins> ForBfloat16;
   static constexpr const char* NAME = "int8-32-mins";
 };
 struct Int8x128 : Groups<8, 128, false> {
-  typedef GroupsForBfloat16<Int8x128, 128> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x128> ForBfloat16;
   static constexpr const char* NAME = "int8-128";
 };
 struct Int8x128Mins : Groups<8, 128, true> {
-  typedef GroupsForBfloat16<Int8x128Mins, 128> ForBfloat16;
+  typedef GroupsForBfloat16<Int8x128Mins> ForBfloat16;
   static constexpr const char* NAME = "int8-128-mins";
 };
