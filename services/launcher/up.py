@@ -546,19 +546,18 @@ def _prefix() -> str:
 def _held(path: str | Path, folder: int | None = None) -> int | None:
     """Return an open file or folder that this process locks now; None where another one has the lock, or it is gone.
 
-    path: relative to the open `folder`, where it is given. Raise OSError for one that cannot be descriptor.
+    path: relative to the open `folder`, where it is given. Raise OSError for one that cannot be opened or locked.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
     except FileNotFoundError:
         return None
-    try:
+    with contextlib.ExitStack() as opened, contextlib.suppress(BlockingIOError, FileNotFoundError):
+        opened.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), os.stat(path, dir_fd=folder, follow_symlinks=False)):
+            opened.pop_all()
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(descriptor)
     return None
 
 
@@ -578,11 +577,14 @@ def remove_abandoned() -> None:
             if _folder_problem(folder) or (descriptor := _held(folder)) is None:
                 continue
             descriptors.callback(os.close, descriptor)
-            files = [_held(name, descriptor) for name in os.listdir(descriptor)]
-            for file in files:
-                if file is not None:
-                    descriptors.callback(os.close, file)
-            if None not in files:
+            in_use = False
+            for name in os.listdir(descriptor):
+                with contextlib.suppress(OSError):  # a link or a socket: no worker makes one, so none uses it
+                    file = _held(name, descriptor)
+                    in_use |= file is None
+                    if file is not None:
+                        descriptors.callback(os.close, file)
+            if not in_use:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
