@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import random
@@ -67,6 +68,13 @@ Value = bytes | str | int | float
 T = TypeVar("T")
 
 
+class _Client(Redis):
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Close the connections; a Redis that hangs must not keep a service from the rest of its end."""
+        with contextlib.suppress(*Unreachable):  # TLS waits for the server's answer
+            await super().aclose(close_connection_pool)
+
+
 def connect(settings: CommonSettings, connections: int = 4, socket_timeout_s: float = 5.0) -> Redis:
     """Return a client with a bounded pool. It connects at the first call. Replies are bytes.
 
@@ -83,7 +91,7 @@ def connect(settings: CommonSettings, connections: int = 4, socket_timeout_s: fl
         health_check_interval=0,
         **extra,
     )
-    return Redis.from_pool(pool)
+    return _Client.from_pool(pool)
 
 
 def temporary(error: BaseException) -> bool:

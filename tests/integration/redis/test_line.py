@@ -131,13 +131,17 @@ async def test_script_over_a_line_is_loaded_where_redis_forgot_it(client: Redis)
 
 
 class ScriptedServer:
-    """Answers ECHO and what redis-py asks at a connect; to GET it writes the pieces of `answer`, one after another."""
+    """Answers ECHO and what redis-py asks at a connect, and WAIT before it reads no more.
+
+    To GET it writes the pieces of `answer`, one after another.
+    """
 
     def __init__(self, answer: Sequence[bytes], ends: bool = False) -> None:
         """ends: whether the server closes the connection behind `answer`."""
         self._answer = answer
         self._ends = ends
         self.tasks: set[asyncio.Task[None] | None] = set()
+        self.over = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.tasks.add(asyncio.current_task())
@@ -153,6 +157,12 @@ class ScriptedServer:
                                 await asyncio.sleep(0)  # the client may read between two pieces
                             if self._ends:
                                 return
+                        case b"WAIT":  # and then hang
+                            writer.write(b":0\r\n")
+                            await writer.drain()
+                            writer.transport.pause_reading()
+                            await self.over.wait()
+                            return
                         case b"ECHO":
                             writer.write(b"$%d\r\n%s\r\n" % (len(words[1]), words[1]))
                         case _:
@@ -180,6 +190,7 @@ async def scripted(scheme: str, folder: Path, answer: Sequence[bytes], ends: boo
         yield Line(client)
     finally:
         await client.aclose()
+        script.over.set()
         server.close()
         await asyncio.gather(*filter(None, script.tasks))
 
@@ -189,6 +200,11 @@ async def test_answer_in_single_bytes_is_whole(scheme: str, tmp_path: Path) -> N
     async with scripted(scheme, tmp_path, [bytes([byte]) for byte in answer]) as line:
         assert await line("GET", "a") == [b"a\r\n", 12, None]
         assert await line("ECHO", "mine") == b"mine"
+
+
+async def test_client_of_a_server_that_hangs_ends_without_an_error(scheme: str, tmp_path: Path) -> None:
+    async with scripted(scheme, tmp_path, []) as line:  # it closes the client
+        assert await line("WAIT", 0, 0) == 0
 
 
 async def test_second_answer_goes_to_no_call(scheme: str, tmp_path: Path) -> None:
