@@ -7,6 +7,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import hiredis
 import pytest
@@ -160,7 +161,7 @@ class ScriptedServer:
                         case b"WAIT":  # and then hang
                             writer.write(b":0\r\n")
                             await writer.drain()
-                            writer.transport.pause_reading()
+                            cast(asyncio.Transport, writer.transport).pause_reading()
                             await self.over.wait()
                             return
                         case b"ECHO":
