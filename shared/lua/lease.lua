@@ -4,8 +4,7 @@
 -- acquire returns the new epoch or 0; renew and release return 1 or 0. The text is the epoch and, behind a colon, the token:
 -- the token leaves one holder where Redis lost its last writes, its clock was set back, and an epoch came twice.
 if ARGV[1] == 'acquire' then
-  -- A lease always expires; a key without an expiry is foreign, and would hold the shard for ever.
-  if redis.call('PTTL', KEYS[1]) >= 0 then return 0 end
+  if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
   local epoch = next_epoch(KEYS[2], tonumber(ARGV[3]))
   local text = (ARGV[5] or '') == '' and epoch or epoch .. ':' .. ARGV[5]
   redis.call('SET', KEYS[1], text, 'PX', ARGV[2])

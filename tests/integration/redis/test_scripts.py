@@ -128,17 +128,6 @@ async def test_held_lease_is_renewed_without_memory(client: Redis, scripts: Scri
     assert int(await client.get(KEYS.shard_epoch(SHARD))) == mine
 
 
-async def test_foreign_key_in_place_of_a_lease_does_not_hold_the_shard(client: Redis, scripts: Scripts) -> None:
-    mine = await lease(scripts, "acquire")
-    await client.set(KEYS.lease(SHARD), "foreign")
-    assert await lease(scripts, "renew", mine) == 0
-    assert await lease(scripts, "acquire") > mine
-    await client.delete(KEYS.lease(SHARD))
-    await client.hset(KEYS.lease(SHARD), "foreign", "1")
-    assert await lease(scripts, "acquire") > mine + 1
-    assert await lease(scripts, "acquire") == 0
-
-
 async def test_expired_lease_is_renewed_until_another_takes_it(client: Redis, scripts: Scripts) -> None:
     mine = await lease(scripts, "acquire")
     await client.delete(KEYS.lease(SHARD))
