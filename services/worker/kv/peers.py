@@ -54,7 +54,7 @@ class Tier:
         """Return whether `fault` reads any of these blocks, which takes a while."""
         return self.is_kept or bool(self.stored_digests.size and self.stored_digests[blocks].any())
 
-    def fault(self, blocks: Int32) -> str:
+    def fault(self, blocks: Int32, threads: int = 1) -> str:
         """Return why copies of these blocks that were made before may be anything; empty if they are right."""
         if self.run and (self.epoch != self.run).any():
             return "another Run has it"
@@ -63,7 +63,7 @@ class Tier:
         if not self.is_kept:
             blocks = blocks[self.stored_digests[blocks] != 0]
         digests = self.stored_digests[blocks] if self.stored_digests.size else np.zeros(blocks.size, np.int64)
-        mismatches = blocks[compute_digests(self.content, blocks) != digests]
+        mismatches = blocks[compute_digests(self.content, blocks, threads) != digests]
         if mismatches.size < 2:
             return f"block {mismatches[0]} differs from its checksum" if mismatches.size else ""
         return f"block {mismatches[0]} and {counted(mismatches.size - 1, 'further block')} differ from their checksums"

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from kernels.ops import Cache, Int32, Pending
 from services.worker.kv.peers import OWN_TIER, Peers, Tier
@@ -58,7 +59,7 @@ class _Begun:
             if number in self.faults:
                 yield self.faults[number].result()
             else:
-                yield "" if read is None else read[0].fault(read[1])
+                yield "" if read is None else read[0].fault(read[1], torch.get_num_threads())
 
 
 class KVTransfers:
