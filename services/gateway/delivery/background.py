@@ -159,9 +159,8 @@ class OrphanAdopter:
         names = {*members, *background.ended} - is_read
         waiting, unread = set[str](), set[str]()
         if names:
-            rows = [word for name in names for word in (name, background.ended.get(name, -1))]
-            answer = await self._scripts.forget([key, *map(self._keys.req, names)], [self._gateway_id, *rows])
-            waiting, unread = ({name.decode() for name in part} for part in answer)
+            rows = {name: background.ended.get(name, -1) for name in names}
+            waiting, unread = await self._forget(self._gateway_id, rows)
         again = unread & self._unread
         background.left |= again - self._unreadable.keys()
         self._unread = unread
@@ -190,32 +189,40 @@ class OrphanAdopter:
         if not found:
             await self._redis.srem(self._keys.background, gateway)
             return
-        adopted = 0
-        for request_id in self._letters.read_all(key, found, text):
+        names, adopted = self._letters.read_all(key, found, text), set[str]()
+        for request_id in names:
             if request_id in self._unreadable:
                 continue
             claim = self._keys.adopting(request_id)
             if not await self._redis.set(claim, self._gateway_id, nx=True, px=ADOPTING_MS):
                 continue
             if await self._tried(request_id, gateway):
-                await self._redis.srem(key, request_id)
-                adopted += 1
+                adopted.add(request_id)
             elif request_id in self._unreadable:
                 await self._redis.delete(claim)
+        if names:
+            await self._forget(gateway, {name: 0 if name in adopted else -1 for name in names})
         if adopted:
-            log.info("adopted %d background requests of gateway %s, which has died", adopted, gateway)
+            log.info("adopted %d background requests of gateway %s, which has died", len(adopted), gateway)
+
+    async def _forget(self, gateway: str, names: dict[str, int]) -> tuple[set[str], set[str]]:
+        """Take requests out of a gateway's set, with what forget.lua has to know of each. Return those that stay."""
+        keys = [self._keys.background_of(gateway), *map(self._keys.req, names)]
+        answer = await self._scripts.forget(keys, [gateway, *(word for row in names.items() for word in row)])
+        waiting, unread = ({name.decode() for name in part} for part in answer)
+        return waiting, unread
 
     async def _tried(self, request_id: str, gateway: str) -> bool:
         """Adopt one request. Return False when it is to be tried again, after a while if it is in `_unreadable`."""
         try:
             await self._adopt(request_id, gateway)
         except ApiError as error:
-            is_temporary = error.status == 503 or error.code == TAKEN_OVER
+            is_temporary = error.status in (429, 503) or error.code == TAKEN_OVER
             if error.code == "record_version" or not is_temporary:
                 self._unreadable[request_id] = time.monotonic() + LEFT_S
-            if is_temporary:
-                return False
-            log.info("background request %s not adopted: %s", request_id, error.message)
+            if not is_temporary:
+                log.info("background request %s not adopted: %s", request_id, error.message)
+            return False
         except (*Unreachable, RedisError):
             raise
         except Exception:  # a record that this version cannot read must not end the gateway, and each one after it

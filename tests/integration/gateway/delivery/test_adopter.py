@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import pytest
 
+from services.gateway.admission import unknown_request
 from services.gateway.delivery import background
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
 from services.gateway.errors import ApiError, broken_record, taken_over, unavailable
@@ -26,11 +27,22 @@ IDS = [f"request-{number}" for number in range(20)]
 
 
 def adopter(server: RedisServer, name: str, take_up: Callable[[str, str], Awaitable[None]]) -> OrphanAdopter:
+    """Return an adopter of the gateway `name`. The record of each request that `take_up` adopts names that gateway,
+    unless the request has ended.
+    """
     server.client.flushall()
     settings = GatewaySettings(redis_url=server.url, api_keys=["k"])
     server.client.sadd(settings.keys.background, "gone")
     server.client.sadd(settings.keys.background_of("gone"), *IDS)
-    return OrphanAdopter(settings, name, BackgroundTasks(), take_up, ())
+    for request_id in IDS:
+        server.client.hset(settings.keys.req(request_id), mapping={"state": "running", "gateway": "gone"})
+
+    async def adopt(request_id: str, gateway: str) -> None:
+        await take_up(request_id, gateway)
+        if server.client.hget(settings.keys.req(request_id), "state") == b"running":
+            server.client.hset(settings.keys.req(request_id), "gateway", name)
+
+    return OrphanAdopter(settings, name, BackgroundTasks(), adopt, ())
 
 
 def left(server: RedisServer) -> set[str]:
@@ -58,9 +70,10 @@ async def test_each_orphan_is_adopted_once_when_two_gateways_look(redis_server: 
         await each.close()
 
 
-@pytest.mark.parametrize(
-    "error", [unavailable("Redis does not answer", "redis_unavailable"), taken_over(), ValueError("unreadable")]
-)
+@pytest.mark.parametrize("error", [
+    unavailable("Redis does not answer", "redis_unavailable"), ApiError(429, "too many questions", code="overloaded"),
+    taken_over(), broken_record(), ValueError("unreadable"),
+])  # fmt: skip
 async def test_orphan_that_cannot_be_adopted_stays_for_the_next_try(
     redis_server: RedisServer, error: Exception
 ) -> None:
@@ -71,6 +84,36 @@ async def test_orphan_that_cannot_be_adopted_stays_for_the_next_try(
     one = adopter(redis_server, "one", take_up)
     await one.adopt_from("gone")
     assert left(redis_server) == {IDS[7]}
+    await one.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"state": "running", "gateway": "other"}])
+async def test_orphan_that_is_gone_or_read_elsewhere_is_forgotten(
+    redis_server: RedisServer, fields: dict[str, str | int]
+) -> None:
+    keys = GatewaySettings(redis_url=redis_server.url, api_keys=["k"]).keys
+
+    async def take_up(request_id: str, _gateway: str) -> None:
+        redis_server.client.delete(keys.req(request_id))
+        if fields:
+            redis_server.client.hset(keys.req(request_id), mapping=fields)
+        raise unknown_request(request_id)
+
+    one = adopter(redis_server, "one", take_up)
+    await one.adopt_from("gone")
+    assert left(redis_server) == set()
+    await one.close()
+
+
+async def test_ended_orphans_are_forgotten_once_adopted(redis_server: RedisServer) -> None:
+    keys = GatewaySettings(redis_url=redis_server.url, api_keys=["k"]).keys
+
+    async def take_up(request_id: str, _gateway: str) -> None:
+        redis_server.client.hset(keys.req(request_id), "state", "finished")
+
+    one = adopter(redis_server, "one", take_up)
+    await one.adopt_from("gone")
+    assert left(redis_server) == set()
     await one.close()
 
 
