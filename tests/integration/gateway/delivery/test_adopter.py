@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 import pytest
 
 from services.gateway.admission import unknown_request
-from services.gateway.delivery import background
+from services.gateway.delivery import background, dispatcher
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
+from services.gateway.delivery.stream import Generation
 from services.gateway.errors import ApiError, broken_record, taken_over, unavailable
 from services.gateway.gateway import Gateway
 from shared.settings import GatewaySettings
@@ -242,6 +243,44 @@ async def test_request_that_cannot_be_read_is_tried_rarely(
         assert own.adopted == [(IDS[0], "one")]
         assert not (own.tasks.left or own.tasks.ended), "its model can close"
     assert own.own == {IDS[0]}, "another gateway can adopt it"
+
+
+async def begun(gateway: Gateway, server: RedisServer) -> str:
+    """Begin a background request, and return its id."""
+    ScriptedScheduler(server.client, gateway.settings.keys).lead()
+    body = {"model": gateway.first.name, "prompt": "The", "max_tokens": 400, "background": True}
+    async with asgi(gateway) as client:
+        return str((await client.post("/v1/completions", json=body)).json()["id"])
+
+
+async def test_request_is_read_again_rarely_after_its_reader_failed(
+    often: None, local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    async def fail(generation: Generation) -> None:
+        read.append(generation.spec.id)
+        raise ValueError("unreadable")
+
+    monkeypatch.setattr(Generation, "next", fail)
+    request_id = await begun(local_gateway, redis_server)
+    await look_often(redis_server)
+    assert read == [request_id]
+    assert request_id not in local_gateway.first.background.ended, "it goes on"
+
+
+async def test_request_is_read_again_rarely_after_its_record_was_unreadable(
+    often: None, local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = local_gateway.first
+    cancelled: list[str] = []  # as where Redis loses them
+    monkeypatch.setattr(model.dispatcher, "cancel", lambda request_id, _reason: cancelled.append(request_id))
+    request_id = await begun(local_gateway, redis_server)
+    redis_server.client.hset(local_gateway.settings.keys.req(request_id), "finish:0", "x")
+    monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)  # its record is read at once
+    await wait_until(lambda: cancelled)
+    await look_often(redis_server)
+    assert cancelled == [request_id]
 
 
 async def test_request_is_tried_again_where_redis_was_silent(redis_server: RedisServer, often: None) -> None:
