@@ -1,7 +1,7 @@
 -- Takes background requests out of the set of the gateway that delivers them: those that it has read to their ends, that
--- are gone, or that another gateway delivers.
+-- are gone, or that another gateway delivers. The gateway calls it, or one that adopts its requests when it has died.
 -- KEYS: set, then the req key of each request   ARGV: gateway, then for each request: id, and its choices (0: it failed,
---       -1: the gateway has not read it to its end)
+--       or was adopted; -1: the gateway has not read it to its end)
 -- Returns the ids of those that stay: first those that a scheduler has yet to end, as a cancel or the stop strings of
 -- all choices without an end say; then those to read.
 local waiting, unread = {}, {}

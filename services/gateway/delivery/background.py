@@ -39,6 +39,8 @@ class BackgroundTasks:
         """Requests to take back: a client streamed them and has disconnected, or nothing reads them."""
         self.ended: dict[str, int] = {}
         """Choices of requests that were read to their ends, until they are removed in Redis; 0 of a failure."""
+        self.unreadable: dict[str, float] = {}
+        """Requests that cannot be read here, and until when they are left to other gateways."""
         self.on_end: Callable[[str], Awaitable[None]] | None = None
         """Called with the id of each request that has ended, well or not."""
 
@@ -54,6 +56,10 @@ class BackgroundTasks:
         self._tasks[request_id] = task
         task.add_done_callback(lambda task: self._gone(request_id, task))
 
+    def leave(self, request_id: str) -> None:
+        """Leave a request that cannot be read here to the other gateways for LEFT_S."""
+        self.unreadable[request_id] = time.monotonic() + LEFT_S
+
     async def stop(self) -> None:
         """End all tasks; their requests continue."""
         await end(*self._tasks.values())
@@ -65,6 +71,8 @@ class BackgroundTasks:
                 await generation.next()
         except ApiError as error:  # a cancel, its end with an error, or another gateway reads it
             handed_on = error.code in (TAKEN_OVER, HANDED_OVER)
+            if not handed_on and generation.stream.failure is not None:  # its record, which may say that it goes on
+                self.leave(request_id)
         finally:
             generation.close()
         if handed_on:
@@ -78,6 +86,7 @@ class BackgroundTasks:
             del self._tasks[request_id]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("background request %s is no longer read: %r", request_id, error)
+            self.leave(request_id)
 
 
 EVERY_S = 2.0
@@ -116,7 +125,6 @@ class OrphanAdopter:
         self._scripts = Scripts(self._redis)
         self._missing: dict[str, float] = {}
         self._unread: set[str] = set()  # requests that had no reader at the last look
-        self._unreadable: dict[str, float] = {}  # requests, and until when they are left to other gateways
         self._letters = letters or DeadLetters()
 
     async def run(self) -> None:
@@ -124,7 +132,8 @@ class OrphanAdopter:
         while True:
             await asyncio.sleep(EVERY_S * random.uniform(0.8, 1.2))  # noqa: S311 - jitter, no secret
             now = time.monotonic()
-            self._unreadable = {name: until for name, until in self._unreadable.items() if until > now}
+            unreadable = self._background.unreadable
+            self._background.unreadable = {name: until for name, until in unreadable.items() if until > now}
             for look in (self._look_after_own, self._look_for_orphans):  # a fault of one must not keep the other
                 try:
                     await look()
@@ -146,7 +155,7 @@ class OrphanAdopter:
         """Compare this gateway's set with what it reads, and read requests again that are left."""
         await self._compare_own()
         for request_id in list(self._background.left):
-            if await self._tried(request_id, self._gateway_id) or request_id in self._unreadable:
+            if await self._tried(request_id, self._gateway_id) or request_id in self._background.unreadable:
                 self._background.left.discard(request_id)
 
     async def _compare_own(self) -> None:
@@ -159,11 +168,10 @@ class OrphanAdopter:
         names = {*members, *background.ended} - is_read
         waiting, unread = set[str](), set[str]()
         if names:
-            rows = [word for name in names for word in (name, background.ended.get(name, -1))]
-            answer = await self._scripts.forget([key, *map(self._keys.req, names)], [self._gateway_id, *rows])
-            waiting, unread = ({name.decode() for name in part} for part in answer)
+            rows = {name: background.ended.get(name, -1) for name in names}
+            waiting, unread = await self._forget(self._gateway_id, rows)
         again = unread & self._unread
-        background.left |= again - self._unreadable.keys()
+        background.left |= again - background.unreadable.keys()
         self._unread = unread
         for name in again | (names - waiting - unread):
             background.ended.pop(name, None)
@@ -190,36 +198,44 @@ class OrphanAdopter:
         if not found:
             await self._redis.srem(self._keys.background, gateway)
             return
-        adopted = 0
-        for request_id in self._letters.read_all(key, found, text):
-            if request_id in self._unreadable:
+        names, adopted = self._letters.read_all(key, found, text), set[str]()
+        for request_id in names:
+            if request_id in self._background.unreadable:
                 continue
             claim = self._keys.adopting(request_id)
             if not await self._redis.set(claim, self._gateway_id, nx=True, px=ADOPTING_MS):
                 continue
             if await self._tried(request_id, gateway):
-                await self._redis.srem(key, request_id)
-                adopted += 1
-            elif request_id in self._unreadable:
+                adopted.add(request_id)
+            elif request_id in self._background.unreadable:
                 await self._redis.delete(claim)
+        if names:
+            await self._forget(gateway, {name: 0 if name in adopted else -1 for name in names})
         if adopted:
-            log.info("adopted %d background requests of gateway %s, which has died", adopted, gateway)
+            log.info("adopted %d background requests of gateway %s, which has died", len(adopted), gateway)
+
+    async def _forget(self, gateway: str, names: dict[str, int]) -> tuple[set[str], set[str]]:
+        """Take requests out of a gateway's set, with what forget.lua has to know of each. Return those that stay."""
+        keys = [self._keys.background_of(gateway), *map(self._keys.req, names)]
+        answer = await self._scripts.forget(keys, [gateway, *(word for row in names.items() for word in row)])
+        waiting, unread = ({name.decode() for name in part} for part in answer)
+        return waiting, unread
 
     async def _tried(self, request_id: str, gateway: str) -> bool:
-        """Adopt one request. Return False when it is to be tried again, after a while if it is in `_unreadable`."""
+        """Adopt one request. Return False when it is to be tried again, after a while if it is in `unreadable`."""
         try:
             await self._adopt(request_id, gateway)
         except ApiError as error:
-            is_temporary = error.status == 503 or error.code == TAKEN_OVER
+            is_temporary = error.status in (429, 503) or error.code == TAKEN_OVER
             if error.code == "record_version" or not is_temporary:
-                self._unreadable[request_id] = time.monotonic() + LEFT_S
-            if is_temporary:
-                return False
-            log.info("background request %s not adopted: %s", request_id, error.message)
+                self._background.leave(request_id)
+            if not is_temporary:
+                log.info("background request %s not adopted: %s", request_id, error.message)
+            return False
         except (*Unreachable, RedisError):
             raise
         except Exception:  # a record that this version cannot read must not end the gateway, and each one after it
             log.exception("background request %s cannot be adopted", request_id)
-            self._unreadable[request_id] = time.monotonic() + LEFT_S
+            self._background.leave(request_id)
             return False
         return True

@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import pytest
 
-from services.gateway.delivery import background
+from services.gateway.admission import unknown_request
+from services.gateway.delivery import background, dispatcher
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
+from services.gateway.delivery.stream import Generation
 from services.gateway.errors import ApiError, broken_record, taken_over, unavailable
 from services.gateway.gateway import Gateway
 from shared.settings import GatewaySettings
@@ -26,11 +28,22 @@ IDS = [f"request-{number}" for number in range(20)]
 
 
 def adopter(server: RedisServer, name: str, take_up: Callable[[str, str], Awaitable[None]]) -> OrphanAdopter:
+    """Return an adopter of the gateway `name`. The record of each request that `take_up` adopts names that gateway,
+    unless the request has ended.
+    """
     server.client.flushall()
     settings = GatewaySettings(redis_url=server.url, api_keys=["k"])
     server.client.sadd(settings.keys.background, "gone")
     server.client.sadd(settings.keys.background_of("gone"), *IDS)
-    return OrphanAdopter(settings, name, BackgroundTasks(), take_up, ())
+    for request_id in IDS:
+        server.client.hset(settings.keys.req(request_id), mapping={"state": "running", "gateway": "gone"})
+
+    async def adopt(request_id: str, gateway: str) -> None:
+        await take_up(request_id, gateway)
+        if server.client.hget(settings.keys.req(request_id), "state") == b"running":
+            server.client.hset(settings.keys.req(request_id), "gateway", name)
+
+    return OrphanAdopter(settings, name, BackgroundTasks(), adopt, ())
 
 
 def left(server: RedisServer) -> set[str]:
@@ -58,9 +71,10 @@ async def test_each_orphan_is_adopted_once_when_two_gateways_look(redis_server: 
         await each.close()
 
 
-@pytest.mark.parametrize(
-    "error", [unavailable("Redis does not answer", "redis_unavailable"), taken_over(), ValueError("unreadable")]
-)
+@pytest.mark.parametrize("error", [
+    unavailable("Redis does not answer", "redis_unavailable"), ApiError(429, "too many questions", code="overloaded"),
+    taken_over(), broken_record(), ValueError("unreadable"),
+])  # fmt: skip
 async def test_orphan_that_cannot_be_adopted_stays_for_the_next_try(
     redis_server: RedisServer, error: Exception
 ) -> None:
@@ -71,6 +85,36 @@ async def test_orphan_that_cannot_be_adopted_stays_for_the_next_try(
     one = adopter(redis_server, "one", take_up)
     await one.adopt_from("gone")
     assert left(redis_server) == {IDS[7]}
+    await one.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"state": "running", "gateway": "other"}])
+async def test_orphan_that_is_gone_or_read_elsewhere_is_forgotten(
+    redis_server: RedisServer, fields: dict[str, str | int]
+) -> None:
+    keys = GatewaySettings(redis_url=redis_server.url, api_keys=["k"]).keys
+
+    async def take_up(request_id: str, _gateway: str) -> None:
+        redis_server.client.delete(keys.req(request_id))
+        if fields:
+            redis_server.client.hset(keys.req(request_id), mapping=fields)
+        raise unknown_request(request_id)
+
+    one = adopter(redis_server, "one", take_up)
+    await one.adopt_from("gone")
+    assert left(redis_server) == set()
+    await one.close()
+
+
+async def test_ended_orphans_are_forgotten_once_adopted(redis_server: RedisServer) -> None:
+    keys = GatewaySettings(redis_url=redis_server.url, api_keys=["k"]).keys
+
+    async def take_up(request_id: str, _gateway: str) -> None:
+        redis_server.client.hset(keys.req(request_id), "state", "finished")
+
+    one = adopter(redis_server, "one", take_up)
+    await one.adopt_from("gone")
+    assert left(redis_server) == set()
     await one.close()
 
 
@@ -199,6 +243,44 @@ async def test_request_that_cannot_be_read_is_tried_rarely(
         assert own.adopted == [(IDS[0], "one")]
         assert not (own.tasks.left or own.tasks.ended), "its model can close"
     assert own.own == {IDS[0]}, "another gateway can adopt it"
+
+
+async def begun(gateway: Gateway, server: RedisServer) -> str:
+    """Begin a background request, and return its id."""
+    ScriptedScheduler(server.client, gateway.settings.keys).lead()
+    body = {"model": gateway.first.name, "prompt": "The", "max_tokens": 400, "background": True}
+    async with asgi(gateway) as client:
+        return str((await client.post("/v1/completions", json=body)).json()["id"])
+
+
+async def test_request_is_read_again_rarely_after_its_reader_failed(
+    often: None, local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    async def fail(generation: Generation) -> None:
+        read.append(generation.spec.id)
+        raise ValueError("unreadable")
+
+    monkeypatch.setattr(Generation, "next", fail)
+    request_id = await begun(local_gateway, redis_server)
+    await look_often(redis_server)
+    assert read == [request_id]
+    assert request_id not in local_gateway.first.background.ended, "it goes on"
+
+
+async def test_request_is_read_again_rarely_after_its_record_was_unreadable(
+    often: None, local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = local_gateway.first
+    cancelled: list[str] = []  # as where Redis loses them
+    monkeypatch.setattr(model.dispatcher, "cancel", lambda request_id, _reason: cancelled.append(request_id))
+    request_id = await begun(local_gateway, redis_server)
+    redis_server.client.hset(local_gateway.settings.keys.req(request_id), "finish:0", "x")
+    monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)  # its record is read at once
+    await wait_until(lambda: cancelled)
+    await look_often(redis_server)
+    assert cancelled == [request_id]
 
 
 async def test_request_is_tried_again_where_redis_was_silent(redis_server: RedisServer, often: None) -> None:
