@@ -69,9 +69,12 @@ REREAD_BYTES = 192 << 20
 """Of answers and conversations that are read again at a time, as they are stored; what is made of them takes up to
 seven times as much. One tenant, where there are keys of others, may have half.
 """
+CONVERSATION_BYTES = 256 << 20
+"""Of conversations that requests hold until they are stored with the answers, as they are stored; a tenant may have
+half, as above.
+"""
 TOKEN_BYTES = 4
 MANY_REREADS = "too_many_answers"
-REREADS = "answers and conversations that are read again"
 RECENT = 65_536
 UNSEEN_S = 0.5
 """Mean age of statistics when they are first seen: they are read once a second."""
@@ -383,29 +386,37 @@ class Connections:
         """Returns how many there are, without those between two requests; the server sets it."""
 
 
-class Rereads:
-    """Bytes of ended requests and stored responses that are read again, until the requests that read them are answered,
-    or drop them before: of this process, of all models.
+class HeldBytes:
+    """Bytes that requests hold until they are answered, or drop them before: of this process, of all models.
 
-    What is made of them takes several times their bytes, and a client may ask as often as it likes.
+    There are two kinds. Ended requests and stored responses are read again: what is made of them takes several times
+    their bytes, and a client may ask as often as it likes. Conversations wait to be stored, as long as their requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str, most_bytes: int, remedy: str = RETRY) -> None:
+        """what, remedy: for the error."""
+        self.most_bytes = most_bytes
+        self._what = what
+        self._remedy = remedy
         self._held: Counter[str] = Counter()  # by tenant
 
-    def hold(self, caller: Caller, size_bytes: int, of_request: int = 0) -> Callable[[], None]:
-        """Count bytes of an answer until what is returned is called. One answer alone always has room.
+    @property
+    def held_bytes(self) -> int:
+        return self._held.total()
 
-        of_request: bytes that are held for the same answer. Raise ApiError(429, 503).
+    def hold(self, caller: Caller, size_bytes: int, of_request: int = 0) -> Callable[[], None]:
+        """Count bytes of a request until what is returned is called. One request alone always has room.
+
+        of_request: bytes that are held for the same request. Raise ApiError(429, 503).
         """
-        tenant, held, of_all = caller.tenant, self._held[caller.tenant], self._held.total()
-        tenant_bytes = REREAD_BYTES // 2
+        tenant, held, of_all = caller.tenant, self._held[caller.tenant], self.held_bytes
+        tenant_bytes = self.most_bytes // 2
         if caller.has_others and held > of_request and held + size_bytes > tenant_bytes:
-            text = f"{REREADS}: too many bytes of this tenant are on their way (limit {tenant_bytes})"
-            raise ApiError(429, f"{text}; {RETRY}", code=MANY_REREADS, retry_after_s=1)
-        if of_all > of_request and of_all + size_bytes > REREAD_BYTES:
-            text = f"{REREADS}: too many bytes are on their way (limit {REREAD_BYTES})"
-            raise unavailable(f"{text}; {RETRY}", MANY_REREADS)
+            text = f"{self._what}: too many bytes of this tenant are held (limit {tenant_bytes})"
+            raise ApiError(429, f"{text}; {self._remedy}", code=MANY_REREADS, retry_after_s=1)
+        if of_all > of_request and of_all + size_bytes > self.most_bytes:
+            text = f"{self._what}: too many bytes are held (limit {self.most_bytes})"
+            raise unavailable(f"{text}; {self._remedy}", MANY_REREADS)
         self._held[tenant] += size_bytes
 
         def release() -> None:
@@ -414,6 +425,14 @@ class Rereads:
                 del self._held[tenant]
 
         return release
+
+
+def rereads() -> HeldBytes:
+    return HeldBytes("answers and conversations that are read again", REREAD_BYTES)
+
+
+def conversations() -> HeldBytes:
+    return HeldBytes("conversations that wait to be stored", CONVERSATION_BYTES, f"{RETRY}, or with store false")
 
 
 Hold = Callable[[int], None]

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from services.gateway.adapters import FORMER_S, AdapterNames, AdapterRecord
-from services.gateway.admission import Admission, Connections, Rereads, unknown_request
+from services.gateway.admission import Admission, Connections, HeldBytes, unknown_request
 from services.gateway.auth import Caller, Keyring
 from services.gateway.cluster import STALE_S, Cluster, PlacerSeen, placed, placement_of
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
@@ -67,7 +67,8 @@ class Parts:
     tracing: Tracing | None
     letters: DeadLetters
     connections: Connections
-    rereads: Rereads
+    rereads: HeldBytes
+    conversations: HeldBytes
 
 
 async def first_look(*looked: asyncio.Event) -> None:
@@ -99,6 +100,7 @@ class ServedModel:
         self.responses = ResponseStore(settings, self.dispatcher, letters)
         self.adapters = AdapterNames(settings, letters)
         self.rereads = parts.rereads
+        self.conversations = parts.conversations
         self.background = BackgroundTasks()
         self.admission = Admission(
             settings, text, parts.keyring, self.cluster, self.dispatcher, self.background, metrics, parts.tracing,

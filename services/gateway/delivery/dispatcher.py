@@ -327,7 +327,7 @@ def entry_of(
         spec.id,
         caller.tenant,
         CLASSES.index(spec.priority),
-        request.ByteSize() + len(prompts) + len(delivery),
+        request.ByteSize() + len(prompts) + len(delivery) + spec.conversation_bytes,
         spec.survives_client,
         spec.is_named,
         started + spec.deadline_ms / 1000 if spec.deadline_ms else math.inf,

@@ -135,8 +135,16 @@ def holding_bytes(model: ServedModel, request: Request) -> Hold:
     return hold
 
 
+def hold_conversation(model: ServedModel, request: Request, size_bytes: int) -> None:
+    """Count a conversation that this request holds to store it with its answer, until that is sent; lines of batches
+    count nowhere. Raise ApiError(429, 503).
+    """
+    if hasattr(request.state, "at_end"):
+        request.state.at_end.append(model.conversations.hold(request.state.caller, size_bytes))
+
+
 def release_bytes(request: Request) -> None:
-    """Count what was read again for this request no longer: it is dropped before the answer is sent."""
+    """Count what this request holds no longer: it is dropped before the answer is sent."""
     state = request.state
     while getattr(state, "at_end", None):
         state.at_end.pop()()

@@ -34,6 +34,7 @@ from services.gateway.openai.answers import (
     EventStream,
     begin,
     collect,
+    hold_conversation,
     holding_bytes,
     json_response,
     listed,
@@ -698,12 +699,16 @@ def router(gateway: Gateway) -> APIRouter:
         stored_input = orjson.dumps(conversation)
         keep = partial(Responses(model).keep, request.state.tenant, stored_input)
         spec.conversation_bytes = 0 if spec.background else len(stored_input)
-        del before, conversation  # the request may wait for long; from here on the queue counts its bytes
+        del before, conversation  # the request may wait for long, with stored_input alone
         release_bytes(request)
+        if response["store"]:
+            hold_conversation(model, request, len(stored_input))
         if spec.background:
             response["status"] = "queued"
             kept = await keep(response, only_new=True)  # an earlier call of the same name has it already
             response["store"] = kept is not Kept.NOT
+            del keep, stored_input
+            release_bytes(request)
             try:
                 refusal = choose_adapter(model, spec)
                 await model.admission.begin_background(spec, request.state.caller, started, refusal)

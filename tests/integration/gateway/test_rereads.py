@@ -10,7 +10,6 @@ import httpx
 import orjson
 import pytest
 
-from services.gateway import admission
 from services.gateway.app import public_app
 from services.gateway.delivery.response_store import RUNNING
 from services.gateway.errors import ApiError
@@ -60,7 +59,7 @@ async def test_answer_is_refused_while_too_many_bytes_are_on_their_way(
     with answering(scheduler, lambda _: [50, 51], STOP):
         made = (await client.post(address, json={"model": local_gateway.first.name, **body})).json()
     path = f"/v1/{kind}/{made['id']}"
-    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
     begun, read = asyncio.Event(), asyncio.Event()
     reading = asyncio.create_task(slowly(public_app(local_gateway), path, begun, read))
     async with asyncio.timeout(60):
@@ -84,7 +83,7 @@ async def test_conversation_is_not_read_while_too_many_bytes_are_on_their_way(
     with answering(scheduler, lambda _: [50, 51], STOP):
         made = (await client.post("/v1/responses", json=body)).json()
     further = body | {"previous_response_id": made["id"]}
-    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
     begun, read = asyncio.Event(), asyncio.Event()
     held = asyncio.create_task(slowly(public_app(local_gateway), f"/v1/responses/{made['id']}", begun, read))
     async with asyncio.timeout(60):
@@ -131,7 +130,7 @@ async def test_running_response_is_cancelled_while_too_much_is_read(
     with answering(scheduler, lambda _: [50, 51], STOP):
         ended = (await client.post("/v1/responses", json=body)).json()
     running = (await client.post("/v1/responses", json=body | {"background": True})).json()
-    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
     begun, read = asyncio.Event(), asyncio.Event()
     held = asyncio.create_task(slowly(public_app(local_gateway), f"/v1/responses/{ended['id']}", begun, read))
     async with asyncio.timeout(60):
@@ -161,7 +160,7 @@ async def test_waiting_conversations_leave_room_for_answers_of_other_tenants(
             made = [
                 (await client.post("/v1/responses", json=body, headers=headers)).json() for headers in as_key.values()
             ]
-        monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+        monkeypatch.setattr(gateway.first.rereads, "most_bytes", 1)
         waiting: list[asyncio.Task[httpx.Response]] = []
         for key, before in zip(KEYS[:2], made, strict=False):
             further = {**body, **options, "previous_response_id": before["id"]}
@@ -199,10 +198,63 @@ async def test_conversation_that_waits_for_its_answer_counts_in_the_queue(
     assert redis_server.client.hget(keys.queue, "bytes") == b"0"
 
 
+@pytest.mark.parametrize("options", [{}, {"stream": True}])
+async def test_conversations_that_wait_to_be_stored_are_bounded(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    keys, client = local_gateway.settings.keys, asgi(local_gateway)
+    body = {"model": local_gateway.first.name, "input": "x"}
+    with answering(scheduler, lambda _: [50, 51], STOP):
+        ended = (await client.post("/v1/responses", json=body)).json()
+    monkeypatch.setattr(local_gateway.first.conversations, "most_bytes", 1)
+    body, key = {**body, **options}, {"Idempotency-Key": "k"}
+    waiting = [asyncio.create_task(client.post("/v1/responses", json=body, headers=key))]
+    async with asyncio.timeout(60):
+        await wait_until(lambda: redis_server.client.hget(keys.queue, "requests") == b"1")
+        for headers in ({}, key):  # one that is sent again holds its conversation, too
+            refused = await client.post("/v1/responses", json=body, headers=headers)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (503, "too_many_answers")
+            assert error["message"].startswith("conversations that wait to be stored: too many bytes are held")
+            assert error["message"].endswith(", or with store false")
+            assert refused.headers["retry-after"] == "1"
+        path = f"/v1/responses/{ended['id']}"
+        for method, at in ("GET", path), ("GET", path + "/input_items"), ("POST", path + "/cancel"), ("DELETE", path):
+            assert (await client.request(method, at)).status_code == 200
+        waiting.append(asyncio.create_task(client.post("/v1/responses", json={**body, "store": False})))
+        await wait_until(lambda: waiting[1].done() or redis_server.client.hget(keys.queue, "requests") == b"2")
+        with answering(scheduler, lambda _: [50, 51], STOP):
+            assert [(await task).status_code for task in waiting] == [200, 200]
+            for _ in range(2):  # each is released at its end
+                assert (await client.post("/v1/responses", json=body)).status_code == 200
+
+
+async def test_background_response_holds_no_conversation_once_it_is_stored(
+    local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def begin(*args: Any, **options: Any) -> Any:
+        held.append(local_gateway.first.conversations.held_bytes)
+        return await begun(*args, **options)
+
+    async def keep(*args: Any, **options: Any) -> Any:
+        held.append(local_gateway.first.conversations.held_bytes)
+        return await kept(*args, **options)
+
+    ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
+    held, begun, kept = list[int](), local_gateway.admission.begin_background, local_gateway.first.responses.keep
+    monkeypatch.setattr(local_gateway.admission, "begin_background", begin)
+    monkeypatch.setattr(local_gateway.first.responses, "keep", keep)
+    body = {"model": local_gateway.first.name, "input": "x", "background": True}
+    made = await asgi(local_gateway).post("/v1/responses", json=body)
+    assert made.json()["store"] is True
+    assert held[0] > 0 and held[1:] == [0]
+
+
 async def test_conversation_and_answer_of_a_request_sent_again_are_read_at_once(
     local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
     scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
     body = {"model": local_gateway.first.name, "input": "x"}
@@ -224,7 +276,7 @@ async def test_request_sent_again_is_refused_while_too_many_bytes_are_on_their_w
     body, headers = {"model": local_gateway.first.name, "prompt": "x"}, {"Idempotency-Key": "k"}
     with answering(scheduler, lambda _: [50, 51], STOP):
         made = (await client.post("/v1/completions", json=body, headers=headers)).json()
-    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
     begun, read = asyncio.Event(), asyncio.Event()
     path = f"/v1/requests/{made['id']}"
     reading = asyncio.create_task(slowly(public_app(local_gateway), path, begun, read))
@@ -246,7 +298,7 @@ async def test_response_alone_is_read_from_store_and_record_at_once(
         """Leave the end of a response to its next reader."""
 
     monkeypatch.setattr(Responses, "ended", ended)
-    monkeypatch.setattr(admission, "REREAD_BYTES", 1)
+    monkeypatch.setattr(local_gateway.first.rereads, "most_bytes", 1)
     scheduler = ScriptedScheduler(redis_server.client, local_gateway.settings.keys).lead()
     client: httpx.AsyncClient = asgi(local_gateway)
     body = {"model": local_gateway.first.name, "input": "x", "background": True}

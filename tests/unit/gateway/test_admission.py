@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from services.gateway import admission
-from services.gateway.admission import CLASS_SHARES, MANY_REREADS, Bounds, Recent, Rereads, refuse_late
+from services.gateway.admission import CLASS_SHARES, MANY_REREADS, Bounds, HeldBytes, Recent, refuse_late
 from services.gateway.auth import Caller
 from services.gateway.cluster import Forecast, Snapshot
+from services.gateway.delivery.dispatcher import entry_of
 from services.gateway.errors import ApiError
 from services.gateway.request import GenerationSpec
-from shared.keys import CLASSES
+from shared.keys import CLASSES, Keys
 from shared.settings import DEMO_MODEL, GatewaySettings
 from tests.support import generations
 
@@ -172,9 +173,8 @@ def test_recent_admissions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recent.added_to(Forecast(0.0, 5, RATE), "normal", seen).queued_tokens == 35
 
 
-def test_answers_that_are_read_again_are_bounded_for_a_tenant_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "REREAD_BYTES", 1000)
-    rereads = Rereads()
+def test_answers_that_are_read_again_are_bounded_for_a_tenant_and_for_all() -> None:
+    rereads = HeldBytes("answers", 1000)
     one, other, alone = Caller("one", has_others=True), Caller("other", has_others=True), Caller("alone")
     big = rereads.hold(one, 5000)  # alone it has room
     with pytest.raises(ApiError, match="too many bytes of this tenant") as refused:
@@ -184,7 +184,7 @@ def test_answers_that_are_read_again_are_bounded_for_a_tenant_and_for_all(monkey
         MANY_REREADS,
         {"Retry-After": "1"},
     )
-    with pytest.raises(ApiError, match="too many bytes are on their way") as refused:
+    with pytest.raises(ApiError, match="too many bytes are held") as refused:
         rereads.hold(other, 1)
     assert (refused.value.status, refused.value.code) == (503, MANY_REREADS)
     assert "5000" not in refused.value.message
@@ -199,3 +199,10 @@ def test_answers_that_are_read_again_are_bounded_for_a_tenant_and_for_all(monkey
             rereads.hold(caller, 2)
         assert refused.value.status == 429
     rereads.hold(alone, 2)()  # without keys of others there is one bound
+
+
+async def test_conversation_counts_in_the_backlog() -> None:
+    def size_bytes(asked: GenerationSpec) -> int:
+        return entry_of(Keys("c"), "g", asked, Caller("t"), b"", bounds(asked), 0.0).size_bytes
+
+    assert size_bytes(spec(conversation_bytes=5000)) - size_bytes(spec()) == 5000
