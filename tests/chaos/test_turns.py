@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from services.launcher.rundir import RunDir
 from shared.keys import Keys
 from tests.chaos.harness.checker import RETRIED
-from tests.chaos.streams import Stream, failed
+from tests.chaos.streams import Stream
 from tests.support.checkpoints.adapters import make_lora
 from tests.support.checkpoints.models import make_llama
 from tests.support.stack import PLAIN, Stack
@@ -46,7 +46,7 @@ FEW_TOKENS = 300
 WAIT_S = 600.0
 AGAIN_S = 0.1
 """A client waits so long before it asks the next gateway."""
-GAP_S, STOPPED_S, ANSWER_S, KEEPS_S = (0.5, 3.0), (0.5, 4.0), 15.0, 120.0
+GAP_S, STOPPED_S, ANSWER_S = (0.5, 3.0), (0.5, 4.0), 15.0
 MODELS, ADAPTERS = ("one", "org/Two"), ("first", "second", "third")
 TARGETS = (*MODELS, "org/Two", *ADAPTERS)
 FILE = """
@@ -299,7 +299,6 @@ def run(
                 say(f"fault {hits.total() + 1}: {kind}; {tally.requests} requests; lost, doubled, diverged: {counts}")
                 KINDS[kind](box, rng)
                 hits[kind] += 1
-            until("a worker keeps KV", lambda: box.said(KEPT) or failed(clients), KEEPS_S)
         finally:
             stop.set()
         for client in clients:
@@ -314,7 +313,6 @@ def run(
 
 def check(figures: dict[str, Any]) -> None:
     assert (figures["lost"], figures["doubled"], figures["diverged"]) == ([], [], [])
-    assert figures["kept"] > 0
     assert figures["targets"].keys() == {*TARGETS}
 
 
@@ -330,4 +328,5 @@ if __name__ == "__main__":
         figures = run(Path(directory), int(sys.argv[1]), int(sys.argv[2]), TOKENS, list(KINDS), say)
         say(json.dumps(figures))
         check(figures)
+        assert figures["kept"] > 0  # a short run may end before a worker leaves requests; test_kept.py shows that
         assert figures["mapped"] > 0
