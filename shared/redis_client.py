@@ -252,7 +252,8 @@ class Line:
     async def _connect(self, deadline_s: float | None) -> Wire:
         async with asyncio.timeout_at(deadline_s):
             if self._connection is None:
-                self._connection = await self._client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+                pool = self._client.connection_pool
+                self._connection = await pool.get_connection()  # type: ignore[no-untyped-call]  # redis-py has no type
             await self._connection.connect()
         self._wire = Wire(self._connection)
         return self._wire

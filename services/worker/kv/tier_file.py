@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
 
 def layout(blocks: int, block_bytes: int) -> Layout:
-    """Return the layout of a file of so many blocks."""
+    """Return where each part of a file with this number of blocks lies."""
     size = blocks * block_bytes
     run = -(-size // NUMBER_BYTES) * NUMBER_BYTES
     return Layout(size, run, run + NUMBER_BYTES, run + NUMBER_BYTES * (1 + blocks))

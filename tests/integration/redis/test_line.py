@@ -99,7 +99,7 @@ async def test_words_that_redis_cannot_take_are_refused(client: Redis) -> None:
 
 async def test_missing_connection_is_named_at_the_deadline(redis_server: RedisServer) -> None:
     client = connect(SchedulerSettings(redis_url=redis_server.url), connections=1, socket_timeout_s=0.5)
-    held = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]  # of redis-py
+    held = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]  # redis-py has no type there
     with pytest.raises(RedisTimeoutError, match=r"no connection for PING within 0\.5 s"):
         await Line(client)("PING")
     await client.connection_pool.release(held)

@@ -76,7 +76,10 @@ def by_tiles(x: Floats, w: Floats) -> Floats:
 
 
 def fused(a: Floats, b: Floats, c: Floats) -> Floats:
-    """a * b + c, rounded once: the product is exact in float64, whose sum is rounded to odd before it is to float32."""
+    """Return a * b + c with one rounding to float32.
+
+    float64 holds the product exactly. The sum in float64 is rounded to odd, so that the second rounding is right.
+    """
     product, c = a.astype(np.float64) * b, c.astype(np.float64)
     total = product + c
     part = total - product

@@ -1,6 +1,6 @@
 """Two models and three adapters at one address, and both models hurt: nothing lost, nothing twice, no other token.
 
-The long run: `python -m tests.chaos.test_several_models FAULTS SEED`.
+The long run: `python -m tests.chaos.several_models.test_models FAULTS SEED`.
 """
 
 from __future__ import annotations

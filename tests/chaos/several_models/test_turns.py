@@ -2,7 +2,7 @@
 the engines (the agent of a box), their placer, workers and schedulers, a gateway and Redis. No answer is lost, comes
 twice or changes. `test_placer.py` kills the placer, workers and schedulers of `orcinus up`, without kept KV.
 
-The long run, with all kinds of faults: `python -m tests.chaos.test_turns FAULTS SEED`.
+The long run, with all kinds of faults: `python -m tests.chaos.several_models.test_turns FAULTS SEED`.
 """
 
 from __future__ import annotations
