@@ -25,20 +25,23 @@ import numpy as np
 from bench.result import RESULTS, ROOT, provenance, write
 
 RESULT = ROOT / "bench" / "results" / "overload.json"
-PROMPT, OUTPUT, AT_ONCE, LOAD, FLOOD, GOAL = 200, 32, 64, 0.15, 10.0, 1.2
+PROMPT, OUTPUT, AT_ONCE, LOAD, FLOOD, GOAL = 200, 32, 64, 0.15, 10.0, 1.3
+OK_STATUS, OK, BROKEN = 200, "200", "broken"
 
 
 @dataclass
 class Seen:
-    """Of one tenant in one part: times to first token, and answers by status; 0 where the connection broke."""
+    """Of one tenant in one part: times to first token, and answers by status and code of the error; BROKEN where the
+    connection ended.
+    """
 
     ttft_s: list[float] = field(default_factory=list)
-    answers: Counter[int] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
 
     def row(self, span_s: float) -> dict[str, Any]:
         p50, p99 = np.percentile(self.ttft_s, [50, 99]) * 1e3 if self.ttft_s else (0.0, 0.0)
-        served = round(self.answers[200] / span_s, 2)
-        answers = {str(status): count for status, count in sorted(self.answers.items())}
+        served = round(self.answers[OK] / span_s, 2)
+        answers = dict(sorted(self.answers.items()))
         return {"ttft_ms_p50": round(p50, 1), "ttft_ms_p99": round(p99, 1), "served_rps": served, "answers": answers}
 
 
@@ -54,20 +57,21 @@ class Client:
         try:
             await self._send(key, due, seen)
         except aiohttp.ClientError:
-            seen.answers[0] += 1
+            seen.answers[BROKEN] += 1
 
     async def _send(self, key: str, due: float, seen: Seen) -> None:
         prompt = self._rng.integers(10, 200, PROMPT).tolist()
         body = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
         headers = {"Authorization": f"Bearer {key}"}
         async with self._session.post(f"{self._url}/v1/completions", json=body, headers=headers) as answer:
-            if answer.status == 200:
+            if answer.status == OK_STATUS:
                 async for line in answer.content:
                     if line.startswith(b"data:"):
                         seen.ttft_s.append(time.monotonic() - due)
                         break
-            await answer.read()
-            seen.answers[answer.status] += 1
+            end = await answer.read()
+            code = "" if answer.status == OK_STATUS else f" {json.loads(end)['error']['code']}"
+            seen.answers[f"{answer.status}{code}"] += 1
 
     async def open_loop(self, key: str, rps: float, span_s: float, seen: Seen) -> None:
         """Send Poisson arrivals for span_s, then wait until the last has ended."""
@@ -87,7 +91,7 @@ class Client:
 
         begin = time.monotonic()
         await asyncio.gather(*(one() for _ in range(AT_ONCE)))
-        return seen.answers[200] / (time.monotonic() - begin)
+        return seen.answers[OK] / (time.monotonic() - begin)
 
 
 async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]:
@@ -107,7 +111,7 @@ async def measure(options: argparse.Namespace, client: Client) -> dict[str, Any]
     quiet_rps = LOAD * saturation
     begin = time.monotonic()
     quiet, flood = await both(FLOOD * quiet_rps)
-    share_rps = flood.answers[200] / (time.monotonic() - begin)
+    share_rps = flood.answers[OK] / (time.monotonic() - begin)
     held, fair = await both(share_rps)
     rows = {"quiet_in_flood": quiet, "flood": flood, "quiet_held": held, "held": fair}
     found = {name: seen.row(span_s) for name, seen in rows.items()}

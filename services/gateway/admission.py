@@ -384,6 +384,8 @@ class Connections:
     def __init__(self) -> None:
         self.busy: Callable[[], int] = lambda: 0
         """Returns how many there are, without those between two requests; the server sets it."""
+        self.clients: Counter[str] = Counter()
+        """Requests that clients wait for, by tenant."""
 
 
 class HeldBytes:
@@ -502,12 +504,12 @@ class Admission:
             if refusal is not None:
                 raise refusal
             self.admit(spec, forecast, time.monotonic() - started)
-            self._refuse_crowd(spec, has_place)
+            self._refuse_crowd(spec, caller, has_place)
         except ApiError as error:
             if not (spec.survives_client and await self._dispatcher.record(spec.id)):
                 raise self._placed(error, content, spec) from None
             return await self.resume(spec.id, tenant, started, same_as=spec, hold=hold)  # it is no new work
-        stream = self._open_stream(spec)
+        stream = self._open_stream(spec, "" if spec.background else tenant)
         generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started)
         generation.span = self._tracing.begin(spec, started) if self._tracing is not None else None
         snapshot = self._cluster.snapshot
@@ -592,7 +594,7 @@ class Admission:
             )
         if hold is not None and not spec.stream and record.get(b"state") == b"finished":
             hold(self._dispatcher.decoded(request_id, record, partial(answer_bytes, spec)))
-        stream = self._open_stream(spec)
+        stream = self._open_stream(spec, "" if left_by else tenant)
         left = partial(self._background.left.add, request_id) if spec.background and not left_by else None
         generation = Generation(spec, self._model, stream, self._dispatcher, self._metrics, started, position, left)
         if left_by and request_id in self._dispatcher.streams:
@@ -652,28 +654,36 @@ class Admission:
             passed_ms = 1000 * passed_s + forecast.token_ms * (spec.least_tokens - 1)
             refuse_late(forecast, "deadline_ms", spec.deadline_ms, "deadline_unreachable", passed_ms)
 
-    def _refuse_crowd(self, spec: GenerationSpec, has_place: bool) -> None:
-        """Raise ApiError(429) when so many clients wait here that more urgent ones would soon find no connection."""
+    def _refuse_crowd(self, spec: GenerationSpec, caller: Caller, has_place: bool) -> None:
+        """Raise ApiError(429) when so many clients wait here that more urgent ones, or those of another tenant, would
+        soon find no connection.
+        """
+        if spec.background:
+            return
         share = CONNECTIONS_SHARE * CLASS_SHARES[spec.priority] * (1 + PLACES_SHARE if has_place else 1)
         most = max(1, int(share * self._settings.max_connections))
-        excess = self._connections.busy() - most
-        if spec.background or excess <= 0:
-            return
-        raise ApiError(
-            429,
-            f"queue full for class {spec.priority}: clients hold {most + excess} connections of this gateway process, "
-            f"and this class may have {most} of them; {RETRY}",
-            code="queue_full",
-            retry_after_s=self._wait_s(excess * spec.prompt_tokens),
-        )
+        claims = [("queue_full", "", self._connections.busy(), most)]
+        if caller.has_others:
+            of_tenant = max(1, int(self._settings.tenant_queue_share * most))
+            held = self._connections.clients[caller.tenant] + 1
+            claims.insert(0, ("tenant_queue_full", "this tenant in ", held, of_tenant))
+        for code, where, held, most in claims:
+            if held > most:
+                raise ApiError(
+                    429,
+                    f"queue full for {where}class {spec.priority}: clients hold {held} connections of this gateway "
+                    f"process, of which {most} are allowed; {RETRY}",
+                    code=code,
+                    retry_after_s=self._wait_s((held - most) * spec.prompt_tokens),
+                )
 
     def _refuse_while_draining(self) -> None:
         if self.draining:
             raise shutting_down()
 
-    def _open_stream(self, spec: GenerationSpec) -> RequestStream:
+    def _open_stream(self, spec: GenerationSpec, client: str) -> RequestStream:
         bound = self._settings.client_buffer_events if spec.stream else 0
-        return RequestStream(spec.id, spec.choices, bound, survives=spec.survives_client)
+        return RequestStream(spec.id, spec.choices, bound, survives=spec.survives_client, client=client)
 
 
 def unknown_request(request_id: str) -> ApiError:

@@ -357,8 +357,11 @@ class Dispatcher:
         cluster: Cluster,
         metrics: Metrics,
         letters: DeadLetters | None = None,
+        clients: Counter[str] | None = None,
     ) -> None:
+        """clients: counts the streams that a client of a tenant waits for, by tenant."""
         self._letters = letters or DeadLetters()
+        self._clients = Counter() if clients is None else clients
         self._settings = settings
         self._keys: Keys = settings.keys
         self._cluster = cluster
@@ -719,14 +722,20 @@ class Dispatcher:
         """Route the rows of a request to `stream` from now on, and end the stream that had them before."""
         if before := self._streams.get(stream.request_id):
             before.fail(taken_over(), cut=True)
+            self._forget(before)
         self._streams[stream.request_id] = stream
+        if stream.client:
+            self._clients[stream.client] += 1
         self._cluster.active = len(self._streams)
 
     def _forget(self, stream: RequestStream) -> bool:
         """Drop a stream. Return False if another one has taken its place."""
         mine = self._streams.get(stream.request_id, stream) is stream
         if mine:
-            self._streams.pop(stream.request_id, None)
+            if self._streams.pop(stream.request_id, None) and stream.client:
+                self._clients[stream.client] -= 1
+                if not self._clients[stream.client]:
+                    del self._clients[stream.client]
             self._cluster.active = len(self._streams)
         return mine
 

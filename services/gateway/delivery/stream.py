@@ -129,13 +129,14 @@ class RequestStream:
     """Rows of one request.
 
     bound: rows kept for a slow client; 0 means no bound (no client reads slowly). survives: the request continues
-    without its client.
+    without its client. client: the tenant whose connection waits for it, empty where none does.
     """
 
     request_id: str
     choices: int
     bound: int = 0
     survives: bool = False
+    client: str = ""
     record_bytes: int = 0  # of each token's log-probabilities
     accepted: int = 0  # guesses that were right, and the others
     rejected: int = 0

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from deploy import certs
-from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.gateway_process import GatewayProcess, led_gateway, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
 from tests.support.waiting import until
@@ -150,12 +150,14 @@ def test_connections_beyond_the_bound_get_503(gateway: GatewayProcess) -> None:
     assert (status, error["code"]) == (503, "too_many_connections")
 
 
-def held_open(gateway: GatewayProcess, priority: str) -> socket.socket:
+def held_open(gateway: GatewayProcess, priority: str, key: str = "") -> socket.socket:
     """Send a request that no worker answers."""
     body = json.dumps({"model": gateway.name, "prompt": [5], "priority": priority}).encode()
     connection = connected(gateway)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    connection.sendall(head % len(body) + body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(
+        head + b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (key.encode(), len(body)) + body
+    )
     return connection
 
 
@@ -176,9 +178,30 @@ def test_less_urgent_requests_leave_connections_to_more_urgent_ones(
             refused = gateway.post("/v1/completions", {"prompt": [5], "priority": priority})
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
             assert f"clients hold {most + 1} connections" in refused.text  # with its own
-            assert f"may have {most} of them" in refused.text
+            assert f"of which {most} are allowed" in refused.text
         assert gateway.status("/health/live") == 200
     until("all are cancelled", partial(reached, 0))
+
+
+def test_tenant_leaves_connections_to_another(directory: Path, model: Path, redis_server: RedisServer) -> None:
+    (directory / "keys").write_text("two\n")
+    settings = {**GATEWAY, "api_key": "one", "api_key_file": directory / "keys", "served_model_name": "two-tenants"}
+    most = 4  # half of what class normal may hold of 12
+    with led_gateway(directory, model, redis_server, **settings) as (gateway, _):
+
+        def active() -> int:
+            return int(gateway.metric("orcinus_gateway_active_requests"))
+
+        for _ in range(2):  # the second time as well: those that left count no more
+            with contextlib.ExitStack() as waiting:
+                for _ in range(most):
+                    waiting.enter_context(held_open(gateway, "normal", "one"))
+                until("all of one tenant wait", lambda: active() == most)
+                refused = gateway.post("/v1/completions", {"prompt": [5]})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_queue_full")
+                waiting.enter_context(held_open(gateway, "normal", "two"))
+                until("one of the other tenant waits", lambda: active() == most + 1)
+            until("all are cancelled", lambda: active() == 0)
 
 
 def test_new_connection_beyond_the_bound_takes_the_place_of_an_idle_one(gateway: GatewayProcess) -> None:
