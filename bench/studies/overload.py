@@ -2,9 +2,10 @@
 
     python -m bench.studies.overload --url URL --quiet-key KEY --flood-key KEY
 
-By hand, on an idle machine, about a minute; writes bench/results/overload.json. What is served at most (closed loop) is
-measured first. Then the quiet tenant sends 15 % of it (Poisson), once while the other sends ten times as much, once
-while the other sends only what it was served in the flood, its fair share. Times count from when a request was due.
+By hand, on an idle machine, about three minutes with 60 s a part; writes bench/results/overload.json. What is served at
+most (closed loop) is measured first. Then the quiet tenant sends 15 % of it (Poisson), once while the other sends ten
+times as much, once while the other sends only what it was served in the flood, its fair share. Times count from when a
+request was due.
 """
 
 from __future__ import annotations
