@@ -47,6 +47,8 @@ PLACER_S = 15.0
 """A placer that was killed is started again within this time; until then its word counts."""
 MOST_WORKERS = 256
 """Of one model, that are looked for by their names."""
+MOST_SHARDS = 64
+"""That are looked at also without a lease and statistics: they come back, as where Redis was emptied."""
 MOST = float(1 << 53)
 
 
@@ -351,12 +353,15 @@ class Cluster:
             for shard, fields in zip(shards, per_shard[1::2], strict=True)
         )
         stats = {shard: fields for shard, fields in fields_of if fields}
+        leases = frozenset(shard for shard, held in zip(shards, per_shard[::2], strict=True) if held)
+        if len(shards) > MOST_SHARDS:  # SCAN finds those that come back
+            self._shards = {self._settings.shard, *leases, *stats}
         await self._bury()
         now = time.monotonic()
         turn = placement_of(self._placer.lives(is_placed, now), placement)
         return Snapshot(
             at=now,
-            leases=frozenset(shard for shard, held in zip(shards, per_shard[::2], strict=True) if held),
+            leases=leases,
             workers=found,
             stats=stats,
             memory_used=int(memory.get("used_memory", 0)),

@@ -65,17 +65,17 @@ class BackgroundTasks:
         await end(*self._tasks.values())
 
     async def _read(self, generation: Generation) -> None:
-        request_id, handed_on = generation.spec.id, False
+        request_id, is_over = generation.spec.id, True
         try:
             while not generation.done:
                 await generation.next()
-        except ApiError as error:  # a cancel, its end with an error, or another gateway reads it
-            handed_on = error.code in (TAKEN_OVER, HANDED_OVER)
-            if not handed_on and generation.stream.failure is not None:  # its record, which may say that it goes on
+        except ApiError as error:
+            is_over = generation.has_failed
+            if not is_over and error.code not in (TAKEN_OVER, HANDED_OVER):  # it goes on, but cannot be read here
                 self.leave(request_id)
         finally:
             generation.close()
-        if handed_on:
+        if not is_over:
             return
         if self.on_end is not None:
             await self.on_end(request_id)  # when this process ends meanwhile, another gateway adopts the request
@@ -97,6 +97,7 @@ ADOPTING_MS = 10_000
 LEFT_S = 60.0
 """A gateway leaves a request that it cannot read, as of another build, to the other gateways for so long."""
 BATCH = 256
+"""Requests of one look."""
 
 
 class OrphanAdopter:
@@ -163,16 +164,16 @@ class OrphanAdopter:
         where Redis has lost their ends. A scheduler may write an end after its tokens: only the second look counts.
         """
         key, background = self._keys.background_of(self._gateway_id), self._background
-        members = self._letters.read_all(key, await self._redis.smembers(key), text)
-        is_read = {*background.kept, *background.left, *self._streams}
-        names = {*members, *background.ended} - is_read
+        found = await self._redis.srandmember(key, BATCH)  # all of a large set would hold Redis and the event loop
+        members = self._letters.read_all(key, found, text)
+        names = {*members, *background.ended, *self._unread} - {*background.kept, *background.left, *self._streams}
         waiting, unread = set[str](), set[str]()
         if names:
             rows = {name: background.ended.get(name, -1) for name in names}
             waiting, unread = await self._forget(self._gateway_id, rows)
         again = unread & self._unread
         background.left |= again - background.unreadable.keys()
-        self._unread = unread
+        self._unread = unread - again
         for name in again | (names - waiting - unread):
             background.ended.pop(name, None)
 

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 from protos import queue_pb2
 from services.gateway.errors import (
     HANDED_OVER,
-    SLOW_CLIENT,
     TAKEN_OVER,
     ApiError,
     broken_record,
@@ -703,6 +702,11 @@ class Generation:
             raise self.failure from None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the request itself ended without success; any other error is of its delivery here."""
+        return self._ended is not None
+
+    @property
     def holds_end(self) -> bool:
         """Whether a stop string was found and its end is still held back."""
         return bool(self._held_finishes)
@@ -816,12 +820,13 @@ class Generation:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the rest is still wanted: by another connection, or by the client when it comes back."""
+        """Whether the rest is still wanted: by another connection, or by the client when it comes back. An error of the
+        delivery here, such as of a field of the record, says nothing about the request.
+        """
         failure = self.failure or self.stream.failure
-        if failure is None or failure.code == SLOW_CLIENT:
+        if self.spec.survives_client or failure is None:
             return self.spec.survives_client
-        streams = failure.code == HANDED_OVER and (self.spec.stream or self.spec.survives_client)
-        return streams or failure.code == TAKEN_OVER
+        return failure.code == TAKEN_OVER or (failure.code == HANDED_OVER and self.spec.stream)
 
     def _observe(self, tokens: int) -> None:
         if not tokens:

@@ -10,6 +10,8 @@ from services.gateway.errors import ApiError, invalid
 
 MAX_HEAD_BYTES = 4096
 MAX_PARTS = 32
+MAX_PARAMETERS = 64
+"""Semicolons of a Content-Disposition: the library's time grows with the square of their number."""
 MAX_BOUNDARY = 70
 """Characters, as RFC 2046 has it."""
 MAX_TYPE_BYTES = 512
@@ -110,6 +112,8 @@ def _part(head: bytes) -> Part:
     for line in head.decode("utf-8", "replace").split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition":
+            if value.count(";") > MAX_PARAMETERS:
+                raise _broken(f"a part has more than {MAX_PARAMETERS} parameters; send its name and its filename alone")
             message["content-disposition"] = value.strip()
     try:
         given, filename = message.get_param("name", header="content-disposition"), message.get_filename()

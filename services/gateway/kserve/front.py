@@ -28,7 +28,16 @@ from services.gateway.auth import Caller
 from services.gateway.delivery.stream import Generation
 from services.gateway.errors import RETRY, ApiError, invalid, too_big
 from services.gateway.gateway import Gateway
-from services.gateway.kserve.tensors import FINAL, INPUTS, OUTPUTS, answer, body_of, check_outputs, fields_of
+from services.gateway.kserve.tensors import (
+    FINAL,
+    INPUTS,
+    OUTPUTS,
+    answer,
+    body_of,
+    check_outputs,
+    fields_of,
+    read_request,
+)
 from services.gateway.models import SERVING
 from services.gateway.openai.answers import SLOW_FLUSH_S
 from services.gateway.openai.bodies import CompletionBody, choose_adapter, parse_body, served_model
@@ -308,7 +317,8 @@ class GrpcFront:
 
 def _handler(serve: Callable[[Any, Context], Awaitable[None]], kind: type[Message]) -> grpc.RpcMethodHandler:
     """Return the handler of a method. serve: gets the requests, of this kind, and the context."""
-    return grpc.stream_stream_rpc_method_handler(serve, kind.FromString, _written)
+    read = read_request if kind is kserve.ModelInferRequest else kind.FromString
+    return grpc.stream_stream_rpc_method_handler(serve, read, _written)
 
 
 def _written(message: Message) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
+from google.protobuf.message import DecodeError
 
 from protos import kserve_pb2 as kserve
 from services.gateway.errors import ApiError, invalid, shown
@@ -26,6 +27,9 @@ FINAL = "triton_final_response"
 MOST_DIMENSIONS = 8
 MOST_ELEMENTS = 1 << 16
 """Of a tensor; more than any server's limit of choices. Both bound the work before a request has been checked."""
+MOST_FIELDS = 4096
+"""Of a message with those of its tensors. protobuf's time for a map grows with the square of its entries at some sizes:
+two seconds for 4 MB."""
 OVER_HTTP = (
     "model",
     "prompt",
@@ -37,6 +41,16 @@ OVER_HTTP = (
     "background",
 )
 """Fields of `/v1/completions` that have another form here, or none."""
+
+
+_TENSORS = frozenset(kserve.ModelInferRequest.DESCRIPTOR.fields_by_name[name].number for name in ("inputs", "outputs"))
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+
+
+def read_request(data: bytes) -> kserve.ModelInferRequest:
+    """Return the message. Raise DecodeError, also for more than MOST_FIELDS fields."""
+    _count_fields(memoryview(data), MOST_FIELDS, _TENSORS)
+    return kserve.ModelInferRequest.FromString(data)
 
 
 def fields_of(request: kserve.ModelInferRequest) -> dict[str, Any]:
@@ -108,9 +122,9 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
             raise invalid(name, f"{name} must have the datatype {known[name]}; got {shown(tensor.datatype)}")
         elements: Sequence[bytes] | Sequence[bool]
         if known[name] == "BYTES":
-            elements = _unpacked(raw[index], name) if raw else list(tensor.contents.bytes_contents)
+            elements = _unpacked(raw[index], name) if raw else tensor.contents.bytes_contents
         else:
-            elements = [byte != 0 for byte in raw[index]] if raw else list(tensor.contents.bool_contents)
+            elements = [byte != 0 for byte in raw[index][: MOST_ELEMENTS + 1]] if raw else tensor.contents.bool_contents
         if len(elements) > MOST_ELEMENTS:
             raise invalid(name, f"{name} may have {MOST_ELEMENTS} elements; got {len(elements)}", "invalid_value")
         if len(tensor.shape) > MOST_DIMENSIONS:
@@ -118,7 +132,7 @@ def _tensors(request: kserve.ModelInferRequest) -> dict[str, list[Any]]:
             raise invalid(name, text, "invalid_value")
         if any(size < 0 for size in tensor.shape) or math.prod(tensor.shape) != len(elements):
             raise invalid(name, f"{name} has the shape {list(tensor.shape)}, but {len(elements)} elements")
-        found[name] = elements
+        found[name] = list(elements)
     return found
 
 
@@ -195,3 +209,39 @@ def body_of(fields: dict[str, Any]) -> bytes:
         if isinstance(value, float) and not math.isfinite(value):
             raise invalid(name, f"{name} must be a finite number; got {value}")
     return orjson.dumps(fields)
+
+
+def _count_fields(data: memoryview, most: int, nested: frozenset[int] = frozenset()) -> int:
+    """Return how many fields a message has on the wire, with those of the messages in its fields `nested`.
+
+    Raise DecodeError for more than `most`. What else is wrong with it the library says.
+    """
+    at = count = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        count += 1
+        if (kind := tag & 7) == _LENGTH:
+            size, at = _varint(data, at)
+            if tag >> 3 in nested:
+                count += _count_fields(data[at : at + size], most - count)
+            at += size
+        elif kind == _VARINT:
+            _, at = _varint(data, at)
+        else:
+            at += {_FIXED64: 8, _FIXED32: 4}.get(kind, 0)
+        if count > most:
+            raise DecodeError(f"more than {MOST_FIELDS} fields")
+    return count
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Return a number and the place behind it."""
+    number = shift = 0
+    while at < len(data) and shift < 70:
+        byte = data[at]
+        at += 1
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    return number, at

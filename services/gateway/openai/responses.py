@@ -9,6 +9,7 @@ up to the whole response object.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import re
 import time
@@ -231,8 +232,10 @@ def messages(body: InputTokensBody, before: Sequence[dict[str, Any]] = ()) -> li
     thoughts: list[str] = []  # of the last message, joined once all are there
     if body.instructions is not None:
         found.append({"role": "system", "content": body.instructions})
-    placed = [(f"previous_response_id[{index}]", item) for index, item in enumerate(before)]
-    placed += [(f"input[{index}]", item) for index, item in enumerate(items_of(body))]
+    placed = itertools.chain(
+        ((f"previous_response_id[{index}]", item) for index, item in enumerate(before)),
+        ((f"input[{index}]", item) for index, item in enumerate(items_of(body))),
+    )
     for where, item in placed:
         if not isinstance(item, dict):
             raise invalid("input", f"{where} must be an object; got {shown(item)}", "invalid_value")

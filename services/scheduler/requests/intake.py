@@ -74,6 +74,8 @@ CANCELLED, UNKNOWN = 1, 2
 
 MAX_SEQUENCES = 65_536
 """Sequences of one request: more than any gateway allows (--max-choices)."""
+MAX_TOKENS = 1 << 30
+"""Output tokens of a sequence: more than any context, and with any prompt an int32."""
 MAX_PREDICTION = 8192
 """Tokens of a prediction: as many as any gateway takes."""
 MOST_POOLING = 2
@@ -114,6 +116,8 @@ def decode(
         raise ValueError("prompt: no tokens; at least 1 is needed")
     if wire.n < 1 or wire.max_tokens < 1:
         raise ValueError(f"n={wire.n}, max_tokens={wire.max_tokens}: both must be at least 1")
+    if max(wire.max_tokens, wire.min_tokens) > MAX_TOKENS:
+        raise ValueError(f"max_tokens={wire.max_tokens}, min_tokens={wire.min_tokens}: at most {MAX_TOKENS}")
     if len(arrays) * wire.n > MAX_SEQUENCES:
         raise ValueError(f"{len(arrays)} prompts, n={wire.n}: more than {MAX_SEQUENCES} sequences")
     if any(int(array.min()) < 0 for array in arrays):

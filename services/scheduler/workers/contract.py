@@ -184,6 +184,10 @@ def _check_logprobs(result: StepResult, slots: Slots) -> None:
                 f"repair the worker"
             )
         of_tokens = np.repeat(result.slots, counts)
+    elif result.slots.size != result.tokens.size:
+        raise ContractError(
+            f"slots: {result.slots.size} slots for {result.tokens.size} tokens without token_counts; repair the worker"
+        )
     for row, slot in enumerate(of_tokens.tolist()):
         wanted = slots.record_bytes(slot, result.id)
         size = len(result.logprobs[row]) if result.logprobs is not None else 0

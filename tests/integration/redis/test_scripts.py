@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from protos import queue_pb2
 from services.scheduler.core.types import Finish, FinishedRequest, NewRequest, Outcome
 from services.scheduler.requests.intake import Entry
 from services.scheduler.requests.publisher import Publisher
+from shared import redis_client
 from shared.columns import pack
 from shared.errors import LeaseLostError
 from shared.keys import EPOCHS, GROUP
@@ -32,6 +34,8 @@ from tests.integration.redis.script_calls import (
 from tests.integration.redis.script_calls import client as client  # the fixtures
 from tests.integration.redis.script_calls import scripts as scripts
 from tests.integration.redis.script_calls import server as server
+
+SCRIPTS = Path(redis_client.__file__).parent / "lua"
 
 
 async def test_buckets_limit_requests_tokens_and_concurrency_and_are_refunded(client: Redis, scripts: Scripts) -> None:
@@ -78,22 +82,52 @@ async def test_claim_returns_whether_the_gateway_lives(client: Redis, scripts: S
 
 
 async def test_smaller_epoch_writes_nothing(client: Redis, scripts: Scripts) -> None:
-    old = await lease(scripts, "acquire")
+    old, stream, entry = await claimed(client, scripts)
+    await client.hset(KEYS.worker("w"), mapping={"ready": 1, "shard": SHARD, "run": 1})
     assert await lease(scripts, "acquire") == 0
     assert await lease(scripts, "release", old) == 1
-    new = await lease(scripts, "acquire")
-    assert new > old
-    for late in (
-        publish(scripts, publication(old, ["g", b"tokens"], [], [], [])),
-        scripts.claim([KEYS.lease(SHARD)], [old, SHARD]),
-        scripts.take_worker([KEYS.lease(SHARD), *worker_keys("w")], [old, SHARD, KEYS.prefix, 0]),
-        scripts.give_worker([KEYS.lease(SHARD), KEYS.worker("w")], [old, SHARD, 1]),
-        scripts.release([KEYS.lease(SHARD), KEYS.queue], [old, GROUP]),
-    ):
+    assert await lease(scripts, "acquire") > old
+    row = [KEYS.req("r"), stream, entry]
+    calls: dict[str, tuple[list[str], list[Any]]] = {
+        "publish": ([KEYS.queue], publication(old, ["g", b"tokens"], [], ["r"], [])),
+        "claim": ([], [old, SHARD, KEYS.req("r")]),
+        "release": ([KEYS.queue], [old, GROUP, *row, b"payload"]),
+        "give": ([KEYS.queue], [old, GROUP, SHARD, "shard-1", *row]),
+        "drop": ([KEYS.queue], [old, GROUP, stream, entry, 10, "normal", "alice"]),
+        "take_worker": (worker_keys("w"), [old, SHARD, KEYS.prefix, 0]),
+        "give_worker": ([KEYS.worker("w")], [old, SHARD, 1]),
+        "fenced": ([KEYS.stats(SHARD)], [old, 4, "HSET", KEYS.stats(SHARD), "a", 1]),
+    }
+    fenced = {path.stem for path in SCRIPTS.glob("*.lua") if path.read_text().startswith("-- Fenced")}
+    assert calls.keys() == fenced
+    before = await contents(client)
+    for name, (keys, words) in calls.items():
         with pytest.raises(LeaseLostError):
-            await late
+            await getattr(scripts, name)([KEYS.lease(SHARD), *keys], words)
+        assert await contents(client) == before, name
     assert await lease(scripts, "renew", old) == 0
-    assert not await client.exists(KEYS.tokens("g"))
+
+
+async def contents(client: Redis) -> dict[bytes, bytes]:
+    """Return the serialized values of all keys."""
+    return {key: await client.dump(key) or b"" async for key in client.scan_iter()}
+
+
+@pytest.mark.parametrize("command", [["SET", "foreign"], ["HSET", "a", "field"]], ids=["string", "hash"])
+async def test_key_without_expiry_holds_a_shard_for_one_lease(
+    client: Redis, scripts: Scripts, command: list[str]
+) -> None:
+    name, *words = command
+    await client.execute_command(name, KEYS.lease(SHARD), *words)
+    assert await lease(scripts, "acquire") == 0
+    assert 0 < await client.pttl(KEYS.lease(SHARD)) <= 5000
+    await client.pexpire(KEYS.lease(SHARD), 1)
+    async with asyncio.timeout(5):
+        while not (epoch := await lease(scripts, "acquire")):
+            pass
+    assert await lease(scripts, "acquire", ms=60_000) == 0
+    assert await client.pttl(KEYS.lease(SHARD)) <= 5000, "a standby prolongs no lease"
+    assert await lease(scripts, "renew", epoch) == 1
 
 
 async def test_epoch_rises_where_redis_lost_the_last(client: Redis, scripts: Scripts) -> None:

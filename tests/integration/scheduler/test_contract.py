@@ -229,6 +229,7 @@ def forcing(slots: list[int], counts: list[int], ids: list[int]) -> Spoil:
         (column("tokens", lambda old: old[:-1]), "result of step", 0),
         (column("slots", lambda old: pack([9999] * (len(old) // 4))), "other slots", 0),
         (column("slots", lambda old: old[4:]), "other slots", 0),
+        (column("slots", lambda old: old + old[-4:]), "slots: ", 3),
         (column("token_counts", lambda _: pack([1])), "token counts, but the step has no drafts", 0),
         # They say how many records of log-probabilities there are, and 2^30 are never made room for.
         (column("token_counts", lambda _: pack([1 << 30])), "token_counts: 1 counts for", 3),

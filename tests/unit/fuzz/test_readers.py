@@ -23,7 +23,7 @@ from services.gateway.anthropic.bodies import MessagesBody
 from services.gateway.anthropic.bodies import chat_body as messages_chat
 from services.gateway.delivery.stream import Position
 from services.gateway.errors import ApiError
-from services.gateway.kserve.tensors import body_of, check_outputs, fields_of
+from services.gateway.kserve.tensors import body_of, check_outputs, fields_of, read_request
 from services.gateway.openai import bodies
 from services.gateway.openai.bodies import (
     MAX_JSON_DEPTH,
@@ -219,9 +219,12 @@ def inference_requests(draw: st.DrawFn) -> bytes:
 @settings(max_examples=60)
 def test_any_grpc_message_is_a_body_or_refused(data: st.DataObject) -> None:
     try:
-        request = ModelInferRequest.FromString(data.draw(inference_requests()))
+        drawn = data.draw(inference_requests())
+        expected = ModelInferRequest.FromString(drawn)
     except (DecodeError, IndexError):
         return
+    request = read_request(drawn)
+    assert request.SerializeToString(deterministic=True) == expected.SerializeToString(deterministic=True)
     try:
         check_outputs(request)
         fields = fields_of(request)

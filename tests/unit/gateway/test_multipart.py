@@ -62,10 +62,20 @@ def test_body_that_was_cut_is_not_whole() -> None:
         (b"--x-1\r\nContent-Disposition: attachment; name=a\r\n\r\n", "no name"),
         (b"--x-1\r\n" + b"a" * (MAX_HEAD_BYTES + 1), "more than"),
         (body([b""] * (MAX_PARTS + 1)), "more than"),
+        (b"--x-1\r\nContent-Disposition: form-data; name=a" + 64 * b";" + b"\r\n\r\n", "more than 64 parameters"),
         (b"--x-1\r\nContent-Disposition: form-data; name=a; filename*=idna''%ff\r\n\r\n", "filename=TEXT"),
         (b"--x-1\r\nContent-Disposition: form-data; name=a; filename*=\0''b\r\n\r\n", "filename=TEXT"),
     ],
-    ids=["no line end", "no head", "another disposition", "long head", "many parts", "no encoding", "NUL"],
+    ids=[
+        "no line end",
+        "no head",
+        "another disposition",
+        "long head",
+        "many parts",
+        "many parameters",
+        "no encoding",
+        "NUL",
+    ],
 )
 def test_body_that_is_no_form_is_refused(content: bytes, problem: str) -> None:
     with pytest.raises(ApiError, match=problem) as raised:

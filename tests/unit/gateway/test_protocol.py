@@ -42,6 +42,16 @@ class Transport(asyncio.Transport):
         return self.closed
 
 
+class ReadTransport(Transport):
+    """Reading can be paused, which changes nothing: the test brings the bytes."""
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
 async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
@@ -76,6 +86,14 @@ async def test_connection_between_two_requests_closes_when_the_server_stops() ->
     assert not transport.closed
     connection.shutdown()
     assert transport.closed
+
+
+async def test_many_requests_in_one_read_are_taken_a_piece_at_a_time() -> None:
+    connection = connected(transport := ReadTransport())
+    count = 4 * protocol.PIECE_BYTES // len(HEAD)
+    connection.data_received(count * HEAD)
+    assert 0 < len(connection.pipeline) <= protocol.PIECE_BYTES // len(HEAD), "others have to be parsed later"
+    await wait_until(lambda: transport.written.count(b"200 OK") == count)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from protos import queue_pb2
 from services.scheduler.core.types import NewRequest
-from services.scheduler.requests.intake import FULL_MS, MAX_PREDICTION, Clock, Intake, decode
+from services.scheduler.requests.intake import FULL_MS, MAX_PREDICTION, MAX_TOKENS, Clock, Intake, decode
 from shared.columns import pack
 from shared.keys import CLASSES, Keys
 from shared.redis_client import BLOCK_MS
@@ -66,6 +66,8 @@ def test_adapter_of_a_request_parts_its_prefixes_from_those_of_others() -> None:
     [
         ({"sampling": Sampling(logprobs=22)}, "^logprobs: 21 tokens besides the sampled one; ask for at most 20"),
         ({"sampling": Sampling(prompt_logprobs=22)}, "prompt_logprobs: 21 tokens"),
+        ({"max_tokens": MAX_TOKENS + 1}, f"max_tokens={MAX_TOKENS + 1}, min_tokens=0: at most {MAX_TOKENS}"),
+        ({"min_tokens": (1 << 32) - 1}, f"max_tokens=1, min_tokens=4294967295: at most {MAX_TOKENS}"),
         ({"adapter": b"short"}, "adapter: a digest of 5 bytes; 32 are needed, or none"),
         ({"prediction": pack([0] * (MAX_PREDICTION + 1))}, "prediction: "),
         ({"prediction": pack([3, -1])}, "prediction: "),

@@ -7,17 +7,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
 
 import pytest
 
 from services.gateway.admission import unknown_request
 from services.gateway.delivery import background, dispatcher
 from services.gateway.delivery.background import BackgroundTasks, OrphanAdopter
-from services.gateway.delivery.stream import Generation
-from services.gateway.errors import ApiError, broken_record, taken_over, unavailable
+from services.gateway.delivery.stream import RequestStream
+from services.gateway.errors import ApiError, broken_record, taken_over, unavailable, undecodable
 from services.gateway.gateway import Gateway
 from shared.settings import GatewaySettings
 from shared.tasks import end
+from shared.text.tokenizer import TokenizerError
 from tests.integration.gateway.conftest import asgi
 from tests.support.checkpoints.tokenizers import token_ids
 from tests.support.stack import RedisServer
@@ -152,9 +154,9 @@ class Own:
 
 
 def looks(server: RedisServer) -> int:
-    """Return how often adopters have looked: each look reads two sets."""
+    """Return how often adopters have looked at what may be orphans."""
     calls: int = server.client.info("commandstats").get("cmdstat_smembers", {}).get("calls", 0)
-    return calls // 2
+    return calls
 
 
 @contextlib.asynccontextmanager
@@ -253,40 +255,77 @@ async def begun(gateway: Gateway, server: RedisServer) -> str:
         return str((await client.post("/v1/completions", json=body)).json()["id"])
 
 
+@pytest.mark.parametrize("error", [ValueError("unreadable"), undecodable(TokenizerError("no text"))])
 async def test_request_is_read_again_rarely_after_its_reader_failed(
-    often: None, local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    often: None,
+    local_gateway: Gateway,
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
 ) -> None:
     read: list[str] = []
 
-    async def fail(generation: Generation) -> None:
-        read.append(generation.spec.id)
-        raise ValueError("unreadable")
+    async def fail(stream: RequestStream, *_: Any) -> None:
+        read.append(stream.request_id)
+        raise error
 
-    monkeypatch.setattr(Generation, "next", fail)
+    monkeypatch.setattr(RequestStream, "take", fail)
     request_id = await begun(local_gateway, redis_server)
     await look_often(redis_server)
     assert read == [request_id]
     assert request_id not in local_gateway.first.background.ended, "it goes on"
+    record = redis_server.client.hgetall(local_gateway.settings.keys.req(request_id))
+    assert record[b"state"] == b"queued" and b"cancelled" not in record
 
 
-async def test_request_is_read_again_rarely_after_its_record_was_unreadable(
+@pytest.mark.parametrize("field", ["finish:0", "cached:0"])
+async def test_request_with_an_unreadable_record_goes_on_and_is_read_again_rarely(
+    often: None, local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    model, keys = local_gateway.first, local_gateway.settings.keys
+    request_id = await begun(local_gateway, redis_server)
+    redis_server.client.hset(keys.req(request_id), field, "x")
+    monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)  # its record is read at once
+    await wait_until(lambda: request_id in model.background.unreadable)
+    await look_often(redis_server)
+    assert (model.background.kept, request_id in model.background.ended) == ([], False)
+    assert redis_server.client.hget(keys.req(request_id), "cancelled") is None
+
+
+async def test_request_with_a_record_that_became_readable_is_read_to_its_end(
     often: None, local_gateway: Gateway, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = local_gateway.first
-    cancelled: list[str] = []  # as where Redis loses them
-    monkeypatch.setattr(model.dispatcher, "cancel", lambda request_id, _reason: cancelled.append(request_id))
+    keys, scheduler = local_gateway.settings.keys, ScriptedScheduler(redis_server.client, local_gateway.settings.keys)
     request_id = await begun(local_gateway, redis_server)
-    redis_server.client.hset(local_gateway.settings.keys.req(request_id), "finish:0", "x")
-    monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)  # its record is read at once
-    await wait_until(lambda: cancelled)
-    await look_often(redis_server)
-    assert cancelled == [request_id]
+    claimed = await asyncio.to_thread(scheduler.lead().claim)
+    redis_server.client.hset(keys.req(request_id), "finish:0", "x")
+    monkeypatch.setattr(dispatcher, "SILENT_S", 0.0)
+    await wait_until(lambda: request_id in local_gateway.first.background.unreadable)
+    tokens = token_ids("a quick brown fox")
+    scheduler.end(claimed, [tokens], [LENGTH])  # which another field tells
+    local_gateway.first.background.unreadable.clear()  # as after a while
+    await wait_until(lambda: not redis_server.client.exists(keys.background_of(local_gateway.id)))
+    async with asgi(local_gateway) as client:
+        found = (await client.get(f"/v1/requests/{request_id}")).json()
+    assert (found["finish_reasons"], found["result"]["choices"][0]["text"]) == (["length"], "a quick brown fox")
+    assert "cancel" not in [control.WhichOneof("command") for control in scheduler.controls()]
 
 
 async def test_request_is_tried_again_where_redis_was_silent(redis_server: RedisServer, often: None) -> None:
     own = Own(redis_server, error=unavailable("Redis does not answer", "redis_unavailable"))
     async with running(own):
         await wait_until(lambda: len(own.adopted) > 2)
+
+
+async def test_request_without_a_reader_is_found_among_many(redis_server: RedisServer, often: None) -> None:
+    many = {f"read-{number}" for number in range(4 * background.BATCH)}
+    own = Own(redis_server, streams=many)
+    own.client.sadd(own.keys.background_of("one"), *many)
+    del own.tasks.ended[IDS[0]]
+    async with running(own):
+        await wait_until(lambda: own.adopted)
+    assert set(own.adopted) == {(IDS[0], "one")}
+    assert own.own == many | {IDS[0]}
 
 
 async def test_end_that_no_gateway_has_read_is_read(redis_server: RedisServer, often: None) -> None:

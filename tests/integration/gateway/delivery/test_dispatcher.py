@@ -19,7 +19,7 @@ from redis.exceptions import ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from protos import queue_pb2
-from services.gateway.cluster import Cluster
+from services.gateway.cluster import MOST_SHARDS, Cluster
 from services.gateway.delivery import dispatcher as dispatcher_module
 from services.gateway.delivery.dispatcher import Command, Dispatcher, Retries
 from services.gateway.delivery.stream import RequestStream, Row
@@ -177,6 +177,23 @@ async def test_workers_are_not_searched_at_every_look(tmp_path: Path) -> None:
         await cluster.close()
         found: Any = server.client.info("commandstats")
     assert found["cmdstat_scan"]["calls"] == 1
+
+
+async def test_shards_that_are_gone_are_forgotten_when_there_were_many(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        chosen = settings(server.url)
+        names = [f"shard-{number}" for number in range(2 * MOST_SHARDS)]
+        for name in names:
+            server.client.set(chosen.keys.lease(name), 1)
+        cluster = Cluster(chosen, "gateway-1", LIMITS)
+        assert (await cluster.look()).leases == {*names}
+        server.client.delete(*map(chosen.keys.lease, names))
+        assert not (await cluster.look()).leases
+        server.client.config_resetstat()
+        await cluster.look()
+        await cluster.close()
+        found: Any = server.client.info("commandstats")
+    assert found["cmdstat_exists"]["calls"] < MOST_SHARDS
 
 
 async def test_question_is_answered_when_it_waits_at_the_stop_or_comes_later(dispatcher: Dispatcher) -> None:

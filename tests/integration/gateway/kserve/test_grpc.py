@@ -9,7 +9,7 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from deploy import certs
 from protos import kserve_pb2 as kserve
 from protos.kserve_pb2_grpc import GRPCInferenceServiceStub
 from services.gateway.kserve import front
+from services.gateway.kserve.tensors import MOST_FIELDS
 from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, TEXT, add_key
 from tests.integration.gateway.conftest import in_process
@@ -208,6 +209,21 @@ def test_a_message_that_is_none_of_the_protocol_is_refused(gateway: GatewayProce
             channel.unary_unary(f"/{SERVICE}/ModelInfer")(b"\xff", metadata=METADATA, timeout=30)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "Traceback" not in gateway.log()
+
+
+@pytest.mark.parametrize("place", [lambda request: request, lambda request: request.inputs[0]], ids=["own", "tensor"])
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_message_with_too_many_parameters_is_refused_unread(
+    gateway: GatewayProcess, place: Callable[[Request], Any], method: str
+) -> None:
+    request = request_of(gateway, "The")
+    for number in range(MOST_FIELDS):
+        place(request).parameters[str(number)].bool_param = True
+    with grpc.insecure_channel(f"127.0.0.1:{GRPC_PORT}") as channel:
+        with pytest.raises(grpc.RpcError, match=f"more than {MOST_FIELDS} fields") as refused:
+            call = channel.stream_unary(f"/{SERVICE}/{method}")
+            call(iter([request.SerializeToString()]), metadata=METADATA, timeout=30)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_call_without_its_message_ends_after_a_time(
