@@ -38,6 +38,7 @@ from shared.models.adapters import (
     STORE,
     WEIGHTS,
     WEIGHTS_BYTES,
+    check_base,
     check_dtypes,
     check_header,
     check_hidden_size,
@@ -49,6 +50,7 @@ from shared.models.adapters import (
     parse_shapes,
     read_bounded,
 )
+from shared.models.hub import repository_of
 from shared.redis_client import WRONG_TYPE, Unreachable, connect
 from shared.settings import GatewaySettings
 
@@ -305,8 +307,8 @@ def _open_below(root: Path, source: Path) -> BufferedReader:
 
 
 def _check(folder: Path, max_rank: int, model: Path) -> int:
-    """Return the largest rank of an adapter. Raise ModelError for what no worker would load."""
-    parse_config((folder / CONFIG).read_bytes())
+    """Return the largest rank of an adapter. Raise ModelError for what no worker would load, or for another base."""
+    adapter = parse_config((folder / CONFIG).read_bytes())
     check_header(folder / WEIGHTS)
     try:
         with safe_open(folder / WEIGHTS, framework="np") as tensors:
@@ -320,11 +322,14 @@ def _check(folder: Path, max_rank: int, model: Path) -> int:
     config = _config(model)
     if is_encoder(config):
         raise ModelError("the served model is an encoder, which takes no adapters; name another one in `model`")
-    if hidden_size := _size(config, "hidden_size", "n_embd"):
+    text = config.get("text_config", config)
+    if hidden_size := _size(text, "hidden_size", "n_embd"):
         check_hidden_size(modules, hidden_size)
-    if layers := _size(config, "num_hidden_layers", "n_layer"):
+    if layers := _size(text, "num_hidden_layers", "n_layer"):
         check_layers(modules, layers)
     check_modules(modules, _stored_shapes(model))
+    if config and "quantization_config" not in config:  # quantized weights are in repositories of other names
+        check_base(adapter, repository_of(model) or "")
     return max(module.rank for module in modules.values())
 
 
@@ -350,11 +355,10 @@ def _config(model: Path) -> dict[str, Any]:
         config = orjson.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    config = config.get("text_config", config) if isinstance(config, dict) else {}
     return config if isinstance(config, dict) else {}
 
 
-def _size(config: dict[str, Any], *names: str) -> int:
+def _size(config: Any, *names: str) -> int:
     """Return the first of these fields that is there; 0 for none."""
-    size = next((config[name] for name in names if name in config), 0)
+    size = next((config[name] for name in names if name in config), 0) if isinstance(config, dict) else 0
     return size if isinstance(size, int) else 0

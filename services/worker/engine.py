@@ -393,6 +393,8 @@ class Engine:
             with self._lock:
                 inflight, batch = self._begin(step, marks, queued_ns)
             inflight.peers, inflight.adapters = readable, adapters
+            if step.peers:
+                inflight.unreadable = peers.refusals
             if step.keep:
                 inflight.keep = self._to_keep(unpack(step.keep))
             prepared = None if batch is None else self.ops.prepare(batch, self.cache)
@@ -445,6 +447,10 @@ class Engine:
         }
         for reason in stale.values():
             log.warning("%s", reason)
+        stale |= {
+            number: f"the host tier of peer {number} cannot be read, KV there is computed again: {reason}"
+            for number, reason in inflight.unreadable.items()
+        }
         result = worker_pb2.Result(
             epoch=inflight.epoch,
             id=inflight.id,

@@ -85,6 +85,7 @@ class InFlightStep:
     has_grammars: bool = False  # whether a sequence that samples is bound by one
     swaps: bool = False
     peers: list[int] = field(default_factory=list)  # new peers of the step with a host tier that can be read
+    unreadable: dict[int, str] = field(default_factory=dict)  # why the others cannot, by number
     adapters: list[int] = field(default_factory=list)  # those of the step that are loaded
     keep: Int32 = field(default_factory=lambda: NO_ROWS)  # host blocks that are to outlive the worker
     begun_ns: int = 0  # time.monotonic_ns() when the device was given it

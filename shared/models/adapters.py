@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ModelError
+from shared.models.hub import is_repository, repository_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 STORE = ".store"
@@ -53,11 +54,12 @@ _PATTERN = re.compile(r"[\w.-]{1,200}")
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """How the products of an adapter are scaled."""
+    """How the products of an adapter are scaled, and for which model it was trained."""
 
     alpha: float
     rslora: bool
     alphas: Mapping[str, float]  # of modules that end so
+    base: str  # the repository of the Hub that it names; empty for a path, or for none
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product: alpha / rank, with rsLoRA alpha / sqrt(rank)."""
@@ -100,7 +102,8 @@ def parse_config(stored: bytes) -> AdapterConfig:
     if wrong := next((name for name in patterns if not _PATTERN.fullmatch(name)), None):
         raise _refused("alpha_pattern", wrong, "names of modules are served, no expressions")
     alphas = {name: _number("alpha_pattern", value) for name, value in patterns.items()}
-    return AdapterConfig(_number("lora_alpha", fields.get("lora_alpha", 8)), rslora, alphas)
+    base = _repository(fields.get("base_model_name_or_path"))
+    return AdapterConfig(_number("lora_alpha", fields.get("lora_alpha", 8)), rslora, alphas, base)
 
 
 def parse_shapes(shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> dict[str, Shape]:
@@ -115,6 +118,13 @@ def parse_shapes(shapes: Mapping[str, tuple[int, ...]], max_rank: int) -> dict[s
         if len(shape) != 2 or min(shape) < 1:
             raise ModelError(f"{WEIGHTS}: tensor {name} has shape {list(shape)}; it must be a matrix")
         parts.setdefault(found["module"], {})[found["part"]] = shape
+    for module in parts:
+        if _LAYER.search(module) is None:
+            raise ModelError(
+                f"{WEIGHTS}: {module}: adapters of embeddings and of the head cannot be served; leave it out"
+            )
+        if ".experts." in module:
+            raise ModelError(f"{WEIGHTS}: {module}: adapters of single experts cannot be served; leave it out")
     modules = {}
     for module, pair in parts.items():
         if len(pair) != 2:
@@ -144,6 +154,15 @@ def check_dtypes(dtypes: Mapping[str, str]) -> None:
     """Raise ModelError for a tensor of another type than DTYPES. dtypes: by the names of the tensors."""
     if wrong := next((name for name, dtype in dtypes.items() if dtype not in DTYPES), None):
         raise ModelError(f"{WEIGHTS}: tensor {wrong[:200]} is {dtypes[wrong]}; save it as float32, bfloat16 or float16")
+
+
+def check_base(adapter: AdapterConfig, served: str) -> None:
+    """Raise ModelError where an adapter names another repository of the Hub than `served`. Either may be empty."""
+    if adapter.base and served and adapter.base.lower() != served.lower():  # as on the Hub, case is no difference
+        raise ModelError(
+            f"{CONFIG}: base_model_name_or_path is {adapter.base}, the served model is {served}; load the adapter for "
+            f"{adapter.base}, with `model`, or write {served} there if it fits that model too"
+        )
 
 
 def check_hidden_size(modules: Mapping[str, Shape], hidden_size: int) -> None:
@@ -231,6 +250,13 @@ def open_regular(path: Path, folder: int | None = None) -> BufferedReader:
         os.close(descriptor)
         raise ModelError(f"{path.name}: not a regular file; save the adapter again")
     return open(descriptor, "rb")
+
+
+def _repository(base: object) -> str:
+    """Return the repository that a base is, by its name or as a snapshot in a cache of the Hub; empty for others."""
+    if not isinstance(base, str):
+        return ""
+    return base if is_repository(base) else repository_of(Path(base)) or ""
 
 
 def _number(name: str, value: Any) -> float:

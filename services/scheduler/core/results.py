@@ -113,7 +113,8 @@ class Results:
         if replica.speculation.possible:
             replica.speculation.answered(step.planned_ns, result.step_ns, now_ns, step.alone)
         for number in result.stale_peers.tolist():
-            self._taken_over(replica, number, now_ns, out)
+            if self._taken_over(replica, number, now_ns, out) or step.peers.get(number) is not None:
+                out.lost_peers.append(number)  # the worker reads it no more, or could not map it
         self._learn(replica, step, result)
         if result.kept:
             if missing := replica.transfers.queued_out - replica.transfers.copied_out:
@@ -167,14 +168,16 @@ class Results:
             self._waiting.changes += 1  # peers may read it now
         return out.build(columns)
 
-    def _taken_over(self, replica: Replica, number: int, now_ns: int, out: OutcomeBuilder) -> None:
-        """Let sequences wait again that load KV from a peer with a newer Run: it is computed again."""
+    def _taken_over(self, replica: Replica, number: int, now_ns: int, out: OutcomeBuilder) -> bool:
+        """Let sequences wait again that load KV from a peer with a newer Run: it is computed again. Return whether the
+        peer was readable.
+        """
         if replica.peers.taken_over(number) is None:
-            return  # it was lost, and with it the loads
-        out.lost_peers.append(number)
+            return False  # it was lost, and with it the loads
         for slot in replica.transfers.loading_from(number):
             self._waiting.requeue(replica.release(slot), now_ns, out)
         self._router.changed(self._router.placement.alive)
+        return True
 
     @staticmethod
     def _learn(replica: Replica, step: SentStep, result: StepResult) -> None:

@@ -213,7 +213,7 @@ class Outcome:
     # Request, prompt, position of the first token, number of tokens, and their records.
     prompt_logprobs: list[tuple[str, int, int, int, bytes]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)  # requests that got their first slot
-    lost_peers: list[int] = field(default_factory=list)  # of StepResult.stale_peers, those that were readable until now
+    lost_peers: list[int] = field(default_factory=list)  # of StepResult.stale_peers: read until now, or not mapped
     ended: list[FinishedRequest] = field(default_factory=list)
 
 

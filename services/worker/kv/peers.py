@@ -89,6 +89,8 @@ class Peers:
         self._cache, self._block_bytes, self._folder, self._parallel = cache, block_bytes, folder, parallel
         self._tiers: dict[int, Tier] = {}
         self._names: dict[int, str] = {}  # of the files of all peers that were announced, by number, without the rank
+        self.refusals: dict[int, str] = {}
+        """Why tiers that the last step with news named cannot be read, by number."""
         self._owner = owner
         self._needed = set(needed)  # none after the first step
 
@@ -96,10 +98,11 @@ class Peers:
         """Map new peers and unmap those that are gone; return the numbers of the new ones that every rank can read.
 
         The file of one that is gone, or has another tier now, is removed where it outlived its worker.
-        One that cannot be read is left out, with a warning in the log. Raise ProtocolError for a number that no
+        One that cannot be read is left out, and `refusals` says why. Raise ProtocolError for a number that no
         `swap_in_peers` can say.
         """
         new = []
+        self.refusals = {}
         for peer in peers:
             if peer.number > MAX_NUMBER:
                 raise ProtocolError(f"peers: number {peer.number} is outside 0..{MAX_NUMBER}")
@@ -114,6 +117,7 @@ class Peers:
         for number, everywhere in zip(new, mapped, strict=True):
             if not everywhere:
                 self._tiers.pop(number, None)
+                self.refusals.setdefault(number, "another rank cannot read it")
         return [number for number in new if number in self._tiers]
 
     def remove_unannounced(self) -> None:
@@ -155,6 +159,7 @@ class Peers:
             file, is_kept = self._folder.map(f"{name}-{self._parallel.rank}", sizes)
         except PeerError as error:
             log.warning("the host tier of peer %d cannot be read: %s", peer.number, error)
+            self.refusals[peer.number] = str(error)
             return
         content = file[: ends.blocks].view(peer.host_blocks, self._block_bytes).numpy()
         epoch, digests = (file[begin:end].numpy().view(np.int64) for begin, end in itertools.pairwise(ends[1:]))

@@ -97,13 +97,14 @@ def of_another_size(file: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [truncated, symlink, of_another_size, Path.unlink])
 def test_file_that_is_not_the_one_that_was_kept_is_not_acknowledged(
-    reference: Reference, folder: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    reference: Reference, folder: Path, spoil: Callable[[Path], None]
 ) -> None:
     info, *_ = left(reference, folder)
     spoil(kept(folder)[0])
     worker = driver(reference, folder, 6, info.host_tier)
-    assert not worker.step({}, peers=[peer_of(info, 3, run=5)]).peer_acks
-    assert "the host tier of peer 3 cannot be read" in caplog.text
+    result = worker.step({}, peers=[peer_of(info, 3, run=5)])
+    assert (result.peer_acks, unpack(result.stale_peers).tolist()) == (b"", [3])
+    assert result.stale_reasons[0].startswith("the host tier of peer 3 cannot be read, KV there is computed again: ")
     worker.step({}, peers=[worker_pb2.Peer(number=3)])
     assert not kept(folder)
 

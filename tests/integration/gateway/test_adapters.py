@@ -37,12 +37,16 @@ HIDDEN = 8
 CONFIGURED = "sk-of-the-settings"
 
 
-def write(folder: Path, rank: int = 2, inputs: int = HIDDEN, fill: float = 1.0, layer: int = 0, **config: Any) -> Path:
+PROJECTION = "model.layers.0.self_attn.q_proj"
+
+
+def write(
+    folder: Path, rank: int = 2, inputs: int = HIDDEN, fill: float = 1.0, module: str = PROJECTION, **config: Any
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
     tensors = {
-        f"{module}.lora_A.weight": np.full((rank, inputs), fill, np.float32),
-        f"{module}.lora_B.weight": np.ones((6, rank), np.float32),
+        f"base_model.model.{module}.lora_A.weight": np.full((rank, inputs), fill, np.float32),
+        f"base_model.model.{module}.lora_B.weight": np.ones((6, rank), np.float32),
     }
     save_file(tensors, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 4, "r": rank} | config))
@@ -182,7 +186,12 @@ def test_request_of_an_unloaded_adapter_is_found_by_its_idempotency_key(
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rank": 65}, "has rank 65, at most 64 is served; raise --max-lora-rank"),
     ({"inputs": 9}, "is [6, 9], the served model has hidden size 8; the adapter is of another base"),
-    ({"layer": 2}, "layers.2.self_attn.q_proj: the served model has 2 layers; the adapter is of another base"),
+    (
+        {"module": "model.layers.2.self_attn.q_proj"},
+        "layers.2.self_attn.q_proj: the served model has 2 layers; the adapter is of another base",
+    ),
+    ({"module": "lm_head"}, "lm_head: adapters of embeddings and of the head cannot be served"),
+    ({"module": "model.layers.0.mlp.experts.1.up_proj"}, "adapters of single experts cannot be served"),
     ({"use_dora": True}, "use_dora is true; DoRA cannot be served"),
     ({"modules_to_save": ["lm_head"]}, "whole matrices beside the adapter cannot be served"),
     ({"bias": "all"}, 'bias is "all"; biases of the base cannot be changed'),
@@ -277,6 +286,40 @@ async def test_modules_and_shapes_are_compared_with_the_weights(
     index.unlink()
     base.write_bytes(b"cut off")
     await adapters.load("shaped", "shaped", False)
+
+
+SNAPSHOT = "models--Org--Base/snapshots/c0ffee"
+
+
+@pytest.mark.parametrize(
+    ("model", "quantized", "base", "refused"),
+    [
+        (SNAPSHOT, False, "Org/Base-Instruct", True),
+        (SNAPSHOT, False, "/root/.cache/huggingface/hub/models--Org--Other/snapshots/0ddba11", True),
+        (SNAPSHOT, False, "/root/.cache/huggingface/hub/models--Org--Base/snapshots/0ddba11", False),
+        (SNAPSHOT, False, "org/base", False),
+        (SNAPSHOT, False, "/data/other", False),
+        (SNAPSHOT, False, None, False),
+        (SNAPSHOT, True, "Org/Other", False),
+        ("base", False, "Org/Other", False),
+    ],
+)
+async def test_adapter_of_another_repository_of_the_hub_is_refused(
+    settings: GatewaySettings, folder: Path, tmp_path: Path, model: str, quantized: bool, base: object, refused: bool
+) -> None:
+    path = write_model(tmp_path / model)
+    if quantized:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    write(folder / "based", base_model_name_or_path=base)
+    adapters = AdapterNames(settings.model_copy(update={"model": path}))
+    expected = pytest.raises(ApiError, match=r"base_model_name_or_path is Org/.*, the served model is Org/Base; load")
+    try:
+        with expected if refused else contextlib.nullcontext():
+            await adapters.load("based", "based", False)
+    finally:
+        await adapters.close()
+    assert ("based" in adapters.records) is not refused
 
 
 def test_name_with_other_characters_is_refused(gateways: list[GatewayProcess], folder: Path) -> None:
