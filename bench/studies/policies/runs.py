@@ -58,6 +58,7 @@ def replica(blocks: int = 0, max_seqs: int = 256) -> Setup:
         host_blocks=roofline.host_blocks(16),
         block_bytes=int(roofline.kv_bytes_per_token) * 16,
         swap_bytes_s=roofline.swap_bytes_s,
+        lookahead=1,  # of every policy, so that they are compared alike
     )
 
 
