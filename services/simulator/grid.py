@@ -136,7 +136,7 @@ def read_grid(path: Path) -> Grid:
         where = ".".join(map(str, first["loc"]))
         value = f"{first['input']!r}: "[:42] if isinstance(first["input"], Option) else ""
         raise ValueError(f"--grid {path}: {where}: {value}{first['msg']}; see docs/simulate.md#grids") from error
-    lists = {
+    lists: dict[str, list[Any]] = {
         "policy": grid.policies,
         "seed": grid.seeds,
         "load": grid.loads,

@@ -15,7 +15,7 @@ from services.simulator.device.device import Device
 from services.simulator.device.roofline import Roofline
 from services.simulator.engine import Run, Setup, Stuck, simulate
 from services.simulator.metrics import Histogram
-from services.simulator.workload.arrivals import Spec, build
+from services.simulator.workload.arrivals import Lengths, Spec, build
 from services.simulator.workload.workload import STOP_ID, Workload, all_at_once
 
 MS = 1_000_000
@@ -313,3 +313,13 @@ def test_first_steps_keep_a_declared_limit_that_512_tokens_keep(seed: int) -> No
     run = simulate("orcinus", work, setup, RooflineClock(roofline))
     assert run.result["finished"] == 40
     assert run.seen.worst_ns.max() <= limit_ms * MS
+
+
+def test_long_outputs_all_at_once_end_no_later_than_without_a_forecast() -> None:
+    """Blocks run short at once, when all that is known of the lengths is that the first to end were short."""
+    output = Lengths.parse("lognormal:600:0.8").draw(300, 0, 1).tolist()
+    setup, clock = Setup(blocks=3000, lookahead=1), RooflineClock(Roofline("llama-8b", "h100"))
+    work = all_at_once([48] * 300, output, [8192] * 300)
+    ours, theirs = (simulate(policy, work, setup, clock).result for policy in ("orcinus", "vllm"))
+    assert ours["e2e_ms"]["mean"] < theirs["e2e_ms"]["mean"]
+    assert ours["throughput_tok_s"] > theirs["throughput_tok_s"]
