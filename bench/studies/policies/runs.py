@@ -98,6 +98,7 @@ def run_studies(wanted: Sequence[Study], run: Runner) -> tuple[list[Row], list[R
                 "requests": len(arrivals),
                 "kv_blocks": study.setup.blocks,
                 "max_seqs": study.setup.max_seqs,
+                "lookahead": study.setup.lookahead,
                 "trace_rps": round(trace_rps, 4),
                 "saturation_rps": rate,
                 "saturation_tok_s": saturated.result["throughput_tok_s"],
