@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,11 +43,16 @@ def _goodput(result: dict[str, Any]) -> float:
     return (1 - float(result["slo_violations"])) * int(result["requests"]) / float(result["duration_s"])
 
 
+def _latency(mean_ms: float | None) -> float:
+    """Return a latency; no request finished counts as infinite."""
+    return math.inf if mean_ms is None else float(mean_ms)
+
+
 FIGURES = (
     Figure("goodput", "Goodput: requests a second within the limits", _goodput, higher=True),
     Figure("throughput", "Throughput: tokens a second", lambda result: float(result["throughput_tok_s"]), higher=True),
-    Figure("latency", "Mean end-to-end latency", lambda result: float(result["e2e_ms"]["mean"] or 0), higher=False),
-    Figure("ttft_p99", "TTFT p99", lambda result: float(result["ttft_ms"]["p99"] or 0), higher=False),
+    Figure("latency", "Mean end-to-end latency", lambda result: _latency(result["e2e_ms"]["mean"]), higher=False),
+    Figure("ttft_p99", "TTFT p99", lambda result: _latency(result["ttft_ms"]["p99"]), higher=False),
 )
 
 
@@ -72,8 +77,8 @@ class Grid(_Strict):
     policies: list[str] = Field(
         min_length=2, max_length=50, description="presets; the first is compared with the others"
     )
-    seeds: list[int] = Field(min_length=1, max_length=50)
-    loads: list[float] = Field(min_length=1, max_length=50)
+    seeds: list[Annotated[int, Field(ge=0, le=2**32 - 1)]] = Field(min_length=1, max_length=50)
+    loads: list[Annotated[float, Field(gt=0, le=1e6)]] = Field(min_length=1, max_length=50)
     options: dict[str, Option] = {}
     workloads: list[Workload] = Field(min_length=1, max_length=200)
 
@@ -129,10 +134,18 @@ def read_grid(path: Path) -> Grid:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"--grid {path}: {where}: {first['msg']}; see docs/simulate.md#grids") from error
-    names = [workload.name for workload in grid.workloads]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"--grid {path}: workload {twice[0]!r} is given twice; drop one")
+        value = f"{first['input']!r}: "[:42] if isinstance(first["input"], Option) else ""
+        raise ValueError(f"--grid {path}: {where}: {value}{first['msg']}; see docs/simulate.md#grids") from error
+    lists: dict[str, list[Any]] = {
+        "policy": grid.policies,
+        "seed": grid.seeds,
+        "load": grid.loads,
+        "workload": [workload.name for workload in grid.workloads],
+    }
+    lists |= {f"workload {each.name!r}: pair of limits": each.limits for each in grid.workloads}
+    for name, values in lists.items():
+        if twice := [value for number, value in enumerate(values) if value in values[:number]]:
+            raise ValueError(f"--grid {path}: {name} {twice[0]!r} is given twice; drop one")
     return grid
 
 
@@ -227,4 +240,4 @@ def _rounded(value: Any) -> Any:
         return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return [_rounded(item) for item in value]
-    return float(f"{value:.5g}")
+    return float(f"{value:.5g}") if math.isfinite(value) else None

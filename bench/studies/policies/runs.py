@@ -58,6 +58,7 @@ def replica(blocks: int = 0, max_seqs: int = 256) -> Setup:
         host_blocks=roofline.host_blocks(16),
         block_bytes=int(roofline.kv_bytes_per_token) * 16,
         swap_bytes_s=roofline.swap_bytes_s,
+        lookahead=1,  # of every policy, so that they are compared alike
     )
 
 
@@ -97,6 +98,7 @@ def run_studies(wanted: Sequence[Study], run: Runner) -> tuple[list[Row], list[R
                 "requests": len(arrivals),
                 "kv_blocks": study.setup.blocks,
                 "max_seqs": study.setup.max_seqs,
+                "lookahead": study.setup.lookahead,
                 "trace_rps": round(trace_rps, 4),
                 "saturation_rps": rate,
                 "saturation_tok_s": saturated.result["throughput_tok_s"],

@@ -19,6 +19,7 @@ from services.simulator.command.options import WrongUse, clock_of, options_of, s
 from services.simulator.command.values import policies
 from services.simulator.grid import FIGURES, MARGIN, Cell, Grid, as_json, cells_of, compare, read_grid, summary
 from services.simulator.jobs import Finished, Job
+from shared.plurals import counted
 
 FORBIDDEN = {
     "grid",
@@ -38,7 +39,7 @@ FORBIDDEN = {
 
 
 def run_grid(path: Path, page: Path | None, as_object: bool, run: Callable[[list[Job]], list[Finished]]) -> int:
-    """Run a grid and show it. Raise WrongUse, ValueError."""
+    """Run a grid and show it; return 1 if a request did not finish. Raise WrongUse, ValueError."""
     grid = read_grid(path)
     cells = cells_of(grid)
     jobs = [job for cell in cells for job in _jobs(grid, cell)]
@@ -56,6 +57,11 @@ def run_grid(path: Path, page: Path | None, as_object: bool, run: Callable[[list
     if page is not None:
         page.write_text(render(grid, cells))
         print(f"wrote {page}", file=sys.stderr)
+    total, finished = (sum(int(result[name]) for result in results) for name in ("requests", "finished"))
+    if finished < total:
+        left = counted(total - finished, "request")
+        print(f"--grid: {left} of {total:,} did not finish; latency and TTFT leave them out", file=sys.stderr)
+        return 1
     return 0
 
 

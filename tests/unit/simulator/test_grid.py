@@ -98,6 +98,27 @@ def test_a_figure_of_zero_has_a_finite_ratio() -> None:
     assert beaten_by((result(goodput=0), result(goodput=0))) == {}
 
 
+def test_policy_that_finishes_no_request_is_never_better() -> None:
+    none = {**result(goodput=0, throughput=0), "e2e_ms": {"mean": None}, "ttft_ms": {"p99": None}}
+    cell = Cell("w", "no limits", 1.0, [])
+    compare(cell, ["ours", "theirs"], {"ours": [result()], "theirs": [none]})
+    assert all(ratios["theirs"][0] < 0.01 for ratios in cell.ratios.values())
+    assert all(cell.best(figure.name) == 1 for figure in FIGURES)
+    assert beaten_by((none, result())) == {"theirs": [figure.name for figure in FIGURES]}
+    assert beaten_by((none, none)) == {}
+
+
+def test_grid_in_which_requests_did_not_finish_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = SMALL.replace("requests = 12", "requests = 12, deadline-ms = 1")
+    page = tmp_path / "page.html"
+    given = ["--grid", str(written(tmp_path, text)), "--page", str(page), "--json", "--jobs", "1"]
+    assert command.main(given) == 1
+    printed = capsys.readouterr()
+    assert "240 requests of 240 did not finish" in printed.err
+    values = [cell["values"] for cell in json.loads(printed.out, parse_constant=pytest.fail)["cells"]]
+    assert all(value["latency"] == {"orcinus": None, "vllm": None} for value in values)
+
+
 def test_held_back_cells_depend_on_their_names_alone() -> None:
     cells = [Cell(f"workload {number}", "no limits", 1.0, []) for number in range(300)]
     held = [cell.held_back for cell in cells]
@@ -136,8 +157,14 @@ def test_summary_counts_tuned_and_held_back_cells() -> None:
     ("old", "new", "said"),
     [
         ('"vllm"', '"vlm"', "vlm"),
-        ("rate = 20", "rate = -1", "workloads.0.rate"),
+        ("rate = 20", "rate = -1", "workloads.0.rate: -1: "),
         ("seeds = [1, 2]", "seeds = []", "seeds"),
+        ("seeds = [1, 2]", "seeds = [1, -3]", "seeds.1: -3: "),
+        ("seeds = [1, 2]", "seeds = [1, 2, 1]", "seed 1 is given twice"),
+        ("loads = [0.5, 2]", "loads = [0.5, -2]", "loads.1: -2: "),
+        ("loads = [0.5, 2]", "loads = [0.5, 0.5]", "load 0.5 is given twice"),
+        ("[200, 40]]", "[0, 0]]", "workload 'chat': pair of limits (0.0, 0.0) is given twice"),
+        ('"vllm"]', '"vllm", "vllm"]', "policy 'vllm' is given twice"),
         ("requests = 12", "requests = -2", "-2 must not be negative"),
         ("requests = 12", "request = 12", "request"),
         ('"20:60"', '"60:20"', "60:20"),

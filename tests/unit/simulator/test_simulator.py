@@ -10,10 +10,12 @@ import pytest
 
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import EMPTY, Outcome, StepPlan, StepResult
-from services.simulator.device.clock import Features, Linear
+from services.simulator.device.clock import Features, Linear, RooflineClock
 from services.simulator.device.device import Device
+from services.simulator.device.roofline import Roofline
 from services.simulator.engine import Run, Setup, Stuck, simulate
 from services.simulator.metrics import Histogram
+from services.simulator.workload.arrivals import Lengths, Spec, build
 from services.simulator.workload.workload import STOP_ID, Workload, all_at_once
 
 MS = 1_000_000
@@ -299,3 +301,25 @@ def test_the_histograms_percentiles_are_those_of_the_values() -> None:
         np.percentile(values, (0, 50, 90, 99, 99.9)).tolist(), rel=3e-4
     )
     assert histogram.distribution()[1].sum() == values.size
+
+
+@pytest.mark.parametrize("seed", [1, 8, 20])
+def test_first_steps_keep_a_declared_limit_that_512_tokens_keep(seed: int) -> None:
+    """Nothing is known of the device at first, and 512 tokens take 33 ms on it."""
+    limit_ms = 40.0
+    roofline = Roofline("llama-70b", "h100x4")
+    work = build(Spec(requests=40, rate_rps=10, tbt_slo_ms={"": limit_ms}, seed=seed))
+    setup = Setup(blocks=roofline.kv_blocks(16), lookahead=1)
+    run = simulate("orcinus", work, setup, RooflineClock(roofline))
+    assert run.result["finished"] == 40
+    assert run.seen.worst_ns.max() <= limit_ms * MS
+
+
+def test_long_outputs_all_at_once_end_no_later_than_without_a_forecast() -> None:
+    """Blocks run short at once, when all that is known of the lengths is that the first to end were short."""
+    output = Lengths.parse("lognormal:600:0.8").draw(300, 0, 1).tolist()
+    setup, clock = Setup(blocks=3000, lookahead=1), RooflineClock(Roofline("llama-8b", "h100"))
+    work = all_at_once([48] * 300, output, [8192] * 300)
+    ours, theirs = (simulate(policy, work, setup, clock).result for policy in ("orcinus", "vllm"))
+    assert ours["e2e_ms"]["mean"] < theirs["e2e_ms"]["mean"]
+    assert ours["throughput_tok_s"] > theirs["throughput_tok_s"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from services.scheduler.core.policy.base import Budget, ReplicaView
+from services.scheduler.core.policy.step_time import FIRST_TOKENS
 from services.scheduler.core.table import PREFILLING, Bool
 from services.scheduler.core.types import PREFILL, Priority, Rows
 
@@ -103,9 +104,10 @@ class ModelBudget(Budget):
     class low alone takes at most LOW_TIMES as long as its decodes: a request that comes meanwhile waits for its end.
 
     TBT limits bound the step: those that requests declare, and `tbt_ns` (N ms; 0 means none) for decodes without one. A
-    bound is met with the 0.99 quantile of the model's error, and with 5 % to spare. Only declared limits can leave
-    prompts fewer than 64 tokens, and better classes those of class low. The budget is 512 tokens until the model has
-    seen 16 steps. A step without decodes takes as many tokens as the worker does.
+    bound is met with the 0.99 quantile of the model's error, and with 5 % to spare. Under a declared limit a step has
+    at most 512 tokens until 16 steps with prompts were timed, then at most a quarter more than the largest that was.
+    Only declared limits can leave prompts fewer than 64 tokens, and better classes those of class low. The budget is
+    512 tokens until the model has seen 16 steps. A step without decodes takes as many tokens as the worker does.
 
     On a prefill replica a step without decodes takes at most half of the tightest limit (100 ms where none is
     declared): a sequence that is handed over waits for the end of the step beside which its KV is copied out.
@@ -135,7 +137,7 @@ class ModelBudget(Budget):
         if not count and replica.limits.role != PREFILL:
             return most
         if replica.model.observed < 16:
-            return min(max(512, count), most)
+            return min(max(FIRST_TOKENS, count), most)
         rest = waiting_tokens
         if computed:
             planned = table.planned[: table.high][prefilling]
@@ -162,7 +164,8 @@ class ModelBudget(Budget):
         if self._tbt_ns:
             tokens = min(tokens, max(self._fits(replica, self._tbt_ns, count, context, depth), ALIGN))
         if strict_ns := tightest(replica, decodes):
-            tokens = min(tokens, self._fits(replica, strict_ns, count, context, depth))
+            trusted = max(replica.model.trusted_tokens - count, ALIGN)
+            tokens = min(tokens, trusted, self._fits(replica, strict_ns, count, context, depth))
         return min(count + self._starved.feed(tokens), most)
 
     def stepped(self, replica: ReplicaView, decodes: int, tokens: int, entered: int) -> None:

@@ -444,8 +444,10 @@ class Lengths:
     def expected(self, produced: Int64, limit: Int64, dice: Floats) -> Int64:
         """Return [n] forecast output lengths: the quantile dice [n] of the lengths seen that exceed `produced` [n].
 
-        dice is in [0, 1). A sequence longer than all that were seen is expected to become twice as long as it is. While
-        nothing is known the forecast is `produced` + 1: memory is then judged by what is used, as Watermark does.
+        dice is in [0, 1). A sequence longer than all that were seen is taken to become k times as long with the chance
+        1 / k (Pareto), twice in the median. So the ends of several are spread: were all expected at twice the length,
+        they would seem to need their most memory at once. While nothing is known the forecast is `produced` + 1: memory
+        is then judged by what is used, as Watermark does.
         """
         if not self._column.size:
             return np.minimum(produced + 1, limit)
@@ -455,7 +457,8 @@ class Lengths:
         first = np.searchsorted(self._column, group * WIDE + produced, side="right")
         left = self._end[group] - first
         at = np.minimum(first + (dice * left).astype(np.int64), self._column.size - 1)
-        longer = np.where(left > 0, self._column[at] - group * WIDE, np.maximum(2 * produced, produced + 1))
+        beyond = np.minimum(produced / (1.0 - dice), limit).astype(np.int64)
+        longer = np.where(left > 0, self._column[at] - group * WIDE, np.maximum(beyond, produced + 1))
         return np.minimum(longer, limit)
 
 
@@ -491,10 +494,11 @@ class Expected(Memory):
     """The blocks of the known tokens, if the forecast's peak leaves a share of the pool free.
 
     The share grows with each preemption and falls slowly, which damps a storm of preemptions: a step with n preemptions
-    adds n * `add`, and a step without one subtracts `add` / `decay`. It stays between `least` and `most`.
+    adds n * `add`, and a step without one subtracts `add` / `decay`. It stays between `least` and `most`: what one
+    storm adds is kept free for hundreds of steps after it.
     """
 
-    def __init__(self, add: float = 0.01, decay: int = 200, least: float = 0.01, most: float = 0.5) -> None:
+    def __init__(self, add: float = 0.01, decay: int = 200, least: float = 0.01, most: float = 0.1) -> None:
         self.spare = least  # share of the pool
         self.lengths = Lengths()  # shared by all replicas
         self._add, self._decay, self._least, self._most = add, decay, least, most

@@ -16,6 +16,7 @@ import numpy.typing as npt
 Float64 = npt.NDArray[np.float64]
 
 _FIRST = 16  # the first observations, fitted together and from the start each time: too few to tell a bad one
+FIRST_TOKENS = 512  # of a step of a replica that has timed few
 FOLD = 32  # observations that one fold takes in
 UNBOUNDED = 2**31 - 1  # tokens; returned by `largest` where time does not grow with tokens
 
@@ -87,6 +88,7 @@ class StepTime:
         "knees",
         "largest_seen",
         "observed",
+        "prompts_observed",
     )
 
     def __init__(self, experts: int = 0, per_token: int = 0) -> None:
@@ -97,6 +99,7 @@ class StepTime:
         self._sliver = _SLIVER * np.eye(len(self._scale))
         features = len(self._scale)
         self.observed = 0
+        self.prompts_observed = 0  # of these, steps with prompts
         self.largest_seen = 0  # tokens of the largest step
         self.error = 0.0  # 0.99 quantile of measured / predicted - 1 over the last 128 steps with prompts, 0 to 1
         self.c0 = self.c1 = self.c2 = self.c3 = self.c4 = 0.0
@@ -116,6 +119,7 @@ class StepTime:
             return
         self._pending.append((tokens, decode_context, prefill_context, step_ns))
         self.observed += 1
+        self.prompts_observed += prefill_context > 0
         larger = tokens > self.largest_seen  # what such a step takes was only guessed until now
         self.largest_seen = max(self.largest_seen, tokens)
         if larger or len(self._pending) >= FOLD or self.observed in (1, 2, 4, 8, _FIRST):
@@ -130,6 +134,15 @@ class StepTime:
         if self._experts:
             time += self.c4 * self.touched(tokens)
         return time
+
+    @property
+    def trusted_tokens(self) -> int:
+        """Return the tokens of a step up to which a prediction is good enough to keep a limit by.
+
+        FIRST_TOKENS until 16 steps with prompts were timed, then a quarter more than the largest step that was timed.
+        """
+        grown = self.largest_seen * 5 // 4 if self.prompts_observed >= _FIRST else 0
+        return max(grown, FIRST_TOKENS)
 
     def touched(self, tokens: float) -> float:
         """Return how many experts of a layer so many tokens are given to, with even routing."""

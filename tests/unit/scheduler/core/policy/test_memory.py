@@ -240,7 +240,20 @@ def test_expected_length_is_a_quantile_of_the_possible_ones(outputs: list[int], 
     assert kept == outputs[-len(kept) :]
     possible = sorted(o for o in kept if o > produced)
     said = lengths.expected(column(produced), column(100), np.array([dice]))[0]
-    assert said == (possible[int(dice * len(possible))] if possible else 100)
+    beyond = min(max(int(produced / (1 - dice)), produced + 1), 100)
+    assert said == (possible[int(dice * len(possible))] if possible else beyond)
+
+
+def test_ends_beyond_all_lengths_seen_are_spread() -> None:
+    """A half becomes twice as long, a quarter four times: together they need no more blocks than they hold now."""
+    lengths = Lengths()
+    for _ in range(FEW):
+        lengths.learn(5, 10_000)
+    ends = lengths.expected(np.full(1000, 50), np.full(1000, 10_000), np.arange(1000) / 1000)
+    for times in (2, 4, 10):
+        assert np.count_nonzero(ends >= times * 50) == pytest.approx(1000 / times, abs=2)
+    assert ends.min() == 51
+    assert lengths.expected(column(50), column(80), np.array([0.9])) == 80
 
 
 def test_lengths_are_pooled_until_a_group_has_enough() -> None:
@@ -254,7 +267,8 @@ def test_lengths_are_pooled_until_a_group_has_enough() -> None:
     assert expected(0, 100) == 1 and expected(30, 3000) == 31, "nothing is known: what is used now counts"
     lengths.learn(5, 100)
     assert expected(0, 100) == expected(0, 3000) == 5, "all groups are one"
-    assert expected(5, 100) == 10 and expected(60, 100) == 100, "longer than all: twice as long, up to the limit"
+    longest = [expected(5, 100, 0.5), expected(60, 100, 0.5)]
+    assert longest == [10, 100], "longer than all: twice as long in the median, up to the limit"
     for _ in range(ENOUGH):
         lengths.learn(70, 3000)
     assert expected(0, 3000) == 70
@@ -378,8 +392,8 @@ def test_expected_lengths_admit_what_max_tokens_would_keep_out_and_a_storm_is_da
     assert memory.spare == pytest.approx(0.06)
     assert memory.admit(replica, coming, PACE).size == 8, "94 // 5 - 10"
     memory.stepped(replica, 1000)
-    assert memory.spare == 0.5
-    for _ in range(200 * 50):
+    assert memory.spare == 0.1
+    for _ in range(200 * 10):
         memory.stepped(replica, 0)
     assert memory.spare == pytest.approx(0.01)
 

@@ -95,6 +95,7 @@ def test_a_declared_limit_bounds_the_model_budget(
     if depth:
         replica.add(known=3990, planned=depth, limit=4000)
     known_model(replica, c0, c1, c2, c3)
+    replica.model.prompts_observed, replica.model.largest_seen = 16, 8192
     count, context = len(limits), len(limits) * (known - 1)
 
     def keeps(prompts: int, limit: float) -> bool:
@@ -285,6 +286,25 @@ def test_before_sixteen_measured_steps_the_model_budget_is_512() -> None:
     assert ModelBudget().budget(replica, replica.slots, 0, 0) == 512
     replica.model.observe(10, 10, 0, 10 * MS)
     assert ModelBudget().budget(replica, replica.slots, 0, 0) != 512
+
+
+def test_under_a_limit_a_step_is_at_most_a_quarter_larger_than_those_timed() -> None:
+    replica = decoding(4, tbt_slo_ns=100 * MS)
+    known_model(replica, MS, 0.001 * MS, 0, 0)
+
+    def budget() -> int:
+        return ModelBudget().budget(replica, replica.slots, 0, 0, waiting=1_000_000)
+
+    replica.model.prompts_observed, replica.model.largest_seen = 15, 4000
+    assert budget() == 512, "before 16 steps with prompts were timed"
+    replica.model.prompts_observed = 16
+    assert budget() == 5000
+    replica.model.largest_seen = 100
+    assert budget() == 512
+    replica.limit_tbt(0, 0)
+    for slot in range(1, 4):
+        replica.limit_tbt(slot, 0)
+    assert budget() == 8192, "without a limit"
 
 
 def test_impossible_limit_does_not_keep_prompts_out_forever() -> None:
