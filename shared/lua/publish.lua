@@ -26,11 +26,10 @@ local function arg()
 end
 
 -- A stop string ends a sequence before its last tokens: cut the record there.
-local function trim(out, length, ttl)
+local function trim(out, length)
   if redis.call('STRLEN', out) > 4 * length then
     redis.call('SET', out, length == 0 and '' or redis.call('GETRANGE', out, 0, 4 * length - 1))
   end
-  redis.call('PEXPIRE', out, ttl)
 end
 
 for _ = 1, tonumber(arg()) do
@@ -60,7 +59,8 @@ for _ = 1, tonumber(arg()) do
       short[#short + 1] = choice
     elseif finish ~= '0' then
       redis.call('HSET', record, 'finish:' .. choice, finish)
-      trim(key, length, live)
+      trim(key, length)
+      redis.call('PEXPIRE', key, live)
     end
     redis.call('PEXPIRE', record, live)
   end
@@ -112,7 +112,9 @@ local function finish_request(id, stream, entry, given, prompt, lengths, failure
     failure = 'output record: tokens were lost in Redis; send the request again'
   end
   for index, length in ipairs(counts) do
-    trim(prefix .. 'out:' .. id .. ':' .. index - 1, length, kept)
+    local out = prefix .. 'out:' .. id .. ':' .. index - 1
+    if unfinished then trim(out, length) end  -- the first end counts: two shards may run a request behind a loss
+    redis.call('PEXPIRE', out, kept)
     redis.call('PEXPIRE', prefix .. 'logprobs:' .. id .. ':' .. index - 1, kept)
     redis.call('PEXPIRE', prefix .. 'prompt_logprobs:' .. id .. ':' .. index - 1, kept)
   end

@@ -222,6 +222,10 @@ async def test_request_ends_with_its_record_trimmed_and_entry_deleted(client: Re
         assert 0 < await client.pttl(KEYS.req("r")) <= KEPT_TTL_MS
         assert 0 < await client.pttl(KEYS.out("r", 0)) <= KEPT_TTL_MS
         assert await client.hget(KEYS.queue, "requests") == b"0"
+    earlier = ["r", stream, entry, "3", 10, "2", ""]  # of another shard, that ran it too after Redis had lost its claim
+    await publish(scripts, publication(epoch, [], [], [], earlier))
+    assert await client.get(KEYS.out("r", 0)) == tokens[:16]
+    assert await client.hmget(KEYS.req("r"), ["finish", "lengths"]) == [b"1", b"4"]
 
 
 async def test_stopped_choice_is_shortened_while_other_choices_continue(client: Redis, scripts: Scripts) -> None:
