@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.types import CLASS_NAMES
-from services.simulator.engine import named
+from services.simulator.engine import check_name
 from services.simulator.workload.arrivals import MOST_RATE, SLOWEST, Lengths
 from services.simulator.workload.traffic import MOST_TOKENS
 
@@ -72,7 +72,7 @@ def policies(text: str) -> list[str]:
             names.append(word)
     for name in names:
         try:
-            named(name)
+            check_name(name)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         if names.count(name) > 1:

@@ -8,7 +8,7 @@ from bench.studies.step_time import Prediction, by_kind, figures
 
 
 def test_a_step_counts_as_above_only_beyond_what_the_error_promised() -> None:
-    """Of 100 steps predicted at 10 ms with an error of 0.1, three take 10.5, 11.2 and 12 ms: a limit has 5 % to spare."""
+    """Of 100 steps predicted at 10 ms with an error of 0.1, three take 10.5, 11.2 and 12; a limit has 5 % to spare."""
     times = [10_000_000] * 97 + [10_500_000, 11_200_000, 12_000_000]
     row = figures([Prediction(0, 10e6, 0.1, ns) for ns in times])
     assert (row["steps"], row["above_error"], row["above_limit"], row["off_median"]) == (100, 0.02, 0.01, 0)
