@@ -13,12 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from services.scheduler.core.policy.base import Batching, Policy
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import EMPTY, Limits, Outcome, StepPlan, StepResult
 from services.simulator.device.clock import StepClock
 from services.simulator.device.device import Device, DraftingDevice
+from services.simulator.literature.article import BLOCK_SIZE, Settings
 from services.simulator.literature.parts import parse
+from services.simulator.literature.replica import RULES, ArticleReplica
 from services.simulator.metrics import Recorder, figures
 from services.simulator.routing import ROUTERS, SCHEDULER
 from services.simulator.workload.workload import Int64, Workload
@@ -90,6 +94,22 @@ class Run:
     samples: list[Sample]
     stats: list[dict[str, float | int]]
     devices: list[Device]
+
+
+class Samples:
+    """States over the time of a run: at most MAX_SAMPLES, evenly spaced; every second one goes where there are more."""
+
+    def __init__(self) -> None:
+        self.kept: list[Sample] = []
+        self.next_ns = START_NS
+        self._every_ns = TICK_NS * 100
+
+    def add(self, now_ns: int, running: int, waiting: int, slots: float, blocks: float) -> None:
+        self.kept.append(Sample((now_ns - START_NS) / 1e9, running, waiting, slots, blocks))
+        if len(self.kept) >= MAX_SAMPLES:
+            del self.kept[::2]
+            self._every_ns *= 2
+        self.next_ns = now_ns + self._every_ns
 
 
 class Shard:
@@ -181,9 +201,15 @@ def _limits(setup: Setup, workload: Workload, number: int) -> Limits:
 def named(policy: str) -> Policy:
     """Return a fresh policy, by a preset's name or with parts replaced; also those that only the simulator knows.
 
-    Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name, and for the article's program, which is none of parts.
     """
     return parse(policy)
+
+
+def check_name(policy: str) -> None:
+    """Raise ValueError for a policy that `simulate` does not know."""
+    if policy not in RULES:
+        named(policy)
 
 
 def simulate(
@@ -197,19 +223,19 @@ def simulate(
 ) -> Run:
     """Run `workload` to its end and return what the clients saw. Deterministic but for wall_s.
 
-    policy: a preset's name, or with one core a Policy. Raises ValueError for an unknown policy or routing and for a
-    setup that needs another routing; Stuck when a core plans nothing any more.
+    policy: a preset's name, that of the article's program, or with one core a Policy. Raises ValueError for an unknown
+    policy or routing and for a setup that needs another routing; Stuck when a core plans nothing any more.
     """
     _check(policy, workload, setup)
     begun = time.perf_counter()
+    if isinstance(policy, str) and policy in RULES:
+        return _simulate_article(policy, workload, setup, clock, progress, begun)
     loop = _Loop(policy, workload, setup, clock, observer, progress)
     loop.run()
     stats = [shard.core.stats() for shard in loop.shards]
     devices = [device for shard in loop.shards for device in shard.devices]
     computed = sum(device.tokens for device in devices)
-    result = {
-        "policy": policy if isinstance(policy, str) else policy.name,
-        **figures(workload, loop.seen, START_NS),
+    counts = {
         "preemptions": sum(int(s["preemptions"]) for s in stats),
         "recomputed_tokens": sum(int(s["recomputed_tokens"]) for s in stats),
         "swapped_blocks": sum(int(s["swapped_blocks"]) for s in stats),
@@ -221,10 +247,54 @@ def simulate(
         "drafted_tokens": sum(int(s["drafted_tokens"]) for s in stats),
         "accepted_tokens": sum(int(s["accepted_tokens"]) for s in stats),
     }
-    span_ns = result["duration_s"] * 1e9 * setup.replicas
-    result["device_busy"] = round(sum(device.busy_ns for device in devices) / max(span_ns, 1), 4)
+    name = policy if isinstance(policy, str) else policy.name
+    busy_ns = sum(device.busy_ns for device in devices) / setup.replicas
+    result = _result(name, workload, loop.seen, counts, busy_ns, begun)
+    return Run(result, loop.seen, loop.samples.kept, stats, devices)
+
+
+def _result(
+    policy: str, workload: Workload, seen: Recorder, counts: dict[str, int | float], busy_ns: float, begun: float
+) -> dict[str, Any]:
+    """Return one entry of the JSON's results. busy_ns: of a replica on average. begun: time.perf_counter()."""
+    result = {"policy": policy, **figures(workload, seen, START_NS), **counts}
+    result["device_busy"] = round(busy_ns / max(result["duration_s"] * 1e9, 1), 4)
     result["wall_s"] = round(time.perf_counter() - begun, 3)
-    return Run(result, loop.seen, loop.samples, stats, devices)
+    return result
+
+
+def _simulate_article(
+    policy: str, workload: Workload, setup: Setup, clock: StepClock, progress: Callable[[int], None] | None,
+    begun: float,
+) -> Run:  # fmt: skip
+    """Run the article's program, which plans by itself. begun: time.perf_counter()."""
+    seen, samples = Recorder(workload, START_NS, 2 * setup.max_seqs, at_end=False), Samples()
+    own = Settings()
+    settings = Settings(
+        batch_tokens=min(setup.step_tokens or own.batch_tokens, setup.max_step_tokens),
+        batch_requests=min(own.batch_requests, setup.max_seqs),
+        blocks=setup.blocks,
+    )
+    replica = ArticleReplica(settings, RULES[policy], workload, clock, START_NS)
+    arrivals = [*(workload.arrived_ns + START_NS).tolist(), _NEVER]
+    following, now, host_ns = 0, START_NS, int(setup.host_us * 1000)
+    while seen.ended < len(workload):
+        while arrivals[following] <= now:
+            replica.add(following)
+            following += 1
+        duration = replica.plan(now)
+        if not duration:
+            now = arrivals[following]
+            continue
+        if now >= samples.next_ns:
+            slots = replica.running / setup.max_seqs
+            samples.add(now, replica.running, replica.waiting, slots, replica.blocks_used)
+        now += host_ns + duration
+        outcome = replica.complete(now)
+        seen.take(outcome, now, np.array([seen.cell(request.payload) for request in outcome.requests], np.int64))
+        if progress is not None:
+            progress(seen.ended)
+    return Run(_result(policy, workload, seen, replica.counts, replica.busy_ns, begun), seen, samples.kept, [], [])
 
 
 def _check(policy: str | Policy, workload: Workload, setup: Setup) -> None:
@@ -241,6 +311,29 @@ def _check(policy: str | Policy, workload: Workload, setup: Setup) -> None:
         raise ValueError(f"roles: {len(setup.roles)} for {setup.replicas} replicas; give one for each")
     if not len(workload):
         raise ValueError("workload: no request; give at least one")
+    if isinstance(policy, str) and policy in RULES:
+        _check_article(policy, workload, setup)
+
+
+def _check_article(policy: str, workload: Workload, setup: Setup) -> None:
+    """Raise ValueError for what the article's program has no notion of, and for a request that would wait for ever."""
+    wrong = {
+        f"{setup.replicas} replicas, and the program has one; give 1": setup.replicas > 1,
+        f"{setup.microbatches} microbatches, and the program has one; give 1": setup.microbatches > 1,
+        f"lookahead {setup.lookahead}, and the program plans no step ahead; give 0": bool(setup.lookahead),
+        f"blocks of {setup.block_size} tokens, and the program's have {BLOCK_SIZE}; give {BLOCK_SIZE}": setup.block_size
+        != BLOCK_SIZE,
+        "the program has no deadlines; drop them": bool(workload.deadline_ns.any()),
+        "the program has no drafts; drop the acceptance": bool(workload.acceptance.size),
+    }
+    if problem := next((text for text, holds in wrong.items() if holds), ""):
+        raise ValueError(f"policy {policy}: {problem}, or compare iteration-level instead")
+    needed = -(-workload.longest // BLOCK_SIZE)
+    if needed > setup.blocks:
+        raise ValueError(
+            f"policy {policy}: a request of {workload.longest:,} tokens needs {needed:,} of {setup.blocks:,} blocks "
+            "and would wait for ever; give more blocks, or shorter requests"
+        )
 
 
 class _Loop:
@@ -262,14 +355,12 @@ class _Loop:
         self._per_shard = per_shard
         self._at_end = self.shards[0].at_end
         self.seen = Recorder(workload, START_NS, 2 * setup.max_seqs * setup.replicas, self._at_end)
-        self.samples: list[Sample] = []
+        self.samples = Samples()
         self._workload, self._setup = workload, setup
         self._observer, self._progress = observer, progress
         self._router = ROUTERS[setup.routing](setup.seed) if len(self.shards) > 1 else None
         self._load = [0] * len(self.shards)
         self._events: list[tuple[int, int, int]] = []  # ns, kind, replica among all of the run
-        self._every_ns = TICK_NS * 100
-        self._next_sample = START_NS
 
     def run(self) -> None:
         """Run until everything has ended. Raises OverflowError when times leave 64 bits."""
@@ -307,7 +398,7 @@ class _Loop:
                     self._ended(outcome, number, now)
             else:
                 shard.events_due -= 1
-            if now >= self._next_sample:
+            if now >= self.samples.next_ns:
                 self._sample(now)
             self._fill(shard, now)
 
@@ -383,7 +474,6 @@ class _Loop:
             self._progress(self.seen.ended)
 
     def _sample(self, now_ns: int) -> None:
-        """Keep at most MAX_SAMPLES moments, evenly spaced: when there are more, drop every second one."""
         cores = [shard.core for shard in self.shards]
         replicas = [replica for core in cores for replica in core.replicas]
         running = sum(replica.table.count for replica in replicas)
@@ -391,8 +481,4 @@ class _Loop:
         free = sum(replica.pool.free + replica.pool.cached for replica in replicas)
         total = sum(replica.pool.total for replica in replicas)
         slots = running / (self._setup.max_seqs * len(replicas))
-        self.samples.append(Sample((now_ns - START_NS) / 1e9, running, waiting, slots, 1 - free / max(total, 1)))
-        if len(self.samples) >= MAX_SAMPLES:
-            del self.samples[::2]
-            self._every_ns *= 2
-        self._next_sample = now_ns + self._every_ns
+        self.samples.add(now_ns, running, waiting, slots, 1 - free / max(total, 1))

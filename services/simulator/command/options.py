@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from services.simulator.command.values import by_class, classes, integer, lengths, max_tokens, policies, real, scales
+from services.simulator.command.values import (
+    by_class,
+    classes,
+    integer,
+    lengths,
+    max_tokens,
+    policies,
+    real,
+    scales,
+    tenants,
+)
 from services.simulator.device.clock import (
     COEFFICIENTS,
     Linear,
@@ -89,6 +99,7 @@ def parser() -> SimulateParser:
         help="max_tokens of a request (default %(default)s, at least the true length)",
     )
     add("--classes", type=classes, default={}, metavar="NAME:SHARE,..", help="such as realtime:0.1,normal:0.9")
+    add("--tenants", type=tenants, default=(), metavar="SHARE,SHARE,..", help="of the requests, such as 7,1,1,1")
     add("--ttft-slo-ms", type=by_class, default={}, metavar="MS", help="limit of every request, or NAME:MS,.. by class")
     add("--tbt-slo-ms", type=by_class, default={}, metavar="MS", help="likewise")
     add("--deadline-ms", type=by_class, default={}, metavar="MS", help="likewise; a request that is not done then ends")
@@ -220,6 +231,7 @@ def spec_of(options: argparse.Namespace) -> Spec:
         at_once=options.at_once,
         max_tokens=options.max_tokens,
         classes=options.classes,
+        tenants=options.tenants,
         ttft_slo_ms=options.ttft_slo_ms,
         tbt_slo_ms=options.tbt_slo_ms,
         deadline_ms=options.deadline_ms,

@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 from services.scheduler.core.policy.presets import PRESETS
 from services.scheduler.core.types import CLASS_NAMES
-from services.simulator.engine import named
+from services.simulator.engine import check_name
 from services.simulator.workload.arrivals import MOST_RATE, SLOWEST, Lengths
 from services.simulator.workload.traffic import MOST_TOKENS
 
 MIN_MS, MAX_MS = 0.001, 1e9  # of a limit
 MAX_SHARE = 1e6
+MOST_TENANTS = 1_000
 SHOWN = 40  # characters of a value in a message
 
 
@@ -72,7 +73,7 @@ def policies(text: str) -> list[str]:
             names.append(word)
     for name in names:
         try:
-            named(name)
+            check_name(name)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         if names.count(name) > 1:
@@ -103,6 +104,21 @@ def classes(text: str) -> dict[str, float]:
     """Return the shares by class, with a sum above 0."""
     shares = _by_name(text, real(0, MAX_SHARE))
     if not sum(shares.values()) >= 1 / MAX_SHARE:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: the shares are 0 together; they must add up to {1 / MAX_SHARE:g} or more"
+        )
+    return shares
+
+
+def tenants(text: str) -> tuple[float, ...]:
+    """Return the share of each tenant, two or more, with a sum above 0."""
+    parts = text.split(",")
+    if not 2 <= len(parts) <= MOST_TENANTS:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} has {len(parts)} of 2 to {MOST_TENANTS} tenants; give a share for each, such as 7,1,1,1"
+        )
+    shares = tuple(real(0, MAX_SHARE)(part) for part in parts)
+    if not sum(shares) >= 1 / MAX_SHARE:
         raise argparse.ArgumentTypeError(
             f"{shown(text)}: the shares are 0 together; they must add up to {1 / MAX_SHARE:g} or more"
         )

@@ -107,9 +107,11 @@ class Program(Protocol):
 
 @dataclass(slots=True)
 class _Sequence:
-    key: tuple[int, float]  # class, arrival
+    key: tuple[float, ...]  # class, arrival
+    number: int
     arrival: Arrival
     arrived_ms: float
+    length: int  # outputs after which it ends
     to_prefill: int  # tokens
     prefilled: int = 0
     outputs: int = 0
@@ -125,7 +127,7 @@ class _Sequence:
 
     @property
     def ended(self) -> bool:
-        return self.outputs >= self.arrival.max_new
+        return self.outputs >= self.length
 
     def tbt_slack_ms(self, now_ms: float) -> float:
         return self.arrival.tbt_ms - (now_ms - self.last_output_ms) if self.outputs else math.inf
@@ -140,6 +142,7 @@ class Article:
 
     settings: Settings
     rules: Rules = EXACT
+    sampled: list[int] = field(default_factory=list)  # requests that got an output in the step that ended last
     _waiting: list[_Sequence] = field(default_factory=list)  # a heap
     _running: list[_Sequence] = field(default_factory=list)  # in order of admission
     _free: int = 0  # blocks
@@ -149,9 +152,11 @@ class Article:
     def __post_init__(self) -> None:
         self._free = self.settings.blocks
 
-    def add(self, number: int, arrival: Arrival, now_ms: float) -> None:
-        key = (arrival.priority, now_ms if self.settings.fifo else 0.0)
-        heapq.heappush(self._waiting, _Sequence(key, arrival, now_ms, arrival.prompt))
+    def add(self, number: int, arrival: Arrival, now_ms: float, length: int | None = None) -> None:
+        """length: outputs after which the model stops by itself; None: it goes on to `max_new`."""
+        key = (arrival.priority, now_ms, number) if self.settings.fifo else (arrival.priority,)
+        length = arrival.max_new if length is None else length
+        heapq.heappush(self._waiting, _Sequence(key, number, arrival, now_ms, length, arrival.prompt))
 
     def schedule(self, now_ms: float) -> Planned:
         for ended in [sequence for sequence in self._running if sequence.ended]:
@@ -166,6 +171,16 @@ class Article:
         counts = len(self._waiting), len(self._running), preempted
         return Planned(len(self._decodes), tokens, len(self._chunks), *counts)
 
+    @property
+    def free_blocks(self) -> int:
+        return self._free
+
+    def contexts(self) -> tuple[int, float]:
+        """Return what the planned step reads of the KV: the sum of the decodes' contexts, and the prompts' pairs."""
+        decodes = sum(sequence.arrival.prompt + max(sequence.outputs - 1, 0) for sequence in self._decodes)
+        pairs = sum(length * (sequence.prefilled + (length + 1) / 2) for sequence, length in self._chunks)
+        return decodes, pairs
+
     def complete(self, now_ms: float) -> None:
         sampled = self._decodes
         for sequence, length in self._chunks:
@@ -175,6 +190,7 @@ class Article:
         for sequence in sampled:
             sequence.outputs += 1
             sequence.last_output_ms = now_ms
+        self.sampled = [sequence.number for sequence in sampled]
 
     def _release(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)

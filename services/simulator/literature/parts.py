@@ -35,6 +35,7 @@ from services.scheduler.core.sequence import Sequence
 from services.scheduler.core.table import Int64, SlotTable
 from services.scheduler.core.types import Rows
 from services.simulator.literature.deadlines import deadline
+from services.simulator.literature.replica import RULES
 
 MS_NS = 1_000_000
 GROUPED = 256  # sequences that are sorted by length together
@@ -291,4 +292,4 @@ def _refuse_twice(text: str, words: list[str]) -> None:
 
 
 def _names() -> str:
-    return ", ".join([*PRESETS, *(f"{part}={name}" for part, name in PARTS)])
+    return ", ".join([*PRESETS, *RULES, *(f"{part}={name}" for part, name in PARTS)])

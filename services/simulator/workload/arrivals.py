@@ -75,6 +75,7 @@ class Spec:
     at_once: bool = False
     max_tokens: int = 1024
     classes: dict[str, float] = field(default_factory=dict)  # share of each class; empty means all normal
+    tenants: tuple[float, ...] = ()  # share of each tenant; empty means one tenant
     ttft_slo_ms: dict[str, float] = field(default_factory=dict)  # by class; "" is the default
     tbt_slo_ms: dict[str, float] = field(default_factory=dict)
     deadline_ms: dict[str, float] = field(default_factory=dict)
@@ -119,6 +120,7 @@ def build(spec: Spec) -> Workload:
         tbt_slo_ns=_limits(spec.tbt_slo_ms, priority),
         deadline_ns=_limits(spec.deadline_ms, priority),
         group=group,
+        tenant=_tenants(spec, count),
         prefix_tokens=spec.prefix_tokens if spec.prefix_groups else 0,
         acceptance=_acceptance(spec, trace, count),
     )
@@ -173,6 +175,13 @@ def _classes(spec: Spec, count: int) -> Int64:
     shares = np.array(list(spec.classes.values()))
     drawn = np.random.default_rng([spec.seed, 6]).choice(numbers, count, p=shares / shares.sum())
     return drawn.astype(np.int64)
+
+
+def _tenants(spec: Spec, count: int) -> Int64:
+    if not spec.tenants:
+        return np.zeros(count, np.int64)
+    shares = np.array(spec.tenants)
+    return np.random.default_rng([spec.seed, 8]).choice(shares.size, count, p=shares / shares.sum()).astype(np.int64)
 
 
 def _limits(by_class: dict[str, float], priority: Int64) -> Int64:

@@ -138,6 +138,9 @@ def test_coefficients_from_a_file_rule_the_time(tmp_path: Path, capsys: pytest.C
         (["--classes", "realtime:1,realtime:2"], "gives realtime twice"),
         (["--ttft-slo-ms", "realtime:1,realtime:2"], "gives realtime twice"),
         (["--classes", "realtime:0"], "add up"),
+        (["--tenants", "1"], "2 to 1000 tenants"),
+        (["--tenants", "0,0"], "add up"),
+        (["--tenants", "3,-1"], "-1"),
         (["--rate-scale", "1,1"], "twice"),
         (["--policy", "orca,orca"], "orca is given twice"),
         (["--model-shape", "demo", "--device", "h100x4", "--block-size", "1"], "--kv-blocks"),
@@ -298,6 +301,7 @@ def test_drawn_columns_are_independent_with_the_asked_mean() -> None:
         cv=2.0,
         max_tokens=0,
         classes={"realtime": 1.0, "low": 3.0},
+        tenants=(7.0, 1.0, 2.0),
         ttft_slo_ms={"realtime": 200.0},
     )
     work = build(spec)
@@ -307,6 +311,7 @@ def test_drawn_columns_are_independent_with_the_asked_mean() -> None:
     gaps = np.diff(work.arrived_ns) / 1e9
     assert gaps.mean() == pytest.approx(1 / 50, rel=0.05) and gaps.std() / gaps.mean() == pytest.approx(2, rel=0.05)
     assert (work.priority == 0).mean() == pytest.approx(0.25, abs=0.02)
+    assert np.bincount(work.tenant) / 20_000 == pytest.approx([0.7, 0.1, 0.2], abs=0.02)
     assert set(work.ttft_slo_ns[work.priority == 0]) == {200_000_000} and not work.ttft_slo_ns[work.priority == 3].any()
 
 
