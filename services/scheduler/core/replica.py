@@ -216,6 +216,7 @@ class Replica:
         if kv is KV.SWAP and not (table.planned[slot] and self.can_swap(slot)):
             kv = KV.DROP
         generation, computed = int(table.generation[slot]), int(table.planned[slot])
+        has_all = computed >= int(table.applied[slot]) - 1
         if self.transfers.from_peer(slot) is not None:
             table.filled[slot] = 0  # its peer may be lost before all is here
         self.reserved -= max(int(table.reserved[slot] - table.held[slot]), 0)
@@ -236,7 +237,7 @@ class Replica:
                 self.pool.give(surplus)
                 blocks = blocks[: -surplus.size]
             host = self.transfers.out(blocks, stay=kv is KV.HAND_OVER)
-            sequence.saved = SavedKV(self.number, host, computed, self.transfers.queued_out)
+            sequence.saved = SavedKV(self.number, host, computed, self.transfers.queued_out, has_all)
         else:
             sequence.lost = computed
             landing = np.isin(blocks, copied) if copied.size else None

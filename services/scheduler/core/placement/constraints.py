@@ -270,7 +270,7 @@ class Role(Rule):
         if not placement.has_roles:
             return True
         if role == PREFILL:
-            return not (sequence.swapped and has_all_kv(sequence)) or not any(
+            return not has_all_kv(sequence) or not any(
                 other.limits.role != PREFILL and can_load(other, sequence) and placement.could(other, sequence)
                 for other in placement.alive
             )
@@ -290,11 +290,11 @@ def can_load(replica: Replica, sequence: Sequence) -> bool:
 
 
 def has_all_kv(sequence: Sequence) -> bool:
-    """Return whether only the KV of the last known token of a waiting sequence is missing.
+    """Return whether a swapped sequence lacks only the KV of its last token, and of drafts that turned out right since.
 
     Otherwise it was swapped out in the middle of its prompt, and a prefill replica goes on with it.
     """
-    return sequence.computed >= sequence.known - 1
+    return sequence.saved is not None and sequence.saved.is_all
 
 
 def feeds(prefill: Replica, replica: Replica) -> bool:

@@ -6,22 +6,27 @@ its copy is there, or host blocks that are free too early, give other tokens tha
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.types import Limits
-from tests.unit.scheduler.core.test_twin import ANY_POLICY, SWAPS, CoreTwin
-from tests.unit.scheduler.core.twin import House
+from tests.unit.scheduler.core.test_twin import ANY_POLICY, SWAPS, CoreTwin, drafts_whatever_they_cost
+from tests.unit.scheduler.core.twin import VOCAB, House, answer, request
 
 ROLES = st.sampled_from(["prefill", "decode", "prefill", "decode", ""])
 TIERS = st.sampled_from(["a/", "a/", "a/", "a/", "b/", ""])
 HOST = st.sampled_from([0, 3, 12, 60])
 MOST = 4
+
+__all__ = ["drafts_whatever_they_cost"]  # a fixture of all tests here
 
 
 class RolesTwin(CoreTwin):
@@ -35,14 +40,20 @@ class RolesTwin(CoreTwin):
         context=st.integers(12, 30),
         step_max=st.integers(2, 24),
         prefix_cache=st.sampled_from([None, True]),
+        max_drafts=st.sampled_from([0, 8, 8]),
         lag=st.integers(0, 2),
         sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(6, 20), HOST, ROLES, TIERS), min_size=1, max_size=MOST),
     )
-    def start(self, block_size: int, context: int, step_max: int, lag: int, sizes: list[Any], **core: Any) -> None:
+    def start(
+        self, block_size: int, context: int, step_max: int, max_drafts: int, lag: int, sizes: list[Any], **core: Any
+    ) -> None:
         several = [
-            Limits(slots, blocks, block_size, context, step_max, host, role=role, host_tier=tier, kv_format="f")
+            Limits(
+                slots, blocks, block_size, context, step_max, host, role=role, host_tier=tier, kv_format="f",
+                max_drafts=max_drafts,
+            )
             for slots, blocks, host, role, tier in sizes
-        ]
+        ]  # fmt: skip
         self.limits = several[0]
         self.house = House(Scheduler(checkpoint_tokens=3, **core), several[0], lag)
         self.count = 0
@@ -84,6 +95,40 @@ class RolesTwin(CoreTwin):
                 if worker.taken_over:
                     self.house.lose(number)
         super().teardown()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_handed_over_and_swapped_sequences_have_drafts(seed: int) -> None:
+    """The KV of drafts that were unanswered when a sequence left its row is computed where it goes on."""
+    rng = random.Random(seed)
+    prefill = Limits(
+        6, 60, rng.choice([1, 2, 4]), 64, 64, rng.choice([12, 60]), role="prefill", host_tier="a/", kv_format="f",
+        max_drafts=24,
+    )  # fmt: skip
+    decode = replace(prefill, slots=2, blocks=40, host_blocks=rng.choice([0, 30]), role="decode")
+    policy, ahead = rng.choice(["orcinus", "sarathi", SWAPS]), rng.randint(0, 2)
+    core = Scheduler(policy, microbatches=rng.randint(1, 3), lookahead=ahead, checkpoint_tokens=5, prefix_cache=True)
+    house = House(core, prefill, rng.randint(0, 2))
+    for _ in range(rng.randint(1, 2)):
+        house.join(decode)
+    for i in range(24):
+        new = request(f"r{i}", rng.randint(3, 12), rng.randint(8, 40), seed=i, stop_ids=(3,), priority=i % 4)
+        output = np.array(answer(new, 0, prefill.max_model_len)[0], np.int32)
+        wrong = np.random.default_rng(i).random(output.size) < rng.choice([0.0, 0.1, 0.3])
+        new.prediction = np.concatenate([new.prompts[0], np.where(wrong, (output + 1) % VOCAB, output)])
+        house.add(new)
+        for _ in range(rng.randint(0, 5)):
+            house.step_once()
+        for number in list(house.workers):
+            house.plan(number)  # so that some drafts are unanswered
+        if rng.random() < 0.2:
+            core.park(f"r{rng.randint(max(i - 8, 0), i)}")
+        core.check()
+    for i in range(24):
+        core.resume(f"r{i}", house.now)
+    house.finish(bound=4000)
+    stats = core.stats()
+    assert stats["accepted_tokens"] > 0 and stats["handed_over"] > 0
 
 
 RolesTwin.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
