@@ -19,7 +19,7 @@ import uvloop
 from shared.settings import DEMO_MODEL
 from shared.tasks import end
 from tests.chaos.harness.checker import Violation, check_epochs, check_exits, check_tokens
-from tests.chaos.harness.client import session
+from tests.chaos.harness.client import Sessions, session
 from tests.chaos.harness.history import DONE, History, Outcome, Rest
 from tests.chaos.harness.load import Load, templates, undisturbed
 from tests.chaos.harness.rest import epochs, said, settled
@@ -118,7 +118,7 @@ class Run:
             chosen = templates(self.stack.name, TOKENS, SEED)[:TEMPLATES]
             for template in chosen:
                 self.outcomes[template.name] = await undisturbed(usual, self.stack.urls, template)
-            load = Load(usual, narrow, self.stack.urls, chosen, seed)
+            load = Load([Sessions(usual, narrow)], self.stack.urls, chosen, seed)
             self.histories = load.histories
             ended: list[History] = []
             loading = asyncio.create_task(load.run(CLIENTS, ended.append))

@@ -6,13 +6,17 @@ Its judgement is tested on series with a known trend.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import uvloop
 
+from tests.chaos.harness.batches import LINES
+from tests.chaos.harness.load import GRAMMAR, PATTERN
 from tests.chaos.soak.__main__ import Soak, soak
 from tests.chaos.soak.samples import draw
 from tests.chaos.soak.trend import FLOORS, by_minute, trend
@@ -30,6 +34,17 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Soak:
 def test_answers_under_mixed_load_are_right_and_the_stack_settles(short: Soak) -> None:
     assert short.result.violations == []
     assert short.figures()["finished"] > 0
+
+
+def test_grammars_batches_and_both_tenants_come_up(short: Soak) -> None:
+    """The run waits for them before it ends, and has checked their answers."""
+    figures = short.figures()
+    assert len(figures["tenants"]) == 2 and min(figures["tenants"]) > 0
+    assert figures["grammars"] >= 2
+    assert figures["batch_lines"] == LINES * figures["batches"] > 0
+    bound = [outcome.texts[0] for name, outcome in short.result.outcomes.items() if name.startswith(GRAMMAR)]
+    assert re.fullmatch(PATTERN, bound[0])
+    assert set(json.loads(bound[1])) == {"name", "kind", "counts"}
 
 
 def test_every_process_and_redis_are_looked_at_and_drawn(short: Soak, tmp_path: Path) -> None:

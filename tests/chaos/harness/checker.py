@@ -31,7 +31,7 @@ ENDS: Mapping[str, set[str]] = {
 }
 """How the last connection of each plan may end. One cut for slowness that returns sees `cancelled`."""
 
-LASTING = ("requests:", "queue", "epoch", "events", "dead")
+LASTING = ("requests:", "queue", "epoch", "batches:epoch", "keys:salt", "events", "dead")
 """Keys that may stay for ever (docs/redis.md), behind the prefix."""
 
 MOST_SLIPPED, EVIDENCE = 64, 8

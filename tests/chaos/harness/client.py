@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
@@ -66,6 +66,13 @@ def session(narrow: bool = False, key: str = "") -> aiohttp.ClientSession:
         read_bufsize=NARROW_BYTES if narrow else 1 << 16,
         headers={"Authorization": f"Bearer {key}"} if key else None,
     )
+
+
+class Sessions(NamedTuple):
+    """Those of one tenant."""
+
+    usual: aiohttp.ClientSession
+    narrow: aiohttp.ClientSession
 
 
 class Client:
@@ -148,7 +155,7 @@ class Client:
         if self._history.stream:
             await self._take_events(answer, connection)
         elif answer.status != ACCEPTED:
-            _take_whole(orjson.loads(await answer.read()), connection)
+            take_whole(orjson.loads(await answer.read()), connection)
 
     async def _ask(self, connection: Connection) -> None:
         """Whether what runs in the background has ended, at any gateway."""
@@ -162,7 +169,7 @@ class Client:
             except (aiohttp.ClientError, TimeoutError, OSError):
                 continue
             if "result" in told:
-                _take_whole(told["result"], connection)
+                take_whole(told["result"], connection)
                 return
             if status not in (200, *NOT_NOW) or told.get("status") == "finished":
                 connection.end, connection.text = FAILED, str(told.get("error"))
@@ -224,7 +231,8 @@ class Client:
             await asyncio.sleep(self._rng.uniform(*RETRY_S))
 
 
-def _take_whole(whole: dict[str, Any], connection: Connection) -> None:
+def take_whole(whole: dict[str, Any], connection: Connection) -> None:
+    """Write down an answer without streaming."""
     connection.events = [_event(choice, time.monotonic(), None) for choice in whole["choices"]]
     connection.usage, connection.end = counts(whole["usage"]), DONE
 

@@ -59,6 +59,7 @@ class History:
     request: str = ""  # its id, once a gateway said so
     connections: list[Connection] = field(default_factory=list)
     record: dict[str, str] = field(default_factory=dict)
+    tenant: int = 0  # among those of the run
 
     @property
     def end(self) -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from shared.keys import CLASSES
-from tests.chaos.harness.client import Client, Order
+from tests.chaos.harness.client import Client, Order, Sessions
 from tests.chaos.harness.history import DONE, History, Outcome, Plan
 
 PLANS: tuple[tuple[Plan, int], ...] = (("stay", 12), ("return", 4), ("leave", 2), ("cancel", 2), ("slow", 1))
@@ -30,6 +30,11 @@ SLOW_CHOICES = 4
 
 LONG_TOKENS = 600
 """Of a prompt that fills more blocks than its share."""
+
+GRAMMAR, GRAMMAR_TOKENS = "grammar", 240
+"""How the names of templates with a grammar begin; more tokens than either needs."""
+
+PATTERN = r"[a-z]{3,9}( [a-z]{3,9}){4,12}\."
 
 MUCH = f"much x{SLOW_CHOICES} stream"
 """The template of slow clients alone."""
@@ -86,6 +91,28 @@ def templates(model: str, tokens: int, seed: int) -> list[Template]:
     ]
 
 
+def grammars(model: str, seed: int) -> list[Template]:
+    """Sampled answers that a grammar binds and ends: a pattern in a stream, a JSON schema in a whole answer."""
+    rng = random.Random(seed)
+    number = {"type": "integer", "minimum": 0, "maximum": 9999}
+    properties = {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["whale", "river", "stone"]},
+        "counts": {"type": "array", "items": number, "minItems": 3, "maxItems": 8},
+    }
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    common = {
+        "model": model, "prompt": [rng.randrange(300, 1900) for _ in range(30)], "max_tokens": GRAMMAR_TOKENS,
+        "temperature": 0.9, "seed": rng.randrange(1 << 31), "return_token_ids": True,
+    }  # fmt: skip
+    pattern = {"guided_regex": PATTERN, "priority": "realtime"}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    return [
+        Template(f"{GRAMMAR} regex stream", {**common, **stream, **pattern}),
+        Template(f"{GRAMMAR} schema whole", {**common, "guided_json": schema, "priority": "normal"}),
+    ]
+
+
 def with_stop(template: Template, outcome: Outcome) -> Template | None:
     """The same request ended by a stop string: a few characters from the second half of what it says, or None where
     they stand earlier, too."""
@@ -122,25 +149,19 @@ async def undisturbed(session: aiohttp.ClientSession, urls: list[str], template:
 class Load:
     """A closed loop of so many clients, until it is told to stop; what has begun goes on to its end."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        slow_session: aiohttp.ClientSession,
-        urls: list[str],
-        choice: list[Template],
-        seed: int,
-    ) -> None:
-        self._session, self._slow_session, self._urls = session, slow_session, urls
+    def __init__(self, tenants: Sequence[Sessions], urls: list[str], choice: list[Template], seed: int) -> None:
+        """tenants: requests are theirs in turn."""
+        self._tenants, self._urls = tenants, urls
         self._templates = [template for template in choice if template.name != MUCH]
         self._much = [template for template in choice if template.name == MUCH]
         self._rng = random.Random(seed)
-        self._stopping = False
+        self.is_stopping = False
         self._plans: list[Plan] = []
         self.histories: list[History] = []
 
     def stop(self) -> None:
         """Nothing new from now on."""
-        self._stopping = True
+        self.is_stopping = True
 
     async def run(self, clients: int, ended: Callable[[History], None]) -> None:
         """ended: called with each history at its end."""
@@ -149,10 +170,11 @@ class Load:
                 group.create_task(self._one_after_another(ended))
 
     async def _one_after_another(self, ended: Callable[[History], None]) -> None:
-        while not self._stopping:
+        while not self.is_stopping:
             order = self._order()
             self.histories.append(order.history)
-            session = self._slow_session if order.history.plan == "slow" else self._session
+            tenant = self._tenants[order.history.tenant]
+            session = tenant.narrow if order.history.plan == "slow" else tenant.usual
             await Client(session, self._urls, order).run()
             ended(order.history)
             if not order.history.accepted:
@@ -175,5 +197,6 @@ class Load:
         number = len(self.histories)
         key = _new_key() if named else ""
         history = History(number, template.name, template.choices, template.stream, plan, key)
+        history.tenant = number % len(self._tenants)
         body = {**template.body, "background": True} if plan == "background" else template.body
         return Order(history, body, template.path, self._rng.randint(1, 40), self._rng.randrange(1 << 31))

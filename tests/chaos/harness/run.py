@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import aiohttp
-
 from shared.tasks import end
+from tests.chaos.harness.batches import Batches
 from tests.chaos.harness.checker import (
     VIOLATIONS,
     Violation,
@@ -28,11 +27,11 @@ from tests.chaos.harness.checker import (
     check_rest,
     check_told,
 )
-from tests.chaos.harness.client import session
+from tests.chaos.harness.client import Sessions, session
 from tests.chaos.harness.clock import Deadline
 from tests.chaos.harness.faults import AT_ONCE, KINDS, Faults
 from tests.chaos.harness.history import DONE, SLOW, History, Injected, Outcome, Plan, Rest
-from tests.chaos.harness.load import Load, Template, templates, undisturbed, with_stop
+from tests.chaos.harness.load import GRAMMAR, Load, Template, grammars, templates, undisturbed, with_stop
 from tests.chaos.harness.pauses import Gap, Refills, gaps, longest, read_refills
 from tests.chaos.harness.rest import epochs, said, settled, unfinished
 from tests.chaos.harness.stack import SECOND, ChaosStack, NotReadyError, RunningStack, Stack, until
@@ -54,6 +53,11 @@ SETTINGS = {
     "watchdog_s": 3, "step_timeout_s": 8, "keepalive_s": 1, "drain_s": 0.5, "client_buffer_events": 64,
 }  # fmt: skip
 """Exact class: equal to the bit however batches are made up. A gateway tells streams once a second that it lives."""
+
+TENANTS = ("chaos-first-tenant", "chaos-second-tenant")
+"""API keys of a mixed run."""
+MIXED_S = 120.0
+"""By then each grammar, a batch and a request of each tenant have ended."""
 
 Beside = Callable[[ChaosStack], Coroutine[Any, Any, None]]
 
@@ -78,6 +82,7 @@ class Scenario:
     programs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by role, in place of the services
     has_second: bool = False  # a further model
     adapters: Path | None = None  # folder with adapters, which are loaded under their names
+    is_mixed: bool = False  # adds grammars, a second tenant, and batches, one at a time
 
 
 @dataclass(slots=True)
@@ -93,6 +98,8 @@ class Result:
     violations: list[Violation]
     pauses: dict[str, dict[str, float]]
     abandoned: int = 0  # requests of dead gateways that no client knew or wanted, cancelled at the end
+    batches: int = 0
+    batch_lines: int = 0
 
     def figures(self) -> dict[str, Any]:
         """The object that `orcinus chaos --json` prints."""
@@ -120,9 +127,14 @@ async def chaos(
     settings = {**SETTINGS, "max_seqs": scenario.slots, "kv_blocks": scenario.slots * BLOCKS_A_SLOT}
     if scenario.adapters is not None:
         settings |= {"adapter_dir": scenario.adapters, "max_loras": 2}  # fewer than there are
+    if scenario.is_mixed:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "keys").write_text("\n".join(TENANTS))
+        # The record of a batch stays, and counts as a file.
+        settings |= {"api_key_file": directory / "keys", "files_dir": directory / "files", "tenant_files": 1 << 20}
     async with ChaosStack(directory, scenario.model, scenario.programs, scenario.has_second, **settings) as stack:
         await _load_adapters(stack, scenario.adapters)
-        return await _run(stack, scenario, say, beside, exact=True)
+        return await _run(stack, scenario, say, beside, True, TENANTS if scenario.is_mixed else ("",))
 
 
 def _names(adapters: Path | None) -> list[str]:
@@ -159,14 +171,18 @@ async def chaos_here(stack: RunningStack, scenario: Scenario, say: Callable[[str
             if reply.status in (401, 403):
                 had = "refuses the key of ORCINUS_API_KEY" if key else "wants a key"
                 raise NotReadyError(f"{stack.urls[0]} {had} ({reply.status}); set ORCINUS_API_KEY to a valid one")
-        return await _run(stack, scenario, say, None, exact=False, key=key)
+        return await _run(stack, scenario, say, None, False, (key,))
 
 
 async def _run(
-    stack: Stack, scenario: Scenario, say: Callable[[str], None], beside: Any, exact: bool, key: str = ""
+    stack: Stack, scenario: Scenario, say: Callable[[str], None], beside: Any, exact: bool, keys: Sequence[str]
 ) -> Result:
-    async with session(key=key) as usual, session(narrow=True, key=key) as narrow:
-        run = _Run(stack, usual, narrow, scenario, say, exact)
+    async with contextlib.AsyncExitStack() as opened:
+        tenants = []
+        for key in keys:
+            made = (session(key=key), session(narrow=True, key=key))
+            tenants.append(Sessions(*[await opened.enter_async_context(each) for each in made]))
+        run = _Run(stack, tenants, scenario, say, exact)
         await run.undisturbed()
         async with _beside(beside, stack):
             await run.disturbed()
@@ -194,15 +210,14 @@ class _Run:
     def __init__(
         self,
         stack: Stack,
-        usual: aiohttp.ClientSession,
-        narrow: aiohttp.ClientSession,
+        tenants: Sequence[Sessions],
         scenario: Scenario,
         say: Callable[[str], None],
         exact: bool,
     ) -> None:
         """exact: every run of a template must be equal to its undisturbed run."""
         self._exact = exact
-        self._stack, self._session, self._narrow, self._scenario, self._say = stack, usual, narrow, scenario, say
+        self._stack, self._tenants, self._scenario, self._say = stack, tenants, scenario, say
         self._outcomes: dict[str, Outcome] = {}
         self._templates: list[Template] = []
         self._recording: dict[int, asyncio.Task[None]] = {}
@@ -212,6 +227,7 @@ class _Run:
         self._faults = Faults(stack, scenario.seed, scenario.kinds, scenario.at_once, say)
         self._abandoned = 0
         self._violations: list[Violation] = []
+        self._batches = Batches(tenants, stack.urls, self._templates, self._outcomes, scenario.seed)
 
     async def undisturbed(self) -> None:
         """What each template gives, and what the stack holds at rest."""
@@ -223,6 +239,8 @@ class _Run:
             stopped = with_stop(template, self._outcomes[template.name])
             if stopped is not None and template.choices <= 2:
                 await self._learn(stopped)
+        for template in grammars(self._stack.name, self._scenario.seed) if self._scenario.is_mixed else ():
+            await self._learn(template)
         further = [SECOND] * self._scenario.has_second + _names(self._scenario.adapters)
         for model in further:
             for template in [each for each in self._templates if each.name in OF_FURTHER]:
@@ -234,21 +252,38 @@ class _Run:
     async def _learn(self, template: Template) -> None:
         self._templates.append(template)
         self._say(f"undisturbed run of template {len(self._templates)}: {template.name}")
-        self._outcomes[template.name] = await undisturbed(self._session, self._stack.urls, template)
+        self._outcomes[template.name] = await undisturbed(self._tenants[0].usual, self._stack.urls, template)
 
     async def disturbed(self) -> None:
         """Load, and faults while it lasts; then everything goes to its end."""
         scenario = self._scenario
-        load = Load(self._session, self._narrow, self._stack.urls, self._templates, scenario.seed)
+        load = Load(self._tenants, self._stack.urls, self._templates, scenario.seed)
         self._histories = load.histories
-        loading = asyncio.create_task(load.run(scenario.clients, self._ended))
+        loading = asyncio.create_task(self._load(load))
         try:
             await self._faults.run(scenario.gap_s, scenario.faults, time.monotonic() + scenario.seconds)
+            if scenario.is_mixed:
+                await until("grammars, batches and both tenants have come up", partial(self._has_all, loading), MIXED_S)
             self._say(f"{len(self._faults.injected)} faults, {len(load.histories)} requests; waiting for their ends")
             load.stop()
             await loading
         finally:
             await end(loading)
+
+    async def _load(self, load: Load) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(load.run(self._scenario.clients, self._ended))
+            if self._scenario.is_mixed:
+                group.create_task(self._batches.run(load))
+
+    async def _has_all(self, loading: asyncio.Task[None]) -> bool:
+        """Return whether each grammar, a batch and a request of each tenant have ended."""
+        if loading.done():
+            await loading  # it says why
+        done = [history for history in self._histories if history.end == DONE]
+        bound = {name for name in self._outcomes if name.startswith(GRAMMAR)}
+        of_all = len({history.tenant for history in done}) == len(self._tenants)
+        return of_all and bound <= {history.template for history in done} and self._batches.count > 0
 
     def _ended(self, history: History) -> None:
         """Follows a request's record until it says what the client was told."""
@@ -264,8 +299,18 @@ class _Run:
                 await self._stack.hash(self._stack.keys_of(history.template).req(history.request)) or history.record
             )
             await asyncio.sleep(0.25)
+        await self._ask_as_each_tenant(history)
         del self._recording[history.number]
         self._judge(history)
+
+    async def _ask_as_each_tenant(self, history: History) -> None:
+        """Check that of several tenants only the request's own can ask for it."""
+        for number, tenant in enumerate(self._tenants if len(self._tenants) > 1 else ()):
+            right = 200 if number == history.tenant else 404
+            async with tenant.usual.get(f"{self._stack.urls[0]}/v1/requests/{history.request}") as answer:
+                if answer.status != right:
+                    text = f"{answer.status} for tenant {number}, it is of tenant {history.tenant}"
+                    self._violations.append(Violation("leaked", history.request, text))
 
     def _judge(self, history: History) -> None:
         found = check_told(history, self._outcomes[history.template] if self._exact else None)
@@ -317,14 +362,19 @@ class _Run:
         return history.accepted and history.plan != "leave"
 
     async def _cancel(self, request: str) -> bool:
-        async with self._session.delete(f"{self._stack.urls[0]}/v1/requests/{request}") as answer:
-            return answer.status != 503
+        """Whether it is; to all tenants but its own there is no such request."""
+        statuses = []
+        for tenant in self._tenants:
+            async with tenant.usual.delete(f"{self._stack.urls[0]}/v1/requests/{request}") as answer:
+                statuses.append(answer.status)
+        return 503 not in statuses
 
     async def result(self) -> Result:
         """The stack at rest, once clients hold no connection any more, and everything judged."""
         after = await settled(self._stack, self._scenario.settle_s)
         before = self._before or after
-        violations = [*self._violations, *check_names(self._histories), *check_rest(before, after)]
+        violations = [*self._violations, *self._batches.violations]
+        violations += [*check_names(self._histories), *check_rest(before, after)]
         for witness, seen in (await epochs(self._stack)).items():
             violations += check_epochs(witness, seen)
         exits = {name: process.exits for name, process in self._stack.processes.items()}
@@ -333,5 +383,5 @@ class _Run:
         refills = Refills([]) if log is None else read_refills(log)
         return Result(
             self._histories, self._outcomes, self._faults.injected, before, after, exits, violations,
-            longest(self._gaps, refills), self._abandoned,
+            longest(self._gaps, refills), self._abandoned, self._batches.count, self._batches.lines,
         )  # fmt: skip

@@ -1,7 +1,8 @@
 """`make soak`: half an hour of constant load without a fault, and whether anything grows.
 
 The load is that of `orcinus chaos`: disconnects, cancels, slow readers, streams that are gone on with, several choices,
-long prompts. Every answer is checked, the stack has to come back to rest, and no quantity may grow (soak_trend.py).
+long prompts. The soak adds requests with a grammar, a second tenant, and batches, one at a time. Every answer is
+checked, the stack has to come back to rest, and no quantity may grow (trend.py).
 Exit code 1 when something is wrong. Needs matplotlib for --plot.
 """
 
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import uvloop
 
 from bench.result import provenance, write
 from shared.settings import DEMO_MODEL
+from tests.chaos.harness.load import GRAMMAR
 from tests.chaos.harness.run import SEED, Result, Scenario, chaos
 from tests.chaos.soak.samples import Samples, draw
 from tests.chaos.soak.trend import Trend, by_minute, trend
@@ -53,6 +56,10 @@ class Soak:
             "seconds": round(self.samples.at_s[-1], 1),
             "warm_up_s": self.warm_up_s,
             **{name: figures[name] for name in counted},
+            "tenants": sorted(Counter(history.tenant for history in self.result.histories).values()),
+            "grammars": sum(history.template.startswith(GRAMMAR) for history in self.result.histories),
+            "batches": self.result.batches,
+            "batch_lines": self.result.batch_lines,
             "violations": wrong,
             "growing": self.growing,
             "trends": {
@@ -66,7 +73,9 @@ class Soak:
 async def soak(directory: Path, minutes: float, clients: int, seed: int = SEED, templates: int | None = None) -> Soak:
     """Run it; templates: only so many. Raises NotReadyError when the stack does not start."""
     seconds = 60.0 * minutes
-    scenario = Scenario(DEMO_MODEL, seed, seconds, faults=0, gap_s=1.0, clients=clients, kinds=(), templates=templates)
+    scenario = Scenario(
+        DEMO_MODEL, seed, seconds, faults=0, gap_s=1.0, clients=clients, kinds=(), templates=templates, is_mixed=True
+    )
     samples = Samples()
     result = await chaos(directory, scenario, lambda text: print(text, file=sys.stderr), samples.collect)
     samples.drop_after(seconds)  # what followed was the end of the load
