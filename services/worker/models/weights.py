@@ -323,8 +323,9 @@ class WeightLoader:
         Versions of transformers differ in which of the two they take.
         """
         vocab, shape = self.shard.vocab, (self.config.vocab_size, self.config.hidden_size)
-        embedding, head = (self._find(f"{name}.weight") for name in (tokens, self.names.lm_head))
-        if head not in self.source.unread():
+        embedding, ending = self._find(f"{tokens}.weight"), f".{self.names.lm_head}.weight"
+        head = next((name for name in self.source.unread() if f".{name}".endswith(ending)), None)
+        if head is None:
             return
         pieces = (self.source.pieces(name, shape, self.dtype, vocab, range(shape[1])) for name in (embedding, head))
         if not all(torch.equal(one, other) for one, other in zip(*pieces, strict=True)):

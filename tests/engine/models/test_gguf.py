@@ -226,7 +226,9 @@ def test_what_is_wrong_with_the_settings_is_named(
         make_engine(tmp_path / "x.gguf")
 
 
-@pytest.mark.parametrize("name", ["blk.0.attn_q_norm.weight", "blk.1.ffn_up.scale", "blk.0.attn_norm.bias", "cls.output"])
+@pytest.mark.parametrize(
+    "name", ["blk.0.attn_q_norm.weight", "blk.1.ffn_up.scale", "blk.0.attn_norm.bias", "cls.output"]
+)
 def test_tensor_that_would_change_the_numbers_and_is_not_read_is_refused(
     origin: Path, tmp_path: Path, name: str
 ) -> None:
@@ -235,9 +237,7 @@ def test_tensor_that_would_change_the_numbers_and_is_not_read_is_refused(
         make_engine(tmp_path / "x.gguf")
 
 
-def test_tensors_for_images_are_left_alone(
-    origin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensors_for_images_are_left_alone(origin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(origin, tmp_path / "x.gguf", lambda _: "Q4_0", more={"v.patch.weight": np.ones(32, np.float32)})
     make_engine(tmp_path / "x.gguf")
     assert "tensors of no use to LlamaForCausalLM: 1, the first is v.patch.weight" in caplog.text

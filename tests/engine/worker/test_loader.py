@@ -244,9 +244,10 @@ def test_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path:
     tensors = load_file(path / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone()
     head[-1, -1] += 1
-    save_file({**tensors, "lm_head.weight": head}, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight.* set it to false"):
-        make_engine(path)
+    for name in ("language_model.lm_head.weight", "lm_head.weight"):
+        save_file({**tensors, name: head}, path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=f"tensor {name} differs from model.embed_tokens.weight.* set it to false"):
+            make_engine(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     tokens = list(range(9))
