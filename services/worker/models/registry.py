@@ -407,6 +407,7 @@ FAMILIES = {
             "norm_eps": "layer_norm_epsilon",
         },
         defaults={"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        activations={"gelu_pytorch_tanh": "gelu_tanh"},  # transformers reads none
         only={"apply_residual_connection_post_layernorm": False},
         positions="alibi",
         layer_norm=True,

@@ -139,6 +139,7 @@ def refused(raw: dict[str, Any], words: list[str]) -> None:
         ("OPTForCausalLM", {"word_embed_proj_dim": 32}, ["word_embed_proj_dim 32", "hidden_size 64"]),
         ("OPTForCausalLM", {"_remove_final_layer_norm": True}, ["_remove_final_layer_norm true"]),
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, ["post_layernorm true"]),
+        ("BloomForCausalLM", {"hidden_act": "relu"}, ["hidden_act 'relu'", "gelu_pytorch_tanh"]),
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx true"]),
         ("GPT2LMHeadModel", {"n_layer": 0}, ["num_hidden_layers (n_layer) is 0"]),
         ("PhiForCausalLM", {"qk_layernorm": True}, ["qk_layernorm true"]),
