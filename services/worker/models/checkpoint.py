@@ -27,7 +27,6 @@ from shared.errors import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PIECE_BYTES = 64 << 20  # between two reports of progress: one tensor may be gigabytes
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = FLOATS | {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -42,7 +41,7 @@ DTYPES = FLOATS | {
 """Types of safetensors -> torch's."""
 HEADER_BYTES = 16 << 20  # of one file: some 100,000 tensors; parsed JSON takes many times as much memory
 MOST_DIMENSIONS = 8  # no model has more; the product of a million sizes takes minutes
-PIECE_BYTES = 2 << 20  # of a tensor at a time, in float32
+PIECE_BYTES = 2 << 20  # of a tensor at a time, in float32, and between two reports of progress
 SHIFT = 61
 """Numbers between the begins of two rows of a random matrix."""
 
@@ -176,7 +175,7 @@ class Checkpoint(Source):
     def _report(self, count: int) -> None:
         self._bytes_read += count
         if self._progress:
-            self._progress(self._bytes_read, self.bytes_total)
+            self._progress(min(self._bytes_read, self.bytes_total), self.bytes_total)
 
     def unread(self) -> list[str]:
         return sorted(self._where.keys() - self._read)

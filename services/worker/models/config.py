@@ -17,7 +17,7 @@ from services.worker.models.fields import Fields, read_json
 from services.worker.models.registry import FAMILIES, ExpertNames, Family
 from services.worker.models.stored import Stored, read_stored, stored_of_gguf
 from shared.errors import ConfigurationError, ModelError
-from shared.models.gguf.config import config_of, rope_factors
+from shared.models.gguf.config import biases_of, config_of, rope_factors
 from shared.models.gguf.reader import GgufFile, is_gguf, open_gguf
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,6 +26,10 @@ MAX_EXPERTS = 1024
 BESIDE_TEXT = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "compression_config")
 """Fields that hold for text_config unless they are in it."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
+EITHER_NAME = {
+    "hidden_size", "max_position_embeddings", "num_attention_heads", "num_experts", "num_hidden_layers",
+}  # fmt: skip
+"""Fields that a family with another name for them may have under either, by the attribute_map of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,8 @@ def _of_gguf(file: GgufFile) -> DecoderConfig:
         rope = replace(rope, divisors=tuple(rope_factors(file, rope.rotary)))
     # The file has Gemma's norms as they are multiplied, and each matrix as [outputs, inputs].
     family = replace(config.family, norm_offset=0.0, transposed=False, interleaved=False)
-    return replace(config, family=family, rope=rope, stored=stored_of_gguf(file))
+    biases = family.biases | biases_of(file)  # no key says which there are
+    return replace(config, family=family, rope=rope, biases=biases, stored=stored_of_gguf(file))
 
 
 def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
@@ -133,7 +138,9 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
     if family.text_config:
         raw = {**{key: raw[key] for key in BESIDE_TEXT if key in raw}, **Fields(raw, where).fields("text_config")}
         where = f"{where}: text_config"
-    raw = {**family.defaults, **{key: raw[name] for key, name in family.field_names.items() if name in raw}, **raw}
+    renamed = {key: raw[name] for key, name in family.field_names.items() if name in raw}
+    ignored = family.field_names.keys() - EITHER_NAME
+    raw = {**family.defaults, **{key: value for key, value in raw.items() if key not in ignored}, **renamed}
     read = Fields(raw, where, family.field_names)
     _refuse_unsupported(read, family)
     hidden = read.integer("hidden_size")
@@ -185,7 +192,7 @@ def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:
 
 def _refuse_unsupported(read: Fields, family: Family) -> None:
     raw, where = read.raw, read.where
-    for key, value in family.only.items():
+    for key, value in {**({} if family.is_encoder else {"is_causal": True}), **family.only}.items():
         found = raw.get(key)
         if found is not None and found != value:
             raise ModelError(f"{where}: {key} {json.dumps(found)} is not supported; only {json.dumps(value)} is")

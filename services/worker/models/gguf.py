@@ -19,11 +19,13 @@ from torch import Tensor
 from kernels.ops import Groups
 from services.worker.models.checkpoint import DTYPES, FLOATS, Progress, Source, finite, memory, read_into, sample
 from services.worker.models.config import DecoderConfig
-from services.worker.models.registry import Names
 from shared.errors import ModelError
+from shared.models.gguf.config import bias_kind
 from shared.models.gguf.reader import Tensor as Place
 from shared.models.gguf.reader import open_gguf
 
+_COMPUTED = ("rope_freqs.weight",)
+_OF_IMAGES = ("v.", "mm.")
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 
@@ -43,7 +45,11 @@ class GgufWeights(Source):
         self.bytes_total = sum(place.size_bytes for place in file.tensors.values())
         is_turned = file.text("general.architecture") == "llama"
         for place in file.tensors.values():
-            name = _hugging_face_name(place.name, config.family.names)
+            name = _hugging_face_name(place.name, config)
+            if name is None:
+                raise ModelError(
+                    f"{model}: tensor {place.name} is not supported for {config.architecture}; choose another model"
+                )
             self._places[name] = place
             if is_turned and ".attn_q." in place.name:
                 self._heads[name] = config.heads
@@ -98,7 +104,7 @@ class GgufWeights(Source):
         return digest.hexdigest()[:16]
 
     def unread(self) -> list[str]:
-        return sorted(self._places.keys() - self._read - {"rope_freqs.weight"})
+        return sorted(self._places.keys() - self._read - {*_COMPUTED})
 
     def _rows(self, name: str, first: int, rows: int, dtype: torch.dtype) -> Tensor:
         """Return rows of a tensor in Hugging Face's order, [rows, bytes of a row as `dtype`]."""
@@ -122,9 +128,17 @@ class GgufWeights(Source):
             self._progress(min(self._bytes_read, self.bytes_total), self.bytes_total)
 
 
-def _hugging_face_name(name: str, names: Names) -> str:
-    """Return the name that `Names` has for a tensor; one that no family has keeps its own."""
+def _hugging_face_name(name: str, config: DecoderConfig) -> str | None:
+    """Return the name that `Names` has for a tensor, None for one that would change the numbers and is not read.
+
+    Those that are not of the text keep their own.
+    """
+    if name in _COMPUTED or name.startswith(_OF_IMAGES):
+        return name
+    names = config.family.names
     *gate, up = names.gate_up_proj  # one name: one matrix
+    if name.endswith(".bias") and bias_kind(name) not in config.biases:
+        return None
     if match := _LAYER.fullmatch(name):
         qkv = names.qkv_proj if len(names.qkv_proj) == 3 else (None, None, None)
         part = {
@@ -132,7 +146,7 @@ def _hugging_face_name(name: str, names: Names) -> str:
             "attn_q": qkv[0],
             "attn_k": qkv[1],
             "attn_v": qkv[2],
-            "attn_qkv": names.qkv_proj[0],
+            "attn_qkv": names.qkv_proj[0] if len(names.qkv_proj) == 1 else None,
             "attn_q_norm": names.q_norm,
             "attn_k_norm": names.k_norm,
             "attn_output": names.o_proj,
@@ -143,14 +157,14 @@ def _hugging_face_name(name: str, names: Names) -> str:
             "ffn_down": names.down_proj,
             "post_ffw_norm": names.down_norm,
         }.get(match[2])
-        return name if part is None else f"{names.prefix}{names.layers}.{match[1]}.{part}.{match[3]}"
+        return None if part is None else f"{names.prefix}{names.layers}.{match[1]}.{part}.{match[3]}"
     stem, _, kind = name.rpartition(".")
     whole = {
         "token_embd": f"{names.prefix}{names.embed_tokens}",
         "output_norm": f"{names.prefix}{names.norm}",
         "output": names.lm_head,
     }.get(stem)
-    return name if whole is None else f"{whole}.{kind}"
+    return None if whole is None or kind not in ("weight", "bias") else f"{whole}.{kind}"
 
 
 def _half(raw: Tensor, at: int) -> Tensor:

@@ -174,6 +174,7 @@ _GEMMA2 = replace(
         "final_logit_softcapping": 30.0,
     },
     activations=ACTIVATIONS,
+    only={**_GEMMA.only, "sliding_window_pattern": 2},  # transformers reads none
     windows="pattern",
     scale_field="query_pre_attn_scalar",
     softcaps=True,
@@ -335,7 +336,7 @@ FAMILIES = {
             "attention_bias": True,
         },
         activations={"silu": "clamped_swiglu"},
-        only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "sliding_window_pattern": 2},
         windows="pattern",
         normalize_experts=True,
         biases=frozenset({"router", "experts"}),
@@ -355,6 +356,7 @@ FAMILIES = {
             "num_hidden_layers": 26,
             "num_attention_heads": 8,
         },
+        only={**_GEMMA3.only, "final_logit_softcapping": None},  # transformers caps the logits of the text model alone
         text_config=True,
         unread=tuple(
             f"{before}{part}." for before in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
@@ -405,6 +407,7 @@ FAMILIES = {
             "norm_eps": "layer_norm_epsilon",
         },
         defaults={"norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        activations={"gelu_pytorch_tanh": "gelu_tanh"},  # transformers reads none
         only={"apply_residual_connection_post_layernorm": False},
         positions="alibi",
         layer_norm=True,

@@ -115,7 +115,8 @@ def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
 def _awq(read: Fields) -> Stored:
     """https://github.com/casper-hansen/AutoAWQ: the layout `gemm`."""
     _demand(read, "bits", (4,))
-    _demand(read, "version", ("gemm", "GEMM"), "gemm")
+    for key in ("version", "format", "checkpoint_format"):
+        _demand(read, key, ("gemm", "GEMM"), "gemm")
     _demand(read, "zero_point", (True,), True)
     return Stored("awq", 4, _group_size(read), zeros=True)
 
@@ -123,11 +124,16 @@ def _awq(read: Fields) -> Stored:
 def _gptq(read: Fields) -> Stored:
     """https://github.com/ModelCloud/GPTQModel: `gptq` stores a zero point less one, `gptq_v2` as it is."""
     _demand(read, "bits", BITS)
-    _demand(read, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    names = ("checkpoint_format", "format")  # the older and the newer name, perhaps both
+    for key in names:
+        _demand(read, key, ("gptq", "gptq_v2"), "gptq")
+    layouts = {read.raw[key] for key in names if read.raw.get(key) is not None}
+    if len(layouts) > 1:
+        raise ModelError(f"{read.where}: checkpoint_format and format are not the same; {REMEDY}")
     _demand(read, "lm_head", (False,), False)
     if read.raw.get("dynamic"):
         raise ModelError(f"{read.where}: dynamic is not supported, all layers must be alike; {REMEDY}")
-    offset = 0 if read.raw.get("checkpoint_format") == "gptq_v2" else 1
+    offset = 0 if layouts == {"gptq_v2"} else 1
     size = _group_size(read)
     in_order = not read.flag("desc_act") or size == 0  # one group has one order
     return Stored("gptq", read.raw["bits"], size, zeros=True, zero_offset=offset, in_order=in_order)

@@ -23,6 +23,7 @@ from services.worker.models.config import DecoderConfig, Mixture, check_split
 from services.worker.models.matrices import layer_prefix
 from services.worker.parallel.state import ParallelState
 from services.worker.quantization.base import LinearMethod, Matrix, Part, Stack
+from shared.errors import ModelError
 
 BUFFERS = ("inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 """Ends of names that older checkpoints carry and that are computed, not learned."""
@@ -147,6 +148,8 @@ class WeightLoader:
         embed_tokens = self.embedding() if shard.first and not tied else None
         lm_head: Any = None
         if shard.last:
+            if c.tied:
+                self._check_tied(tokens)
             bias = self._head_bias() if "lm_head" in c.biases else None
             head = tokens if c.tied else names.lm_head
             lm_head = self._packed_table(head, bias) if not tied or self.dtype == torch.float32 else None
@@ -313,6 +316,23 @@ class WeightLoader:
         yield from self.source.pieces(self._find(f"{name}.weight"), shape, self.dtype, vocab, range(c.hidden_size))
         if more:
             yield torch.zeros(more, c.hidden_size, dtype=self.dtype)
+
+    def _check_tied(self, tokens: str) -> None:
+        """Raise ModelError where the checkpoint has a head beside the embedding, and another one.
+
+        Versions of transformers differ in which of the two they take.
+        """
+        vocab, shape = self.shard.vocab, (self.config.vocab_size, self.config.hidden_size)
+        embedding, ending = self._find(f"{tokens}.weight"), f".{self.names.lm_head}.weight"
+        head = next((name for name in self.source.unread() if f".{name}".endswith(ending)), None)
+        if head is None:
+            return
+        pieces = (self.source.pieces(name, shape, self.dtype, vocab, range(shape[1])) for name in (embedding, head))
+        if not all(torch.equal(one, other) for one, other in zip(*pieces, strict=True)):
+            raise ModelError(
+                f"{self.source.model}: tensor {head} differs from {embedding}, and tie_word_embeddings of config.json "
+                "is true; set it to false to use this head, or remove the tensor"
+            )
 
     def _head_bias(self) -> Tensor:
         vocab = self.shard.vocab

@@ -28,7 +28,7 @@ class CompressedTensors(StoredMethod):
         source.check(f"{name}.weight_shape", (2,), ("I32", "I64"))
         if self.stored.zeros:
             source.check(f"{name}.weight_zero_point", (self._words(outputs), groups), ("I32",))
-        if f"{name}.weight_g_idx" in source:
+        if f"{name}.weight_g_idx" in source or not self.stored.in_order:
             source.check(f"{name}.weight_g_idx", (inputs,), ("I32", "I64"))
 
     def read_stored(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:

@@ -31,7 +31,7 @@ class Gptq(StoredMethod):
         source.check(f"{name}.qweight", (inputs // many, outputs), ("I32",))
         source.check(f"{name}.qzeros", (groups, outputs // many), ("I32",))
         source.check(f"{name}.scales", (groups, outputs), self.scales())
-        if f"{name}.g_idx" in source:
+        if f"{name}.g_idx" in source or not self.stored.in_order:
             source.check(f"{name}.g_idx", (inputs,), ("I32", "I64"))
 
     def read_stored(self, source: Source, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor | Groups]:

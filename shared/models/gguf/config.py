@@ -21,9 +21,14 @@ ARCHITECTURES = {
 }
 """general.architecture -> the name in config.json."""
 _UNSUPPORTED = (
-    "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale", "attn_logit_softcapping",
-    "embedding_scale", "expert_count", "final_logit_softcapping", "logit_scale", "residual_scale",
+    "attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale", "attention.scale",
+    "attention.temperature_scale", "attn_logit_softcapping", "embedding_scale", "expert_count",
+    "final_logit_softcapping", "logit_scale", "residual_scale",
 )  # fmt: skip
+_BIASES = {
+    "attn_q": "qkv_proj", "attn_k": "qkv_proj", "attn_v": "qkv_proj", "attn_qkv": "qkv_proj", "attn_output": "o_proj",
+    "ffn_gate": "mlp", "ffn_up": "mlp", "ffn_down": "mlp", "output": "lm_head",
+}  # fmt: skip
 _GEMMA_27B_LAYERS = 62
 """Gemma 3 27B alone divides its scores by the root of hidden_size / heads; the file does not say so."""
 
@@ -41,6 +46,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             raise ModelError(
                 f"{file.path}: {name}.{key} {file.number(f'{name}.{key}'):g} is not supported; choose another model"
             )
+    if not file.flag(f"{name}.attention.causal", True):
+        raise ModelError(f"{file.path}: {name}.attention.causal false is not supported; choose another model")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing or no matrix; fetch it again")
@@ -66,7 +73,6 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": file.integer(f"{name}.context_length"),
         "rms_norm_eps": file.number(f"{name}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": _dtype(file),
         "eos_token_id": end_ids(file),
         **_rope(file, name, head_dim),
@@ -87,6 +93,16 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             slides = file.flags(pattern)
             config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
     return config
+
+
+def biases_of(file: GgufFile) -> frozenset[str]:
+    """Return the kinds of biases (services.worker.models.registry.Family.biases) that the file has."""
+    return frozenset(bias_kind(name) for name in file.tensors if name.endswith(".bias")) - {""}
+
+
+def bias_kind(name: str) -> str:
+    """Return the kind of a bias of the file; empty for one of a norm or of an unknown tensor."""
+    return _BIASES.get(name.removesuffix(".bias").rpartition(".")[2], "")
 
 
 def rope_factors(file: GgufFile, rotary: int) -> list[float]:
@@ -120,8 +136,9 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
     for key, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if f"{base}.scaling.{key}" in file:
             scaling[ours] = file.number(f"{base}.scaling.{key}")
-    if file.number(f"{base}.scaling.attn_factor", 1.0) != 1.0:
-        raise ModelError(f"{file.path}: {base}.scaling.attn_factor other than 1 is not supported; choose another model")
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if file.number(f"{base}.scaling.{key}", 1.0) != 1.0:
+            raise ModelError(f"{file.path}: {base}.scaling.{key} other than 1 is not supported; choose another model")
     return {**found, "rope_scaling": scaling}
 
 

@@ -89,6 +89,7 @@ def test_weights_are_read_to_the_bit_and_give_their_tokens(origin: Path, tmp_pat
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
+    "llama-biases-of-mlp": {"mlp_bias": True, "tie_word_embeddings": True},
     "mistral": {"kind": "mistral", "sliding_window": 13},
     "qwen2": {"kind": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"kind": "qwen3"},
@@ -199,6 +200,12 @@ def test_plain_file_may_be_rounded_and_a_packed_one_may_not(origin: Path, tmp_pa
     [
         ({"general__architecture": "falcon"}, "general.architecture 'falcon' is not supported, llama, "),
         ({"llama__expert_count": 8}, "llama.expert_count 8 is not supported"),
+        ({"llama__attention__scale": 0.5}, "llama.attention.scale 0.5 is not supported"),
+        ({"llama__attention__causal": False}, "llama.attention.causal false is not supported"),
+        (
+            {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
+            "llama.rope.scaling.yarn_ext_factor other than 1",
+        ),
         ({"llama__attention__head_count": None}, "llama.attention.head_count is missing"),
         ({"llama__embedding_length": 128}, "token_embd.weight has shape \\[320, 256\\], its metadata says"),
         ({"llama__attention__value_length": 64}, "value_length differs from key_length"),
@@ -217,6 +224,23 @@ def test_what_is_wrong_with_the_settings_is_named(
     write_model(origin, tmp_path / "x.gguf", lambda _: "Q4_0", **changes)
     with pytest.raises(ModelError, match=said):
         make_engine(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.0.attn_q_norm.weight", "blk.1.ffn_up.scale", "blk.0.attn_norm.bias", "cls.output"]
+)
+def test_tensor_that_would_change_the_numbers_and_is_not_read_is_refused(
+    origin: Path, tmp_path: Path, name: str
+) -> None:
+    write_model(origin, tmp_path / "x.gguf", lambda _: "Q4_0", more={name: np.ones(32, np.float32)})
+    with pytest.raises(ModelError, match=f"tensor {name} is not supported for LlamaForCausalLM; choose another model"):
+        make_engine(tmp_path / "x.gguf")
+
+
+def test_tensors_for_images_are_left_alone(origin: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(origin, tmp_path / "x.gguf", lambda _: "Q4_0", more={"v.patch.weight": np.ones(32, np.float32)})
+    make_engine(tmp_path / "x.gguf")
+    assert "tensors of no use to LlamaForCausalLM: 1, the first is v.patch.weight" in caplog.text
 
 
 def test_fingerprint_is_that_of_the_numbers_and_of_the_settings(origin: Path, tmp_path: Path) -> None:

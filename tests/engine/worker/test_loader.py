@@ -31,8 +31,8 @@ from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
 from tests.engine.driver import Driver, make_engine
 from tests.engine.models.test_model_families import FAMILIES
-from tests.engine.test_tokens import all_logits
-from tests.support.checkpoints.models import make_llama
+from tests.engine.test_tokens import all_logits, close
+from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.compiler import demand_compiler
 
 LOADS_A_MODEL = """
@@ -237,6 +237,21 @@ def test_unused_tensors_are_named_unless_they_are_known_buffers(
     save_file({**tensors, "vision.proj.weight": torch.ones(2, 2)}, path / "model.safetensors")
     make_engine(path)
     assert "tensors of no use to LlamaForCausalLM: 1, the first is vision.proj.weight" in caplog.text
+
+
+def test_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "tiny", requests=1, output_tokens=1, tie_word_embeddings=True).path
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    for name in ("language_model.lm_head.weight", "lm_head.weight"):
+        save_file({**tensors, name: head}, path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=f"tensor {name} differs from model.embed_tokens.weight.* set it to false"):
+            make_engine(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tokens = list(range(9))
+    close(all_logits(make_engine(path), tokens), Reference(path).logits(tokens))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "phi3", "gemma3"])

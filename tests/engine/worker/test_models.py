@@ -139,18 +139,27 @@ def refused(raw: dict[str, Any], words: list[str]) -> None:
         ("OPTForCausalLM", {"word_embed_proj_dim": 32}, ["word_embed_proj_dim 32", "hidden_size 64"]),
         ("OPTForCausalLM", {"_remove_final_layer_norm": True}, ["_remove_final_layer_norm true"]),
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, ["post_layernorm true"]),
+        ("BloomForCausalLM", {"hidden_act": "relu"}, ["hidden_act 'relu'", "gelu_pytorch_tanh"]),
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx true"]),
-        ("GPT2LMHeadModel", {"n_layer": 0, "num_hidden_layers": None}, ["num_hidden_layers (n_layer) is missing"]),
+        ("GPT2LMHeadModel", {"n_layer": 0}, ["num_hidden_layers (n_layer) is 0"]),
         ("PhiForCausalLM", {"qk_layernorm": True}, ["qk_layernorm true"]),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["longrope", "default"]),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["yarn", "default"]),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0}, ["attn_logit_softcapping is 0", "0.001"]),
         ("Gemma3ForConditionalGeneration", {"text_config": {"hidden_size": -1}}, ["text_config: hidden_size is -1"]),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping 50.0"]),
+        (
+            "Gemma3ForConditionalGeneration",
+            {"text_config": {"final_logit_softcapping": 30.0}},
+            ["final_logit_softcapping 30.0", "only null"],
+        ),
         ("Gemma3ForConditionalGeneration", {"text_config": []}, ["text_config is []", "an object"]),
         ("GptOssForCausalLM", {"swiglu_limit": 6.0}, ["swiglu_limit 6.0", "only 7.0"]),
         ("GptOssForCausalLM", {"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
         ("GemmaForCausalLM", {"use_bidirectional_attention": True}, ["use_bidirectional_attention true"]),
+        ("Qwen2ForCausalLM", {"is_causal": False}, ["is_causal false", "only true"]),
+        ("Gemma2ForCausalLM", {"sliding_window_pattern": 3}, ["sliding_window_pattern 3", "only 2"]),
+        ("GptOssForCausalLM", {"sliding_window_pattern": 3}, ["sliding_window_pattern 3", "only 2"]),
         ("LlavaForConditionalGeneration", {}, ["LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration"]),
         ("MistralForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, ["4096", "all alike"]),
         ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, ["switched off"]),
@@ -257,6 +266,29 @@ def test_old_spellings_of_fields_mean_the_same_as_in_transformers(architecture: 
     assert (config.rope.theta, config.rope.kind) == (parameters["rope_theta"], parameters["rope_type"])
     assert config.rope.rotary == int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
     assert config.rope.factor == parameters.get("factor", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "ignored", "values"),
+    [
+        ("LlamaForCausalLM", "rms_norm_eps", "norm_eps", (1e-5, 0.3)),
+        ("Gemma2ForCausalLM", "hidden_activation", "hidden_act", ("gelu_pytorch_tanh", "gelu")),
+        ("GPTNeoXForCausalLM", "rotary_emb_base", "rope_theta", (300, 500)),
+        ("OPTForCausalLM", "ffn_dim", "intermediate_size", (100, 200)),
+    ],
+)
+def test_a_field_under_a_name_that_is_not_the_familys_is_ignored_as_in_transformers(
+    architecture: str, field: str, ignored: str, values: tuple[Any, Any]
+) -> None:
+    raw = {key: value for key, value in RAW.items() if key not in (field, ignored)}
+    raw |= {"architectures": [architecture], "ffn_dim": 96}
+    for given in ({field: values[0]}, {}) if field != "ffn_dim" else ({field: values[0]},):
+        alone = parse_config({**raw, **given}, "")
+        assert parse_config({**raw, **given, ignored: values[1]}, "") == alone
+        made, both = (config_class(architecture)(**given, **more) for more in ({}, {ignored: values[1]}))
+        assert getattr(made, field, made.to_dict().get("rope_parameters")) == getattr(
+            both, field, both.to_dict().get("rope_parameters")
+        )
 
 
 def test_old_and_new_names_of_the_dtype_are_read() -> None:
