@@ -99,7 +99,7 @@ def parser() -> SimulateParser:
         help="max_tokens of a request (default %(default)s, at least the true length)",
     )
     add("--classes", type=classes, default={}, metavar="NAME:SHARE,..", help="such as realtime:0.1,normal:0.9")
-    add("--tenants", type=tenants, default=(), metavar="SHARE,SHARE,..", help="of the requests, such as 7,1,1,1")
+    add("--tenants", type=tenants, default=(), metavar="X,Y", help="shares of the requests, such as 7,1,1,1")
     add("--ttft-slo-ms", type=by_class, default={}, metavar="MS", help="limit of every request, or NAME:MS,.. by class")
     add("--tbt-slo-ms", type=by_class, default={}, metavar="MS", help="likewise")
     add("--deadline-ms", type=by_class, default={}, metavar="MS", help="likewise; a request that is not done then ends")
