@@ -17,6 +17,7 @@ Float64 = npt.NDArray[np.float64]
 
 _FIRST = 16  # the first observations, fitted together and from the start each time: too few to tell a bad one
 FIRST_TOKENS = 512  # of a step of a replica that has timed few
+_LOST = 1e-3  # of the predicted times; where steps take less, the fit has gone astray and begins anew
 FOLD = 32  # observations that one fold takes in
 UNBOUNDED = 2**31 - 1  # tokens; returned by `largest` where time does not grow with tokens
 
@@ -241,7 +242,7 @@ class StepTime:
         known = known - _FORGET * (known @ share)
         self._know((known + known.T) / 2 + brought)
         self._theta = self._theta + self._covariance @ (features.T @ (measured / unit - features @ self._theta))
-        self._follow_shift()
+        self._follow_shift(rows[:, 3])
         self._publish()
 
     def _start(self, step_ns: float) -> None:
@@ -265,13 +266,16 @@ class StepTime:
         bound = _CLIP * np.where(kinds, noise[1], noise[0]) * np.sqrt(1.0 + np.maximum(leverage, 0.0))
         return np.asarray(predicted * (1.0 + np.minimum(np.maximum(residuals, -bound), bound)), dtype=np.float64)
 
-    def _follow_shift(self) -> None:
+    def _follow_shift(self, measured: Float64) -> None:
         if len(self._recent) < _RING:
             return
         middle = _median(self._recent)
         if abs(middle) < 0.05 or abs(middle) < 4 * _median([abs(one - middle) for one in self._recent]):
             return
         ratio = 1.0 + middle
+        if ratio < _LOST:
+            self._start(_median(measured.tolist()))
+            return
         self._theta = self._used * ratio  # the residuals are relative to these
         self._know(self._information * (0.1 / ratio**2))
         self._drop_residuals()

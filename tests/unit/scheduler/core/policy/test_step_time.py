@@ -381,3 +381,12 @@ def test_a_step_larger_than_all_before_is_taken_in_at_once() -> None:
     guess = model.predict(1000)
     model.observe(1000, 0, 0, 30_000_000)
     assert model.predict(1000) > 1.3 * guess
+
+
+def test_fit_that_went_astray_begins_anew() -> None:
+    model = StepTime()
+    for _ in range(128):
+        model.observe(100, 0, 0, 10**18)
+    for _ in range(256):
+        model.observe(100, 0, 0, 10)
+    assert model.predict(100) == pytest.approx(10, rel=0.5)
