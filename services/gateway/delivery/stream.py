@@ -128,7 +128,7 @@ class RequestStream:
     """Rows of one request.
 
     bound: rows kept for a slow client; 0 means no bound (no client reads slowly). survives: the request continues
-    without its client. client: the tenant whose connection waits for it, empty where none does.
+    without its client. client: the tenant of the connection that waits for it; empty for a request without one.
     """
 
     request_id: str

@@ -47,7 +47,7 @@ class SavedKV:
     blocks: Int32  # of that tier, in the order of the block table
     tokens: int  # tokens with KV there
     copied: int  # blocks that the replica has copied out in all when all of it is there (Transfers.copied_out)
-    is_all: bool = True  # of the tokens known when it left its row, at most the last one lacks KV
+    is_all: bool  # of the tokens known when it left its row, at most the last one lacks KV
 
 
 @dataclass(slots=True)

@@ -143,7 +143,7 @@ def test_head_is_one_that_search_of_all_the_waiting_finds(order: str, events: li
             sequence = waiting(number, now - number % 3 * S, tokens, priority, ttft)
             sequence.prefix.hits = int(hits) * 16
             if hits == 5:
-                sequence.saved = SavedKV(0, np.zeros(1, np.int32), 1, 0)
+                sequence.saved = SavedKV(0, np.zeros(1, np.int32), 1, 0, True)
             push(sequence)
         elif kind == "tick":
             now += at * 40 * MS
@@ -214,7 +214,7 @@ def test_above_128_waiting_prefixes_are_not_looked_at() -> None:
 def test_swapped_one_that_lost_its_copy_stands_with_the_others() -> None:
     queue = FirstCome(True).queue()
     swapped = waiting(5, 5)
-    swapped.saved = SavedKV(0, np.zeros(2, np.int32), 2, 0)
+    swapped.saved = SavedKV(0, np.zeros(2, np.int32), 2, 0, True)
     for sequence in (waiting(1, 1), swapped, waiting(9, 9)):
         queue.push(sequence, 10)
     assert queue.head(10).number == 5
