@@ -17,6 +17,7 @@ Float64 = npt.NDArray[np.float64]
 
 _FIRST = 16  # the first observations, fitted together and from the start each time: too few to tell a bad one
 FIRST_TOKENS = 512  # of a step of a replica that has timed few
+_SLOWER = 10.0  # times; no machine becomes slower than this at once
 _LOST = 1e-3  # of the predicted times; where steps take less, the fit has gone astray and begins anew
 FOLD = 32  # observations that one fold takes in
 UNBOUNDED = 2**31 - 1  # tokens; returned by `largest` where time does not grow with tokens
@@ -59,8 +60,8 @@ class StepTime:
       prefill). So a single bad timing hardly counts, and a lasting change soon counts in full.
     - A direction forgets only in proportion to the information that the fold adds to it. So hours of pure decode do not
       erase the cost of prefills, and the information matrix never becomes singular.
-    - When most of the last 32 residuals agree on one ratio, the whole machine has become slower or faster: all
-      coefficients are multiplied by that ratio, and old information counts a tenth.
+    - When most of the last 32 residuals agree on one ratio, at most 10, the whole machine has become slower or faster:
+      all coefficients are multiplied by that ratio, and old information counts a tenth.
     - The coefficients in use are the closest ones (in the metric of the information) that are not negative.
 
     Predictions lag by up to 31 observations, but a step larger than all before is taken in at once; `fold` takes in the
@@ -273,6 +274,8 @@ class StepTime:
         if abs(middle) < 0.05 or abs(middle) < 4 * _median([abs(one - middle) for one in self._recent]):
             return
         ratio = 1.0 + middle
+        if ratio > _SLOWER:  # the fit had hardly a cost for such steps, as of decodes behind prompts alone; it has now
+            return
         if ratio < _LOST:
             self._start(_median(measured.tolist()))
             return

@@ -390,3 +390,34 @@ def test_fit_that_went_astray_begins_anew() -> None:
     for _ in range(256):
         model.observe(100, 0, 0, 10)
     assert model.predict(100) == pytest.approx(10, rel=0.5)
+
+
+# Of a batch of 128 long prompts of the chat trace on the simulated device: tokens, decode_context, prefill_context, ms.
+PROMPTS = [
+    (6467, 0, 2626989.0, 358.3),
+    (5852, 6467, 3753973.0, 477.7),
+    (7410, 12319, 11790037.0, 462.3),
+    (8083, 19729, 11746171.0, 922.6),
+    (8002, 27812, 9287578.0, 1380.4),
+    (7881, 35814, 9877139.0, 738.3),
+    (8098, 43695, 3733146.0, 333.5),
+    (5582, 51793, 2762196.0, 224.4),
+    (6354, 57375, 9570775.0, 281.9),
+    (8070, 63729, 10450066.0, 558.5),
+    (8083, 71799, 5833582.0, 511.0),
+    (7146, 79882, 3246889.0, 254.8),
+    (8101, 87028, 4623002.0, 233.0),
+    (7193, 95129, 6415582.0, 324.6),
+    (7532, 102190, 9988389.0, 467.7),
+    (4232, 109466, 8435778.0, 100.8),
+]
+
+
+def test_decodes_after_prompts_alone_leave_the_cost_of_prompts() -> None:
+    model = StepTime()
+    for tokens, decoded, prompts, ms in PROMPTS:
+        model.observe(tokens, decoded, prompts, int(ms * 1e6))
+    for more in range(128):
+        model.observe(118, 112_000 + 118 * more, 0.0, 10_900_000 + 5_400 * more)
+    assert model.predict(118, 120_000) == pytest.approx(11.3e6, rel=0.1)
+    assert 0.5 < model.predict(*PROMPTS[-2][:3]) / (PROMPTS[-2][3] * 1e6) < 2
