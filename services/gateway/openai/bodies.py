@@ -282,6 +282,7 @@ class ScheduledBody(Body):
     ttft_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
     tbt_slo_ms: int | None = Field(None, ge=1, lt=1 << 31)
     deadline_ms: int | None = Field(None, ge=1, lt=1 << 31)
+    speculate: bool | None = Field(None, description="false: guess no next tokens; no token depends on it")
 
 
 class GenerationBody(StructuredBody, ScheduledBody):
@@ -312,7 +313,6 @@ class GenerationBody(StructuredBody, ScheduledBody):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     background: bool | None = None
-    speculate: bool | None = Field(None, description="false: guess no next tokens; no token depends on it")
     prediction: Prediction | None = None  # of OpenAI's chat
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MOST_LOGPROBS, description="of each prompt token and so many of the most likely ones"

@@ -211,12 +211,23 @@ def test_prediction_goes_to_the_scheduler_and_usage_counts_guesses(
     assert found["usage"]["completion_tokens"] == 6
 
 
-def test_request_can_do_without_guesses(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
-    with posted(gateway, {"model": gateway.name, "prompt": "x", "max_tokens": 2, "speculate": False}) as answers:
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+    ],
+)
+def test_request_can_do_without_guesses(
+    gateway: GatewayProcess, scheduler: ScriptedScheduler, path: str, asked: dict[str, Any]
+) -> None:
+    with gateway.stream({"model": gateway.name, "speculate": False, **asked}, path) as answer:
         claimed = scheduler.claim()
         assert not claimed.request.speculate and not claimed.request.prediction
         scheduler.serve(claimed, [50, 51])
-    assert "completion_tokens_details" not in answers[0].json()["usage"]
+        assert "prediction_tokens" not in answer.read().decode()
 
 
 def test_tokenize_and_detokenize_are_inverse(gateway: GatewayProcess, tokenizer: Tokenizer) -> None:
