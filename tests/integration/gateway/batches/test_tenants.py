@@ -47,8 +47,8 @@ def test_batch_runs_beside_many_of_another_tenant(gateway: GatewayProcess, sched
         for each in waiting:
             scheduler.serve(each, [50])
         scheduler.serve(scheduler.claim(), [50])
-        for number, each in enumerate(batches):
-            assert [row["custom_id"] for row in rows(greedy, ended(greedy, each).output_file_id)] == [f"{number}"]
+        for number, made in enumerate(batches):
+            assert [row["custom_id"] for row in rows(greedy, ended(greedy, made).output_file_id)] == [f"{number}"]
         assert scheduler.claim_one() is None, "no line is computed twice"
 
 
