@@ -1,7 +1,7 @@
 """Build the public and the ops application over one Gateway: routes, what wraps them, and errors of no route.
 
-`PageHeaders` and `HostNames` guard the ops port, which serves pages to browsers. Without a key the port listens on
-loopback only. A request that comes by DNS rebinding has the attacker's host name in `Host` and is refused.
+`PageHeaders` guards the ops port, which serves pages to browsers. Without a key a port listens on loopback only, and
+`HostNames` guards it: a request that comes by DNS rebinding has the attacker's host name in `Host` and is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from shared.settings import is_loopback
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
-    app = _app(gateway, "Orcinus", needs_key=True, more=[Middleware(Pages, files=web.FILES)])
+    keyring = gateway.keyring
+    hosts = _host_names(gateway, lambda: keyring.read and not keyring.needed)
+    app = _app(gateway, "Orcinus", needs_key=True, more=[hosts, Middleware(Pages, files=web.FILES)])
     for endpoint in (
         completions, chat, retrieval, responses, messages, message_batches, files, batches, tokenization, adapters,
         info,
@@ -72,12 +74,17 @@ def ops_app(gateway: Gateway) -> FastAPI:
     """Return the application that operators reach, on a separate port; beyond loopback it needs a key, too."""
     settings = gateway.settings
     open_here = is_loopback(settings.ops_host)
-    names = [name.strip().lower() for name in settings.ops_names.split(",") if name.strip()]
-    guards = [Middleware(PageHeaders), *([Middleware(HostNames, names=names)] if open_here else [])]
+    guards = [Middleware(PageHeaders), _host_names(gateway, lambda: open_here)]
     app = _app(gateway, "Orcinus ops", not open_here, guards)
     _include(app, info.ops_router(gateway, on_public_port=False))
     _include(app, dashboard.router(gateway, on_public_port=False))
     return app
+
+
+def _host_names(gateway: Gateway, is_open: Callable[[], bool]) -> Middleware:
+    """Return the guard of a port. is_open: whether it needs no key now."""
+    names = [name.strip().lower() for name in gateway.settings.ops_names.split(",") if name.strip()]
+    return Middleware(HostNames, names=names, is_open=is_open)
 
 
 def _include(app: FastAPI, router: APIRouter) -> None:
@@ -188,16 +195,17 @@ class PageHeaders:
 
 
 class HostNames:
-    """Answer 403 unless `Host` is an address, localhost or one of `names`."""
+    """On a port that needs no key, answer 403 unless `Host` is an address, localhost or one of `names`."""
 
-    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, names: Sequence[str], is_open: Callable[[], bool]) -> None:
         self._app = app
         self._names = frozenset({"localhost", *names})
+        self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._allows(Headers(scope=scope).get("host", "")):
-            text = "host not allowed on the ops port; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
-            await ApiError(403, text, code="host_not_allowed").send(send)
+        if scope["type"] == "http" and self._is_open() and not self._allows(Headers(scope=scope).get("host", "")):
+            text = "host not allowed without a key; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
+            await ApiError(403, text, code="host_not_allowed").send(send, scope["path"])
             return
         await self._app(scope, receive, send)
 

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import RETRY, ApiError, unavailable
 from services.gateway.published import Published
+from services.gateway.threads import TENANT
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import WRONG_TYPE, connect
@@ -296,6 +297,7 @@ class RequireKey:
             return
         scope["state"]["caller"] = caller
         scope["state"]["tenant"] = caller.tenant
+        TENANT.set(caller.tenant)
         await self._app(scope, receive, send)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -179,15 +180,26 @@ class _Pull:
         )
         if info.id != self.repository:
             raise ConfigurationError(f"{self.repository}: the Hub calls it {info.id}; use that name")
-        self.commit = str(info.sha)
+        self.commit = self._checked(str(info.sha), False, self.repository, "commit")
         files = {}
         for one in info.siblings or ():
-            lfs = one.lfs
+            lfs, name = one.lfs, one.rfilename
             digest = lfs.sha256 if lfs is not None else one.blob_id
             count = lfs.size if lfs is not None else one.size
-            if digest and count is not None:
-                files[one.rfilename] = RemoteFile(one.rfilename, int(count), digest, lfs is not None)
+            leads_out = name.startswith("/") or ".." in name.split("/") or not name.isprintable()
+            if digest and count is not None and not leads_out:
+                digest = self._checked(digest, lfs is not None, name, "digest")
+                files[name] = RemoteFile(name, int(count), digest, lfs is not None)
         return files
+
+    def _checked(self, digest: str, is_large: bool, name: str, what: str) -> str:
+        """Return a digest of the Hub, which becomes a part of paths. Raise ConfigurationError for any other text."""
+        if not re.fullmatch(r"[0-9a-f]{64}" if is_large else r"[0-9a-f]{40}", digest):
+            raise ConfigurationError(
+                f"{name}: its {what} is {digest[:200]!r} at {constants.ENDPOINT}, and a digest in hex is needed; check "
+                "HF_ENDPOINT and any proxy"
+            )
+        return digest
 
     def _named(self, files: dict[str, RemoteFile]) -> RemoteFile:
         if self.file not in files:

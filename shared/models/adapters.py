@@ -12,7 +12,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -58,13 +58,12 @@ class AdapterConfig:
 
     alpha: float
     rslora: bool
-    alphas: Mapping[str, float]  # of modules that end so
+    alphas: Mapping[str, float]  # of modules that end so, without those of an end of theirs that comes before them
     base: str  # the repository of the Hub that it names; empty for a path, or for none
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product: alpha / rank, with rsLoRA alpha / sqrt(rank)."""
-        fitting = (alpha for name, alpha in self.alphas.items() if module == name or module.endswith(f".{name}"))
-        alpha = next(fitting, self.alpha)
+        alpha = next((self.alphas[name] for name in _ends(module) if name in self.alphas), self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
@@ -101,7 +100,11 @@ def parse_config(stored: bytes) -> AdapterConfig:
         raise _refused("alpha_pattern", patterns, "an object of numbers by module")
     if wrong := next((name for name in patterns if not _PATTERN.fullmatch(name)), None):
         raise _refused("alpha_pattern", wrong, "names of modules are served, no expressions")
-    alphas = {name: _number("alpha_pattern", value) for name, value in patterns.items()}
+    alphas: dict[str, float] = {}
+    for name, value in patterns.items():
+        alpha = _number("alpha_pattern", value)
+        if not any(end in alphas for end in _ends(name)):  # PEFT takes the first that fits, so the longest of these
+            alphas[name] = alpha
     base = _repository(fields.get("base_model_name_or_path"))
     return AdapterConfig(_number("lora_alpha", fields.get("lora_alpha", 8)), rslora, alphas, base)
 
@@ -206,6 +209,14 @@ def check_modules(modules: Mapping[str, Shape], stored: Mapping[str, tuple[int, 
                 f"{WEIGHTS}: {module} is [{adapted.outputs}, {adapted.inputs}], "
                 f"the served model has {list(weights[0])}; {OTHER_BASE}"
             )
+
+
+def _ends(module: str) -> Iterator[str]:
+    """Yield the name of a module and its ends behind a dot, the longest first."""
+    yield module
+    for at, char in enumerate(module):
+        if char == ".":
+            yield module[at + 1 :]
 
 
 def _from_layer(module: str) -> str:

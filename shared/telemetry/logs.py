@@ -5,11 +5,29 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import Any
 
 import orjson
 
 MODEL = "LOG_MODEL"
 """The environment variable with the model of a process that shares its output with those of other models."""
+
+
+class _Text(logging.Formatter):
+    """A message is one line: what it quotes, as a path, neither begins another one nor drives a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        return _printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        return "\n".join(map(_printable, super().formatException(ei).split("\n")))
+
+
+def _printable(text: str) -> str:
+    """Return text with escapes, as of Python, in place of what cannot be printed."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class _Json(logging.Formatter):
@@ -36,7 +54,7 @@ def setup(service: str, level: str = "info", as_json: bool = False) -> logging.L
     else:
         model = os.environ.get(MODEL, "").replace("%", "%%")
         text = f"%(asctime)s %(levelname)s %(name)s{' of ' if model else ''}{model}: %(message)s"
-        handler.setFormatter(logging.Formatter(text, "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(_Text(text, "%Y-%m-%d %H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

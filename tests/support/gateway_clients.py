@@ -94,7 +94,8 @@ def raw_post(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.connect(("127.0.0.1", gateway.port))
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
     named = f"Idempotency-Key: {key}\r\n" if key else ""
     connection.sendall(f"{head}{named}\r\n".encode() + body + behind)

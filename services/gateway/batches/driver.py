@@ -102,7 +102,9 @@ class BatchDriver:
         await self._redis.aclose()
 
     async def _look(self) -> None:
-        """Begin to drive batches that no gateway drives, those of each tenant in turn."""
+        """Begin to drive batches that no gateway drives, those of each tenant in turn. Where there are MOST_DRIVEN, one
+        of a tenant with at least two more than another is left for a batch of that one: batches may run for days.
+        """
         app = self.app
         found = await self.files.in_thread(self.batches.unfinished)
         now = time.monotonic()
@@ -113,8 +115,8 @@ class BatchDriver:
             if batch not in self._driven:
                 ranked.append((turns[batch.owner], batch))
                 turns[batch.owner] += 1
-        for _, batch in sorted(ranked):
-            if app is None or self._is_stopping or len(self._driven) >= MOST_DRIVEN:
+        for turn, batch in sorted(ranked):
+            if app is None or self._is_stopping or (self._is_full and self._removable(turn) is None):
                 return
             if batch in self._paused or not (epoch := int(await self._run(batch, "acquire", self._least_epoch))):
                 continue
@@ -122,9 +124,23 @@ class BatchDriver:
             if order is None or self._is_stopping:
                 await self._run(batch, "release", epoch)
                 continue
+            if self._is_full and (left := self._removable(turn)) is not None:
+                await end(self._driven.pop(left))
             task = asyncio.create_task(self._drive(app, batch, order, epoch))
             self._driven[batch] = task
             task.add_done_callback(partial(self._left, batch))
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._driven) >= MOST_DRIVEN
+
+    def _removable(self, turn: int) -> OpenBatch | None:
+        """Return the youngest batch of the tenant with the most that are driven, where that is at least two more than
+        `turn`, those of another tenant; else None.
+        """
+        counts = Counter(batch.owner for batch in self._driven)
+        owner, most = max(counts.items(), key=lambda count: count[1])
+        return max(batch for batch in self._driven if batch.owner == owner) if most > turn + 1 else None
 
     def _left(self, batch: OpenBatch, _task: asyncio.Task[None]) -> None:
         self._driven.pop(batch, None)

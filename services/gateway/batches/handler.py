@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError
+from services.gateway.threads import TENANT
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class Exchange:
 
     async def run(self, app: ASGIApp) -> None:
         """Send the request and read its answer. A cancellation leaves the request in the queue, under its name."""
+        TENANT.set(self.caller.tenant)
         self.state |= {"caller": self.caller, "tenant": self.caller.tenant}
         headers = [(b"content-type", b"application/json"), (b"idempotency-key", self.name.encode("ascii"))]
         scope: Scope = {

@@ -43,6 +43,7 @@ from services.gateway.openai.answers import SLOW_FLUSH_S
 from services.gateway.openai.bodies import CompletionBody, choose_adapter, parse_body, served_model
 from services.gateway.openai.completions import completion_spec
 from services.gateway.openai.info import VERSION
+from services.gateway.threads import TENANT
 from shared.errors import ConfigurationError
 from shared.security.tls import check_pair
 from shared.tasks import end
@@ -280,6 +281,7 @@ class GrpcFront:
             text = f"too many calls of one tenant at a time (limit {TENANT_CALLS}); {RETRY}"
             raise ApiError(429, text, code="too_many_calls", retry_after_s=1)
         self._calls[tenant] += 1
+        TENANT.set(tenant)
         try:
             await serve(call, context)
         except DecodeError as error:

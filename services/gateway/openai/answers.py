@@ -248,7 +248,7 @@ def answer(
 ) -> dict[str, Any]:
     """Return OpenAI's completion or chat completion; with best_of, of the choices that are returned."""
     choices = []
-    listed = _listed(spec, prompts)
+    listed, echoed = _listed(spec, prompts), _echoed(spec, prompts)
     for number, index in enumerate(logprobs.kept() if logprobs is not None else range(len(texts))):
         text, entry = texts[index], None if logprobs is None else logprobs.take(index)
         choice: dict[str, Any] = {"index": number, "logprobs": entry, "finish_reason": reasons[index]}
@@ -256,8 +256,8 @@ def answer(
             choice["message"] = _message(text, calls[index] if calls else [], thoughts[index] if thoughts else "")
         else:
             choice["text"] = spec.prompt_texts[index // spec.n] + text if spec.echo else text
-            if prompts is not None and spec.echo and spec.logprobs is not None:
-                choice["logprobs"] = _echoed(spec, prompts, index // spec.n, entry)
+            if echoed is not None:
+                choice["logprobs"] = _joined(echoed[index // spec.n], None if spec.prompt_only else entry)
             if listed is not None:
                 choice["prompt_logprobs"] = listed[index // spec.n]
         if spec.return_token_ids:
@@ -284,18 +284,26 @@ def _listed(spec: GenerationSpec, prompts: PromptLogprobs | None) -> list[list[d
     return [prompts.listed(prompt) if prompts.has(prompt) else None for prompt in range(len(spec.prompts))]
 
 
-def _echoed(
-    spec: GenerationSpec, prompts: PromptLogprobs, prompt: int, output: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """Return `logprobs` of an echoed prompt and the output behind it; None of a prompt that a deadline ended."""
-    if not prompts.has(prompt):
+def _echoed(spec: GenerationSpec, prompts: PromptLogprobs | None) -> list[dict[str, bytes] | None] | None:
+    """Return the columns of `logprobs` of each echoed prompt, as JSON that all of its choices share; None of one that a
+    deadline ended; None where they are not wanted.
+    """
+    if prompts is None or not spec.echo or spec.logprobs is None:
         return None
-    columns = prompts.echoed(prompt)
-    if output is None or spec.prompt_only:
-        return columns
+    return [
+        {name: orjson.dumps(column) for name, column in prompts.echoed(prompt).items()} if prompts.has(prompt) else None
+        for prompt in range(len(spec.prompts))
+    ]
+
+
+def _joined(echoed: dict[str, bytes] | None, output: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return `logprobs` of an echoed prompt and the output behind it."""
+    if echoed is None:
+        return None
+    if output is None:
+        return {name: orjson.Fragment(column) for name, column in echoed.items()}
     return {
-        name: orjson.Fragment(orjson.dumps(column)[:-1] + b"," + orjson.dumps(output[name])[1:])
-        for name, column in columns.items()
+        name: orjson.Fragment(column[:-1] + b"," + orjson.dumps(output[name])[1:]) for name, column in echoed.items()
     }
 
 

@@ -615,7 +615,9 @@ def _check_shape(value: Any, place: str, param: str | None) -> None:
 MOST_RECORD_BYTES = 64 << 20
 """What the log-probabilities of one request may take in Redis."""
 MOST_PROMPT_RECORD_BYTES = 8 << 20
-"""What those of its prompts may take; in the answer they take up to nine times as much."""
+"""What those of its prompts may take, in all choices that return them; as JSON they take up to nine times as much."""
+MOST_ECHOED_CHARS = 16 << 20
+"""Of the prompts that `echo` returns, in all choices."""
 
 
 def requested_logprobs(body: GenerationBody) -> int | None:
@@ -665,12 +667,23 @@ def check_prompt_records(spec: GenerationSpec) -> None:
     if spec.stream:
         text = "stream cannot be combined with log-probabilities of the prompt, which come in one answer"
         raise invalid("stream", f"{text}; leave stream out, or {field}")
-    if (size := spec.prompt_tokens * prompt_record_bytes(wanted)) > MOST_PROMPT_RECORD_BYTES:
+    tokens = spec.prompt_tokens * (1 if spec.endpoint == "chat" else spec.keep or spec.n)
+    if (size := tokens * prompt_record_bytes(wanted)) > MOST_PROMPT_RECORD_BYTES:
         raise invalid(
             field,
-            f"log-probabilities of {spec.prompt_tokens} prompt tokens and {wanted - 1} others beside each may take "
-            f"{size / 2**20:.1f} MiB of Redis; a request gets at most {MOST_PROMPT_RECORD_BYTES >> 20}: send fewer or "
-            f"shorter prompts, or ask for fewer most likely tokens",
+            f"log-probabilities of {tokens} prompt tokens, counted in each choice, and {wanted - 1} others beside each "
+            f"would take {size / 2**20:.1f} MiB; an answer gets at most {MOST_PROMPT_RECORD_BYTES >> 20}: send fewer "
+            "or shorter prompts, or ask for fewer choices or most likely tokens",
+        )
+
+
+def check_echo(spec: GenerationSpec) -> None:
+    """Raise ApiError for prompts that would be returned so often that the answer is too long."""
+    if spec.echo and (chars := sum(map(len, spec.prompt_texts)) * (spec.keep or spec.n)) > MOST_ECHOED_CHARS:
+        raise invalid(
+            "echo",
+            f"echo would return {chars} characters of prompts, counted in each choice; at most {MOST_ECHOED_CHARS} are "
+            "returned: send fewer or shorter prompts, or ask for fewer choices",
         )
 
 
@@ -844,6 +857,7 @@ def generation_spec(
         keep=keep,
     )
     check_prompt_records(spec)
+    check_echo(spec)
     spec.sampling.prompt_logprobs = spec.prompt_wanted
     return spec
 

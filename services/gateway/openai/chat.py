@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Sequence
@@ -127,7 +126,7 @@ async def encode_messages(
     check_length(size // model.longest, limits, "messages")
     prompts = not continues and body.add_generation_prompt is not False
     # Beside the event loop however short it is: another process renders it.
-    return await asyncio.to_thread(model.chat.encode, plain, prompts, tools, variables, continues)
+    return await model.threads.run(model.chat.encode, plain, prompts, tools, variables, continues)
 
 
 MAX_VARIABLE_BYTES = 16 * 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -102,7 +101,7 @@ async def _encode(
         return [model.encode(text, add_special_tokens) for text in texts]
 
     try:
-        return work() if model.is_quick(sum(map(len, texts))) else await asyncio.to_thread(work)
+        return work() if model.is_quick(sum(map(len, texts))) else await model.threads.run(work)
     except TokenizerError as error:
         raise untokenizable(field, error) from error
 
@@ -114,7 +113,7 @@ async def decode(sequences: list[list[int]], model: ModelText, skip_special: boo
         return [model.text.decode(sequence, skip_special) for sequence in sequences]
 
     try:
-        return await asyncio.to_thread(work) if sum(map(len, sequences)) > THREAD_TOKENS else work()
+        return await model.threads.run(work) if sum(map(len, sequences)) > THREAD_TOKENS else work()
     except TokenizerError as error:
         raise untokenizable(param, error) from error
 
@@ -132,7 +131,7 @@ async def read_prompts(
     else:
         size = sum(len(item) if isinstance(item, list) else 1 for item in prompt) if isinstance(prompt, list) else 0
         if size > THREAD_TOKENS:
-            return await asyncio.to_thread(_token_prompts, prompt, field, model), []
+            return await model.threads.run(_token_prompts, prompt, field, model), []
         return _token_prompts(prompt, field, model), []
     check_choices(len(texts), n, limits, "n" if field == "prompt" else field)
     encoded = await _encode(texts, model, limits, add_special_tokens, field)

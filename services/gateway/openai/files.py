@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Annotated, BinaryIO, Literal
@@ -11,6 +12,7 @@ from typing import Annotated, BinaryIO, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
+from services.gateway.auth import Caller
 from services.gateway.batches.files import FileStore, StoredFile, Upload
 from services.gateway.errors import RETRY, ApiError, invalid, shown, unavailable
 from services.gateway.gateway import Gateway
@@ -23,7 +25,9 @@ PURPOSE = "batch"
 FORM_BYTES = 64 << 10
 """Of a form without its file."""
 MOST_UPLOADS = 8
-"""Of a gateway process at a time; each may take `file_bytes` of the disk before it is refused."""
+"""Of a gateway process at a time; each may take `file_bytes` of the disk before it is refused. One tenant, where there
+are keys of others, may have half.
+"""
 MAX_FIELD_BYTES = 1024
 MOST_FILES = 10_000
 """Of one page of the list."""
@@ -64,21 +68,27 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes over one gateway."""
     routes = APIRouter()
     files = gateway.batches.files
-    uploads = asyncio.Semaphore(MOST_UPLOADS)
+    uploads: Counter[str] = Counter()  # by tenant
 
     @routes.post(PATH, responses={200: FOUND, **errors(404, 413, 415, 429, 503)}, openapi_extra=_UPLOAD)
     async def upload_file(request: Request) -> Response:
         """Keep a file of requests for a batch."""
         reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
-        if uploads.locked():
-            text = f"files: {MOST_UPLOADS} uploads at a time; retry after the time in Retry-After"
+        caller: Caller = request.state.caller
+        tenant_uploads = MOST_UPLOADS // 2 if caller.has_others else MOST_UPLOADS
+        if uploads[caller.tenant] >= tenant_uploads or uploads.total() >= MOST_UPLOADS:
+            text = f"files: {MOST_UPLOADS} uploads at a time, {tenant_uploads} of one tenant; {RETRY}"
             raise ApiError(429, text, code="too_many_uploads", retry_after_s=1)
-        async with uploads:
-            try:
-                return json_response((await _upload(request, reader, files)).body())
-            except OSError as error:
-                text = f"files: the disk takes none: {error.strerror}; {RETRY}"
-                raise unavailable(text, "files_unavailable", 60) from error
+        uploads[caller.tenant] += 1
+        try:
+            return json_response((await _upload(request, reader, files)).body())
+        except OSError as error:
+            text = f"files: the disk takes none: {error.strerror}; {RETRY}"
+            raise unavailable(text, "files_unavailable", 60) from error
+        finally:
+            uploads[caller.tenant] -= 1
+            if not uploads[caller.tenant]:
+                del uploads[caller.tenant]
 
     @routes.get(PATH, responses={200: FOUND, **errors(404)})
     async def list_files(

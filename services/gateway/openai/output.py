@@ -5,7 +5,6 @@ Tools also decide what the chat template shows and how calls are read from the t
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -114,7 +113,7 @@ async def bind_thinking(spec: GenerationSpec, body: ChatBody, budget: int, model
         raise invalid(field, text)
     if spec.reasoning in ("", FRAMED) or spec.max_tokens <= budget:
         return
-    grammar = await asyncio.to_thread(thinking_grammar, budget, spec, model)  # its first call reads each token's bytes
+    grammar = await model.threads.run(thinking_grammar, budget, spec, model)  # its first call reads each token's bytes
     if not grammar:
         raise invalid(field, f"{field}: the marks of this model's thinking are not one token each; leave it out")
     for name in ("ignore_eos", "min_tokens"):
@@ -141,7 +140,7 @@ async def encode_prediction(prediction: Prediction, model: ModelText) -> bytes:
     if len(text) // model.longest <= MAX_PREDICTION_TOKENS:
         try:
             encode = partial(model.encode, text, False)
-            tokens = encode() if model.is_quick(len(text)) else await asyncio.to_thread(encode)
+            tokens = encode() if model.is_quick(len(text)) else await model.threads.run(encode)
         except TokenizerError as error:
             raise untokenizable("prediction.content", error) from error
     least = max(len(tokens), len(text) // model.longest)

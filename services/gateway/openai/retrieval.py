@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -124,7 +123,7 @@ async def embed_spec(body: EmbedBody, model: ModelText, limits: Limits) -> Gener
         for text in body.texts:
             check_length(len(text) // model.longest, limits, "texts")
     try:
-        prompts = work() if model.is_quick(2 * sum(map(len, body.texts))) else await asyncio.to_thread(work)
+        prompts = work() if model.is_quick(2 * sum(map(len, body.texts))) else await model.threads.run(work)
     except TokenizerError as error:
         raise untokenizable("texts", error) from error
     spec = _vector_spec(body, "embed", prompts, model, body.output_dimension, "output_dimension")
@@ -226,7 +225,7 @@ async def _encode(
 
     try:
         quick = model.is_quick(sum(len(first) + len(second) for first, second in texts))
-        return work() if quick else await asyncio.to_thread(work)
+        return work() if quick else await model.threads.run(work)
     except TokenizerError as error:
         raise untokenizable(field, error) from error
 

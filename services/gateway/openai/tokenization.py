@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -45,7 +44,7 @@ def router(gateway: Gateway) -> APIRouter:
         if body.return_token_strs:
             many = len(tokens) > THREAD_TOKENS
             strings = model.text.tokens
-            answer["token_strs"] = await asyncio.to_thread(strings, tokens) if many else strings(tokens)
+            answer["token_strs"] = await model.text.threads.run(strings, tokens) if many else strings(tokens)
         return json_response(answer)
 
     @routes.post(

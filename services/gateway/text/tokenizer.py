@@ -24,6 +24,7 @@ from services.gateway.text.grammar import GrammarCheck
 from services.gateway.text.pairs import CrossEncoder, Pairs, judge_of
 from services.gateway.text.reasoning import CHANNEL_WORDS, MARKERS, ChannelIds, is_lookalike, markers_of
 from services.gateway.text.tools.formats import format_of
+from services.gateway.threads import TenantThreads
 from shared.errors import ModelError
 from shared.models.gguf.reader import is_gguf
 from shared.models.model_files import has_file, read_bounded
@@ -72,6 +73,7 @@ class ModelText:
             path = directory / "config.json"
             raise ModelError(f"{path}: vocab_size is {self.vocab_size}, not from 1 to {MOST_ID}; choose another model")
         self.text = TokenText(self.tokenizer)
+        self.threads = TenantThreads()
         self.grammars = GrammarCheck(directory, self.vocab_size)
         names = {name: text for name in SPECIAL_TOKENS if (text := _token_text(tokenizer_config.get(name))) is not None}
         self.eos_ids = end_ids(directory)

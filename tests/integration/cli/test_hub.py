@@ -19,6 +19,7 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from services.cli.app import app
+from services.hub.fetch import NEEDED
 from services.hub.store import hold
 from services.launcher.model_check import ModelFacts, expected_bytes, model_problem, read_model, size_problem
 from services.worker.models.stored import Stored
@@ -159,6 +160,30 @@ def test_content_with_another_digest_is_removed_and_refused(machine: Machine, na
     machine.hub.trouble.wrong.clear()
     machine.run("pull", NAME)
     assert machine.snapshot().is_dir()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_digest_that_is_a_path_removes_and_writes_nothing(machine: Machine, tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine").write_text("not of the cache")
+    for place in (str(tmp_path / "mine"), "../../../../mine", str(tmp_path / "new")):
+        machine.hub.trouble.stated_digest[name] = place
+        said = machine.run("pull", NAME, code=2)
+        assert f"{name}: its digest is {place!r}" in said and "HF_ENDPOINT" in said
+        assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["mine"]
+
+
+def test_commit_that_is_a_path_is_refused(machine: Machine, tmp_path: Path) -> None:
+    machine.hub.trouble.stated_commit = str(tmp_path / "elsewhere")
+    said = machine.run("pull", NAME, code=2)
+    assert f"its commit is {str(tmp_path / 'elsewhere')!r}" in said and "HF_ENDPOINT" in said
+
+
+@pytest.mark.parametrize("name", ["LICENSE/../../../../../mine", "/mine.gguf", "LICENSE\x1b[2J"])
+def test_file_with_a_name_that_leads_out_is_left_out(machine: Machine, name: str) -> None:
+    machine.hub.add(NAME, files(**{name: b"x"}))
+    machine.hub.repositories[NAME] = machine.hub.repositories[NAME][1:]
+    machine.run("pull", NAME)
+    assert {path.name for path in machine.snapshot().iterdir()} == set(NEEDED) | {"model.safetensors"}
 
 
 def test_file_that_another_tool_damaged_is_fetched_again(machine: Machine) -> None:

@@ -30,7 +30,9 @@ def client(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> Iterator[op
 
 def asgi(gateway: Gateway) -> httpx.AsyncClient:
     """Return a client of a gateway in this process."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(public_app(gateway)), base_url="http://gateway", timeout=60)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(public_app(gateway)), base_url="http://localhost", timeout=60
+    )
 
 
 @contextlib.asynccontextmanager

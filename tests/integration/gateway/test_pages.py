@@ -82,6 +82,7 @@ def test_live_page_is_on_the_api_port_behind_a_key(guarded: GatewayProcess) -> N
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert PAGE_HEADERS.items() <= dict(page.headers).items()
     assert guarded.get("/dashboard/events", key="").status_code == 401
+    assert guarded.get("/v1/models", key=KEY, headers={"Host": "models.example"}).status_code == 200
     with httpx.stream(
         "GET", guarded.url + "/dashboard/events", headers={"Authorization": f"Bearer {KEY}"}, timeout=60
     ) as events:
@@ -93,7 +94,7 @@ def test_live_page_without_a_key_redirects_to_the_ops_port(gateway: GatewayProce
     for host in ("127.0.0.1", "localhost"):
         answer = gateway.get("/dashboard", headers={"Host": f"{host}:{gateway.port}"})
         assert (answer.status_code, answer.headers["location"]) == (307, f"http://{host}:{gateway.ops_port}/dashboard")
-    for path, host in (("/dashboard", "elsewhere.example"), ("/dashboard/events", "127.0.0.1")):
+    for path, host in (("/dashboard", "192.0.2.1"), ("/dashboard/events", "127.0.0.1")):
         answer = gateway.get(path, headers={"Host": host})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "ops_port_only")
         assert gateway.ops_url in answer.json()["error"]["message"]

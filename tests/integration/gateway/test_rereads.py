@@ -38,8 +38,8 @@ async def slowly(app: Any, path: str, begun: asyncio.Event, read: asyncio.Event)
 
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "scheme": "http",
-        "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": [],
-        "client": None, "server": None,
+        "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+        "headers": [(b"host", b"localhost")], "client": None, "server": None,
     }  # fmt: skip
     await app(scope, receive, send)
     return status

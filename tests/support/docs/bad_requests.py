@@ -129,6 +129,7 @@ FIELDS = [
     completions(prompt_logprobs=0, stream=True),
     completions(prompt_logprobs=21),
     completions(prompt=[[7] * 400] * 128, prompt_logprobs=20),
+    completions(prompt=[7] * 400, prompt_logprobs=20, n=128),
     completions(top_logprobs=2),
     Sent("/v1/embeddings", {"input": ""}),
     Sent("/v1/embeddings", {"input": []}),

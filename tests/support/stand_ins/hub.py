@@ -40,6 +40,8 @@ class Trouble:
     cut_after: dict[str, int] = field(default_factory=dict)  # name: bytes, then the connection ends; once
     wrong: set[str] = field(default_factory=set)  # names of files with another content than is stated
     stated_size: dict[str, int] = field(default_factory=dict)
+    stated_digest: dict[str, str] = field(default_factory=dict)
+    stated_commit: str = ""
     too_many: int = 0  # answers 429 with Retry-After: 0
 
 
@@ -147,12 +149,15 @@ class StandInHub:
         siblings = []
         for file, content in repository.files.items():
             size = self.trouble.stated_size.get(file, len(content))
-            one: dict[str, Any] = {"rfilename": file, "size": size, "blobId": _git_digest(content)}
+            stated = self.trouble.stated_digest.get(file)
+            one: dict[str, Any] = {"rfilename": file, "size": size, "blobId": stated or _git_digest(content)}
             if file.endswith(LARGE):
-                one["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": size, "pointerSize": 134}
+                digest = stated or hashlib.sha256(content).hexdigest()
+                one["lfs"] = {"sha256": digest, "size": size, "pointerSize": 134}
             siblings.append(one)
-        return {"id": name, "modelId": name, "sha": repository.commit, "siblings": siblings, "tags": [], "downloads": 0,
-                "private": False, "gated": "manual" if repository.gated else False, "likes": 0}  # fmt: skip
+        commit, gated = self.trouble.stated_commit or repository.commit, "manual" if repository.gated else False
+        return {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": [], "downloads": 0,
+                "private": False, "gated": gated, "likes": 0}  # fmt: skip
 
     @staticmethod
     def _tree(repository: Repository) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 GATEWAY = {"client_buffer_events": 64, "keepalive_s": 0.2}
 EOS = 1
 FOX = token_ids("The quick brown fox")
-VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+VERSION = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def body_of(gateway: GatewayProcess, **fields: object) -> bytes:
@@ -197,8 +197,9 @@ def test_request_without_stream_is_cancelled_when_its_client_leaves(
 def test_pipelined_requests_are_answered_in_order(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
     """The second comes in pieces, and a third, while the first is answered."""
     tokens = body_of(gateway) + b" " * 200_000
-    second = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    behind = second % len(tokens) + tokens + VERSION.replace(b"x\r\n", b"x\r\nConnection: close\r\n")
+    second = VERSION.replace(b"GET /version", b"POST /tokenize").removesuffix(b"\r\n")
+    second += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(tokens)
+    behind = second + tokens + VERSION.replace(b"localhost", b"localhost\r\nConnection: close")
     with raw_post(gateway, body_of(gateway)) as connection, ThreadPoolExecutor(1) as other:
         claimed = scheduler.claim()
         pieces = [behind[:20], behind[20:300], behind[300:]]

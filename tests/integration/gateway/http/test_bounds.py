@@ -26,7 +26,8 @@ MOST_CONNECTIONS = 12
 GATEWAY = {
     "max_connections": MOST_CONNECTIONS, "max_header_bytes": 4096, "read_timeout_s": 60, "idle_connection_s": 60,
 }  # fmt: skip
-MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def exchange(gateway: GatewayProcess, *parts: bytes) -> tuple[int, dict[str, Any
     ids=["many trailers", "a long trailer", "a long chunk extension"],
 )
 def test_trailers_and_chunk_extensions_are_bounded_as_a_head(gateway: GatewayProcess, tail: bytes) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+    head = POST + b"Expect: 100-continue\r\n"
     with connected(gateway) as connection:
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         assert b" 100 " in connection.recv(65536)  # so the head was read alone
@@ -97,7 +98,7 @@ def test_trailers_and_chunk_extensions_are_bounded_as_a_head(gateway: GatewayPro
 
 
 def test_trailers_within_the_bounds_are_ignored(gateway: GatewayProcess) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = POST + b"Connection: close\r\n"
     chunks = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 3000 + b"0\r\nContent-Type: text/html\r\n\r\n"
     assert exchange(gateway, head, chunks)[1]["code"] == "invalid_json"
 
@@ -114,7 +115,7 @@ def test_head_without_an_end_is_cut_at_the_bound(gateway: GatewayProcess) -> Non
 
 def test_request_that_comes_too_slowly_gets_408(hasty: GatewayProcess) -> None:
     half_a_head = b"POST /v1/completions HTTP/1.1\r\n"
-    half_a_body = half_a_head + b"Host: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    half_a_body = half_a_head + b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     with ThreadPoolExecutor(3) as together:
         answers = together.map(lambda part: exchange(hasty, part), (b"", half_a_head, half_a_body))
         assert [(status, error["code"]) for status, error in answers] == [(408, "request_timeout")] * 3
@@ -122,7 +123,7 @@ def test_request_that_comes_too_slowly_gets_408(hasty: GatewayProcess) -> None:
 
 
 def test_request_refused_before_its_body_gets_one_answer(hasty: GatewayProcess) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 100\r\n\r\n"
+    head = POST.replace(b"application/json", b"text/plain") + b"Content-Length: 100\r\n\r\n"
     with connected(hasty) as connection:
         connection.sendall(head + b"{")
         received = b"".join(iter(lambda: connection.recv(65536), b""))  # until the time for the rest is over
@@ -154,7 +155,7 @@ def held_open(gateway: GatewayProcess, priority: str, key: str = "") -> socket.s
     """Send a request that no worker answers."""
     body = json.dumps({"model": gateway.name, "prompt": [5], "priority": priority}).encode()
     connection = connected(gateway)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = POST
     connection.sendall(
         head + b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (key.encode(), len(body)) + body
     )
@@ -210,7 +211,7 @@ def test_new_connection_beyond_the_bound_takes_the_place_of_an_idle_one(gateway:
         assert further.recv(65536).startswith(b"HTTP/1.1 200")
         while held[0].recv(65536):  # to the end: the longest idle one
             pass
-        held[-1].sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        held[-1].sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert b"HTTP/1.1 200" in b"".join(iter(lambda: held[-1].recv(65536), b""))
 
 
@@ -224,7 +225,7 @@ def test_answer_before_the_body_reaches_a_client_that_sends_on(
 ) -> None:
     body = bytes(6 << 20)  # more than the buffers of both sockets hold
     with connected(gateway) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % len(body))
         connection.sendall(head + b"\r\n\r\n" + body)
         received = b"".join(iter(lambda: connection.recv(65536), b""))
     assert received.startswith(b"HTTP/1.1 " + status) and b"connection: close" in received
@@ -257,6 +258,9 @@ def test_web_page_is_refused_across_origins_and_by_foreign_names(gateway: Gatewa
         ("evil.example", 403), ("localhost.evil.example:1", 403), ("", 403), ("localhost:1", 200), ("127.0.0.1", 200),
         ("[::1]:9", 200), ("LOCALHOST", 200),
     ):  # fmt: skip
+        for url in (gateway.url + "/v1/models", gateway.url + "/v1/files/x", gateway.url + "/", gateway.url + "/ready"):
+            found = httpx.get(url, headers={"Host": host, "Accept": "text/html"}, timeout=60)
+            assert (found.status_code == 403) == (status == 403), (url, host)
         answer = httpx.get(gateway.ops_url + "/metrics", headers={"Host": host}, timeout=60)
         assert answer.status_code == status, host
         assert answer.headers["x-frame-options"] == "DENY"

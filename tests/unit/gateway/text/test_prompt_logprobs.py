@@ -127,12 +127,41 @@ def test_another_gateway_has_prompts_and_numbers() -> None:
     assert (plain.prompt_wanted, plain.prompt_logprobs, len(plain.prompts[0]) < 300) == (0, None, True)
 
 
-@pytest.mark.parametrize(("tokens", "fits"), [(49_932, True), (49_933, False)])
-def test_records_of_a_request_are_bounded(tokens: int, fits: bool) -> None:
-    body = CompletionBody(model="m", prompt="x", prompt_logprobs=20)
-    args = (body, model(), Limits(1 << 20), "completions", [[5] * tokens], [], 1, False, None)
+def test_choices_of_a_prompt_share_its_columns() -> None:
+    request = asking(echo=True, logprobs=1, n=3, sampling=queue_pb2.Sampling(logprobs=2))
+    one, *others = answered(request)["choices"]
+    assert len(one["logprobs"]["tokens"]) == len(request.prompts[0]) + 1
+    assert [choice["logprobs"] for choice in others] == [one["logprobs"]] * 2
+
+
+def bounded(tokens: int, endpoint: str = "completions", **fields: Any) -> GenerationSpec:
+    """Return the request of one prompt with so many tokens. Raise ApiError."""
+    body = CompletionBody(model="m", prompt="x", **fields)
+    return generation_spec(body, model(), Limits(1 << 20), endpoint, [[5] * tokens], [], 1, bool(body.echo), None)
+
+
+RECORDS = {
+    "one choice": (49_932, {"prompt_logprobs": 20}),
+    "each choice returns them": (390, {"prompt_logprobs": 20, "n": 128}),
+    "echoed by each choice": (390, {"echo": True, "logprobs": 20, "n": 128}),
+    "only the best is returned": (49_932, {"prompt_logprobs": 20, "best_of": 2}),
+    "one list beside the choices of a chat": (49_932, {"endpoint": "chat", "prompt_logprobs": 20, "n": 128}),
+}
+
+
+@pytest.mark.parametrize(("tokens", "fields"), RECORDS.values(), ids=RECORDS)
+def test_records_of_an_answer_are_bounded(tokens: int, fields: dict[str, Any]) -> None:
+    assert bounded(tokens, **fields).sampling.prompt_logprobs == 21
+    with pytest.raises(ApiError, match=r" prompt tokens, .* would take 8.0 MiB; an answer gets at most 8"):
+        bounded(tokens + 1, **fields)
+
+
+@pytest.mark.parametrize(("chars", "fits"), [(1 << 17, True), ((1 << 17) + 1, False)])
+def test_echoed_text_of_an_answer_is_bounded(chars: int, fits: bool) -> None:
+    body = CompletionBody(model="m", prompt="x", echo=True, n=128)
+    args = (body, model(), Limits(1 << 20), "completions", [[5]], ["x" * chars], 0, True, None)
     if fits:
-        assert generation_spec(*args).sampling.prompt_logprobs == 21
+        assert generation_spec(*args).echo
         return
-    with pytest.raises(ApiError, match=r"49933 prompt tokens .* 8.0 MiB of Redis; a request gets at most 8"):
+    with pytest.raises(ApiError, match=r"echo would return 16777344 characters of prompts, .* at most 16777216"):
         generation_spec(*args)

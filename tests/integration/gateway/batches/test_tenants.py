@@ -1,0 +1,74 @@
+"""Tenants beside each other: one that uploads or sends as much as it can leaves room for another."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import openai
+import pytest
+
+from services.gateway.batches.driver import MOST_DRIVEN
+from services.gateway.openai.files import MOST_UPLOADS
+from tests.integration.conftest import KEY, OTHER
+from tests.integration.gateway.batches.test_batches import begin, ended, line, rows
+from tests.support.gateway_process import GatewayProcess, running_gateway
+from tests.support.stack import RedisServer
+from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, redis_server: RedisServer
+) -> Iterator[GatewayProcess]:
+    directory = tmp_path_factory.mktemp("gateway")
+    (directory / "keys").write_text(f"{KEY}\n{OTHER}\n")
+    files = {"files_dir": directory / "files", "batch_requests": 2 * MOST_DRIVEN}
+    with running_gateway(directory, model, redis_server, api_key_file=directory / "keys", **files) as running:
+        yield running
+
+
+def client(gateway: GatewayProcess, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=gateway.url + "/v1", api_key=key, max_retries=0)
+
+
+def test_batch_runs_beside_many_of_another_tenant(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    with client(gateway, KEY) as greedy, client(gateway, OTHER) as modest:
+        batches = [begin(greedy, [line(f"{n}", gateway.name, max_tokens=1)]) for n in range(MOST_DRIVEN + 1)]
+        waiting = [scheduler.claim() for _ in range(MOST_DRIVEN)]
+        assert scheduler.claim_one() is None, "no more batches than a gateway drives"
+        batch = begin(modest, [line("modest", gateway.name, max_tokens=1)])
+        claimed = scheduler.claim()
+        scheduler.serve(claimed, [50])
+        assert [row["custom_id"] for row in rows(modest, ended(modest, batch).output_file_id)] == ["modest"]
+        for each in waiting:
+            scheduler.serve(each, [50])
+        scheduler.serve(scheduler.claim(), [50])
+        for number, made in enumerate(batches):
+            assert [row["custom_id"] for row in rows(greedy, ended(greedy, made).output_file_id)] == [f"{number}"]
+        assert scheduler.claim_one() is None, "no line is computed twice"
+
+
+def test_slow_uploads_leave_room_for_another_tenant(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:
+    head = (
+        f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9999\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+        'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    )
+    with ExitStack() as stack, client(gateway, KEY) as greedy, client(gateway, OTHER) as modest:
+        for _ in range(MOST_UPLOADS):
+            upload = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+            upload.sendall(head.encode())
+
+        def is_refused() -> bool:
+            try:
+                greedy.files.create(file=("in.jsonl", b"{}\n"), purpose="batch")
+            except openai.RateLimitError as error:
+                return error.code == "too_many_uploads"
+            return False
+
+        until("a further upload is refused", is_refused)
+        assert modest.files.create(file=("in.jsonl", b"{}\n"), purpose="batch").bytes == 3

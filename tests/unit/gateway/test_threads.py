@@ -1,0 +1,73 @@
+"""Threads for the texts of requests: a tenant that takes all of its own leaves others to another tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.gateway.threads import TENANT, TENANT_THREADS, THREADS, TenantThreads
+from tests.support.waiting import wait_until
+
+
+class Work:
+    """Calls that block until they are let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.running = 0
+
+    def __call__(self) -> None:
+        self.running += 1
+        self.go.wait(300)
+
+
+@pytest.fixture
+async def work() -> AsyncIterator[Work]:
+    made = Work()
+    yield made
+    made.go.set()
+
+
+async def of_tenant(threads: TenantThreads, tenant: str, work: Work) -> None:
+    TENANT.set(tenant)
+    await threads.run(work)
+
+
+async def test_tenant_with_much_work_leaves_threads_to_another(work: Work) -> None:
+    threads = TenantThreads()
+    greedy = [asyncio.create_task(of_tenant(threads, "greedy", work)) for _ in range(2 * THREADS)]
+    await wait_until(lambda: work.running == TENANT_THREADS)
+    modest = Work()
+    modest.go.set()
+    async with asyncio.timeout(30):
+        await asyncio.create_task(of_tenant(threads, "modest", modest))
+        assert work.running == TENANT_THREADS
+        work.go.set()
+        await asyncio.gather(*greedy)
+    assert work.running == 2 * THREADS
+
+
+async def test_work_of_a_cancelled_caller_keeps_its_thread_to_its_end(work: Work) -> None:
+    threads = TenantThreads()
+    left = [asyncio.create_task(of_tenant(threads, "greedy", work)) for _ in range(TENANT_THREADS)]
+    await wait_until(lambda: work.running == TENANT_THREADS)
+    for task in left:
+        task.cancel()
+    await asyncio.wait(left)
+    waiting = Work()
+    waiting.go.set()
+    more = asyncio.create_task(of_tenant(threads, "greedy", waiting))
+    async with asyncio.timeout(30):
+        await asyncio.create_task(of_tenant(threads, "modest", waiting))  # the loop has turned meanwhile
+        assert waiting.running == 1
+        work.go.set()
+        await more
+    assert waiting.running == 2
+
+
+async def test_errors_of_work_are_the_callers() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await TenantThreads().run(divmod, 1, 0)
