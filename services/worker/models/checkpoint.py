@@ -281,6 +281,12 @@ def finite(source: Source, name: str, found: Tensor, largest: float = 1.0) -> Te
     return found
 
 
+def powers(exponents: Tensor) -> Tensor:
+    """Return 2^(exponents - 127) in float32 of a tensor of bytes; NaN for 255."""
+    found = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    return found.masked_fill_(exponents == 255, torch.nan)
+
+
 def as_piece(found: Tensor, dtype: torch.dtype) -> Tensor:
     """Return it contiguous and in `dtype`; a copy unless it is so already."""
     if found.dtype == dtype and found.is_contiguous():
