@@ -7,6 +7,7 @@ Format: https://github.com/huggingface/safetensors, "Format".
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -15,6 +16,7 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -266,6 +268,15 @@ def memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if size < PIECE_BYTES // 16:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+
+
+def trim_heap() -> None:
+    """Give the free memory of malloc back to the system, with glibc; elsewhere do nothing.
+
+    Unpacking leaves holes between matrices that are too small for mappings of their own: 20 % of an expert's.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def finite(source: Source, name: str, found: Tensor, largest: float = 1.0) -> Tensor:

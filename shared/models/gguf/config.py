@@ -30,7 +30,8 @@ _ONLY: dict[str, tuple[float, ...]] = {
     "embedding_scale": (0,), "expert_count": (0,), "expert_gating_func": (0, 1), "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1), "expert_shared_count": (0,), "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,), "interleave_moe_layer_step": (0, 1), "leading_dense_block_count": (0,),
-    "logit_scale": (0,), "moe_every_n_layers": (0, 1), "residual_scale": (0,), "router_logit_softcapping": (0,),
+    "logit_scale": (0,), "moe_every_n_layers": (0, 1), "residual_scale": (0,), "rope.scaling.alpha": (0,),
+    "rope.scaling.yarn_log_multiplier": (0,), "router_logit_softcapping": (0,),
 }  # fmt: skip
 """Key -> the values that can be computed. An expert_gating_func of 1 is the softmax."""
 _HEEDED = {

@@ -27,7 +27,7 @@ from shared.models.gguf.reader import BLOCK_TYPES
 from tests.engine.driver import assert_tokens, generated, make_engine
 from tests.engine.models.test_quantized_checkpoints import plain
 from tests.engine.test_tokens import all_logits, close
-from tests.support.checkpoints.gguf import write_model
+from tests.support.checkpoints.gguf import write_file, write_model
 from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.compiler import demand_compiler, needs_compiler
 
@@ -154,7 +154,7 @@ def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, name: str
     write_model(tmp_path / "plain", model, types, meant, **metadata)
     reference, prompt = Reference(meant), random_prompts(1, (40, 40), 3)[0]
     close(all_logits(make_engine(model, kernels="reference", block_size=16), prompt), reference.logits(prompt))
-    assert_tokens(reference, model, *KERNELS, count=2)
+    assert_tokens(reference, model, *KERNELS, count=2, new_tokens=64)
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_K", "Q6_K", "MXFP4"])
@@ -194,6 +194,24 @@ def test_experts_are_cut_out_of_their_stack_to_the_bit(
                 bias = torch.from_numpy(stored[f"blk.1.ffn_{part}_exps.bias"].data[expert].copy())
                 assert torch.equal(source.take(f"{stem}.bias", (outputs,), torch.float32), bias), stem
     assert f"model.layers.1.mlp.experts.{len(meant)}.up_proj.weight" not in source
+
+
+@pytest.mark.parametrize(("name", "layers", "divisor"), [("gemma2", 46, 16), ("gemma2", 26, 32), ("gemma3", 62, 16)])
+def test_scores_of_gemmas_27b_models_are_divided_by_another_root(
+    tmp_path: Path, name: str, layers: int, divisor: int
+) -> None:
+    numbers = {
+        "context_length": 64, "embedding_length": 128, "block_count": layers, "feed_forward_length": 64,
+        "attention.head_count": 8, "attention.key_length": 32, "attention.value_length": 32,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }  # fmt: skip
+    metadata = {"general.architecture": name, "tokenizer.ggml.tokens": ["a"]}
+    metadata |= {f"{name}.{key}": value for key, value in numbers.items()}
+    write_file(tmp_path / "x.gguf", metadata, {"token_embd.weight": ("F32", (1, 128), bytes(512))})
+    config = load_config(tmp_path / "x.gguf")
+    assert config.scale == divisor**-0.5
+    assert config.windows[:2] == ((4096, 0) if name == "gemma2" else (0, 0))
+    assert (config.score_softcap, config.logit_softcap) == ((50.0, 30.0) if name == "gemma2" else (0.0, 0.0))
 
 
 def formats(model: Path, **settings: Any) -> list[str]:
