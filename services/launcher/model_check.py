@@ -41,10 +41,12 @@ HEAD_STEP = 16
 """The cpu kernels pad heads to a multiple (kernels/cpu/src/kv.h)."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-EXPERTS = ".experts."  # in the names of experts' matrices, other than a shared one's
+EXPERTS = (".experts.", "_exps.")  # in the names of experts' matrices, other than a shared one's
 ROUNDED_BITS = {"int8": 8, "int4": 5}  # a weight, with its scale
 _GGUF_TABLES = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
-UNROUNDED = ("embed", "wte", "wpe", "lm_head", "gate.weight", "router.weight", "bias")
+UNROUNDED = (
+    "embed", "wte", "wpe", "lm_head", ".gate.weight", "expert_gate.weight", "router.weight", "ffn_gate_inp", "bias",
+)  # fmt: skip
 """Parts of names of tables, heads, routers of experts and biases, which --quantize leaves alone."""
 WORDS = (".weight_packed", ".qweight", "_blocks")  # ends of names in quantized checkpoints
 SCALES = (".weight_scale", ".scales", "_scales")
@@ -79,7 +81,7 @@ class ModelFacts:
         for name, shape in self.tensors.items():
             count, is_matrix = math.prod(shape), len(shape) > 1 and not any(part in name for part in UNROUNDED)
             kept = self.stored is not None and _keeps(self.stored, worker)
-            kept = kept and not (unpacks_experts and EXPERTS in name)
+            kept = kept and not (unpacks_experts and any(part in name for part in EXPERTS))
             if name in self.packed_bits:
                 is_packed = kept and _packs_gguf(name, self.packed_bits[name], bits, worker)
                 total += count * (self.packed_bits[name] if is_packed else bits)

@@ -50,13 +50,15 @@ def assert_tokens(
     *kernels: str,
     count: int = 3,
     lengths: tuple[int, int] = (4, 40),
+    new_tokens: int = 24,
     **settings: Any,
 ) -> None:
-    """Demand of each of these kernels, on `model`, the 24 tokens that transformers gives on the reference's weights."""
-    cases = reference.cases(count, lengths, 24, seed=3)
+    """Demand of each of these kernels, on `model`, the tokens that transformers gives on the reference's weights."""
+    cases = reference.cases(count, lengths, new_tokens, seed=3)
     for name in kernels:
         engine = make_engine(model, kernels=name, block_size=16, **settings)
-        assert generated(engine, [case.prompt for case in cases], 24) == [case.tokens for case in cases], name
+        found = generated(engine, [case.prompt for case in cases], new_tokens)
+        assert found == [case.tokens for case in cases], name
 
 
 class Driver:

@@ -124,8 +124,13 @@ def _of_gguf(file: GgufFile) -> DecoderConfig:
         rope = replace(rope, divisors=tuple(rope_factors(file, rope.rotary)))
     # The file has Gemma's norms as they are multiplied, and each matrix as [outputs, inputs].
     family = replace(config.family, norm_offset=0.0, transposed=False, interleaved=False)
+    mixture = config.mixture
+    if mixture is not None and mixture.names.stacked:  # GgufWeights cuts the stacks into the experts' matrices
+        names = replace(mixture.names, gate_up_proj=("gate_proj", "up_proj"), stacked=False)
+        mixture = replace(mixture, names=names)
+        family = replace(family, names=replace(family.names, experts=names), biases=frozenset({"router", "mlp"}))
     biases = family.biases | biases_of(file)  # no key says which there are
-    return replace(config, family=family, rope=rope, biases=biases, stored=stored_of_gguf(file))
+    return replace(config, family=family, rope=rope, biases=biases, stored=stored_of_gguf(file), mixture=mixture)
 
 
 def parse_config(raw: dict[str, Any], where: str) -> DecoderConfig:

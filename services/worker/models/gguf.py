@@ -1,9 +1,9 @@
 """The weights of a GGUF file as a Source: tensors under Hugging Face's names, rows in Hugging Face's order.
 
 llama.cpp stores the rows of q and k of `llama` files so that the two numbers that turn together lie side by side;
-they are read in the order of `kernels.ops`, the halves of a head one after the other. Packed types become `Groups`
-with ggml's formulas and rounding. Sources, in https://github.com/ggml-org/llama.cpp: ggml-quants.h and
-convert_hf_to_gguf.py (`LlamaModel.permute`).
+they are read in the order of `kernels.ops`, the halves of a head one after the other. The experts of a layer lie in one
+tensor; each matrix is read under a name of its own. Packed types become `Groups` with ggml's formulas and rounding.
+Sources, in https://github.com/ggml-org/llama.cpp: ggml-quants.h and convert_hf_to_gguf.py (`LlamaModel.permute`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,26 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels.ops import Groups
-from services.worker.models.checkpoint import DTYPES, FLOATS, Progress, Source, finite, memory, read_into, sample
+from kernels.ops import FLOAT4, Groups
+from services.worker.models.checkpoint import (
+    DTYPES,
+    FLOATS,
+    Progress,
+    Source,
+    finite,
+    memory,
+    powers,
+    read_into,
+    sample,
+)
 from services.worker.models.config import DecoderConfig
+from services.worker.models.registry import ExpertNames
 from shared.errors import ModelError
 from shared.models.gguf.config import bias_kind
 from shared.models.gguf.reader import Tensor as Place
@@ -27,6 +39,9 @@ from shared.models.gguf.reader import open_gguf
 _COMPUTED = ("rope_freqs.weight",)
 _OF_IMAGES = ("v.", "mm.")
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_ANY = "*"
+"""In place of the number of an expert: the tensor of all of a layer."""
 
 
 class GgufWeights(Source):
@@ -50,6 +65,10 @@ class GgufWeights(Source):
                 raise ModelError(
                     f"{model}: tensor {place.name} is not supported for {config.architecture}; choose another model"
                 )
+            if _ANY in name:
+                _check_stack(model, place, config)
+            elif place.name.endswith("ffn_gate_inp_shexp.weight") and len(place.shape) == 1:
+                place = replace(place, shape=(1, *place.shape))  # of one output
             self._places[name] = place
             if is_turned and ".attn_q." in place.name:
                 self._heads[name] = config.heads
@@ -57,20 +76,18 @@ class GgufWeights(Source):
                 self._heads[name] = config.kv_heads
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return self._find(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._places[name].shape
+        return self._place(name).shape
 
     def dtype(self, name: str) -> str:
         """Return the type of a tensor that is there: one of FLOATS or of UNPACK."""
-        return self._places[name].type.name
+        return self._place(name).type.name
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
         """Raise ModelError as any Source; where floats are wanted, packed types are as good."""
-        place = self._places.get(name)
-        if place is None:
-            raise ModelError(f"{self.model}: tensor {name} is missing; choose another file of the model")
+        place = self._place(name)
         if place.shape != shape:
             raise ModelError(
                 f"{self.model}: tensor {place.name} has shape {list(place.shape)}, its metadata says {list(shape)}; "
@@ -89,10 +106,11 @@ class GgufWeights(Source):
 
     def read_groups(self, name: str, first: int, rows: int) -> Groups:
         """Return rows of a packed tensor, [rows, inputs]. Raise ModelError for scales that are not finite."""
-        kind = self._places[name].type
+        kind = self._place(name).type
         raw = self._rows(name, first, rows, torch.uint8)
         groups = UNPACK[kind.name](raw.view(rows, -1, kind.size_bytes))
-        finite(self, name, groups.scales if groups.mins is None else groups.scales + groups.mins)
+        scales = groups.scales if groups.mins is None else groups.scales + groups.mins
+        finite(self, name, scales, max(FLOAT4) if groups.floats else 1.0)
         return groups
 
     def fingerprint(self) -> str:
@@ -104,18 +122,37 @@ class GgufWeights(Source):
         return digest.hexdigest()[:16]
 
     def unread(self) -> list[str]:
-        return sorted(self._places.keys() - self._read - {*_COMPUTED})
+        return sorted(
+            name for name, place in self._places.items() if place.name not in self._read and name not in _COMPUTED
+        )
+
+    def _place(self, name: str) -> Place:
+        place = self._find(name)
+        if place is None:
+            raise ModelError(f"{self.model}: tensor {name} is missing; choose another file of the model")
+        return place
+
+    def _find(self, name: str) -> Place | None:
+        """Return where a tensor lies, an expert's in that of all experts of its layer; None where there is none."""
+        match = _EXPERT.search(name)
+        if match is None:
+            return self._places.get(name)
+        stack, index = self._places.get(f"{name[: match.start()]}{_ANY}{name[match.end() :]}"), int(match[0])
+        if stack is None or index >= stack.shape[0]:
+            return None
+        size = stack.size_bytes // stack.shape[0]
+        return replace(stack, shape=stack.shape[1:], start=stack.start + index * size)
 
     def _rows(self, name: str, first: int, rows: int, dtype: torch.dtype) -> Tensor:
         """Return rows of a tensor in Hugging Face's order, [rows, bytes of a row as `dtype`]."""
-        place = self._places[name]
+        place = self._place(name)
         row_bytes = place.size_bytes // place.shape[0]
         heads = self._heads.get(name, 0)
         size = place.shape[0] // heads if heads else 1  # read by whole heads
         start, stop = first // size * size, -(-(first + rows) // size) * size
         found = memory((stop - start, row_bytes // dtype.itemsize), dtype)
         read_into(found, self.model, name, place.start + start * row_bytes, self._report)
-        self._read.add(name)
+        self._read.add(place.name)
         if not heads:
             return found
         at = torch.arange(first, first + rows)
@@ -128,10 +165,20 @@ class GgufWeights(Source):
             self._progress(min(self._bytes_read, self.bytes_total), self.bytes_total)
 
 
+def _check_stack(model: Path, place: Place, config: DecoderConfig) -> None:
+    """Raise ModelError for a tensor that does not hold a matrix, or a bias, of each expert."""
+    experts = config.mixture.experts if config.mixture is not None else 0
+    if place.shape[0] != experts or len(place.shape) != (2 if place.name.endswith(".bias") else 3):
+        raise ModelError(
+            f"{model}: tensor {place.name} has shape {list(place.shape)}, its metadata says {experts} experts; convert "
+            "the model again"
+        )
+
+
 def _hugging_face_name(name: str, config: DecoderConfig) -> str | None:
     """Return the name that `Names` has for a tensor, None for one that would change the numbers and is not read.
 
-    Those that are not of the text keep their own.
+    Those that are not of the text keep their own. That of all experts of a layer has _ANY for an expert's number.
     """
     if name in _COMPUTED or name.startswith(_OF_IMAGES):
         return name
@@ -141,7 +188,7 @@ def _hugging_face_name(name: str, config: DecoderConfig) -> str | None:
         return None
     if match := _LAYER.fullmatch(name):
         qkv = names.qkv_proj if len(names.qkv_proj) == 3 else (None, None, None)
-        part = {
+        parts = {
             "attn_norm": names.input_norm,
             "attn_q": qkv[0],
             "attn_k": qkv[1],
@@ -152,12 +199,16 @@ def _hugging_face_name(name: str, config: DecoderConfig) -> str | None:
             "attn_output": names.o_proj,
             "post_attention_norm": names.attention_norm,
             "ffn_norm": names.mlp_norm,
-            "ffn_gate": gate[0] if gate else None,
-            "ffn_up": up,
-            "ffn_down": names.down_proj,
             "post_ffw_norm": names.down_norm,
-        }.get(match[2])
-        return None if part is None else f"{names.prefix}{names.layers}.{match[1]}.{part}.{match[3]}"
+        }
+        if names.experts is None:
+            parts |= {"ffn_gate": gate[0] if gate else None, "ffn_up": up, "ffn_down": names.down_proj}
+        else:
+            parts |= _expert_parts(names.experts)
+        if names.sinks is not None:  # gpt-oss's norm before the experts has the name of another one
+            parts |= {"attn_sinks": names.sinks, "post_attention_norm": names.mlp_norm, "ffn_norm": None}
+        part, end = parts.get(match[2]), "" if match[2] == "attn_sinks" else f".{match[3]}"
+        return None if part is None else f"{names.prefix}{names.layers}.{match[1]}.{part}{end}"
     stem, _, kind = name.rpartition(".")
     whole = {
         "token_embd": f"{names.prefix}{names.embed_tokens}",
@@ -165,6 +216,16 @@ def _hugging_face_name(name: str, config: DecoderConfig) -> str | None:
         "output": names.lm_head,
     }.get(stem)
     return None if whole is None or kind not in ("weight", "bias") else f"{whole}.{kind}"
+
+
+def _expert_parts(names: ExpertNames) -> dict[str, str | None]:
+    """Return the file's names in a layer with a mixture of experts, and those that `names` has for them."""
+    (gate, up), down = names.gate_up_proj, names.down_proj
+    found = {"ffn_gate_inp": names.router, "ffn_gate_inp_shexp": names.shared_gate}
+    for ending, mlp in (("exps", f"{names.experts}.{_ANY}"), ("shexp", names.shared)):
+        for name, part in (("ffn_gate", gate), ("ffn_up", up), ("ffn_down", down)):
+            found[f"{name}_{ending}"] = mlp and f"{mlp}.{part}"
+    return found
 
 
 def _half(raw: Tensor, at: int) -> Tensor:
@@ -216,6 +277,12 @@ def _q5_1(raw: Tensor) -> Groups:
     return _groups(8, 32, numbers, _half(raw, 0), -_half(raw, 2))
 
 
+def _mxfp4(raw: Tensor) -> Groups:
+    """Unpack an exponent, 16 bytes: 2^(e - 127) * FLOAT4[q]. An exponent of 255 is no number."""
+    scales = powers(raw[:, :, :1])
+    return Groups(4, 32, _nibbles(raw[:, :, 1:]).flatten(1).contiguous(), scales.flatten(1).contiguous(), floats=True)
+
+
 def _q8_0(raw: Tensor) -> Groups:
     """Unpack d, 32 signed bytes: d * q."""
     return _groups(8, 32, raw[:, :, 2:] ^ 128, _half(raw, 0))
@@ -252,6 +319,7 @@ def _q6_k(raw: Tensor) -> Groups:
 UNPACK: dict[str, Callable[[Tensor], Groups]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "MXFP4": _mxfp4,
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels import ops as kernel_ops
 from kernels.ops import AnyOps, Cache, Norm, Prepared
 from services.worker.models.adapters import LinearAdapters
+from services.worker.models.checkpoint import trim_heap
 from services.worker.models.config import Mixture
 from services.worker.models.rope import rotary_table
 from services.worker.models.weights import Rows, WeightLoader
@@ -189,6 +190,7 @@ class MixtureOfExperts:
             for expert in range(mixture.experts)
         ]
         self.experts = ops.pack_experts([gate_up for gate_up, _ in pairs], [down for _, down in pairs])
+        trim_heap()
         self.shared: Mlp | None = None
         self.shared_gate: Any = None
         if names.shared is not None and names.shared_gate is not None:

@@ -55,7 +55,9 @@ def read_stored(config: Mapping[str, Any], where: str) -> Stored | None:
     return _READERS[method](Fields(given, f"{where}: quantization_config", remedy=REMEDY))
 
 
-HELD_BITS = {"Q4_0": 5, "Q4_1": 6, "Q4_K": 6, "Q5_0": 9, "Q5_1": 10, "Q5_K": 10, "Q6_K": 10, "Q8_0": 9}
+HELD_BITS = {
+    "Q4_0": 5, "Q4_1": 6, "Q4_K": 6, "MXFP4": 5, "Q5_0": 9, "Q5_1": 10, "Q5_K": 10, "Q6_K": 10, "Q8_0": 9,
+}  # fmt: skip
 """Packed types of GGUF -> bits of a weight as it is held, with its float32 scale and minimum."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import FLOAT4, Groups
-from services.worker.models.checkpoint import Source, as_piece, finite
+from services.worker.models.checkpoint import Source, as_piece, finite, powers
 from services.worker.quantization.base import Matrix
 from services.worker.quantization.stored import StoredMethod, row_steps
 from shared.errors import ModelError
@@ -55,9 +55,3 @@ class Mxfp4(StoredMethod):
                 else:
                     whole = Groups(4, GROUP, numbers, scales, floats=True).plain()
                     yield as_piece(whole[:, columns.start : columns.stop], dtype)
-
-
-def powers(exponents: Tensor) -> Tensor:
-    """Return 2^(exponents - 127) in float32 of a tensor of bytes; NaN for 255."""
-    found = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
-    return found.masked_fill_(exponents == 255, torch.nan)

@@ -15,22 +15,44 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
 """general.architecture -> the name in config.json."""
-_UNSUPPORTED = (
-    "attention.clamp_kqv", "attention.max_alibi_bias", "attention.output_scale", "attention.scale",
-    "attention.temperature_scale", "attn_logit_softcapping", "embedding_scale", "expert_count",
-    "final_logit_softcapping", "logit_scale", "residual_scale",
-)  # fmt: skip
+_ONLY: dict[str, tuple[float, ...]] = {
+    "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.output_scale": (0,),
+    "attention.scale": (0,), "attention.temperature_scale": (0,), "attn_logit_softcapping": (0,),
+    "embedding_scale": (0,), "expert_count": (0,), "expert_gating_func": (0, 1), "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1), "expert_shared_count": (0,), "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,), "interleave_moe_layer_step": (0, 1), "leading_dense_block_count": (0,),
+    "logit_scale": (0,), "moe_every_n_layers": (0, 1), "residual_scale": (0,), "rope.scaling.alpha": (0,),
+    "rope.scaling.yarn_log_multiplier": (0,), "router_logit_softcapping": (0,),
+}  # fmt: skip
+"""Key -> the values that can be computed. An expert_gating_func of 1 is the softmax."""
+_HEEDED = {
+    "llama": ("expert_count",),
+    "qwen2moe": ("expert_count", "expert_shared_count"),
+    "qwen3moe": ("expert_count",),
+    "gpt-oss": ("expert_count",),
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
+}
+"""Architecture -> the keys of _ONLY that are read for it."""
+_NORMALIZES = {"llama": True, "qwen2moe": False, "qwen3moe": True, "gpt-oss": True}
+"""Architectures with experts -> whether the weights of a row add up to 1 where the file does not say."""
+_WINDOWS = {"llama": 0, "phi3": 0, "gpt-oss": 128, "gemma2": 4096, "gemma3": 0}
+"""Architectures with windows -> the window where the file names none; 0: there is none."""
 _BIASES = {
     "attn_q": "qkv_proj", "attn_k": "qkv_proj", "attn_v": "qkv_proj", "attn_qkv": "qkv_proj", "attn_output": "o_proj",
-    "ffn_gate": "mlp", "ffn_up": "mlp", "ffn_down": "mlp", "output": "lm_head",
+    "ffn_gate": "mlp", "ffn_up": "mlp", "ffn_down": "mlp", "ffn_gate_inp": "router", "ffn_gate_exps": "mlp",
+    "ffn_up_exps": "mlp", "ffn_down_exps": "mlp", "output": "lm_head",
 }  # fmt: skip
-_GEMMA_27B_LAYERS = 62
-"""Gemma 3 27B alone divides its scores by the root of hidden_size / heads; the file does not say so."""
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+"""The 27B models alone divide their scores by the root of hidden_size / heads; the file does not say so."""
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -41,8 +63,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: general.architecture {name[:60]!r} is not supported, {', '.join(ARCHITECTURES)} are; choose "
             "another model, or one with safetensors"
         )
-    for key in _UNSUPPORTED:
-        if f"{name}.{key}" in file and file.number(f"{name}.{key}"):
+    for key, values in _ONLY.items():
+        if key not in _HEEDED.get(name, ()) and file.number(f"{name}.{key}", 0) not in values:
             raise ModelError(
                 f"{file.path}: {name}.{key} {file.number(f'{name}.{key}'):g} is not supported; choose another model"
             )
@@ -76,22 +98,20 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "torch_dtype": _dtype(file),
         "eos_token_id": end_ids(file),
         **_rope(file, name, head_dim),
+        **_windows(file, name),
     }
-    window = file.integer(f"{name}.attention.sliding_window", 0)
-    if name == "llama" and window:
+    if name == "llama" and config["sliding_window"]:
         config["architectures"] = ["MistralForCausalLM"]
-    if name in ("llama", "phi3", "gemma3"):
-        config["sliding_window"] = window or None
-    if name == "gemma3":
-        pattern = f"{name}.attention.sliding_window_pattern"
-        config |= {
-            "query_pre_attn_scalar": hidden // heads if layers == _GEMMA_27B_LAYERS else head_dim,
-            "rope_local_base_freq": file.number(f"{name}.rope.freq_base_swa", 10000.0),
-            **({} if pattern not in file or file.count(pattern) else {"sliding_window_pattern": file.integer(pattern)}),
-        }
-        if file.count(pattern):
-            slides = file.flags(pattern)
-            config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+    if mixture := _mixture(file, name):
+        config |= mixture
+        if name == "llama":
+            config["architectures"] = ["MixtralForCausalLM"]
+    if name in _GEMMA_27B_LAYERS:
+        config["query_pre_attn_scalar"] = hidden // heads if layers == _GEMMA_27B_LAYERS[name] else head_dim
+    if name == "gemma2":
+        for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if f"{name}.{cap}" in file:
+                config[cap] = file.number(f"{name}.{cap}")
     return config
 
 
@@ -115,10 +135,51 @@ def rope_factors(file: GgufFile, rotary: int) -> list[float]:
     return factors
 
 
+def _windows(file: GgufFile, name: str) -> dict[str, Any]:
+    """Return sliding_window, and which layers have it where the file says so; empty for an architecture without."""
+    if name not in _WINDOWS:
+        return {}
+    found: dict[str, Any] = {"sliding_window": file.integer(f"{name}.attention.sliding_window", _WINDOWS[name]) or None}
+    pattern = f"{name}.attention.sliding_window_pattern"
+    if pattern not in file or name not in ("gemma2", "gemma3", "gpt-oss"):
+        return found
+    if not file.count(pattern):
+        return {**found, "sliding_window_pattern": file.integer(pattern)}
+    return {**found, "layer_types": [f"{'sliding' if one else 'full'}_attention" for one in file.flags(pattern)]}
+
+
+def _mixture(file: GgufFile, name: str) -> dict[str, Any]:
+    """Return the fields of a mixture of experts in every layer; empty where the file has none."""
+    if name not in _NORMALIZES or (name == "llama" and not file.integer(f"{name}.expert_count", 0)):
+        return {}
+    experts = file.integer(f"{name}.expert_count", least=1)
+    top_k = file.integer(f"{name}.expert_used_count", least=1, most=experts)
+    normalizes = file.flag(f"{name}.expert_weights_norm", _NORMALIZES[name])
+    if not normalizes and name in ("llama", "gpt-oss"):
+        raise ModelError(f"{file.path}: {name}.expert_weights_norm false is not supported; choose another model")
+    inner = file.integer(f"{name}.feed_forward_length")
+    each = inner // top_k if name.startswith("qwen") else inner  # where the file does not say
+    each = file.integer(f"{name}.expert_feed_forward_length", each)
+    found = {
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "norm_topk_prob": normalizes,
+        "intermediate_size": each,
+        "moe_intermediate_size": each,
+    }
+    if name == "qwen2moe":
+        found["shared_expert_intermediate_size"] = file.integer(f"{name}.expert_shared_feed_forward_length", inner)
+    return found
+
+
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
     """Return rope_theta, partial_rotary_factor and rope_scaling."""
     base = f"{name}.rope"
     found: dict[str, Any] = {"rope_theta": file.number(f"{base}.freq_base", 1e6 if name == "gemma3" else 1e4)}
+    if name == "gemma3":
+        found["rope_local_base_freq"] = file.number(f"{base}.freq_base_swa", 10000.0)
+    elif (local := file.number(f"{base}.freq_base_swa", found["rope_theta"])) != found["rope_theta"]:
+        raise ModelError(f"{file.path}: {base}.freq_base_swa {local:g} is not supported; choose another model")
     if (rotary := file.integer(f"{base}.dimension_count", head_dim)) != head_dim:
         found["partial_rotary_factor"] = rotary / head_dim
     if any(key.startswith("rope_factors_") for key in file.tensors):
@@ -128,7 +189,7 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
         )
     kind = file.text(f"{base}.scaling.type", "linear" if f"{base}.scale_linear" in file else "none")
     if kind == "none":
-        return found
+        return {**found, "rope_scaling": {"rope_type": "default"}}
     factor = file.number(f"{base}.scaling.factor", file.number(f"{base}.scale_linear", 1.0))
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if f"{base}.scaling.original_context_length" in file:
@@ -139,6 +200,8 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, Any]:
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if file.number(f"{base}.scaling.{key}", 1.0) != 1.0:
             raise ModelError(f"{file.path}: {base}.scaling.{key} other than 1 is not supported; choose another model")
+    if name == "gpt-oss":
+        scaling["truncate"] = False  # as its config.json has it; no key says so
     return {**found, "rope_scaling": scaling}
 
 

@@ -24,8 +24,8 @@ BLANK = "\u2581"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 _END_TEXTS = frozenset(
     {
-        "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>",
-        "<｜end▁of▁sentence｜>",
+        "<end_of_turn>", "<|call|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<|eom_id|>", "<|eot_id|>",
+        "<|im_end|>", "<|return|>", "<｜end▁of▁sentence｜>",
     }
 )  # fmt: skip
 """Control tokens that end a text though the file names but one of them: its generation_config.json is lost."""
@@ -133,7 +133,9 @@ def end_ids(file: GgufFile) -> list[int]:
     vocabulary = _Vocabulary(file)
     named = [_special(file, key, len(vocabulary.texts)) for key in ("eos", "eot", "eom")]
     typed = enumerate(zip(vocabulary.texts, vocabulary.types, strict=True))
-    known = [id_ for id_, (text, type_) in typed if type_ == CONTROL and text in _END_TEXTS]
+    # In gpt-oss's format <|end|> ends a message, and the text goes on with the next one.
+    ends = _END_TEXTS - {"<|end|>"} if file.text("general.architecture") == "gpt-oss" else _END_TEXTS
+    known = [id_ for id_, (text, type_) in typed if type_ == CONTROL and text in ends]
     return list(dict.fromkeys(id_ for id_ in (*named, *known) if id_ is not None))[:MOST_END_IDS]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, dequantize
+from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors.torch import load_file
 
 from kernels.cpu.library import load
@@ -27,14 +27,14 @@ from shared.models.gguf.reader import BLOCK_TYPES
 from tests.engine.driver import assert_tokens, generated, make_engine
 from tests.engine.models.test_quantized_checkpoints import plain
 from tests.engine.test_tokens import all_logits, close
-from tests.support.checkpoints.gguf import write_model
+from tests.support.checkpoints.gguf import write_file, write_model
 from tests.support.checkpoints.models import Reference, make_llama, random_prompts
 from tests.support.compiler import demand_compiler, needs_compiler
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
 HELD = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-mins", "Q5_0": "int8-32", "Q5_1": "int8-32-mins", "Q8_0": "int8-32",
-    "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16",
+    "Q4_K": "int4-32-mins", "Q5_K": "int8-32-mins", "Q6_K": "int8-16", "MXFP4": "float4-32",
 }  # fmt: skip
 KERNELS = ["reference"] if shutil.which("g++") is None else ["reference", "cpu"]
 
@@ -47,7 +47,18 @@ def origin(models: Callable[..., Reference]) -> Path:
 
 def q4_k_m(name: str) -> str:
     """The types of a file of the kind Q4_K_M."""
-    return "Q6_K" if name in ("blk.0.attn_v.weight", "blk.0.ffn_down.weight", "output.weight") else "Q4_K"
+    sixth = ("blk.0.attn_v.weight", "blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight", "output.weight")
+    return "Q6_K" if name in sixth else "Q4_K"
+
+
+def mxfp4(name: str) -> str:
+    """The types of a file of the kind MXFP4_MOE."""
+    return "MXFP4" if name.endswith("exps.weight") else "Q8_0"
+
+
+def mixed(name: str) -> str:
+    """Types of which an expert's gate and up have two."""
+    return "Q5_1" if "ffn_up" in name else q4_k_m(name)
 
 
 @pytest.mark.parametrize("kind", UNPACK)
@@ -55,6 +66,8 @@ def test_blocks_are_the_numbers_that_gguf_reads(kind: str) -> None:
     type_ = next(one for one in BLOCK_TYPES.values() if one.name == kind)
     rng = np.random.default_rng(3)
     raw = rng.integers(0, 256, (64, 5 * type_.size_bytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        raw.reshape(64, 5, -1)[:, :, 0] %= 255  # 255 is no number, which ggml does not know
     meant = dequantize(raw, GGMLQuantizationType[kind])
     found = UNPACK[kind](torch.from_numpy(raw).view(64, 5, type_.size_bytes))
     assert found.weight_format == HELD[kind]
@@ -87,6 +100,9 @@ def test_weights_are_read_to_the_bit_and_give_their_tokens(origin: Path, tmp_pat
     assert_tokens(Reference(meant), model, *KERNELS)
 
 
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False, "rope_theta": 1e4,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
     "llama-biases-of-mlp": {"mlp_bias": True, "tie_word_embeddings": True},
@@ -101,17 +117,101 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 32,  # as llama.cpp has it
     },
     "phi3": {"kind": "phi3", "sliding_window": 15},
+    "gemma2": {
+        "kind": "gemma2",
+        "sliding_window": 11,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 12.0,
+        "query_pre_attn_scalar": 32,
+    },
+    "mixtral": {"kind": "mixtral", "sliding_window": None},
+    "mixtral-window": {"kind": "mixtral", "sliding_window": 13, "types": mixed},
+    "qwen2moe": {"kind": "qwen2_moe", "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512},
+    "qwen3moe": {"kind": "qwen3_moe", "moe_intermediate_size": 256, "norm_topk_prob": True},
+    "qwen3moe-12-experts": {
+        "kind": "qwen3_moe",
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "num_local_experts": 12,
+        "types": mxfp4,
+    },
+    "gpt-oss": {"kind": "gpt_oss", "sliding_window": 11, "types": mxfp4, "rope_parameters": YARN},
+    "gpt-oss-plain-positions": {
+        "kind": "gpt_oss",
+        "attention_bias": False,
+        "types": lambda name: "Q8_0",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    },
 }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_gives_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
-    make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, **SIZES, **FAMILIES[name])
+    fields = {**SIZES, **FAMILIES[name]}
+    types, metadata = fields.pop("types", q4_k_m), fields.pop("metadata", {})
+    make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, **fields)
     model, meant = tmp_path / "x.gguf", tmp_path / "meant"
-    write_model(tmp_path / "plain", model, q4_k_m, meant)
+    write_model(tmp_path / "plain", model, types, meant, **metadata)
     reference, prompt = Reference(meant), random_prompts(1, (40, 40), 3)[0]
     close(all_logits(make_engine(model, kernels="reference", block_size=16), prompt), reference.logits(prompt))
-    assert_tokens(reference, model, *KERNELS, count=2)
+    assert_tokens(reference, model, *KERNELS, count=2, new_tokens=64)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_K", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ({"kind": "qwen3_moe", "num_local_experts": 12, "moe_intermediate_size": 512}, "qwen3moe"),
+        ({"kind": "gpt_oss"}, "gpt-oss"),
+    ],
+)
+def test_experts_are_cut_out_of_their_stack_to_the_bit(
+    tmp_path: Path, family: dict[str, Any], name: str, kind: str
+) -> None:
+    make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, **SIZES, **family)
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: kind)
+    config = load_config(tmp_path / "x.gguf")
+    source, method = GgufWeights(config, tmp_path / "x.gguf"), method_of("none", config.stored)
+    stored = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "x.gguf").tensors}
+    for part in ("gate", "up", "down"):
+        stack = stored[f"blk.1.ffn_{part}_exps.weight"]
+        meant = torch.from_numpy(dequantize(stack.data, stack.tensor_type).astype(np.float32))
+        outputs, inputs = (256, 512) if part == "down" else (512, 256)
+        assert meant.shape == (12 if name == "qwen3moe" else 6, outputs, inputs)
+        for expert in (0, 3, len(meant) - 1):
+            stem = f"model.layers.1.mlp.experts.{expert}.{part}_proj"
+            for rows, columns in (
+                (range(outputs), range(inputs)),
+                (range(35, 60), range(64, 200)),
+                (range(8), range(5, 77)),
+            ):
+                pieces = list(method.read(source, Matrix(stem, outputs, inputs, rows, columns), torch.float32))
+                if kind in HELD and not columns.start % 32:
+                    assert {piece.weight_format for piece in pieces if isinstance(piece, Groups)} == {HELD[kind]}
+                found = meant[expert, rows.start : rows.stop, columns.start : columns.stop]
+                assert torch.equal(plain(pieces), found), stem
+            if name == "gpt-oss":
+                bias = torch.from_numpy(stored[f"blk.1.ffn_{part}_exps.bias"].data[expert].copy())
+                assert torch.equal(source.take(f"{stem}.bias", (outputs,), torch.float32), bias), stem
+    assert f"model.layers.1.mlp.experts.{len(meant)}.up_proj.weight" not in source
+
+
+@pytest.mark.parametrize(("name", "layers", "divisor"), [("gemma2", 46, 16), ("gemma2", 26, 32), ("gemma3", 62, 16)])
+def test_scores_of_gemmas_27b_models_are_divided_by_another_root(
+    tmp_path: Path, name: str, layers: int, divisor: int
+) -> None:
+    numbers = {
+        "context_length": 64, "embedding_length": 128, "block_count": layers, "feed_forward_length": 64,
+        "attention.head_count": 8, "attention.key_length": 32, "attention.value_length": 32,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }  # fmt: skip
+    metadata = {"general.architecture": name, "tokenizer.ggml.tokens": ["a"]}
+    metadata |= {f"{name}.{key}": value for key, value in numbers.items()}
+    write_file(tmp_path / "x.gguf", metadata, {"token_embd.weight": ("F32", (1, 128), bytes(512))})
+    config = load_config(tmp_path / "x.gguf")
+    assert config.scale == divisor**-0.5
+    assert config.windows[:2] == ((4096, 0) if name == "gemma2" else (0, 0))
+    assert (config.score_softcap, config.logit_softcap) == ((50.0, 30.0) if name == "gemma2" else (0.0, 0.0))
 
 
 def formats(model: Path, **settings: Any) -> list[str]:
@@ -199,7 +299,10 @@ def test_plain_file_may_be_rounded_and_a_packed_one_may_not(origin: Path, tmp_pa
     ("changes", "said"),
     [
         ({"general__architecture": "falcon"}, "general.architecture 'falcon' is not supported, llama, "),
-        ({"llama__expert_count": 8}, "llama.expert_count 8 is not supported"),
+        (
+            {"llama__expert_count": 8, "llama__expert_used_count": 2},
+            "tensor blk.0.ffn_down.weight is not supported for MixtralForCausalLM",
+        ),
         ({"llama__attention__scale": 0.5}, "llama.attention.scale 0.5 is not supported"),
         ({"llama__attention__causal": False}, "llama.attention.causal false is not supported"),
         (
@@ -222,6 +325,60 @@ def test_what_is_wrong_with_the_settings_is_named(
     origin: Path, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     write_model(origin, tmp_path / "x.gguf", lambda _: "Q4_0", **changes)
+    with pytest.raises(ModelError, match=said):
+        make_engine(tmp_path / "x.gguf")
+
+
+BIG = 1 << 31
+PLAIN_STACK = np.ones((6, 256), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "more", "said"),
+    [
+        ("qwen3_moe", {"qwen3moe__expert_count": None}, {}, "qwen3moe.expert_count is missing"),
+        ("qwen3_moe", {"qwen3moe__expert_count": 0}, {}, "qwen3moe.expert_count is 0, expected an integer from 1"),
+        ("qwen3_moe", {"qwen3moe__expert_count": 4}, {}, r"exps.weight has shape \[6, 256, 256\], .* says 4 experts"),
+        ("qwen3_moe", {"qwen3moe__expert_count": BIG}, {}, f"num_local_experts\\) is {BIG}, expected .* up to 1024"),
+        ("qwen3_moe", {"qwen3moe__expert_used_count": 7}, {}, "used_count is 7, expected an integer from 1 to 6"),
+        ("qwen3_moe", {"qwen3moe__expert_used_count": None}, {}, "qwen3moe.expert_used_count is missing"),
+        ("qwen3_moe", {"qwen3moe__expert_gating_func": 2}, {}, "qwen3moe.expert_gating_func 2 is not supported"),
+        ("qwen3_moe", {"qwen3moe__expert_weights_scale": 2.5}, {}, "expert_weights_scale 2.5 is not supported"),
+        ("qwen3_moe", {"qwen3moe__expert_group_count": 4}, {}, "qwen3moe.expert_group_count 4 is not supported"),
+        ("qwen3_moe", {"qwen3moe__expert_shared_count": 1}, {}, "qwen3moe.expert_shared_count 1 is not supported"),
+        (
+            "qwen3_moe",
+            {"qwen3moe__expert_feed_forward_length": 128},
+            {},
+            r"tensor blk.0.ffn_gate_exps.weight has shape \[256, 256\], its metadata says \[128, 256\]",
+        ),
+        ("qwen3_moe", {}, {"blk.1.ffn_up_exps.weight": None}, "layers.1.mlp.experts.0.up_proj.weight is missing"),
+        ("qwen3_moe", {}, {"blk.1.ffn_gate_inp.weight": None}, "layers.1.mlp.gate.weight is missing"),
+        (
+            "qwen3_moe",
+            {},
+            {"blk.1.ffn_up_exps.weight": PLAIN_STACK},
+            r"tensor blk.1.ffn_up_exps.weight has shape \[6, 256\], its metadata says 6 experts; convert",
+        ),
+        ("qwen3_moe", {}, {"blk.0.ffn_up.weight": PLAIN_STACK}, "blk.0.ffn_up.weight is not supported for Qwen3Moe"),
+        ("qwen3_moe", {}, {"blk.0.ffn_up_shexp.weight": PLAIN_STACK}, "blk.0.ffn_up_shexp.weight is not supported"),
+        ("mixtral", {"llama__expert_count": None}, {}, "exps.weight is not supported for LlamaForCausalLM"),
+        ("mixtral", {"llama__expert_weights_norm": False}, {}, "llama.expert_weights_norm false is not supported"),
+        ("gpt_oss", {}, {"blk.0.attn_sinks.weight": None}, "layers.0.self_attn.sinks is missing"),
+        ("gpt_oss", {}, {"blk.1.ffn_up_exps.bias": None}, "layers.1.mlp.experts.0.up_proj.bias is missing"),
+        ("gpt_oss", {}, {"blk.1.ffn_up_exps.bias": PLAIN_STACK[:4]}, r"shape \[4, 256\], its metadata says 6 experts"),
+        ("gpt_oss", {"gpt___oss__attention__sliding_window_pattern": 3}, {}, "sliding_window_pattern 3 is not supp"),
+        ("gpt_oss", {"gpt___oss__rope__freq_base_swa": 5.0}, {}, "gpt-oss.rope.freq_base_swa 5 is not supported"),
+        ("gemma2", {"gemma2__final_logit_softcapping": 0.0}, {}, "final_logit_softcapping is 0.0, expected a number"),
+        ("gemma2", {"gemma2__attention__scale": 0.5}, {}, "gemma2.attention.scale 0.5 is not supported"),
+    ],
+)
+def test_what_is_wrong_with_experts_and_caps_is_named(
+    tmp_path: Path, kind: str, changes: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    sizes = {**SIZES, "intermediate_size": 256, **({"moe_intermediate_size": 256} if kind == "qwen3_moe" else {})}
+    make_llama(tmp_path / "plain", seed=11, requests=1, output_tokens=1, kind=kind, **sizes)
+    write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda _: "Q4_0", more=more, **changes)
     with pytest.raises(ModelError, match=said):
         make_engine(tmp_path / "x.gguf")
 

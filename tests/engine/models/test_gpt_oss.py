@@ -16,11 +16,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kernels.ops import Groups
 from services.scheduler.workers.wire import limits_from_wire
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.checkpoint import Checkpoint, powers
 from services.worker.models.config import load_config
 from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix, Stack
-from services.worker.quantization.mxfp4 import powers
 from shared.errors import ConfigurationError, ModelError
 from tests.engine.driver import Driver, generated, make_engine
 from tests.engine.models.test_quantized_checkpoints import plain

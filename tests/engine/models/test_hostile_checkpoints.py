@@ -161,7 +161,7 @@ def test_tensor_that_attacks_is_refused_with_its_value(
     assert any(remedy in str(refused.value) for remedy in REMEDIES)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"])
 def test_scale_of_a_gguf_file_that_is_no_number_is_refused(tmp_path: Path, kind: str) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 8}
     make_llama(tmp_path / "plain", seed=3, requests=1, output_tokens=1, **(SIZES | sizes))
@@ -170,8 +170,9 @@ def test_scale_of_a_gguf_file_that_is_no_number_is_refused(tmp_path: Path, kind:
     config = load_config(path)
     place = open_gguf(path).tensors["blk.0.attn_output.weight"]
     raw = bytearray(path.read_bytes())
-    scale = {"Q4_0": 0, "Q8_0": 0, "Q4_K": 0, "Q6_K": 208}[kind]  # of the first block, ggml-common.h
-    raw[place.start + scale : place.start + scale + 2] = b"\x00\x7e"
+    scale = place.start + (208 if kind == "Q6_K" else 0)  # of the first block, ggml-common.h
+    bad = b"\xff" if kind == "MXFP4" else b"\x00\x7e"
+    raw[scale : scale + len(bad)] = bad
     path.write_bytes(raw)
     matrix = Matrix(NAME, 256, 256, range(256), range(256))
     said = r"o_proj\.weight holds nan, expected finite weights; fetch"

@@ -57,10 +57,13 @@ def test_a_family_cut_in_two_has_the_references_tokens(processes: Processes, fam
     run(processes, reference, 1, 2, "reference")
 
 
-def test_a_gguf_file_cut_in_two_has_the_references_tokens(processes: Processes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [{}, {"kind": "gpt_oss", "head_dim": 32}], ids=["llama", "gpt-oss"])
+def test_a_gguf_file_cut_in_two_has_the_references_tokens(
+    processes: Processes, tmp_path: Path, family: dict[str, Any]
+) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
-    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **sizes)
-    kinds = {"blk.0.attn_v.weight": "Q6_K", "blk.1.ffn_down.weight": "Q8_0"}
+    make_llama(tmp_path / "plain", seed=5, requests=1, output_tokens=1, **sizes, **family)
+    kinds = {"blk.0.attn_v.weight": "Q6_K", "blk.1.ffn_down.weight": "Q8_0", "blk.1.ffn_down_exps.weight": "MXFP4"}
     write_model(tmp_path / "plain", tmp_path / "x.gguf", lambda name: kinds.get(name, "Q4_K"), tmp_path / "meant")
     reference = Reference(tmp_path / "meant")
     cases = reference.cases(3, (4, 40), TOKENS, seed=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -26,12 +28,14 @@ from services.worker.models.checkpoint import Checkpoint, Dummy, open_weights
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder, check_matrices
 from services.worker.models.matrices import shapes
+from services.worker.models.stored import HELD_BITS
 from services.worker.quantization import METHODS
 from shared.errors import ConfigurationError, ModelError
 from shared.settings import WorkerSettings
 from tests.engine.driver import Driver, make_engine
 from tests.engine.models.test_model_families import FAMILIES
 from tests.engine.test_tokens import all_logits, close
+from tests.support.checkpoints.gguf import write_file
 from tests.support.checkpoints.models import Reference, make_llama
 from tests.support.compiler import demand_compiler
 
@@ -44,6 +48,8 @@ from services.worker.parallel.state import ParallelState
 from services.worker.models.config import load_config
 from services.worker.models.decoder import Decoder
 from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.gguf import GgufWeights
+from services.worker.quantization import method_of
 
 def kilobytes(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field + ":"))
@@ -54,7 +60,9 @@ torch.ones(8, 8) @ torch.ones(8, 8)
 open("/proc/self/clear_refs", "w").write("5")  # proc(5): the peak starts anew
 before = kilobytes("VmRSS")
 parallel = ParallelState(*map(int, sys.argv[4:]))
-decoder = Decoder(load_config(path), Checkpoint(path), backend, dtype, 64, parallel=parallel)
+config = load_config(path)
+source = GgufWeights(config, path) if path.suffix == ".gguf" else Checkpoint(path)
+decoder = Decoder(config, source, backend, dtype, 64, method_of("none", config.stored), parallel)
 print(kilobytes("VmHWM") - before)
 """
 LARGE: dict[str, tuple[Any, str, str]] = {
@@ -104,12 +112,49 @@ def test_peak_memory_while_loading_is_little_above_the_weights(
         tmp_path / "model.safetensors",
     )
     bytes_held = sum(value.numel() for value in parameters.values()) * getattr(torch, held).itemsize
-    bytes_held //= parallel[0] * parallel[1]
+    assert_peak(tmp_path, held, kernels, parallel, bytes_held // (parallel[0] * parallel[1]))
+
+
+def test_peak_memory_of_experts_in_one_tensor_is_little_above_them(tmp_path: Path) -> None:
+    """Unpacked, one tensor would take as much as all of them do packed."""
+    demand_compiler()
+    layers, experts, size = 6, 48, 512
+    tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+
+    def add(name: str, kind: str, *shape: int) -> None:
+        numbers, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        tensors[f"{name}.weight"] = kind, shape, bytes(math.prod(shape) // numbers * block_bytes)
+
+    for layer in (f"blk.{index}." for index in range(layers)):
+        for part in ("attn_norm", "ffn_norm"):
+            add(layer + part, "F32", size)
+        for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(layer + part, "Q4_K", size, size)
+        for part in ("attn_q_norm", "attn_k_norm"):
+            add(layer + part, "F32", size // 8)
+        add(f"{layer}ffn_gate_inp", "F32", experts, size)
+        for part in ("gate", "up", "down"):
+            add(f"{layer}ffn_{part}_exps", "Q4_K", experts, size, size)
+    add("token_embd", "Q4_K", 32, size)
+    add("output_norm", "F32", size)
+    sizes = {
+        "context_length": 64, "embedding_length": size, "block_count": layers, "feed_forward_length": size,
+        "attention.head_count": 8, "expert_count": experts, "expert_used_count": 2, "expert_feed_forward_length": size,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }  # fmt: skip
+    vocabulary = {"general.architecture": "qwen3moe", "tokenizer.ggml.tokens": ["a"]}
+    write_file(tmp_path / "x.gguf", {**vocabulary, **{f"qwen3moe.{key}": sizes[key] for key in sizes}}, tensors)
+    packed = sum(math.prod(shape) for kind, shape, _ in tensors.values() if kind == "Q4_K")
+    assert_peak(tmp_path / "x.gguf", "float32", "cpu", (1, 1, 0), packed * HELD_BITS["Q4_K"] // 8)
+
+
+def assert_peak(model: Path, held: str, kernels: str, parallel: tuple[int, int, int], bytes_held: int) -> None:
+    """Demand that a process which loads this model takes little more memory at its peak than the weights do."""
     assert bytes_held > 50 << 20
-    arguments = [str(tmp_path), held, kernels, *map(str, parallel)]
+    arguments = [str(model), held, kernels, *map(str, parallel)]
     ran = subprocess.run([sys.executable, "-c", LOADS_A_MODEL, *arguments], capture_output=True, text=True, check=True)
     peak = int(ran.stdout) * 1024
-    print(f"{name}, {kernels}: {peak / bytes_held:.3f} of {bytes_held >> 20} MiB")
+    print(f"{model.name}, {kernels}: {peak / bytes_held:.3f} of {bytes_held >> 20} MiB")
     assert 0.95 * bytes_held < peak < 1.2 * bytes_held
 
 

@@ -475,6 +475,10 @@ MXFP4_NUMBERS = 4 * 8 * 64
             {"device": "cuda"}, 128 + 8192,
         ),
         (ModelFacts("bfloat16", AWQ, Stored("awq", 4, 64, zeros=True)), {}, 64 * 128 // 2 + 64 * (128 // 32) * 8),
+        (
+            ModelFacts("bfloat16", {"blk.0.ffn_gate.weight": (4, 32), "blk.0.ffn_gate_inp.weight": (2, 32)}),
+            {"quantize": "int8"}, 4 * 32 + 2 * 2 * 32,
+        ),
         (ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {}, MXFP4_NUMBERS * 5 // 8 + 2 * (32 + 512)),
         (
             ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {"kernels": "reference"},
@@ -516,6 +520,8 @@ def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Pat
     layers = {
         "blk.0.attn_q.weight": ("Q4_K", (2, 256), bytes(2 * 144)),
         "blk.0.ffn_up.weight": ("F16", (2, 32), bytes(128)),
+        "blk.0.ffn_gate_inp.weight": ("F32", (2, 32), bytes(256)),
+        "blk.0.ffn_up_exps.weight": ("MXFP4", (2, 2, 32), bytes(4 * 17)),
     }
     vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a"]}
     sizes = dict.fromkeys(("context_length", "embedding_length", "block_count", "feed_forward_length"), 32)
@@ -524,12 +530,12 @@ def test_size_of_a_gguf_file_is_that_of_its_types_as_they_are_held(tmp_path: Pat
         "general.architecture": "llama", **numbers, "llama.attention.layer_norm_rms_epsilon": 1e-5, **vocabulary,
     }  # fmt: skip
     write_file(tmp_path / "x.gguf", metadata, {**tables, **layers})
-    facts, packed = read_model(tmp_path / "x.gguf"), 512 * 6 // 8
-    assert facts.held_bytes(WorkerSettings(device="cpu")) == packed + 64 * 4 + 256 * 9 // 8
-    assert facts.held_bytes(WorkerSettings(device="cpu", dtype="bfloat16")) == packed + 192 * 2 + 128 * 9 // 8
-    assert facts.held_bytes(WorkerSettings(device="cpu", tp=2)) == packed + 320 * 4
-    assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == (512 + 320) * 4
-    assert facts.held_bytes(WorkerSettings(device="cuda")) == packed + 320 * 2  # tables are unpacked there
+    facts, packed, experts = read_model(tmp_path / "x.gguf"), 512 * 6 // 8, 128 * 5 // 8
+    assert facts.held_bytes(WorkerSettings(device="cpu")) == packed + experts + 128 * 4 + 256 * 9 // 8
+    assert facts.held_bytes(WorkerSettings(device="cpu", dtype="bfloat16")) == packed + experts + 256 * 2 + 128 * 9 // 8
+    assert facts.held_bytes(WorkerSettings(device="cpu", tp=2)) == packed + experts + 384 * 4
+    assert facts.held_bytes(WorkerSettings(device="cpu", kernels="reference")) == (512 + 384 + 128) * 4
+    assert facts.held_bytes(WorkerSettings(device="cuda")) == packed + (384 + 128) * 2  # tables and experts unpacked
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Names of tensors are those of the `gguf` package's tables, and so are the number
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,11 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "GemmaForCausalLM": "gemma",
+    "MixtralForCausalLM": "llama",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "GptOssForCausalLM": "gpt-oss",
+    "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
 }
@@ -74,6 +80,10 @@ def pack(values: Float, kind: str, seed: int) -> tuple[bytes, Float]:
     numbers, size = gguf.GGML_QUANT_SIZES[type_]
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (values.size // numbers, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        raw[:, 0] = rng.integers(125, 129, len(raw))
+        raw[:, 0] += np.uint8(round(float(np.log2(values.std() / gguf.dequantize(raw, type_).std()))) % 256)
+        return raw.tobytes(), gguf.dequantize(raw, type_).reshape(values.shape)
     middle = -7.5 if kind == "Q4_1" else -15.5 if kind == "Q5_1" else 15.0 if kind == "Q5_K" else 7.5
     for factor in (1.0, None):
         if factor is None:
@@ -97,8 +107,8 @@ def write_model(
     """Writes a Hugging Face directory as a GGUF file, as convert_hf_to_gguf.py lays it out.
 
     kind_of: the type of a matrix, by its name in the file. meant: gets the directory with the weights that the file
-    then holds. metadata: with `__` for a dot, put over what is derived; None leaves a key out. more:
-    further tensors of F32.
+    then holds. metadata: with `__` for a dot, `___` for a hyphen, put over what is derived; None leaves a key out.
+    more: further tensors of F32, or others in the place of those that are derived; None leaves one out.
     """
     import torch  # most tests need a few values alone
     from safetensors.torch import load_file, save_file
@@ -109,31 +119,38 @@ def write_model(
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     changed = {}
-    for at, (key, weight) in enumerate(load_file(plain / "model.safetensors").items()):
+    for at, (key, weight) in enumerate(sorted(load_file(plain / "model.safetensors").items(), key=_natural)):
         if key == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
-        stem, _, end = key.rpartition(".")
-        known = table.get_name(stem)
-        assert known is not None, key
-        target = f"{known}.{end}"
-        kind = kind_of(target) if weight.ndim == 2 else "F32"
-        values = weight.float().numpy()
-        if name.startswith("gemma") and known.endswith("norm"):
-            values = values + np.float32(1)
-        data, exact = pack(values, kind, at)
-        part = known.rpartition(".")[2]
-        if name == "llama" and part in heads:  # the rows alone change places: LlamaModel.permute
-            rows = np.frombuffer(data, np.uint8).reshape(weight.shape[0], -1)
-            size = weight.shape[0] // heads[part]
-            data = rows.reshape(heads[part], 2, size // 2, -1).swapaxes(1, 2).tobytes()
-        tensors[target] = kind, tuple(weight.shape), data
-        if name.startswith("gemma") and known.endswith("norm"):
-            exact = exact - np.float32(1)
-        changed[key] = torch.from_numpy(exact.reshape(weight.shape).copy())
+        changed[key] = weight.float()
+        for part_key, view in _parts(key, changed[key]):
+            stem, _, end = part_key.rpartition(".")
+            known = table.get_name(stem)
+            assert known is not None, part_key
+            target = f"{known}.{end}"
+            is_plain = end == "bias" or view.ndim == 1 or known.endswith("ffn_gate_inp")
+            kind = "F32" if is_plain else kind_of(target)
+            one = np.float32(name.startswith("gemma") and known.endswith("norm"))
+            data, exact = pack(view.numpy() + one, kind, at)
+            view.copy_(torch.from_numpy(exact - one).view(view.shape))
+            part = known.rpartition(".")[2]
+            if name == "llama" and part in heads:  # the rows alone change places: LlamaModel.permute
+                rows = np.frombuffer(data, np.uint8).reshape(weight.shape[0], -1)
+                size = weight.shape[0] // heads[part]
+                data = rows.reshape(heads[part], 2, size // 2, -1).swapaxes(1, 2).tobytes()
+            shape = tuple(view.shape)
+            if target in tensors:  # of the expert before
+                data, shape = tensors[target][2] + data, (tensors[target][1][0] + 1, *shape)
+            elif ".experts." in part_key and view.ndim == 2 and end == "weight":
+                shape = (1, *shape)
+            tensors[target] = kind, shape, data
     for target, array in (more or {}).items():
-        tensors[target] = "F32", array.shape, array.tobytes()
+        if array is None:
+            del tensors[target]
+        else:
+            tensors[target] = "F32", array.shape, array.tobytes()
     given = {**_metadata(name, config), **_vocabulary(plain)}
-    given |= {key.replace("__", "."): value for key, value in metadata.items()}
+    given |= {key.replace("___", "-").replace("__", "."): value for key, value in metadata.items()}
     write_file(path, {key: value for key, value in given.items() if value is not None}, tensors)
     if meant is not None:
         meant.mkdir()
@@ -141,6 +158,26 @@ def write_model(
             if file.suffix == ".json" or file.suffix == ".jinja":
                 (meant / file.name).write_bytes(file.read_bytes())
         save_file(changed, meant / "model.safetensors", {"format": "pt"})
+
+
+def _natural(item: tuple[str, Any]) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])]
+
+
+def _parts(key: str, weight: Any) -> list[tuple[str, Any]]:
+    """The matrices of a tensor as views [..., outputs, inputs] of it, by the names that gguf's tables know."""
+    if key.endswith("sinks"):
+        return [(f"{key}.weight", weight)]
+    if key.endswith("shared_expert_gate.weight"):
+        return [(key, weight[0])]  # convert_hf_to_gguf.py drops dimensions of 1
+    if ".experts." not in key or key.endswith(".weight"):
+        return [(re.sub(r"\.experts\.\d+\.", ".experts.", key), weight)]
+    stem, end = (key.removesuffix("_bias"), "bias") if key.endswith("_bias") else (key, "weight")  # gpt-oss's
+    view = weight if end == "bias" else weight.transpose(1, 2)
+    if stem.endswith("gate_up_proj"):
+        stem = stem.removesuffix("gate_up_proj")
+        return [(f"{stem}{part}_proj.{end}", view[:, at::2]) for at, part in enumerate(("gate", "up"))]
+    return [(f"{stem}.{end}", view)]
 
 
 def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +191,12 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
         f"{name}.embedding_length": config["hidden_size"],
         f"{name}.block_count": config["num_hidden_layers"],
         f"{name}.feed_forward_length": config["intermediate_size"],
+        f"{name}.expert_count": config.get("num_local_experts", config.get("num_experts")),
+        f"{name}.expert_used_count": config.get("num_experts_per_tok"),
+        f"{name}.expert_feed_forward_length": config.get("moe_intermediate_size"),
+        f"{name}.expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        f"{name}.attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        f"{name}.final_logit_softcapping": config.get("final_logit_softcapping"),
         f"{name}.attention.head_count": config["num_attention_heads"],
         f"{name}.attention.head_count_kv": config["num_key_value_heads"],
         f"{name}.attention.key_length": size,
@@ -162,6 +205,9 @@ def _metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
         f"{name}.rope.freq_base": float(rope.get("rope_theta", 1e4)),
         f"{name}.rope.freq_base_swa": float(local["rope_theta"]) if local else None,
         f"{name}.rope.dimension_count": size,
+        f"{name}.rope.scaling.type": "yarn" if rope.get("rope_type") == "yarn" else None,
+        f"{name}.rope.scaling.factor": float(rope["factor"]) if "factor" in rope else None,
+        f"{name}.rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
         f"{name}.attention.sliding_window": config.get("sliding_window"),
         f"{name}.attention.sliding_window_pattern": (
             [kind == "sliding_attention" for kind in config["layer_types"]] if name == "gemma3" else None

@@ -202,6 +202,23 @@ def test_ends_and_template_come_from_the_file(path: Path) -> None:
     assert json.loads(read_bounded(path / "config.json"))["vocab_size"] == rows
 
 
+def test_gpt_oss_goes_on_behind_the_end_of_a_message(path: Path) -> None:
+    made = byte_level("gpt-2")
+    ends = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>")
+    made.add_special_tokens([AddedToken(text, normalized=False) for text in ends])
+    sizes = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+    counts = {**dict.fromkeys(sizes, 32), "expert_count": 4, "expert_used_count": 2}
+    for name, wanted in (("gpt-oss", ends[2:]), ("llama", ends[1:])):
+        source = metadata(made, "gpt-4o", eos_token_id=made.token_to_id("<|return|>")) | {"general.architecture": name}
+        source |= {f"{name}.{key}": value for key, value in counts.items() if name == "gpt-oss" or "expert" not in key}
+        source[f"{name}.attention.layer_norm_rms_epsilon"] = 1e-5
+        path.unlink(missing_ok=True)
+        rows = made.get_vocab_size()
+        write_file(path, source, {"token_embd.weight": ("F32", (rows, 32), bytes(rows * 128))})
+        wanted_ids = {made.token_to_id(text) for text in (*wanted, "<|im_end|>")}
+        assert set(end_ids(path)) == wanted_ids, name
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -236,7 +253,8 @@ def test_a_long_piece_is_refused_before_it_is_cut(path: Path) -> None:
 def test_page_names_the_types_and_expressions_that_are_read() -> None:
     page = (ROOT / "docs/models.md").read_text()
     assert f"| `tokenizer.ggml.pre` | {', '.join(PRE)} |" in page
-    assert f"| `general.architecture` | {', '.join(ARCHITECTURES).replace('llama', 'llama (Mistral too)')} |" in page
+    known = ", ".join(ARCHITECTURES).replace("llama", "llama (Mistral and Mixtral too)")
+    assert f"| `general.architecture` | {known} |" in page
     row = next(line for line in page.splitlines() if line.startswith("| types of tensors"))
     named = row.split("|")[2].partition(", in any mixture")[0]
     assert set(named.strip().split(", ")) == {type_.name for type_ in BLOCK_TYPES.values()}
