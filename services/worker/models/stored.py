@@ -94,8 +94,9 @@ def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
     if read.raw["format"] == "float-quantized":
         _demand(weights, "type", ("float",))
         _demand(weights, "num_bits", (8,))
-        _demand(weights, "strategy", ("tensor", "channel"))
-        return Stored("fp8", 8, block=(0 if weights.raw["strategy"] == "tensor" else 1, 0))
+        _demand(weights, "strategy", ("tensor", "channel", "block"))
+        blocks = {"tensor": (0, 0), "channel": (1, 0)}
+        return Stored("fp8", 8, block=blocks.get(weights.raw["strategy"]) or _block(weights, "block_structure"))
     for key in ("input_activations", "output_activations"):
         if scheme.get(key):
             raise ModelError(f"{where}: {key} is not supported, activations stay exact; {REMEDY}")
@@ -142,12 +143,9 @@ def _gptq(read: Fields) -> Stored:
 def _fp8(read: Fields) -> Stored:
     """Blocks of 8-bit floats as Qwen3 and DeepSeek have them, `weight_scale_inv`; or one scale for a matrix."""
     _demand(read, "fmt", ("e4m3",), "e4m3")
-    block = read.raw.get("weight_block_size")
-    if block is None:
+    if read.raw.get("weight_block_size") is None:
         return Stored("fp8", 8)
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n <= LARGEST for n in block)):
-        raise ModelError(f"{read.where}: weight_block_size {_short(block)}, expected two sizes; {REMEDY}")
-    return Stored("fp8", 8, block=(block[0], block[1]))
+    return Stored("fp8", 8, block=_block(read, "weight_block_size"))
 
 
 def _mxfp4(read: Fields) -> Stored:
@@ -156,6 +154,14 @@ def _mxfp4(read: Fields) -> Stored:
 
 
 _READERS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4}
+
+
+def _block(read: Fields, key: str) -> tuple[int, int]:
+    """Return the outputs and inputs of a block."""
+    block = read.raw.get(key)
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n <= LARGEST for n in block)):
+        raise ModelError(f"{read.where}: {key} {_short(block)}, expected two sizes; {REMEDY}")
+    return block[0], block[1]
 
 
 def _group_size(read: Fields) -> int:

@@ -13,6 +13,7 @@ from shared.errors import ModelError
 
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+BLOCKS = {"strategy": "block", "block_structure": [128, 64]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
@@ -32,6 +33,7 @@ def stored(given: Any) -> Stored | None:
         (compressed(), Stored("compressed-tensors", 4, 128), 128),
         (compressed(weights={**WEIGHTS, "symmetric": False}), Stored("compressed-tensors", 4, 128, zeros=True), 128),
         (compressed("float-quantized", FP8, input_activations={"num_bits": 8}), Stored("fp8", 8), 0),
+        (compressed("float-quantized", {**FP8, **BLOCKS}), Stored("fp8", 8, block=(128, 64)), 0),
         ({**AWQ, "group_size": 64}, Stored("awq", 4, 64, zeros=True), 32),
         (GPTQ, Stored("gptq", 4, 128, zeros=True, zero_offset=1), 128),
         ({**GPTQ, "checkpoint_format": "gptq_v2", "group_size": -1}, Stored("gptq", 4, 0, zeros=True), 128),
@@ -73,6 +75,9 @@ def test_the_older_name_of_the_config_is_read() -> None:
         ({**GPTQ, "format": "gptq_v2", "checkpoint_format": "gptq"}, "checkpoint_format and format are not the same"),
         ({**GPTQ, "dynamic": {"-:x": {}}}, "dynamic is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size \[128, 0\]"),
+        (compressed("float-quantized", {**FP8, **BLOCKS, "block_structure": [128]}), r"block_structure \[128\]"),
+        (compressed("float-quantized", {**FP8, "strategy": "block"}), "block_structure null, expected two sizes"),
+        (compressed("float-quantized", {**FP8, "strategy": "group"}), "weights: strategy group"),
         (compressed("int-quantized"), "format int-quantized"),
         (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (compressed(transform_config={"config_groups": {}}), "transform_config"),
