@@ -41,10 +41,8 @@ class Fp8(StoredMethod):
     def _scale(self, source: Source, matrix: Matrix) -> tuple[str, tuple[int, ...]]:
         """Return the name and the shape of a matrix's scales."""
         down, across = self.stored.block
+        if not across:
+            return self.scale_of_outputs(source, matrix)
         name = f"{matrix.name}.weight_scale"
-        if down and across:
-            shape = (-(-matrix.outputs // down), -(-matrix.inputs // across))
-            return name if name in source else f"{name}_inv", shape
-        if down:
-            return name, (matrix.outputs, 1)
-        return name, () if name in source and source.shape(name) == () else (1,)
+        shape = (-(-matrix.outputs // down), -(-matrix.inputs // across))
+        return name if name in source else f"{name}_inv", shape
