@@ -125,6 +125,12 @@ FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 """E2M1, the floats of 4 bits: sign, two bits of exponent, one of fraction (OCP Microscaling Formats 1.0, 5.3.3)."""
 
 
+W8A8 = "w8a8"
+"""The format of Groups with rounds_rows."""
+W8A8_INPUTS = (2**31 - 1) // (127 * 128)
+"""With more, a sum of products may not fit into 32 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Some rows of a weight in 4 or 8 bits. Each `group` inputs of an output share a scale, and perhaps a minimum.
@@ -133,6 +139,12 @@ class Groups:
     with one rounding. Where there are minima each scale * number is exact, as with scales of at most 24 - bits
     significant bits, so that a multiply-add rounds like a product and a difference. With `floats` it is
     scale * FLOAT4[number].
+
+    With `rounds_rows` (W8A8: 8 bits, a row is one group, no minima) a row x of activations is rounded, too. In float32,
+    s = max |x| / 127 and c = x / s, to the nearest integer, ties to even, from -127 to 127. An output is
+    float32(sum of c * (number - 128)) * scale * s + bias: the sum is an integer, each of the other operations is
+    rounded, and the result once more to the model's type. All c are 0 where s is 0; a row with a number that is
+    infinite or NaN gives NaN.
     """
 
     bits: int
@@ -141,10 +153,13 @@ class Groups:
     scales: Tensor  # [rows, ceil(inputs / group)] float32, contiguous
     mins: Tensor | None = None  # as scales
     floats: bool = False  # numbers are floats of 4 bits
+    rounds_rows: bool = False
 
     @property
     def weight_format(self) -> str:
         """Return the name of a format of these bits and groups; a backend may have none (Ops.group_formats)."""
+        if self.rounds_rows:
+            return W8A8
         if self.floats:
             return f"float{self.bits}-{self.group}"
         return f"int{self.bits}-{self.group}{'' if self.mins is None else '-mins'}"
@@ -517,7 +532,7 @@ class Ops(ABC, Generic[PreparedT, CacheT]):
         """Return a matrix as pack_linear, of parts that are all of one of the backend's group_formats.
 
         `linear` multiplies it as a matrix of `Groups.plain` in float32. On a CPU the product has that matrix's bits,
-        but where `group_numerics` says otherwise.
+        but where `group_numerics` says otherwise. What rounds_rows says is the same to the bit wherever it is computed.
         """
         raise ValueError(f"weights in groups: the {self.name} backend has no kernels for them")
 

@@ -71,13 +71,13 @@ TILE_FLAGS = frozenset(("amx_tile", "amx_bf16"))
 VARIANTS = (
     Variant(
         "amx",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
-        _V4 | {"avx512_bf16"} | TILE_FLAGS,
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
+        _V4 | {"avx512_vnni", "avx512_bf16"} | TILE_FLAGS,
     ),
     Variant(
         "avx512bf16",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
-        _V4 | {"avx512_bf16"},
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512"),
+        _V4 | {"avx512_vnni", "avx512_bf16"},
     ),
     Variant(
         "avx512",

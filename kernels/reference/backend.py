@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import (
+    W8A8,
     Attention,
     Batch,
     CacheShape,
+    Groups,
     LowRankPairs,
     Norm,
     Ops,
@@ -47,8 +49,32 @@ class Packed:
     bias: Tensor | None  # of the weight's dtype
 
 
+EXACT_INPUTS = 1024
+"""Sums of so many products of 127 * 128 are integers that float32 has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingRows:
+    """A matrix of Groups with rounds_rows."""
+
+    weight: Tensor  # [outputs, inputs] int8
+    scales: Tensor  # [outputs] float32
+    bias: Tensor | None  # [outputs] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Matrices of both kinds, one under the other."""
+
+    parts: tuple[Packed | RoundingRows, ...]
+
+
+AnyPacked = Packed | RoundingRows | Stacked
+
+
 class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
     name = "reference"
+    group_formats = frozenset({W8A8})
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,6 +101,23 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
         weight = self._joined(parts, outputs, inputs)
         return Packed(weight, None if bias is None else bias.to(self.device, weight.dtype))
 
+    def pack_groups(self, parts: Iterable[Groups], outputs: int, inputs: int, bias: Tensor | None) -> RoundingRows:
+        weight = torch.empty(outputs, inputs, dtype=torch.int8, device=self.device)
+        scales = torch.empty(outputs, device=self.device)
+        first = 0
+        for part in parts:
+            if part.weight_format not in self.group_formats:
+                raise ValueError(f"weights in {part.weight_format}: the {self.name} backend has no kernels for them")
+            rows = slice(first, first + len(part.numbers))
+            weight[rows], scales[rows] = part.numbers.to(torch.int16) - 128, part.scales[:, 0]
+            first = rows.stop
+        if first != outputs:
+            raise ValueError(f"the parts of a matrix of {outputs} rows have {first}")
+        return RoundingRows(weight, scales, None if bias is None else bias.to(self.device))
+
+    def stack(self, packed: Sequence[Packed | RoundingRows]) -> Stacked:
+        return Stacked(tuple(packed))
+
     def pack_embedding(self, parts: Iterable[Tensor], tokens: int, hidden: int) -> Packed:
         return Packed(self._joined(parts, tokens, hidden), None)
 
@@ -90,7 +133,11 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
             raise ValueError(f"the parts of a matrix of {rows} rows have {first}")
         return whole
 
-    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+    def linear(self, x: Tensor, packed: AnyPacked) -> Tensor:
+        if isinstance(packed, Stacked):
+            return torch.cat([self.linear(x, part) for part in packed.parts], -1)
+        if isinstance(packed, RoundingRows):
+            return _rounding_rows(x.float(), packed).to(x.dtype)
         rows = x.shape[0]
         size = rows if x.dtype == torch.float32 else batch_size(rows)
         if size == rows:
@@ -198,14 +245,16 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         return logits.div_(cap).tanh_().mul_(cap)
 
-    def pack_experts(self, gate_up: Sequence[Packed], down: Sequence[Packed]) -> list[tuple[Packed, Packed]]:
+    def pack_experts(
+        self, gate_up: Sequence[AnyPacked], down: Sequence[AnyPacked]
+    ) -> list[tuple[AnyPacked, AnyPacked]]:
         return list(zip(gate_up, down, strict=True))
 
     def experts(
         self,
         x: Tensor,
         logits: Tensor,
-        packed: list[tuple[Packed, Packed]],
+        packed: list[tuple[AnyPacked, AnyPacked]],
         routing: Routing,
         shared: Tensor | None = None,
         shared_logits: Tensor | None = None,
@@ -229,6 +278,19 @@ class ReferenceOps(Ops[ReferencePrepared, ReferenceCache]):
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         return sample(logits.cpu(), rows)  # the sampler works on the host
+
+
+def _rounding_rows(x: Tensor, packed: RoundingRows) -> Tensor:
+    """Return what Groups.rounds_rows says of x [N, inputs] float32."""
+    largest = x.abs().amax(-1, keepdim=True)
+    scales = torch.where(largest < torch.inf, largest / 127, torch.nan)
+    codes = (x / torch.where(scales > 0, scales, torch.inf)).clamp_(-127, 127).round_().nan_to_num_()
+    sums = torch.zeros(len(x), len(packed.weight), dtype=torch.float64, device=x.device)
+    for first in range(0, x.shape[1], EXACT_INPUTS):
+        some = slice(first, first + EXACT_INPUTS)
+        sums += codes[:, some] @ packed.weight[:, some].float().T
+    found = sums.float() * packed.scales * scales
+    return found if packed.bias is None else found + packed.bias
 
 
 def _turned(x: Tensor, angles: Tensor) -> Tensor:

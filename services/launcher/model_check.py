@@ -103,6 +103,7 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
     config = read_config(model)
     stored = read_stored(config, str(model / "config.json"))
     tensors: dict[str, tuple[int, ...]] = {}
+    packed: dict[str, int] = {}
     if load_format == "dummy":
         if stored is not None:
             raise ModelError(
@@ -113,14 +114,18 @@ def read_model(model: Path, load_format: str = "auto") -> ModelFacts:
     else:
         unread = FAMILIES[_architecture(config)].unread
         for file in _weight_files(model):
-            tensors.update((name, shape) for name, shape in _shapes(file).items() if not name.startswith(unread))
+            for name, (dtype, shape) in _tensors(file).items():
+                if not name.startswith(unread):
+                    tensors[name] = shape
+                    if dtype == "I8":
+                        packed[name] = 8
     text = read_bounded(model / "tokenizer.json")
     _refuse_pointer(model / "tokenizer.json")
     try:
         orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ModelError(f"{model / 'tokenizer.json'}: not readable as JSON: {error}; {_again(model)}") from error
-    return ModelFacts(_dtype(config), tensors, stored)
+    return ModelFacts(_dtype(config), tensors, stored, packed)
 
 
 def _read_gguf(model: Path, load_format: str) -> ModelFacts:
@@ -297,6 +302,8 @@ def _held_item_bytes(dtype: str, worker: WorkerSettings) -> int:
 
 def _keeps(stored: Stored, worker: WorkerSettings) -> bool:
     """Return whether the worker multiplies the packed numbers, and does not unpack them while it reads."""
+    if stored.rounds_rows:
+        return True
     if _on_gpu(worker):
         return stored.unit > 0 and stored.bits == 4 and stored.method != "mxfp4" and worker.kernels != "reference"
     return stored.unit > 0 and worker.kernels in ("auto", "cpu")
@@ -361,8 +368,8 @@ def _refuse_several_gguf(model: Path) -> None:
         raise ModelError(f"model directory {model}: {len(files)} GGUF files, {names}; give the path of one")
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of a safetensors file, checked against the file's size."""
+def _tensors(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return type and shape of each tensor of a safetensors file, checked against the file's size."""
     _refuse_pointer(file)
     try:
         with file.open("rb") as source:
@@ -378,7 +385,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         shapes = {name: tuple(int(number) for number in entry["shape"]) for name, entry in entries.items()}
         if any(number < 0 for shape in shapes.values() for number in shape):
             raise ValueError("a tensor of a negative size")
-        return shapes
+        return {name: (str(entries[name]["dtype"]), shape) for name, shape in shapes.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{file}: {error}; {_again(file.parent)}") from error
 

@@ -22,7 +22,7 @@ from kernels.cuda.device import Device
 from kernels.cuda.loader import CudaError
 from kernels.ops import AnyOps
 from services.worker.models.config import DecoderConfig
-from services.worker.quantization import METHODS
+from services.worker.quantization import METHODS, STORED
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def _lacks_gpu() -> str:
 
 
 def _gpu(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, torch.dtype]:
+    _demand_cuda_has(config, "give DEVICE=cpu")
     dtype = gpu_dtype(settings.dtype, config)
     lack = "" if settings.kernels == "reference" else _lacks_kernels(settings, config, dtype)
     if lack and settings.kernels == "cuda":
@@ -131,11 +132,21 @@ def _emulator(settings: WorkerSettings, config: DecoderConfig) -> tuple[AnyOps, 
         raise ConfigurationError("--kernels emulator runs on a CPU; give DEVICE=cpu, or --kernels cuda")
     if option := _needs_cpu_kernels(settings):
         raise ConfigurationError(f"{option} needs the cpu kernels; --kernels emulator has no such thing")
+    _demand_cuda_has(config, "give --kernels cpu")
     dtype = gpu_dtype(settings.dtype, config)
     if lack := _lacks_kernels(settings, config, dtype):
         raise ConfigurationError(f"--kernels emulator: {lack}")
     log.warning("a GPU is emulated, thread by thread: for tests only, it is slower than every other choice by far")
     return _created("emulator", torch.device("cpu")), dtype
+
+
+def _demand_cuda_has(config: DecoderConfig, remedy: str) -> None:
+    """Raise ConfigurationError for a checkpoint that the cuda kernels cannot multiply, unpacked or not."""
+    method = config.stored.method if config.stored else ""
+    if method and (backends := STORED[method].backends) and "cuda" not in backends:
+        raise ConfigurationError(
+            f"the checkpoint is in {method}, which {' and '.join(backends)} kernels multiply on a CPU alone; {remedy}"
+        )
 
 
 def _created(name: str, device: torch.device) -> AnyOps:

@@ -26,8 +26,10 @@ from kernels.ops import (
     Norm,
     Routing,
 )
+from services.worker.quantization.base import Part
 from tests.kernels.sequences import (
     FORMULAS,
+    HARD_VECTORS,
     Float64,
     Sequences,
     chunk,
@@ -43,6 +45,7 @@ from tests.kernels.sequences import (
     widths_of,
 )
 from tests.kernels.sequences import ops as ops  # the fixture
+from tests.support.checkpoints.w8a8 import product
 
 pytestmark = pytest.mark.sanitized
 
@@ -117,11 +120,9 @@ def test_groups_and_stacks_are_multiplied_or_refused(ops: AnyOps) -> None:
     numbers = torch.from_numpy(np.random.default_rng(4).integers(0, 16, (40, 64), np.uint8))
     part = Groups(4, 32, numbers, random((40, 2), 5, torch.float32))
     x, plain, bias = (random(shape, at, torch.float32) for at, shape in enumerate([(5, 64), (7, 64), (47,)]))
-    if not ops.group_formats:
+    if part.weight_format not in ops.group_formats:
         with pytest.raises(ValueError, match=f"{ops.name} backend has no kernels"):
             ops.pack_groups(iter([part]), 40, 64, None)
-        with pytest.raises(ValueError, match=f"{ops.name} backend has one"):
-            ops.stack([])
         return
     dtype = torch.float32 if ops.name == "cpu" else torch.bfloat16
     x, plain = x.to(dtype), plain.to(dtype)
@@ -132,6 +133,33 @@ def test_groups_and_stacks_are_multiplied_or_refused(ops: AnyOps) -> None:
     close(ops.linear(x, grouped), exact[:, :40], dtype)
     with pytest.raises(ValueError, match="no kernels for it"):
         ops.pack_linear(iter([plain]), 7, 64, None, "int4-32")
+
+
+@in_its_types
+def test_w8a8_is_its_formula_to_the_bit_or_refused(ops: AnyOps, dtype: torch.dtype) -> None:
+    rng, size = np.random.default_rng(5), (40, 2104)
+    numbers, scales = rng.integers(0, 256, size, np.uint8), rng.uniform(0.01, 2, (40, 1)).astype(np.float32)
+    part = Groups(8, size[1], torch.from_numpy(numbers), torch.from_numpy(scales), rounds_rows=True)
+    if part.weight_format not in ops.group_formats:
+        with pytest.raises(ValueError, match="has no kernels"):
+            ops.pack_groups(iter([part]), *size, None)
+        with pytest.raises(ValueError, match="has no kernels"):
+            Part(ops, 40, iter([part]), dtype)  # unpacked, it would have other tokens
+        return
+    x = torch.cat([random((7, size[1]), 1, dtype), HARD_VECTORS.repeat(1, size[1] // 4).to(dtype)])
+    plain, bias = random((7, size[1]), 2, dtype), random((47,), 3, torch.float32)
+    parts = [replace(part, numbers=part.numbers[some], scales=part.scales[some]) for some in (slice(25), slice(25, 40))]
+    for added in (bias[:40], None):
+        packed = ops.pack_groups(iter(parts), *size, added)
+        given = None if added is None else added.numpy()
+        exact = product(x.float().numpy(), numbers.astype(np.int64) - 128, scales[:, 0], given)
+        found = ops.linear(x, packed)
+        assert found.dtype == dtype
+        assert np.array_equal(wide(found), wide(torch.from_numpy(exact).to(dtype)), equal_nan=True)
+    stack = ops.stack([packed, ops.pack_linear(iter([plain]), 7, size[1], bias[40:])])
+    both = ops.linear(x[:7], stack)
+    assert torch.equal(both[:, :40], found[:7])
+    close(both[:, 40:], wide(x[:7]) @ wide(plain).T + wide(bias[40:]), dtype)
 
 
 @in_every_variant

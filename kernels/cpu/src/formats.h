@@ -18,6 +18,7 @@
 //   ForBfloat16   the struct that multiplies bfloat16 activations: itself, or one with the same packed form
 //   TILED         whether gemm_tiles.h multiplies it. Such a format needs no Register, PARTS, part, add and PREFETCHED; it
 //                 has IN_PLACE, whether tiles read the packed form as it is, or else unpack_pairs
+//   ROUNDS        whether activations are rounded to 8 bits and sums are integers, as of W8A8, which is packed from Groups
 //   GROUPED       whether it is packed from Groups (kernels/ops.py). Such a format is multiplied as float32: instead of
 //                 Register, PARTS, part, add and PREFETCHED it has unpack_piece, load_scale and value
 //   PAIRED        of a GROUPED format: whether it is multiplied in pairs of bfloat16 instead, by its Kernel
@@ -26,11 +27,12 @@
 #include "formats/float32.h"
 #include "formats/groups.h"
 #include "formats/int8.h"
+#include "formats/w8a8.h"
 
 template <class... W>
 struct Formats {};
 
 // A format's place is its number in LinearArgs and EmbedArgs; Python asks for the names (orcinus_weight_format).
 typedef Formats<Float32, Bfloat16, Int8, Int4x32, Int4x32Mins, Int4x128, Int4x128Mins, Int8x16, Int8x32, Int8x32Mins,
-                Int8x128, Int8x128Mins, Float4x32>
+                Int8x128, Int8x128Mins, Float4x32, W8A8>
     WeightFormats;

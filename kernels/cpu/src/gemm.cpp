@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 
+#include "codes.h"
 #include "formats.h"
 #include "gemm_kernel.h"
 #include "gemm_tiles.h"
@@ -87,6 +88,22 @@ __attribute__((noinline)) void finish(const float* sums, int64_t rows, const flo
   }
 }
 
+// How a row of activations was rounded.
+struct Rounded {
+  float scale;
+  int32_t sum;  // of the codes
+};
+
+// Integer sums of some rows of a panel to float32(sum) * the output's scale * the row's, in place. A separate function,
+// so that no machine adds the bias to a product that is not rounded.
+__attribute__((noinline)) void scale_sums(float* sums, int64_t rows, const float* scales, const Rounded* rounded) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int h = 0; h < 2; h++, sums += LANES) {
+      const vu sum = (vu)load(sums) - 128 * uint32_t(rounded[r].sum);
+      store(sums, __builtin_convertvector((vi)sum, vf) * load(scales + h * LANES) * splat(rounded[r].scale));
+    }
+}
+
 // How far a thread is in a command of several matrices: the pieces of one follow those of the one before.
 struct Progress {
   int64_t piece;      // of all, which this thread has taken and not done
@@ -116,7 +133,7 @@ class Linear {
     int64_t most = W::TILED ? TILED_BLOCK : BLOCK_TILES;
     const int32_t read_as = sizeof(Input) == 4 ? F32 : BF16;
     // Rows a multiple of 4096 bytes apart fall on each other in the first cache.
-    copied_ = W::TILED || from || args.dtype != read_as || args.inputs % DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
+    copied_ = W::TILED || W::ROUNDS || from || args.dtype != read_as || args.inputs % DEPTH || (rows > 4 && args.inputs * sizeof(Input) % 4096 == 0);
     if (copied_) {
       stride_ = W::TILED ? round_up(args.inputs, TILED_MULTIPLE) : round_up(args.inputs, std::max(16, DEPTH)) + 16;
       most = std::clamp<int64_t>((W::TILED ? TILED_COPY_BYTES : COPY_BYTES) / (TILE_ROWS * stride_ * sizeof(Input)), 1, most);
@@ -127,11 +144,17 @@ class Linear {
     const int64_t sums_bytes = GROUP * block_rows_ * WIDTH * 4;
     if constexpr (W::GROUPED && sizeof(Input) == 2) groups_ = W::MINS ? ceil_div(args.inputs, W::DEPTH) : 0;
     const int64_t x_sums_bytes = round_up(block_rows_ * groups_ * 4, 64);
-    char* memory = team.scratch(copy_bytes + sums_bytes + x_sums_bytes + unpacked_bytes<W>());
+    const int64_t padded = W::ROUNDS ? round_up(args.inputs, 64) : 0;
+    const int64_t rounded_bytes = W::ROUNDS ? round_up(block_rows_ * sizeof(Rounded), 64) : 0;
+    char* memory = team.scratch(copy_bytes + sums_bytes + x_sums_bytes + unpacked_bytes<W>() + rounded_bytes +
+                                padded * (sizeof(float) + 1));
     copy_ = reinterpret_cast<Input*>(memory);
     sums_ = reinterpret_cast<float*>(memory + copy_bytes);
     x_sums_ = reinterpret_cast<float*>(memory + copy_bytes + sums_bytes);
     unpacked_ = memory + copy_bytes + sums_bytes + x_sums_bytes;
+    rounded_ = reinterpret_cast<Rounded*>(unpacked_ + unpacked_bytes<W>());
+    row_ = reinterpret_cast<float*>(unpacked_ + unpacked_bytes<W>() + rounded_bytes);
+    codes_ = reinterpret_cast<int8_t*>(row_ + padded);
   }
 
   void run(Progress& progress) {
@@ -182,7 +205,9 @@ class Linear {
   void copy(const char* source, int64_t row_bytes) {
     for (int64_t r = 0; r < end_ - begin_; r++) {
       const char* row = source + (from_ ? from_[begin_ + r] : begin_ + r) * row_bytes;
-      if (is_chained())
+      if constexpr (W::ROUNDS)
+        round(row, r);
+      else if (is_chained())
         copy_row(row, args_.dtype, args_.inputs, stride_, copy_ + r * stride_);
       else if constexpr (W::TILED)
         copy_tiled(reinterpret_cast<const bf16*>(row), args_.inputs, stride_, tiled_row(r));
@@ -191,6 +216,18 @@ class Linear {
     }
     x_ = copy_;
   }
+  // A row of activations as codes.
+  void round(const char* row, int64_t r) {
+    const int64_t padded = round_up(args_.inputs, LANES);
+    copy_row(row, args_.dtype, args_.inputs, padded, row_);
+    const float scale = code_scale(row_, padded, Int8Code::MOST);
+    encode<Int8Code>(row_, scale, padded, codes_);
+    Input* to = copy_ + r * stride_;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < padded; i++) to[i] = codes_[i], sum += codes_[i];
+    rounded_[r] = {scale, sum};
+  }
+
   // A lone row of groups: tiles would take more time, and have the same bits.
   bool is_chained() const { return W::TILED && W::GROUPED && rows_ == 1; }
   Input* tiled_row(int64_t r) const { return copy_ + r / 16 * 16 * stride_ + r % 16 * TILE_STEP; }
@@ -408,12 +445,16 @@ class Linear {
     return static_cast<const char*>(args_.weight) + panel * packed_.panel_bytes + step * W::BYTES;
   }
 
-  void finish_panel(int64_t panel, const float* sums) {
+  void finish_panel(int64_t panel, float* sums) {
     const int64_t column = panel * WIDTH, count = std::min<int64_t>(WIDTH, args_.outputs - column);
     const float* bias = args_.bias ? args_.bias + column : nullptr;
     const float* scales = nullptr;
     if constexpr (W::SCALED)
       scales = reinterpret_cast<const float*>(static_cast<const char*>(args_.weight) + packed_.scales_at()) + column;
+    if constexpr (W::ROUNDS) {
+      scale_sums(sums, end_ - begin_, scales, rounded_);
+      scales = nullptr;
+    }
     const int64_t at = begin_ * args_.out_stride + column;
     if (args_.out_dtype == F32)
       finish(sums, end_ - begin_, scales, bias, static_cast<float*>(args_.out) + at, args_.out_stride, count);
@@ -434,6 +475,9 @@ class Linear {
   float* x_sums_;
   float* sums_;
   char* unpacked_;
+  Rounded* rounded_;  // of the rows of the block at hand
+  float* row_;        // one of them, as float32
+  int8_t* codes_;     // and as codes
   int64_t block_ = -1, first_tile_ = 0, end_tile_ = 0, begin_ = 0, end_ = 0;
   int64_t next_ = 0;  // panel of the piece that this thread will likely take next
   const Input* x_ = nullptr;
@@ -505,10 +549,31 @@ void pack_groups(char* packed, int64_t outputs, int64_t inputs, int64_t first_ro
   }
 }
 
+// The same for W8A8, of which a row is one group.
+template <class W>
+void pack_rounded(char* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count,
+                  const Source& source) {
+  const Packed<W> p(outputs, inputs);
+  const int64_t end = first_row + count, padded_end = end == outputs ? p.panels * WIDTH : end;
+  for (int64_t row = first_row; row < padded_end; row++) {
+    char* step = packed + row / WIDTH * p.panel_bytes;
+    const uint8_t* numbers = static_cast<const uint8_t*>(source.data) + (row - first_row) * inputs;
+    for (int64_t first = 0; first < inputs; first += W::DEPTH, step += W::BYTES) {
+      if (row < end)
+        W::pack(step, row % WIDTH, numbers + first, inputs - first);
+      else
+        W::pack(step, row % WIDTH, nullptr, 0);
+    }
+    reinterpret_cast<float*>(packed + p.scales_at())[row] = row < end ? source.scales[row - first_row] : 0;
+  }
+}
+
 template <class W>
 void pack(char* packed, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count, const Source& source) {
   if constexpr (W::GROUPED)
     pack_groups<W>(packed, outputs, inputs, first_row, count, source);
+  else if constexpr (W::ROUNDS)
+    pack_rounded<W>(packed, outputs, inputs, first_row, count, source);
   else
     pack_numbers<W>(packed, outputs, inputs, first_row, count, source);
 }
@@ -545,7 +610,7 @@ void multiply(const LinearArgs& args, int64_t rows, const int32_t* from, Progres
 
 struct Format {
   const char* name;
-  bool grouped;
+  bool grouped;  // packed from Groups
   int64_t (*packed_bytes)(int64_t outputs, int64_t inputs);
   void (*pack)(char*, int64_t outputs, int64_t inputs, int64_t first_row, int64_t count, const Source&);
   void (*unpack)(const char*, int64_t outputs, int64_t inputs, int64_t row, float* out);
@@ -554,7 +619,7 @@ struct Format {
 
 template <class... W>
 constexpr std::array<Format, sizeof...(W)> table_of(Formats<W...>) {
-  return {Format{W::NAME, W::GROUPED, packed_bytes<W>, pack<W>, unpack<W>, multiply<W>}...};
+  return {Format{W::NAME, W::GROUPED || W::ROUNDS, packed_bytes<W>, pack<W>, unpack<W>, multiply<W>}...};
 }
 
 constexpr auto FORMATS = table_of(WeightFormats{});

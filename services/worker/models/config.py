@@ -377,6 +377,11 @@ def _mscale(scale: float, mscale: float) -> float:
 
 def check_split(config: DecoderConfig, tp: int, pp: int) -> None:
     """Raise ConfigurationError for a model that cannot be split over `tp` ranks and `pp` stages."""
+    if tp > 1 and config.stored is not None and config.stored.rounds_rows:
+        raise ConfigurationError(
+            f"--tp {tp}: activations of a W8A8 checkpoint are rounded by the largest number of a whole row, of which a "
+            "rank has a part; give --tp 1 and perhaps --pp, or choose the unquantized model"
+        )
     sizes = [("num_attention_heads", config.heads)]
     if config.mixture is None or len(config.mixture.layers) < config.layers:
         sizes.append(("intermediate_size", config.intermediate_size))

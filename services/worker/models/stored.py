@@ -24,18 +24,23 @@ REMEDY = "choose the unquantized model, and --quantize int4 or int8 if it is too
 class Stored:
     """A kind of quantized matrix."""
 
-    method: str  # quant_method: compressed-tensors, awq, gptq, fp8 or mxfp4; gguf
+    method: str  # quant_method: compressed-tensors, awq, gptq, fp8 or mxfp4; w8a8, gguf
     bits: int  # of a number as it is held; of a GGUF file, of most numbers
     group: int = 0  # inputs that share a scale; 0: all of a row
     zeros: bool = False  # each group has a zero point
     zero_offset: int = 0  # is added to a zero point as it is stored
     in_order: bool = True  # whether the inputs of a group lie side by side
-    block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale, of fp8; 0: all
+    block: tuple[int, int] = (0, 0)  # outputs and inputs that share a scale, of fp8 and w8a8; 0: all
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Return whether activations are rounded, too; such a matrix has no unpacked form."""
+        return self.method == "w8a8"
 
     @property
     def unit(self) -> int:
         """Return the largest group of a kernel that the groups can be cut into; 0 where they have to be unpacked."""
-        if self.method == "fp8" or not self.in_order:
+        if self.method == "fp8" or self.rounds_rows or not self.in_order:
             return 0
         return next((unit for unit in UNITS if self.group % unit == 0), 0)
 
@@ -74,8 +79,8 @@ def stored_of_gguf(file: GgufFile) -> Stored | None:
 
 
 def _compressed_tensors(read: Fields) -> Stored:
-    """https://github.com/vllm-project/compressed-tensors: pack-quantized, weights alone; float-quantized."""
-    _demand(read, "format", ("pack-quantized", "float-quantized"))
+    """https://github.com/vllm-project/compressed-tensors: weights alone; floats and W8A8 of 8 bits."""
+    _demand(read, "format", ("pack-quantized", "float-quantized", "int-quantized"))
     for key in ("kv_cache_scheme", "transform_config"):
         if read.raw.get(key):
             raise ModelError(f"{read.where}: {key} is not supported; {REMEDY}")
@@ -96,8 +101,11 @@ def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
     if read.raw["format"] == "float-quantized":
         _demand(weights, "type", ("float",))
         _demand(weights, "num_bits", (8,))
-        _demand(weights, "strategy", ("tensor", "channel"))
-        return Stored("fp8", 8, block=(0 if weights.raw["strategy"] == "tensor" else 1, 0))
+        _demand(weights, "strategy", ("tensor", "channel", "block"))
+        blocks = {"tensor": (0, 0), "channel": (1, 0)}
+        return Stored("fp8", 8, block=blocks.get(weights.raw["strategy"]) or _block(weights, "block_structure"))
+    if read.raw["format"] == "int-quantized":
+        return _w8a8(group, weights)
     for key in ("input_activations", "output_activations"):
         if scheme.get(key):
             raise ModelError(f"{where}: {key} is not supported, activations stay exact; {REMEDY}")
@@ -112,6 +120,22 @@ def _scheme(read: Fields, name: str, scheme: Any) -> Stored:
         zeros=not weights.flag("symmetric", True),
         in_order=weights.raw.get("actorder") not in ("group", "dynamic", True),
     )
+
+
+def _w8a8(group: Fields, weights: Fields) -> Stored:
+    """Weights and activations in 8 bits, these with a scale for each token that follows from its numbers."""
+    activations = Fields(group.fields("input_activations"), f"{group.where}.input_activations", remedy=REMEDY)
+    for part in (weights, activations):
+        _demand(part, "type", ("int",))
+        _demand(part, "num_bits", (8,))
+        _demand(part, "symmetric", (True,), True)
+        _demand(part, "actorder", ("weight", "static", False), False)
+    _demand(activations, "strategy", ("token",))
+    _demand(activations, "dynamic", (True,))
+    _demand(weights, "strategy", ("channel", "tensor"))
+    if group.raw.get("output_activations"):
+        raise ModelError(f"{group.where}: output_activations is not supported; {REMEDY}")
+    return Stored("w8a8", 8, block=(0 if weights.raw["strategy"] == "tensor" else 1, 0))
 
 
 def _awq(read: Fields) -> Stored:
@@ -144,12 +168,9 @@ def _gptq(read: Fields) -> Stored:
 def _fp8(read: Fields) -> Stored:
     """Blocks of 8-bit floats as Qwen3 and DeepSeek have them, `weight_scale_inv`; or one scale for a matrix."""
     _demand(read, "fmt", ("e4m3",), "e4m3")
-    block = read.raw.get("weight_block_size")
-    if block is None:
+    if read.raw.get("weight_block_size") is None:
         return Stored("fp8", 8)
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n <= LARGEST for n in block)):
-        raise ModelError(f"{read.where}: weight_block_size {_short(block)}, expected two sizes; {REMEDY}")
-    return Stored("fp8", 8, block=(block[0], block[1]))
+    return Stored("fp8", 8, block=_block(read, "weight_block_size"))
 
 
 def _mxfp4(read: Fields) -> Stored:
@@ -158,6 +179,14 @@ def _mxfp4(read: Fields) -> Stored:
 
 
 _READERS = {"compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "fp8": _fp8, "mxfp4": _mxfp4}
+
+
+def _block(read: Fields, key: str) -> tuple[int, int]:
+    """Return the outputs and inputs of a block."""
+    block = read.raw.get(key)
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n <= LARGEST for n in block)):
+        raise ModelError(f"{read.where}: {key} {_short(block)}, expected two sizes; {REMEDY}")
+    return block[0], block[1]
 
 
 def _group_size(read: Fields) -> int:

@@ -17,6 +17,7 @@ from services.worker.quantization.int8 import Int8
 from services.worker.quantization.mxfp4 import Mxfp4
 from services.worker.quantization.none import Unquantized
 from services.worker.quantization.stored import StoredMethod
+from services.worker.quantization.w8a8 import W8A8
 from shared.errors import ConfigurationError
 
 METHODS: dict[str, LinearMethod] = {method.name: method for method in (Unquantized(), Int8(), Int4())}
@@ -27,6 +28,7 @@ STORED: dict[str, type[StoredMethod]] = {
     "awq": Awq,
     "gptq": Gptq,
     "fp8": Fp8,
+    "w8a8": W8A8,
     "mxfp4": Mxfp4,
     "gguf": Gguf,
 }

@@ -69,6 +69,8 @@ class Part:
         self.pieces: Iterator[Tensor | Groups] = chain([first], pieces)
         if self.unpacked:
             self.weight_format = ""
+            if isinstance(first, Groups) and first.rounds_rows:
+                raise ValueError(f"weights in {first.weight_format}: the {ops.name} backend has no kernels for them")
             self.pieces = (as_piece(piece.plain(), dtype) for piece in self.pieces if isinstance(piece, Groups))
 
 

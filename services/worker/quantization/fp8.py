@@ -1,7 +1,8 @@
 """Checkpoints in 8-bit floats (E4M3), unpacked into the model's type while they are read.
 
-weight = q * scale in float32. A scale is for a matrix or for an output (`weight_scale`), or for a block of outputs and
-inputs (`weight_scale_inv`, by which numbers are multiplied, too). Activations stay exact; scales for them are not read.
+weight = q * scale in float32. A scale is for a matrix, for an output, or for a block of outputs and inputs. Its tensor
+is `weight_scale`; of blocks also `weight_scale_inv`, by which numbers are multiplied, too. Activations stay exact;
+scales for them are not read.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ class Fp8(StoredMethod):
     def _scale(self, source: Source, matrix: Matrix) -> tuple[str, tuple[int, ...]]:
         """Return the name and the shape of a matrix's scales."""
         down, across = self.stored.block
-        if down and across:
-            return f"{matrix.name}.weight_scale_inv", (-(-matrix.outputs // down), -(-matrix.inputs // across))
+        if not across:
+            return self.scale_of_outputs(source, matrix)
         name = f"{matrix.name}.weight_scale"
-        if down:
-            return name, (matrix.outputs, 1)
-        return name, () if name in source and source.shape(name) == () else (1,)
+        shape = (-(-matrix.outputs // down), -(-matrix.inputs // across))
+        return name if name in source else f"{name}_inv", shape

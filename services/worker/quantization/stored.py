@@ -83,6 +83,13 @@ class StoredMethod(LinearMethod):
         """Return the types that scales may have."""
         return EXACT_SCALES if self.stored.zeros else SCALES
 
+    def scale_of_outputs(self, source: Source, matrix: Matrix) -> tuple[str, tuple[int, ...]]:
+        """Return the name and the shape of a matrix's scales, one for each output or one for all."""
+        name = f"{matrix.name}.weight_scale"
+        if self.stored.block[0]:
+            return name, (matrix.outputs, 1)
+        return name, () if name in source and source.shape(name) == () else (1,)
+
     def piece(
         self,
         numbers: Tensor,

@@ -234,8 +234,11 @@ def test_int4_of_a_plain_checkpoint_gives_the_tokens_of_rounded_weights(tmp_path
     assert_tokens(reference, tmp_path / "plain", "cpu", quantize="int4")
 
 
-@pytest.mark.parametrize("block", [(0, 0), (1, 0), (64, 48)])
-def test_fp8_weights_are_unpacked_by_their_scales(tmp_path: Path, block: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("method", "block"),
+    [("fp8", (0, 0)), ("fp8", (64, 48)), ("compressed-tensors", (1, 0)), ("compressed-tensors", (64, 48))],
+)
+def test_fp8_weights_are_unpacked_by_their_scales(tmp_path: Path, method: str, block: tuple[int, int]) -> None:
     make_llama(tmp_path / "plain", seed=8, requests=1, output_tokens=1, **SIZES)
     model = tmp_path / "quantized"
     shutil.copytree(tmp_path / "plain", model)
@@ -254,11 +257,13 @@ def test_fp8_weights_are_unpacked_by_their_scales(tmp_path: Path, block: tuple[i
                 numbers[here] = (weight[here] / scales[i, j]).to(torch.float8_e4m3fn)
                 exact[here] = numbers[here].float() * scales[i, j]
         written[name], meant[name] = numbers, exact
-        suffix = "_scale_inv" if all(block) else "_scale"
+        suffix = "_scale_inv" if method == "fp8" and all(block) else "_scale"
         written[name + suffix] = scales if block[0] else scales.reshape(())
     save_file(written, model / "model.safetensors", {"format": "pt"})
-    if block == (1, 0):
-        weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    if method == "compressed-tensors":
+        weights: dict[str, object] = {"num_bits": 8, "type": "float", "strategy": "channel"}
+        if all(block):
+            weights |= {"strategy": "block", "block_structure": list(block)}
         scheme = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
         given = {
             "quant_method": "compressed-tensors",

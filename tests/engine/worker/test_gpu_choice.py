@@ -20,6 +20,7 @@ from services.worker import backend
 from services.worker.kv.cache import Lengths, plan_blocks, plan_host_blocks, room_for
 from services.worker.models.config import DecoderConfig, Mixture, load_config
 from services.worker.models.registry import FAMILIES, ExpertNames
+from services.worker.models.stored import Stored
 from shared.errors import ConfigurationError
 from shared.settings import DEMO_MODEL, WorkerSettings
 from tests.engine.worker.test_process import MIB, SHAPE
@@ -73,6 +74,16 @@ def test_auto_takes_a_usable_gpu_and_explains_an_unusable_one(
     expected = ("cuda", "cuda", dtype) if machine == "usable" else ("reference", "cpu", widened)
     assert chosen(config_of(dtype)) == expected
     assert (BROKEN in caplog.text) == (machine == "broken")
+
+
+@pytest.mark.parametrize("given", [{}, {"device": "cuda"}, {"kernels": "reference"}])
+def test_w8a8_is_refused_on_a_usable_gpu(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    on("usable", monkeypatch)
+    config = config_of(stored=Stored("w8a8", 8))
+    if given.get("kernels") != "reference":
+        with pytest.raises(ConfigurationError, match=r"in w8a8, which .* on a CPU alone; give DEVICE=cpu"):
+            chosen(config, **given)
+    assert chosen(config, **given | {"device": "cpu"}) == ("reference", "cpu", torch.bfloat16)
 
 
 @pytest.mark.parametrize("given", [{"device": "cuda"}, {"kernels": "cuda"}])

@@ -13,6 +13,9 @@ from shared.errors import ModelError
 
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+W8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+BLOCKS = {"strategy": "block", "block_structure": [128, 64]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 
@@ -20,6 +23,13 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 def compressed(name: str = "pack-quantized", weights: Any = WEIGHTS, **fields: Any) -> dict[str, Any]:
     scheme = {"weights": weights, **{key: fields.pop(key) for key in ("input_activations",) if key in fields}}
     return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": scheme}, **fields}
+
+
+def w8a8(weights: Any = None, output: Any = None, **activations: Any) -> dict[str, Any]:
+    given = compressed("int-quantized", W8 | (weights or {}), input_activations=TOKENS | activations)
+    if output:
+        given["config_groups"]["group_0"]["output_activations"] = output
+    return given
 
 
 def stored(given: Any) -> Stored | None:
@@ -32,6 +42,9 @@ def stored(given: Any) -> Stored | None:
         (compressed(), Stored("compressed-tensors", 4, 128), 128),
         (compressed(weights={**WEIGHTS, "symmetric": False}), Stored("compressed-tensors", 4, 128, zeros=True), 128),
         (compressed("float-quantized", FP8, input_activations={"num_bits": 8}), Stored("fp8", 8), 0),
+        (compressed("float-quantized", {**FP8, **BLOCKS}), Stored("fp8", 8, block=(128, 64)), 0),
+        (w8a8(), Stored("w8a8", 8, block=(1, 0)), 0),
+        (w8a8({"strategy": "tensor", "actorder": "static"}), Stored("w8a8", 8), 0),
         ({**AWQ, "group_size": 64}, Stored("awq", 4, 64, zeros=True), 32),
         (GPTQ, Stored("gptq", 4, 128, zeros=True, zero_offset=1), 128),
         ({**GPTQ, "checkpoint_format": "gptq_v2", "group_size": -1}, Stored("gptq", 4, 0, zeros=True), 128),
@@ -73,7 +86,23 @@ def test_the_older_name_of_the_config_is_read() -> None:
         ({**GPTQ, "format": "gptq_v2", "checkpoint_format": "gptq"}, "checkpoint_format and format are not the same"),
         ({**GPTQ, "dynamic": {"-:x": {}}}, "dynamic is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size \[128, 0\]"),
-        (compressed("int-quantized"), "format int-quantized"),
+        (compressed("float-quantized", {**FP8, **BLOCKS, "block_structure": [128]}), r"block_structure \[128\]"),
+        (compressed("float-quantized", {**FP8, "strategy": "block"}), "block_structure null, expected two sizes"),
+        (compressed("float-quantized", {**FP8, "strategy": "group"}), "weights: strategy group"),
+        (compressed("naive-quantized"), "format naive-quantized"),
+        (compressed("int-quantized", W8), "input_activations: type null"),
+        (compressed("int-quantized", W8, input_activations=3), "input_activations is 3, expected an object"),
+        (w8a8({"num_bits": 4}), "weights: num_bits 4 is not supported, 8 is"),
+        (w8a8({"symmetric": False}), "weights: symmetric false"),
+        (w8a8({"strategy": "group", "group_size": 128}), "weights: strategy group"),
+        (w8a8({"actorder": "group"}), "weights: actorder group"),
+        (w8a8(dynamic=False), "input_activations: dynamic false"),
+        (w8a8(dynamic="local"), "input_activations: dynamic local"),
+        (w8a8(strategy="tensor"), "input_activations: strategy tensor"),
+        (w8a8(symmetric=False), "input_activations: symmetric false"),
+        (w8a8(num_bits=4), "input_activations: num_bits 4"),
+        (w8a8(type="float"), "input_activations: type float"),
+        (w8a8(output={"num_bits": 8}), "output_activations is not supported"),
         (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (compressed(transform_config={"config_groups": {}}), "transform_config"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),

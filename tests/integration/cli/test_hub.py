@@ -438,6 +438,7 @@ EXPERTS = {f"layers.0.mlp.experts.{at}.gate_proj.weight": (8, 4) for at in range
 MIXTURE = {**EXPERTS, "layers.0.mlp.gate.weight": (16, 4)}
 GPTQ = {"norm.weight": (64,), "up.qweight": (8, 64), "up.qzeros": (2, 8), "up.scales": (2, 64), "up.g_idx": (64,)}
 AWQ = {"up.qweight": (128, 8), "up.qzeros": (2, 8), "up.scales": (2, 64)}
+W8A8 = {"norm.weight": (32,), "up.weight": (40, 8), "up.weight_scale": (40, 1)}
 IN_ONE = {"experts.gate_up_proj": (4, 64, 96), "experts.gate_up_proj_bias": (4, 96), "mlp.router.weight": (4, 64)}
 MXFP4 = {
     "experts.down_proj_blocks": (4, 8, 2, 16), "experts.down_proj_scales": (4, 8, 2), "experts.down_proj_bias": (4, 8),
@@ -479,6 +480,10 @@ MXFP4_NUMBERS = 4 * 8 * 64
             ModelFacts("bfloat16", {"blk.0.ffn_gate.weight": (4, 32), "blk.0.ffn_gate_inp.weight": (2, 32)}),
             {"quantize": "int8"}, 4 * 32 + 2 * 2 * 32,
         ),
+        *(
+            (ModelFacts("bfloat16", W8A8, Stored("w8a8", 8), {"up.weight": 8}), {"kernels": kernels}, 40 * 8 + 2 * 32)
+            for kernels in ("auto", "reference")
+        ),
         (ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {}, MXFP4_NUMBERS * 5 // 8 + 2 * (32 + 512)),
         (
             ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {"kernels": "reference"},
@@ -501,6 +506,15 @@ def test_experts_in_4_bits_are_expected_unpacked_on_a_gpu() -> None:
     config = {"dtype": "bfloat16", "num_experts": 8, "quantization_config": quantization}
     assert expected_bytes(config, 1000, WorkerSettings(device="cuda")) == 4000
     assert expected_bytes(config, 1000, WorkerSettings(device="cpu")) == 1000
+
+
+def test_matrices_in_8_bits_are_found_in_the_headers(tmp_path: Path) -> None:
+    from tests.support.checkpoints.models import make_llama  # most processes of a run need no transformers
+    from tests.support.checkpoints.w8a8 import write_w8a8
+
+    make_llama(tmp_path / "plain", requests=1, output_tokens=1)
+    written = write_w8a8(tmp_path / "plain", tmp_path / "w8a8", ignore=("k_proj",))
+    assert read_model(tmp_path / "w8a8").packed_bits == {f"{name}.weight": 8 for name in written}
 
 
 def test_size_of_a_model_with_images_is_that_of_its_text(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.compiler import needs_compiler
 
 V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
 V4 = " avx512f avx512bw avx512cd avx512dq avx512vl"
-AMX = " avx512_bf16 amx_tile amx_bf16"
+AMX = " avx512_vnni avx512_bf16 amx_tile amx_bf16"
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,8 @@ def carry(*names: str) -> dict[str, Path]:
     [
         (V3, "avx2"),
         (V3 + V4, "avx512"),
-        (V3 + V4 + " avx512_bf16", "avx512bf16"),
+        (V3 + V4 + " avx512_vnni avx512_bf16", "avx512bf16"),
+        (V3 + V4 + " avx512_bf16", "avx512"),  # as no CPU is
         (V3 + V4 + AMX, "amx"),
         (V3 + V4 + " amx_tile amx_bf16", "avx512"),
         (V3 + " avx512f avx512_bf16", "avx2"),  # no AVX-512 of the kind that servers have

@@ -46,6 +46,12 @@ def float4(ops: CpuOps, weight: Tensor, dtype: torch.dtype) -> Any:
     return ops.pack_groups([part], *weight.shape, weight[:, 1].clone())
 
 
+def w8a8(ops: CpuOps, weight: Tensor, dtype: torch.dtype) -> Any:
+    numbers = (weight * 127).round().clamp(-128, 127).add(128).to(torch.uint8)
+    part = Groups(8, weight.shape[1], numbers, weight[:, :1].abs() / 64, rounds_rows=True)
+    return ops.pack_groups([part], *weight.shape, weight[:, 1].clone())
+
+
 def half_int4(ops: CpuOps, weight: Tensor, dtype: torch.dtype) -> Any:
     middle = len(weight) // 2
     return ops.stack([int4(ops, weight[:middle], dtype), plain(ops, weight[middle:], dtype)])
@@ -73,7 +79,7 @@ def inputs(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @TYPES
-@pytest.mark.parametrize("pack", [plain, biased, int8, int4, float4, half_int4])
+@pytest.mark.parametrize("pack", [plain, biased, int8, int4, float4, half_int4, w8a8])
 def test_a_row_with_one_expert_has_the_bits_of_its_linear_layers(variant: str, pack: Pack, dtype: torch.dtype) -> None:
     ops = CpuOps(library(variant), 1)
     layer = Layer(ops, dtype, pack, top_k=1)

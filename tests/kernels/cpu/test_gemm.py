@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 
 from kernels.cpu.commands import BFLOAT16, FLOAT32, EmbedArgs, LinearArgs, Step, command
 from kernels.cpu.library import Library
-from kernels.ops import Groups
+from kernels.ops import W8A8_INPUTS, Groups
 from tests.kernels import cpu_variants
+from tests.kernels.sequences import HARD_VECTORS
+from tests.support.checkpoints.w8a8 import product
 
 pytestmark = pytest.mark.sanitized
 
@@ -155,6 +158,12 @@ def groups(rng: np.random.Generator, kind: tuple[int, int, str], size: tuple[int
     return Groups(bits, group, numbers, scales, mins, floats=what == "floats")
 
 
+def w8a8(rng: np.random.Generator, size: tuple[int, int]) -> Groups:
+    numbers = torch.from_numpy(rng.integers(0, 256, size, np.uint8))
+    scales = torch.from_numpy(np.exp(rng.standard_normal((size[0], 1), np.float32)))
+    return Groups(8, size[1], numbers, scales, rounds_rows=True)
+
+
 def exact(part: Groups) -> NDArray[np.float64]:
     """The weights in float64, rounded once."""
     scales, numbers = (x.double().numpy() for x in (part.scales, part.numbers))
@@ -270,10 +279,50 @@ def test_groups_multiply_as_their_float32_weights_or_by_numbers(gemm: Gemm, kind
                 assert np.array_equal(found, gemm.linear(some, dtype, plain, bias, dtype)), (dtype, rows)
 
 
+def test_w8a8_is_its_formula_to_the_bit_in_any_batch(gemm: Gemm) -> None:
+    rng = np.random.default_rng(10)
+    for i, (outputs, inputs) in enumerate((*SHAPES, (40, 5000))):
+        part = w8a8(rng, (outputs, inputs))
+        packed = gemm.pack_groups([part])
+        assert np.array_equal(gemm.unpack(packed), exact(part))
+        numbers, scales = part.numbers.numpy().astype(np.int64) - 128, part.scales.numpy()[:, 0]
+        bias = rng.standard_normal(outputs, np.float32) if i % 2 else None
+        x = rng.standard_normal((MANY_ROWS, inputs), np.float32) * np.exp(
+            rng.standard_normal((MANY_ROWS, 1), np.float32)
+        )
+        for row, hard in enumerate(HARD_VECTORS.numpy()):
+            x[row] = np.resize(hard, inputs)
+        for dtype, out_dtype in ((FLOAT32, FLOAT32), (BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32)):
+            given = stored(x, dtype)
+            expected = product(read(given, dtype).astype(np.float32), numbers, scales, bias)
+            for rows in (*ROWS, 113, MANY_ROWS) if inputs in LONG else (1, 4, 29):
+                for first in {0, MANY_ROWS - rows}:
+                    some = slice(first, first + rows)
+                    found = gemm.linear(given[some], dtype, packed, bias, out_dtype, 1 + rows % 8 // 7)
+                    wanted = expected[some] if out_dtype == FLOAT32 else from_bf16(to_bf16(expected[some]))
+                    assert np.array_equal(read(found, out_dtype), wanted, equal_nan=True), (
+                        outputs,
+                        inputs,
+                        dtype,
+                        rows,
+                    )
+
+
+def test_w8a8_sums_are_exact_with_the_most_inputs_and_the_largest_numbers(gemm: Gemm) -> None:
+    """Sums of numbers that are 128 larger, as the kernels form them, do not fit into 32 bits."""
+    numbers = torch.tensor([[0], [255]], dtype=torch.uint8).expand(2, W8A8_INPUTS).contiguous()
+    packed = gemm.pack_groups([Groups(8, W8A8_INPUTS, numbers, torch.ones(2, 1), rounds_rows=True)])
+    x = np.full((2, W8A8_INPUTS), 127, np.float32)
+    x[1] = -127
+    sums = np.array([[-128, 127], [128, -127]]) * 127 * W8A8_INPUTS
+    assert np.array_equal(gemm.linear(x, FLOAT32, packed, None, FLOAT32), sums.astype(np.float32))
+
+
 def test_packing_groups_in_parts_is_packing_the_whole(gemm: Gemm) -> None:
     rng = np.random.default_rng(8)
-    for kind in GROUPS:
-        parts = [groups(rng, kind, (rows, 136)) for rows in (48, 3, 1, 70, 9)]
+    makers = [*(partial(groups, rng, kind) for kind in GROUPS), partial(w8a8, rng)]
+    for make in makers:
+        parts = [make((rows, 136)) for rows in (48, 3, 1, 70, 9)]
         found = gemm.unpack(gemm.pack_groups(parts))
         assert np.array_equal(found, np.concatenate([exact(part) for part in parts]))
 

@@ -17,7 +17,7 @@ struct Bfloat16 {
   typedef vu Register;
   static constexpr const char* NAME = "bfloat16";
   static constexpr int DEPTH = 2, BYTES = 4 * WIDTH, PARTS = 2;
-  static constexpr bool SCALED = false, GROUPED = false, TILED = false, PREFETCHED = true;
+  static constexpr bool SCALED = false, ROUNDS = false, GROUPED = false, TILED = false, PREFETCHED = true;
 #ifdef TILES
   typedef Bfloat16Tiles ForBfloat16;
 #else

@@ -8,7 +8,7 @@ struct Float32 {
   typedef Float32 ForBfloat16;
   static constexpr const char* NAME = "float32";
   static constexpr int DEPTH = 1, BYTES = 4 * WIDTH, PARTS = 1;
-  static constexpr bool SCALED = false, GROUPED = false, TILED = false, PREFETCHED = true;
+  static constexpr bool SCALED = false, ROUNDS = false, GROUPED = false, TILED = false, PREFETCHED = true;
 
   static Register load_weights(const char* p) { return load(reinterpret_cast<const float*>(p)); }
   static vf part(Register w, int) { return w; }

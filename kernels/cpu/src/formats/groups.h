@@ -25,7 +25,7 @@ struct Groups {
   static constexpr int DEPTH = GROUP, BYTES = SCALE_BYTES + GROUP * WIDTH * BITS / 8;
   static constexpr int BITS_EACH = BITS, NUMBERS = 32 / BITS;  // of a word
   static constexpr int PIECE = GROUP < 32 ? GROUP : 32;  // unpacked together
-  static constexpr bool SCALED = false, GROUPED = true, TILED = false, PAIRED = false;
+  static constexpr bool SCALED = false, ROUNDS = false, GROUPED = true, TILED = false, PAIRED = false;
   static constexpr float MIDDLE = FLOATS ? 0 : BITS == 4 ? 8 : 128;  // what a number without minimum is above its value
 
   // Where a word has the i-th of its inputs.

@@ -20,7 +20,7 @@ struct Int8 {
 #endif
   static constexpr const char* NAME = "int8";
   static constexpr int DEPTH = 1, BYTES = WIDTH, PARTS = 1;
-  static constexpr bool SCALED = true, GROUPED = false, TILED = false, PREFETCHED = true;
+  static constexpr bool SCALED = true, ROUNDS = false, GROUPED = false, TILED = false, PREFETCHED = true;
 
   static Register load_weights(const char* p) {
 #if LANES == 16
