@@ -195,7 +195,10 @@ class PageHeaders:
 
 
 class HostNames:
-    """On a port that needs no key, answer 403 unless `Host` is an address, localhost or one of `names`."""
+    """On a port that needs no key, answer 403 unless `Host` is an address, localhost or one of `names`.
+
+    A request without `Host`, as a health check over HTTP/1.0, comes from no browser.
+    """
 
     def __init__(self, app: ASGIApp, names: Sequence[str], is_open: Callable[[], bool]) -> None:
         self._app = app
@@ -203,7 +206,8 @@ class HostNames:
         self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._is_open() and not self._allows(Headers(scope=scope).get("host", "")):
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is not None and self._is_open() and not self._allows(host):
             text = "host not allowed without a key; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
             await ApiError(403, text, code="host_not_allowed").send(send, scope["path"])
             return

@@ -5,12 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 MODEL = "LOG_MODEL"
 """The environment variable with the model of a process that shares its output with those of other models."""
+
+
+def _escaped(char: str) -> str:
+    """Return a character as in a string of Python."""
+    return char.encode("unicode_escape").decode()
+
+
+def _json_escaped(char: str) -> str:
+    """Return a character as in a string of JSON."""
+    return "\\u" + char.encode("utf-16-be").hex(",", 2).replace(",", "\\u")
 
 
 class _Text(logging.Formatter):
@@ -23,11 +34,11 @@ class _Text(logging.Formatter):
         return "\n".join(map(_printable, super().formatException(ei).split("\n")))
 
 
-def _printable(text: str) -> str:
-    """Return text with escapes, as of Python, in place of what cannot be printed."""
+def _printable(text: str, escaped: Callable[[str], str] = _escaped) -> str:
+    """Return text with escapes in place of what cannot be printed."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(char if char.isprintable() else escaped(char) for char in text)
 
 
 class _Json(logging.Formatter):
@@ -43,7 +54,7 @@ class _Json(logging.Formatter):
         line |= getattr(record, "fields", {})  # of a line of the request log
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return orjson.dumps(line).decode()
+        return _printable(orjson.dumps(line).decode(), _json_escaped)
 
 
 def setup(service: str, level: str = "info", as_json: bool = False) -> logging.Logger:

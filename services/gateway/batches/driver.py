@@ -121,11 +121,11 @@ class BatchDriver:
             if batch in self._paused or not (epoch := int(await self._run(batch, "acquire", self._least_epoch))):
                 continue
             order = await self.files.in_thread(self.batches.order, batch)
+            if order is not None and self._is_full and (left := self._removable(turn)) is not None:
+                await end(self._driven.pop(left))
             if order is None or self._is_stopping:
                 await self._run(batch, "release", epoch)
                 continue
-            if self._is_full and (left := self._removable(turn)) is not None:
-                await end(self._driven.pop(left))
             task = asyncio.create_task(self._drive(app, batch, order, epoch))
             self._driven[batch] = task
             task.add_done_callback(partial(self._left, batch))

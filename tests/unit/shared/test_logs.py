@@ -26,15 +26,18 @@ def test_line_names_the_model_where_there_are_several() -> None:
     assert json.loads(line(True, "org/Two"))["model"] == "org/Two"
 
 
-FOREIGN = "/v1/x\n2026-01-01 00:00:00 ERROR orcinus.gateway: all keys are revoked\x1b[2J\x9b1A\u2028 größer"
+FOREIGN = (
+    "/v1/x\n2026-01-01 00:00:00 ERROR orcinus.gateway: all keys are revoked\x1b[2J\x9b1A\u2028\x7f\U000e0041 größer"
+)
 """A path as a client sent it, decoded."""
 
 
 def test_foreign_text_begins_no_line_and_drives_no_terminal() -> None:
     said = line(False, call=f"log.info('client of %s left', {FOREIGN!r})")
     assert said.count("\n") == 1 and len(said.splitlines()) == 1
-    assert said.endswith(r"are revoked\x1b[2J\x9b1A\u2028 größer left" + "\n")
-    assert json.loads(line(True, call=f"log.info('%s', {FOREIGN!r})"))["text"] == FOREIGN
+    assert said.endswith(r"are revoked\x1b[2J\x9b1A\u2028\x7f\U000e0041 größer left" + "\n")
+    as_json = line(True, call=f"log.info('%s', {FOREIGN!r})")
+    assert as_json.removesuffix("\n").isprintable() and json.loads(as_json)["text"] == FOREIGN
 
 
 def test_traceback_keeps_its_lines_and_drives_no_terminal() -> None:

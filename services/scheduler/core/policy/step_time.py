@@ -17,7 +17,7 @@ Float64 = npt.NDArray[np.float64]
 
 _FIRST = 16  # the first observations, fitted together and from the start each time: too few to tell a bad one
 FIRST_TOKENS = 512  # of a step of a replica that has timed few
-_SLOWER = 10.0  # times; no machine becomes slower than this at once
+_SLOWER = 10.0  # times; a larger change is more often a fit without a cost for such steps, and has to come twice
 _LOST = 1e-3  # of the predicted times; where steps take less, the fit has gone astray and begins anew
 FOLD = 32  # observations that one fold takes in
 UNBOUNDED = 2**31 - 1  # tokens; returned by `largest` where time does not grow with tokens
@@ -60,8 +60,9 @@ class StepTime:
       prefill). So a single bad timing hardly counts, and a lasting change soon counts in full.
     - A direction forgets only in proportion to the information that the fold adds to it. So hours of pure decode do not
       erase the cost of prefills, and the information matrix never becomes singular.
-    - When most of the last 32 residuals agree on one ratio, at most 10, the whole machine has become slower or faster:
-      all coefficients are multiplied by that ratio, and old information counts a tenth.
+    - When most of the last 32 residuals agree on one ratio, the whole machine has become slower or faster: all
+      coefficients are multiplied by that ratio, and old information counts a tenth. Above 10 the next 32 residuals have
+      to agree on it, too: the fit may have had hardly a cost for such steps.
     - The coefficients in use are the closest ones (in the metric of the information) that are not negative.
 
     Predictions lag by up to 31 observations, but a step larger than all before is taken in at once; `fold` takes in the
@@ -73,6 +74,7 @@ class StepTime:
         "_covariance",
         "_experts",
         "_information",
+        "_is_slower",
         "_pending",
         "_prompts",
         "_recent",
@@ -113,6 +115,7 @@ class StepTime:
         self._covariance: Float64 = np.zeros((features, features))  # its inverse
         self._prompts: deque[tuple[Float64, float]] = deque(maxlen=_ERRORS)  # scaled features, ns: steps with prompts
         self._recent: deque[float] = deque(maxlen=_RING)  # relative residuals
+        self._is_slower = False  # the last _RING of them agreed on a ratio above _SLOWER
         self._by_kind: tuple[deque[float], deque[float]] = (deque(maxlen=_RING), deque(maxlen=_RING))  # absolute ones
 
     def observe(self, tokens: int, decode_context: int, prefill_context: float, step_ns: int) -> None:
@@ -270,11 +273,14 @@ class StepTime:
     def _follow_shift(self, measured: Float64) -> None:
         if len(self._recent) < _RING:
             return
+        was_slower, self._is_slower = self._is_slower, False
         middle = _median(self._recent)
         if abs(middle) < 0.05 or abs(middle) < 4 * _median([abs(one - middle) for one in self._recent]):
             return
         ratio = 1.0 + middle
-        if ratio > _SLOWER:  # the fit had hardly a cost for such steps, as of decodes behind prompts alone; it has now
+        if ratio > _SLOWER and not was_slower:  # as of decodes behind prompts alone: they have a cost from now on
+            self._is_slower = True
+            self._recent.clear()
             return
         if ratio < _LOST:
             self._start(_median(measured.tolist()))

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import openai
 import pytest
+from starlette.types import Receive, Scope, Send
 
-from services.gateway.batches.driver import MOST_DRIVEN
+from services.gateway.auth import Caller, Keyring
+from services.gateway.batches.driver import MOST_DRIVEN, BatchDriver
+from services.gateway.metrics import Metrics
 from services.gateway.openai.files import MOST_UPLOADS
+from shared.settings import GatewaySettings
+from shared.tasks import end
 from tests.integration.conftest import KEY, OTHER
 from tests.integration.gateway.batches.test_batches import begin, ended, line, rows
 from tests.support.gateway_process import GatewayProcess, running_gateway
 from tests.support.stack import RedisServer
 from tests.support.stand_ins.scripted_scheduler import ScriptedScheduler
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
+from tests.unit.gateway.batches.disk import lines_of, ordered
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +59,44 @@ def test_batch_runs_beside_many_of_another_tenant(gateway: GatewayProcess, sched
         for number, made in enumerate(batches):
             assert [row["custom_id"] for row in rows(greedy, ended(greedy, made).output_file_id)] == [f"{number}"]
         assert scheduler.claim_one() is None, "no line is computed twice"
+
+
+async def test_stopped_driver_begins_no_batch_in_place_of_another(redis_server: RedisServer, tmp_path: Path) -> None:
+    """The stop comes while the one that makes room ends."""
+    settings = GatewaySettings(model=tmp_path / "m", redis_url=redis_server.url, files_dir=tmp_path / "files")
+    running, leaving, go = list[Scope](), asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        running.append(scope)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            leaving.set()
+            while not go.is_set():  # a cancellation is repeated
+                with suppress(asyncio.CancelledError):
+                    await go.wait()
+
+    async def cancel(request_id: str, tenant: str) -> None: ...
+
+    keyring = cast(Keyring, SimpleNamespace(read=True, caller=lambda key: Caller("greedy")))
+    driver = BatchDriver(settings, keyring, Metrics(), cancel)
+    driver.app = app
+    for _ in range(MOST_DRIVEN):
+        ordered(driver.files, driver.batches, lines_of(1), tenant="greedy")
+    looking = asyncio.create_task(driver.run())
+    await wait_until(lambda: len(running) == MOST_DRIVEN)
+    batch = ordered(driver.files, driver.batches, lines_of(1), tenant="modest")[0].id
+    driver.wake()
+    await leaving.wait()
+    lease = settings.keys.batch_lease(batch)
+    assert redis_server.client.exists(lease)
+    stopping = asyncio.create_task(driver.stop())
+    go.set()
+    await stopping
+    await wait_until(lambda: not redis_server.client.exists(lease))
+    assert driver.batches.find("modest", batch).state.epoch == 0
+    await end(looking)
+    await driver.close()
 
 
 def test_slow_uploads_leave_room_for_another_tenant(gateway: GatewayProcess, scheduler: ScriptedScheduler) -> None:

@@ -268,6 +268,14 @@ def test_web_page_is_refused_across_origins_and_by_foreign_names(gateway: Gatewa
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+def test_request_without_a_host_is_answered(gateway: GatewayProcess) -> None:
+    """As a balancer on this machine checks the health of a server; browsers always name one."""
+    for port, path in ((gateway.port, b"/health/live"), (gateway.ops_port, b"/metrics")):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(b"GET %b HTTP/1.0\r\n\r\n" % path)
+            assert b" 200 " in connection.makefile("rb").readline()
+
+
 def test_gateway_speaks_tls_on_both_ports_and_reloads_at_sighup(over_tls: GatewayProcess, directory: Path) -> None:
     assert over_tls.process is not None
     before = trusting(directory)

@@ -40,14 +40,14 @@ def lines_of(count: int, **body: Any) -> bytes:
 
 
 def ordered(
-    files: FileStore, batches: BatchStore, content: bytes, window_s: int = 3600
+    files: FileStore, batches: BatchStore, content: bytes, window_s: int = 3600, tenant: str = TENANT
 ) -> tuple[BatchOrder, OpenBatch]:
     """Return a new batch over a file with that content."""
     now = int(time.time())
-    stored = upload(files, content)
-    order = BatchOrder(new_id("batch_"), TENANT, "key-1", URL, stored.id, "1h", now, now + window_s)
+    stored = upload(files, content, tenant)
+    order = BatchOrder(new_id("batch_"), tenant, "key-1", URL, stored.id, "1h", now, now + window_s)
     batches.create(order)
-    return order, OpenBatch(now, files.owner(TENANT), order.id)
+    return order, OpenBatch(now, files.owner(tenant), order.id)
 
 
 def begun(folder: Path, count: int = 2) -> tuple[FileStore, BatchStore, BatchOrder, OpenBatch]:

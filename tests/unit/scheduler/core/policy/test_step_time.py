@@ -189,8 +189,15 @@ def test_a_bad_first_timing_is_soon_forgotten(factor: float) -> None:
 
 @pytest.mark.parametrize(
     ("speed", "steps", "error"),
-    [(0.25, 100, 0.06), (1.3, 100, 0.06), (10.0, 100, 0.06), (np.array([1, 2, 1, 1]), 400, 0.1)],
-    ids=["faster", "slower", "much slower", "one cost alone"],
+    [
+        (0.25, 100, 0.06),
+        (1.3, 100, 0.06),
+        (10.0, 130, 0.06),
+        (12.0, 130, 0.06),
+        (300.0, 130, 0.06),
+        (np.array([1, 2, 1, 1]), 400, 0.1),
+    ],
+    ids=["faster", "slower", "ten times slower", "a little more", "much slower", "one cost alone"],
 )
 def test_lasting_change_of_speed_is_followed(speed: Any, steps: int, error: float) -> None:
     machine = Machine(5, 1000)
