@@ -88,7 +88,8 @@ class ModelFacts:
             elif self.stored is not None and name.endswith(WORDS):
                 word = 8 if name.endswith("_blocks") else 32
                 numbers, scale = word // self.stored.bits * count, 64 if self.stored.zeros else 32
-                total += word * count + numbers * scale // self.stored.unit if kept else numbers * bits
+                is_packed = kept and self.stored.unit > 0  # in a W8A8 checkpoint the worker refuses words
+                total += word * count + numbers * scale // self.stored.unit if is_packed else numbers * bits
             elif self.stored is None or not name.endswith(SCALES + UNPACKED):
                 total += count * (ROUNDED_BITS.get(worker.quantize, bits) if is_matrix else bits)
         return total // 8

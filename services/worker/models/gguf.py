@@ -86,14 +86,14 @@ class GgufWeights(Source):
         return self._place(name).type.name
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = FLOATS) -> None:
-        """Raise ModelError as any Source; where floats are wanted, packed types are as good."""
+        """Raise ModelError as any Source; where a matrix of floats is wanted, packed types are as good."""
         place = self._place(name)
         if place.shape != shape:
             raise ModelError(
                 f"{self.model}: tensor {place.name} has shape {list(place.shape)}, its metadata says {list(shape)}; "
                 "convert the model again"
             )
-        if place.type.name not in dtypes and dtypes is not FLOATS:
+        if place.type.name not in dtypes and (dtypes is not FLOATS or len(shape) == 1):
             raise ModelError(
                 f"{self.model}: tensor {place.name} is {place.type.name}, expected {' or '.join(sorted(dtypes))}; "
                 "choose another file of the model"

@@ -40,7 +40,7 @@ class W8A8(StoredMethod):
         scales = scales.reshape(-1, 1).expand(matrix.outputs, 1)
         for rows in row_steps(matrix.rows, matrix.inputs):
             some = source.read(f"{matrix.name}.weight", (matrix.outputs, matrix.inputs), rows.start, len(rows))
-            numbers = some.view(torch.uint8) ^ 128  # 128 above
+            numbers = some.view(torch.uint8).bitwise_xor_(128)  # 128 above
             yield Groups(8, matrix.inputs, numbers, scales[rows.start : rows.stop].contiguous(), rounds_rows=True)
 
     def weight_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:

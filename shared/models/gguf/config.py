@@ -34,7 +34,7 @@ _ONLY: dict[str, tuple[float, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0,), "router_logit_softcapping": (0,),
 }  # fmt: skip
 """Key -> the values that can be computed. An expert_gating_func of 1 is the softmax."""
-_HEEDED = {
+_ARCHITECTURE_KEYS = {
     "llama": ("expert_count",),
     "qwen2moe": ("expert_count", "expert_shared_count"),
     "qwen3moe": ("expert_count",),
@@ -64,7 +64,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             "another model, or one with safetensors"
         )
     for key, values in _ONLY.items():
-        if key not in _HEEDED.get(name, ()) and file.number(f"{name}.{key}", 0) not in values:
+        if key not in _ARCHITECTURE_KEYS.get(name, ()) and file.number(f"{name}.{key}", 0) not in values:
             raise ModelError(
                 f"{file.path}: {name}.{key} {file.number(f'{name}.{key}'):g} is not supported; choose another model"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from services.worker.quantization import method_of
 from services.worker.quantization.base import Matrix, Stack
 from shared.errors import ModelError
 from shared.models.gguf.reader import open_gguf
+from tests.engine.driver import make_engine
 from tests.support.checkpoints.gguf import write_model
 from tests.support.checkpoints.models import make_llama
 from tests.support.checkpoints.quantized import Format, add_config, write_mxfp4, write_quantized
@@ -180,6 +182,21 @@ def test_scale_of_a_gguf_file_that_is_no_number_is_refused(tmp_path: Path, kind:
         list(method_of("none", config.stored).read(GgufWeights(config, path), matrix, torch.float32))
     with pytest.raises(ModelError, match=said):  # unpacked, as embedding and head in bfloat16
         GgufWeights(config, path).read(f"{NAME}.weight", (256, 256), 0, 256)
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_norm.weight", "blk.0.attn_q.bias", "blk.0.ffn_up_exps.bias"])
+def test_vector_of_a_gguf_file_in_a_packed_type_is_refused(tmp_path: Path, name: str) -> None:
+    make_llama(tmp_path / "plain", seed=3, requests=1, output_tokens=1, **(SIZES | GPT_OSS))
+    path = tmp_path / "model.gguf"
+    write_model(tmp_path / "plain", path, lambda _: "Q4_0")
+    raw = bytearray(path.read_bytes())
+    dimensions = raw.index(name.encode()) + len(name)
+    type_ = dimensions + 4 + 8 * raw[dimensions]
+    assert raw[type_] == 0  # F32
+    raw[type_] = 2  # Q4_0
+    path.write_bytes(raw)
+    with pytest.raises(ModelError, match=f"tensor {re.escape(name)} is Q4_0, expected .*; choose another file"):
+        make_engine(path, kernels="reference", block_size=16)
 
 
 def test_header_with_a_tensor_of_many_dimensions_is_refused(models: Callable[[str], Path], tmp_path: Path) -> None:

@@ -35,8 +35,10 @@ from shared.settings import WorkerSettings
 from tests.engine.driver import Driver, make_engine
 from tests.engine.models.test_model_families import FAMILIES
 from tests.engine.test_tokens import all_logits, close
+from tests.support.checkpoints import w8a8
 from tests.support.checkpoints.gguf import write_file
 from tests.support.checkpoints.models import Reference, make_llama
+from tests.support.checkpoints.quantized import add_config
 from tests.support.compiler import demand_compiler
 
 LOADS_A_MODEL = """
@@ -113,6 +115,28 @@ def test_peak_memory_while_loading_is_little_above_the_weights(
     )
     bytes_held = sum(value.numel() for value in parameters.values()) * getattr(torch, held).itemsize
     assert_peak(tmp_path, held, kernels, parallel, bytes_held // (parallel[0] * parallel[1]))
+
+
+def test_peak_memory_of_w8a8_is_little_above_the_weights(tmp_path: Path) -> None:
+    """Integers are moved by 128 in place: copies of pieces, freed between matrices that stay, leave holes."""
+    demand_compiler()
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=16
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    add_config(tmp_path, quantization_config=w8a8.config())
+    tensors, bytes_held = {}, 0
+    for name, value in model.named_parameters():
+        is_rounded = value.ndim == 2 and ".layers." in name
+        tensors[name] = torch.zeros(value.shape, dtype=torch.int8 if is_rounded else torch.bfloat16)
+        if is_rounded:
+            tensors[f"{name}_scale"] = torch.zeros(len(value), 1, dtype=torch.bfloat16)
+            bytes_held += value.numel()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_peak(tmp_path, "bfloat16", "cpu", (1, 1, 0), bytes_held)
 
 
 def test_peak_memory_of_experts_in_one_tensor_is_little_above_them(tmp_path: Path) -> None:

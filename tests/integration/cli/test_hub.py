@@ -484,6 +484,7 @@ MXFP4_NUMBERS = 4 * 8 * 64
             (ModelFacts("bfloat16", W8A8, Stored("w8a8", 8), {"up.weight": 8}), {"kernels": kernels}, 40 * 8 + 2 * 32)
             for kernels in ("auto", "reference")
         ),
+        (ModelFacts("bfloat16", {"up.weight_packed": (40, 8)}, Stored("w8a8", 8)), {}, 40 * 8 * 4 * 2),  # refused later
         (ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {}, MXFP4_NUMBERS * 5 // 8 + 2 * (32 + 512)),
         (
             ModelFacts("bfloat16", MXFP4, Stored("mxfp4", 4, 32)), {"kernels": "reference"},
