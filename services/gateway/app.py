@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.anthropic import batches as message_batches
 from services.gateway.anthropic import messages
-from services.gateway.auth import OPEN_PATHS, RequireKey
+from services.gateway.auth import OPEN_PATHS, HostNames, RequireKey
 from services.gateway.dashboard import routes as dashboard
 from services.gateway.errors import ApiError, invalid, shown
 from services.gateway.gateway import Gateway
@@ -46,8 +45,7 @@ from shared.settings import is_loopback
 
 def public_app(gateway: Gateway) -> FastAPI:
     """Return the application that clients reach."""
-    keyring = gateway.keyring
-    hosts = _host_names(gateway, lambda: keyring.read and not keyring.needed)
+    hosts = _host_names(gateway, gateway.keyring.is_open)
     app = _app(gateway, "Orcinus", needs_key=True, more=[hosts, Middleware(Pages, files=web.FILES)])
     for endpoint in (
         completions, chat, retrieval, responses, messages, message_batches, files, batches, tokenization, adapters,
@@ -192,36 +190,3 @@ class PageHeaders:
             await send(message)
 
         await self._app(scope, receive, stamped if scope["type"] == "http" else send)
-
-
-class HostNames:
-    """On a port that needs no key, answer 403 unless `Host` is an address, localhost or one of `names`.
-
-    A request without `Host`, as a health check over HTTP/1.0, comes from no browser.
-    """
-
-    def __init__(self, app: ASGIApp, names: Sequence[str], is_open: Callable[[], bool]) -> None:
-        self._app = app
-        self._names = frozenset({"localhost", *names})
-        self._is_open = is_open
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
-        if host is not None and self._is_open() and not self._allows(host):
-            text = "host not allowed without a key; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
-            await ApiError(403, text, code="host_not_allowed").send(send, scope["path"])
-            return
-        await self._app(scope, receive, send)
-
-    def _allows(self, host: str) -> bool:
-        name = host.lower()
-        if not name.endswith("]"):
-            head, colon, port = name.rpartition(":")
-            name = head if colon and port.isdecimal() else name
-        if name in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-        except ValueError:
-            return False
-        return True

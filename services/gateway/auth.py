@@ -8,10 +8,11 @@ were: it accepts no new work in any case.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.errors import RETRY, ApiError, unavailable
 from services.gateway.published import Published
-from services.gateway.threads import TENANT
+from services.gateway.request import TENANT
 from shared.dead_letters import DeadLetters
 from shared.keys import CLASSES, Keys
 from shared.redis_client import WRONG_TYPE, connect
@@ -138,6 +139,10 @@ class Keyring:
         `keys:version` tells it to gateways that start later.
         """
         return bool(self._configured or self._required or self._any)
+
+    def is_open(self) -> bool:
+        """Whether requests need no key; False until it is known."""
+        return self.read and not self.needed
 
     def identify(self, authorization: str | None, api_key: str | None = None) -> Caller:
         """Return the caller that an Authorization header names, or without one an X-Api-Key.
@@ -299,6 +304,39 @@ class RequireKey:
         scope["state"]["tenant"] = caller.tenant
         TENANT.set(caller.tenant)
         await self._app(scope, receive, send)
+
+
+class HostNames:
+    """On a port that needs no key, answer 403 unless `Host` is an address, localhost or one of `names`.
+
+    A request without `Host`, as a health check over HTTP/1.0, comes from no browser.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str], is_open: Callable[[], bool]) -> None:
+        self._app = app
+        self._names = frozenset({"localhost", *names})
+        self._is_open = is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is not None and self._is_open() and not self._allows(host):
+            text = "host not allowed without a key; use an IP address, localhost or a name in ORCINUS_OPS_NAMES"
+            await ApiError(403, text, code="host_not_allowed").send(send, scope["path"])
+            return
+        await self._app(scope, receive, send)
+
+    def _allows(self, host: str) -> bool:
+        name = host.lower()
+        if not name.endswith("]"):
+            head, colon, port = name.rpartition(":")
+            name = head if colon and port.isdecimal() else name
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        except ValueError:
+            return False
+        return True
 
 
 def require_operator(request: HTTPConnection) -> None:

@@ -1,4 +1,4 @@
-"""Define one checked request, as all of the gateway reads it, its limits and its wire forms.
+"""Define one checked request, as all of the gateway reads it, its limits and its wire forms; the threads of its texts.
 
 `GenerationSpec` is the one definition of a request's fields. A field of a body that has the same name here is copied by
 openai/bodies.py; a field that `queue_pb2.Request` or `queue_pb2.Delivery` has under the same name is copied here. A new
@@ -7,11 +7,17 @@ field of a request needs no code in between.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 import orjson
 from google.protobuf.message import Message
@@ -23,6 +29,15 @@ from shared.ids import BEGINNINGS
 from shared.keys import CLASSES
 from shared.redis_client import PROMPT_APART_BYTES
 from shared.text.logprobs import prompt_record_bytes, record_bytes
+
+THREADS = min(32, (os.cpu_count() or 1) + 4)
+TENANT_THREADS = THREADS // 2
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+"""Of the request that the current task answers."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,3 +289,30 @@ def _tools(stored: bytes) -> ToolUse | None:
     return ToolUse(
         use["format"], tuple(use["names"]), use["parallel"], use.get("forced", False), tuple(use.get("texts", ()))
     )
+
+
+class TenantThreads:
+    """The threads of one model that run long work on texts beside the event loop: half of them for a tenant.
+
+    Encoding a conversation of 4 MB takes seconds. Where a tenant has all of its threads at work, more of its work
+    waits, and that of another tenant begins at once. `TENANT` is set where a caller is known: by RequireKey, by the
+    gRPC front, by lines of batches.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, "texts")
+        self._free: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # threads left of each tenant
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a function that blocks returns. Work of a cancelled caller keeps its thread to its end."""
+        loop, tenant = asyncio.get_running_loop(), TENANT.get()
+        free = self._free.setdefault(tenant, asyncio.Semaphore(TENANT_THREADS))
+        await free.acquire()
+
+        def release(_work: Future[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the process ends
+                loop.call_soon_threadsafe(free.release)
+
+        work = self._pool.submit(function, *args, **kwargs)
+        work.add_done_callback(release)
+        return await asyncio.wrap_future(work)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from services.gateway.auth import Caller
 from services.gateway.errors import ApiError
-from services.gateway.threads import TENANT
+from services.gateway.request import TENANT
 
 
 @dataclass(slots=True)

@@ -43,7 +43,7 @@ from services.gateway.openai.answers import SLOW_FLUSH_S
 from services.gateway.openai.bodies import CompletionBody, choose_adapter, parse_body, served_model
 from services.gateway.openai.completions import completion_spec
 from services.gateway.openai.info import VERSION
-from services.gateway.threads import TENANT
+from services.gateway.request import TENANT
 from shared.errors import ConfigurationError
 from shared.security.tls import check_pair
 from shared.tasks import end

@@ -17,14 +17,13 @@ import jinja2
 import orjson
 
 from services.gateway.errors import ApiError
-from services.gateway.request import SamplingDefaults
+from services.gateway.request import SamplingDefaults, TenantThreads
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import TokenText
 from services.gateway.text.grammar import GrammarCheck
 from services.gateway.text.pairs import CrossEncoder, Pairs, judge_of
 from services.gateway.text.reasoning import CHANNEL_WORDS, MARKERS, ChannelIds, is_lookalike, markers_of
 from services.gateway.text.tools.formats import format_of
-from services.gateway.threads import TenantThreads
 from shared.errors import ModelError
 from shared.models.gguf.reader import is_gguf
 from shared.models.model_files import has_file, read_bounded

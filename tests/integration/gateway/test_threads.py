@@ -11,7 +11,7 @@ import pytest
 
 from services.gateway.auth import Caller
 from services.gateway.batches.handler import Exchange
-from services.gateway.threads import TENANT
+from services.gateway.request import TENANT
 from shared.settings import GatewaySettings
 from tests.integration.conftest import KEY, OTHER
 from tests.integration.gateway.conftest import asgi, in_process

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.gateway.threads import TENANT, TENANT_THREADS, THREADS, TenantThreads
+from services.gateway.request import TENANT, TENANT_THREADS, THREADS, TenantThreads
 from tests.support.waiting import wait_until
 
 
