@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Iterator, Mapping
 
 from shared.models.adapters import AdapterConfig, parse_config
 
@@ -26,13 +27,20 @@ def test_module_has_the_alpha_of_the_first_pattern_that_fits() -> None:
             assert made.scale(module, 1) == peft_alpha(patterns, module), (patterns, module)
 
 
-class Patterns(dict[str, float]):
+class Patterns(Mapping[str, float]):
     """Patterns that are looked up, never walked through: there may be 65,536, and as many modules."""
 
-    def items(self) -> None:  # type: ignore[override] # raises in any case
-        raise AssertionError("all patterns were read for one module")
+    def __init__(self, alphas: dict[str, float]) -> None:
+        self._alphas = alphas
 
-    __iter__ = keys = values = items  # type: ignore[assignment] # as above
+    def __getitem__(self, name: str) -> float:
+        return self._alphas[name]
+
+    def __len__(self) -> int:
+        return len(self._alphas)
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all patterns were read for one module")
 
 
 def test_alpha_of_a_module_is_looked_up() -> None:
