@@ -84,15 +84,21 @@ class Immediate:
         return torch.empty((rows, width), dtype=dtype)
 
     def emit(self, rows: int, args: ctypes.Structure, step: Step | None, keep: object = None) -> None:
-        made = command(rows, args)
-        used = self._nothing if step is None else step
-        self._library.run(ctypes.addressof(made), 1, ctypes.addressof(used), self.threads)
+        self._run(rows, args, step or self._nothing, self.threads)
 
     def exchange(self, x: Tensor, call: Callable[[Tensor], object]) -> None:
         call(x)
 
     def now(self, rows: int, args: ctypes.Structure) -> None:
         self.emit(rows, args, None)
+
+    def alone(self, rows: int, args: ctypes.Structure) -> None:
+        """Run one command with this thread alone: one that is over before another thread would be awake."""
+        self._run(rows, args, self._nothing, 1)
+
+    def _run(self, rows: int, args: ctypes.Structure, step: Step, threads: int) -> None:
+        made = command(rows, args)
+        self._library.run(ctypes.addressof(made), 1, ctypes.addressof(step), threads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -96,13 +97,14 @@ class EventCount {
   alignas(64) std::atomic<int> sleepers_{0};
 };
 
+bool binds_to_places() { return omp_get_num_places() > 0 && omp_get_proc_bind() != omp_proc_bind_false; }
+
 // Where OMP_PROC_BIND or GOMP_CPU_AFFINITY is set, the runtime binds the process's first thread to one place when it is
 // loaded. A thread inherits that, so each further one goes to a place of its own, as the runtime's threads do.
 void bind_to_place([[maybe_unused]] int thread) {
 #if defined(__linux__)
-  const int places = omp_get_num_places();
-  if (places == 0 || omp_get_proc_bind() == omp_proc_bind_false) return;
-  const int place = thread % places;
+  if (!binds_to_places()) return;
+  const int place = thread % omp_get_num_places();
   std::vector<int> cores(omp_get_place_num_procs(place));
   omp_get_place_proc_ids(place, cores.data());
   cpu_set_t set;
@@ -111,6 +113,46 @@ void bind_to_place([[maybe_unused]] int thread) {
   sched_setaffinity(0, sizeof set, &set);  // where the system refuses, the thread stays where it is
 #endif
 }
+
+// Keeps the other threads off the core of the one that calls.
+//
+// A thread is woken on the core where it slept last. In a virtual machine that can be the caller's though another is
+// idle: the host has halted the idle one, which Linux takes for busy. The thread then waits there until the kernel
+// balances its queues, some milliseconds, and the caller does the work of several programs alone.
+class OtherCores {
+ public:
+  void add([[maybe_unused]] std::thread& thread) {
+#if defined(__linux__)
+    process_ = getpid();
+    threads_.push_back(thread.native_handle());
+    core_ = -1;
+#endif
+  }
+
+  // Before a program, by the thread that calls it.
+  void leave_mine() {
+#if defined(__linux__)
+    const int core = sched_getcpu();
+    if (core == core_) return;
+    core_ = core;
+    if (core < 0 || core >= CPU_SETSIZE || binds_to_places()) return;
+    if (process_ != getpid()) return;  // a child has none of its parent's threads
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof cores, &cores)) return;
+    CPU_CLR(core, &cores);
+    if (CPU_COUNT(&cores) == 0) return;
+    // Where the system refuses, a thread stays where it is.
+    for (const pthread_t thread : threads_) pthread_setaffinity_np(thread, sizeof cores, &cores);
+#endif
+  }
+
+ private:
+#if defined(__linux__)
+  pid_t process_ = 0;
+  std::vector<pthread_t> threads_;
+  int core_ = -1;  // the caller's, when it was last looked at
+#endif
+};
 
 struct alignas(64) Counter {
   std::atomic<int64_t> value{0};
@@ -204,7 +246,10 @@ class Runner : public std::enable_shared_from_this<Runner> {
     first_ = end_.load(std::memory_order_relaxed);
     threads_.store(program.threads, std::memory_order_relaxed);
     end_.store(first_ + program.count, std::memory_order_release);
-    if (program.threads > 1) begun_.notify();
+    if (program.threads > 1) {
+      others_.leave_mine();
+      begun_.notify();
+    }
     take_part(0);
   }
 
@@ -220,10 +265,12 @@ class Runner : public std::enable_shared_from_this<Runner> {
 
   bool start_thread() {
     try {
-      std::thread([self = shared_from_this(), thread = started_ + 1] {
+      std::thread started([self = shared_from_this(), thread = started_ + 1] {
         bind_to_place(thread);
         self->work(thread);
-      }).detach();
+      });
+      others_.add(started);
+      started.detach();
       return true;
     } catch (const std::system_error&) {
       return false;  // the program runs with those that are here
@@ -279,6 +326,7 @@ class Runner : public std::enable_shared_from_this<Runner> {
   int64_t first_ = 0;
   int started_ = 0;
   EventCount begun_, closed_;  // programs, commands
+  OtherCores others_;
   Team::Shared shared_;
 };
 

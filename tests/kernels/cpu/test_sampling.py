@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.cpu.library import Library
 from kernels.cpu.program import Immediate
-from kernels.cpu.sampling import sample
+from kernels.cpu.sampling import SHARED, sample
 from kernels.ops import STATUS_FINE, STATUS_NOT_FINITE, Sampled, SamplingRows
 from tests.kernels.cpu_variants import library
 from tests.kernels.sampling_cases import Array, normal, rows
@@ -21,7 +22,7 @@ def draw(variant: str, logits: Array, how: SamplingRows, threads: int = 1) -> Sa
 
 @pytest.mark.parametrize(("count", "threads"), [(1, 5), (3, 1), (3, 2), (9, 5)])
 def test_long_greedy_row_is_cut_among_threads_without_a_trace(count: int, threads: int, float32_variant: str) -> None:
-    vocab = 100_003
+    vocab = SHARED + 3
     logits = normal(count, vocab, 1)
     for place in (0, 16_383, 16_384, 50_001, vocab - 1):
         logits[:, [place, min(place + 9000, vocab - 1)]] = 50
@@ -33,6 +34,26 @@ def test_long_greedy_row_is_cut_among_threads_without_a_trace(count: int, thread
         status = draw(float32_variant, broken, rows(count), threads).status.tolist()
         assert status == [STATUS_FINE] * (count - 1) + [STATUS_NOT_FINITE]
         logits[:, [place, min(place + 9000, vocab - 1)]] = 0
+
+
+@pytest.mark.parametrize(
+    ("count", "vocab", "temperature", "threads"),
+    [
+        (1, 4096, 0.0, 1),
+        (31, 4096, 0.0, 1),
+        (1, SHARED, 0.0, 2),
+        (1, SHARED, 1.0, 1),
+        (2, 4096, 1.0, 1),
+        (8, 4096, 1.0, 2),
+    ],
+)
+def test_threads_are_woken_for_work_that_outlasts_it(
+    count: int, vocab: int, temperature: float, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(Library, "run", lambda self, commands, count, step, threads, *_: used.append(threads))
+    sample(Immediate(library("plain"), 2), torch.zeros((count, vocab)), rows(count, temperature=[temperature] * count))
+    assert used == [threads]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
